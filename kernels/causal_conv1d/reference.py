@@ -1,0 +1,59 @@
+"""Causal depthwise convolution with SiLU, one token at a time: the specification of this op.
+
+    y[t, c] = silu( sum_w weight[c, w] * x[t - (W - 1) + w, c] )        x before the first token: the window
+
+Source: the short convolution of the Mamba block, arXiv 2312.00752, section 3.4. See README.md for the tree form.
+
+Shapes: B batch, L padded tokens, N tree nodes, C channels, W width (weight[:, W - 1] meets the newest input).
+Sums are formed in float32 (float64 for float64 inputs) and the result is returned in the dtype of the input.
+Shapes are not checked here: a mismatch surfaces as torch's own IndexError or RuntimeError.
+"""
+
+import torch
+from torch import Tensor
+
+
+def extend(x: Tensor, window: Tensor, weight: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Convolve ``lengths[b]`` known tokens of every row.
+
+    x [B, L, C], window [B, W-1, C] the last inputs before x, oldest first, weight [C, W], lengths [B] int64
+    (may be smaller than W - 1, also 0).
+
+    Returns y [B, L, C] and new_window [B, W-1, C], the last W - 1 inputs up to lengths[b]. Outputs at and beyond
+    lengths[b] are unspecified; here they are NaN, so that a reader of them is found out. No input is written.
+    """
+    width = weight.shape[1]
+    y = torch.full_like(x, float("nan"))
+    new_window = torch.empty_like(window)
+    for b in range(x.shape[0]):
+        length = int(lengths[b])
+        history = torch.cat([window[b], x[b, :length]])
+        for t in range(length):
+            y[b, t] = _convolve(history[t : t + width], weight)
+        new_window[b] = history[length:]
+    return y, new_window
+
+
+def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """Convolve every tree node over its own last W inputs.
+
+    inputs [B, S, C]: the stored window, the pending inputs and the node inputs of each row;
+    index [B, N, W] int64: for each node the rows of ``inputs`` to convolve over, oldest first; weight [C, W].
+
+    Returns y [B, N, C].
+    """
+    batch, nodes, _ = index.shape
+    y = inputs.new_empty(batch, nodes, inputs.shape[2])
+    for b in range(batch):
+        for i in range(nodes):
+            y[b, i] = _convolve(inputs[b, index[b, i]], weight)
+    return y
+
+
+def _convolve(taps: Tensor, weight: Tensor) -> Tensor:
+    """taps [W, C] oldest first, weight [C, W] -> silu of the weighted sum [C], in at least float32."""
+    dtype = torch.promote_types(taps.dtype, torch.float32)
+    total = torch.zeros(taps.shape[1], dtype=dtype, device=taps.device)
+    for w in range(weight.shape[1]):
+        total = total + taps[w].to(dtype) * weight[:, w].to(dtype)
+    return total * torch.sigmoid(total)

@@ -1,0 +1,44 @@
+"""Causal depthwise convolution in vectorised PyTorch. See README.md."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def extend(x: Tensor, window: Tensor, weight: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Convolve runs of known tokens, each behind its stored window, and apply SiLU.
+
+    Args:
+        x: [B, L, C].
+        window: [B, W-1, C], the last inputs before x, oldest first; not modified.
+        weight: [C, W].
+        lengths: [B] int64; tokens from lengths[b] on are padding.
+
+    Returns:
+        y [B, L, C] in x's dtype (unspecified on padding) and the new window [B, W-1, C].
+    """
+    inputs = torch.cat([window.to(x.dtype), x], 1)
+    y = F.conv1d(inputs.transpose(1, 2).float(), weight.float()[:, None], groups=x.shape[2])
+    last = lengths[:, None] + torch.arange(window.shape[1], device=x.device)
+    new_window = inputs.gather(1, last[..., None].expand(-1, -1, x.shape[2]))
+    return F.silu(y).transpose(1, 2).to(x.dtype), new_window
+
+
+def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """Convolve every node of a draft tree over its last W-1 ancestors and apply SiLU.
+
+    Args:
+        inputs: [B, S, C]: stored window, pending inputs and node inputs of each row.
+        index: [B, N, W] int64: the rows of ``inputs`` under each node's kernel, oldest first.
+        weight: [C, W].
+
+    Returns:
+        y [B, N, C] in the inputs' dtype.
+    """
+    batch, num_nodes, width = index.shape
+    if batch == 1:
+        rows = inputs[0].index_select(0, index.reshape(-1)).view(1, num_nodes, width, -1)
+    else:
+        rows = inputs[torch.arange(batch, device=index.device)[:, None, None], index]
+    y = (rows * weight.t().float()).sum(2)
+    return F.silu(y).to(inputs.dtype)

@@ -1,0 +1,127 @@
+"""The gated delta rule, one token and one head at a time: the specification of this op.
+
+    S_t = exp(g_t) S_{t-1} + k_t u_t^T        u_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t)        o_t = S_t^T q_t
+
+Source: Gated DeltaNet (arXiv 2412.06464), section 3.1. See README.md for the tree form and the records.
+
+Shapes: B batch, L padded tokens, N tree nodes, R record capacity, Hk key heads, Hv value heads (a multiple of Hk;
+value head h reads key head h // (Hv // Hk)), K and V head widths. Every function keeps the dtype of its inputs,
+float32 or float64. Shapes are not checked here: a mismatch surfaces as torch's own IndexError or RuntimeError.
+"""
+
+import torch
+from torch import Tensor
+
+
+def extend(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run ``lengths[b]`` known tokens of every row through the recurrence.
+
+    q, k [B, L, Hk, K] (k l2-normalised; q l2-normalised and scaled by K**-0.5), v [B, L, Hv, V],
+    g [B, L, Hv] log decay <= 0, beta [B, L, Hv], state [B, Hv, K, V], lengths [B] int64 (0 is allowed).
+
+    Returns out [B, L, Hv, V] and new_state [B, Hv, K, V], a new tensor. Outputs at and beyond ``lengths[b]`` are
+    unspecified; here they are NaN, so that a reader of them is found out. No input is written.
+    """
+    batch, _, value_heads, _ = v.shape
+    group = value_heads // k.shape[2]
+    out = torch.full_like(v, float("nan"))
+    new_state = state.clone()
+    for b in range(batch):
+        for h in range(value_heads):
+            current = state[b, h]
+            for t in range(int(lengths[b])):
+                current, _ = _step(current, k[b, t, h // group], v[b, t, h], g[b, t, h], beta[b, t, h])
+                out[b, t, h] = current.T @ q[b, t, h // group]
+            new_state[b, h] = current
+    return out, new_state
+
+
+def tree_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    records_k: Tensor,
+    records_u: Tensor,
+    records_decay: Tensor,
+    num_pending: Tensor | None,
+    node_offset: int,
+    ancestors: Tensor,
+) -> Tensor:
+    """Outputs of all tree nodes; writes the nodes' records in place, never the checkpoint.
+
+    q, k [B, N, Hk, K], v [B, N, Hv, V], g, beta [B, N, Hv], state [B, Hv, K, V] the checkpoint,
+    records_k [B, R, Hk, K], records_u [B, R, Hv, V], records_decay [B, R, Hv], num_pending [B] int64 (None: every
+    row has node_offset of them), node_offset >= max(num_pending), ancestors [B, N, N] bool, inclusive, in
+    topological order.
+
+    The path of a node is: checkpoint, the first num_pending[b] records, then the node's ancestors from the root.
+    A node without a strict ancestor (the root, a padding node) follows the pending records directly. Records
+    between num_pending[b] and node_offset are ignored. Record node_offset + i becomes node i's k, u and the *log
+    decay of the whole path* from the checkpoint to the node inclusive.
+
+    Returns out [B, N, Hv, V].
+    """
+    batch, nodes, value_heads, _ = v.shape
+    group = value_heads // k.shape[2]
+    out = torch.empty_like(v)
+    if num_pending is None:
+        num_pending = torch.full((batch,), node_offset)
+    after_pending = fold(state, records_k, records_u, records_decay, num_pending)
+    for b in range(batch):
+        pending = int(num_pending[b])
+        for h in range(value_heads):
+            pending_decay = records_decay[b, pending - 1, h].clone() if pending else torch.zeros_like(g[b, 0, h])
+            states: list[Tensor] = []
+            decays: list[Tensor] = []
+            for i in range(nodes):
+                parent = _parent(ancestors[b], i)
+                before = after_pending[b, h] if parent is None else states[parent]
+                before_decay = pending_decay if parent is None else decays[parent]
+                after, u = _step(before, k[b, i, h // group], v[b, i, h], g[b, i, h], beta[b, i, h])
+                states.append(after)
+                decays.append(before_decay + g[b, i, h])
+                out[b, i, h] = after.T @ q[b, i, h // group]
+                records_u[b, node_offset + i, h] = u
+                records_decay[b, node_offset + i, h] = decays[i]
+    records_k[:, node_offset : node_offset + nodes] = k
+    return out
+
+
+def fold(state: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Tensor, num_pending: Tensor) -> Tensor:
+    """Advance the checkpoint over the first ``num_pending[b]`` records of each row.
+
+    state [B, Hv, K, V], records_k [B, R, Hk, K], records_u [B, R, Hv, V], records_decay [B, R, Hv] (log decay from
+    the checkpoint to the record inclusive), num_pending [B] int64.
+
+    Returns new_state [B, Hv, K, V], a new tensor; rows with nothing pending are copied unchanged.
+    """
+    batch, value_heads = state.shape[:2]
+    group = value_heads // records_k.shape[2]
+    new_state = state.clone()
+    for b in range(batch):
+        for h in range(value_heads):
+            before_decay = torch.zeros_like(records_decay[b, 0, h])
+            for j in range(int(num_pending[b])):
+                step_decay = torch.exp(records_decay[b, j, h] - before_decay)
+                update = torch.outer(records_k[b, j, h // group], records_u[b, j, h])
+                new_state[b, h] = step_decay * new_state[b, h] + update
+                before_decay = records_decay[b, j, h]
+    return new_state
+
+
+def _step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of one head: state [K, V], k [K], v [V], scalars g and beta -> (next state [K, V], u [V])."""
+    decayed = torch.exp(g) * state
+    u = beta * (v - decayed.T @ k)
+    return decayed + torch.outer(k, u), u
+
+
+def _parent(ancestors: Tensor, node: int) -> int | None:
+    """The nearest strict ancestor of a node (ancestors [N, N]); topological order makes it the largest index."""
+    strict = [j for j in range(node) if bool(ancestors[node, j])]
+    return strict[-1] if strict else None

@@ -1,0 +1,83 @@
+"""Draft trees in vectorised PyTorch: no loop over requests or nodes. See README.md."""
+
+import torch
+from torch import Tensor
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """Inclusive ancestor mask by repeated squaring of the parent relation.
+
+    Args:
+        parents: [B, N] int64; parents[:, 0] = -1, parents[:, i] < i. A later node with parent -1 is padding.
+
+    Returns:
+        [B, N, N] bool; [i, j] when j is i or an ancestor of i.
+    """
+    num_nodes = parents.shape[1]
+    nodes = torch.arange(num_nodes, device=parents.device)
+    reach = (parents[..., None] == nodes) | (nodes[:, None] == nodes)
+    for _ in range((num_nodes - 1).bit_length()):
+        steps = reach.float()
+        reach = (steps @ steps) > 0
+    return reach
+
+
+def depth(ancestors: Tensor) -> Tensor:
+    """Depth of each node below the root, [B, N] int64, from the ancestor mask [B, N, N]."""
+    return ancestors.sum(-1) - 1
+
+
+def conv_index(parents: Tensor, width: int) -> Tensor:
+    """The inputs under each node's convolution kernel, oldest first.
+
+    Args:
+        parents: [B, N] int64.
+        width: kernel width W.
+
+    Returns:
+        [B, N, W] int64: the node itself last; entries >= 0 are nodes; -1 is the newest input before the root, -2 the
+        one before it, and so on.
+    """
+    slot = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+    slots = [slot]
+    for _ in range(width - 1):
+        slot = torch.where(slot >= 0, parents.gather(1, slot.clamp(min=0)), slot - 1)
+        slots.append(slot)
+    return torch.stack(slots[::-1], -1)
+
+
+def accepted_path(
+    tokens: Tensor, parents: Tensor, ancestors: Tensor, target_tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Follow the target's own choices down each tree.
+
+    Args:
+        tokens: [B, N] int64, the drafts; tokens[:, 0] are the roots.
+        parents: [B, N] int64.
+        ancestors: [B, N, N] bool.
+        target_tokens: [B, N] int64, the target's choice after each node.
+
+    Returns:
+        path [B, N] int64 (node indices from the root to the deepest accepted node, which then repeats),
+        num_accepted [B] int64 (the root not counted),
+        path_tokens [B, N + 1] int64 (tokens of path[1:], the bonus token, and the bonus token again as padding),
+        bonus [B] int64 (the target's choice after the last accepted node).
+    """
+    num_nodes = tokens.shape[1]
+    if num_nodes == 1:
+        zeros = torch.zeros_like(tokens)
+        return zeros, torch.zeros_like(tokens[:, 0]), target_tokens.expand(-1, 2), target_tokens[:, 0]
+    nodes = torch.arange(num_nodes, device=tokens.device)
+    agrees = (tokens == target_tokens.gather(1, parents.clamp(min=0))) & (parents >= 0)
+    agrees = agrees | (nodes == 0)
+    is_accepted = ~(ancestors & ~agrees[:, None]).any(-1)
+    path_length = ancestors.sum(-1)
+    # the deepest accepted node; of several, the first
+    leaf = (torch.where(is_accepted, path_length, 0) * num_nodes - nodes).argmax(-1, keepdim=True)
+    on_path = ancestors.gather(1, leaf[..., None].expand(-1, 1, num_nodes)).squeeze(1)
+    path = torch.where(on_path, nodes, num_nodes).sort(-1).values  # parents come before children
+    path = torch.where(path == num_nodes, leaf, path)
+    num_accepted = path_length.gather(1, leaf).squeeze(1) - 1
+    bonus = target_tokens.gather(1, leaf)
+    drafts = torch.where(nodes[1:] <= num_accepted[:, None], tokens.gather(1, path[:, 1:]), bonus)
+    return path, num_accepted, torch.cat([drafts, bonus, bonus], 1), bonus.squeeze(1)

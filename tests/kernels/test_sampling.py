@@ -1,0 +1,178 @@
+"""Sampling: torch_ops against the reference; the generator bit for bit, the filters by hand-made rows."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from specmamba.kernels.sampling import reference, torch_ops
+from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
+
+INT64 = torch.iinfo(torch.int64)
+# temperature, top_k, top_p, min_p, one row each: plain, every filter alone, filters together, greedy
+SETTINGS = (
+    torch.tensor([1.0, 0.7, 1.0, 1.0, 0.9, 0.0, 1.5, 0.05]),
+    torch.tensor([0, 5, -1, 0, 20, 3, 1000, 1]),
+    torch.tensor([1.0, 1.0, 0.8, 1.0, 0.9, 0.5, 0.95, 1.0]),
+    torch.tensor([0.0, 0.0, 0.0, 0.1, 0.02, 0.3, 0.05, 0.0]),
+)
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def one_row(logits: list[float], **changes: float) -> Tensor:
+    """``probabilities`` of a single row of logits under named settings -> [V]."""
+    settings = (torch.tensor([value]) for value in (NEUTRAL | changes).values())
+    return torch_ops.probabilities(torch.tensor(logits)[None, None], *settings)[0, 0]
+
+
+def make_logits(nodes: int, vocabulary: int, seed: int) -> Tensor:
+    """[8, N, V]; spread so that no filter boundary is decided by rounding, some tokens impossible."""
+    logits = 2.5 * torch.randn(8, nodes, vocabulary, generator=torch.Generator().manual_seed(seed))
+    logits[:, :, vocabulary // 2 :: 11] = float("-inf")
+    return logits
+
+
+def test_uniform_agrees_bit_for_bit() -> None:
+    gen = torch.Generator().manual_seed(0)
+    seeds = torch.cat([torch.tensor([0, 1, -1, INT64.max, INT64.min]), torch.randint(INT64.max, (20,), generator=gen)])
+    positions = torch.randint(2**40, (25, 9), generator=gen)
+    positions[:, :4] = torch.tensor([0, 1, 2**31, INT64.max - 1])
+    uniforms = torch_ops.uniform(seeds, positions)
+    assert uniforms.dtype == torch.float32
+    assert uniforms.shape == (25, 9)
+    assert torch.equal(uniforms, reference.uniform(seeds, positions))
+    assert uniforms.min() >= 0
+    assert uniforms.max() < 1
+
+
+def test_uniform_is_a_pure_function_of_seed_and_position() -> None:
+    positions = torch.arange(12).expand(3, 12)
+    whole = torch_ops.uniform(torch.tensor([7, 8, 7]), positions)
+    assert torch.equal(whole[0], whole[2])
+    assert not torch.equal(whole[0], whole[1])
+    assert torch.equal(torch_ops.uniform(torch.tensor([8]), positions[:1, 3:5])[0], whole[1, 3:5])
+
+
+def test_uniform_is_uniform_within_and_across_seeds() -> None:
+    along = torch_ops.uniform(torch.tensor([123]), torch.arange(40_000)[None])
+    across = torch_ops.uniform(torch.arange(40_000), torch.zeros(40_000, 1, dtype=torch.int64))
+    for sample in (along.flatten(), across.flatten()):
+        counts = torch.histc(sample, bins=20, min=0, max=1)
+        chi_square = float(((counts - 2000) ** 2 / 2000).sum())
+        assert chi_square < 50  # 19 degrees of freedom: beyond 50 once in 7,000 generators, and this one is fixed
+
+
+@pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 1), (1, 3), (3, 50), (5, 257)])
+def test_probabilities_match_reference(nodes: int, vocabulary: int) -> None:
+    logits = make_logits(nodes, vocabulary, seed=vocabulary) if vocabulary > 1 else torch.zeros(8, nodes, 1)
+    before = logits.clone()
+    probs = torch_ops.probabilities(logits, *SETTINGS)
+    want = reference.probabilities(logits.double(), *SETTINGS)
+    assert probs.dtype == torch.float32
+    torch.testing.assert_close(probs.double(), want, rtol=1e-5, atol=1e-6)
+    assert torch.equal(probs > 0, want > 0)
+    torch.testing.assert_close(probs.sum(-1), torch.ones(8, nodes))
+    assert torch.equal(logits, before)
+
+
+def test_top_k_keeps_ties_with_the_last() -> None:
+    assert (one_row([3.0, 1.0, 2.0, 2.0, 0.0], top_k=2) > 0).tolist() == [True, False, True, True, False]
+    assert (one_row([3.0, 1.0, 2.0], top_k=1) > 0).tolist() == [True, False, False]
+
+
+def test_top_p_ranks_equal_probabilities_by_token_id() -> None:
+    assert one_row([1.0] * 4, top_p=0.5).tolist() == [0.5, 0.5, 0.0, 0.0]
+    assert one_row([1.0] * 256, top_p=0.5).nonzero().flatten().tolist() == list(range(128))
+    assert one_row([1.0] * 4, top_p=0.51).count_nonzero() == 3
+    assert one_row([0.0, 2.0, 0.0], top_p=0.0).tolist() == [0.0, 1.0, 0.0]
+
+
+def test_top_p_of_one_keeps_even_what_rounding_hides() -> None:
+    """The two likeliest tokens already sum to exactly 1 in floating point."""
+    assert bool((one_row([0.0, 0.0, -25.0]) > 0).all())
+
+
+def test_top_p_measures_what_top_k_left() -> None:
+    """Two of four equal tokens hold half of the mass, but all of what is left after top-k."""
+    probs = one_row([5.0, 5.0, 4.0, 4.0], top_k=2, top_p=0.9)
+    assert probs.tolist() == [0.5, 0.5, 0.0, 0.0]
+    assert one_row([5.0, 5.0, 4.0, 4.0], top_k=2, top_p=0.5).tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_min_p_is_relative_to_the_most_likely_token() -> None:
+    probs = one_row([0.0, -1.0, -3.0], min_p=0.3)  # e^-1 = 0.37 stays, e^-3 = 0.05 goes
+    assert (probs > 0).tolist() == [True, True, False]
+    assert one_row([1.0, 1.0, 0.0], min_p=1.0).tolist() == [0.5, 0.5, 0.0]
+
+
+def test_temperature_zero_is_one_hot_on_the_lowest_argmax() -> None:
+    assert one_row([1.0, 4.0, 4.0], temperature=0.0).tolist() == [0.0, 1.0, 0.0]
+    assert one_row([2.0, 3.0, 3.0 + 1e-6], temperature=0.0).tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("absent", [1, 2, 3])
+def test_a_filter_that_is_none_keeps_everything(absent: int) -> None:
+    """Each filter left out alone, on the reference and on torch_ops, against its neutral value."""
+    logits = make_logits(3, 50, seed=absent)
+    neutral = torch.full_like(SETTINGS[absent], list(NEUTRAL.values())[absent])
+    temperature, *filters = SETTINGS
+    replaced = [neutral if i == absent else x for i, x in enumerate(filters, start=1)]
+    left_out = [None if i == absent else x for i, x in enumerate(filters, start=1)]
+    want = reference.probabilities(logits, temperature, *replaced)
+    torch.testing.assert_close(reference.probabilities(logits, temperature, *left_out), want)
+    torch.testing.assert_close(torch_ops.probabilities(logits, temperature, *left_out), want, rtol=1e-5, atol=1e-6)
+    assert torch_ops.probabilities(logits, SETTINGS[0], None, None, None).shape == logits.shape
+
+
+@pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 3), (7, 50), (4, 257)])
+def test_sample_matches_reference(nodes: int, vocabulary: int) -> None:
+    logits = make_logits(nodes, vocabulary, seed=vocabulary + 1)
+    uniforms = torch.rand(8, nodes, generator=torch.Generator().manual_seed(nodes))
+    tokens = torch_ops.sample(logits, *SETTINGS, uniforms)
+    assert tokens.dtype == torch.int64
+    assert tokens.shape == (8, nodes)
+    assert torch.equal(tokens, reference.sample(logits, *SETTINGS, uniforms))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
+def test_sample_never_returns_an_impossible_token(uniform: float) -> None:
+    """The ends of the interval: the first and the last possible token, also where rounding loses some mass."""
+    logits = make_logits(6, 257, seed=5)
+    logits[:, :, 0] = logits[:, :, -1] = float("-inf")
+    tokens = torch_ops.sample(logits, *SETTINGS, torch.full((8, 6), uniform))
+    assert bool((torch_ops.probabilities(logits, *SETTINGS).gather(2, tokens[..., None]) > 0).all())
+
+
+def test_sample_inverts_the_cdf_in_token_order() -> None:
+    logits = torch.tensor([0.5, 0.0, 0.25, 0.25]).log().expand(1, 5, 4)
+    temperature, top_k, top_p, min_p = (torch.tensor([value]) for value in NEUTRAL.values())
+    uniforms = torch.tensor([[0.0, 0.49, 0.51, 0.74, 0.76]])
+    assert torch_ops.sample(logits, temperature, top_k, top_p, min_p, uniforms).tolist() == [[0, 0, 2, 2, 3]]
+
+
+@pytest.mark.parametrize("nodes", [1, 6, 12])
+def test_penalize_matches_reference(nodes: int) -> None:
+    batch, vocabulary, gen = len(SHAPES), 23, torch.Generator().manual_seed(nodes)
+    logits = torch.randn(batch, nodes, vocabulary, generator=gen)
+    counts = torch.randint(-3, 4, (batch, vocabulary), generator=gen).clamp(min=0).to(torch.int32)
+    prompt_mask = torch.rand(batch, vocabulary, generator=gen) < 0.3
+    tokens = torch.randint(6, (batch, nodes), generator=gen)  # few tokens: paths repeat them
+    mask = mask_of(batch_of_parents(SHAPES, nodes, seed=nodes))
+    presence, frequency = torch.tensor([0.0, 0.5, -0.3, 0.0, 1.2]), torch.tensor([0.0, 0.0, 0.4, 0.7, -0.2])
+    repetition = torch.tensor([1.0, 1.3, 1.0, 0.8, 1.1])
+    arguments = (logits, counts, prompt_mask, tokens, mask, presence, frequency, repetition)
+    before = [x.clone() for x in arguments]
+    got = torch_ops.penalize(*arguments)
+    torch.testing.assert_close(got, reference.penalize(*arguments), rtol=1e-5, atol=1e-6)
+    assert torch.equal(got[0], logits[0])  # neutral settings change nothing at all
+    assert all(torch.equal(a, b) for a, b in zip(before, arguments, strict=True))
+
+
+def test_penalties_follow_each_nodes_own_path() -> None:
+    """Siblings with different tokens: each is penalised for its own, the root's token only through the counts."""
+    logits = torch.tensor([4.0, -4.0, 4.0, 4.0]).expand(1, 4, 4)
+    tokens, parents = torch.tensor([[3, 0, 1, 0]]), torch.tensor([[-1, 0, 0, 1]])
+    counts, prompt = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([[False, False, True, False]])
+    one = torch.ones(1)
+    got = torch_ops.penalize(logits, counts, prompt, tokens, mask_of(parents), one * 0.5, one, one * 2)
+    want = [[4.0, -4.0, 2.0, 4.0], [0.5, -4.0, 2.0, 4.0], [4.0, -9.5, 2.0, 4.0], [-0.5, -4.0, 2.0, 4.0]]
+    assert got[0].tolist() == want
