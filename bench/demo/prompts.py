@@ -1,0 +1,105 @@
+"""Cut prompts from the held-out files: text that the demo never saw.
+
+    python -m specmamba.bench.demo.prompts --out prompts.jsonl
+
+One JSON object a line: ``source`` (file in the standard library, or "handwritten"), ``prompt``, and with
+``--with-continuation`` the text that really follows. The bundled prompts were made in the same way, not by this
+program: cuts differ.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from specmamba.bench.demo.corpus import Document, read_corpus, roots_for
+from specmamba.bench.demo.settings import CommandLine, parse_command_line
+from specmamba.config import exit_with_error
+from specmamba.errors import ConfigError, SpecmambaError
+
+PROG = "python -m specmamba.bench.demo.prompts"
+HANDWRITTEN = (
+    "import os\n\ndef read_file(path):\n    ",
+    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
+    "class Stack:\n    def __init__(self):\n        ",
+    "for i in range(10):\n    ",
+)
+SKIPPED = ("encodings/", "ctypes/")  # character tables and type aliases say little about a language model
+_TRIES = 1000  # per prompt
+
+
+class PromptSettings(CommandLine):
+    """Cut prompts from the held-out files of the demo's corpus."""
+
+    out: Annotated[Path | None, Field(description="file to write; none: standard output")] = None
+    count: Annotated[int, Field(ge=0, description="prompts to cut, besides the handwritten ones")] = 24
+    min_characters: Annotated[int, Field(ge=1, description="length of a cut at the least")] = 64
+    max_characters: Annotated[int, Field(ge=1, description="length of a cut at the most")] = 800
+    with_continuation: Annotated[bool, Field(description="add the text that follows each cut")] = False
+    continuation_characters: Annotated[int, Field(ge=1, description="length of that text")] = 1024
+    seed: Annotated[int, Field(ge=0, description="seeds the cuts")] = 0
+    corpus: Annotated[
+        tuple[Path, ...], Field(description="folder to hold out from, instead of the standard library")
+    ] = ()
+
+    @model_validator(mode="after")
+    def _lengths_are_ordered(self) -> PromptSettings:
+        if self.min_characters > self.max_characters:
+            raise ValueError(f"--min-characters {self.min_characters} is above --max-characters {self.max_characters}")
+        return self
+
+
+def cut_prompts(settings: PromptSettings, documents: Sequence[Document]) -> Iterator[dict[str, str]]:
+    """The handwritten prompts, then ``count`` different cuts, drawn by the seed."""
+    yield from ({"source": "handwritten", "prompt": prompt} for prompt in HANDWRITTEN)
+    draw = random.Random(settings.seed)
+    rest = settings.continuation_characters if settings.with_continuation else 0
+    sources = [d for d in documents if not d.name.startswith(SKIPPED) and len(d.text) > settings.max_characters + rest]
+    if settings.count and not sources:
+        raise ConfigError("no held-out file is long enough: lower --max-characters or --continuation-characters")
+    seen: set[str] = set()
+    for _ in range(settings.count):
+        source, prompt, end = _new_cut(settings, sources, draw, rest, seen)
+        seen.add(prompt)
+        row = {"source": source.name, "prompt": prompt}
+        yield row | {"continuation": source.text[end : end + rest]} if rest else row
+
+
+def _new_cut(
+    settings: PromptSettings, sources: Sequence[Document], draw: random.Random, rest: int, seen: set[str]
+) -> tuple[Document, str, int]:
+    """A run of whole lines of one file with ``rest`` characters after it: the file, the lines, where they end."""
+    for _ in range(_TRIES):
+        source = draw.choice(sources)
+        start = source.text.find("\n", draw.randrange(len(source.text))) + 1
+        length = draw.randint(settings.min_characters, settings.max_characters)
+        end = source.text.rfind("\n", start, start + length) + 1
+        prompt = source.text[start:end]
+        fits = settings.min_characters <= len(prompt) and end + rest <= len(source.text)
+        if start > 0 and fits and prompt.strip() and prompt not in seen:
+            return source, prompt, end
+    raise ConfigError("the held-out files have no more cuts of these lengths: lower --count or --min-characters")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        settings = parse_command_line(PromptSettings, PROG, sys.argv[1:] if arguments is None else arguments)
+        held_out = read_corpus(roots_for(settings.corpus, [])).held_out
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in cut_prompts(settings, held_out))
+        if settings.out is None:
+            sys.stdout.write(text)
+        else:
+            settings.out.write_text(text, "utf8")
+    except SpecmambaError as error:
+        exit_with_error(PROG, error)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,144 @@
+"""The settings of the demo's training program, declared once: these classes are its command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from specmamba.config import describe_validation_error
+from specmamba.errors import ConfigError
+
+DEFAULT_MINUTES = 78.0
+Count = Annotated[int, Field(ge=1)]
+
+
+class CommandLine(BaseSettings):
+    """A program's settings: from its flags or keyword arguments, never from the environment."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
+class Architecture(BaseModel):
+    """Sizes of the model: Qwen3.5 text, every fourth layer full attention, tied embeddings, one MTP layer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vocab_size: Annotated[int, Field(ge=260, le=32768, description="tokens; 259 of them are bytes and markers")] = 4096
+    hidden_size: Count = 256
+    intermediate_size: Count = 768
+    num_hidden_layers: Count = 8
+    num_attention_heads: Count = 4
+    num_key_value_heads: Count = 2
+    head_dim: Annotated[int, Field(ge=16, multiple_of=4, description="half of it is rotated")] = 64
+    linear_num_key_heads: Count = 4
+    linear_num_value_heads: Count = 4
+    linear_key_head_dim: Count = 64
+    linear_value_head_dim: Count = 64
+    max_position_embeddings: Count = 4096
+
+
+class TrainSettings(CommandLine):
+    """Train the demo checkpoint: a small hybrid language model of Python source with an MTP head."""
+
+    out: Annotated[Path | None, Field(description="folder to write; a run found there is resumed")] = None
+    evaluate: Annotated[
+        Path | None, Field(description="train nothing: print the held-out figures of this checkpoint")
+    ] = None
+
+    minutes: Annotated[
+        float | None,
+        Field(
+            gt=0, description=f"length by the clock, resumed runs added up; none: {DEFAULT_MINUTES:g} or --max-steps"
+        ),
+    ] = None
+    max_steps: Annotated[int | None, Field(ge=1, description="length in steps")] = None
+    seq: Annotated[int, Field(ge=8, description="tokens of one sequence")] = 512
+    batch: Annotated[int, Field(ge=1, description="sequences of one step")] = 16
+    lr: Annotated[float, Field(gt=0, description="learning rate at its peak; a cosine takes it to a twentieth")] = 2e-3
+    warmup_steps: Annotated[int, Field(ge=0, description="steps of linear warm-up")] = 100
+    seed: Annotated[int, Field(ge=0, lt=2**63, description="seeds initialisation, document order and sampling")] = 0
+    dtype: Annotated[
+        Literal["bfloat16", "float32"], Field(description="bfloat16: autocast over fp32 weights; float32: no autocast")
+    ] = "bfloat16"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
+    save_every: Annotated[int, Field(ge=1, description="steps between two saves of the state to resume from")] = 500
+    eval_windows: Annotated[int, Field(ge=1, description="held-out sequences of --seq tokens to evaluate on")] = 64
+
+    corpus: Annotated[
+        list[Path], Field(description="folder to train on and hold out from, instead of the default corpus")
+    ] = []
+    extra_corpus: Annotated[list[Path], Field(description="folder to train on as well; nothing is held out of it")] = []
+    tokenizer: Annotated[
+        Path | None, Field(description="tokenizer.json to use; none: train one. Losses compare only within one")
+    ] = None
+    architecture: Architecture = Architecture()
+
+    @model_validator(mode="after")
+    def _knows_what_to_do(self) -> TrainSettings:
+        if (self.out is None) == (self.evaluate is None):
+            raise ValueError("give either --out FOLDER to train or --evaluate CHECKPOINT")
+        return self
+
+    @property
+    def limit_seconds(self) -> float | None:
+        """None: the run is bounded by its steps alone, which makes its learning rates independent of the clock."""
+        if self.minutes is None and self.max_steps is not None:
+            return None
+        return 60.0 * (DEFAULT_MINUTES if self.minutes is None else self.minutes)
+
+    def recipe(self) -> dict[str, Any]:
+        """What must stay the same when a run is resumed. No paths: the corpus is compared by its content."""
+        fields = {"seq", "batch", "lr", "warmup_steps", "seed", "dtype", "architecture"}
+        return self.model_dump(mode="json", include=fields)
+
+
+SettingsT = TypeVar("SettingsT", bound=CommandLine)
+
+
+def parse_command_line(settings_class: type[SettingsT], prog: str, arguments: list[str]) -> SettingsT:
+    """Settings from flags. ``--help`` prints usage and exits with 0.
+
+    Raises:
+        ConfigError: a value or a combination is not valid; the message names each flag concerned.
+    """
+
+    class FromFlags(settings_class):  # type: ignore[valid-type, misc]
+        model_config = SettingsConfigDict(cli_prog_name=prog)
+
+    FromFlags.__doc__ = settings_class.__doc__
+    FromFlags.__name__ = settings_class.__name__
+    try:
+        source: CliSettingsSource[Any] = CliSettingsSource(FromFlags, cli_parse_args=arguments)
+        settings: SettingsT = FromFlags(_cli_settings_source=source)
+    except ValidationError as error:
+        raise ConfigError(describe_validation_error(error)) from None
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
+    return settings
