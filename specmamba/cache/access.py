@@ -1,0 +1,117 @@
+"""What a layer sees of the cache during one forward: the same two calls whether it extends or verifies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specmamba.cache.kv_pool import KVPool
+from specmamba.cache.rows import RowSet
+from specmamba.cache.spec_buffers import SpecBuffers, VerifyPlan
+from specmamba.cache.state_pool import StatePool
+from specmamba.core import TreeShape
+from specmamba.kernels import causal_conv1d, gated_delta_rule, paged_attention
+
+
+class StateAccess(Protocol):
+    """Recurrent state, by state layer. Tokens come as [B, L, ...]: padded runs, or the nodes of trees."""
+
+    def convolve(self, layer: int, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Causal convolution with SiLU of inputs [B, L, C] behind what came before them."""
+
+    def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Gated delta rule; q, k [B, L, Hk, K], v [B, L, Hv, V], g, beta [B, L, Hv] -> [B, L, Hv, V]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendState:
+    """Runs of known tokens: slots are read, advanced and written."""
+
+    pool: StatePool
+    slots: RowSet
+    lengths: Tensor  # [B] int64
+
+    def convolve(self, layer: int, inputs: Tensor, weight: Tensor) -> Tensor:
+        """See ``StateAccess``; leaves the new window in the slots."""
+        windows = self.pool.conv[layer]
+        y, window = causal_conv1d.extend(inputs, self.slots.take(windows), weight, self.lengths)
+        self.slots.put(windows, window)
+        return y
+
+    def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """See ``StateAccess``; leaves the new state in the slots."""
+        states = self.pool.recurrent[layer]
+        out, state = gated_delta_rule.extend(q, k, v, g, beta, self.slots.take(states), self.lengths)
+        self.slots.put(states, state)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyState:
+    """Trees: checkpoints are only read, records are written."""
+
+    buffers: SpecBuffers
+    plan: VerifyPlan
+
+    def convolve(self, layer: int, inputs: Tensor, weight: Tensor) -> Tensor:
+        """See ``StateAccess``; records the inputs."""
+        return self.buffers.convolve(layer, inputs, weight, self.plan)
+
+    def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """See ``StateAccess``; records k, u and the path decay."""
+        return self.buffers.delta_rule(layer, q, k, v, g, beta, self.plan)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """Keys and values of one forward: where the new ones go, which ones are read, and who sees whom."""
+
+    pool: KVPool
+    write_slots: Tensor  # [B * L] int64; 0 for padding
+    read_slots: Tensor  # [B, K] int64
+    mask: Tensor | None  # [B, L, K] bool; None: everything is visible
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v [B, L, Hkv, D] and attend with q [B, L, Hq, D] -> [B, L, Hq, D]."""
+        self.pool.write(layer, self.write_slots, k.flatten(0, 1), v.flatten(0, 1))
+        return paged_attention.attend(q, self.pool.k[layer], self.pool.v[layer], self.read_slots, self.mask)
+
+
+def causal_mask(positions: Tensor, num_keys: int, first_key: int = 0) -> Tensor:
+    """Key at position t is visible to a query at position p when first_key <= t <= p, and always when t = p.
+
+    Args:
+        positions: [B, L] int64 positions of the queries.
+        num_keys: keys are positions 0..num_keys-1.
+        first_key: 1 for a draft head, which has no entry for the first token (a query there still sees itself).
+
+    Returns:
+        [B, L, num_keys] bool.
+    """
+    keys = torch.arange(num_keys, device=positions.device)
+    mask = keys <= positions[..., None]
+    if first_key:
+        mask &= (keys >= first_key) | (positions[..., None] < first_key)
+    return mask
+
+
+def tree_mask(root_positions: Tensor, tree: TreeShape, num_keys: int) -> Tensor:
+    """Visibility of keys to tree nodes; node i's key stands at table position root + i.
+
+    Args:
+        root_positions: [B] int64.
+        tree: N nodes.
+        num_keys: keys are table positions 0..num_keys-1.
+
+    Returns:
+        [B, N, num_keys] bool: everything before the root, and a node's own ancestors.
+    """
+    if tree.is_chain:
+        return causal_mask(root_positions[:, None] + tree.depth, num_keys)
+    behind_root = torch.arange(num_keys, device=root_positions.device) - root_positions[:, None]
+    node = behind_root.clamp(0, tree.num_nodes - 1)[:, None].expand(-1, tree.num_nodes, -1)
+    is_node = ((behind_root >= 0) & (behind_root < tree.num_nodes))[:, None]
+    return (behind_root < 0)[:, None] | (is_node & tree.ancestors.gather(2, node))

@@ -1,0 +1,113 @@
+"""Who gets how many bytes, decided once at start-up."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specmamba.cache.shapes import CacheShape
+from specmamba.cache.spec_buffers import pending_capacity
+from specmamba.config import EngineConfig
+from specmamba.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Sizes of all pools. Every running request can have a row and a state; not every one a full context of KV."""
+
+    num_rows: int
+    num_state_slots: int
+    num_pages: int
+    page_size: int
+    context_length: int  # prompt and output tokens that one request can have
+    max_nodes: int
+    kv_bytes: int
+    state_bytes: int
+    spec_bytes: int
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+
+def plan_memory(
+    config: EngineConfig, shape: CacheShape, model_context: int, max_nodes: int, free_bytes: int
+) -> MemoryPlan:
+    """Size the pools for a configuration.
+
+    Args:
+        config: the limits the user set.
+        shape: bytes per token and per request.
+        model_context: tokens the model was made for.
+        max_nodes: nodes of a draft tree, root included; 1 without drafting.
+        free_bytes: what the pools may take, weights already subtracted.
+
+    Raises:
+        ConfigError: the limits contradict each other or the memory; the message has the smallest setting that works.
+    """
+    context = _context_length(config, model_context)
+    rows = config.max_running_requests
+    slots = config.max_mamba_cache_size or rows
+    state_bytes = (slots + 1) * shape.state_bytes_per_slot
+    spec_bytes = (rows + 1) * (pending_capacity(max_nodes) + max_nodes) * shape.record_bytes_per_token
+    page_bytes = max(1, shape.kv_bytes_per_token) * config.page_size
+    affordable = (free_bytes - state_bytes - spec_bytes) // page_bytes - 1  # page 0 is padding
+    if config.max_total_tokens is not None:
+        pages = config.max_total_tokens // config.page_size
+    else:
+        pages = min(affordable, rows * -(-(context + max_nodes) // config.page_size))
+    smallest = -(-(2 + max_nodes) // config.page_size)  # one prompt token, one output token
+    if pages > affordable or affordable < smallest:
+        needed = state_bytes + spec_bytes + (max(pages, smallest) + 1) * page_bytes
+        raise ConfigError(
+            f"the pools need {_mib(needed)} MiB ({_mib(state_bytes)} for {slots} recurrent states, {_mib(spec_bytes)} "
+            f"for speculation, the rest for {max(pages, smallest) * config.page_size} tokens of KV), but "
+            f"--mem-fraction-static {config.mem_fraction_static} leaves {_mib(max(0, free_bytes))} MiB: "
+            "lower --max-total-tokens or --max-running-requests, or raise --mem-fraction-static"
+        )
+    if pages < smallest:
+        raise ConfigError(
+            f"--max-total-tokens {config.max_total_tokens} is too small to run any request: "
+            f"set at least {smallest * config.page_size}"
+        )
+    context = min(context, pages * config.page_size - max_nodes)  # any admitted request must fit alone
+    return MemoryPlan(
+        num_rows=rows,
+        num_state_slots=slots,
+        num_pages=pages,
+        page_size=config.page_size,
+        context_length=context,
+        max_nodes=max_nodes,
+        kv_bytes=(pages + 1) * page_bytes,
+        state_bytes=state_bytes,
+        spec_bytes=spec_bytes,
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _context_length(config: EngineConfig, model_context: int) -> int:
+    if config.context_length is None:
+        return model_context
+    if config.context_length > model_context:
+        raise ConfigError(
+            f"--context-length {config.context_length} is more than the {model_context} tokens this model was made for"
+        )
+    return config.context_length
+
+
+def _mib(num_bytes: int) -> int:
+    return num_bytes >> 20

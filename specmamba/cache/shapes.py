@@ -1,0 +1,54 @@
+"""What a model asks of the cache: shapes, and the bytes that follow from them."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaStateShape:
+    """The recurrent state of one gated-delta-net layer."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a layer's state in one slot: the recurrent state in float32, the window in the model's dtype."""
+        window = (self.conv_width - 1) * self.conv_channels * dtype.itemsize
+        return 4 * self.num_value_heads * self.key_dim * self.value_dim + window
+
+    def record_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a layer's records of one token: k, u and the path decay in float32, the convolution's input."""
+        floats = self.num_key_heads * self.key_dim + self.num_value_heads * (self.value_dim + 1)
+        return 4 * floats + self.conv_channels * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Layers that keep something per token or per request. A draft head's attention layers count as KV layers."""
+
+    num_kv_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_state_layers: int
+    state: DeltaStateShape
+    dtype: torch.dtype
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def state_bytes_per_slot(self) -> int:
+        return self.num_state_layers * self.state.state_bytes(self.dtype)
+
+    @property
+    def record_bytes_per_token(self) -> int:
+        return self.num_state_layers * self.state.record_bytes(self.dtype)

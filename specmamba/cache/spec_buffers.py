@@ -1,0 +1,209 @@
+"""Snapshot-free verification: the records from which a state can be advanced, kept per running request.
+
+A row's buffers hold first its pending records (accepted, not folded into the checkpoint yet), oldest first, then free
+space. A verify writes the records of its N nodes at one common ``node_offset`` behind the longest pending list of the
+batch; commit moves the accepted ones up to the end of the row's own list (for a chain they mostly stand there already).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specmamba.cache.rows import RowSet
+from specmamba.cache.shapes import CacheShape
+from specmamba.cache.state_pool import StatePool
+from specmamba.core import TreeShape
+from specmamba.kernels import causal_conv1d, gated_delta_rule, state_copy
+from specmamba.kernels import tree as tree_ops
+
+MIN_PENDING_CAPACITY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPlan:
+    """Where one verify finds and leaves everything; the same for all layers."""
+
+    rows: RowSet
+    slots: RowSet
+    tree: TreeShape
+    pending: tuple[int, ...]  # pending records of each row
+    num_pending: Tensor | None  # [B] int64; None when every row has node_offset of them
+    node_offset: int
+    conv_index: Tensor  # [B, N, W] int64 entries of a row of conv_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    owner: str
+    slot: int
+
+
+class SpecBuffers:
+    """Records of every running row, sized by running requests and not by cache slots.
+
+    ``k`` [layers, rows, R, Hk, K], ``u`` [layers, rows, R, Hv, V] and ``decay`` [layers, rows, R, Hv] are float32;
+    ``conv_inputs`` [layers, rows, W-1+R, C] starts with the checkpoint's window. R = capacity + max_nodes.
+    """
+
+    def __init__(self, shape: CacheShape, pool: StatePool, num_rows: int, max_nodes: int, device: torch.device) -> None:
+        s, layers = shape.state, shape.num_state_layers
+        self.max_nodes = max_nodes
+        self.capacity = pending_capacity(max_nodes)
+        size = (layers, num_rows + 1, self.capacity + max_nodes)
+        self.k = torch.zeros(*size, s.num_key_heads, s.key_dim, device=device)
+        self.u = torch.zeros(*size, s.num_value_heads, s.value_dim, device=device)
+        self.decay = torch.zeros(*size, s.num_value_heads, device=device)
+        self._records = self.k, self.u, self.decay
+        self.window = s.conv_width - 1
+        self.conv_inputs = torch.zeros(
+            layers, num_rows + 1, self.window + size[2], s.conv_channels, dtype=shape.dtype, device=device
+        )
+        self._pool = pool
+        self._num_pending = [0] * (num_rows + 1)
+        self._leases: dict[int, _Lease] = {}
+
+    def begin(self, row: int, slot: int, owner: str, position: int) -> None:
+        """Start verifying for a request whose checkpoint stands in ``slot`` at ``position``.
+
+        Raises:
+            StateOwnershipError: the slot holds something else.
+        """
+        self._pool.check(slot, owner, position)
+        self._leases[row] = _Lease(owner, slot)
+        self._num_pending[row] = 0
+        for buffer in self._records:
+            buffer[:, row].zero_()  # entries that masks hide are still multiplied by zero: they must be finite
+        self.conv_inputs[:, row, : self.window] = self._pool.conv[:, slot]
+
+    def end(self, row: int) -> None:
+        """Forget a row's pending records; its checkpoint stays where it is. A row that never began is fine."""
+        self._leases.pop(row, None)
+        self._num_pending[row] = 0
+
+    def position(self, row: int) -> int:
+        """Tokens that a row's current state has seen: checkpoint plus pending."""
+        return self._pool.stamp(self._leases[row].slot).position + self._num_pending[row]
+
+    def plan(self, rows: Sequence[int], tree: TreeShape) -> VerifyPlan:
+        """Prepare a verify of ``tree`` for rows; folds first where the pending list might overflow.
+
+        Raises:
+            StateOwnershipError: a row's slot no longer belongs to its request.
+            ValueError: the tree has more nodes than these buffers are made for.
+        """
+        if tree.num_nodes > self.max_nodes:
+            raise ValueError(f"a tree of {tree.num_nodes} nodes does not fit buffers for {self.max_nodes}")
+        self._fold([row for row in rows if self._num_pending[row] + tree.num_nodes > self.capacity])
+        device = self.conv_inputs.device
+        pending = tuple(self._num_pending[row] for row in rows)
+        offset = max(pending)
+        num_pending = None if min(pending) == offset else torch.tensor(pending, device=device)
+        for row in rows:
+            lease = self._leases[row]
+            self._pool.check(lease.slot, lease.owner, self._pool.stamp(lease.slot).position)
+        slots = [self._leases[row].slot for row in rows]
+        return VerifyPlan(
+            rows=RowSet.of(rows, device),
+            slots=RowSet.of(slots, device),
+            tree=tree,
+            pending=pending,
+            num_pending=num_pending,
+            node_offset=offset,
+            conv_index=self._conv_index(tree, num_pending, offset),
+        )
+
+    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, plan: VerifyPlan) -> Tensor:
+        """Record the nodes' convolution inputs [B, N, C] and convolve them along their own paths."""
+        stored = plan.rows.take(self.conv_inputs[layer])[:, : self.window + plan.node_offset + inputs.shape[1]]
+        stored[:, self.window + plan.node_offset :] = inputs
+        if not plan.rows.is_range:
+            self._put_nodes(self.conv_inputs[layer], plan, self.window + plan.node_offset, inputs)
+        return causal_conv1d.tree_verify(stored, plan.conv_index, weight)
+
+    def delta_rule(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: VerifyPlan
+    ) -> Tensor:
+        """Outputs of all nodes from one read of the checkpoint; see ``kernels.gated_delta_rule.tree_verify``."""
+        end = plan.node_offset + plan.tree.num_nodes
+        state = plan.slots.take(self._pool.recurrent[layer])
+        records_k, records_u, decay = (plan.rows.take(x[layer])[:, :end] for x in self._records)
+        out = gated_delta_rule.tree_verify(
+            q, k, v, g, beta, state, records_k, records_u, decay,
+            plan.num_pending, plan.node_offset, plan.tree.ancestors,
+        )  # fmt: skip
+        if not plan.rows.is_range:  # what was written is a copy
+            for buffer, written in zip(self._records, (records_k, records_u, decay), strict=True):
+                self._put_nodes(buffer[layer], plan, plan.node_offset, written[:, plan.node_offset :])
+        return out
+
+    def commit(self, plan: VerifyPlan, path: Tensor, num_accepted: Tensor, accepted: Sequence[int]) -> None:
+        """Make the records of the accepted paths pending.
+
+        Args:
+            plan: the verify that wrote them.
+            path: [B, N] int64 node indices from the root down.
+            num_accepted: [B] int64 drafts accepted; ``accepted`` are the same numbers on the host.
+        """
+        steps = torch.arange(plan.tree.num_nodes, device=path.device)
+        if not (plan.tree.is_chain and plan.num_pending is None):
+            base = torch.tensor(plan.pending, device=path.device)[:, None]
+            source, target = plan.node_offset + path, base + steps
+            valid = (steps <= num_accepted[:, None]) & (source != target)
+            for buffer in self._records:
+                state_copy.compact(buffer, plan.rows.index, source, target, valid)
+            shift = self.window
+            state_copy.compact(self.conv_inputs, plan.rows.index, source + shift, target + shift, valid)
+        for row, count in zip(plan.rows.rows, accepted, strict=True):
+            self._num_pending[row] += count + 1
+
+    def _conv_index(self, tree: TreeShape, num_pending: Tensor | None, offset: int) -> Tensor:
+        """Node-relative indices -> entries of conv_inputs: nodes behind the offset, older inputs behind the pending."""
+        width = self.window + 1
+        if tree.is_chain:
+            batch, num_nodes = tree.parents.shape
+            device = tree.parents.device
+            nodes = torch.arange(num_nodes, device=device)[:, None] + torch.arange(1 - width, 1, device=device)
+            relative = nodes.expand(batch, -1, -1)
+        else:
+            relative = tree_ops.conv_index(tree.parents, width)
+        if num_pending is None:
+            return relative + (self.window + offset)
+        before_root = self.window + num_pending[:, None, None]
+        return relative + torch.where(relative >= 0, self.window + offset, before_root)
+
+    def _put_nodes(self, buffer: Tensor, plan: VerifyPlan, offset: int, values: Tensor) -> None:
+        nodes = torch.arange(offset, offset + values.shape[1], device=buffer.device)
+        buffer[plan.rows.index[:, None], nodes] = values
+
+    def _fold(self, rows: list[int]) -> None:
+        """Advance checkpoints over all pending records of their rows."""
+        if not rows:
+            return
+        device = self.conv_inputs.device
+        pending = [self._num_pending[row] for row in rows]
+        num_pending, longest = torch.tensor(pending, device=device), max(pending)
+        buffer_rows = RowSet.of(rows, device)
+        leases = [self._leases[row] for row in rows]
+        slots = RowSet.of([lease.slot for lease in leases], device)
+        for lease in leases:
+            self._pool.begin_write(lease.slot, lease.owner)
+        for layer in range(self.k.shape[0]):
+            k, u, decay = (buffer_rows.take(x[layer])[:, :longest] for x in self._records)
+            states = self._pool.recurrent[layer]
+            slots.put(states, gated_delta_rule.fold(slots.take(states), k, u, decay, num_pending))
+        last = num_pending[:, None] + torch.arange(self.window, device=device)
+        window = self.conv_inputs[:, buffer_rows.index[:, None], last]
+        self.conv_inputs[:, buffer_rows.index, : self.window] = window
+        self._pool.conv[:, slots.index] = window
+        for row, count, lease in zip(rows, pending, leases, strict=True):
+            self._pool.end_write(lease.slot, self._pool.stamp(lease.slot).position + count)
+            self._num_pending[row] = 0
+
+
+def pending_capacity(max_nodes: int) -> int:
+    """Records that may be pending: room for two deepest trees, so that a fold is rare even when all is accepted."""
+    return max(MIN_PENDING_CAPACITY, 2 * max_nodes)

@@ -1,0 +1,105 @@
+"""Checkpoints: recurrent states and convolution windows in slots, each with a stamp that says whose it is and where
+it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from specmamba.cache.shapes import CacheShape
+
+
+class StateOwnershipError(RuntimeError):
+    """A state slot was used by someone it does not belong to, or at another position than it stands at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a slot holds: the state of ``owner`` after its first ``position`` tokens, once ``is_written``."""
+
+    owner: str
+    position: int
+    is_written: bool
+
+
+class StatePool:
+    """Slots 1..num_slots; slot 0 is padding.
+
+    ``recurrent`` [layers, slots + 1, Hv, K, V] float32; ``conv`` [layers, slots + 1, W-1, C] in the model's dtype, the
+    last convolution inputs, oldest first.
+    """
+
+    def __init__(self, shape: CacheShape, num_slots: int, device: torch.device) -> None:
+        s = shape.state
+        layers = shape.num_state_layers
+        self.num_slots = num_slots
+        self.recurrent = torch.zeros(
+            layers, num_slots + 1, s.num_value_heads, s.key_dim, s.value_dim, dtype=torch.float32, device=device
+        )
+        self.conv = torch.zeros(
+            layers, num_slots + 1, s.conv_width - 1, s.conv_channels, dtype=shape.dtype, device=device
+        )
+        self._free = sorted(range(1, num_slots + 1), reverse=True)
+        self._stamps: dict[int, Stamp] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, owner: str) -> int | None:
+        """The lowest free slot, holding the state before any token (zeros, position 0); None when there is none."""
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        self.recurrent[:, slot].zero_()
+        self.conv[:, slot].zero_()
+        self._stamps[slot] = Stamp(owner, 0, is_written=True)
+        return slot
+
+    def stamp(self, slot: int) -> Stamp:
+        """The stamp of an allocated slot.
+
+        Raises:
+            StateOwnershipError: the slot is free.
+        """
+        if slot not in self._stamps:
+            raise StateOwnershipError(f"state slot {slot} is free")
+        return self._stamps[slot]
+
+    def check(self, slot: int, owner: str, position: int) -> None:
+        """Make sure that a slot holds the written state of ``owner`` at ``position``.
+
+        Raises:
+            StateOwnershipError: it does not.
+        """
+        stamp = self.stamp(slot)
+        if stamp != Stamp(owner, position, is_written=True):
+            raise StateOwnershipError(f"state slot {slot} should hold {owner!r} at {position}, but holds {stamp}")
+
+    def begin_write(self, slot: int, owner: str) -> None:
+        """From here until ``end_write`` the slot's content is nobody's to read.
+
+        Raises:
+            StateOwnershipError: the slot belongs to another owner.
+        """
+        stamp = self.stamp(slot)
+        if stamp.owner != owner:
+            raise StateOwnershipError(f"{owner!r} writes state slot {slot}, which belongs to {stamp.owner!r}")
+        self._stamps[slot] = replace(stamp, is_written=False)
+
+    def end_write(self, slot: int, position: int) -> None:
+        """The slot now holds its owner's state at ``position``."""
+        self._stamps[slot] = replace(self.stamp(slot), position=position, is_written=True)
+
+    def free(self, slot: int, owner: str) -> None:
+        """Give a slot back.
+
+        Raises:
+            StateOwnershipError: the slot is free already, or another owner's.
+        """
+        if self.stamp(slot).owner != owner:
+            raise StateOwnershipError(f"{owner!r} frees state slot {slot}, which belongs to {self.stamp(slot).owner!r}")
+        del self._stamps[slot]
+        self._free.append(slot)
+        self._free.sort(reverse=True)

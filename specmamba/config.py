@@ -1,0 +1,233 @@
+"""The configuration, declared once: these classes are the command line, the environment, the TOML file and the
+keyword arguments of ``LLM``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+from specmamba.errors import ConfigError
+
+DEMO_MODEL = Path(__file__).parent / "demo"
+
+Algorithm = Literal["auto", "none", "mtp"]
+
+
+def _algorithm_name(value: object) -> object:
+    """NEXTN is SGLang's name for the same thing."""
+    name = value.lower() if isinstance(value, str) else value
+    return "mtp" if name == "nextn" else name
+
+
+class EngineConfig(BaseSettings):
+    """What the engine runs, and on how much memory."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="SPECMAMBA_",
+        frozen=True,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        protected_namespaces=(),
+    )
+
+    model: Annotated[
+        str | None, Field(description="folder or hub id of a Hugging Face checkpoint; none: the bundled demo")
+    ] = None
+    revision: Annotated[str | None, Field(description="branch, tag or commit, when --model is a hub id")] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(description="type of weights and activations; auto: the checkpoint's own"),
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
+    num_threads: Annotated[int | None, Field(ge=1, le=1024, description="CPU threads; none: all cores")] = None
+    seed: Annotated[int, Field(ge=0, lt=2**63, description="seeds the requests that bring no seed of their own")] = 0
+
+    context_length: Annotated[
+        int | None, Field(ge=2, description="prompt and output tokens of one request at the most; none: the model's")
+    ] = None
+    max_running_requests: Annotated[int, Field(ge=1, le=4096, description="requests in a batch at the most")] = 16
+    max_queued_requests: Annotated[int, Field(ge=1, description="requests waiting at the most; more get a 429")] = 256
+    chunked_prefill_size: Annotated[int, Field(ge=1, description="prompt tokens run in one step at the most")] = 512
+
+    mem_fraction_static: Annotated[
+        float, Field(gt=0, lt=1, description="share of the free memory that weights and pools may take")
+    ] = 0.5
+    max_total_tokens: Annotated[int | None, Field(ge=1, description="size of the KV pool in tokens; none: derived")] = (
+        None
+    )
+    max_mamba_cache_size: Annotated[
+        int | None, Field(ge=1, description="recurrent states in the state pool; none: one per running request")
+    ] = None
+    page_size: Annotated[int, Field(ge=1, le=1024, description="tokens in a page of the KV pool")] = 1
+
+    speculative_algorithm: Annotated[
+        Algorithm,
+        BeforeValidator(_algorithm_name),
+        Field(description="how to draft; auto: mtp where the checkpoint has an MTP head; NEXTN means mtp"),
+    ] = "auto"
+    speculative_num_steps: Annotated[
+        int | None, Field(ge=1, le=63, description="depth of the draft below the root; none: 3")
+    ] = None
+    speculative_num_draft_tokens: Annotated[
+        int | None, Field(ge=2, le=64, description="nodes of a draft, the root counted; none: num_steps + 1")
+    ] = None
+
+    @model_validator(mode="after")
+    def _speculation_is_consistent(self) -> EngineConfig:
+        steps, nodes = self.speculative_num_steps, self.speculative_num_draft_tokens
+        if self.speculative_algorithm == "none" and (steps or nodes):
+            raise ValueError(
+                "--speculative-num-steps and --speculative-num-draft-tokens need a drafter: "
+                "drop them, or choose --speculative-algorithm mtp"
+            )
+        if steps and nodes and nodes != steps + 1:
+            raise ValueError(
+                f"a chain of {steps} steps has {steps + 1} nodes with its root, not {nodes}: "
+                f"set --speculative-num-draft-tokens {steps + 1} or leave it out"
+            )
+        return self
+
+    @property
+    def num_draft_steps(self) -> int:
+        """Depth of the drafts below the root, for a drafter that drafts."""
+        if self.speculative_num_draft_tokens is not None:
+            return self.speculative_num_draft_tokens - 1
+        return 3 if self.speculative_num_steps is None else self.speculative_num_steps
+
+    @property
+    def model_path(self) -> str:
+        return self.model if self.model is not None else str(DEMO_MODEL)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings
+
+
+class ServerConfig(EngineConfig):
+    """``specmamba serve``: the engine and the HTTP server in front of it."""
+
+    host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 30000
+    api_key: Annotated[
+        SecretStr | None, Field(min_length=1, description="ask every client for this key (Authorization: Bearer ...)")
+    ] = None
+    served_model_name: Annotated[
+        str | None, Field(min_length=1, description="the model's name in the API; none: its path")
+    ] = None
+    shutdown_timeout: Annotated[
+        float, Field(ge=0, le=3600, description="seconds that running requests get to finish after SIGTERM")
+    ] = 30.0
+    max_request_bytes: Annotated[int, Field(ge=1024, description="size of a request body at the most")] = 8 << 20
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def model_name(self) -> str:
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return "specmamba-demo" if self.model is None else self.model
+
+
+class GenerateConfig(EngineConfig):
+    """``specmamba generate``: one prompt, streamed to the terminal."""
+
+    prompt: Annotated[str | None, Field(description="the prompt; none: standard input")] = None
+    max_tokens: Annotated[int, Field(ge=1, description="new tokens at the most")] = 128
+    temperature: Annotated[float, Field(ge=0, le=100, description="0: greedy")] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, description="0 keeps all tokens")] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    stop: Annotated[list[str], Field(description="a string that ends the text; may be given again")] = []
+    ignore_eos: Annotated[bool, Field(description="go on after the end-of-text token")] = False
+
+
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+
+
+def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[str]) -> ConfigT:
+    """Resolve one configuration: command line over environment over ``--config FILE.toml`` over defaults.
+
+    Prints usage and exits with status 0 for ``--help`` and 2 for an argument that the parser does not know.
+
+    Raises:
+        ConfigError: a value, a combination or the file is not valid; the message names each flag concerned.
+    """
+    file, arguments = _take_config_file(arguments)
+
+    class FromEverywhere(config_class):  # type: ignore[valid-type, misc]
+        model_config = SettingsConfigDict(cli_prog_name=prog)
+
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            sources = super().settings_customise_sources(settings_cls, *args, **kwargs)
+            return sources if file is None else (*sources, TomlConfigSettingsSource(settings_cls, file))
+
+    FromEverywhere.__doc__ = f"{config_class.__doc__} Also: --config FILE.toml, environment SPECMAMBA_*."
+    FromEverywhere.__name__ = config_class.__name__
+    try:
+        source: CliSettingsSource[Any] = CliSettingsSource(FromEverywhere, cli_parse_args=arguments)
+        resolved: ConfigT = FromEverywhere(_cli_settings_source=source)
+    except ValidationError as error:
+        raise ConfigError(describe_validation_error(error)) from None
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
+    return resolved
+
+
+def describe_validation_error(error: ValidationError) -> str:
+    """One line per problem, each named by its flag."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        flag = "--" + str(problem["loc"][0]).replace("_", "-") + ": " if problem["loc"] else ""
+        got = f" (got {problem['input']!r})" if problem["loc"] and problem["type"] != "missing" else ""
+        lines.append(flag + problem["msg"].removeprefix("Value error, ") + got)
+    return "\n".join(lines)
+
+
+def _take_config_file(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    for i, argument in enumerate(arguments):
+        if argument == "--config" and i + 1 < len(arguments):
+            return _existing(Path(arguments[i + 1])), arguments[:i] + arguments[i + 2 :]
+        if argument.startswith("--config="):
+            return _existing(Path(argument.removeprefix("--config="))), arguments[:i] + arguments[i + 1 :]
+    return None, arguments
+
+
+def _existing(file: Path) -> Path:
+    if not file.is_file():
+        raise ConfigError(f"--config: there is no file {file}")
+    import tomllib
+
+    try:
+        tomllib.loads(file.read_text("utf8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: {file} is not valid TOML: {error}") from None
+    return file
+
+
+def exit_with_error(prog: str, error: Exception) -> NoReturn:
+    """End the process as command-line tools do: one message, no traceback, status 2."""
+    print(f"{prog}: error: {error}", file=sys.stderr)
+    raise SystemExit(2)

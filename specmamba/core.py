@@ -1,0 +1,182 @@
+"""Frozen values that cross rooms: what a request asks for, what a drafter proposes, what the target decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+_Probability = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+_Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
+
+
+class SamplingParams(BaseModel):
+    """How the tokens of one request are chosen and when the request ends. Validated, immutable.
+
+    ``temperature`` 0 is greedy. With a ``seed`` the text depends on nothing else: not on the batch the request runs
+    in, and (in exact arithmetic) not on the drafter, because the random number of a token is a function of
+    (seed, position) alone.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_tokens: Annotated[int, Field(ge=1, description="new tokens at the most")] = 16
+    temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, description="keep the k likeliest tokens; 0 or -1 keeps all")] = 0
+    min_p: _Probability = 0.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0, allow_inf_nan=False)] = 1.0
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...], Field(max_length=16)] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=256)] = ()
+    ignore_eos: bool = False
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_string(cls, value: object) -> object:
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def has_filters(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpecStats:
+    """Speculation figures of one request or of many.
+
+    ``accepted_histogram[d]`` counts the verify steps that accepted exactly d drafted tokens. A draft that was accepted
+    by the target and then cut off by a stop condition still counts as accepted: it is a property of the draft.
+    """
+
+    num_verify_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_histogram: tuple[int, ...] = ()
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens gained per verify, the bonus token included; 1.0 for plain decoding, 0.0 before the first step."""
+        if self.num_verify_steps == 0:
+            return 0.0
+        return 1.0 + self.num_accepted_tokens / self.num_verify_steps
+
+    def after_step(self, num_drafted: int, num_accepted: int) -> SpecStats:
+        """These figures with one more verify step counted in."""
+        histogram = list(self.accepted_histogram)
+        histogram.extend([0] * (max(num_drafted, num_accepted) + 1 - len(histogram)))
+        histogram[num_accepted] += 1
+        return SpecStats(
+            self.num_verify_steps + 1,
+            self.num_draft_tokens + num_drafted,
+            self.num_accepted_tokens + num_accepted,
+            tuple(histogram),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What one engine step adds to one request. ``finish_reason`` is set on the last delta and only there."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    spec: SpecStats = field(default_factory=SpecStats)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The whole answer to one prompt, as ``LLM.generate`` returns it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    num_cached_tokens: int
+    spec: SpecStats
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """The topology of a batch of draft trees, with what every layer needs to know about it.
+
+    Nodes are in topological order; node 0 is the root. Rows with fewer nodes than N mark the rest by parent -1:
+    such a node is nobody's child and is never accepted.
+    """
+
+    parents: Tensor  # [B, N] int64; -1 for the root
+    ancestors: Tensor  # [B, N, N] bool; [i, j] when j is i or an ancestor of i
+    depth: Tensor  # [B, N] int64; 0 for the root
+    is_chain: bool  # parents[i] = i - 1 throughout, so an accepted path is a prefix of the nodes
+
+    @property
+    def num_nodes(self) -> int:
+        return self.parents.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The requests of one verify, by row of the request table. Each has its root: decided, not yet run."""
+
+    rows: tuple[int, ...]
+    row_index: Tensor  # [B] int64, the same rows
+    root_tokens: Tensor  # [B] int64
+    root_positions: Tensor  # [B] int64
+    max_root_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Runs of known tokens of several requests, padded to one length; what an extend works on."""
+
+    rows: tuple[int, ...]
+    row_index: Tensor  # [B] int64, the same rows
+    tokens: Tensor  # [B, L] int64
+    positions: Tensor  # [B, L] int64
+    lengths: Tensor  # [B] int64; the rest of a row is padding
+    is_padded: bool
+    end: int  # positions of all tokens, padding included, are below it
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """What a drafter proposes: tokens on a shape. ``tokens[:, 0]`` are the roots."""
+
+    tokens: Tensor  # [B, N] int64
+    shape: TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target decides about a batch of trees.
+
+    ``path[b, : num_accepted[b] + 1]`` are node indices from the root down; the rest of the row is padding.
+    """
+
+    path: Tensor  # [B, N] int64
+    num_accepted: Tensor  # [B] int64; accepted drafts, the root not counted
+    path_tokens: Tensor  # [B, N + 1] int64; tokens of path[1:], then the bonus token, then padding
+    bonus: Tensor  # [B] int64; the target's own token after the path: the next root

@@ -1,0 +1,1 @@
+"""Drafters: what proposes a draft tree for each running request."""

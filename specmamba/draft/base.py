@@ -1,0 +1,54 @@
+"""The seam between drafting and the rest: ``Drafter``, and the drafter that proposes nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from specmamba.core import Batch, Chunk, DraftTree, TreeShape, Verdict
+
+
+class Drafter(ABC):
+    """Proposes trees. Whatever it proposes, the text stays the target's: a drafter can only cost time."""
+
+    max_nodes: int  # nodes of a tree at the most, root included
+
+    @abstractmethod
+    def propose(self, batch: Batch) -> DraftTree:
+        """A tree for every row of the batch, on its root. KV slots behind the roots are free for the drafter to use."""
+
+    def begin(self, row: int) -> None:  # noqa: B027 - a drafter without state has nothing to do
+        """A request starts (or starts over) in this row, from its first token."""
+
+    def extend(self, chunk: Chunk, hidden: Tensor) -> None:  # noqa: B027
+        """The target has run these known tokens; ``hidden`` [B, L, H] are its states after the final norm."""
+
+    def observe(self, batch: Batch, verdict: Verdict, hidden: Tensor, accepted: Sequence[int]) -> None:  # noqa: B027
+        """The target has decided; ``hidden`` [B, N, H] are its states at the tree's nodes."""
+
+
+class NoDrafter(Drafter):
+    """Plain decoding: the tree is its root."""
+
+    max_nodes = 1
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """See ``Drafter``."""
+        return DraftTree(batch.root_tokens[:, None], chain_shape(len(batch.rows), 1, batch.root_tokens.device))
+
+
+@lru_cache(maxsize=1024)
+def chain_shape(batch_size: int, num_nodes: int, device: torch.device) -> TreeShape:
+    """The shape of a batch of chains; always the same, so made once."""
+    nodes = torch.arange(num_nodes, device=device)
+    ancestors = nodes <= nodes[:, None]
+    return TreeShape(
+        parents=(nodes - 1).expand(batch_size, -1),
+        ancestors=ancestors.expand(batch_size, -1, -1),
+        depth=nodes.expand(batch_size, -1),
+        is_chain=True,
+    )

@@ -1,0 +1,259 @@
+"""The engine: loads a model, takes requests, and moves all of them forward one step at a time."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+
+from specmamba.cache.memory_plan import free_memory, plan_memory
+from specmamba.config import EngineConfig
+from specmamba.core import FinishReason, OutputDelta, SamplingParams, SpecStats
+from specmamba.draft.base import Drafter, NoDrafter
+from specmamba.draft.mtp import MTPDrafter
+from specmamba.engine.request import Request
+from specmamba.engine.runner import Decision, Pools, Runner
+from specmamba.engine.scheduler import Scheduler
+from specmamba.engine.text import TextStream
+from specmamba.errors import ConfigError, PromptTooLongError, RequestError
+from specmamba.models.base import LoadedModel
+from specmamba.models.checkpoint import resolve_checkpoint
+from specmamba.models.registry import load_model
+from specmamba.models.tokenizer import Detokenizer, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of queues, pools and speculation. ``spec`` sums over all steps since the start."""
+
+    num_running: int
+    num_waiting: int
+    kv_used_tokens: int
+    kv_total_tokens: int
+    state_used_slots: int
+    state_total_slots: int
+    num_preemptions: int
+    spec: SpecStats
+
+
+class Engine:
+    """One model and its requests. Not thread-safe: all calls come from one thread.
+
+    Raises:
+        SpecmambaError: the configuration, the checkpoint or the memory does not allow to start.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.device = _resolve_device(config.device)
+        folder = resolve_checkpoint(config.model_path, config.revision)
+        budget = int(free_memory(self.device) * config.mem_fraction_static)
+        free_before = free_memory(self.device)
+        self.tokenizer = Tokenizer(folder)
+        with torch.inference_mode():
+            want_head = config.speculative_algorithm != "none"
+            self.model = load_model(folder, config.dtype, self.device, want_head)
+            self._num_steps = _resolve_num_steps(config, self.model)
+            max_nodes = self._num_steps + 1
+            weights = max(0, free_before - free_memory(self.device))
+            self.memory_plan = plan_memory(
+                config, self.model.cache_shape, self.model.context_length, max_nodes, budget - weights
+            )
+            self._pools = Pools(self.model, self.memory_plan, self.device)
+        self._runner = Runner(self.model, self._pools, self._make_drafter(), self.device)
+        self.scheduler = Scheduler(
+            self._pools.table, self._pools.kv, self._pools.states, max_nodes,
+            config.chunked_prefill_size, config.max_queued_requests, self._runner.release,
+        )  # fmt: skip
+        self.context_length = self.memory_plan.context_length
+        self.vocab_size = self.model.target.vocab_size
+        self._requests: dict[str, Request] = {}
+        self._num_added = 0
+        self._spec = SpecStats()
+
+    def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: the prompt is empty or has an unknown token, or the id is in use.
+            PromptTooLongError: no output token fits behind the prompt.
+            QueueFullError: too many requests are waiting.
+        """
+        self.check_prompt(prompt_token_ids)
+        if request_id in self._requests:
+            raise RequestError(f"a request with the id {request_id!r} is running already", "request_id")
+        prompt = tuple(prompt_token_ids)
+        max_output = min(params.max_tokens, self.context_length - len(prompt))
+        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.model.eos_token_ids)}
+        text = TextStream(Detokenizer(self.tokenizer), params.stop, stop_ids, max_output)
+        number = self._num_added
+        seed = params.seed if params.seed is not None else _seed_of_request(self.config.seed, number)
+        request = Request(request_id, number, prompt, params, seed, text)
+        self.scheduler.add(request)
+        self._requests[request_id] = request
+        self._num_added += 1
+
+    def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        """Raise what ``add_request`` would raise about this prompt: RequestError or PromptTooLongError."""
+        if not prompt_token_ids:
+            raise RequestError("the prompt is empty: give at least one token", "prompt")
+        if len(prompt_token_ids) >= self.context_length:
+            raise PromptTooLongError(len(prompt_token_ids), self.context_length - 1)
+        for token in prompt_token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"token id {token} is not in the vocabulary of {self.vocab_size} tokens", "prompt")
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free all it holds; unknown and finished ids are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.release(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[OutputDelta]:
+        """Run at most one chunk of known tokens, then one verify of every request that is ready for it."""
+        for request in self.scheduler.admit():
+            self._runner.admit(request)
+            if not request.num_to_extend:
+                self._runner.start_verifying(request)
+        runs = self.scheduler.next_runs()
+        if runs:
+            self._runner.extend(runs)
+            for request in self.scheduler.finish_runs(runs):
+                self._runner.start_verifying(request)
+        self.scheduler.make_room()
+        batch = sorted(self.scheduler.verifying, key=lambda request: request.held_row)
+        if not batch:
+            return []
+        decisions = self._runner.step(batch)
+        return [self._advance(request, decision) for request, decision in zip(batch, decisions, strict=True)]
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_work
+
+    def stats(self) -> EngineStats:
+        """Queues, pools and speculation, now."""
+        pools, scheduler = self._pools, self.scheduler
+        return EngineStats(
+            num_running=len(scheduler.extending) + len(scheduler.verifying),
+            num_waiting=len(scheduler.waiting),
+            kv_used_tokens=pools.kv.num_used_tokens,
+            kv_total_tokens=pools.kv.num_tokens,
+            state_used_slots=pools.states.num_slots - pools.states.num_free,
+            state_total_slots=pools.states.num_slots,
+            num_preemptions=scheduler.num_preemptions,
+            spec=self._spec,
+        )
+
+    def describe(self) -> dict[str, object]:
+        """What runs here, for people and for ``/server_info``."""
+        model, plan = self.model, self.memory_plan
+        return {
+            "model": self.config.model_path if self.config.model is not None else "specmamba-demo",
+            "architecture": model.architecture,
+            "parameters": model.num_parameters,
+            "layers": model.num_layers,
+            "dtype": str(model.cache_shape.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "context_length": self.context_length,
+            "vocab_size": self.vocab_size,
+            "max_running_requests": plan.num_rows,
+            "speculative_algorithm": "mtp" if self._num_steps else "none",
+            "speculative_num_steps": self._num_steps,
+            "speculative_num_draft_tokens": self._num_steps + 1,
+            "kv_pool_tokens": plan.num_kv_tokens,
+            "kv_pool_bytes": plan.kv_bytes,
+            "state_slots": plan.num_state_slots,
+            "state_pool_bytes": plan.state_bytes,
+            "speculation_bytes": plan.spec_bytes,
+            "state_bytes_per_request": model.cache_shape.state_bytes_per_slot,
+            "record_bytes_per_token": model.cache_shape.record_bytes_per_token,
+            "versions": {
+                "specmamba": version("specmamba"),
+                "torch": torch.__version__,
+                "transformers": version("transformers"),
+                "python": platform.python_version(),
+            },
+        }
+
+    def close(self) -> None:
+        """Drop all requests."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+
+    def _make_drafter(self) -> Drafter:
+        if not self._num_steps or self.model.draft_head is None:
+            return NoDrafter()
+        pools = self._pools
+        with torch.inference_mode():
+            return MTPDrafter(
+                self.model.draft_head, self._num_steps, pools.kv, pools.table, self.model.target.hidden_size
+            )
+
+    def _advance(self, request: Request, decision: Decision) -> OutputDelta:
+        """Give a request its new tokens, and end it where they say so."""
+        num_accepted = len(decision.tokens) - 1
+        request.spec = request.spec.after_step(decision.num_drafted, num_accepted)
+        self._spec = self._spec.after_step(decision.num_drafted, num_accepted)
+        count, text, reason = request.text.push(decision.tokens)
+        tokens = decision.tokens[:count]
+        request.output.extend(tokens)
+        if reason is None:
+            request.num_run = request.root_position
+            self._pools.counts.add(request.held_row, tokens)
+        else:
+            self.abort(request.request_id)
+        return _delta(request, tokens, text, reason)
+
+
+def _delta(request: Request, tokens: tuple[int, ...], text: str, reason: FinishReason | None) -> OutputDelta:
+    return OutputDelta(
+        request_id=request.request_id,
+        token_ids=tokens,
+        text=text,
+        num_prompt_tokens=len(request.prompt),
+        num_cached_tokens=0,
+        num_output_tokens=len(request.output),
+        finish_reason=reason,
+        spec=request.spec,
+    )
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this PyTorch sees no CUDA device; leave --device out to run on the CPU")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _resolve_num_steps(config: EngineConfig, model: LoadedModel) -> int:
+    """Depth of the drafts; 0 when nothing is drafted.
+
+    Raises:
+        ConfigError: MTP is asked for, and the checkpoint has no MTP head.
+    """
+    if model.draft_head is not None:
+        return config.num_draft_steps
+    if config.speculative_algorithm == "mtp":
+        raise ConfigError(
+            "--speculative-algorithm mtp: this checkpoint has no MTP head (no mtp.* tensors); "
+            "choose auto or none, or a checkpoint that kept its MTP head"
+        )
+    if config.speculative_num_steps or config.speculative_num_draft_tokens:
+        raise ConfigError(
+            "--speculative-num-steps and --speculative-num-draft-tokens need a drafter, and this checkpoint has no "
+            "MTP head: drop them"
+        )
+    return 0
+
+
+def _seed_of_request(engine_seed: int, number: int) -> int:
+    """A seed for the number-th request, far from its neighbours'."""
+    return (engine_seed * 0x5851F42D4C957F2D + number * 0x9E3779B97F4A7C15) % (1 << 63)

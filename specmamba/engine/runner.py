@@ -1,0 +1,179 @@
+"""The two forwards and the step. Everything here works on batches and rows; requests are the scheduler's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specmamba.cache.access import ExtendState, PagedKV, VerifyState, causal_mask, tree_mask
+from specmamba.cache.kv_pool import KVPool
+from specmamba.cache.memory_plan import MemoryPlan
+from specmamba.cache.request_table import RequestTable
+from specmamba.cache.rows import RowSet
+from specmamba.cache.spec_buffers import SpecBuffers, VerifyPlan
+from specmamba.cache.state_pool import StatePool
+from specmamba.cache.token_counts import TokenCounts
+from specmamba.core import Batch, Chunk, DraftTree, Verdict
+from specmamba.draft.base import Drafter
+from specmamba.engine.request import Request
+from specmamba.engine.scheduler import Run
+from specmamba.layers.context import ForwardContext
+from specmamba.models.base import LoadedModel
+from specmamba.verify.accept import accept
+from specmamba.verify.sampling import SamplingBatch
+
+
+class Pools:
+    """All mutable memory, sized by one plan."""
+
+    def __init__(self, model: LoadedModel, plan: MemoryPlan, device: torch.device) -> None:
+        shape = model.cache_shape
+        self.kv = KVPool(shape, plan.num_pages, plan.page_size, device)
+        self.states = StatePool(shape, plan.num_state_slots, device)
+        self.table = RequestTable(plan.num_rows, plan.context_length + plan.max_nodes, self.kv, device)
+        self.records = SpecBuffers(shape, self.states, plan.num_rows, plan.max_nodes, device)
+        self.counts = TokenCounts(plan.num_rows, model.target.vocab_size, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one step decided for one request, on the host."""
+
+    tokens: tuple[int, ...]  # accepted drafts, then the bonus token
+    num_drafted: int
+
+
+class Runner:
+    """Runs chunks and steps on a model, its pools and a drafter."""
+
+    def __init__(self, model: LoadedModel, pools: Pools, drafter: Drafter, device: torch.device) -> None:
+        self._target = model.target
+        self._pools, self._drafter, self._device = pools, drafter, device
+        self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
+
+    def admit(self, request: Request) -> None:
+        """A request got its row: whatever was there before is gone."""
+        self._drafter.begin(request.held_row)
+
+    def start_verifying(self, request: Request) -> None:
+        """All known tokens but the last have been run: its state becomes a checkpoint to verify from."""
+        row = request.held_row
+        self._pools.records.begin(row, request.held_slot, request.request_id, request.root_position)
+        if request.params.has_penalties:
+            self._pools.counts.begin(row, request.prompt, request.output)
+
+    def release(self, row: int) -> None:
+        """A row is about to be given back."""
+        self._pools.records.end(row)
+        self._pools.counts.end(row)
+
+    def extend(self, runs: Sequence[Run]) -> None:
+        """Run known tokens: KV and states are left behind, nothing is sampled."""
+        chunk = self._chunk(runs)
+        pools = self._pools
+        slots = RowSet.of([run.request.held_slot for run in runs], self._device)
+        for run in runs:
+            pools.states.check(run.request.held_slot, run.request.request_id, run.start)
+            pools.states.begin_write(run.request.held_slot, run.request.request_id)
+        context = ForwardContext(
+            kv=self._extend_kv(chunk),
+            state=ExtendState(pools.states, slots, chunk.lengths),
+            positions=chunk.positions,
+        )
+        hidden = self._target.forward(chunk.tokens, context)
+        self._drafter.extend(chunk, hidden)
+        for run in runs:
+            pools.states.end_write(run.request.held_slot, run.start + run.length)
+
+    def step(self, requests: Sequence[Request]) -> list[Decision]:
+        """Draft, verify, accept, commit: one to N new tokens for every request."""
+        batch, sampling = self._batch(requests), self._sampling_batch(requests)
+        history = None if sampling.penalties is None else self._pools.counts.of(batch.row_index)
+
+        tree = self._drafter.propose(batch)
+        plan = self._pools.records.plan(batch.rows, tree.shape)
+        hidden = self._verify(batch, tree, plan)
+        logits = self._target.logits(hidden)
+        verdict = accept(tree, logits, sampling, batch.root_positions, history)
+        accepted = verdict.num_accepted.tolist()  # the one read of a step
+        self._commit(batch, plan, verdict, accepted)
+        self._drafter.observe(batch, verdict, hidden, accepted)
+
+        tokens = verdict.path_tokens.tolist()
+        drafted = (tree.shape.parents >= 0).sum(1).tolist()
+        return [
+            Decision(tuple(row[: count + 1]), num_drafted)
+            for row, count, num_drafted in zip(tokens, accepted, drafted, strict=True)
+        ]
+
+    def _verify(self, batch: Batch, tree: DraftTree, plan: VerifyPlan) -> Tensor:
+        """One target forward over all nodes of all trees; hidden states [B, N, H]."""
+        table, num_nodes = self._pools.table, tree.shape.num_nodes
+        nodes = torch.arange(num_nodes, device=self._device)
+        write_slots = table.slots_at(batch.row_index, batch.root_positions[:, None] + nodes)
+        num_keys = batch.max_root_position + num_nodes
+        mask = None if num_keys == 1 else tree_mask(batch.root_positions, tree.shape, num_keys)
+        context = ForwardContext(
+            kv=PagedKV(self._pools.kv, write_slots.view(-1), table.kv_slots[batch.row_index, :num_keys], mask),
+            state=VerifyState(self._pools.records, plan),
+            positions=batch.root_positions[:, None] + tree.shape.depth,
+        )
+        return self._target.forward(tree.tokens, context)
+
+    def _commit(self, batch: Batch, plan: VerifyPlan, verdict: Verdict, accepted: Sequence[int]) -> None:
+        """Promote the accepted paths: their records become pending, their KV moves to where their positions are."""
+        self._pools.records.commit(plan, verdict.path, verdict.num_accepted, accepted)
+        if plan.tree.is_chain:
+            return
+        steps = torch.arange(plan.tree.num_nodes, device=self._device)
+        moves = (steps <= verdict.num_accepted[:, None]) & (verdict.path != steps)
+        table, root = self._pools.table, batch.root_positions[:, None]
+        source = table.slots_at(batch.row_index, root + verdict.path)
+        target = table.slots_at(batch.row_index, root + steps)
+        self._pools.kv.move(source[moves], target[moves])
+
+    def _batch(self, requests: Sequence[Request]) -> Batch:
+        rows = tuple(request.held_row for request in requests)
+        positions = [request.root_position for request in requests]
+        return Batch(
+            rows=rows,
+            row_index=torch.tensor(rows, device=self._device),
+            root_tokens=torch.tensor([request.root_token for request in requests], device=self._device),
+            root_positions=torch.tensor(positions, device=self._device),
+            max_root_position=max(positions),
+        )
+
+    def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
+        """Settings change with the members of the batch only, so they are kept until those change."""
+        members = tuple(request.sequence_number for request in requests)
+        if self._sampling is None or self._sampling[0] != members:
+            params, seeds = [r.params for r in requests], [r.seed for r in requests]
+            self._sampling = members, SamplingBatch.of(params, seeds, self._device)
+        return self._sampling[1]
+
+    def _chunk(self, runs: Sequence[Run]) -> Chunk:
+        lengths = [run.length for run in runs]
+        longest = max(lengths)
+        known = [run.request.known_tokens(run.start, run.start + run.length) for run in runs]
+        rows = tuple(run.request.held_row for run in runs)
+        starts = torch.tensor([run.start for run in runs], device=self._device)
+        return Chunk(
+            rows=rows,
+            row_index=torch.tensor(rows, device=self._device),
+            tokens=torch.tensor([k + [0] * (longest - len(k)) for k in known], device=self._device),
+            positions=starts[:, None] + torch.arange(longest, device=self._device),
+            lengths=torch.tensor(lengths, device=self._device),
+            is_padded=min(lengths) < longest,
+            end=max(run.start for run in runs) + longest,
+        )
+
+    def _extend_kv(self, chunk: Chunk) -> PagedKV:
+        table = self._pools.table
+        slots = table.slots_at(chunk.row_index, chunk.positions.clamp(max=table.max_positions - 1))
+        if chunk.is_padded:
+            slots = slots * (torch.arange(slots.shape[1], device=self._device) < chunk.lengths[:, None])
+        read_slots = table.kv_slots[chunk.row_index, : chunk.end]
+        return PagedKV(self._pools.kv, slots.reshape(-1), read_slots, causal_mask(chunk.positions, chunk.end))

@@ -1,0 +1,53 @@
+"""Every error a user can meet. Each message says what was wrong and what to change."""
+
+
+class SpecmambaError(Exception):
+    """Base of all errors that specmamba raises on purpose."""
+
+
+class ConfigError(SpecmambaError):
+    """A flag, an environment variable or a combination of them that cannot work."""
+
+
+class CheckpointError(SpecmambaError):
+    """A checkpoint that is missing, incomplete, damaged, or not what its config says."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """An architecture (or a variant of one) that specmamba has no model for."""
+
+
+class RequestError(SpecmambaError):
+    """A request that can never be served as it stands.
+
+    ``param`` names the offending field, in the vocabulary of the HTTP interface.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLongError(RequestError):
+    """The prompt does not fit the context. Carries both numbers."""
+
+    def __init__(self, num_prompt_tokens: int, max_prompt_tokens: int) -> None:
+        super().__init__(
+            f"the prompt has {num_prompt_tokens} tokens, but at most {max_prompt_tokens} fit: "
+            "shorten it, or serve with a larger --context-length / --max-total-tokens",
+            param="prompt",
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
+
+
+class QueueFullError(SpecmambaError):
+    """The waiting queue is at its bound; the caller should retry later."""
+
+    def __init__(self, num_waiting: int) -> None:
+        super().__init__(f"{num_waiting} requests are waiting already: try again later (--max-queued-requests)")
+        self.num_waiting = num_waiting
+
+
+class EngineStoppedError(SpecmambaError):
+    """The engine is draining or has failed and takes no more requests."""

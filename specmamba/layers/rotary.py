@@ -1,0 +1,40 @@
+"""Rotary position embedding over the first part of each head (RoFormer, arXiv 2104.09864, section 3.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryAngles:
+    """Cosines and sines of one forward's positions, [B, L, 1, rotary_dim]."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate the first rotary_dim components of heads x [B, L, H, D]; halves are paired, not neighbours."""
+        dim = self.cos.shape[-1]
+        first, second = x[..., : dim // 2], x[..., dim // 2 : dim]
+        rotated = x[..., :dim] * self.cos + torch.cat([-second, first], -1) * self.sin
+        return rotated if dim == x.shape[-1] else torch.cat([rotated, x[..., dim:]], -1)
+
+
+class Rotary:
+    """The frequencies of a model."""
+
+    def __init__(self, inverse_frequencies: Tensor, scaling: float = 1.0) -> None:
+        """inverse_frequencies: [rotary_dim / 2] float32."""
+        self._inverse_frequencies = torch.cat([inverse_frequencies, inverse_frequencies]).float()
+        self._scaling = scaling
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
+        """Angles at positions [B, L], computed in float32 and rounded to ``dtype``."""
+        phase = positions[..., None, None].float() * self._inverse_frequencies
+        cos, sin = phase.cos(), phase.sin()
+        if self._scaling != 1.0:
+            cos, sin = cos * self._scaling, sin * self._scaling
+        return RotaryAngles(cos.to(dtype), sin.to(dtype))

@@ -1,0 +1,120 @@
+"""The Python interface: prompts in, texts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from specmamba.config import EngineConfig, describe_validation_error
+from specmamba.core import OutputDelta, RequestOutput, SamplingParams
+from specmamba.engine.engine import Engine
+from specmamba.errors import ConfigError, RequestError
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model that answers batches of prompts.
+
+    Keyword arguments are the command line's flags: ``LLM(model="...", speculative_algorithm="mtp")``.
+
+    Raises:
+        SpecmambaError: a flag, the checkpoint or the memory does not allow to start; the message says which.
+    """
+
+    def __init__(self, **flags: Any) -> None:
+        try:
+            config = EngineConfig(**flags)
+        except ValidationError as error:
+            raise ConfigError(describe_validation_error(error)) from None
+        self.engine = Engine(config)
+        self._num_calls = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts (texts or lists of token ids), batched continuously; answers in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt is empty, too long, or has a token that is not in the vocabulary, or the numbers of
+                prompts and sampling parameters differ. Nothing is run then.
+        """
+        token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        params = _one_each(sampling_params, len(token_ids))
+        for ids in token_ids:
+            self.engine.check_prompt(ids)
+        self._num_calls += 1
+        names = [f"generate-{self._num_calls}-{i}" for i in range(len(token_ids))]
+        deltas: dict[str, list[OutputDelta]] = {name: [] for name in names}
+        for delta in self._run(list(zip(names, token_ids, params, strict=True))):
+            deltas[delta.request_id].append(delta)
+        return [_output(ids, deltas[name]) for name, ids in zip(names, token_ids, strict=True)]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
+        """Answer one prompt piece by piece. Leaving the iterator early aborts the request.
+
+        Raises:
+            RequestError: the prompt is empty, too long, or has a token that is not in the vocabulary.
+        """
+        self._num_calls += 1
+        yield from self._run([(f"stream-{self._num_calls}", self._encode(prompt), sampling_params or SamplingParams())])
+
+    def close(self) -> None:
+        """Drop whatever still runs. The object is of no use afterwards."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _run(self, requests: list[tuple[str, list[int], SamplingParams]]) -> Iterator[OutputDelta]:
+        waiting = requests[::-1]
+        max_waiting = self.engine.config.max_queued_requests
+        try:
+            while waiting or self.engine.has_unfinished_requests:
+                while waiting and len(self.engine.scheduler.waiting) < max_waiting:
+                    self.engine.add_request(*waiting.pop())
+                yield from self.engine.step()
+        finally:
+            for name, _, _ in requests:
+                self.engine.abort(name)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [[item for item in prompts if isinstance(item, int)]]
+    return [item for item in prompts if not isinstance(item, int)]
+
+
+def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * count
+    if len(sampling_params) != count:
+        raise RequestError(f"{len(sampling_params)} sampling parameters were given for {count} prompts")
+    return list(sampling_params)
+
+
+def _output(prompt: list[int], deltas: list[OutputDelta]) -> RequestOutput:
+    last = deltas[-1]
+    return RequestOutput(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        prompt_token_ids=tuple(prompt),
+        finish_reason=last.finish_reason or "abort",
+        num_cached_tokens=last.num_cached_tokens,
+        spec=last.spec,
+    )

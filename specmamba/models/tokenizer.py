@@ -1,0 +1,173 @@
+"""Text to tokens and back: whole texts with ``Tokenizer``, one token at a time with ``Detokenizer``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specmamba.errors import CheckpointError, RequestError
+from specmamba.models.checkpoint import read_json, text_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+REPLACEMENT = "\ufffd"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder. Safe to share between threads: nothing changes after construction.
+
+    Raises:
+        CheckpointError: the folder has no tokenizer, or one that cannot be loaded without running its own code.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise CheckpointError(f"{folder} has no tokenizer: add its tokenizer.json and tokenizer_config.json")
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        try:
+            loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        # The parsers of the tokenizer's files raise whatever comes up, bare Exception included.
+        except Exception as error:
+            raise CheckpointError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
+        if not isinstance(loaded, PreTrainedTokenizerFast):
+            raise CheckpointError(
+                f"the tokenizer of {folder} has no tokenizer.json and none can be made from its files"
+            )
+        self._loaded = loaded
+        # The backend is asked directly: transformers' own encode() sets its padding and truncation from call to
+        # call, which threads must not do to each other.
+        self._backend = loaded.backend_tokenizer
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._special_ids = frozenset(i for i, token in loaded.added_tokens_decoder.items() if token.special)
+        vocab: dict[str, int] = self._backend.get_vocab()
+        self._byte_ids = frozenset(i for token, i in vocab.items() if BYTE_TOKEN.fullmatch(token))
+
+    @property
+    def vocab_size(self) -> int:
+        """All tokens, the added ones included. The model's embedding may have more rows than that."""
+        return len(self._loaded)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._loaded.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a plain prompt, with the special tokens that the checkpoint's own settings add to one.
+
+        Raises:
+            RequestError: the text is not valid Unicode (it holds half of a surrogate pair).
+        """
+        return self._encode(text, "prompt", add_special_tokens=True)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids without a token are left out."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The tokens of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            RequestError: the checkpoint has no chat template, or the template refuses these messages.
+        """
+        if not self.has_chat_template:
+            raise RequestError("this model has no chat template: send a prompt to /v1/completions instead", "messages")
+        try:
+            text: str = self._loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # A template is a program over what the client sent: any error of it is the answer to that client.
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise RequestError(f"the model's chat template refuses these messages: {reason}", "messages") from error
+        # The template writes the special tokens itself.
+        return self._encode(text, "messages", add_special_tokens=False)
+
+    def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether ``decode`` leaves this token out."""
+        if token_id in self._special_ids:
+            return skip_special_tokens
+        return self._backend.id_to_token(token_id) is None
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether this token is one byte of a vocabulary that spells unknown characters as ``<0xE4>``."""
+        return token_id in self._byte_ids
+
+    def _encode(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode("utf8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text is not valid Unicode at character {error.start}", param) from None
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+
+class Detokenizer:
+    """The growing text of one request. What ``push`` and ``flush`` return, joined, is ``decode`` of all tokens.
+
+    Each push decodes a short window of the newest tokens, so its cost does not grow with the text. A character whose
+    bytes are not all there shows as one U+FFFD at the end of the window. Only that one is held back, so that even a
+    model that writes no valid text at all can neither slow the stream down nor stop it. (``DecodeStream`` of
+    tokenizers holds back all text since the last valid character, and decodes all of it again with each token.)
+    """
+
+    # A character is four bytes at the most and a token at least one, so the last four tokens alone settle where the
+    # next character begins. The window is cut back to them whenever it has doubled.
+    CONTEXT = 4
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []
+        self._num_final = 0  # characters of the window's text that were returned already
+
+    def push(self, token_id: int) -> str:
+        """The text that is final now and was not before; often one token's, sometimes none."""
+        if self._tokenizer.is_silent(token_id, self._skip_special_tokens):
+            return ""
+        self._window.append(token_id)
+        if self._tokenizer.is_byte(token_id):
+            return ""  # such bytes are decoded as a whole run: a wrong one at its end still spoils the first
+        text = self._final_text()
+        new = text[self._num_final :]
+        self._num_final = len(text)
+        if len(self._window) >= 2 * self.CONTEXT:
+            self._window = self._window[-self.CONTEXT :]
+            self._num_final = len(self._final_text())
+        return new
+
+    def flush(self) -> str:
+        """What is still held back, now that no more tokens come."""
+        new = self._decode()[self._num_final :]
+        self._num_final += len(new)
+        return new
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, self._skip_special_tokens)
+
+    def _final_text(self) -> str:
+        return self._decode().removesuffix(REPLACEMENT)
+
+
+def read_eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
+    """The tokens that end a text: generation_config.json's, else config.json's, else none.
+
+    Raises:
+        CheckpointError: generation_config.json is damaged, or a value is not a token id or a list of them.
+    """
+    file = folder / "generation_config.json"
+    value = read_json(file).get("eos_token_id") if file.exists() else None
+    if value is None:
+        file = folder / "config.json"
+        value = getattr(config, "eos_token_id", None)
+    if value is None:
+        value = getattr(text_config(config), "eos_token_id", None)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise CheckpointError(f"{file}: eos_token_id is {value!r}, but should be a token id or a list of token ids")
+    return tuple(ids)

@@ -1,0 +1,1 @@
+"""Acceptance: what the target decides about a draft tree."""

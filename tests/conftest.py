@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import os
+import random
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: no test may need a network
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("specmamba", deadline=None, derandomize=True)
+settings.load_profile("specmamba")
+
+
+def pytest_configure() -> None:
+    # the operators are small: a second thread gains little, and costs much when anything else wants its core
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
