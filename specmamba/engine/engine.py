@@ -64,7 +64,8 @@ class Engine:
             self.memory_plan = plan_memory(
                 config, self.model.cache_shape, self.model.context_length, max_nodes, budget - weights
             )
-            self._pools = Pools(self.model, self.memory_plan, self.device)
+        # outside of inference mode: what is freed by an abort is written from outside of a step
+        self._pools = Pools(self.model, self.memory_plan, self.device)
         self._runner = Runner(self.model, self._pools, self._make_drafter(), self.device)
         self.scheduler = Scheduler(
             self._pools.table, self._pools.kv, self._pools.states, max_nodes,
@@ -190,11 +191,8 @@ class Engine:
     def _make_drafter(self) -> Drafter:
         if not self._num_steps or self.model.draft_head is None:
             return NoDrafter()
-        pools = self._pools
-        with torch.inference_mode():
-            return MTPDrafter(
-                self.model.draft_head, self._num_steps, pools.kv, pools.table, self.model.target.hidden_size
-            )
+        hidden_size = self.model.target.hidden_size
+        return MTPDrafter(self.model.draft_head, self._num_steps, self._pools.kv, self._pools.table, hidden_size)
 
     def _advance(self, request: Request, decision: Decision) -> OutputDelta:
         """Give a request its new tokens, and end it where they say so."""

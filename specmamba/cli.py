@@ -1,0 +1,194 @@
+"""The command line. Nothing heavy is imported before it is known to be needed."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from specmamba.errors import ConfigError, RequestError, SpecmambaError
+
+if TYPE_CHECKING:
+    from specmamba.config import EngineConfig, GenerateConfig
+    from specmamba.core import OutputDelta, SamplingParams
+    from specmamba.engine.engine import Engine
+
+_REQUEST_ID = "generate"
+
+HELP = """\
+usage: specmamba COMMAND [OPTIONS]
+
+Serve hybrid language models (attention mixed with recurrent layers) with speculative decoding.
+
+commands:
+  serve       an OpenAI-compatible HTTP server, on 127.0.0.1:30000
+  generate    continue one prompt, streamed to the terminal
+
+options:
+  -h, --help  this text; "specmamba COMMAND --help" lists the options of a command
+  --version   the version
+
+Without --model both commands run the bundled demo, a small model trained on Python source.
+Every option can also come from the environment (SPECMAMBA_PORT=8000) or from a file (--config FILE.toml).
+
+examples:
+  specmamba serve
+  specmamba serve --model ./my-model --port 8000 --speculative-num-steps 4
+  specmamba serve --model ./my-model --speculative-algorithm none
+  specmamba generate --prompt "def main():" --max-tokens 64
+  specmamba generate --temperature 0.8 --seed 7 < prompt.txt
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit status: 0, 1 for a failure on the way, 2 for a mistake in the call."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else ""
+    if command in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if command == "--version":
+        return _print_version()
+    if command not in COMMANDS:
+        return _refuse(command)
+    try:
+        return COMMANDS[command](arguments[1:])
+    except SpecmambaError as error:
+        return _end_with(f"specmamba {command}", error)
+    except KeyboardInterrupt:
+        return 130  # as shells report a program that Ctrl-C ended
+
+
+def _serve(arguments: list[str]) -> int:
+    from specmamba.config import ServerConfig, parse_command_line
+
+    config = parse_command_line(ServerConfig, "specmamba serve", arguments)
+    from specmamba.server.run import run_server
+
+    return run_server(config, lambda: _build_engine(config))
+
+
+def _build_engine(config: EngineConfig) -> Engine:
+    from specmamba.engine.engine import Engine
+
+    return Engine(config)
+
+
+def _generate_command(arguments: list[str]) -> int:
+    from specmamba.config import GenerateConfig, parse_command_line
+
+    return _generate(parse_command_line(GenerateConfig, "specmamba generate", arguments))
+
+
+def _generate(config: GenerateConfig) -> int:
+    """Run the command. Returns 0, 1 when the engine gives up, 130 after Ctrl-C.
+
+    Raises:
+        SpecmambaError: the model cannot be loaded, or the prompt cannot be served.
+    """
+    params = _sampling_params(config)
+    prompt = _read_prompt() if config.prompt is None else config.prompt
+    if not prompt:
+        raise RequestError("the prompt is empty: give --prompt TEXT, or text on standard input", param="prompt")
+    engine = _build_engine(config)
+    status = _stream(engine, prompt, params)
+    if status == 0:  # after Ctrl-C in the middle of a step the engine is not fit for anything, not even for this
+        engine.close()
+    return status
+
+
+def _sampling_params(config: GenerateConfig) -> SamplingParams:
+    """Raises ConfigError that names the flag."""
+    from pydantic import ValidationError
+
+    from specmamba.config import describe_validation_error
+    from specmamba.core import SamplingParams
+
+    try:
+        return SamplingParams(
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            stop=tuple(config.stop),
+            ignore_eos=config.ignore_eos,
+        )
+    except ValidationError as error:
+        raise ConfigError(describe_validation_error(error)) from None
+
+
+def _stream(engine: Engine, prompt: str, params: SamplingParams) -> int:
+    """Write the continuation of a prompt, then one line of figures. Raises RequestError as the engine does."""
+    began = time.perf_counter()
+    engine.add_request(_REQUEST_ID, engine.tokenizer.encode(prompt), params)
+    last, status = None, 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
+    try:
+        while engine.has_unfinished_requests:
+            for last in engine.step():
+                sys.stdout.write(last.text)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:  # "| head" has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout.isatty():
+        print(flush=True)
+    if last is not None and last.finish_reason == "error":
+        print(f"specmamba generate: error: {last.error}", file=sys.stderr)
+        return 1
+    _print_figures(last, time.perf_counter() - began)
+    return status
+
+
+def _print_figures(last: OutputDelta | None, elapsed_s: float) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    num_tokens = 0 if last is None else last.num_output_tokens
+    length = 0.0 if last is None else last.spec.accept_length
+    reason = "interrupted" if last is None or last.finish_reason is None else last.finish_reason
+    line = Text.assemble(
+        (f"{num_tokens} tokens", "bold"),
+        f", {num_tokens / elapsed_s:.1f} tokens/s, acceptance length {length:.2f}, finish reason: {reason}",
+    )
+    Console(stderr=True, highlight=False, soft_wrap=True).print(line)
+
+
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        print("specmamba generate: type the prompt, then Ctrl-D", file=sys.stderr)
+    return sys.stdin.read()
+
+
+def _print_version() -> int:
+    from specmamba import __version__
+
+    print(f"specmamba {__version__}")
+    return 0
+
+
+def _refuse(command: str) -> int:
+    if not command:
+        print(HELP, end="", file=sys.stderr)
+        return 2
+    close = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(COMMANDS)}"
+    kind = "option" if command.startswith("-") else "command"
+    print(f"specmamba: error: there is no {kind} {command!r}; {hint}", file=sys.stderr)
+    return 2
+
+
+def _end_with(prog: str, error: SpecmambaError) -> NoReturn:
+    from specmamba.config import exit_with_error
+
+    exit_with_error(prog, error)
+
+
+COMMANDS = {"serve": _serve, "generate": _generate_command}

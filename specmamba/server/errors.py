@@ -1,0 +1,152 @@
+"""Every error in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specmamba.errors import (
+    EngineStoppedError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    SpecmambaError,
+)
+from specmamba.server.responses import ErrorAnswer, ErrorDetail
+
+logger = logging.getLogger("specmamba")
+
+INVALID, SERVER = "invalid_request_error", "server_error"
+
+
+class ApiError(SpecmambaError):
+    """An error that knows its HTTP status and its place in OpenAI's vocabulary."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.detail = ErrorDetail(
+            message=_encodable(message), type=kind, param=None if param is None else _encodable(param), code=code
+        )
+        self.headers = headers
+
+    def body(self) -> str:
+        return ErrorAnswer(error=self.detail).model_dump_json()
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def _encodable(text: str) -> str:
+    """Text that quotes a client may hold half of a surrogate pair, which UTF-8 has no bytes for."""
+    return text.encode("utf8", "replace").decode("utf8")
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Find the status of any exception. One that nobody foresaw is logged and tells the client nothing."""
+    match error:
+        case ApiError():
+            return error
+        case PromptTooLongError():
+            return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
+        case RequestError():
+            return ApiError(400, str(error), param=error.param)
+        case QueueFullError():
+            return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
+        case EngineStoppedError():
+            return ApiError(503, str(error), kind=SERVER, code="engine_stopped")
+        case RequestValidationError():
+            return api_error_of_validation(error.errors())
+        case HTTPException():
+            return _of_http_exception(error)
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return ApiError(500, "internal error: the server's log says more", kind=SERVER, code="internal_error")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every exception of the application through ``as_api_error``."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    for handled in (SpecmambaError, RequestValidationError, HTTPException):
+        app.add_exception_handler(handled, answer)
+    app.add_middleware(_AnswerUnforeseen)
+
+
+class _AnswerUnforeseen:
+    """Answers what no handler foresaw. A handler for ``Exception`` would do so too, and then have the connection,
+    and with it the client's next request, broken off."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched_send)
+        except Exception as error:
+            if has_begun:
+                raise
+            await as_api_error(error).response()(scope, receive, send)
+
+
+def _of_http_exception(error: HTTPException) -> ApiError:
+    messages = {
+        400: "the body is not valid JSON in UTF-8",  # the only 400 that is raised as an HTTPException
+        404: "there is nothing at this address",
+        405: "this address does not know this method",
+    }
+    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+    message = messages.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, code=codes.get(error.status_code), headers=error.headers)
+
+
+def api_error_of_validation(problems: Sequence[Any]) -> ApiError:
+    """Name the first field concerned, and say all that is wrong with it."""
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+    param = _place(first)
+    message = "; ".join(dict.fromkeys(_sentence(problem) for problem in problems if _place(problem) == param))
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=first["type"])
+
+
+def _place(problem: Mapping[str, Any]) -> str | None:
+    """``messages[0].content`` from a location of pydantic's, less the tags of unions."""
+    path = [part for part in problem["loc"] if not str(part).startswith("(")]
+    path = path[1:] if path and path[0] == "body" else path
+    path += [problem["ctx"]["field"]] if "field" in problem.get("ctx", {}) else []
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".") or None
+
+
+def _sentence(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "missing":
+        return "the request has no body" if tuple(problem["loc"]) == ("body",) else "this field is required"
+    if problem["type"] in ("model_attributes_type", "dict_type", "model_type"):
+        return "must be a JSON object"
+    text = str(problem["msg"]).removeprefix("Value error, ")
+    return text[0].lower() + text[1:]

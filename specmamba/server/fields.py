@@ -1,0 +1,110 @@
+"""Field types of the HTTP interface: what is accepted, and how the rest is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+
+class StrictModel(BaseModel):
+    """A JSON object of which every field is known. Types are not guessed: ``"16"`` is not a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fields_are_known(cls, value: Any) -> Any:
+        # Pydantic would report each unknown field by itself: a body of a million of them would cost gigabytes.
+        names = value if isinstance(value, dict) else ()
+        for name in names:
+            if name not in cls.model_fields:
+                # Half of a surrogate pair must not get into an error: pydantic cannot write it out.
+                field = name[:100].encode("utf8", "replace").decode("utf8")
+                raise PydanticCustomError("unknown_field", "there is no such field", {"field": field})
+        return value
+
+
+def only(*neutral: object) -> BeforeValidator:
+    """For a field of OpenAI's that is not supported yet: let the values pass that ask for nothing, refuse the rest."""
+
+    def check(value: object) -> object:
+        if value is None or any(type(value) is type(other) and value == other for other in neutral):
+            return value
+        allowed = " or ".join(["null", *map(json.dumps, neutral)])
+        message = "this server does not support this field yet: leave it out, or send {allowed}"
+        raise PydanticCustomError("not_supported", message, {"allowed": allowed})
+
+    return BeforeValidator(check)
+
+
+# Tags begin with a bracket so that they can be told from field names in the place of an error.
+STRING, STRINGS, TOKENS, TOKEN_LISTS, PARTS = "(string)", "(strings)", "(tokens)", "(token lists)", "(parts)"
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _kind_of_prompt(value: object) -> str | None:
+    if isinstance(value, str):
+        return STRING
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    return STRINGS if isinstance(first, str) else TOKEN_LISTS if isinstance(first, list) else TOKENS
+
+
+def _kind(when_list: str) -> Callable[[object], str | None]:
+    def kind(value: object) -> str | None:
+        return STRING if isinstance(value, str) else when_list if isinstance(value, list) else None
+
+    return kind
+
+
+class TextPart(StrictModel):
+    """A piece of a message. Images, sound and files are refused: the model reads text."""
+
+    type: Literal["text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:  # runs before the fields of an image are found to be unknown
+        if isinstance(value, dict) and value.get("type", "text") != "text":
+            raise PydanticCustomError("not_supported", 'only parts of type "text" are supported', {"field": "type"})
+        return value
+
+
+Prompt = Annotated[
+    Annotated[str, Tag(STRING)]
+    | Annotated[list[TokenId], Field(min_length=1, fail_fast=True), Tag(TOKENS)]
+    | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag(STRINGS)]
+    | Annotated[
+        list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]],
+        Field(min_length=1, fail_fast=True),
+        Tag(TOKEN_LISTS),
+    ],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt_type",
+        custom_error_message="must be a string, a list of strings, a list of token ids, or a list of such lists",
+    ),
+]
+
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+Stop = Annotated[
+    Annotated[StopString, Tag(STRING)]
+    | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag(STRINGS)],
+    Discriminator(
+        _kind(STRINGS), custom_error_type="stop_type", custom_error_message="must be a string or a list of strings"
+    ),
+]
+
+MessageContent = Annotated[
+    Annotated[str, Tag(STRING)] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag(PARTS)],
+    Discriminator(
+        _kind(PARTS), custom_error_type="content_type", custom_error_message="must be a string or a list of text parts"
+    ),
+]

@@ -1,0 +1,144 @@
+"""What clients may send. Each field works or is refused by name; the few that change nothing by nature say so.
+
+Fields that a later version will support are declared with the values that ask for nothing: supporting one means
+widening its type here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from specmamba.core import SamplingParams
+from specmamba.server.fields import MessageContent, Prompt, Stop, StrictModel, TokenId, only
+
+NoEffect = Field(description="accepted; changes nothing")
+NotYet = Field(description="not supported yet: only the values that ask for nothing")
+
+
+class StreamOptions(StrictModel):
+    """Options of a streamed answer."""
+
+    include_usage: Annotated[bool | None, Field(description="end with a chunk that carries the usage")] = None
+    include_obfuscation: Annotated[Literal[False] | None, only(False), NotYet] = None
+
+
+class GenerationRequest(StrictModel):
+    """The fields that completions and chat share. null stands for the default everywhere, as it does at OpenAI's."""
+
+    model: Annotated[str | None, Field(description="a name listed by /v1/models; none: the served model")] = None
+    max_tokens: Annotated[int | None, Field(ge=1, description="new tokens at the most")] = None
+    temperature: Annotated[float | None, Field(ge=0, le=100, allow_inf_nan=False, description="0: greedy")] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    stop: Stop | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: Annotated[int | None, Field(ge=-1, le=2**31, description="extension; 0 or -1 keeps all tokens")] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1, allow_inf_nan=False, description="extension")] = None
+    repetition_penalty: Annotated[
+        float | None, Field(gt=0, le=10, allow_inf_nan=False, description="extension; 1 changes nothing")
+    ] = None
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=256, description="extension")] = None
+    ignore_eos: Annotated[
+        bool | None, Field(description="extension: go on after the model's own end-of-text token")
+    ] = None
+
+    user: Annotated[str | None, NoEffect] = None
+    metadata: Annotated[dict[str, Any] | None, NoEffect] = None
+    n: Annotated[Literal[1] | None, only(1), NotYet] = None
+    logit_bias: Annotated[dict[str, Any] | None, only({}), NotYet] = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "stream_options", 'only allowed together with "stream": true', {"field": "stream_options"}
+            )
+        return self
+
+    @property
+    def wants_stream_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling_params(self, max_tokens: int) -> SamplingParams:
+        """How the engine is to sample; what the request leaves open takes the default of ``SamplingParams``.
+
+        Raises:
+            pydantic.ValidationError: a limit that only ``SamplingParams`` knows is passed.
+        """
+        named = {name: getattr(self, name, None) for name in SamplingParams.model_fields if name != "max_tokens"}
+        chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in named.items()}
+        chosen = {name: value for name, value in chosen.items() if value is not None}
+        return SamplingParams.model_validate({"max_tokens": max_tokens, **chosen})
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompt
+    best_of: Annotated[Literal[1] | None, only(1), NotYet] = None
+    echo: Annotated[Literal[False] | None, only(False), NotYet] = None
+    logprobs: Annotated[None, only(), NotYet] = None
+    suffix: Annotated[Literal[""] | None, only(""), NotYet] = None
+
+
+class ChatMessage(StrictModel):
+    """One message of a conversation. The fields after ``name`` let clients send an earlier answer back as it came."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: MessageContent
+    name: Annotated[str | None, Field(description="handed to the chat template")] = None
+    refusal: Annotated[None, only(), NotYet] = None
+    audio: Annotated[None, only(), NotYet] = None
+    annotations: Annotated[list[Any] | None, only([]), NotYet] = None
+    tool_calls: Annotated[list[Any] | None, only([]), NotYet] = None
+    function_call: Annotated[None, only(), NotYet] = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates read it; parts of a content are joined by line breaks."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        message = {"role": self.role, "content": content}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1, description="the newer name of max_tokens")] = None
+
+    safety_identifier: Annotated[str | None, NoEffect] = None
+    prompt_cache_key: Annotated[str | None, NoEffect] = None
+    store: Annotated[Literal[False] | None, only(False), NotYet] = None
+    service_tier: Annotated[Literal["auto", "default"] | None, only("auto", "default"), NotYet] = None
+    verbosity: Annotated[Literal["medium"] | None, only("medium"), NotYet] = None
+    reasoning_effort: Annotated[None, only(), NotYet] = None
+    logprobs: Annotated[Literal[False] | None, only(False), NotYet] = None
+    top_logprobs: Annotated[Literal[0] | None, only(0), NotYet] = None
+    response_format: Annotated[dict[str, Any] | None, only({"type": "text"}), NotYet] = None
+    tools: Annotated[list[Any] | None, only([]), NotYet] = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, only("none", "auto"), NotYet] = None
+    parallel_tool_calls: Annotated[bool | None, only(True, False), NotYet] = None
+    functions: Annotated[list[Any] | None, only([]), NotYet] = None
+    function_call: Annotated[Literal["none", "auto"] | None, only("none", "auto"), NotYet] = None
+    modalities: Annotated[list[Literal["text"]] | None, only(["text"]), NotYet] = None
+    audio: Annotated[None, only(), NotYet] = None
+    prediction: Annotated[None, only(), NotYet] = None
+    web_search_options: Annotated[None, only(), NotYet] = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise PydanticCustomError(
+                "two_limits",
+                "max_tokens is {old} and max_completion_tokens is {new}: send one of them",
+                {"old": old, "new": new, "field": "max_tokens"},
+            )
+        return self

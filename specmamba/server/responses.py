@@ -1,0 +1,179 @@
+"""What the server answers, in OpenAI's shapes. The OpenAPI schema is made from these classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from specmamba.core import OutputDelta
+
+EndReason = Literal["stop", "length"]
+_LeftOutWhenNone = Field(exclude_if=lambda value: value is None)
+
+
+class PromptTokensDetails(BaseModel):
+    """Where the prompt tokens came from."""
+
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(BaseModel):
+    """What speculation did: drafted tokens that the model agreed with, and those it did not."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """The tokens of a call, all its choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+    @classmethod
+    def of(cls, last_deltas: Sequence[OutputDelta]) -> Usage:
+        """The usage of a call whose requests ended with these deltas."""
+        prompt = sum(delta.num_prompt_tokens for delta in last_deltas)
+        completion = sum(delta.num_output_tokens for delta in last_deltas)
+        accepted = sum(delta.spec.num_accepted_tokens for delta in last_deltas)
+        return cls(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=sum(delta.num_cached_tokens for delta in last_deltas)
+            ),
+            completion_tokens_details=CompletionTokensDetails(
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=sum(delta.spec.num_draft_tokens for delta in last_deltas) - accepted,
+            ),
+        )
+
+
+class CompletionChoice(BaseModel):
+    """The text that continues one prompt, or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: EndReason | None
+
+
+class Completion(BaseModel):
+    """The answer to POST /v1/completions; streamed, each event carries one with a piece of the text."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class AssistantMessage(BaseModel):
+    """The model's message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer of the model."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: EndReason | None
+
+
+class ChatCompletion(BaseModel):
+    """The answer to POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class ChatDelta(BaseModel):
+    """What a chunk adds to the message."""
+
+    role: Annotated[Literal["assistant"] | None, _LeftOutWhenNone] = None
+    content: Annotated[str | None, _LeftOutWhenNone] = None
+
+
+class ChatChunkChoice(BaseModel):
+    """What a chunk adds to one choice."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: None = None
+    finish_reason: EndReason | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """One event of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """A model that can be named in requests."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "specmamba"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """The models that can be named in requests."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    """Whether the engine runs."""
+
+    status: Literal["ok", "draining"]
+
+
+class ServerInfo(BaseModel):
+    """What runs here and how it is doing."""
+
+    version: str
+    uptime_seconds: float
+    served_model_names: list[str]
+    context_length: int
+    engine: dict[str, Any]
+    stats: dict[str, Any]
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorDetail

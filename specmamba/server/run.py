@@ -1,0 +1,136 @@
+"""``specmamba serve``: from a configuration to an exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+from fastapi import FastAPI
+
+from specmamba.config import ServerConfig
+from specmamba.engine.thread import EngineThread
+from specmamba.errors import ConfigError
+from specmamba.server.app import create_app
+
+if TYPE_CHECKING:
+    from specmamba.engine.engine import Engine
+
+logger = logging.getLogger("specmamba")
+
+# After the engine has ended, clients get this long to take what has been written for them.
+_FLUSH_TIMEOUT_S = 5
+# A step that takes longer than this past the deadline is given up.
+_HANG_TIMEOUT_S = 10.0
+
+
+def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
+    """Serve until a signal or a failure of the engine. Returns the exit status: 0 after a signal, 1 after a failure.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+        SpecmambaError: what building the engine raises.
+    """
+    _configure_logging(config.log_level)
+    with bind(config.host, config.port) as listener:  # before the slow part, so that a port in use shows at once
+        engine_thread = EngineThread(build_engine)
+        engine_thread.start()
+        server = ApiServer(create_app(config, engine_thread), config, engine_thread, listener)
+        server.run(sockets=[listener])
+        stopped = engine_thread.shutdown(0.0, grace_s=_HANG_TIMEOUT_S)
+    if engine_thread.failed is not None or not stopped:
+        print("specmamba: the engine failed" if stopped else "specmamba: the engine hangs", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _configure_logging(level: str) -> None:
+    """This package speaks at the chosen level, others only of trouble."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("specmamba").setLevel(level.upper())
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket on an address, not listening yet. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host: cannot resolve {host!r}: {error.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--host, --port: cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+class ApiServer(uvicorn.Server):
+    """A uvicorn server that lives as long as its engine thread: a signal drains the engine, its end ends the server.
+
+    While the engine drains, the address stays open and answers new requests with 503.
+    """
+
+    def __init__(
+        self, app: FastAPI, config: ServerConfig, engine_thread: EngineThread, listener: socket.socket
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="debug" if config.log_level == "debug" else "warning",
+                access_log=config.log_level == "debug",
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
+            )
+        )
+        self._engine_thread = engine_thread
+        self._ready_line = f"specmamba: ready at {url_of(listener)} (model: {config.model_name})"
+        self._shutdown_timeout = config.shutdown_timeout
+        self._num_signals = 0
+        engine_thread.on_stop(self._stop)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self._ready_line, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # A handler runs between any two instructions of this thread, which may hold locks: only make a note.
+        self._loop.call_soon_threadsafe(self._on_signal, signal.Signals(sig).name)
+
+    def _on_signal(self, name: str) -> None:
+        """First signal: finish what runs. Second: end it now. Third: do not even wait for clients."""
+        self._num_signals += 1
+        first = self._num_signals == 1
+        deadline_s = self._shutdown_timeout if first else 0.0
+        text = f"finishing the running requests, for {deadline_s:g} s at the most" if first else "ending now"
+        print(f"specmamba: {name}: {text}", file=sys.stderr, flush=True)
+        self.force_exit = self._num_signals > 2
+        self._engine_thread.drain(deadline_s)
+        # A step that hangs must not keep the process: the end of the engine does this in every other case.
+        self._loop.call_later(deadline_s + _HANG_TIMEOUT_S, self._stop)
+
+    def _stop(self) -> None:
+        self.should_exit = True  # read by uvicorn ten times a second, so any thread may set it

@@ -1,0 +1,182 @@
+"""The way from the engine thread to a coroutine of the event loop, and from there to the client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specmamba.core import OutputDelta, SamplingParams
+from specmamba.engine.thread import EngineRequest, EngineThread
+from specmamba.errors import EngineStoppedError
+from specmamba.server.errors import SERVER, ApiError, as_api_error
+from specmamba.server.metrics import RequestTimer, ServerMetrics
+
+T = TypeVar("T")
+
+
+def merge(earlier: OutputDelta | None, later: OutputDelta) -> OutputDelta:
+    """Two deltas of one request as if the engine had given them at once."""
+    if earlier is None:
+        return later
+    return replace(later, token_ids=earlier.token_ids + later.token_ids, text=earlier.text + later.text)
+
+
+class Call:
+    """The engine requests of one HTTP call, one per choice.
+
+    Deltas that nobody has read yet are merged, so a slow reader costs no more than the text of its own answer.
+    """
+
+    def __init__(self, engine: EngineThread, call_id: str, num_choices: int) -> None:
+        self._engine = engine
+        self._ids = [f"{call_id}-{index}" for index in range(num_choices)]
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()  # guards the two fields below
+        self._pending: dict[int, OutputDelta] = {}
+        self._waking = False
+        self._arrived = asyncio.Event()
+        self._timers: list[RequestTimer] = []
+        self.last_deltas: dict[int, OutputDelta] = {}  # of the choices that have ended
+
+    @classmethod
+    async def start(
+        cls,
+        engine: EngineThread,
+        metrics: ServerMetrics,
+        call_id: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        arrived_at: float | None = None,
+    ) -> Call:
+        """Hand prompts to the engine, all or none.
+
+        Raises:
+            RequestError, QueueFullError, EngineStoppedError: as ``EngineThread.submit``.
+        """
+        call = cls(engine, call_id, len(prompts))
+        began = time.perf_counter() if arrived_at is None else arrived_at
+        call._timers = [RequestTimer(metrics, began) for _ in prompts]
+        requests = [
+            EngineRequest(call._ids[index], prompt, params, call._listener(index))
+            for index, prompt in enumerate(prompts)
+        ]
+        future = engine.submit(requests)
+        try:
+            await asyncio.wrap_future(future)
+        except BaseException:
+            engine.abort(call._ids)  # when this coroutine is cancelled the engine may have taken them all the same
+            raise
+        return call
+
+    def abort(self) -> None:
+        """Give up the choices that have not ended. Harmless when all have, and when called again."""
+        left = [index for index in range(len(self._ids)) if index not in self.last_deltas]
+        if left:
+            self._engine.abort([self._ids[index] for index in left])
+        for index in left:
+            self._timers[index].record_abort()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, OutputDelta]]:
+        """The deltas with the index of their choice, until every choice has ended.
+
+        Raises:
+            EngineStoppedError: the engine gave a choice up because the server stops.
+            ApiError: the engine failed.
+        """
+        while len(self.last_deltas) < len(self._ids):
+            await self._arrived.wait()
+            self._arrived.clear()
+            with self._lock:
+                deltas, self._pending = self._pending, {}
+                self._waking = False
+            for index, delta in deltas.items():
+                if delta.finish_reason is not None:
+                    self.last_deltas[index] = delta
+                _raise_if_broken(delta)
+                yield index, delta
+
+    async def collect(self) -> list[OutputDelta]:
+        """Wait for the end: one delta per choice, with all of its text. Raises as the iteration does."""
+        whole: dict[int, OutputDelta] = {}
+        async for index, delta in self:
+            whole[index] = merge(whole.get(index), delta)
+        return [whole[index] for index in range(len(self._ids))]
+
+    def _listener(self, index: int) -> Callable[[OutputDelta], None]:
+        timer = self._timers[index]
+
+        def take(delta: OutputDelta) -> None:  # on the engine thread
+            timer.record(delta)
+            with self._lock:
+                self._pending[index] = merge(self._pending.get(index), delta)
+                must_wake, self._waking = not self._waking, True
+            if must_wake:
+                self._loop.call_soon_threadsafe(self._arrived.set)
+
+        return take
+
+
+def _raise_if_broken(delta: OutputDelta) -> None:
+    if delta.finish_reason == "abort":
+        raise EngineStoppedError(f"the answer was cut off: {delta.error or 'the engine gave it up'}")
+    if delta.finish_reason == "error":
+        raise ApiError(500, delta.error or "the engine failed", kind=SERVER, code="engine_error")
+
+
+async def client_gone(receive: Receive) -> None:
+    """Return when the client has hung up (its request must have been read)."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_client_gone(receive: Receive, work: asyncio.Task[T]) -> T | None:
+    """The result of ``work``, or None when the client hung up first; then the work is cancelled."""
+    watcher = asyncio.create_task(client_gone(receive))
+    try:
+        await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        work.cancel()
+        watcher.cancel()
+        await asyncio.gather(work, watcher, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events as an iterator makes them. ``on_close`` runs however the response ends, begun or not."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
+        # Nothing on the way may hold events back to compress or to collect them.
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["Content-Length"]
+        self._events = events
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_client_gone(receive, asyncio.create_task(self._send_all(send)))
+        finally:
+            self._on_close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._guarded():
+            await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _guarded(self) -> AsyncIterator[str]:
+        """The events; an error becomes the last of them, since the status has been sent already."""
+        try:
+            async for data in self._events:
+                yield data
+        except Exception as error:  # noqa: BLE001 -- what it is, as_api_error decides
+            yield as_api_error(error).body()
+        yield "[DONE]"

@@ -1,0 +1,200 @@
+"""An engine that follows a script: it answers with fixed text, at a chosen pace, and fails when it is told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from specmamba.config import ServerConfig
+from specmamba.core import OutputDelta, SamplingParams, SpecStats
+from specmamba.engine.thread import EngineThread
+from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
+from specmamba.server.app import create_app
+from specmamba.server.run import ApiServer, bind, url_of
+
+TEXT = "def main() -> None:\n    print('héllo → 世界 🙂')\n    return None\n"
+
+
+class FakeTokenizer:
+    """One token per UTF-8 byte."""
+
+    def __init__(self, has_chat_template: bool = True) -> None:
+        self.has_chat_template = has_chat_template
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError:
+            raise RequestError("the text is not valid Unicode", param="prompt") from None
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
+
+
+@dataclass(frozen=True)
+class FakeStats:
+    num_running: int
+    num_waiting: int
+    kv_used_tokens: int = 0
+    kv_total_tokens: int = 1000
+    state_used_slots: int = 0
+    state_total_slots: int = 4
+    num_preemptions: int = 0
+    spec: SpecStats = field(default_factory=SpecStats)
+
+
+@dataclass
+class _Running:
+    prompt: list[int]
+    params: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    held: bytes = b""
+    spec: SpecStats = field(default_factory=SpecStats)
+
+
+class FakeEngine:
+    """Gives every request the bytes of ``text``, ``chunk`` of them a step, as drafts that are all accepted but one."""
+
+    vocab_size = 256
+
+    def __init__(
+        self,
+        config: ServerConfig | None = None,
+        text: str = TEXT,
+        step_s: float = 0.0,
+        chunk: int = 2,
+        fail_at_step: int | None = None,
+        context_length: int = 64 + len(TEXT.encode()),
+        has_chat_template: bool = True,
+    ) -> None:
+        self.config = config or ServerConfig()
+        self.tokenizer = FakeTokenizer(has_chat_template)
+        self.context_length = context_length
+        self.text, self.step_s, self.chunk, self.fail_at_step = text.encode(), step_s, chunk, fail_at_step
+        self.running: dict[str, _Running] = {}
+        self.num_steps = self.num_closed = 0
+        self.aborted: list[str] = []
+        self.seen_params: list[SamplingParams] = []
+        self.spec = SpecStats()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running)
+
+    def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        if not prompt_token_ids:
+            raise RequestError("the prompt is empty", param="prompt")
+        if max(prompt_token_ids) >= self.vocab_size:
+            raise RequestError(f"token id {max(prompt_token_ids)} is out of range", param="prompt")
+        if len(prompt_token_ids) >= self.context_length:
+            raise PromptTooLongError(len(prompt_token_ids), self.context_length - 1)
+        if len(self.running) >= self.config.max_queued_requests:
+            raise QueueFullError(len(self.running))
+        self.seen_params.append(params)
+        self.running[request_id] = _Running(list(prompt_token_ids), params)
+
+    def abort(self, request_id: str) -> None:
+        if self.running.pop(request_id, None):
+            self.aborted.append(request_id)
+
+    def step(self) -> list[OutputDelta]:
+        self.num_steps += 1
+        if self.num_steps == self.fail_at_step:
+            raise RuntimeError("scripted failure\nwith a second line")
+        time.sleep(self.step_s)
+        return [self._advance(request_id, request) for request_id, request in list(self.running.items())]
+
+    def _advance(self, request_id: str, request: _Running) -> OutputDelta:
+        done, limit = len(request.tokens), min(request.params.max_tokens, self.context_length - len(request.prompt))
+        new = list(self.text[done : min(done + self.chunk, limit)])
+        request.tokens += new
+        request.spec = request.spec.after_step(self.chunk, max(len(new) - 1, 0))
+        self.spec = self.spec.after_step(self.chunk, max(len(new) - 1, 0))
+        reason = None
+        if len(request.tokens) >= limit:
+            reason = "length"
+        elif len(request.tokens) == len(self.text):
+            reason = "stop"
+        text, request.held = _whole_characters(request.held + bytes(new), final=reason is not None)
+        if reason is not None:
+            del self.running[request_id]
+        return OutputDelta(
+            request_id, tuple(new), text, len(request.prompt), 3, len(request.tokens), reason, None, request.spec
+        )
+
+    def stats(self) -> FakeStats:
+        return FakeStats(num_running=len(self.running), num_waiting=0, spec=self.spec)
+
+    def describe(self) -> dict[str, object]:
+        return {"model": "fake", "dtype": "float32"}
+
+    def close(self) -> None:
+        self.num_closed += 1
+        self.running.clear()
+
+
+def _whole_characters(data: bytes, final: bool) -> tuple[str, bytes]:
+    for cut in range(len(data), -1, -1):
+        try:
+            text = data[:cut].decode()
+        except UnicodeDecodeError:
+            continue
+        return (text + "\ufffd" * (cut < len(data)), b"") if final else (text, data[cut:])
+    return "", data
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+@dataclass
+class Served:
+    """A server on loopback, in this process."""
+
+    url: str
+    engine: Any
+    thread: EngineThread
+    server: ApiServer
+    http: httpx.Client
+
+    def complete(self, **body: object) -> httpx.Response:
+        return self.http.post("/v1/completions", json=body)
+
+    def chat(self, *messages: object, **body: object) -> httpx.Response:
+        return self.http.post("/v1/chat/completions", json={"messages": messages, **body})
+
+
+@contextmanager
+def serving(engine: Any = None, **settings: Any) -> Iterator[Served]:
+    """Serve an engine (a fake one by default) on a free port until the block ends."""
+    config = ServerConfig(port=0, **settings)
+    if engine is None:
+        engine = FakeEngine()
+    engine.config = config
+    engine_thread = EngineThread(lambda: engine)
+    engine_thread.start()
+    listener = bind(config.host, config.port)
+    server = ApiServer(create_app(config, engine_thread), config, engine_thread, listener)
+    runner = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    runner.start()
+    try:
+        wait_until(lambda: server.started)
+        with httpx.Client(base_url=url_of(listener), timeout=30) as http:
+            yield Served(url_of(listener), engine, engine_thread, server, http)
+    finally:
+        assert engine_thread.shutdown(0.0)
+        runner.join(10)
+        listener.close()
+        assert not runner.is_alive()

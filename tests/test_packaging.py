@@ -1,0 +1,165 @@
+"""What a user gets from a built distribution, and what the checkout must not do to other packages."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from tests.repository import ROOT, copy_tracked, tracked_files
+
+OPERATORS = sorted(file.parent.name for file in (ROOT / "kernels").glob("*/__init__.py"))
+LINKED = ("kernels/", "cuda_graphs/", "bench/")
+DEMO = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+
+
+def run_python(code: str, *arguments: str, cwd: Path, path: Path | None = None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel built from the sdist that is built from the tracked files, so both are complete."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    copy_tracked(source)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", built, source],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    (path,) = built.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def installed_name(tracked: str) -> str:
+    return f"specmamba/{tracked}" if tracked.startswith(LINKED) else tracked
+
+
+def test_the_wheel_has_every_module(wheel_names: set[str]) -> None:
+    modules = {
+        name
+        for name in map(installed_name, tracked_files())
+        if name.startswith("specmamba/") and name.endswith(".py") and not name.startswith("specmamba/bench/results/")
+    }
+    assert {name for name in wheel_names if name.endswith(".py")} == modules
+
+
+def test_the_wheel_installs_one_top_level_package(wheel_names: set[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel_names}
+    assert {re.sub(r"-[\d.]+\.", "-VERSION.", top) for top in tops} == {"specmamba", "specmamba-VERSION.dist-info"}
+
+
+def test_there_are_operators() -> None:
+    assert {"gated_delta_rule", "causal_conv1d", "paged_attention", "tree"} <= set(OPERATORS)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_wheel_has_the_whole_operator(wheel_names: set[str], operator: str) -> None:
+    needed = {f"specmamba/kernels/{operator}/{name}" for name in ("reference.py", "torch_ops.py", "README.md")}
+    assert needed - wheel_names == set()
+
+
+@pytest.mark.parametrize("name", ["py.typed", *(f"demo/{name}" for name in [*DEMO, "prompts.jsonl", "MODEL_CARD.md"])])
+def test_the_wheel_has_the_data(wheel: Path, wheel_names: set[str], name: str) -> None:
+    assert f"specmamba/{name}" in wheel_names
+    assert zipfile.ZipFile(wheel).read(f"specmamba/{name}") == (ROOT / "specmamba" / name).read_bytes()
+
+
+def test_the_wheel_carries_the_licence(wheel_names: set[str]) -> None:
+    assert any(name.endswith("dist-info/licenses/LICENSE") for name in wheel_names)
+
+
+def test_an_operator_imports_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
+    unpacked, elsewhere = tmp_path / "unpacked", tmp_path / "elsewhere"
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    elsewhere.mkdir()
+    imported = run_python(
+        "import specmamba.kernels.gated_delta_rule as op; print(op.__file__)", cwd=elsewhere, path=unpacked
+    )
+    assert Path(imported) == unpacked / "specmamba/kernels/gated_delta_rule/__init__.py"
+
+
+# With the repository root as the working directory, `kernels` on sys.path could be our folder.
+
+
+def test_our_folder_is_no_regular_package_named_kernels() -> None:
+    assert not (ROOT / "kernels/__init__.py").exists()
+    origin = run_python(
+        "import importlib.util as u; spec = u.find_spec('kernels'); print(spec.origin if spec else None)", cwd=ROOT
+    )
+    assert not Path(origin).is_relative_to(ROOT / "kernels")
+
+
+def test_a_real_package_named_kernels_wins(tmp_path: Path) -> None:
+    """Even from a later place on sys.path, which is where an installed one is."""
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("whose = 'theirs'\n")
+    assert run_python("import kernels; print(kernels.whose)", cwd=ROOT, path=tmp_path) == "theirs"
+
+
+def test_transformers_sees_the_same_kernels_package_as_anywhere_else(tmp_path: Path) -> None:
+    ask = "from transformers.utils.import_utils import is_kernels_available as f; print(f())"
+    assert run_python(ask, cwd=ROOT) == run_python(ask, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"]], ids=lambda command: " ".join(command) or "top")
+def test_help_imports_nothing_heavy(command: list[str], tmp_path: Path) -> None:
+    """So that it answers in under half a second."""
+    code = """
+import sys
+from specmamba.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+heavy = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "fastapi", "uvicorn", "matplotlib"}
+print("\\nheavy:", sorted(heavy & set(sys.modules)))
+"""
+    output = run_python(code, *command, "--help", cwd=tmp_path, path=ROOT)
+    assert "usage" in output.lower(), output
+    assert output.endswith("heavy: []"), output.splitlines()[-1]
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *extras["gpu"], *extras["bench"]]
+    declared = {re.split(r"[<>=!~\[; ]", line)[0].lower().replace("_", "-") for line in requirements}
+    declared.add("pydantic-core")  # pydantic itself requires exactly one version of it
+    distributions = packages_distributions()
+    undeclared = {}
+    for name in tracked_files():
+        if not (name.endswith(".py") and installed_name(name).startswith("specmamba/")):
+            continue
+        imported = set()
+        for node in ast.walk(ast.parse((ROOT / name).read_text("utf8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.split(".")[0])
+        for top in imported - sys.stdlib_module_names - {"specmamba"}:
+            owners = {owner.lower().replace("_", "-") for owner in distributions.get(top, [top])}
+            if not owners & declared:
+                undeclared[f"{name}: {top}"] = sorted(owners)
+    assert undeclared == {}
