@@ -5,7 +5,7 @@
 Source: the short convolution of the Mamba block, arXiv 2312.00752, section 3.4. See README.md for the tree form.
 
 Shapes: B batch, L padded tokens, N tree nodes, C channels, W width (weight[:, W - 1] meets the newest input).
-Sums are formed in float32 (float64 for float64 inputs) and the result is returned in the dtype of the input.
+Sums are formed in float32 (float64 for float64 inputs) and returned so: what follows wants them unrounded.
 Shapes are not checked here: a mismatch surfaces as torch's own IndexError or RuntimeError.
 """
 
@@ -23,7 +23,7 @@ def extend(x: Tensor, window: Tensor, weight: Tensor, lengths: Tensor) -> tuple[
     lengths[b] are unspecified; here they are NaN, so that a reader of them is found out. No input is written.
     """
     width = weight.shape[1]
-    y = torch.full_like(x, float("nan"))
+    y = torch.full_like(x, float("nan"), dtype=torch.promote_types(x.dtype, torch.float32))
     new_window = torch.empty_like(window)
     for b in range(x.shape[0]):
         length = int(lengths[b])
@@ -43,7 +43,8 @@ def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     Returns y [B, N, C].
     """
     batch, nodes, _ = index.shape
-    y = inputs.new_empty(batch, nodes, inputs.shape[2])
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    y = inputs.new_empty(batch, nodes, inputs.shape[2], dtype=dtype)
     for b in range(batch):
         for i in range(nodes):
             y[b, i] = _convolve(inputs[b, index[b, i]], weight)

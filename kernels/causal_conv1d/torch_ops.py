@@ -15,13 +15,13 @@ def extend(x: Tensor, window: Tensor, weight: Tensor, lengths: Tensor) -> tuple[
         lengths: [B] int64; tokens from lengths[b] on are padding.
 
     Returns:
-        y [B, L, C] in x's dtype (unspecified on padding) and the new window [B, W-1, C].
+        y [B, L, C] float32 (unspecified on padding) and the new window [B, W-1, C].
     """
     inputs = torch.cat([window.to(x.dtype), x], 1)
     y = F.conv1d(inputs.transpose(1, 2).float(), weight.float()[:, None], groups=x.shape[2])
     last = lengths[:, None] + torch.arange(window.shape[1], device=x.device)
     new_window = inputs.gather(1, last[..., None].expand(-1, -1, x.shape[2]))
-    return F.silu(y).transpose(1, 2).to(x.dtype), new_window
+    return F.silu(y).transpose(1, 2), new_window
 
 
 def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         weight: [C, W].
 
     Returns:
-        y [B, N, C] in the inputs' dtype.
+        y [B, N, C] float32.
     """
     batch, num_nodes, width = index.shape
     if batch == 1:
@@ -41,4 +41,4 @@ def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     else:
         rows = inputs[torch.arange(batch, device=index.device)[:, None, None], index]
     y = (rows * weight.t().float()).sum(2)
-    return F.silu(y).to(inputs.dtype)
+    return F.silu(y)

@@ -94,18 +94,19 @@ def tree_verify(
     keys = _expand_heads(records_k[:, : nodes.stop], num_value_heads).transpose(1, 2)  # [B, H, R', K]
     q, k = (_expand_heads(x, num_value_heads).transpose(1, 2) for x in (q, k))
     qk = torch.cat([q, k], 2)  # one product reads the checkpoint for both
-    read = qk @ state
-    read = read * decay.transpose(1, 2).exp().repeat(1, 1, 2)[..., None]
-    scores = qk @ keys.mT  # [B, H, 2N, R']
+    both = (2, num_nodes)  # how the joint rows split
+    decay = decay.transpose(1, 2)  # [B, H, N]
+    read = (qk @ state).unflatten(2, both) * decay.exp()[:, :, None, :, None]
+    scores = (qk @ keys.mT).unflatten(2, both)  # [B, H, 2, N, R']
     if node_offset:
         between = _decay_between(decay, records_decay[:, :node_offset], num_pending)
-        pending = scores[..., :node_offset] * between.repeat(1, 1, 2, 1)
-        read = read + pending @ records_u[:, :node_offset].transpose(1, 2)
+        pending = scores[..., :node_offset] * between[:, :, None]
+        read = read + (pending.flatten(2, 3) @ records_u[:, :node_offset].transpose(1, 2)).unflatten(2, both)
 
-    q_read, k_read = read.split(num_nodes, 2)
+    q_read, k_read = read.unbind(2)
+    q_scores, k_scores = scores[..., node_offset:].unbind(2)
     beta = beta.transpose(1, 2)[..., None]
     u = beta * (v.transpose(1, 2) - k_read)
-    q_scores, k_scores = scores[..., node_offset:].split(num_nodes, 2)
     if num_nodes > 1:
         inside = _decay_inside(decay, ancestors)
         u = torch.linalg.solve_triangular(beta * k_scores * inside, u, upper=False, unitriangular=True)
@@ -153,8 +154,8 @@ def _path_log_decay(
 
 
 def _decay_between(decay: Tensor, pending_decay: Tensor, num_pending: Tensor | None) -> Tensor:
-    """Decay from each pending record to each node, 0 for holes: [B, H, N, node_offset]."""
-    difference = decay.transpose(1, 2)[..., None] - pending_decay.transpose(1, 2)[:, :, None]
+    """Decay from each pending record to each node [B, H, N], 0 for holes: [B, H, N, node_offset]."""
+    difference = decay[..., None] - pending_decay.transpose(1, 2)[:, :, None]
     if num_pending is not None:
         is_hole = torch.arange(pending_decay.shape[1], device=decay.device) >= num_pending[:, None]
         difference = difference.masked_fill(is_hole[:, None, None], -torch.inf)
@@ -163,8 +164,7 @@ def _decay_between(decay: Tensor, pending_decay: Tensor, num_pending: Tensor | N
 
 def _decay_inside(decay: Tensor, ancestors: Tensor) -> Tensor:
     """Decay from ancestor j to node i, 0 elsewhere: [B, H, N, N]. Masked before exp: off-path differences overflow."""
-    by_head = decay.transpose(1, 2)
-    difference = by_head[..., :, None] - by_head[..., None, :]
+    difference = decay[..., :, None] - decay[..., None, :]
     return difference.masked_fill(~ancestors[:, None], -torch.inf).exp()
 
 

@@ -20,7 +20,7 @@ class StateAccess(Protocol):
     """Recurrent state, by state layer. Tokens come as [B, L, ...]: padded runs, or the nodes of trees."""
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Causal convolution with SiLU of inputs [B, L, C] behind what came before them."""
+        """Causal convolution with SiLU of inputs [B, L, C] behind what came before them; the result is float32."""
 
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """Gated delta rule; q, k [B, L, Hk, K], v [B, L, Hv, V], g, beta [B, L, Hv] -> [B, L, Hv, V]."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from specmamba.cache.shapes import DeltaStateShape
 from specmamba.layers.context import LayerContext
 from specmamba.layers.linear import Linear
-from specmamba.layers.norm import GatedRMSNorm
+from specmamba.layers.norm import GatedRMSNorm, InverseRoot
 
 L2_EPS = 1e-6
 
@@ -40,6 +39,7 @@ class GatedDeltaNet:
         self._negative_a = -weights.a_log.float().exp()
         self._dt_bias = weights.dt_bias.float()
         self._norm = GatedRMSNorm(weights.norm, eps)
+        self._inverse_length = InverseRoot(1.0, L2_EPS, weights.norm.device)
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
@@ -48,18 +48,18 @@ class GatedDeltaNet:
         value_size = s.num_value_heads * s.value_dim
         sizes = [s.conv_channels, value_size, s.num_value_heads, s.num_value_heads]
         qkv, gate, b, a = self._in(x).split(sizes, -1)
-        mixed = context.state.convolve(self._state_layer, qkv, self._conv_weight).float()
+        mixed = context.state.convolve(self._state_layer, qkv, self._conv_weight)
         qk, v = mixed.split([s.conv_channels - value_size, value_size], -1)
         q, k = self._normalize(qk)
-        g = self._negative_a * F.softplus(a.float() + self._dt_bias)
+        g = self._negative_a * F.softplus(a + self._dt_bias)
         v = v.unflatten(-1, (s.num_value_heads, s.value_dim))
-        out = context.state.delta_rule(self._state_layer, q, k, v, g, b.float().sigmoid())
+        out = context.state.delta_rule(self._state_layer, q, k, v, g, b.sigmoid())
         gated = self._norm.gated(out, gate.unflatten(-1, (s.num_value_heads, s.value_dim)))
         return self._out(gated.flatten(-2))
 
     def _normalize(self, qk: Tensor) -> tuple[Tensor, Tensor]:
         """Unit queries (scaled by K**-0.5) and keys [B, L, Hk, K] from [B, L, 2 Hk K]."""
         qk = qk.unflatten(-1, (2, self._shape.num_key_heads, self._shape.key_dim))
-        qk = qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + L2_EPS)
+        qk = qk * self._inverse_length(qk)
         q, k = qk.unbind(2)
         return q * self._shape.key_dim**-0.5, k

@@ -1,0 +1,1 @@
+"""Benchmarks and training programs. They use the faces of specmamba as its users do."""

@@ -1,0 +1,215 @@
+"""Decode speed at batch 1, plain and with MTP, against transformers on the same checkpoint.
+
+    python -m specmamba.bench.decode [--json FILE] [--rounds 5] [any engine flag]
+
+All contestants take turns within a round, so that a slow minute of the machine hits all of them; what is reported is
+the median over rounds of each one's tokens per second, and of its ratio to transformers in the same round.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from specmamba.config import DEMO_MODEL, EngineConfig, exit_with_error, parse_command_line
+from specmamba.errors import SpecmambaError
+
+if TYPE_CHECKING:
+    from specmamba.core import RequestOutput, SamplingParams
+
+PROG = "python -m specmamba.bench.decode"
+
+
+class DecodeBenchConfig(EngineConfig):
+    """Decode speed against transformers."""
+
+    dtype: Any = "bfloat16"
+    rounds: Annotated[int, Field(ge=1, description="rounds; the median over them is reported")] = 5
+    max_tokens: Annotated[int, Field(ge=1, description="new tokens per prompt")] = 128
+    num_prompts: Annotated[int, Field(ge=1, description="bundled prompts in a round")] = 6
+    temperatures: Annotated[tuple[float, ...], Field(description="sampling temperatures; 0 is greedy")] = (0.0, 0.8)
+    json_file: Annotated[Path | None, Field(description="write all figures to this file")] = None
+
+
+Contestant = Callable[[str, float, int], "Sample"]
+
+
+class Sample:
+    """One generation: seconds, tokens, and what speculation and looping looked like."""
+
+    def __init__(self, seconds: float, tokens: Sequence[int], accept_length: float) -> None:
+        self.seconds, self.tokens, self.accept_length = seconds, tokens, accept_length
+
+    @property
+    def distinct_4gram_ratio(self) -> float:
+        """Share of distinct runs of four tokens: far below 1, the text loops and flatters any drafter."""
+        grams = [tuple(self.tokens[i : i + 4]) for i in range(len(self.tokens) - 3)]
+        return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    try:
+        config = parse_command_line(DecodeBenchConfig, PROG, sys.argv[1:] if arguments is None else arguments)
+        report = run(config)
+    except SpecmambaError as error:
+        exit_with_error(PROG, error)
+    print_report(report)
+    if config.json_file is not None:
+        config.json_file.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def run(config: DecodeBenchConfig) -> dict[str, Any]:
+    """All rounds; the report as a JSON object."""
+    import torch
+
+    from specmamba.bench.decode_floor import floor_report
+
+    contestants = {
+        "transformers": transformers_contestant(config),
+        "plain": specmamba_contestant(config, "none"),
+        "mtp": specmamba_contestant(config, "mtp"),
+    }
+    prompts = bundled_prompts(config.num_prompts)
+    results: dict[float, dict[str, list[list[Sample]]]] = {
+        t: {name: [] for name in contestants} for t in config.temperatures
+    }
+    for contestant in contestants.values():  # warm up
+        contestant(prompts[0], 0.0, 0)
+    for number in range(config.rounds):
+        for temperature in config.temperatures:
+            samples: dict[str, list[Sample]] = {name: [] for name in contestants}
+            for i, prompt in enumerate(prompts):
+                for name, contestant in contestants.items():
+                    samples[name].append(contestant(prompt, temperature, number * len(prompts) + i))
+            for name in contestants:
+                results[temperature][name].append(samples[name])
+        print(f"round {number + 1} of {config.rounds} done", file=sys.stderr)
+    return {
+        "model": config.model_path if config.model else "specmamba-demo",
+        "dtype": config.dtype,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "max_tokens": config.max_tokens,
+        "num_prompts": len(prompts),
+        "rounds": config.rounds,
+        "num_steps": config.num_draft_steps,
+        "results": {f"{t:g}": summarize(results[t]) for t in config.temperatures},
+        "floor": floor_report(config),
+    }
+
+
+def summarize(results: dict[str, list[list[Sample]]]) -> dict[str, Any]:
+    """Medians over rounds, for one temperature."""
+    speeds = {
+        name: [sum(len(s.tokens) for s in samples) / sum(s.seconds for s in samples) for samples in rounds]
+        for name, rounds in results.items()
+    }
+    summary = {}
+    for name, rounds in results.items():
+        flat = [sample for samples in rounds for sample in samples]
+        ratios = [own / other for own, other in zip(speeds[name], speeds["transformers"], strict=True)]
+        summary[name] = {
+            "tokens_per_second": round(statistics.median(speeds[name]), 1),
+            "ratio_to_transformers": round(statistics.median(ratios), 2),
+            "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
+            "accept_length": round(statistics.mean(s.accept_length for s in flat), 3),
+            "distinct_4gram_ratio": round(statistics.mean(s.distinct_4gram_ratio for s in flat), 3),
+        }
+    return summary
+
+
+def specmamba_contestant(config: DecodeBenchConfig, algorithm: str) -> Contestant:
+    """This runtime, through its Python interface."""
+    from specmamba import LLM
+
+    flags = config.model_dump(include=set(EngineConfig.model_fields), exclude={"speculative_algorithm"})
+    if algorithm == "none":
+        flags |= {"speculative_num_steps": None, "speculative_num_draft_tokens": None}
+    llm = LLM(**flags, speculative_algorithm=algorithm)
+
+    def generate(prompt: str, temperature: float, seed: int) -> Sample:
+        params = sampling_params(config, temperature, seed)
+        began = time.perf_counter()
+        output: RequestOutput = llm.generate(prompt, params)[0]
+        return Sample(time.perf_counter() - began, output.token_ids, output.spec.accept_length)
+
+    return generate
+
+
+def sampling_params(config: DecodeBenchConfig, temperature: float, seed: int) -> SamplingParams:
+    """Fixed length: the end-of-text token is ignored."""
+    from specmamba import SamplingParams
+
+    return SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+
+
+def transformers_contestant(config: DecodeBenchConfig) -> Contestant:
+    """transformers' own ``generate`` on the same checkpoint, tokenizing included, as for the others."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(config.model_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model_path, dtype=config.dtype)
+    model.eval()
+    model.generation_config.eos_token_id = None
+
+    def generate(prompt: str, temperature: float, seed: int) -> Sample:
+        torch.manual_seed(seed)
+        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        began = time.perf_counter()
+        inputs = tokenizer(prompt, return_tensors="pt")
+        length = inputs["input_ids"].shape[1]
+        with torch.inference_mode():
+            output = model.generate(**inputs, max_new_tokens=config.max_tokens, pad_token_id=0, **sampled)
+        return Sample(time.perf_counter() - began, output[0, length:].tolist(), 1.0)
+
+    return generate
+
+
+def bundled_prompts(count: int) -> list[str]:
+    """The first ``count`` distinct prompts that were cut from held-out files (the handwritten ones are very short)."""
+    lines = (DEMO_MODEL / "prompts.jsonl").read_text("utf8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    return list(dict.fromkeys(e["prompt"] for e in entries if e["source"] != "handwritten"))[:count]
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Two tables: speeds, and where a plain step's time goes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    title = (
+        f"{report['model']}, {report['dtype']}, batch 1, {report['max_tokens']} new tokens, {report['threads']} threads"
+    )
+    table = Table("temperature", "", "tokens/s", "vs transformers", "(range)", "accept length", "4-grams", title=title)
+    for temperature, rows in report["results"].items():
+        for name, row in rows.items():
+            low, high = row["ratio_range"]
+            table.add_row(
+                temperature, name, f"{row['tokens_per_second']:.0f}", f"{row['ratio_to_transformers']:.2f}x",
+                f"{low:.2f}-{high:.2f}", f"{row['accept_length']:.2f}", f"{row['distinct_4gram_ratio']:.2f}",
+            )  # fmt: skip
+    console.print(table)
+    floor = report["floor"]
+    console.print(
+        f"plain step: floor {floor['floor_ms']:.2f} ms ({floor['weight_bytes'] / 1e6:.1f} MB of weights at "
+        f"{floor['read_gb_per_s']:.0f} GB/s), measured {floor['step_ms']:.2f} ms in {floor['operators']} operator calls"
+    )
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in floor["shares"].items())
+    console.print(f"where it goes: {shares}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

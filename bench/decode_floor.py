@@ -1,0 +1,117 @@
+"""What a plain decode step has to cost, and where the rest of its time goes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specmamba import LLM, SamplingParams
+from specmamba.config import EngineConfig
+
+PROMPT = "def main():\n"
+STEPS = 64
+GROUPS = {
+    "matrix products with weights": ("linear", "addmm", "aten::mm"),
+    "attention": ("attention",),
+    "products with the state and the records": ("bmm", "triangular"),
+}
+
+
+class OperatorCount(TorchDispatchMode):
+    """Counts operator calls that reach a kernel or make a view."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def floor_report(config: EngineConfig) -> dict[str, Any]:
+    """Measure plain decoding of one request.
+
+    Returns:
+        ``weight_bytes`` a step reads, ``read_gb_per_s`` of memory, ``floor_ms`` = the one over the other,
+        ``step_ms`` (median), ``operators`` per step, and ``shares`` of the step's time by kind of work.
+    """
+    flags = config.model_dump(
+        include=set(EngineConfig.model_fields),
+        exclude={"speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens"},
+    )
+    with LLM(**flags, speculative_algorithm="none") as llm:
+        model = llm.engine.model
+        # every weight is read once per step; a tied embedding is read as the output head
+        weight_bytes = model.num_parameters * model.cache_shape.dtype.itemsize
+        step_ms = statistics.median(_step_times(llm)) * 1e3
+        bandwidth = read_bandwidth()
+        return {
+            "weight_bytes": weight_bytes,
+            "read_gb_per_s": bandwidth / 1e9,
+            "floor_ms": weight_bytes / bandwidth * 1e3,
+            "step_ms": step_ms,
+            "operators": _count_operators(llm),
+            "shares": _shares(llm),
+        }
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of reading memory that no cache holds, all threads."""
+    data = torch.ones(1 << 26)
+    data.sum()
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - began)
+    return data.nbytes / statistics.median(times)
+
+
+def _decode(llm: LLM) -> None:
+    """Bring one request to where every further step is plain decoding."""
+    llm.engine.close()
+    prompt = llm.engine.tokenizer.encode(PROMPT)
+    params = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
+    llm.engine.add_request("floor", prompt, params)
+    for _ in range(16):
+        llm.engine.step()
+
+
+def _step_times(llm: LLM) -> list[float]:
+    _decode(llm)
+    times = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        llm.engine.step()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def _count_operators(llm: LLM) -> int:
+    _decode(llm)
+    with OperatorCount() as count:
+        for _ in range(STEPS):
+            llm.engine.step()
+    return int(count.calls / STEPS)
+
+
+def _shares(llm: LLM) -> dict[str, float]:
+    """Shares of wall time; what no operator accounts for is Python and dispatch. The profiler itself adds to that."""
+    _decode(llm)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            llm.engine.step()
+        wall_us = (time.perf_counter() - began) * 1e6
+    spent = dict.fromkeys([*GROUPS, "all other operators"], 0.0)
+    for event in recorded.key_averages():
+        group = next((g for g, names in GROUPS.items() if any(n in event.key for n in names)), "all other operators")
+        spent[group] += event.self_cpu_time_total
+    shares = {group: round(us / wall_us, 3) for group, us in spent.items()}
+    return {**shares, "Python between operators": round(1 - sum(shares.values()), 3)}
