@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -31,7 +31,7 @@ PROG = "python -m specmamba.bench.decode"
 class DecodeBenchConfig(EngineConfig):
     """Decode speed against transformers."""
 
-    dtype: Any = "bfloat16"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
     rounds: Annotated[int, Field(ge=1, description="rounds; the median over them is reported")] = 5
     max_tokens: Annotated[int, Field(ge=1, description="new tokens per prompt")] = 128
     num_prompts: Annotated[int, Field(ge=1, description="bundled prompts in a round")] = 6

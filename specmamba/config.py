@@ -53,7 +53,10 @@ class EngineConfig(BaseSettings):
         Field(description="type of weights and activations; auto: the checkpoint's own"),
     ] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
-    num_threads: Annotated[int | None, Field(ge=1, le=1024, description="CPU threads; none: all cores")] = None
+    num_threads: Annotated[
+        int | None,
+        Field(ge=1, le=1024, description="CPU threads; none: one for a model that fits the caches, else all cores"),
+    ] = None
     seed: Annotated[int, Field(ge=0, lt=2**63, description="seeds the requests that bring no seed of their own")] = 0
 
     context_length: Annotated[

@@ -170,6 +170,11 @@ class TestTokenizer:
 
 
 class TestChatTemplate:
+    def test_demo_continues_the_text_of_the_messages(self) -> None:
+        tokenizer = Tokenizer(DEMO_MODEL)
+        messages = [{"role": "system", "content": "import os"}, {"role": "user", "content": "def main():"}]
+        assert tokenizer.decode(tokenizer.apply_chat_template(messages)) == "import os\ndef main():"
+
     @pytest.fixture
     def chat(self, folder: Path) -> Tokenizer:
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

@@ -25,6 +25,9 @@ from specmamba.models.registry import load_model
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 
 
+SMALL_MODEL_BYTES = 64 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of queues, pools and speculation. ``spec`` sums over all steps since the start."""
@@ -48,21 +51,19 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
         self.device = _resolve_device(config.device)
         folder = resolve_checkpoint(config.model_path, config.revision)
         budget = int(free_memory(self.device) * config.mem_fraction_static)
-        free_before = free_memory(self.device)
         self.tokenizer = Tokenizer(folder)
         with torch.inference_mode():
             want_head = config.speculative_algorithm != "none"
             self.model = load_model(folder, config.dtype, self.device, want_head)
             self._num_steps = _resolve_num_steps(config, self.model)
             max_nodes = self._num_steps + 1
-            weights = max(0, free_before - free_memory(self.device))
+            weight_bytes = self.model.num_parameters * self.model.cache_shape.dtype.itemsize
+            _set_threads(config, self.device, weight_bytes)
             self.memory_plan = plan_memory(
-                config, self.model.cache_shape, self.model.context_length, max_nodes, budget - weights
+                config, self.model.cache_shape, self.model.context_length, max_nodes, budget - weight_bytes
             )
         # outside of inference mode: what is freed by an abort is written from outside of a step
         self._pools = Pools(self.model, self.memory_plan, self.device)
@@ -229,6 +230,18 @@ def _resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def _set_threads(config: EngineConfig, device: torch.device, weight_bytes: int) -> None:
+    """Choose how many threads an operator runs on.
+
+    A model that the caches hold is bound by the number of its operators, not by their size. A second thread then gains
+    little, and as operators wait for their slowest thread, it loses a lot when a server or a client wants its core.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    elif device.type == "cpu" and weight_bytes <= SMALL_MODEL_BYTES:
+        torch.set_num_threads(1)
 
 
 def _resolve_num_steps(config: EngineConfig, model: LoadedModel) -> int:

@@ -8,7 +8,7 @@ from specmamba.core import SamplingParams, SpecStats
 from specmamba.engine.text import TextStream
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """What the scheduler and the step know of a request. ``row`` and ``slot`` are set while it holds memory."""
 
