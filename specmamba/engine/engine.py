@@ -24,7 +24,6 @@ from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.registry import load_model
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 
-
 SMALL_MODEL_BYTES = 64 << 20
 
 
