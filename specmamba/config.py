@@ -11,10 +11,10 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_v
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
-    TomlConfigSettingsSource,
 )
 
 from specmamba.errors import ConfigError
@@ -175,7 +175,8 @@ def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[s
     Raises:
         ConfigError: a value, a combination or the file is not valid; the message names each flag concerned.
     """
-    file, arguments = _take_config_file(arguments)
+    file_settings, arguments = _take_config_file(arguments)
+    repeated, arguments = _take_repeated(config_class, arguments)
 
     class FromEverywhere(config_class):  # type: ignore[valid-type, misc]
         model_config = SettingsConfigDict(cli_prog_name=prog)
@@ -185,13 +186,13 @@ def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[s
             cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             sources = super().settings_customise_sources(settings_cls, *args, **kwargs)
-            return sources if file is None else (*sources, TomlConfigSettingsSource(settings_cls, file))
+            return (*sources, InitSettingsSource(settings_cls, file_settings))
 
     FromEverywhere.__doc__ = f"{config_class.__doc__} Also: --config FILE.toml, environment SPECMAMBA_*."
     FromEverywhere.__name__ = config_class.__name__
     try:
         source: CliSettingsSource[Any] = CliSettingsSource(FromEverywhere, cli_parse_args=arguments)
-        resolved: ConfigT = FromEverywhere(_cli_settings_source=source)
+        resolved: ConfigT = FromEverywhere(_cli_settings_source=source, **repeated)
     except ValidationError as error:
         raise ConfigError(describe_validation_error(error)) from None
     except SettingsError as error:
@@ -209,25 +210,52 @@ def describe_validation_error(error: ValidationError) -> str:
     return "\n".join(lines)
 
 
-def _take_config_file(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    for i, argument in enumerate(arguments):
-        if argument == "--config" and i + 1 < len(arguments):
-            return _existing(Path(arguments[i + 1])), arguments[:i] + arguments[i + 2 :]
-        if argument.startswith("--config="):
-            return _existing(Path(argument.removeprefix("--config="))), arguments[:i] + arguments[i + 1 :]
-    return None, arguments
+def _take_config_file(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of ``--config FILE.toml`` by field name, and the arguments without it."""
+    files, rest = _take_flag("--config", arguments)
+    return (_read_toml(Path(files[-1])) if files else {}), rest
 
 
-def _existing(file: Path) -> Path:
-    if not file.is_file():
-        raise ConfigError(f"--config: there is no file {file}")
+def _take_repeated(config_class: type[EngineConfig], arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Flags that may be given again, and the arguments without them.
+
+    pydantic-settings would read the values as JSON or as lists with commas; a stop string may be any of that.
+    """
+    taken: dict[str, list[str]] = {}
+    for name, field in config_class.model_fields.items():
+        if field.annotation == list[str]:
+            values, arguments = _take_flag("--" + name.replace("_", "-"), arguments)
+            taken |= {name: values} if values else {}
+    return taken, arguments
+
+
+def _take_flag(flag: str, arguments: list[str]) -> tuple[list[str], list[str]]:
+    """All values of a flag, given as ``--flag VALUE`` or ``--flag=VALUE``, and the arguments without them."""
+    values, rest = [], []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument.startswith(f"{flag}="):
+            values.append(argument.removeprefix(f"{flag}="))
+        elif argument == flag and (value := next(remaining, None)) is not None:
+            values.append(value)
+        else:
+            rest.append(argument)
+    return values, rest
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    """Settings by field name; a key may also be spelled as its flag is."""
     import tomllib
 
+    if not file.is_file():
+        raise ConfigError(f"--config: there is no file {file}")
     try:
-        tomllib.loads(file.read_text("utf8"))
+        settings = tomllib.loads(file.read_text("utf8"))
+    except OSError as error:
+        raise ConfigError(f"--config: {file} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config: {file} is not valid TOML: {error}") from None
-    return file
+    return {key.replace("-", "_"): value for key, value in settings.items()}
 
 
 def exit_with_error(prog: str, error: Exception) -> NoReturn:

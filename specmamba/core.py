@@ -158,7 +158,7 @@ class Chunk:
     positions: Tensor  # [B, L] int64
     lengths: Tensor  # [B] int64; the rest of a row is padding
     is_padded: bool
-    end: int  # positions of all tokens, padding included, are below it
+    end: int  # positions of all tokens are below it; those of padding may not be
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,6 +34,7 @@ class LLM:
             raise ConfigError(describe_validation_error(error)) from None
         self.engine = Engine(config)
         self._num_calls = 0
+        self._inboxes: dict[str, deque[OutputDelta]] = {}  # of every open request, whichever call steps the engine
 
     def generate(
         self,
@@ -76,28 +79,51 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _encode(self, prompt: object) -> list[int]:
+        if isinstance(prompt, str):
+            return self.engine.tokenizer.encode(prompt)
+        if not isinstance(prompt, Iterable) or not all(map(_is_token, prompt)):
+            raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}", "prompt")
+        return [int(token) for token in prompt]
 
     def _run(self, requests: list[tuple[str, list[int], SamplingParams]]) -> Iterator[OutputDelta]:
-        waiting = requests[::-1]
-        max_waiting = self.engine.config.max_queued_requests
+        waiting, names = requests[::-1], [name for name, _, _ in requests]
+        unfinished = set(names)
+        self._inboxes.update({name: deque() for name in names})
         try:
-            while waiting or self.engine.has_unfinished_requests:
-                while waiting and len(self.engine.scheduler.waiting) < max_waiting:
+            while unfinished:
+                while waiting and len(self.engine.scheduler.waiting) < self.engine.config.max_queued_requests:
                     self.engine.add_request(*waiting.pop())
-                yield from self.engine.step()
+                if not any(self._inboxes[name] for name in names):
+                    self._step()
+                for delta in self._take(names):
+                    if delta.finish_reason is not None:
+                        unfinished.discard(delta.request_id)
+                    yield delta
         finally:
-            for name, _, _ in requests:
+            for name in names:
                 self.engine.abort(name)
+                del self._inboxes[name]
+
+    def _step(self) -> None:
+        for delta in self.engine.step():
+            self._inboxes[delta.request_id].append(delta)
+
+    def _take(self, names: Sequence[str]) -> Iterator[OutputDelta]:
+        for name in names:
+            while self._inboxes[name]:
+                yield self._inboxes[name].popleft()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [[item for item in prompts if isinstance(item, int)]]
-    return [item for item in prompts if not isinstance(item, int)]
+    items: list[Any] = list(prompts)
+    return [items] if items and all(map(_is_token, items)) else items
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's integers are integers too
 
 
 def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

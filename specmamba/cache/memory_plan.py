@@ -60,18 +60,25 @@ def plan_memory(
     else:
         pages = min(affordable, rows * -(-(context + max_nodes) // config.page_size))
     smallest = -(-(2 + max_nodes) // config.page_size)  # one prompt token, one output token
-    if pages > affordable or affordable < smallest:
-        needed = state_bytes + spec_bytes + (max(pages, smallest) + 1) * page_bytes
-        raise ConfigError(
-            f"the pools need {_mib(needed)} MiB ({_mib(state_bytes)} for {slots} recurrent states, {_mib(spec_bytes)} "
-            f"for speculation, the rest for {max(pages, smallest) * config.page_size} tokens of KV), but "
-            f"--mem-fraction-static {config.mem_fraction_static} leaves {_mib(max(0, free_bytes))} MiB: "
-            "lower --max-total-tokens or --max-running-requests, or raise --mem-fraction-static"
-        )
-    if pages < smallest:
+    if config.max_total_tokens is not None and pages < smallest:
         raise ConfigError(
             f"--max-total-tokens {config.max_total_tokens} is too small to run any request: "
             f"set at least {smallest * config.page_size}"
+        )
+    if pages > affordable or affordable < smallest:
+        pages = max(pages, smallest)
+        needed = state_bytes + spec_bytes + (pages + 1) * page_bytes
+        raise ConfigError(
+            f"the pools need {_mib(needed)} MiB ({_mib(state_bytes)} for {slots} recurrent states, {_mib(spec_bytes)} "
+            f"for the speculation of {rows} requests, the rest for {pages * config.page_size} tokens of KV), but "
+            f"--mem-fraction-static {config.mem_fraction_static} leaves {_mib(max(0, free_bytes))} MiB: "
+            + _advice(config, smallest * config.page_size)
+        )
+    if config.context_length is not None and context > pages * config.page_size - max_nodes:
+        raise ConfigError(
+            f"--context-length {context} needs a KV pool of {context + max_nodes} tokens (one draft included), but it "
+            f"has {pages * config.page_size}: lower --context-length, or give it more with --max-total-tokens or "
+            "--mem-fraction-static"
         )
     context = min(context, pages * config.page_size - max_nodes)  # any admitted request must fit alone
     return MemoryPlan(
@@ -109,5 +116,17 @@ def _context_length(config: EngineConfig, model_context: int) -> int:
     return config.context_length
 
 
+def _advice(config: EngineConfig, fewest_tokens: int) -> str:
+    """What can be lowered, down to what; nothing that is as low as it goes."""
+    lowest = {
+        "--max-total-tokens": (config.max_total_tokens, fewest_tokens),
+        "--max-running-requests": (config.max_running_requests, 1),
+        "--max-mamba-cache-size": (config.max_mamba_cache_size, 1),
+    }
+    flags = [f"{flag} (from {now}, at least {least})" for flag, (now, least) in lowest.items() if now and now > least]
+    return (f"lower {', '.join(flags)}, or " if flags else "") + "raise --mem-fraction-static"
+
+
 def _mib(num_bytes: int) -> int:
-    return num_bytes >> 20
+    """Rounded up: what is said to be needed is enough."""
+    return -(-num_bytes // (1 << 20))

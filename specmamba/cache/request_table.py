@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
+from specmamba.core import Chunk
 
 
 class RequestTable:
@@ -69,3 +70,10 @@ class RequestTable:
     def slots_at(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Token slots of positions [B, N] of rows [B]."""
         return self.kv_slots[rows[:, None], positions]
+
+    def slots_of(self, chunk: Chunk) -> Tensor:
+        """Token slots [B, L] of a chunk's tokens; 0, which is nobody's, for its padding."""
+        if not chunk.is_padded:
+            return self.slots_at(chunk.row_index, chunk.positions)
+        slots = self.slots_at(chunk.row_index, chunk.positions.clamp(max=self.max_positions - 1))
+        return slots * (torch.arange(slots.shape[1], device=slots.device) < chunk.lengths[:, None])

@@ -8,7 +8,7 @@ batch; commit moves the accepted ones up to the end of the row's own list (for a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,8 +38,11 @@ class VerifyPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
+    """Whose checkpoint a row verifies from, and where it must stand."""
+
     owner: str
     slot: int
+    position: int
 
 
 class SpecBuffers:
@@ -73,7 +76,7 @@ class SpecBuffers:
             StateOwnershipError: the slot holds something else.
         """
         self._pool.check(slot, owner, position)
-        self._leases[row] = _Lease(owner, slot)
+        self._leases[row] = _Lease(owner, slot, position)
         self._num_pending[row] = 0
         for buffer in self._records:
             buffer[:, row].zero_()  # entries that masks hide are still multiplied by zero: they must be finite
@@ -86,13 +89,13 @@ class SpecBuffers:
 
     def position(self, row: int) -> int:
         """Tokens that a row's current state has seen: checkpoint plus pending."""
-        return self._pool.stamp(self._leases[row].slot).position + self._num_pending[row]
+        return self._leases[row].position + self._num_pending[row]
 
     def plan(self, rows: Sequence[int], tree: TreeShape) -> VerifyPlan:
         """Prepare a verify of ``tree`` for rows; folds first where the pending list might overflow.
 
         Raises:
-            StateOwnershipError: a row's slot no longer belongs to its request.
+            StateOwnershipError: a row's slot no longer holds the checkpoint it began from.
             ValueError: the tree has more nodes than these buffers are made for.
         """
         if tree.num_nodes > self.max_nodes:
@@ -104,7 +107,7 @@ class SpecBuffers:
         num_pending = None if min(pending) == offset else torch.tensor(pending, device=device)
         for row in rows:
             lease = self._leases[row]
-            self._pool.check(lease.slot, lease.owner, self._pool.stamp(lease.slot).position)
+            self._pool.check(lease.slot, lease.owner, lease.position)
         slots = [self._leases[row].slot for row in rows]
         return VerifyPlan(
             rows=RowSet.of(rows, device),
@@ -200,7 +203,8 @@ class SpecBuffers:
         self.conv_inputs[:, buffer_rows.index, : self.window] = window
         self._pool.conv[:, slots.index] = window
         for row, count, lease in zip(rows, pending, leases, strict=True):
-            self._pool.end_write(lease.slot, self._pool.stamp(lease.slot).position + count)
+            self._leases[row] = replace(lease, position=lease.position + count)
+            self._pool.end_write(lease.slot, lease.position + count)
             self._num_pending[row] = 0
 
 

@@ -19,15 +19,17 @@ class TokenCounts:
 
     def begin(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Count a request that has penalties, from its beginning."""
-        if self._tensors is None:
-            counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
-            self._tensors = counts, torch.zeros(self._size, dtype=torch.bool, device=self._device)
-        counts, mask = self._tensors
+        counts, mask = self._tensors = self._tensors or self._make()
         counts[row].zero_()
         mask[row].zero_()
         mask[row, torch.tensor(prompt, device=self._device)] = True
         self._rows.add(row)
         self.add(row, output)
+
+    def _make(self) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False):  # made in a step, but also written by aborts outside of one
+            counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
+            return counts, torch.zeros(self._size, dtype=torch.bool, device=self._device)
 
     def add(self, row: int, tokens: Sequence[int]) -> None:
         """Count new output tokens; nothing happens for a row that ``begin`` was not called for."""

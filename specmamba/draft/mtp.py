@@ -45,10 +45,7 @@ class MTPDrafter(Drafter):
     def extend(self, chunk: Chunk, hidden: Tensor) -> None:
         """Make the head's entries for known tokens. See ``Drafter``."""
         before = torch.cat([self._hidden[chunk.row_index, :1], hidden[:, :-1]], 1)
-        slots = self._table.slots_at(chunk.row_index, chunk.positions)
-        if chunk.is_padded:
-            is_token = torch.arange(slots.shape[1], device=slots.device) < chunk.lengths[:, None]
-            slots = slots * is_token  # slot 0 is padding
+        slots = self._table.slots_of(chunk)
         self._forward(chunk.row_index, chunk.tokens, before, chunk.positions, slots, chunk.end)
         last = (chunk.lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
         self._hidden[chunk.row_index, 0] = hidden.gather(1, last).squeeze(1)

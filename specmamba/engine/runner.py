@@ -167,13 +167,11 @@ class Runner:
             positions=starts[:, None] + torch.arange(longest, device=self._device),
             lengths=torch.tensor(lengths, device=self._device),
             is_padded=min(lengths) < longest,
-            end=max(run.start for run in runs) + longest,
+            end=max(run.start + run.length for run in runs),
         )
 
     def _extend_kv(self, chunk: Chunk) -> PagedKV:
         table = self._pools.table
-        slots = table.slots_at(chunk.row_index, chunk.positions.clamp(max=table.max_positions - 1))
-        if chunk.is_padded:
-            slots = slots * (torch.arange(slots.shape[1], device=self._device) < chunk.lengths[:, None])
         read_slots = table.kv_slots[chunk.row_index, : chunk.end]
-        return PagedKV(self._pools.kv, slots.reshape(-1), read_slots, causal_mask(chunk.positions, chunk.end))
+        mask = causal_mask(chunk.positions, chunk.end)
+        return PagedKV(self._pools.kv, table.slots_of(chunk).view(-1), read_slots, mask)

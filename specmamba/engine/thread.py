@@ -226,12 +226,14 @@ class EngineThread:
     def _add(self, engine: Engine, requests: Sequence[EngineRequest]) -> None:
         if self._draining:
             raise self._refusal()
+        added = []
         try:
             for request in requests:
                 engine.add_request(request.request_id, request.prompt_token_ids, request.params)
+                added.append(request.request_id)
         except BaseException:
-            for request in requests:
-                engine.abort(request.request_id)
+            for request_id in added:  # not those it failed on: an id in use is another request's
+                engine.abort(request_id)
             raise
         self._open.update((request.request_id, _OpenRequest.just_added(request)) for request in requests)
 

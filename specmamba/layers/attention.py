@@ -37,8 +37,8 @@ class GatedAttention:
         """[B, L, H] -> [B, L, H]."""
         batch, length, _ = x.shape
         q_dim, kv_dim = self._num_q_heads * self._head_dim, self._num_kv_heads * self._head_dim
-        qk, v, gate = self._in(x).split([q_dim + kv_dim, kv_dim, q_dim], -1)
-        qk = self._qk_norm(qk.unflatten(-1, (-1, self._head_dim)))
-        q, k = context.rotary.rotate(qk).split([self._num_q_heads, self._num_kv_heads], 2)
-        attended = context.kv.attend(self._kv_layer, q, k, v.unflatten(-1, (-1, self._head_dim)))
+        qk, v, gate = torch.split_with_sizes(self._in(x), [q_dim + kv_dim, kv_dim, q_dim], -1)
+        qk = context.rotary.rotate(self._qk_norm(qk.view(batch, length, -1, self._head_dim)))
+        q, k = torch.split_with_sizes(qk, [self._num_q_heads, self._num_kv_heads], 2)
+        attended = context.kv.attend(self._kv_layer, q, k, v.view(batch, length, -1, self._head_dim))
         return self._out(attended.reshape(batch, length, q_dim) * gate.sigmoid())

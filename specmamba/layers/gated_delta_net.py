@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -47,19 +48,19 @@ class GatedDeltaNet:
         s = self._shape
         value_size = s.num_value_heads * s.value_dim
         sizes = [s.conv_channels, value_size, s.num_value_heads, s.num_value_heads]
-        qkv, gate, b, a = self._in(x).split(sizes, -1)
+        qkv, gate, b, a = torch.split_with_sizes(self._in(x), sizes, -1)
         mixed = context.state.convolve(self._state_layer, qkv, self._conv_weight)
-        qk, v = mixed.split([s.conv_channels - value_size, value_size], -1)
+        qk, v = torch.split_with_sizes(mixed, [s.conv_channels - value_size, value_size], -1)
         q, k = self._normalize(qk)
         g = self._negative_a * F.softplus(a + self._dt_bias)
-        v = v.unflatten(-1, (s.num_value_heads, s.value_dim))
-        out = context.state.delta_rule(self._state_layer, q, k, v, g, b.sigmoid())
-        gated = self._norm.gated(out, gate.unflatten(-1, (s.num_value_heads, s.value_dim)))
+        heads = (*x.shape[:2], s.num_value_heads, s.value_dim)
+        out = context.state.delta_rule(self._state_layer, q, k, v.view(heads), g, b.sigmoid())
+        gated = self._norm.gated(out, gate.view(heads))
         return self._out(gated.flatten(-2))
 
     def _normalize(self, qk: Tensor) -> tuple[Tensor, Tensor]:
         """Unit queries (scaled by K**-0.5) and keys [B, L, Hk, K] from [B, L, 2 Hk K]."""
-        qk = qk.unflatten(-1, (2, self._shape.num_key_heads, self._shape.key_dim))
+        qk = qk.view(*qk.shape[:2], 2, self._shape.num_key_heads, self._shape.key_dim)
         qk = qk * self._inverse_length(qk)
         q, k = qk.unbind(2)
         return q * self._shape.key_dim**-0.5, k

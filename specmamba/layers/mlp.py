@@ -1,5 +1,6 @@
 """Gated feed-forward layer (SwiGLU, arXiv 2002.05202)."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,5 +16,6 @@ class GatedMLP:
         self._down = Linear(down)
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, -1)
+        gate_up = self._gate_up(x)
+        gate, up = torch.split_with_sizes(gate_up, [gate_up.shape[-1] // 2] * 2, -1)
         return self._down(F.silu(gate) * up)

@@ -1,0 +1,720 @@
+"""Pools, tables and per-request buffers: who owns what, and the mathematics of pending records."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specmamba.cache.access import causal_mask, tree_mask
+from specmamba.cache.kv_pool import KVPool, PageAllocator
+from specmamba.cache.memory_plan import MemoryPlan, free_memory, plan_memory
+from specmamba.cache.request_table import RequestTable
+from specmamba.cache.rows import RowSet
+from specmamba.cache.shapes import CacheShape, DeltaStateShape
+from specmamba.cache.spec_buffers import SpecBuffers, pending_capacity
+from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
+from specmamba.cache.token_counts import TokenCounts
+from specmamba.config import EngineConfig
+from specmamba.core import TreeShape
+from specmamba.draft.base import chain_shape
+from specmamba.errors import ConfigError
+from specmamba.kernels import tree as tree_ops
+from tests.kernels.trees import path_to, random_parents
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 2
+STATE = DeltaStateShape(num_key_heads=2, num_value_heads=4, key_dim=5, value_dim=3, conv_width=4)
+
+
+def cache_shape(state: DeltaStateShape = STATE, dtype: torch.dtype = torch.float32) -> CacheShape:
+    return CacheShape(
+        num_kv_layers=2, num_kv_heads=2, head_dim=3, num_state_layers=NUM_LAYERS, state=state, dtype=dtype
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class TestPageAllocator:
+    def test_all_or_nothing(self) -> None:
+        allocator = PageAllocator(5)
+        assert allocator.num_free == 5
+        first = allocator.allocate(3)
+        assert first is not None
+        assert allocator.allocate(3) is None
+        assert allocator.num_free == 2
+        second = allocator.allocate(2)
+        assert second is not None
+        assert sorted(first + second) == [1, 2, 3, 4, 5]
+        assert allocator.allocate(0) == []
+
+    @pytest.mark.parametrize("page", [0, -1, 4, 2])
+    def test_a_page_that_is_not_out_is_not_taken_back(self, page: int) -> None:
+        allocator = PageAllocator(3)
+        pages = allocator.allocate(2)
+        assert pages is not None
+        allocator.free([2] if 2 in pages else [])
+        with pytest.raises(RuntimeError, match=f"KV page {page} was freed twice or was never allocated"):
+            allocator.free([page])
+
+    def test_freed_twice_in_one_call(self) -> None:
+        allocator = PageAllocator(3)
+        allocator.allocate(3)
+        with pytest.raises(RuntimeError, match="freed twice"):
+            allocator.free([1, 1])
+
+    def test_random_use(self) -> None:
+        rng = random.Random(1)
+        allocator, held = PageAllocator(40), list[list[int]]()
+        for _ in range(500):
+            if held and rng.random() < 0.5:
+                allocator.free(held.pop(rng.randrange(len(held))))
+            else:
+                pages = allocator.allocate(rng.randint(0, 12))
+                held += [] if pages is None else [pages]
+            out = [page for pages in held for page in pages]
+            assert len(set(out)) == len(out)
+            assert allocator.num_free == 40 - len(out)
+            assert all(1 <= page <= 40 for page in out)
+
+
+class TestKVPool:
+    def test_write_and_move(self) -> None:
+        pool = KVPool(cache_shape(), num_pages=4, page_size=4, device=CPU)
+        assert pool.num_tokens == 16
+        slots = torch.tensor([5, 6, 7, 8, 9])
+        k, v = torch.randn(2, 5, 2, 3), torch.randn(2, 5, 2, 3)
+        for layer in range(2):
+            pool.write(layer, slots, k[layer], v[layer])
+        # a path 0, 2, 4 moves up to 0, 1, 2: every read before any write, also where the two overlap
+        pool.move(torch.tensor([7, 9]), torch.tensor([6, 7]))
+        assert torch.equal(pool.k[:, 5:8], k[:, [0, 2, 4]])
+        assert torch.equal(pool.v[:, 5:8], v[:, [0, 2, 4]])
+        assert torch.equal(pool.k[:, 8:10], k[:, 3:5])
+        assert not pool.k[:, :5].any()
+        pool.move(torch.tensor([5, 6]), torch.tensor([6, 5]))
+        assert torch.equal(pool.k[:, 5:7], k[:, [2, 0]])
+
+    def test_moving_nothing(self) -> None:
+        pool = KVPool(cache_shape(), num_pages=2, page_size=1, device=CPU)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        pool.move(nothing, nothing)
+
+    def test_used_tokens_count_whole_pages(self) -> None:
+        pool = KVPool(cache_shape(), num_pages=4, page_size=16, device=CPU)
+        pool.allocator.allocate(3)
+        assert (pool.num_tokens, pool.num_used_tokens) == (64, 48)
+
+
+class TestRequestTable:
+    @pytest.mark.parametrize("page_size", [1, 3, 16])
+    def test_random_use(self, page_size: int) -> None:
+        """Rows never share a slot, a refusal changes nothing, and what is released is free again."""
+        rng = random.Random(page_size)
+        pool = KVPool(cache_shape(), num_pages=60 // page_size, page_size=page_size, device=CPU)
+        table = RequestTable(6, max_positions=20, kv_pool=pool, device=CPU)
+        lengths: dict[int, int] = {}
+        for _ in range(400):
+            action = rng.random()
+            if action < 0.3 and table.num_free_rows:
+                row = table.allocate_row()
+                assert row == min(set(range(1, 7)) - set(lengths))
+                lengths[row] = 0
+            elif action < 0.8 and lengths:
+                row, wanted = rng.choice(list(lengths)), rng.randint(0, 20)
+                before, free = table.kv_slots.clone(), pool.allocator.num_free
+                missing = table.num_missing_pages(row, wanted)
+                if table.ensure(row, wanted):
+                    assert pool.allocator.num_free == free - missing
+                    lengths[row] = max(lengths[row], wanted)
+                else:
+                    assert missing > free == pool.allocator.num_free
+                    assert torch.equal(table.kv_slots, before)
+            elif lengths:
+                row = rng.choice(list(lengths))
+                table.release(row)
+                del lengths[row]
+                assert not table.kv_slots[row].any()
+            assert table.num_free_rows == 6 - len(lengths)
+            used = [table.kv_slots[row, :length] for row, length in lengths.items()]
+            slots = torch.cat(used) if used else torch.zeros(0)
+            assert len(slots.unique()) == len(slots)
+            assert bool((slots >= page_size).all())  # page 0 is padding
+        for row in list(lengths):
+            table.release(row)
+        assert pool.allocator.num_free == pool.allocator.num_pages
+
+    def test_no_row_left(self) -> None:
+        table = RequestTable(1, 4, KVPool(cache_shape(), 4, 1, CPU), CPU)
+        assert table.allocate_row() == 1
+        assert table.allocate_row() is None
+
+    def test_more_positions_than_a_row_has(self) -> None:
+        table = RequestTable(1, 4, KVPool(cache_shape(), 8, 1, CPU), CPU)
+        row = table.allocate_row()
+        assert row is not None
+        with pytest.raises(ValueError, match="row 1 has room for 4 positions, not 5"):
+            table.ensure(row, 5)
+
+    def test_a_row_that_ends_inside_a_page(self) -> None:
+        table = RequestTable(2, max_positions=5, kv_pool=KVPool(cache_shape(), 4, 4, CPU), device=CPU)
+        row = table.allocate_row()
+        assert row is not None
+        assert table.num_missing_pages(None, 5) == 2
+        assert table.ensure(row, 5)
+        assert len(table.kv_slots[row].unique()) == 5
+
+    def test_slots_at(self) -> None:
+        pool = KVPool(cache_shape(), 8, 1, CPU)
+        table = RequestTable(3, 4, pool, CPU)
+        rows = [table.allocate_row() for _ in range(3)]
+        for row in rows:
+            assert row is not None
+            assert table.ensure(row, 2)
+        found = table.slots_at(torch.tensor([3, 1]), torch.tensor([[0, 1], [1, 3]]))
+        expected = torch.stack([table.kv_slots[3, [0, 1]], table.kv_slots[1, [1, 3]]])
+        assert torch.equal(found, expected)
+        assert found[1, 1] == 0  # beyond the row's pages: padding
+
+    def test_released_twice(self) -> None:
+        table = RequestTable(2, 4, KVPool(cache_shape(), 4, 1, CPU), CPU)
+        row = table.allocate_row()
+        assert row is not None
+        table.release(row)
+        with pytest.raises(KeyError):
+            table.release(row)
+        assert table.num_free_rows == 2
+
+
+class TestStatePool:
+    @pytest.fixture
+    def pool(self) -> StatePool:
+        return StatePool(cache_shape(), 3, CPU)
+
+    def test_a_new_slot_stands_before_any_token(self, pool: StatePool) -> None:
+        pool.recurrent.fill_(7)
+        pool.conv.fill_(7)
+        slot = pool.allocate("a")
+        assert slot == 1
+        assert pool.stamp(slot) == Stamp("a", 0, is_written=True)
+        assert not pool.recurrent[:, slot].any()
+        assert not pool.conv[:, slot].any()
+        assert bool((pool.recurrent[:, 2:] == 7).all())  # the neighbours are untouched
+        pool.check(slot, "a", 0)
+
+    def test_lowest_first_until_none_is_left(self, pool: StatePool) -> None:
+        assert [pool.allocate(owner) for owner in "abc"] == [1, 2, 3]
+        assert pool.allocate("d") is None
+        pool.free(3, "c")
+        pool.free(1, "a")
+        assert pool.num_free == 2
+        assert pool.allocate("e") == 1
+
+    def test_stamps_follow_the_writes(self, pool: StatePool) -> None:
+        slot = pool.allocate("a")
+        assert slot is not None
+        pool.begin_write(slot, "a")
+        with pytest.raises(StateOwnershipError, match="is_written=False"):
+            pool.check(slot, "a", 0)
+        pool.end_write(slot, 12)
+        pool.check(slot, "a", 12)
+
+    @pytest.mark.parametrize(("owner", "position"), [("b", 5), ("a", 4), ("a", 6), ("a", 0)])
+    def test_a_wrong_owner_or_position(self, pool: StatePool, owner: str, position: int) -> None:
+        slot = pool.allocate("a")
+        assert slot is not None
+        pool.begin_write(slot, "a")
+        pool.end_write(slot, 5)
+        with pytest.raises(StateOwnershipError, match=f"state slot {slot} should hold '{owner}' at {position}"):
+            pool.check(slot, owner, position)
+
+    def test_another_owner_can_neither_write_nor_free(self, pool: StatePool) -> None:
+        slot = pool.allocate("a")
+        assert slot is not None
+        with pytest.raises(StateOwnershipError, match="'b' writes state slot 1, which belongs to 'a'"):
+            pool.begin_write(slot, "b")
+        with pytest.raises(StateOwnershipError, match="'b' frees state slot 1, which belongs to 'a'"):
+            pool.free(slot, "b")
+        pool.check(slot, "a", 0)
+
+    def test_nothing_works_on_a_free_slot(self, pool: StatePool) -> None:
+        slot = pool.allocate("a")
+        assert slot is not None
+        pool.free(slot, "a")
+        for use in (
+            lambda: pool.free(slot, "a"),
+            lambda: pool.check(slot, "a", 0),
+            lambda: pool.begin_write(slot, "a"),
+            lambda: pool.end_write(slot, 1),
+            lambda: pool.stamp(0),
+        ):
+            with pytest.raises(StateOwnershipError, match=r"state slot \d is free"):
+                use()
+        assert pool.num_free == 3
+
+
+class Reference:
+    """One request's state the slow way: float64, one token after the other, no records."""
+
+    def __init__(self, state: DeltaStateShape) -> None:
+        s = state
+        self.group = s.num_value_heads // s.num_key_heads
+        self.state = torch.zeros(NUM_LAYERS, s.num_value_heads, s.key_dim, s.value_dim, dtype=torch.float64)
+        self.inputs = torch.zeros(NUM_LAYERS, s.conv_width - 1, s.conv_channels, dtype=torch.float64)
+        self.position = 0
+
+    def run(self, layer: int, tokens: dict[str, Tensor], weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens [T, ...] -> the last one's convolution [C] and output [Hv, V], then the state and the inputs."""
+        state, inputs = self.state[layer].clone(), self.inputs[layer]
+        t = {name: x.double() for name, x in tokens.items()}
+        out = torch.zeros(0)
+        for i in range(len(t["g"])):
+            k, q = (t[name][i].repeat_interleave(self.group, 0) for name in ("k", "q"))
+            state = state * t["g"][i].exp()[:, None, None]
+            u = t["beta"][i][:, None] * (t["v"][i] - torch.einsum("hkv,hk->hv", state, k))
+            state = state + torch.einsum("hk,hv->hkv", k, u)
+            out = torch.einsum("hkv,hk->hv", state, q)
+        inputs = torch.cat([inputs, t["x"]])
+        mixed = (inputs[-weight.shape[1] :] * weight.double().T).sum(0)
+        return mixed * mixed.sigmoid(), out, state, inputs
+
+    def advance(self, tokens: list[dict[str, Tensor]], weight: Tensor) -> None:
+        """Keep tokens, given layer by layer."""
+        after = [self.run(layer, of_layer, weight) for layer, of_layer in enumerate(tokens)]
+        self.state = torch.stack([state for _, _, state, _ in after])
+        self.inputs = torch.stack([inputs for _, _, _, inputs in after])
+        self.position += len(tokens[0]["g"])
+
+
+class Bench:
+    """SpecBuffers beside one ``Reference`` per row. Memory that nobody may read holds NaN."""
+
+    def __init__(
+        self, num_rows: int, max_nodes: int, seed: int, state: DeltaStateShape = STATE, poison: float = torch.nan
+    ) -> None:
+        self.state = state
+        self.rng = random.Random(seed)
+        self.pool = StatePool(cache_shape(state), num_rows, CPU)
+        self.buffers = SpecBuffers(cache_shape(state), self.pool, num_rows, max_nodes, CPU)
+        for buffer in (self.buffers.k, self.buffers.u, self.buffers.decay, self.buffers.conv_inputs):
+            buffer.fill_(poison)
+        self.pool.recurrent.fill_(poison)
+        self.pool.conv.fill_(poison)
+        self.weight = torch.randn(state.conv_channels, state.conv_width)
+        self.references: dict[int, Reference] = {}
+        self.slots: dict[int, int] = {}
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Rows start in slots of another order."""
+        shuffled = list(rows)
+        self.rng.shuffle(shuffled)
+        for row in shuffled:
+            slot = self.pool.allocate(f"request-{row}")
+            assert slot is not None
+            self.slots[row] = slot
+            self.references[row] = Reference(self.state)
+            self.buffers.begin(row, slot, f"request-{row}", 0)
+
+    def restart(self, row: int) -> None:
+        self.buffers.end(row)
+        self.pool.free(self.slots.pop(row), f"request-{row}")
+        self.begin([row])
+
+    def round(self, rows: Sequence[int], parents: Sequence[list[int]], accept: Sequence[int] | None = None) -> None:
+        """Verify one tree per row, compare every node, and accept the path to a node (None: to a random one)."""
+        shape = tree_shape(parents)
+        plan = self.buffers.plan(rows, shape)
+        layers = [self._tokens(len(rows), shape.num_nodes) for _ in range(NUM_LAYERS)]
+        for layer, t in enumerate(layers):
+            mixed = self.buffers.convolve(layer, t["x"], self.weight, plan)
+            out = self.buffers.delta_rule(layer, t["q"], t["k"], t["v"], t["g"], t["beta"], plan)
+            for b, row in enumerate(rows):
+                for node in real_nodes(parents[b]):
+                    path = path_to(parents[b], node)
+                    tokens = {name: x[b, path] for name, x in t.items()}
+                    expected = self.references[row].run(layer, tokens, self.weight)
+                    torch.testing.assert_close(mixed[b, node].double(), expected[0], atol=1e-5, rtol=1e-4)
+                    torch.testing.assert_close(out[b, node].double(), expected[1], atol=1e-5, rtol=1e-4)
+        ends = accept or [self.rng.choice(real_nodes(tree)) for tree in parents]
+        paths = [path_to(tree, end) for tree, end in zip(parents, ends, strict=True)]
+        padded = torch.tensor([path + path[-1:] * (shape.num_nodes - len(path)) for path in paths])
+        accepted = [len(path) - 1 for path in paths]
+        self.buffers.commit(plan, padded, torch.tensor(accepted), accepted)
+        for b, (row, path) in enumerate(zip(rows, paths, strict=True)):
+            self.references[row].advance([{name: x[b, path] for name, x in t.items()} for t in layers], self.weight)
+            assert self.buffers.position(row) == self.references[row].position
+
+    def fold(self, rows: Sequence[int]) -> None:
+        """Fold all pending records and compare the checkpoints."""
+        self.buffers._fold([row for row in rows if self.buffers._num_pending[row]])
+        for row in rows:
+            reference, slot = self.references[row], self.slots[row]
+            assert self.pool.stamp(slot) == Stamp(f"request-{row}", reference.position, is_written=True)
+            torch.testing.assert_close(self.pool.recurrent[:, slot].double(), reference.state, atol=1e-5, rtol=1e-4)
+            window = reference.inputs[:, reference.inputs.shape[1] - self.buffers.window :]
+            assert torch.equal(self.pool.conv[:, slot].double(), window)
+
+    def _tokens(self, batch: int, nodes: int) -> dict[str, Tensor]:
+        s = self.state
+        unit = torch.nn.functional.normalize
+        return {
+            "x": torch.randn(batch, nodes, s.conv_channels),
+            "q": unit(torch.randn(batch, nodes, s.num_key_heads, s.key_dim), dim=-1) * s.key_dim**-0.5,
+            "k": unit(torch.randn(batch, nodes, s.num_key_heads, s.key_dim), dim=-1),
+            "v": torch.randn(batch, nodes, s.num_value_heads, s.value_dim),
+            "g": -torch.rand(batch, nodes, s.num_value_heads) * 0.5,
+            "beta": torch.rand(batch, nodes, s.num_value_heads),
+        }
+
+
+def tree_shape(parents: Sequence[list[int]]) -> TreeShape:
+    tensor = torch.tensor(list(parents))
+    if all(tree == list(range(-1, len(tree) - 1)) for tree in parents):
+        return chain_shape(len(parents), tensor.shape[1], CPU)
+    ancestors = tree_ops.ancestors(tensor)
+    return TreeShape(tensor, ancestors, tree_ops.depth(ancestors), is_chain=False)
+
+
+def real_nodes(parents: list[int]) -> list[int]:
+    return [0, *(i for i in range(1, len(parents)) if parents[i] >= 0)]
+
+
+CHAIN_ONLY, ANY_TREE = ("chain",), ("chain", "star", "binary", "bushy", "padded")
+
+
+class TestSpecBuffers:
+    @pytest.mark.parametrize("shape", ["chain", "bushy"])
+    @pytest.mark.parametrize("num_nodes", [1, 4, 8])
+    def test_every_fill(self, shape: str, num_nodes: int) -> None:
+        """Row r + 1 has r pending records: every fill there is, all in one batch, and the fold where it must be."""
+        max_nodes = 8
+        capacity = pending_capacity(max_nodes)
+        bench = Bench(capacity + 1, max_nodes, seed=num_nodes)
+        rows = list(range(1, capacity + 2))
+        bench.begin(rows)
+        for fill in range(capacity):
+            longer = rows[fill + 1 :]
+            bench.round(longer, [[-1]] * len(longer))
+        assert [bench.buffers.position(row) for row in rows] == list(range(capacity + 1))
+        assert all(bench.pool.stamp(slot).position == 0 for slot in bench.slots.values())  # nothing folded yet
+        bench.round(rows, [random_parents(shape, num_nodes, bench.rng) for _ in rows])
+        for row in rows:
+            must_fold = row - 1 + num_nodes > capacity
+            assert bench.pool.stamp(bench.slots[row]).position == (row - 1 if must_fold else 0)
+        bench.fold(rows)
+
+    @pytest.mark.parametrize("shapes", [CHAIN_ONLY, ANY_TREE], ids=["chains", "trees"])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_random_rounds(self, shapes: tuple[str, ...], seed: int) -> None:
+        """Batches with gaps, members that come and go, trees of any size: always the sequential recurrence."""
+        max_nodes = 6
+        bench = Bench(7, max_nodes, seed)
+        bench.begin([1, 2, 3, 5, 6])  # rows 4 and 7 keep their NaN: nobody reads a neighbour
+        for step in range(25):
+            rows = sorted(bench.rng.sample([1, 2, 3, 5, 6], bench.rng.randint(1, 5)))
+            num_nodes = bench.rng.randint(1, max_nodes)
+            bench.round(rows, [random_parents(bench.rng.choice(shapes), num_nodes, bench.rng) for _ in rows])
+            if step % 8 == 7:
+                bench.restart(bench.rng.choice(rows))
+        bench.fold([1, 2, 3, 5, 6])
+        assert bench.buffers.k[:, [0, 4, 7]].isnan().all()
+        assert bench.pool.recurrent[:, 0].isnan().all()
+
+    @pytest.mark.parametrize("width", [1, 2, 7])
+    def test_convolution_widths(self, width: int) -> None:
+        """Width 1 has no window at all; width 7 reaches past the pending records into the checkpoint's window."""
+        state = DeltaStateShape(num_key_heads=1, num_value_heads=1, key_dim=4, value_dim=4, conv_width=width)
+        bench = Bench(3, 5, seed=width, state=state)
+        bench.begin([1, 2, 3])
+        for _ in range(12):
+            rows = bench.rng.choice([[1], [1, 3], [1, 2, 3]])
+            bench.round(rows, [random_parents(bench.rng.choice(ANY_TREE), 5, bench.rng) for _ in rows])
+        bench.fold([1, 2, 3])
+
+    def test_the_deepest_and_the_shortest_path_side_by_side(self) -> None:
+        bench = Bench(2, 8, seed=0)
+        bench.begin([1, 2])
+        for _ in range(9):
+            bench.round([1, 2], [list(range(-1, 7))] * 2, accept=[7, 0])
+        assert (bench.buffers.position(1), bench.buffers.position(2)) == (72, 9)
+        bench.fold([1, 2])
+
+    def test_a_long_text_stays_exact(self) -> None:
+        bench = Bench(1, 4, seed=0)
+        bench.begin([1])
+        for _ in range(150):
+            bench.round([1], [[-1, 0, 1, 2]])
+        bench.fold([1])
+
+    def test_a_tree_that_is_too_large(self) -> None:
+        bench = Bench(1, 4, seed=0)
+        bench.begin([1])
+        with pytest.raises(ValueError, match="a tree of 5 nodes does not fit buffers for 4"):
+            bench.buffers.plan([1], chain_shape(1, 5, CPU))
+
+    def test_capacity(self) -> None:
+        assert [pending_capacity(n) for n in (1, 8, 9, 64)] == [16, 16, 18, 128]
+        assert all(pending_capacity(n) >= 2 * n for n in range(1, 65))
+
+    @pytest.mark.parametrize(("owner", "position"), [("other", 0), ("request-1", 1)])
+    def test_begin_checks_the_stamp(self, owner: str, position: int) -> None:
+        bench = Bench(2, 4, seed=0)
+        bench.begin([1])
+        with pytest.raises(StateOwnershipError):
+            bench.buffers.begin(2, bench.slots[1], owner, position)
+
+    def test_a_slot_that_was_freed(self) -> None:
+        bench = Bench(2, 4, seed=0)
+        bench.begin([1])
+        bench.pool.free(bench.slots[1], "request-1")
+        with pytest.raises(StateOwnershipError, match="is free"):
+            bench.buffers.plan([1], chain_shape(1, 1, CPU))
+
+    def test_a_slot_that_got_another_owner(self) -> None:
+        bench = Bench(2, 4, seed=0)
+        bench.begin([1])
+        bench.pool.free(bench.slots[1], "request-1")
+        assert bench.pool.allocate("thief") == bench.slots[1]
+        with pytest.raises(StateOwnershipError, match="thief"):
+            bench.buffers.plan([1], chain_shape(1, 1, CPU))
+
+    def test_a_slot_that_moved_on_behind_the_records(self) -> None:
+        """The records continue a checkpoint at one position; at any other they are somebody else's."""
+        bench = Bench(2, 4, seed=0)
+        bench.begin([1])
+        bench.round([1], [[-1]])
+        bench.pool.begin_write(bench.slots[1], "request-1")
+        bench.pool.end_write(bench.slots[1], 7)
+        with pytest.raises(StateOwnershipError):
+            bench.buffers.plan([1], chain_shape(1, 1, CPU))
+
+    def test_a_slot_in_the_middle_of_a_write(self) -> None:
+        bench = Bench(2, 4, seed=0)
+        bench.begin([1])
+        bench.pool.begin_write(bench.slots[1], "request-1")
+        with pytest.raises(StateOwnershipError, match="is_written=False"):
+            bench.buffers.plan([1], chain_shape(1, 1, CPU))
+
+    def test_end_forgets_and_is_idempotent(self) -> None:
+        bench = Bench(2, 4, seed=0)
+        bench.begin([1])
+        bench.round([1], [[-1, 0]])
+        bench.buffers.end(1)
+        bench.buffers.end(1)
+        bench.buffers.end(2)
+        with pytest.raises(KeyError):
+            bench.buffers.position(1)
+        with pytest.raises(KeyError):
+            bench.buffers.plan([1], chain_shape(1, 1, CPU))
+
+
+class TestTokenCounts:
+    def test_counts(self) -> None:
+        counts = TokenCounts(3, 10, CPU)
+        counts.begin(1, [4, 4, 2], [])
+        counts.begin(3, [1], [7, 7])
+        counts.add(1, [5, 5, 9])
+        counts.add(3, [7, 0])
+        counts.add(2, [1, 1])  # never begun: a request without penalties
+        outputs, prompts = counts.of(torch.tensor([3, 1, 2]))
+        assert outputs.tolist() == [
+            [1, 0, 0, 0, 0, 0, 0, 3, 0, 0],
+            [0, 0, 0, 0, 0, 2, 0, 0, 0, 1],
+            [0] * 10,
+        ]
+        assert [row.nonzero().flatten().tolist() for row in prompts] == [[1], [2, 4], []]
+
+    def test_a_row_that_is_used_again(self) -> None:
+        counts = TokenCounts(1, 4, CPU)
+        counts.begin(1, [0], [1])
+        counts.end(1)
+        counts.end(1)
+        counts.add(1, [2])  # the next request of this row has no penalties
+        outputs, prompts = counts.of(torch.tensor([1]))
+        assert not outputs.any()
+        assert not prompts.any()
+        counts.begin(1, [3], [])
+        outputs, prompts = counts.of(torch.tensor([1]))
+        assert not outputs.any()
+        assert prompts.tolist() == [[False, False, False, True]]
+
+    def test_nothing_to_ask_for(self) -> None:
+        with pytest.raises(RuntimeError, match="no request has penalties"):
+            TokenCounts(1, 4, CPU).of(torch.tensor([1]))
+
+    def test_made_inside_of_a_step_and_freed_outside(self) -> None:
+        """Steps run in inference mode; an abort does not."""
+        counts = TokenCounts(2, 4, CPU)
+        with torch.inference_mode():
+            counts.begin(1, [0], [])
+            counts.add(1, [2, 3])
+        counts.end(1)
+        assert not counts.of(torch.tensor([1]))[0].any()
+
+
+class TestRowSet:
+    @pytest.mark.parametrize("rows", [(2,), (1, 2, 3), (0, 2), (3, 2), (4, 1, 2)])
+    def test_take_and_put(self, rows: tuple[int, ...]) -> None:
+        x = torch.randn(6, 3)
+        before = x.clone()
+        rowset = RowSet.of(rows, CPU)
+        assert len(rowset) == len(rows)
+        taken = rowset.take(x)
+        assert torch.equal(taken, x[list(rows)])
+        assert (taken.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) == rowset.is_range
+        values = torch.randn(len(rows), 3)
+        rowset.put(x, values)
+        assert torch.equal(x[list(rows)], values)
+        others = [i for i in range(6) if i not in rows]
+        assert torch.equal(x[others], before[others])
+
+    def test_only_consecutive_ascending_rows_are_a_range(self) -> None:
+        cases = {(1,): True, (1, 2, 3): True, (1, 3): False, (2, 1): False, (1, 1): False}
+        assert {rows: RowSet.of(rows, CPU).is_range for rows in cases} == cases
+
+    def test_put_converts(self) -> None:
+        x = torch.zeros(4, 2, dtype=torch.bfloat16)
+        for rows in ((0, 1), (0, 2)):
+            RowSet.of(rows, CPU).put(x, torch.ones(2, 2))
+        assert x.tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
+
+
+class TestMasks:
+    def test_causal(self) -> None:
+        positions = torch.tensor([[2, 3], [0, 1]])
+        assert causal_mask(positions, 4).int().tolist() == [
+            [[1, 1, 1, 0], [1, 1, 1, 1]],
+            [[1, 0, 0, 0], [1, 1, 0, 0]],
+        ]
+        assert causal_mask(positions, 4, first_key=1).int().tolist() == [
+            [[0, 1, 1, 0], [0, 1, 1, 1]],
+            [[1, 0, 0, 0], [0, 1, 0, 0]],
+        ]
+
+    @pytest.mark.parametrize("shape", ANY_TREE)
+    @pytest.mark.parametrize("extra_keys", [0, 3])
+    def test_tree(self, shape: str, extra_keys: int) -> None:
+        rng = random.Random(2)
+        roots, num_nodes = [0, 4, 2], 6
+        parents = [random_parents(shape, num_nodes, rng) for _ in roots]
+        num_keys = max(roots) + num_nodes + extra_keys
+        mask = tree_mask(torch.tensor(roots), tree_shape(parents), num_keys)
+        for b, root in enumerate(roots):
+            for node in range(num_nodes):
+                visible = {*range(root), *(root + i for i in path_to(parents[b], node))}
+                assert mask[b, node].nonzero().flatten().tolist() == sorted(visible)
+
+
+class TestPlanMemory:
+    @pytest.fixture(autouse=True)
+    def _clean_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("MAX_TOTAL_TOKENS", "MAX_RUNNING_REQUESTS", "CONTEXT_LENGTH", "PAGE_SIZE"):
+            monkeypatch.delenv(f"SPECMAMBA_{name}", raising=False)
+
+    @staticmethod
+    def plan(free_bytes: int = 1 << 30, max_nodes: int = 4, model_context: int = 100, **flags: Any) -> MemoryPlan:
+        return plan_memory(EngineConfig(**flags), cache_shape(), model_context, max_nodes, free_bytes)
+
+    @pytest.mark.parametrize("page_size", [1, 7, 16])
+    @pytest.mark.parametrize("max_nodes", [1, 4])
+    def test_with_plenty_of_memory_everyone_gets_a_full_context(self, page_size: int, max_nodes: int) -> None:
+        plan = self.plan(max_nodes=max_nodes, page_size=page_size, max_running_requests=3)
+        assert (plan.num_rows, plan.num_state_slots, plan.context_length) == (3, 3, 100)
+        assert plan.num_kv_tokens >= 3 * (100 + max_nodes)
+
+    def test_the_bytes_are_those_of_the_pools(self) -> None:
+        plan = self.plan(max_running_requests=3, page_size=4, max_mamba_cache_size=5)
+        shape = cache_shape()
+        kv = KVPool(shape, plan.num_pages, plan.page_size, CPU)
+        states = StatePool(shape, plan.num_state_slots, CPU)
+        records = SpecBuffers(shape, states, plan.num_rows, plan.max_nodes, CPU)
+        assert plan.kv_bytes == kv.k.nbytes + kv.v.nbytes
+        assert plan.state_bytes == states.recurrent.nbytes + states.conv.nbytes
+        windows = records.conv_inputs[:, :, : records.window].nbytes
+        in_use = records.k.nbytes + records.u.nbytes + records.decay.nbytes + records.conv_inputs.nbytes
+        assert plan.spec_bytes == in_use - windows
+
+    @pytest.mark.parametrize("free_bytes", [40_000, 100_000, 250_000])
+    def test_never_more_than_there_is(self, free_bytes: int) -> None:
+        plan = self.plan(free_bytes=free_bytes, max_running_requests=2)
+        assert plan.kv_bytes + plan.state_bytes + plan.spec_bytes <= free_bytes
+
+    @pytest.mark.parametrize("page_size", [1, 16])
+    def test_any_admitted_request_fits_alone(self, page_size: int) -> None:
+        plan = self.plan(max_total_tokens=50, page_size=page_size)
+        assert plan.context_length + plan.max_nodes <= plan.num_kv_tokens <= 50
+
+    def test_context_beyond_the_model(self) -> None:
+        with pytest.raises(ConfigError, match="--context-length 101 is more than the 100 tokens"):
+            self.plan(context_length=101)
+        assert self.plan(context_length=100).context_length == 100
+        assert self.plan(context_length=2).context_length == 2
+
+    @pytest.mark.parametrize("max_nodes", [1, 4, 64])
+    @pytest.mark.parametrize("page_size", [1, 5, 16])
+    def test_too_few_tokens_names_the_smallest_number_that_works(self, max_nodes: int, page_size: int) -> None:
+        with pytest.raises(
+            ConfigError, match=r"--max-total-tokens 1 is too small to run any request: set at least"
+        ) as e:
+            self.plan(max_nodes=max_nodes, page_size=page_size, max_total_tokens=1)
+        named = int(str(e.value).split()[-1])
+        plan = self.plan(max_nodes=max_nodes, page_size=page_size, max_total_tokens=named)
+        assert plan.context_length >= 2  # one prompt token, one output token
+        with pytest.raises(ConfigError):
+            self.plan(max_nodes=max_nodes, page_size=page_size, max_total_tokens=named - 1)
+
+    @pytest.mark.parametrize(
+        "flags",
+        [
+            {},
+            {"max_running_requests": 1},
+            {"max_total_tokens": 10_000, "max_running_requests": 1},
+            {"max_total_tokens": 10_000},
+            {"max_mamba_cache_size": 200, "max_running_requests": 1},
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("free_bytes", [-5, 10_000, 60_000])
+    def test_too_little_memory_names_settings_that_work(self, flags: dict[str, int], free_bytes: int) -> None:
+        """Every flag that the message tells to lower can be lowered, and with all of them lowered the pools fit."""
+        try:
+            plan = self.plan(free_bytes=free_bytes, **flags)
+        except ConfigError as error:
+            message = str(error)
+        else:
+            assert plan.kv_bytes + plan.state_bytes + plan.spec_bytes <= free_bytes
+            return
+        assert "--mem-fraction-static" in message
+        to_lower = set(re.findall(r"--(?:max-\S+?)(?=[ ,:]|$)", message.partition("lower")[2]))
+        lowest = {"--max-total-tokens": 6, "--max-running-requests": 1, "--max-mamba-cache-size": 1}
+        current = {"--max-running-requests": 16} | {"--" + k.replace("_", "-"): v for k, v in flags.items()}
+        for flag in to_lower:
+            assert current.get(flag, 1 << 30) > lowest[flag], f"{flag} is as low as it can be: {message}"
+        if free_bytes < 20_000:  # less than the smallest pools: only memory helps
+            return
+        lowered = flags | {flag[2:].replace("-", "_"): lowest[flag] for flag in to_lower}
+        assert self.plan(free_bytes=free_bytes, **lowered).context_length >= 2, message
+
+    def test_more_memory_always_helps(self) -> None:
+        """What the message says is needed is enough."""
+        with pytest.raises(ConfigError, match="raise --mem-fraction-static") as e:
+            self.plan(free_bytes=0, max_total_tokens=1000)
+        needed = re.search(r"the pools need (\d+) MiB", str(e.value))
+        assert needed
+        self.plan(free_bytes=(int(needed[1]) + 1) << 20, max_total_tokens=1000)
+
+    def test_fewer_states_than_rows_is_allowed(self) -> None:
+        plan = self.plan(max_running_requests=4, max_mamba_cache_size=2)
+        assert (plan.num_rows, plan.num_state_slots) == (4, 2)
+
+    def test_free_memory_of_this_machine(self) -> None:
+        assert free_memory(CPU) > 1 << 20

@@ -1,0 +1,344 @@
+"""Flags, environment and file: names, precedence, and what is refused with which words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from specmamba import LLM
+from specmamba.cache.shapes import CacheShape, DeltaStateShape
+from specmamba.config import (
+    DEMO_MODEL,
+    EngineConfig,
+    GenerateConfig,
+    ServerConfig,
+    describe_validation_error,
+    parse_command_line,
+)
+from specmamba.errors import ConfigError
+
+# DESIGN section 10, as far as it is built
+ENGINE_FLAGS = {
+    "--model": "x",
+    "--dtype": "float32",
+    "--device": "cpu",
+    "--mem-fraction-static": "0.25",
+    "--max-mamba-cache-size": "3",
+    "--max-running-requests": "4",
+    "--max-total-tokens": "1000",
+    "--context-length": "128",
+    "--chunked-prefill-size": "64",
+    "--page-size": "16",
+    "--seed": "7",
+    "--speculative-algorithm": "mtp",
+    "--speculative-num-steps": "2",
+    "--speculative-num-draft-tokens": "3",
+}
+SERVER_FLAGS = {"--host": "0.0.0.0", "--port": "8000", "--api-key": "secret", "--served-model-name": "name"}
+GENERATE_FLAGS = {"--prompt": "text", "--max-tokens": "12", "--temperature": "0.8"}
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.upper().startswith("SPECMAMBA_")]:
+        monkeypatch.delenv(name)
+
+
+def serve(*arguments: str) -> ServerConfig:
+    return parse_command_line(ServerConfig, "specmamba serve", list(arguments))
+
+
+def generate(*arguments: str) -> GenerateConfig:
+    return parse_command_line(GenerateConfig, "specmamba generate", list(arguments))
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        serve(*arguments)
+    return str(error.value)
+
+
+class TestFlags:
+    @pytest.mark.parametrize(("flag", "value"), (ENGINE_FLAGS | SERVER_FLAGS).items())
+    def test_serve(self, flag: str, value: str) -> None:
+        for arguments in ([flag, value], [f"{flag}={value}"]):
+            set_to = getattr(serve(*arguments), flag[2:].replace("-", "_"))
+            assert (set_to.get_secret_value() if isinstance(set_to, SecretStr) else str(set_to)) == value
+
+    @pytest.mark.parametrize(("flag", "value"), (ENGINE_FLAGS | GENERATE_FLAGS).items())
+    def test_generate(self, flag: str, value: str) -> None:
+        assert str(getattr(generate(flag, value), flag[2:].replace("-", "_"))) == value
+
+    def test_all_at_once(self) -> None:
+        arguments = [word for pair in (ENGINE_FLAGS | SERVER_FLAGS).items() for word in pair]
+        config = serve(*arguments)
+        assert config.num_draft_steps == 2
+        assert config.model_name == "name"
+
+    def test_defaults(self) -> None:
+        config = serve()
+        assert (config.host, config.port, config.seed, config.page_size) == ("127.0.0.1", 30000, 0, 1)
+        assert config.model_path == str(DEMO_MODEL)
+        assert config.model_name == "specmamba-demo"
+        assert (config.speculative_algorithm, config.num_draft_steps) == ("auto", 3)
+        assert serve("--model", "a/b").model_name == "a/b"
+
+    def test_only_kebab_case_and_only_whole_names(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for flag in ("--page_size", "--page-siz", "--pagesize"):
+            with pytest.raises(SystemExit) as ended:
+                serve(flag, "4")
+            assert ended.value.code == 2
+            assert flag in capsys.readouterr().err
+
+    def test_flags_of_the_other_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            serve("--prompt", "x")
+        with pytest.raises(SystemExit):
+            generate("--port", "1")
+        assert "--port" in capsys.readouterr().err
+
+    def test_stop_may_be_given_again(self) -> None:
+        assert generate("--stop", "a", "--stop", "b c", "--stop=-d").stop == ["a", "b c", "-d"]
+
+    @pytest.mark.parametrize(
+        "stop", ["b,c", ",", " ", "\n", "[", '"', "{", "}", "'x'", "[1", '["x", "y"]', "null", "1"]
+    )
+    def test_a_stop_string_is_taken_as_it_is(self, stop: str) -> None:
+        """Stop strings of code are brackets, quotes and commas: nothing in them is syntax of the command line."""
+        assert generate("--stop", stop).stop == [stop]
+
+    def test_switches(self) -> None:
+        assert [generate(*flags).ignore_eos for flags in ([], ["--ignore-eos"], ["--no-ignore-eos"])] == [0, 1, 0]
+
+    @pytest.mark.parametrize("prompt", ["--config", "-x", "", "a=b", "{}", "null", "0"])
+    def test_a_prompt_is_taken_as_it_is(self, prompt: str) -> None:
+        assert generate(f"--prompt={prompt}").prompt == prompt
+
+    @pytest.mark.parametrize("flag", [*ENGINE_FLAGS, *SERVER_FLAGS, "--config"])
+    def test_help_lists_every_flag(self, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            serve("--help")
+        assert ended.value.code == 0
+        assert flag in capsys.readouterr().out
+
+    def test_the_key_is_not_shown(self) -> None:
+        config = serve("--api-key", "hunter2")
+        assert "hunter2" not in repr(config) + str(config) + str(config.model_dump())
+
+    def test_frozen(self) -> None:
+        with pytest.raises(ValueError, match="frozen"):
+            serve().port = 1  # type: ignore[misc]
+
+
+class TestAliases:
+    @pytest.mark.parametrize("name", ["NEXTN", "nextn", "NextN", "mtp", "MTP"])
+    def test_nextn_is_mtp(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert serve("--speculative-algorithm", name).speculative_algorithm == "mtp"
+        assert EngineConfig(speculative_algorithm=name).speculative_algorithm == "mtp"  # type: ignore[arg-type]
+        monkeypatch.setenv("SPECMAMBA_SPECULATIVE_ALGORITHM", name)
+        assert serve().speculative_algorithm == "mtp"
+
+    @pytest.mark.parametrize("name", ["eagle", "EAGLE3", "ngram", "medusa", ""])
+    def test_what_is_not_built_is_refused(self, name: str) -> None:
+        message = refusal("--speculative-algorithm", name)
+        assert message.startswith("--speculative-algorithm: ")
+        assert "'auto', 'none' or 'mtp'" in message
+
+
+class TestPrecedence:
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        file = tmp_path / "settings.toml"
+        file.write_text('page_size = 2\nseed = 2\nhost = "toml"\nspeculative_algorithm = "NEXTN"\n')
+        return file
+
+    def test_command_line_over_environment_over_file_over_defaults(
+        self, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SPECMAMBA_PAGE_SIZE", "3")
+        monkeypatch.setenv("SPECMAMBA_SEED", "3")
+        for config_flag in (["--config", str(file)], [f"--config={file}"]):
+            config = serve("--seed", "4", *config_flag)
+            assert (config.seed, config.page_size, config.host, config.port) == (4, 3, "toml", 30000)
+            assert config.speculative_algorithm == "mtp"
+
+    def test_a_flag_with_its_default_value_still_wins(self, file: Path) -> None:
+        assert serve("--page-size", "1", "--config", str(file)).page_size == 1
+
+    def test_environment_of_the_python_interface(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECMAMBA_PAGE_SIZE", "3")
+        assert EngineConfig().page_size == 3
+        assert EngineConfig(page_size=5).page_size == 5
+
+    def test_foreign_variables_are_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("PAGE_SIZE", "PORT", "SPECMAMBA_CONTEXT", "SPECMAMBA_PORT"):
+            monkeypatch.setenv(name, "5")
+        assert EngineConfig().page_size == 1  # SPECMAMBA_PORT is the server's: the engine does not stumble over it
+
+    def test_one_file_for_both_commands(self, tmp_path: Path) -> None:
+        """Values are typed as TOML types them."""
+        file = tmp_path / "settings.toml"
+        file.write_text('context_length = 64\nmem_fraction_static = 0.125\nmodel = "m"\n')
+        for config in (serve("--config", str(file)), generate("--config", str(file))):
+            assert (config.context_length, config.mem_fraction_static, config.model) == (64, 0.125, "m")
+
+    def test_lists_in_a_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "settings.toml"
+        file.write_text('stop = ["a", "b"]\nignore_eos = true\n')
+        config = generate("--config", str(file))
+        assert (config.stop, config.ignore_eos) == (["a", "b"], True)
+
+    def test_the_flags_own_spelling_in_a_file(self, tmp_path: Path) -> None:
+        """Whoever copies --page-size into a file as page-size gets what was meant, or the right name."""
+        file = tmp_path / "settings.toml"
+        file.write_text("page-size = 8\n")
+        outcome = attempt(lambda: str(serve("--config", str(file)).page_size))
+        assert outcome == "8" or "page_size" in outcome
+
+
+def attempt(action: Callable[[], str]) -> str:
+    """What an action returns, or the words it is refused with."""
+    try:
+        return action()
+    except ConfigError as error:
+        return str(error)
+
+
+class TestFiles:
+    def test_missing(self, tmp_path: Path) -> None:
+        assert refusal("--config", str(tmp_path / "none.toml")) == f"--config: there is no file {tmp_path}/none.toml"
+        assert "there is no file" in refusal("--config", str(tmp_path))
+
+    @pytest.mark.parametrize("content", [b"page_size = ", b"[", b"\xff\xfe", b"page_size: 3\n"])
+    def test_not_toml(self, tmp_path: Path, content: bytes) -> None:
+        file = tmp_path / "x.toml"
+        file.write_bytes(content)
+        assert f"--config: {file} is not valid TOML" in refusal("--config", str(file))
+
+    def test_a_key_that_is_no_setting(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.toml"
+        file.write_text("pagesize = 3\n")
+        assert "pagesize" in refusal("--config", str(file))
+
+    def test_a_value_that_is_not_valid(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.toml"
+        file.write_text('page_size = "large"\n')
+        message = refusal("--config", str(file))
+        assert message.startswith("--page-size: ")
+        assert "'large'" in message
+
+    def test_no_name_given(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises((SystemExit, ConfigError)) as error:
+            serve("--config")
+        assert "--config" in capsys.readouterr().err + str(error.value)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("flag", "value"),
+        [
+            ("--port", "65536"),
+            ("--port", "-1"),
+            ("--port", "http"),
+            ("--page-size", "0"),
+            ("--page-size", "1.5"),
+            ("--max-running-requests", "0"),
+            ("--max-total-tokens", "0"),
+            ("--context-length", "1"),
+            ("--chunked-prefill-size", "0"),
+            ("--mem-fraction-static", "0"),
+            ("--mem-fraction-static", "1"),
+            ("--mem-fraction-static", "nan"),
+            ("--seed", "-1"),
+            ("--seed", str(2**63)),
+            ("--dtype", "int8"),
+            ("--device", "tpu"),
+            ("--speculative-num-steps", "0"),
+            ("--speculative-num-steps", "64"),
+            ("--speculative-num-draft-tokens", "1"),
+            ("--api-key", ""),
+            ("--served-model-name", ""),
+            ("--max-queued-requests", "0"),
+            ("--log-level", "loud"),
+            ("--num-threads", "0"),
+        ],
+    )
+    def test_a_value_out_of_range_names_the_flag_and_the_value(self, flag: str, value: str) -> None:
+        message = refusal(flag, value)
+        assert message.startswith(f"{flag}: ")
+        assert value in message or value == "" or "*" in message
+        assert "\n" not in message
+
+    def test_several_mistakes_are_several_lines(self) -> None:
+        lines = refusal("--port", "x", "--page-size", "0").splitlines()
+        assert sorted(line.split(":")[0] for line in lines) == ["--page-size", "--port"]
+
+    @pytest.mark.parametrize("flag", ["--speculative-num-steps", "--speculative-num-draft-tokens"])
+    def test_steps_without_a_drafter(self, flag: str) -> None:
+        message = refusal("--speculative-algorithm", "none", flag, "4")
+        assert "need a drafter: drop them, or choose --speculative-algorithm mtp" in message
+        serve(flag, "4")
+        serve("--speculative-algorithm", "mtp", flag, "4")
+
+    @pytest.mark.parametrize(("steps", "nodes"), [(3, 3), (3, 5), (1, 3), (63, 63)])
+    def test_steps_and_nodes_that_disagree(self, steps: int, nodes: int) -> None:
+        both = ["--speculative-num-steps", str(steps), "--speculative-num-draft-tokens"]
+        message = refusal(*both, str(nodes))
+        assert f"set --speculative-num-draft-tokens {steps + 1} or leave it out" in message
+        assert serve(*both, str(steps + 1)).num_draft_steps == steps  # what it says works
+        assert serve(*both[:2]).num_draft_steps == steps
+
+    def test_nodes_alone(self) -> None:
+        assert serve("--speculative-num-draft-tokens", "2").num_draft_steps == 1
+        assert serve("--speculative-num-draft-tokens", "64").num_draft_steps == 63
+
+    def test_the_environment_is_named_like_the_flag(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECMAMBA_PORT", "many")
+        assert refusal().startswith("--port: ")
+
+    def test_a_list_in_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECMAMBA_STOP", '["a", "b"]')
+        assert generate().stop == ["a", "b"]
+        monkeypatch.setenv("SPECMAMBA_STOP", "END")
+        outcome = attempt(lambda: str(generate().stop))
+        assert outcome == "['END']" or "stop" in outcome
+
+
+class TestPython:
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            ({"page_size": 0}, "--page-size: "),
+            ({"pagesize": 1}, "--pagesize: "),
+            ({"speculative_algorithm": "eagle"}, "--speculative-algorithm: "),
+            ({"speculative_algorithm": "none", "speculative_num_steps": 2}, "need a drafter"),
+            ({"speculative_num_steps": 2, "speculative_num_draft_tokens": 2}, "--speculative-num-draft-tokens 3"),
+            ({"port": 1}, "--port: "),
+        ],
+    )
+    def test_flags_are_checked_before_anything_is_loaded(self, flags: dict[str, object], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            LLM(model="/nowhere/at/all", **flags)
+
+    def test_a_message_without_a_flag(self) -> None:
+        with pytest.raises(ValueError) as error:
+            EngineConfig(speculative_algorithm="none", speculative_num_steps=1)
+        message = describe_validation_error(error.value)  # type: ignore[arg-type]
+        assert message.startswith("--speculative-num-steps and ")
+        assert "Value error" not in message
+
+
+def test_shapes_of_a_cache_in_bytes() -> None:
+    """The figures that ``--help`` readers plan with: state and records in float32, windows and KV in the dtype."""
+    import torch
+
+    state = DeltaStateShape(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=16, conv_width=4)
+    shape = CacheShape(3, 2, 10, 5, state, torch.bfloat16)
+    assert state.conv_channels == 2 * 2 * 8 + 4 * 16
+    assert shape.kv_bytes_per_token == 2 * 3 * 2 * 10 * 2
+    assert shape.state_bytes_per_slot == 5 * (4 * 4 * 8 * 16 + 3 * state.conv_channels * 2)
+    assert shape.record_bytes_per_token == 5 * (4 * (2 * 8 + 4 * 17) + state.conv_channels * 2)
