@@ -28,8 +28,8 @@ serve: $(STAMP) ## start the server; ARGS="--port 8000 --model PATH"
 generate: $(STAMP) ## continue PROMPT="..." in the terminal; ARGS="--max-tokens 64"
 	@$(BIN)/specmamba generate --prompt="$$PROMPT" $(ARGS)
 
-test: $(STAMP) ## run the tests; ARGS="-k layering -x"
-	$(BIN)/pytest $(ARGS)
+test: $(STAMP) ## run the tests on all cores; ARGS="-k layering -x"
+	$(BIN)/pytest --numprocesses auto $(ARGS)
 
 check: $(STAMP) ## format, lint, types, import order, packaging
 	$(BIN)/ruff format --check

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -39,20 +40,36 @@ class DecodeBenchConfig(EngineConfig):
     json_file: Annotated[Path | None, Field(description="write all figures to this file")] = None
 
 
-Contestant = Callable[[str, float, int], "Sample"]
-
-
+@dataclass(frozen=True)
 class Sample:
-    """One generation: seconds, tokens, and what speculation and looping looked like."""
+    """One generation."""
 
-    def __init__(self, seconds: float, tokens: Sequence[int], accept_length: float) -> None:
-        self.seconds, self.tokens, self.accept_length = seconds, tokens, accept_length
+    seconds: float
+    tokens: Sequence[int]
+    accept_length: float
 
     @property
     def distinct_4gram_ratio(self) -> float:
         """Share of distinct runs of four tokens: far below 1, the text loops and flatters any drafter."""
         grams = [tuple(self.tokens[i : i + 4]) for i in range(len(self.tokens) - 3)]
         return len(set(grams)) / len(grams) if grams else 1.0
+
+
+class Contestant:
+    """Something that generates, on the number of threads it chose itself when it was made."""
+
+    def __init__(self, generate: Callable[[str, float, int], Sample]) -> None:
+        import torch
+
+        self._generate = generate
+        self.num_threads = torch.get_num_threads()
+
+    def generate(self, prompt: str, temperature: float, seed: int) -> Sample:
+        """Continue a prompt by the configured number of tokens."""
+        import torch
+
+        torch.set_num_threads(self.num_threads)
+        return self._generate(prompt, temperature, seed)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,8 +87,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(config: DecodeBenchConfig) -> dict[str, Any]:
     """All rounds; the report as a JSON object."""
-    import torch
-
     from specmamba.bench.decode_floor import floor_report
 
     contestants = {
@@ -80,26 +95,12 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
         "mtp": specmamba_contestant(config, "mtp"),
     }
     prompts = bundled_prompts(config.num_prompts)
-    results: dict[float, dict[str, list[list[Sample]]]] = {
-        t: {name: [] for name in contestants} for t in config.temperatures
-    }
-    for contestant in contestants.values():  # warm up
-        contestant(prompts[0], 0.0, 0)
-    for number in range(config.rounds):
-        for temperature in config.temperatures:
-            samples: dict[str, list[Sample]] = {name: [] for name in contestants}
-            for i, prompt in enumerate(prompts):
-                for name, contestant in contestants.items():
-                    samples[name].append(contestant(prompt, temperature, number * len(prompts) + i))
-            for name in contestants:
-                results[temperature][name].append(samples[name])
-        print(f"round {number + 1} of {config.rounds} done", file=sys.stderr)
+    results = play(config, contestants, prompts)
     return {
         "model": config.model_path if config.model else "specmamba-demo",
         "dtype": config.dtype,
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "threads": {name: contestant.num_threads for name, contestant in contestants.items()},
+        "versions": {name: version(name) for name in ("specmamba", "torch", "transformers")},
         "max_tokens": config.max_tokens,
         "num_prompts": len(prompts),
         "rounds": config.rounds,
@@ -107,6 +108,27 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
         "results": {f"{t:g}": summarize(results[t]) for t in config.temperatures},
         "floor": floor_report(config),
     }
+
+
+def play(
+    config: DecodeBenchConfig, contestants: dict[str, Contestant], prompts: Sequence[str]
+) -> dict[float, dict[str, list[list[Sample]]]]:
+    """Samples by temperature and contestant: a list per round."""
+    results: dict[float, dict[str, list[list[Sample]]]] = {
+        t: {name: [] for name in contestants} for t in config.temperatures
+    }
+    for contestant in contestants.values():  # warm up
+        contestant.generate(prompts[0], 0.0, 0)
+    for number in range(config.rounds):
+        for temperature in config.temperatures:
+            samples: dict[str, list[Sample]] = {name: [] for name in contestants}
+            for i, prompt in enumerate(prompts):
+                for name, contestant in contestants.items():
+                    samples[name].append(contestant.generate(prompt, temperature, number * len(prompts) + i))
+            for name in contestants:
+                results[temperature][name].append(samples[name])
+        print(f"round {number + 1} of {config.rounds} done", file=sys.stderr)
+    return results
 
 
 def summarize(results: dict[str, list[list[Sample]]]) -> dict[str, Any]:
@@ -144,7 +166,7 @@ def specmamba_contestant(config: DecodeBenchConfig, algorithm: str) -> Contestan
         output: RequestOutput = llm.generate(prompt, params)[0]
         return Sample(time.perf_counter() - began, output.token_ids, output.spec.accept_length)
 
-    return generate
+    return Contestant(generate)
 
 
 def sampling_params(config: DecodeBenchConfig, temperature: float, seed: int) -> SamplingParams:
@@ -155,26 +177,30 @@ def sampling_params(config: DecodeBenchConfig, temperature: float, seed: int) ->
 
 
 def transformers_contestant(config: DecodeBenchConfig) -> Contestant:
-    """transformers' own ``generate`` on the same checkpoint, tokenizing included, as for the others."""
+    """transformers' own ``generate`` on the same checkpoint and device, tokenizing included, as for the others."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(config.model_path)
     model: Any = AutoModelForCausalLM.from_pretrained(config.model_path, dtype=config.dtype)
-    model.eval()
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    model.eval().to(device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     model.generation_config.eos_token_id = None
 
     def generate(prompt: str, temperature: float, seed: int) -> Sample:
         torch.manual_seed(seed)
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         began = time.perf_counter()
-        inputs = tokenizer(prompt, return_tensors="pt")
+        inputs = tokenizer(prompt, return_tensors="pt").to(device)
         length = inputs["input_ids"].shape[1]
         with torch.inference_mode():
             output = model.generate(**inputs, max_new_tokens=config.max_tokens, pad_token_id=0, **sampled)
-        return Sample(time.perf_counter() - began, output[0, length:].tolist(), 1.0)
+        tokens = output[0, length:].tolist()
+        return Sample(time.perf_counter() - began, tokens, 1.0)
 
-    return generate
+    return Contestant(generate)
 
 
 def bundled_prompts(count: int) -> list[str]:
@@ -193,7 +219,7 @@ def print_report(report: dict[str, Any]) -> None:
     title = (
         f"{report['model']}, {report['dtype']}, batch 1, {report['max_tokens']} new tokens, {report['threads']} threads"
     )
-    table = Table("temperature", "", "tokens/s", "vs transformers", "(range)", "accept length", "4-grams", title=title)
+    table = Table("T", "", "tokens/s", "ratio", "range", "accepted", "4-grams", title=title)
     for temperature, rows in report["results"].items():
         for name, row in rows.items():
             low, high = row["ratio_range"]

@@ -115,6 +115,9 @@ def _sampling_params(config: GenerateConfig) -> SamplingParams:
             top_p=config.top_p,
             top_k=config.top_k,
             min_p=config.min_p,
+            presence_penalty=config.presence_penalty,
+            frequency_penalty=config.frequency_penalty,
+            repetition_penalty=config.repetition_penalty,
             stop=tuple(config.stop),
             ignore_eos=config.ignore_eos,
         )

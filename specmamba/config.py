@@ -17,6 +17,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from specmamba.core import MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
 from specmamba.errors import ConfigError
 
 DEMO_MODEL = Path(__file__).parent / "demo"
@@ -156,10 +157,13 @@ class GenerateConfig(EngineConfig):
 
     prompt: Annotated[str | None, Field(description="the prompt; none: standard input")] = None
     max_tokens: Annotated[int, Field(ge=1, description="new tokens at the most")] = 128
-    temperature: Annotated[float, Field(ge=0, le=100, description="0: greedy")] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, description="0 keeps all tokens")] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     stop: Annotated[list[str], Field(description="a string that ends the text; may be given again")] = []
     ignore_eos: Annotated[bool, Field(description="go on after the end-of-text token")] = False
 
@@ -175,7 +179,7 @@ def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[s
     Raises:
         ConfigError: a value, a combination or the file is not valid; the message names each flag concerned.
     """
-    file_settings, arguments = _take_config_file(arguments)
+    file_settings, arguments = _take_config_file(config_class, arguments)
     repeated, arguments = _take_repeated(config_class, arguments)
 
     class FromEverywhere(config_class):  # type: ignore[valid-type, misc]
@@ -210,10 +214,15 @@ def describe_validation_error(error: ValidationError) -> str:
     return "\n".join(lines)
 
 
-def _take_config_file(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The settings of ``--config FILE.toml`` by field name, and the arguments without it."""
+def _take_config_file(config_class: type[EngineConfig], arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of ``--config FILE.toml`` by field name, and the arguments without it.
+
+    One file can serve all commands: what only another command knows is left out.
+    """
     files, rest = _take_flag("--config", arguments)
-    return (_read_toml(Path(files[-1])) if files else {}), rest
+    settings = _read_toml(Path(files[-1])) if files else {}
+    elsewhere = {*ServerConfig.model_fields, *GenerateConfig.model_fields} - set(config_class.model_fields)
+    return {name: value for name, value in settings.items() if name not in elsewhere}, rest
 
 
 def _take_repeated(config_class: type[EngineConfig], arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:

@@ -12,8 +12,17 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-_Probability = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
-_Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
+# What a sampling setting may be, wherever it is given: in Python, over HTTP, on the command line.
+Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False, description="0: greedy")]
+TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False, description="mass of the likeliest tokens to keep")]
+TopK = Annotated[int, Field(ge=-1, le=2**31, description="keep the k likeliest tokens; 0 or -1 keeps all")]
+MinP = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False, description="relative to the likeliest token")]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
+# bounded below too: a logit divided by next to nothing is no number any more
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100.0, allow_inf_nan=False, description="1 changes nothing")]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+MAX_STOP_STRINGS, MAX_STOP_IDS = 16, 256
 
 
 class SamplingParams(BaseModel):
@@ -27,16 +36,16 @@ class SamplingParams(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_tokens: Annotated[int, Field(ge=1, description="new tokens at the most")] = 16
-    temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, description="keep the k likeliest tokens; 0 or -1 keeps all")] = 0
-    min_p: _Probability = 0.0
-    presence_penalty: _Penalty = 0.0
-    frequency_penalty: _Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0, allow_inf_nan=False)] = 1.0
-    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...], Field(max_length=16)] = ()
-    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=256)] = ()
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    seed: Seed | None = None
+    stop: Annotated[tuple[StopString, ...], Field(max_length=MAX_STOP_STRINGS)] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MAX_STOP_IDS)] = ()
     ignore_eos: bool = False
 
     @field_validator("stop", mode="before")
@@ -141,7 +150,7 @@ class TreeShape:
 class Batch:
     """The requests of one verify, by row of the request table. Each has its root: decided, not yet run."""
 
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # ascending
     row_index: Tensor  # [B] int64, the same rows
     root_tokens: Tensor  # [B] int64
     root_positions: Tensor  # [B] int64
@@ -180,3 +189,4 @@ class Verdict:
     num_accepted: Tensor  # [B] int64; accepted drafts, the root not counted
     path_tokens: Tensor  # [B, N + 1] int64; tokens of path[1:], then the bonus token, then padding
     bonus: Tensor  # [B] int64; the target's own token after the path: the next root
+    is_sound: Tensor  # [B] bool; False where the target's logits are not finite and nothing can be decided

@@ -82,19 +82,20 @@ class LLM:
     def _encode(self, prompt: object) -> list[int]:
         if isinstance(prompt, str):
             return self.engine.tokenizer.encode(prompt)
-        if not isinstance(prompt, Iterable) or not all(map(_is_token, prompt)):
+        tokens: list[Any] | None = list(prompt) if isinstance(prompt, Iterable) else None
+        if tokens is None or not all(map(_is_token, tokens)):
             raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}", "prompt")
-        return [int(token) for token in prompt]
+        return [int(token) for token in tokens]
 
     def _run(self, requests: list[tuple[str, list[int], SamplingParams]]) -> Iterator[OutputDelta]:
         waiting, names = requests[::-1], [name for name, _, _ in requests]
         unfinished = set(names)
         self._inboxes.update({name: deque() for name in names})
         try:
-            while unfinished:
+            while unfinished and (waiting or self.engine.has_unfinished_requests or self._has_mail(names)):
                 while waiting and len(self.engine.scheduler.waiting) < self.engine.config.max_queued_requests:
                     self.engine.add_request(*waiting.pop())
-                if not any(self._inboxes[name] for name in names):
+                if not self._has_mail(names):
                     self._step()
                 for delta in self._take(names):
                     if delta.finish_reason is not None:
@@ -107,7 +108,11 @@ class LLM:
 
     def _step(self) -> None:
         for delta in self.engine.step():
-            self._inboxes[delta.request_id].append(delta)
+            if delta.request_id in self._inboxes:  # else it was put into the engine by other means
+                self._inboxes[delta.request_id].append(delta)
+
+    def _has_mail(self, names: Sequence[str]) -> bool:
+        return any(self._inboxes[name] for name in names)
 
     def _take(self, names: Sequence[str]) -> Iterator[OutputDelta]:
         for name in names:

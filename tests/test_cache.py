@@ -622,7 +622,7 @@ class TestPlanMemory:
 
     @staticmethod
     def plan(free_bytes: int = 1 << 30, max_nodes: int = 4, model_context: int = 100, **flags: Any) -> MemoryPlan:
-        return plan_memory(EngineConfig(**flags), cache_shape(), model_context, max_nodes, free_bytes)
+        return plan_memory(EngineConfig(**flags), cache_shape(), model_context, 100, max_nodes, free_bytes)
 
     @pytest.mark.parametrize("page_size", [1, 7, 16])
     @pytest.mark.parametrize("max_nodes", [1, 4])

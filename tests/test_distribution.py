@@ -180,6 +180,7 @@ def take_the_first_draft(
         num_accepted=torch.ones_like(fair.num_accepted),
         path_tokens=torch.cat([tree.tokens[:, 1:2], second[:, None], fair.path_tokens[:, 2:]], 1),
         bonus=second,
+        is_sound=fair.is_sound,
     )
 
 
@@ -215,7 +216,8 @@ def favour_the_draft(
                 (again.path_tokens, fair.path_tokens),
                 (again.bonus, fair.bonus),
             )
-        )
+        ),
+        is_sound=fair.is_sound,
     )
 
 

@@ -376,7 +376,10 @@ def test_api_key() -> None:
 
 
 def test_a_full_queue() -> None:
-    with serving(FakeEngine(step_s=0.05), max_queued_requests=2) as served, ThreadPoolExecutor() as pool:
+    with (
+        serving(FakeEngine(step_s=0.05), max_queued_requests=2, max_running_requests=1) as served,
+        ThreadPoolExecutor() as pool,
+    ):
         running = pool.submit(served.complete, prompt="a", max_tokens=30)
         wait_until(lambda: served.engine.running)
         for body in ({"prompt": ["b", "c"]}, {"prompt": ["b", "c"], "stream": True}):
@@ -385,7 +388,7 @@ def test_a_full_queue() -> None:
             assert int(response.headers["retry-after"]) >= 1
             assert len(served.engine.running) == 1
         assert running.result().status_code == 200
-        refused(served.complete(prompt=["a", "b", "c"]), 400, "prompt")  # no later time is better
+        refused(served.complete(prompt=["a", "b", "c", "d"]), 400, "prompt")  # no later time is better
 
 
 def test_an_unforeseen_exception_tells_nothing_and_keeps_the_connection(caplog: pytest.LogCaptureFixture) -> None:

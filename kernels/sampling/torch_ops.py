@@ -44,6 +44,7 @@ def probabilities(
         [B, N, V] float32.
     """
     logits = logits.float()
+    logits = logits - logits.amax(-1, keepdim=True)  # the largest is 0: no temperature can make it overflow
     is_greedy = (temperature == 0)[:, None, None]
     scaled = logits / temperature.where(temperature != 0, 1)[:, None, None]
     if top_k is not None:
@@ -80,7 +81,8 @@ def sample(
     # float64: over a vocabulary of 250,000 a float32 running sum is off by more than many a token's probability
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     threshold = uniforms[..., None] * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    return tokens.clamp_(max=probs.shape[-1] - 1)  # only where the logits are not numbers: still an index
 
 
 def penalize(

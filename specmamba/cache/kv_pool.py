@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 import torch
@@ -15,7 +16,7 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._free = list(range(num_pages, 0, -1))
+        self._free = array("q", range(num_pages, 0, -1))  # a list would spend 36 bytes on a page
         self._is_free = bytearray([0] + [1] * num_pages)
 
     @property
@@ -70,6 +71,11 @@ class KVPool:
         """Store k, v [T, heads, head_dim] at token slots [T] of a layer."""
         self.k[layer].index_copy_(0, slots, k)
         self.v[layer].index_copy_(0, slots, v)
+
+    def clear(self, slots: Tensor) -> None:
+        """Overwrite token slots [T] with zeros: what is not a number would spoil whoever gets the page next."""
+        self.k[:, slots] = 0
+        self.v[:, slots] = 0
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy tokens between slots [T], in all layers; every read happens before any write."""

@@ -34,7 +34,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: EngineConfig, shape: CacheShape, model_context: int, max_nodes: int, free_bytes: int
+    config: EngineConfig, shape: CacheShape, model_context: int, vocab_size: int, max_nodes: int, free_bytes: int
 ) -> MemoryPlan:
     """Size the pools for a configuration.
 
@@ -42,6 +42,7 @@ def plan_memory(
         config: the limits the user set.
         shape: bytes per token and per request.
         model_context: tokens the model was made for.
+        vocab_size: for the token counts that penalties need.
         max_nodes: nodes of a draft tree, root included; 1 without drafting.
         free_bytes: what the pools may take, weights already subtracted.
 
@@ -52,9 +53,10 @@ def plan_memory(
     rows = config.max_running_requests
     slots = config.max_mamba_cache_size or rows
     state_bytes = (slots + 1) * shape.state_bytes_per_slot
-    spec_bytes = (rows + 1) * (pending_capacity(max_nodes) + max_nodes) * shape.record_bytes_per_token
+    spec_bytes = (rows + 1) * pending_capacity(max_nodes) * shape.record_bytes_per_token
+    table_bytes = (rows + 1) * (8 * (context + max_nodes) + 5 * vocab_size)  # KV slots; token counts for penalties
     page_bytes = max(1, shape.kv_bytes_per_token) * config.page_size
-    affordable = (free_bytes - state_bytes - spec_bytes) // page_bytes - 1  # page 0 is padding
+    affordable = (free_bytes - state_bytes - spec_bytes - table_bytes) // page_bytes - 1  # page 0 is padding
     if config.max_total_tokens is not None:
         pages = config.max_total_tokens // config.page_size
     else:
@@ -67,7 +69,7 @@ def plan_memory(
         )
     if pages > affordable or affordable < smallest:
         pages = max(pages, smallest)
-        needed = state_bytes + spec_bytes + (pages + 1) * page_bytes
+        needed = state_bytes + spec_bytes + table_bytes + (pages + 1) * page_bytes
         raise ConfigError(
             f"the pools need {_mib(needed)} MiB ({_mib(state_bytes)} for {slots} recurrent states, {_mib(spec_bytes)} "
             f"for the speculation of {rows} requests, the rest for {pages * config.page_size} tokens of KV), but "
@@ -98,12 +100,25 @@ def free_memory(device: torch.device) -> int:
     """Bytes that are free on a device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    return min(_free_on_machine(), _free_in_container())
+
+
+def _free_on_machine() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_in_container() -> int:
+    """What the control group (version 2) that this process runs in may still take."""
+    try:
+        group = Path("/sys/fs/cgroup")
+        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no such group, or no limit ("max")
+        return 1 << 62
 
 
 def _context_length(config: EngineConfig, model_context: int) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
-from specmamba.core import Chunk
+from specmamba.core import Batch, Chunk
 
 
 class RequestTable:
@@ -54,9 +54,8 @@ class RequestTable:
         if new_pages:
             size, pages = self._kv_pool.page_size, self._pages[row]
             first = len(pages) * size
-            slots = (torch.tensor(new_pages)[:, None] * size + torch.arange(size)).view(-1)
-            slots = slots[: self.max_positions - first]
-            self.kv_slots[row, first : first + len(slots)] = slots.to(self.kv_slots.device)
+            slots = [page * size + offset for page in new_pages for offset in range(size)][: self.max_positions - first]
+            self.kv_slots[row, first : first + len(slots)] = torch.tensor(slots, device=self.kv_slots.device)
             pages.extend(new_pages)
         return True
 
@@ -70,6 +69,12 @@ class RequestTable:
     def slots_at(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Token slots of positions [B, N] of rows [B]."""
         return self.kv_slots[rows[:, None], positions]
+
+    def read_slots(self, batch: Batch, first: int, end: int) -> Tensor:
+        """Token slots [B, end - first] of positions [first, end); a view where the rows are consecutive."""
+        if batch.rows[-1] - batch.rows[0] == len(batch.rows) - 1:
+            return self.kv_slots[batch.rows[0] : batch.rows[-1] + 1, first:end]
+        return self.kv_slots[batch.row_index, first:end]
 
     def slots_of(self, chunk: Chunk) -> Tensor:
         """Token slots [B, L] of a chunk's tokens; 0, which is nobody's, for its padding."""

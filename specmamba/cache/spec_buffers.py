@@ -24,6 +24,17 @@ MIN_PENDING_CAPACITY = 16
 
 
 @dataclass(frozen=True, slots=True)
+class LayerViews:
+    """A plan's part of all buffers, one view per layer: cut once, not once per layer."""
+
+    k: tuple[Tensor, ...]
+    u: tuple[Tensor, ...]
+    decay: tuple[Tensor, ...]
+    conv_inputs: tuple[Tensor, ...]
+    state: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyPlan:
     """Where one verify finds and leaves everything; the same for all layers."""
 
@@ -34,6 +45,7 @@ class VerifyPlan:
     num_pending: Tensor | None  # [B] int64; None when every row has node_offset of them
     node_offset: int
     conv_index: Tensor  # [B, N, W] int64 entries of a row of conv_inputs
+    views: LayerViews | None  # None where rows or slots are not consecutive: then there are only copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +61,15 @@ class SpecBuffers:
     """Records of every running row, sized by running requests and not by cache slots.
 
     ``k`` [layers, rows, R, Hk, K], ``u`` [layers, rows, R, Hv, V] and ``decay`` [layers, rows, R, Hv] are float32;
-    ``conv_inputs`` [layers, rows, W-1+R, C] starts with the checkpoint's window. R = capacity + max_nodes.
+    ``conv_inputs`` [layers, rows, W-1+R, C] starts with the checkpoint's window. R is the capacity: what a verify adds
+    always fits, since rows that are too full fold first.
     """
 
     def __init__(self, shape: CacheShape, pool: StatePool, num_rows: int, max_nodes: int, device: torch.device) -> None:
         s, layers = shape.state, shape.num_state_layers
         self.max_nodes = max_nodes
         self.capacity = pending_capacity(max_nodes)
-        size = (layers, num_rows + 1, self.capacity + max_nodes)
+        size = (layers, num_rows + 1, self.capacity)
         self.k = torch.zeros(*size, s.num_key_heads, s.key_dim, device=device)
         self.u = torch.zeros(*size, s.num_value_heads, s.value_dim, device=device)
         self.decay = torch.zeros(*size, s.num_value_heads, device=device)
@@ -108,39 +121,47 @@ class SpecBuffers:
         for row in rows:
             lease = self._leases[row]
             self._pool.check(lease.slot, lease.owner, lease.position)
-        slots = [self._leases[row].slot for row in rows]
+        row_set = RowSet.of(rows, device)
+        slot_set = RowSet.of([self._leases[row].slot for row in rows], device)
         return VerifyPlan(
-            rows=RowSet.of(rows, device),
-            slots=RowSet.of(slots, device),
+            rows=row_set,
+            slots=slot_set,
             tree=tree,
             pending=pending,
             num_pending=num_pending,
             node_offset=offset,
             conv_index=self._conv_index(tree, num_pending, offset),
+            views=self._views(row_set, slot_set, offset + tree.num_nodes),
         )
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, plan: VerifyPlan) -> Tensor:
         """Record the nodes' convolution inputs [B, N, C] and convolve them along their own paths."""
-        stored = plan.rows.take(self.conv_inputs[layer])[:, : self.window + plan.node_offset + inputs.shape[1]]
-        stored[:, self.window + plan.node_offset :] = inputs
-        if not plan.rows.is_range:
-            self._put_nodes(self.conv_inputs[layer], plan, self.window + plan.node_offset, inputs)
+        offset = self.window + plan.node_offset
+        if plan.views is not None:
+            stored = plan.views.conv_inputs[layer]
+        else:
+            stored = plan.rows.take(self.conv_inputs[layer])[:, : offset + inputs.shape[1]]
+            self._put_nodes(self.conv_inputs[layer], plan, offset, inputs)
+        stored[:, offset:] = inputs
         return causal_conv1d.tree_verify(stored, plan.conv_index, weight)
 
     def delta_rule(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: VerifyPlan
     ) -> Tensor:
         """Outputs of all nodes from one read of the checkpoint; see ``kernels.gated_delta_rule.tree_verify``."""
-        end = plan.node_offset + plan.tree.num_nodes
-        state = plan.slots.take(self._pool.recurrent[layer])
-        records_k, records_u, decay = (plan.rows.take(x[layer])[:, :end] for x in self._records)
-        out = gated_delta_rule.tree_verify(
-            q, k, v, g, beta, state, records_k, records_u, decay,
-            plan.num_pending, plan.node_offset, plan.tree.ancestors,
-        )  # fmt: skip
-        if not plan.rows.is_range:  # what was written is a copy
-            for buffer, written in zip(self._records, (records_k, records_u, decay), strict=True):
-                self._put_nodes(buffer[layer], plan, plan.node_offset, written[:, plan.node_offset :])
+        if plan.views is not None:
+            state = plan.views.state[layer]
+            records = plan.views.k[layer], plan.views.u[layer], plan.views.decay[layer]
+        else:
+            state = plan.slots.take(self._pool.recurrent[layer])
+            k_rows, u_rows, decay_rows = (plan.rows.take(x[layer]) for x in self._records)
+            records = k_rows, u_rows, decay_rows
+        pending = plan.num_pending, plan.node_offset
+        out = gated_delta_rule.tree_verify(q, k, v, g, beta, state, *records, *pending, plan.tree.ancestors)
+        if plan.views is None:  # what was written is a copy
+            nodes = slice(plan.node_offset, plan.node_offset + plan.tree.num_nodes)
+            for buffer, written in zip(self._records, records, strict=True):
+                self._put_nodes(buffer[layer], plan, nodes.start, written[:, nodes])
         return out
 
     def commit(self, plan: VerifyPlan, path: Tensor, num_accepted: Tensor, accepted: Sequence[int]) -> None:
@@ -162,6 +183,15 @@ class SpecBuffers:
             state_copy.compact(self.conv_inputs, plan.rows.index, source + shift, target + shift, valid)
         for row, count in zip(plan.rows.rows, accepted, strict=True):
             self._num_pending[row] += count + 1
+
+    def _views(self, rows: RowSet, slots: RowSet, end: int) -> LayerViews | None:
+        if not (rows.is_range and slots.is_range):
+            return None
+        part, count = rows.rows[0], len(rows)
+        k, u, decay = (x.narrow(1, part, count)[:, :, :end].unbind(0) for x in self._records)
+        inputs = self.conv_inputs.narrow(1, part, count)[:, :, : self.window + end]
+        states = self._pool.recurrent.narrow(1, slots.rows[0], count)
+        return LayerViews(k, u, decay, inputs.unbind(0), states.unbind(0))
 
     def _conv_index(self, tree: TreeShape, num_pending: Tensor | None, offset: int) -> Tensor:
         """Node-relative indices -> entries of conv_inputs: nodes behind the offset, older inputs behind the pending."""

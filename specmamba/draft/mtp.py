@@ -46,7 +46,10 @@ class MTPDrafter(Drafter):
         """Make the head's entries for known tokens. See ``Drafter``."""
         before = torch.cat([self._hidden[chunk.row_index, :1], hidden[:, :-1]], 1)
         slots = self._table.slots_of(chunk)
-        self._forward(chunk.row_index, chunk.tokens, before, chunk.positions, slots, chunk.end)
+        read_slots = self._table.kv_slots[chunk.row_index, : chunk.end]
+        mask = causal_mask(chunk.positions, chunk.end, FIRST_KEY)
+        kv = PagedKV(self._kv_pool, slots.view(-1), read_slots, mask)
+        self._head.forward(chunk.tokens, before, ForwardContext(kv, None, chunk.positions))
         last = (chunk.lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
         self._hidden[chunk.row_index, 0] = hidden.gather(1, last).squeeze(1)
 
@@ -59,7 +62,7 @@ class MTPDrafter(Drafter):
             positions = (batch.root_positions + step)[:, None]
             slots = self._table.slots_at(batch.row_index, positions)
             num_keys = batch.max_root_position + step + 1
-            hidden = self._forward(batch.row_index, token, hidden, positions, slots, num_keys)
+            hidden = self._forward(batch, token, hidden, positions, slots, num_keys)
             token = self._head.logits(hidden).argmax(-1)
             tokens.append(token)
         shape = chain_shape(len(batch.rows), self.max_nodes, token.device)
@@ -88,13 +91,14 @@ class MTPDrafter(Drafter):
         if min(counts) < longest:
             slots = slots * (steps <= last)
         num_keys = batch.max_root_position + 1
-        out = self._forward(batch.row_index, tokens, hidden, positions, slots, num_keys)
+        out = self._forward(batch, tokens, hidden, positions, slots, num_keys)
         return out.gather(1, last[..., None].expand(-1, 1, out.shape[2]))
 
     def _forward(
-        self, rows: Tensor, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, num_keys: int
+        self, batch: Batch, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, num_keys: int
     ) -> Tensor:
-        read_slots = self._table.kv_slots[rows, :num_keys]
-        mask = causal_mask(positions, num_keys, FIRST_KEY)
+        is_lone = tokens.numel() == 1 and num_keys > FIRST_KEY  # one query at the last key: it sees all from the first
+        read_slots = self._table.read_slots(batch, FIRST_KEY if is_lone else 0, num_keys)
+        mask = None if is_lone else causal_mask(positions, num_keys, FIRST_KEY)
         kv = PagedKV(self._kv_pool, slots.reshape(-1), read_slots, mask)
         return self._head.forward(tokens, hidden, ForwardContext(kv, None, positions))

@@ -25,6 +25,7 @@ from specmamba.models.registry import load_model
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 
 SMALL_MODEL_BYTES = 64 << 20
+PROCESS_THREADS = torch.get_num_threads()  # what PyTorch was set to before any engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,14 @@ class Engine:
             max_nodes = self._num_steps + 1
             weight_bytes = self.model.num_parameters * self.model.cache_shape.dtype.itemsize
             _set_threads(config, self.device, weight_bytes)
+            self.vocab_size = self.model.target.vocab_size
             self.memory_plan = plan_memory(
-                config, self.model.cache_shape, self.model.context_length, max_nodes, budget - weight_bytes
+                config,
+                self.model.cache_shape,
+                self.model.context_length,
+                self.vocab_size,
+                max_nodes,
+                budget - weight_bytes,
             )
         # outside of inference mode: what is freed by an abort is written from outside of a step
         self._pools = Pools(self.model, self.memory_plan, self.device)
@@ -72,7 +79,6 @@ class Engine:
             config.chunked_prefill_size, config.max_queued_requests, self._runner.release,
         )  # fmt: skip
         self.context_length = self.memory_plan.context_length
-        self.vocab_size = self.model.target.vocab_size
         self._requests: dict[str, Request] = {}
         self._num_added = 0
         self._spec = SpecStats()
@@ -118,6 +124,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
         """Run at most one chunk of known tokens, then one verify of every request that is ready for it."""
+        self.scheduler.make_room()  # before newcomers take what those that run already need
         for request in self.scheduler.admit():
             self._runner.admit(request)
             if not request.num_to_extend:
@@ -127,7 +134,6 @@ class Engine:
             self._runner.extend(runs)
             for request in self.scheduler.finish_runs(runs):
                 self._runner.start_verifying(request)
-        self.scheduler.make_room()
         batch = sorted(self.scheduler.verifying, key=lambda request: request.held_row)
         if not batch:
             return []
@@ -184,9 +190,10 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Drop all requests."""
+        """Drop all requests; the number of threads is the process's own again."""
         for request_id in list(self._requests):
             self.abort(request_id)
+        torch.set_num_threads(PROCESS_THREADS)
 
     def _make_drafter(self) -> Drafter:
         if not self._num_steps or self.model.draft_head is None:
@@ -196,6 +203,8 @@ class Engine:
 
     def _advance(self, request: Request, decision: Decision) -> OutputDelta:
         """Give a request its new tokens, and end it where they say so."""
+        if not decision.is_sound:
+            return self._fail(request, "the model's logits are not finite: try --dtype bfloat16 or float32")
         num_accepted = len(decision.tokens) - 1
         request.spec = request.spec.after_step(decision.num_drafted, num_accepted)
         self._spec = self._spec.after_step(decision.num_drafted, num_accepted)
@@ -209,16 +218,25 @@ class Engine:
             self.abort(request.request_id)
         return _delta(request, tokens, text, reason)
 
+    def _fail(self, request: Request, error: str) -> OutputDelta:
+        """End one request that cannot go on; the others do not notice."""
+        self._runner.scrub(request)
+        self.abort(request.request_id)
+        return _delta(request, (), "", "error", error)
 
-def _delta(request: Request, tokens: tuple[int, ...], text: str, reason: FinishReason | None) -> OutputDelta:
+
+def _delta(
+    request: Request, tokens: tuple[int, ...], text: str, reason: FinishReason | None, error: str | None = None
+) -> OutputDelta:
     return OutputDelta(
         request_id=request.request_id,
         token_ids=tokens,
         text=text,
         num_prompt_tokens=len(request.prompt),
-        num_cached_tokens=0,
+        num_cached_tokens=request.num_cached_tokens,
         num_output_tokens=len(request.output),
         finish_reason=reason,
+        error=error,
         spec=request.spec,
     )
 
@@ -237,10 +255,8 @@ def _set_threads(config: EngineConfig, device: torch.device, weight_bytes: int) 
     A model that the caches hold is bound by the number of its operators, not by their size. A second thread then gains
     little, and as operators wait for their slowest thread, it loses a lot when a server or a client wants its core.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    elif device.type == "cpu" and weight_bytes <= SMALL_MODEL_BYTES:
-        torch.set_num_threads(1)
+    is_small = device.type == "cpu" and weight_bytes <= SMALL_MODEL_BYTES
+    torch.set_num_threads(config.num_threads or (1 if is_small else PROCESS_THREADS))
 
 
 def _resolve_num_steps(config: EngineConfig, model: LoadedModel) -> int:

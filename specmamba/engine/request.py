@@ -22,6 +22,7 @@ class Request:
     spec: SpecStats = field(default_factory=SpecStats)
     row: int | None = None
     slot: int | None = None
+    num_cached_tokens: int = 0  # prompt tokens that a prefix cache spared
     num_run: int = 0  # tokens that the target has run; the state stands here
 
     @property

@@ -44,6 +44,7 @@ class Decision:
 
     tokens: tuple[int, ...]  # accepted drafts, then the bonus token
     num_drafted: int
+    is_sound: bool  # False: the target's logits are not finite, and the tokens mean nothing
 
 
 class Runner:
@@ -69,6 +70,10 @@ class Runner:
         """A row is about to be given back."""
         self._pools.records.end(row)
         self._pools.counts.end(row)
+
+    def scrub(self, request: Request) -> None:
+        """Wipe the KV of a request whose numbers went wrong; states and records are wiped when they are taken."""
+        self._pools.kv.clear(self._pools.table.kv_slots[request.held_row, : request.num_tokens])
 
     def extend(self, runs: Sequence[Run]) -> None:
         """Run known tokens: KV and states are left behind, nothing is sampled."""
@@ -98,15 +103,14 @@ class Runner:
         hidden = self._verify(batch, tree, plan)
         logits = self._target.logits(hidden)
         verdict = accept(tree, logits, sampling, batch.root_positions, history)
-        accepted = verdict.num_accepted.tolist()  # the one read of a step
+        columns = verdict.num_accepted, verdict.is_sound, (tree.shape.parents >= 0).sum(1)
+        read = torch.cat([torch.stack(columns, 1), verdict.path_tokens], 1).tolist()  # the one read of a step
+        accepted = [row[0] for row in read]
         self._commit(batch, plan, verdict, accepted)
         self._drafter.observe(batch, verdict, hidden, accepted)
-
-        tokens = verdict.path_tokens.tolist()
-        drafted = (tree.shape.parents >= 0).sum(1).tolist()
         return [
-            Decision(tuple(row[: count + 1]), num_drafted)
-            for row, count, num_drafted in zip(tokens, accepted, drafted, strict=True)
+            Decision(tuple(tokens[: count + 1]), num_drafted, bool(is_sound))
+            for count, is_sound, num_drafted, *tokens in read
         ]
 
     def _verify(self, batch: Batch, tree: DraftTree, plan: VerifyPlan) -> Tensor:
@@ -115,9 +119,10 @@ class Runner:
         nodes = torch.arange(num_nodes, device=self._device)
         write_slots = table.slots_at(batch.row_index, batch.root_positions[:, None] + nodes)
         num_keys = batch.max_root_position + num_nodes
-        mask = None if num_keys == 1 else tree_mask(batch.root_positions, tree.shape, num_keys)
+        sees_all = len(batch.rows) == num_nodes == 1  # a lone root: no key is another's, none is ahead
+        mask = None if sees_all else tree_mask(batch.root_positions, tree.shape, num_keys)
         context = ForwardContext(
-            kv=PagedKV(self._pools.kv, write_slots.view(-1), table.kv_slots[batch.row_index, :num_keys], mask),
+            kv=PagedKV(self._pools.kv, write_slots.view(-1), table.read_slots(batch, 0, num_keys), mask),
             state=VerifyState(self._pools.records, plan),
             positions=batch.root_positions[:, None] + tree.shape.depth,
         )

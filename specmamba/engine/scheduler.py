@@ -55,7 +55,8 @@ class Scheduler:
         Raises:
             QueueFullError: too many are waiting.
         """
-        if len(self.waiting) >= self._max_waiting:
+        admissible = min(self._table.num_free_rows, self._state_pool.num_free)  # at the next step; they hardly wait
+        if len(self.waiting) - admissible >= self._max_waiting:
             raise QueueFullError(len(self.waiting))
         self.waiting.append(request)
 
@@ -92,19 +93,11 @@ class Scheduler:
                 ready.append(run.request)
         return ready
 
-    def make_room(self) -> list[Request]:
-        """Give every verifying request KV for its next tree, preempting the youngest when there is none.
-
-        Returns:
-            The requests that were preempted.
-        """
-        preempted: list[Request] = []
+    def make_room(self) -> None:
+        """Give every verifying request KV for its next tree, preempting the youngest when there is none."""
         for request in sorted(self.verifying, key=lambda r: r.sequence_number):
-            while request not in preempted and not self._grow(request):
-                youngest = max((*self.extending, *self.verifying), key=lambda r: r.sequence_number)
-                self.preempt(youngest)
-                preempted.append(youngest)
-        return preempted
+            while request.row is not None and not self._grow(request):
+                self.preempt(max((*self.extending, *self.verifying), key=lambda r: r.sequence_number))
 
     def preempt(self, request: Request) -> None:
         """Take everything back from a request and let it wait again, ahead of the others that wait."""

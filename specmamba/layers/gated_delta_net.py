@@ -36,7 +36,7 @@ class GatedDeltaNet:
         self._shape = shape
         self._in = Linear(weights.projection)
         self._out = Linear(weights.out)
-        self._conv_weight = weights.conv.float()
+        self._conv_weight = weights.conv.float().t().contiguous().t()  # the kernel reads it by tap
         self._negative_a = -weights.a_log.float().exp()
         self._dt_bias = weights.dt_bias.float()
         self._norm = GatedRMSNorm(weights.norm, eps)

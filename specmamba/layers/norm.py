@@ -14,7 +14,7 @@ class RMSNorm:
         self._scale = InverseRoot(1.0 / weight.shape[-1], eps, weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return (x * self._scale(x) * self.weight).to(x.dtype)
+        return (x * self._scale(x)).mul_(self.weight).to(x.dtype)
 
 
 class GatedRMSNorm(RMSNorm):
@@ -22,7 +22,7 @@ class GatedRMSNorm(RMSNorm):
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate: [..., D]; x float32."""
-        return (x * self._scale(x) * self.weight * F.silu(gate.float())).to(gate.dtype)
+        return (x * self._scale(x)).mul_(self.weight).mul_(F.silu(gate.float())).to(gate.dtype)
 
 
 class InverseRoot:

@@ -53,8 +53,10 @@ def load(
     weights = _Weights(config, reader, dtype, device)
     target = Qwen35(weights)
     head = MTPHead(weights, target) if want_mtp and reader.has(f"{MTP_PREFIX}fc.weight") else None
-    reader.finish(ignore=(*VISION_PREFIXES, *(() if head else (MTP_PREFIX,))))
     c = weights.config
+    not_used = (*VISION_PREFIXES, *(() if head else (MTP_PREFIX,)))
+    # some checkpoints store a tied head a second time; it is the embedding all the same
+    reader.finish(ignore=(*not_used, "lm_head.weight") if c.tie_word_embeddings else not_used)
     return LoadedModel(
         architecture="Qwen3.5",
         target=target,
@@ -102,9 +104,8 @@ class Qwen35:
             self.blocks.append(weights.block(f"model.layers.{i}.", kind, index[kind]))
             index[kind] += 1
         self.norm = weights.norm("model.norm.weight")
-        tied = c.tie_word_embeddings
-        head = self.embedding if tied else weights.take("lm_head.weight", c.vocab_size, c.hidden_size)
-        if tied and weights.reader.has("lm_head.weight"):  # some checkpoints store the tied copy as well
+        head = self.embedding
+        if not c.tie_word_embeddings:
             head = weights.take("lm_head.weight", c.vocab_size, c.hidden_size)
         self.head = Linear(head)
 

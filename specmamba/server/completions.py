@@ -74,9 +74,9 @@ def completion_routes(service: Service) -> APIRouter:
 
 async def _token_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
     prompts = _as_list(body.prompt)
-    most = service.config.max_queued_requests
+    most = service.config.max_running_requests + service.config.max_queued_requests
     if len(prompts) > most:
-        raise ApiError(400, f"prompt: {len(prompts)} prompts in a call, but at most {most} can wait", param="prompt")
+        raise ApiError(400, f"prompt: {len(prompts)} prompts in a call, but at most {most} fit in", param="prompt")
     return [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 

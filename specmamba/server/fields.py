@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from specmamba.core import MAX_STOP_STRINGS, StopString
+
 
 class StrictModel(BaseModel):
     """A JSON object of which every field is known. Types are not guessed: ``"16"`` is not a number."""
@@ -93,10 +95,9 @@ Prompt = Annotated[
     ),
 ]
 
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
     Annotated[StopString, Tag(STRING)]
-    | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag(STRINGS)],
+    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag(STRINGS)],
     Discriminator(
         _kind(STRINGS), custom_error_type="stop_type", custom_error_message="must be a string or a list of strings"
     ),

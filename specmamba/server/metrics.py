@@ -6,6 +6,7 @@ from its statistics when somebody asks, so that they cost a running request noth
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from itertools import accumulate
@@ -61,13 +62,14 @@ class ServerMetrics:
 
 
 class RequestTimer:
-    """Records one request into the metrics. Fed by its deltas, in order, by one thread."""
+    """Records one request into the metrics. Its deltas come in order from one thread, an abort from any."""
 
     def __init__(self, metrics: ServerMetrics, arrived_at: float) -> None:
         self._metrics = metrics
         self._latest_at = arrived_at
         self._has_token = False
         self._has_ended = False
+        self._lock = threading.Lock()  # the engine ends a request while its client leaves
 
     def record(self, delta: OutputDelta) -> None:
         num_tokens = len(delta.token_ids)
@@ -81,8 +83,9 @@ class RequestTimer:
         self._record_end("abort")
 
     def _record_end(self, reason: FinishReason) -> None:
-        if not self._has_ended:
-            self._has_ended = True
+        with self._lock:
+            had_ended, self._has_ended = self._has_ended, True
+        if not had_ended:
             self._metrics.requests.labels(reason).inc()
 
     def _record_tokens(self, delta: OutputDelta, num_tokens: int) -> None:
@@ -133,7 +136,7 @@ class _EngineCollector(Collector):
 
 def _spec_counters(spec: SpecStats) -> Iterator[Metric]:
     counters = {
-        "num_drafts": ("Verify steps", spec.num_verify_steps),
+        "num_drafts": ("Verify steps of drafts", spec.num_verify_steps if spec.num_draft_tokens else 0),
         "num_draft_tokens": ("Tokens drafted, roots not counted", spec.num_draft_tokens),
         "num_accepted_tokens": ("Drafted tokens that the model agreed with", spec.num_accepted_tokens),
     }

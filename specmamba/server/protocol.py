@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from specmamba.core import SamplingParams
+from specmamba.core import (
+    MAX_STOP_IDS,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    SamplingParams,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
 from specmamba.server.fields import MessageContent, Prompt, Stop, StrictModel, TokenId, only
 
 NoEffect = Field(description="accepted; changes nothing")
@@ -30,21 +40,20 @@ class GenerationRequest(StrictModel):
 
     model: Annotated[str | None, Field(description="a name listed by /v1/models; none: the served model")] = None
     max_tokens: Annotated[int | None, Field(ge=1, description="new tokens at the most")] = None
-    temperature: Annotated[float | None, Field(ge=0, le=100, allow_inf_nan=False, description="0: greedy")] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)] = None
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)] = None
-    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
     stop: Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    top_k: Annotated[int | None, Field(ge=-1, le=2**31, description="extension; 0 or -1 keeps all tokens")] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1, allow_inf_nan=False, description="extension")] = None
-    repetition_penalty: Annotated[
-        float | None, Field(gt=0, le=10, allow_inf_nan=False, description="extension; 1 changes nothing")
-    ] = None
-    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=256, description="extension")] = None
+    # extensions of OpenAI's interface
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_IDS)] = None
     ignore_eos: Annotated[
         bool | None, Field(description="extension: go on after the model's own end-of-text token")
     ] = None

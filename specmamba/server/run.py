@@ -38,6 +38,7 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
         SpecmambaError: what building the engine raises.
     """
     _configure_logging(config.log_level)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes over: nothing runs yet
     with bind(config.host, config.port) as listener:  # before the slow part, so that a port in use shows at once
         engine_thread = EngineThread(build_engine)
         engine_thread.start()

@@ -35,6 +35,7 @@ def accept(
         The verdict; the bonus token of each row is never a draft.
     """
     shape = tree.shape
+    is_sound = logits.float().amax((1, 2)).isfinite()  # the largest of numbers that hold one that is none is none
     if sampling.penalties is not None:
         assert history is not None
         p = sampling.penalties
@@ -48,4 +49,5 @@ def accept(
         uniforms = sampling_ops.uniform(sampling.seeds, positions)
         filters = sampling.top_k, sampling.top_p, sampling.min_p
         choice = sampling_ops.sample(logits, sampling.temperature, *filters, uniforms)
-    return Verdict(*tree_ops.accepted_path(tree.tokens, shape.parents, shape.ancestors, choice))
+    path = tree_ops.accepted_path(tree.tokens, shape.parents, shape.ancestors, choice)
+    return Verdict(*path, is_sound=is_sound)
