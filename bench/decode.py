@@ -9,6 +9,8 @@ the median over rounds of each one's tokens per second, and of its ratio to tran
 from __future__ import annotations
 
 import json
+import os
+import platform
 import statistics
 import sys
 import time
@@ -99,6 +101,7 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
     return {
         "model": config.model_path if config.model else "specmamba-demo",
         "dtype": config.dtype,
+        "machine": machine(),
         "threads": {name: contestant.num_threads for name, contestant in contestants.items()},
         "versions": {name: version(name) for name in ("specmamba", "torch", "transformers")},
         "max_tokens": config.max_tokens,
@@ -210,16 +213,24 @@ def bundled_prompts(count: int) -> list[str]:
     return list(dict.fromkeys(e["prompt"] for e in entries if e["source"] != "handwritten"))[:count]
 
 
+def machine() -> str:
+    """Processor and number of cores: no figure without its machine."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
 def print_report(report: dict[str, Any]) -> None:
     """Two tables: speeds, and where a plain step's time goes."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    title = (
-        f"{report['model']}, {report['dtype']}, batch 1, {report['max_tokens']} new tokens, {report['threads']} threads"
-    )
-    table = Table("T", "", "tokens/s", "ratio", "range", "accepted", "4-grams", title=title)
+    threads = ", ".join(f"{name} {count}" for name, count in report["threads"].items())
+    console.print(f"{report['model']}, {report['dtype']}, batch 1, {report['max_tokens']} new tokens")
+    console.print(f"{report['machine']}; threads: {threads}")
+    table = Table("T", "", "tokens/s", "ratio", "range", "accepted", "4-grams")
     for temperature, rows in report["results"].items():
         for name, row in rows.items():
             low, high = row["ratio_range"]
