@@ -73,7 +73,7 @@ class Runner:
 
     def scrub(self, request: Request) -> None:
         """Wipe the KV of a request whose numbers went wrong; states and records are wiped when they are taken."""
-        self._pools.kv.clear(self._pools.table.kv_slots[request.held_row, : request.num_tokens])
+        self._pools.kv.clear(self._pools.table.kv_slots[request.held_row])  # drafts behind its last token too
 
     def extend(self, runs: Sequence[Run]) -> None:
         """Run known tokens: KV and states are left behind, nothing is sampled."""
