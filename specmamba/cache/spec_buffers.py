@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -195,14 +196,10 @@ class SpecBuffers:
 
     def _conv_index(self, tree: TreeShape, num_pending: Tensor | None, offset: int) -> Tensor:
         """Node-relative indices -> entries of conv_inputs: nodes behind the offset, older inputs behind the pending."""
-        width = self.window + 1
         if tree.is_chain:
-            batch, num_nodes = tree.parents.shape
-            device = tree.parents.device
-            nodes = torch.arange(num_nodes, device=device)[:, None] + torch.arange(1 - width, 1, device=device)
-            relative = nodes.expand(batch, -1, -1)
+            relative = _chain_conv_index(*tree.parents.shape, self.window + 1, tree.parents.device)
         else:
-            relative = tree_ops.conv_index(tree.parents, width)
+            relative = tree_ops.conv_index(tree.parents, self.window + 1)
         if num_pending is None:
             return relative + (self.window + offset)
         before_root = self.window + num_pending[:, None, None]
@@ -236,6 +233,13 @@ class SpecBuffers:
             self._leases[row] = replace(lease, position=lease.position + count)
             self._pool.end_write(lease.slot, lease.position + count)
             self._num_pending[row] = 0
+
+
+@lru_cache(maxsize=1024)
+def _chain_conv_index(batch_size: int, num_nodes: int, width: int, device: torch.device) -> Tensor:
+    """``kernels.tree.conv_index`` of chains [B, N, W]; always the same, so made once."""
+    nodes = torch.arange(num_nodes, device=device)[:, None]
+    return (nodes + torch.arange(1 - width, 1, device=device)).expand(batch_size, -1, -1)
 
 
 def pending_capacity(max_nodes: int) -> int:
