@@ -72,8 +72,8 @@ class SamplingParams(BaseModel):
 class SpecStats:
     """Speculation figures of one request or of many.
 
-    ``accepted_histogram[d]`` counts the verify steps that accepted exactly d drafted tokens. A draft that was accepted
-    by the target and then cut off by a stop condition still counts as accepted: it is a property of the draft.
+    ``accepted_histogram[d]`` counts the verify steps that accepted exactly d drafted tokens. Only tokens that were put
+    out count: one per step is the step's own, the others were accepted drafts, so tokens = steps + accepted, always.
     """
 
     num_verify_steps: int = 0
@@ -126,6 +126,7 @@ class RequestOutput:
     finish_reason: FinishReason
     num_cached_tokens: int
     spec: SpecStats
+    error: str | None = None  # what went wrong, when the finish reason is "error"
 
 
 @dataclass(frozen=True, slots=True)

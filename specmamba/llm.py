@@ -148,4 +148,5 @@ def _output(prompt: list[int], deltas: list[OutputDelta]) -> RequestOutput:
         finish_reason=last.finish_reason or "abort",
         num_cached_tokens=last.num_cached_tokens,
         spec=last.spec,
+        error=last.error,
     )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from specmamba import LLM, SamplingParams
 from specmamba.config import EngineConfig, GenerateConfig, ServerConfig, parse_command_line
 from specmamba.core import OutputDelta
-from specmamba.engine.engine import PROCESS_THREADS, Engine
+from specmamba.engine.engine import Engine
 from specmamba.errors import QueueFullError
 from specmamba.kernels import sampling
 from tests.test_server_process import ROOT
@@ -65,28 +66,73 @@ class TestExtremeSettings:
 
 
 class TestNumbersThatAreNone:
-    @pytest.mark.parametrize("temperature", [0.0, 0.8])
-    def test_only_the_request_concerned_ends(self, temperature: float) -> None:
-        """One row's logits become NaN in the middle: it ends with an error, its neighbour's text does not change."""
-        engine = Engine(EngineConfig(dtype="float32", device="cpu", context_length=128, max_running_requests=2))
-        params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
-        expected = self.run(engine, {"good": [5, 6, 7]}, params)["good"]
+    """A request whose numbers overflow ends with an error; its neighbours, and who gets its memory, do not notice."""
 
+    BAD_TOKEN = 9
+
+    @pytest.fixture
+    def engine(self) -> Engine:
+        config = EngineConfig(dtype="float32", device="cpu", context_length=128, max_running_requests=3, page_size=4)
+        return Engine(config)
+
+    @pytest.fixture
+    def sick(self, engine: Engine) -> Engine:
+        """One token's embedding is NaN, as an overflow in float16 would make it; the output head is not."""
+        target: Any = engine.model.target
+        target.embedding = target.embedding.clone()
+        target.embedding[self.BAD_TOKEN] = float("nan")
+        return engine
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    @pytest.mark.parametrize("order", [("long", "good", "bad"), ("bad", "good", "long"), ("good", "bad", "long")])
+    @pytest.mark.parametrize("bad", [[8, 9, 7], [5, 8, 9], [9]], ids=["in the prompt", "at the root", "alone"])
+    def test_only_the_request_concerned_ends(
+        self, sick: Engine, temperature: float, order: tuple[str, ...], bad: list[int]
+    ) -> None:
+        params = SamplingParams(max_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
+        prompts = {"long": list(range(20, 60)), "good": [5, 6, 7], "bad": bad}
+        expected = {name: self.run(sick, {name: prompts[name]}, params)[name] for name in ("long", "good")}
+        deltas = self.run(sick, {name: prompts[name] for name in order}, params)
+        assert deltas["bad"][-1].finish_reason == "error"
+        assert "not finite" in (deltas["bad"][-1].error or "")
+        for name in ("long", "good"):
+            assert tokens_of(deltas[name]) == tokens_of(expected[name])
+        assert_idle(sick)
+
+    def test_memory_of_an_aborted_request(self, sick: Engine) -> None:
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        prompts = {"long": list(range(20, 60)), "good": [5, 6, 7]}
+        expected = {name: self.run(sick, {name: prompt}, params)[name] for name, prompt in prompts.items()}
+        for i in range(3):
+            sick.add_request(f"bad {i}", [8] * 30 + [9] * 10, params)
+        for i in range(3):
+            sick.abort(f"bad {i}")  # waiting, or with its KV written
+            sick.step()
+        deltas = self.run(sick, prompts, params)
+        assert {name: tokens_of(of) for name, of in deltas.items()} == {n: tokens_of(of) for n, of in expected.items()}
+
+    def test_in_the_middle_of_a_text(self, engine: Engine) -> None:
+        params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
+        expected = self.run(engine, {"good": [5, 6, 7]}, params)["good"]
         engine.add_request("good", [5, 6, 7], params)
         engine.add_request("bad", [8, 9], params)
         engine.step()
-        row = engine._requests["bad"].held_row
-        engine._pools.records.conv_inputs[:, row] = float("nan")
+        engine._pools.records.conv_inputs[:, engine._requests["bad"].held_row] = float("nan")
         deltas = self.run(engine, {}, params)
         assert deltas["bad"][-1].finish_reason == "error"
-        assert "not finite" in (deltas["bad"][-1].error or "")
-        good = [token for delta in deltas["good"] for token in delta.token_ids]
-        assert good == [token for delta in expected for token in delta.token_ids][-len(good) :]
-        assert deltas["good"][-1].finish_reason == "length"
-        assert_idle(engine)
+        good = tokens_of(deltas["good"])
+        assert good == tokens_of(expected)[-len(good) :]
         again = self.run(engine, {"good": [5, 6, 7], "other": [8, 9]}, params)  # in the memory that held NaN
-        assert [d.token_ids for d in again["good"]] == [d.token_ids for d in expected]
+        assert tokens_of(again["good"]) == tokens_of(expected)
         assert again["other"][-1].finish_reason == "length"
+
+    def test_the_reason_reaches_python(self) -> None:
+        with LLM(dtype="float32", device="cpu", context_length=64) as llm:
+            target: Any = llm.engine.model.target
+            target.embedding = target.embedding * float("nan")
+            output = llm.generate([[5, 6]])[0]
+            assert (output.finish_reason, output.token_ids) == ("error", ())
+            assert "not finite" in (output.error or "")
 
     @staticmethod
     def run(engine: Engine, prompts: dict[str, list[int]], params: SamplingParams) -> dict[str, list[OutputDelta]]:
@@ -97,6 +143,10 @@ class TestNumbersThatAreNone:
             for delta in engine.step():
                 deltas[delta.request_id].append(delta)
         return deltas
+
+
+def tokens_of(deltas: list[OutputDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
 
 
 class TestLLM:
@@ -117,10 +167,11 @@ class TestLLM:
         output = llm.generate([iter([5, 6, 7])], SamplingParams(max_tokens=2))[0]  # type: ignore[list-item]
         assert output.prompt_token_ids == (5, 6, 7)
 
-    def test_threads_are_the_processs_own_again(self) -> None:
-        with LLM(dtype="float32", device="cpu", context_length=64, num_threads=2):
-            assert torch.get_num_threads() == 2
-        assert torch.get_num_threads() == PROCESS_THREADS
+    def test_threads_are_again_what_they_were(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = torch.get_num_threads()
+        with LLM(dtype="float32", device="cpu", context_length=64, num_threads=before + 1):
+            assert torch.get_num_threads() == before + 1
+        assert torch.get_num_threads() == before
 
 
 def test_a_burst_fills_free_rows_before_the_queue() -> None:

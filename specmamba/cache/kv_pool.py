@@ -68,14 +68,13 @@ class KVPool:
         return self.num_tokens - self.allocator.num_free * self.page_size
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k, v [T, heads, head_dim] at token slots [T] of a layer."""
-        self.k[layer].index_copy_(0, slots, k)
-        self.v[layer].index_copy_(0, slots, v)
+        """Store k, v [T, heads, head_dim] at token slots [T] of a layer; what is not finite as 0.
 
-    def clear(self, slots: Tensor) -> None:
-        """Overwrite token slots [T] with zeros: what is not a number would spoil whoever gets the page next."""
-        self.k[:, slots] = 0
-        self.v[:, slots] = 0
+        A masked key still meets a query, and what is not a number survives any mask: it would spoil whoever shares
+        the padding slot, or gets the page next. The request it came from is found out by its own hidden states.
+        """
+        self.k[layer].index_copy_(0, slots, k.nan_to_num(0.0, 0.0, 0.0))
+        self.v[layer].index_copy_(0, slots, v.nan_to_num(0.0, 0.0, 0.0))
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy tokens between slots [T], in all layers; every read happens before any write."""

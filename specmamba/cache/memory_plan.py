@@ -72,7 +72,8 @@ def plan_memory(
         needed = state_bytes + spec_bytes + table_bytes + (pages + 1) * page_bytes
         raise ConfigError(
             f"the pools need {_mib(needed)} MiB ({_mib(state_bytes)} for {slots} recurrent states, {_mib(spec_bytes)} "
-            f"for the speculation of {rows} requests, the rest for {pages * config.page_size} tokens of KV), but "
+            f"for the speculation of {rows} requests, the rest for {pages * config.page_size} tokens of KV and the "
+            "requests' tables), but "
             f"--mem-fraction-static {config.mem_fraction_static} leaves {_mib(max(0, free_bytes))} MiB: "
             + _advice(config, smallest * config.page_size)
         )
@@ -114,11 +115,14 @@ def _free_on_machine() -> int:
 
 def _free_in_container() -> int:
     """What the control group (version 2) that this process runs in may still take."""
+    group = Path("/sys/fs/cgroup")
     try:
-        group = Path("/sys/fs/cgroup")
-        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no such group, or no limit ("max")
+        limit, current = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        reclaimable = int(stat["inactive_file"]) + int(stat["active_file"])  # page cache counts as used
+    except (OSError, ValueError, KeyError):  # no such group, or no limit ("max")
         return 1 << 62
+    return max(0, limit - current + reclaimable)
 
 
 def _context_length(config: EngineConfig, model_context: int) -> int:

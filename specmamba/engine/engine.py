@@ -16,7 +16,7 @@ from specmamba.draft.base import Drafter, NoDrafter
 from specmamba.draft.mtp import MTPDrafter
 from specmamba.engine.request import Request
 from specmamba.engine.runner import Decision, Pools, Runner
-from specmamba.engine.scheduler import Scheduler
+from specmamba.engine.scheduler import Run, Scheduler
 from specmamba.engine.text import TextStream
 from specmamba.errors import ConfigError, PromptTooLongError, RequestError
 from specmamba.models.base import LoadedModel
@@ -25,7 +25,6 @@ from specmamba.models.registry import load_model
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 
 SMALL_MODEL_BYTES = 64 << 20
-PROCESS_THREADS = torch.get_num_threads()  # what PyTorch was set to before any engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,6 @@ class Engine:
             self._num_steps = _resolve_num_steps(config, self.model)
             max_nodes = self._num_steps + 1
             weight_bytes = self.model.num_parameters * self.model.cache_shape.dtype.itemsize
-            _set_threads(config, self.device, weight_bytes)
             self.vocab_size = self.model.target.vocab_size
             self.memory_plan = plan_memory(
                 config,
@@ -82,6 +80,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_added = 0
         self._spec = SpecStats()
+        self._threads_before = torch.get_num_threads()
+        _set_threads(config, self.device, weight_bytes)
 
     def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Queue a request.
@@ -130,15 +130,18 @@ class Engine:
             if not request.num_to_extend:
                 self._runner.start_verifying(request)
         runs = self.scheduler.next_runs()
-        if runs:
-            self._runner.extend(runs)
-            for request in self.scheduler.finish_runs(runs):
-                self._runner.start_verifying(request)
+        deltas = self._extend(runs) if runs else []
         batch = sorted(self.scheduler.verifying, key=lambda request: request.held_row)
-        if not batch:
-            return []
-        decisions = self._runner.step(batch)
-        return [self._advance(request, decision) for request, decision in zip(batch, decisions, strict=True)]
+        decisions = self._runner.step(batch) if batch else []
+        deltas.extend(self._advance(request, decision) for request, decision in zip(batch, decisions, strict=True))
+        return deltas
+
+    def _extend(self, runs: list[Run]) -> list[OutputDelta]:
+        """Run known tokens; the last deltas of requests that go wrong in it."""
+        is_sound = self._runner.extend(runs)
+        for request in self.scheduler.finish_runs(runs):
+            self._runner.start_verifying(request)
+        return [self._fail(run.request) for run, sound in zip(runs, is_sound, strict=True) if not sound]
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -190,10 +193,10 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Drop all requests; the number of threads is the process's own again."""
+        """Drop all requests; the number of threads is again what it was before this engine."""
         for request_id in list(self._requests):
             self.abort(request_id)
-        torch.set_num_threads(PROCESS_THREADS)
+        torch.set_num_threads(self._threads_before)
 
     def _make_drafter(self) -> Drafter:
         if not self._num_steps or self.model.draft_head is None:
@@ -204,11 +207,10 @@ class Engine:
     def _advance(self, request: Request, decision: Decision) -> OutputDelta:
         """Give a request its new tokens, and end it where they say so."""
         if not decision.is_sound:
-            return self._fail(request, "the model's logits are not finite: try --dtype bfloat16 or float32")
-        num_accepted = len(decision.tokens) - 1
-        request.spec = request.spec.after_step(decision.num_drafted, num_accepted)
-        self._spec = self._spec.after_step(decision.num_drafted, num_accepted)
+            return self._fail(request)
         count, text, reason = request.text.push(decision.tokens)
+        request.spec = request.spec.after_step(decision.num_drafted, count - 1)
+        self._spec = self._spec.after_step(decision.num_drafted, count - 1)
         tokens = decision.tokens[:count]
         request.output.extend(tokens)
         if reason is None:
@@ -218,10 +220,10 @@ class Engine:
             self.abort(request.request_id)
         return _delta(request, tokens, text, reason)
 
-    def _fail(self, request: Request, error: str) -> OutputDelta:
-        """End one request that cannot go on; the others do not notice."""
-        self._runner.scrub(request)
+    def _fail(self, request: Request) -> OutputDelta:
+        """End a request whose numbers went wrong; the others do not notice."""
         self.abort(request.request_id)
+        error = "the model's numbers are not finite for this request: try --dtype bfloat16 or float32"
         return _delta(request, (), "", "error", error)
 
 
@@ -255,8 +257,10 @@ def _set_threads(config: EngineConfig, device: torch.device, weight_bytes: int) 
     A model that the caches hold is bound by the number of its operators, not by their size. A second thread then gains
     little, and as operators wait for their slowest thread, it loses a lot when a server or a client wants its core.
     """
-    is_small = device.type == "cpu" and weight_bytes <= SMALL_MODEL_BYTES
-    torch.set_num_threads(config.num_threads or (1 if is_small else PROCESS_THREADS))
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    elif device.type == "cpu" and weight_bytes <= SMALL_MODEL_BYTES:
+        torch.set_num_threads(1)
 
 
 def _resolve_num_steps(config: EngineConfig, model: LoadedModel) -> int:

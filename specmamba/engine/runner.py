@@ -71,12 +71,12 @@ class Runner:
         self._pools.records.end(row)
         self._pools.counts.end(row)
 
-    def scrub(self, request: Request) -> None:
-        """Wipe the KV of a request whose numbers went wrong; states and records are wiped when they are taken."""
-        self._pools.kv.clear(self._pools.table.kv_slots[request.held_row])  # drafts behind its last token too
+    def extend(self, runs: Sequence[Run]) -> list[bool]:
+        """Run known tokens: KV and states are left behind, nothing is sampled.
 
-    def extend(self, runs: Sequence[Run]) -> None:
-        """Run known tokens: KV and states are left behind, nothing is sampled."""
+        Returns:
+            For every run whether its hidden states are finite.
+        """
         chunk = self._chunk(runs)
         pools = self._pools
         slots = RowSet.of([run.request.held_slot for run in runs], self._device)
@@ -92,6 +92,9 @@ class Runner:
         self._drafter.extend(chunk, hidden)
         for run in runs:
             pools.states.end_write(run.request.held_slot, run.start + run.length)
+        is_token = torch.arange(hidden.shape[1], device=self._device) < chunk.lengths[:, None]
+        is_sound: list[bool] = (hidden.isfinite().all(-1) | ~is_token).all(-1).tolist()
+        return is_sound
 
     def step(self, requests: Sequence[Request]) -> list[Decision]:
         """Draft, verify, accept, commit: one to N new tokens for every request."""

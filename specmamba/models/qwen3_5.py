@@ -53,10 +53,8 @@ def load(
     weights = _Weights(config, reader, dtype, device)
     target = Qwen35(weights)
     head = MTPHead(weights, target) if want_mtp and reader.has(f"{MTP_PREFIX}fc.weight") else None
+    reader.finish(ignore=(*VISION_PREFIXES, *(() if head else (MTP_PREFIX,))))
     c = weights.config
-    not_used = (*VISION_PREFIXES, *(() if head else (MTP_PREFIX,)))
-    # some checkpoints store a tied head a second time; it is the embedding all the same
-    reader.finish(ignore=(*not_used, "lm_head.weight") if c.tie_word_embeddings else not_used)
     return LoadedModel(
         architecture="Qwen3.5",
         target=target,
@@ -104,10 +102,18 @@ class Qwen35:
             self.blocks.append(weights.block(f"model.layers.{i}.", kind, index[kind]))
             index[kind] += 1
         self.norm = weights.norm("model.norm.weight")
-        head = self.embedding
-        if not c.tie_word_embeddings:
-            head = weights.take("lm_head.weight", c.vocab_size, c.hidden_size)
-        self.head = Linear(head)
+        self.head = Linear(self._output_head(weights))
+
+    def _output_head(self, weights: _Weights) -> Tensor:
+        """The stored head where there is one, even if the config says tied: transformers decides so too."""
+        c = weights.config
+        if c.tie_word_embeddings and not weights.reader.has("lm_head.weight"):
+            return self.embedding
+        head = weights.take("lm_head.weight", c.vocab_size, c.hidden_size)
+        if not torch.equal(head, self.embedding):
+            return head
+        weights.num_parameters -= head.numel()  # a second copy of the embedding: one is enough
+        return self.embedding
 
     def forward(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """See ``Target``."""

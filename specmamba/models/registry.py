@@ -46,8 +46,11 @@ def load_model(folder: Path, dtype_name: str, device: torch.device, want_draft_h
     config, architecture = read_config(folder, tuple(ARCHITECTURES))
     family = ARCHITECTURES[architecture]
     dtype = _resolve_dtype(dtype_name, config)
+    text = text_config(config)
+    # a multimodal config says it for the whole model, and its text part may not repeat it
+    text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
     with TensorReader(folder, family.renames) as reader:
-        loaded = family.load(text_config(config), reader, dtype, device, want_draft_head)
+        loaded = family.load(text, reader, dtype, device, want_draft_head)
     return replace(loaded, architecture=architecture, eos_token_ids=read_eos_token_ids(folder, config))
 
 

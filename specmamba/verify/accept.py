@@ -35,7 +35,7 @@ def accept(
         The verdict; the bonus token of each row is never a draft.
     """
     shape = tree.shape
-    is_sound = logits.float().amax((1, 2)).isfinite()  # the largest of numbers that hold one that is none is none
+    is_sound = logits.amax((1, 2)).isfinite()  # the largest of numbers that hold one that is none is none
     if sampling.penalties is not None:
         assert history is not None
         p = sampling.penalties
