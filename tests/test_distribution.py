@@ -160,7 +160,7 @@ def test_trees_with_siblings(folder: Path, logits: tuple[Tensor, Tensor], settin
     draws = draw(engine, params)
     assert p_value(draws, exact_pairs(logits, params)) > FAIR
     accepted = engine.stats().spec.accepted_histogram
-    assert min(accepted[:3]) > NUM_DRAWS // 40
+    assert min(accepted[:2]) > NUM_DRAWS // 40  # of two tokens that are drawn, one can have been a draft
 
 
 def take_the_first_draft(
