@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from specmamba.bench.demo.settings import CommandLine, Count, parse_command_line
+from specmamba.bench.demo.settings import CommandLine, Count
 from specmamba.bench.inflate_shape import FLAGS, PUBLISHED, Scales, Shape, enlarged, enlarged_config
-from specmamba.config import DEMO_MODEL, exit_with_error
+from specmamba.config import DEMO_MODEL, exit_with_error, read_flags
 from specmamba.errors import SpecmambaError
 
 if TYPE_CHECKING:  # --help must not wait for torch
@@ -76,7 +76,7 @@ class InflateConfig(CommandLine):
 def main(arguments: list[str] | None = None) -> int:
     """Write the checkpoint and print what it is; returns the exit status."""
     try:
-        config = parse_command_line(InflateConfig, PROG, sys.argv[1:] if arguments is None else arguments)
+        config = read_flags(InflateConfig, PROG, sys.argv[1:] if arguments is None else arguments)
         report = inflate(config)
     except SpecmambaError as error:
         exit_with_error(PROG, error)

@@ -109,18 +109,8 @@ def _sampling_params(config: GenerateConfig) -> SamplingParams:
     from specmamba.core import SamplingParams
 
     try:
-        return SamplingParams(
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            presence_penalty=config.presence_penalty,
-            frequency_penalty=config.frequency_penalty,
-            repetition_penalty=config.repetition_penalty,
-            stop=tuple(config.stop),
-            ignore_eos=config.ignore_eos,
-        )
+        # --seed is the engine's, which seeds the request
+        return SamplingParams(**config.model_dump(include=set(SamplingParams.model_fields) - {"seed"}))
     except ValidationError as error:
         raise ConfigError(describe_validation_error(error)) from None
 

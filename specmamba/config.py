@@ -169,6 +169,7 @@ class GenerateConfig(EngineConfig):
 
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 
 def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[str]) -> ConfigT:
@@ -183,8 +184,6 @@ def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[s
     repeated, arguments = _take_repeated(config_class, arguments)
 
     class FromEverywhere(config_class):  # type: ignore[valid-type, misc]
-        model_config = SettingsConfigDict(cli_prog_name=prog)
-
         @classmethod
         def settings_customise_sources(
             cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
@@ -194,14 +193,23 @@ def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[s
 
     FromEverywhere.__doc__ = f"{config_class.__doc__} Also: --config FILE.toml, environment SPECMAMBA_*."
     FromEverywhere.__name__ = config_class.__name__
+    resolved: ConfigT = read_flags(FromEverywhere, prog, arguments, **repeated)
+    return resolved
+
+
+def read_flags(settings_class: type[SettingsT], prog: str, arguments: list[str], **given: Any) -> SettingsT:
+    """Settings from flags, over what is ``given`` and the class's own sources. ``--help`` prints usage and exits.
+
+    Raises:
+        ConfigError: a value or a combination is not valid; the message names each flag concerned.
+    """
     try:
-        source: CliSettingsSource[Any] = CliSettingsSource(FromEverywhere, cli_parse_args=arguments)
-        resolved: ConfigT = FromEverywhere(_cli_settings_source=source, **repeated)
+        source: CliSettingsSource[Any] = CliSettingsSource(settings_class, cli_prog_name=prog, cli_parse_args=arguments)
+        return settings_class(_cli_settings_source=source, **given)
     except ValidationError as error:
         raise ConfigError(describe_validation_error(error)) from None
     except SettingsError as error:
         raise ConfigError(str(error)) from None
-    return resolved
 
 
 def describe_validation_error(error: ValidationError) -> str:

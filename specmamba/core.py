@@ -170,6 +170,11 @@ class Chunk:
     is_padded: bool
     end: int  # positions of all tokens are below it; those of padding may not be
 
+    @property
+    def is_token(self) -> Tensor:
+        """[B, L] bool; False for padding."""
+        return self.positions - self.positions[:, :1] < self.lengths[:, None]
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:

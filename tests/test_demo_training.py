@@ -23,9 +23,9 @@ from transformers import Qwen3_5ForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from specmamba.bench.demo import corpus, operators, prompts
-from specmamba.bench.demo.settings import Architecture, TrainSettings, parse_command_line
+from specmamba.bench.demo.settings import Architecture, TrainSettings
 from specmamba.bench.demo.train import evaluate_checkpoint, main, train
-from specmamba.config import DEMO_MODEL
+from specmamba.config import DEMO_MODEL, read_flags
 from specmamba.errors import CheckpointError, ConfigError
 
 TINY = Architecture(
@@ -281,10 +281,10 @@ def test_fast_operators_are_put_back() -> None:
 
 def test_flags_are_checked_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--lr"):
-        parse_command_line(TrainSettings, "train", ["--out", "x", "--lr", "-1"])
+        read_flags(TrainSettings, "train", ["--out", "x", "--lr", "-1"])
     with pytest.raises(ConfigError, match="either --out FOLDER to train or --evaluate"):
-        parse_command_line(TrainSettings, "train", [])
-    settings = parse_command_line(TrainSettings, "train", ["--out", "x", "--architecture.hidden-size", "32"])
+        read_flags(TrainSettings, "train", [])
+    settings = read_flags(TrainSettings, "train", ["--out", "x", "--architecture.hidden-size", "32"])
     assert settings.architecture.hidden_size == 32
     assert settings.limit_seconds == 78 * 60
     with pytest.raises(SystemExit) as stopped:

@@ -19,8 +19,8 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from specmamba.bench.demo.corpus import Document, read_corpus, roots_for
-from specmamba.bench.demo.settings import CommandLine, parse_command_line
-from specmamba.config import exit_with_error
+from specmamba.bench.demo.settings import CommandLine
+from specmamba.config import exit_with_error, read_flags
 from specmamba.errors import ConfigError, SpecmambaError
 
 PROG = "python -m specmamba.bench.demo.prompts"
@@ -89,7 +89,7 @@ def _new_cut(
 
 def main(arguments: list[str] | None = None) -> int:
     try:
-        settings = parse_command_line(PromptSettings, PROG, sys.argv[1:] if arguments is None else arguments)
+        settings = read_flags(PromptSettings, PROG, sys.argv[1:] if arguments is None else arguments)
         held_out = read_corpus(roots_for(settings.corpus, [])).held_out
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in cut_prompts(settings, held_out))
         if settings.out is None:

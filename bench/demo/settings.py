@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import (
     BaseSettings,
-    CliSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
 )
-
-from specmamba.config import describe_validation_error
-from specmamba.errors import ConfigError
 
 DEFAULT_MINUTES = 78.0
 Count = Annotated[int, Field(ge=1)]
@@ -117,28 +112,3 @@ class TrainSettings(CommandLine):
         """What must stay the same when a run is resumed. No paths: the corpus is compared by its content."""
         fields = {"seq", "batch", "lr", "warmup_steps", "seed", "dtype", "architecture"}
         return self.model_dump(mode="json", include=fields)
-
-
-SettingsT = TypeVar("SettingsT", bound=CommandLine)
-
-
-def parse_command_line(settings_class: type[SettingsT], prog: str, arguments: list[str]) -> SettingsT:
-    """Settings from flags. ``--help`` prints usage and exits with 0.
-
-    Raises:
-        ConfigError: a value or a combination is not valid; the message names each flag concerned.
-    """
-
-    class FromFlags(settings_class):  # type: ignore[valid-type, misc]
-        model_config = SettingsConfigDict(cli_prog_name=prog)
-
-    FromFlags.__doc__ = settings_class.__doc__
-    FromFlags.__name__ = settings_class.__name__
-    try:
-        source: CliSettingsSource[Any] = CliSettingsSource(FromFlags, cli_parse_args=arguments)
-        settings: SettingsT = FromFlags(_cli_settings_source=source)
-    except ValidationError as error:
-        raise ConfigError(describe_validation_error(error)) from None
-    except SettingsError as error:
-        raise ConfigError(str(error)) from None
-    return settings

@@ -18,8 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specmamba.bench.demo.settings import TrainSettings, parse_command_line
-from specmamba.config import exit_with_error
+from specmamba.bench.demo.settings import TrainSettings
+from specmamba.config import exit_with_error, read_flags
 from specmamba.errors import SpecmambaError
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: --help must not wait for them
@@ -136,7 +136,7 @@ def _report(
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 finished, 1 stopped before the end (resumable), 2 an error."""
     try:
-        settings = parse_command_line(TrainSettings, PROG, sys.argv[1:] if arguments is None else arguments)
+        settings = read_flags(TrainSettings, PROG, sys.argv[1:] if arguments is None else arguments)
         from rich.console import Console
 
         if settings.evaluate is not None:

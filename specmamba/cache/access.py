@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
+from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.cache.spec_buffers import SpecBuffers, VerifyPlan
 from specmamba.cache.state_pool import StatePool
-from specmamba.core import TreeShape
+from specmamba.core import Chunk, TreeShape
 from specmamba.kernels import causal_conv1d, gated_delta_rule, paged_attention
 
 
@@ -73,6 +74,13 @@ class PagedKV:
     write_slots: Tensor  # [B * L] int64; 0 for padding
     read_slots: Tensor  # [B, K] int64
     mask: Tensor | None  # [B, L, K] bool; None: everything is visible
+
+    @classmethod
+    def of_chunk(cls, pool: KVPool, table: RequestTable, chunk: Chunk, first_key: int = 0) -> PagedKV:
+        """Known tokens: each sees what came before it; ``first_key`` as for ``causal_mask``."""
+        read_slots = table.kv_slots[chunk.row_index, : chunk.end]
+        mask = causal_mask(chunk.positions, chunk.end, first_key)
+        return cls(pool, table.slots_of(chunk).view(-1), read_slots, mask)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k, v [B, L, Hkv, D] and attend with q [B, L, Hq, D] -> [B, L, Hq, D]."""

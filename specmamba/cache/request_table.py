@@ -81,4 +81,4 @@ class RequestTable:
         if not chunk.is_padded:
             return self.slots_at(chunk.row_index, chunk.positions)
         slots = self.slots_at(chunk.row_index, chunk.positions.clamp(max=self.max_positions - 1))
-        return slots * (torch.arange(slots.shape[1], device=slots.device) < chunk.lengths[:, None])
+        return slots * chunk.is_token

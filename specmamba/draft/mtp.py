@@ -45,10 +45,7 @@ class MTPDrafter(Drafter):
     def extend(self, chunk: Chunk, hidden: Tensor) -> None:
         """Make the head's entries for known tokens. See ``Drafter``."""
         before = torch.cat([self._hidden[chunk.row_index, :1], hidden[:, :-1]], 1)
-        slots = self._table.slots_of(chunk)
-        read_slots = self._table.kv_slots[chunk.row_index, : chunk.end]
-        mask = causal_mask(chunk.positions, chunk.end, FIRST_KEY)
-        kv = PagedKV(self._kv_pool, slots.view(-1), read_slots, mask)
+        kv = PagedKV.of_chunk(self._kv_pool, self._table, chunk, FIRST_KEY)
         self._head.forward(chunk.tokens, before, ForwardContext(kv, None, chunk.positions))
         last = (chunk.lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
         self._hidden[chunk.row_index, 0] = hidden.gather(1, last).squeeze(1)

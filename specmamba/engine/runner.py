@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import ExtendState, PagedKV, VerifyState, causal_mask, tree_mask
+from specmamba.cache.access import ExtendState, PagedKV, VerifyState, tree_mask
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory_plan import MemoryPlan
 from specmamba.cache.request_table import RequestTable
@@ -84,7 +84,7 @@ class Runner:
             pools.states.check(run.request.held_slot, run.request.request_id, run.start)
             pools.states.begin_write(run.request.held_slot, run.request.request_id)
         context = ForwardContext(
-            kv=self._extend_kv(chunk),
+            kv=PagedKV.of_chunk(pools.kv, pools.table, chunk),
             state=ExtendState(pools.states, slots, chunk.lengths),
             positions=chunk.positions,
         )
@@ -92,8 +92,7 @@ class Runner:
         self._drafter.extend(chunk, hidden)
         for run in runs:
             pools.states.end_write(run.request.held_slot, run.start + run.length)
-        is_token = torch.arange(hidden.shape[1], device=self._device) < chunk.lengths[:, None]
-        is_sound: list[bool] = (hidden.isfinite().all(-1) | ~is_token).all(-1).tolist()
+        is_sound: list[bool] = (hidden.isfinite().all(-1) | ~chunk.is_token).all(-1).tolist()
         return is_sound
 
     def step(self, requests: Sequence[Request]) -> list[Decision]:
@@ -177,9 +176,3 @@ class Runner:
             is_padded=min(lengths) < longest,
             end=max(run.start + run.length for run in runs),
         )
-
-    def _extend_kv(self, chunk: Chunk) -> PagedKV:
-        table = self._pools.table
-        read_slots = table.kv_slots[chunk.row_index, : chunk.end]
-        mask = causal_mask(chunk.positions, chunk.end)
-        return PagedKV(self._pools.kv, table.slots_of(chunk).view(-1), read_slots, mask)
