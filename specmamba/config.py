@@ -22,7 +22,8 @@ from specmamba.errors import ConfigError
 
 DEMO_MODEL = Path(__file__).parent / "demo"
 
-Algorithm = Literal["auto", "none", "mtp"]
+Algorithm = Literal["auto", "none", "mtp", "ngram"]
+MAX_DRAFT_TOKENS = 64
 
 
 def _algorithm_name(value: object) -> object:
@@ -81,36 +82,74 @@ class EngineConfig(BaseSettings):
     speculative_algorithm: Annotated[
         Algorithm,
         BeforeValidator(_algorithm_name),
-        Field(description="how to draft; auto: mtp where the checkpoint has an MTP head; NEXTN means mtp"),
+        Field(description="how to draft; auto: mtp if the checkpoint has an MTP head; NEXTN: mtp; ngram: from text"),
     ] = "auto"
     speculative_num_steps: Annotated[
-        int | None, Field(ge=1, le=63, description="depth of the draft below the root; none: 3")
+        int | None, Field(ge=1, le=63, description="depth of the draft below the root; none: 3 (ngram: 4)")
+    ] = None
+    speculative_eagle_topk: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=64,
+            description="children per node of a draft tree; none: 1, a chain (ngram: continuations, 4)",
+        ),
     ] = None
     speculative_num_draft_tokens: Annotated[
-        int | None, Field(ge=2, le=64, description="nodes of a draft, the root counted; none: num_steps + 1")
+        int | None,
+        Field(ge=2, le=MAX_DRAFT_TOKENS, description="nodes of a draft, the root counted; none: from steps and topk"),
+    ] = None
+    speculative_tree: Annotated[
+        Path | None, Field(description="draft trees from this file (see specmamba tune tree), by batch size")
+    ] = None
+    speculative_state: Annotated[
+        Literal["records", "snapshots"],
+        Field(description="what a verify keeps per node: small records, or whole states (for comparison)"),
+    ] = "records"
+    speculative_accept: Annotated[
+        Literal["target", "rejection"],
+        Field(description="follow the target's own sample, or accept drawn drafts by their probabilities"),
+    ] = "target"
+    speculative_ngram_min_match_window_size: Annotated[
+        int, Field(ge=1, le=64, description="ngram: tokens that must match at least")
+    ] = 1
+    speculative_ngram_max_match_window_size: Annotated[
+        int, Field(ge=1, le=64, description="ngram: tokens that are compared at the most")
+    ] = 12
+    speculative_ngram_corpus: Annotated[
+        Path | None, Field(description="ngram: a text file to draft from, besides the request's own text")
     ] = None
 
     @model_validator(mode="after")
     def _speculation_is_consistent(self) -> EngineConfig:
-        steps, nodes = self.speculative_num_steps, self.speculative_num_draft_tokens
-        if self.speculative_algorithm == "none" and (steps or nodes):
-            raise ValueError(
-                "--speculative-num-steps and --speculative-num-draft-tokens need a drafter: "
-                "drop them, or choose --speculative-algorithm mtp"
-            )
-        if steps and nodes and nodes != steps + 1:
-            raise ValueError(
-                f"a chain of {steps} steps has {steps + 1} nodes with its root, not {nodes}: "
-                f"set --speculative-num-draft-tokens {steps + 1} or leave it out"
-            )
+        problem = _speculation_problem(self)
+        if problem is not None:
+            raise ValueError(problem)
         return self
 
     @property
     def num_draft_steps(self) -> int:
-        """Depth of the drafts below the root, for a drafter that drafts."""
-        if self.speculative_num_draft_tokens is not None:
+        """Depth of the drafts below the root, for a drafter that drafts and no tree file."""
+        if self.speculative_num_steps is not None:
+            return self.speculative_num_steps
+        if self.speculative_num_draft_tokens is not None and self.draft_topk == 1:
             return self.speculative_num_draft_tokens - 1
-        return 3 if self.speculative_num_steps is None else self.speculative_num_steps
+        return 4 if self.speculative_algorithm == "ngram" else 3
+
+    @property
+    def draft_topk(self) -> int:
+        """Children of a node at the most; 1 is a chain."""
+        if self.speculative_eagle_topk is not None:
+            return self.speculative_eagle_topk
+        return 4 if self.speculative_algorithm == "ngram" else 1
+
+    @property
+    def num_draft_nodes(self) -> int:
+        """Nodes of a draft, the root counted, for a drafter that drafts and no tree file."""
+        if self.speculative_num_draft_tokens is not None:
+            return self.speculative_num_draft_tokens
+        steps, topk = self.num_draft_steps, self.draft_topk
+        return steps + 1 if topk == 1 else min(max(topk + 1, 2 * steps), largest_tree(steps, topk), MAX_DRAFT_TOKENS)
 
     @property
     def model_path(self) -> str:
@@ -126,6 +165,47 @@ class EngineConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings
+
+
+def largest_tree(num_steps: int, topk: int) -> int:
+    """Nodes of the largest tree that ``topk`` children of ``topk`` nodes per step give, the root counted."""
+    return 1 + topk + (num_steps - 1) * topk * topk
+
+
+def _speculation_problem(config: EngineConfig) -> str | None:
+    """What is wrong with the combination of drafting flags, as a sentence that says what to change."""
+    shape = {
+        "--speculative-num-steps": config.speculative_num_steps,
+        "--speculative-eagle-topk": config.speculative_eagle_topk,
+        "--speculative-num-draft-tokens": config.speculative_num_draft_tokens,
+        "--speculative-tree": config.speculative_tree,
+    }
+    given = [flag for flag, value in shape.items() if value is not None]
+    if config.speculative_algorithm == "none":
+        given += ["--speculative-accept"] if config.speculative_accept != "target" else []
+        if given:
+            return f"{' and '.join(given)} need a drafter: drop them, or choose --speculative-algorithm mtp"
+    if config.speculative_algorithm != "ngram" and config.speculative_ngram_corpus is not None:
+        return "--speculative-ngram-corpus needs --speculative-algorithm ngram"
+    if config.speculative_ngram_min_match_window_size > config.speculative_ngram_max_match_window_size:
+        return "--speculative-ngram-min-match-window-size is above --speculative-ngram-max-match-window-size"
+    if config.speculative_tree is not None:
+        if config.speculative_algorithm == "ngram":
+            return "--speculative-tree: n-gram drafts make their own trees; drop it, or choose mtp"
+        rest = ", ".join(given[:-1])
+        return f"--speculative-tree decides the whole shape: drop {rest}" if rest else None
+    steps, topk, nodes = config.num_draft_steps, config.draft_topk, config.num_draft_nodes
+    if topk == 1 and nodes != steps + 1:
+        return (
+            f"a chain of {steps} steps has {steps + 1} nodes with its root, not {nodes}: set "
+            f"--speculative-num-draft-tokens {steps + 1} or leave it out, or give --speculative-eagle-topk for a tree"
+        )
+    if nodes > largest_tree(steps, topk) and config.speculative_algorithm != "ngram":
+        return (
+            f"{steps} steps of top {topk} give {largest_tree(steps, topk)} nodes with the root, not {nodes}: lower "
+            "--speculative-num-draft-tokens, or raise --speculative-num-steps or --speculative-eagle-topk"
+        )
+    return None
 
 
 class ServerConfig(EngineConfig):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -130,6 +132,48 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Penalties:
+    """Strengths, all [B] float32; neutral for rows without penalties."""
+
+    presence: Tensor
+    frequency: Tensor
+    repetition: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Settings of a batch, all [B]; None where no row uses them, so that their work is skipped."""
+
+    temperature: Tensor | None  # float32; None: all greedy
+    top_k: Tensor | None  # int64
+    top_p: Tensor | None  # float32
+    min_p: Tensor | None  # float32
+    seeds: Tensor  # int64
+    penalties: Penalties | None
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> SamplingBatch:
+        """Collect the settings of a batch's requests."""
+        import torch
+
+        def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)
+
+        sampled = [p for p in params if not p.is_greedy]
+        penalties = None
+        if any(p.has_penalties for p in params):
+            penalties = Penalties(column("presence_penalty"), column("frequency_penalty"), column("repetition_penalty"))
+        return cls(
+            temperature=column("temperature") if sampled else None,
+            top_k=column("top_k", torch.int64) if any(p.top_k > 0 for p in sampled) else None,
+            top_p=column("top_p") if any(p.top_p < 1 for p in sampled) else None,
+            min_p=column("min_p") if any(p.min_p > 0 for p in sampled) else None,
+            seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
+            penalties=penalties,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class TreeShape:
     """The topology of a batch of draft trees, with what every layer needs to know about it.
 
@@ -141,6 +185,7 @@ class TreeShape:
     ancestors: Tensor  # [B, N, N] bool; [i, j] when j is i or an ancestor of i
     depth: Tensor  # [B, N] int64; 0 for the root
     is_chain: bool  # parents[i] = i - 1 throughout, so an accepted path is a prefix of the nodes
+    max_children: int  # no node has more of them
 
     @property
     def num_nodes(self) -> int:
@@ -156,6 +201,8 @@ class Batch:
     root_tokens: Tensor  # [B] int64
     root_positions: Tensor  # [B] int64
     max_root_position: int
+    sampling: SamplingBatch
+    forced_tokens: Tensor | None = None  # [B, F] int64, replayed at root + 1, root + 2, ...; -1: the target chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +225,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """What a drafter proposes: tokens on a shape. ``tokens[:, 0]`` are the roots."""
+    """What a drafter proposes: tokens on a shape. ``tokens[:, 0]`` are the roots; siblings have different tokens.
+
+    ``draft_probs[b, i]`` is the distribution that the children of node i were drawn from, one after the other in node
+    order and without replacement. None: the tokens were chosen, not drawn.
+    """
 
     tokens: Tensor  # [B, N] int64
     shape: TreeShape
+    draft_probs: Tensor | None = None  # [B, N, V] float32
 
 
 @dataclass(frozen=True, slots=True)

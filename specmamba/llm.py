@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from specmamba.config import EngineConfig, describe_validation_error
 from specmamba.core import OutputDelta, RequestOutput, SamplingParams
 from specmamba.engine.engine import Engine
+from specmamba.engine.workbench import Workbench
 from specmamba.errors import ConfigError, RequestError
 
 Prompt = str | Sequence[int]
@@ -40,21 +41,29 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        replay: Sequence[Sequence[int]] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), batched continuously; answers in the order of the prompts.
 
+        With ``replay``, a list of token ids for each prompt, the output is these tokens as far as they go, and the
+        speculation figures say how drafts would have fared on them: acceptance on a given text.
+
         Raises:
             RequestError: a prompt is empty, too long, or has a token that is not in the vocabulary, or the numbers of
-                prompts and sampling parameters differ. Nothing is run then.
+                prompts and sampling parameters (or replays) differ. Nothing is run then.
         """
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         params = _one_each(sampling_params, len(token_ids))
-        for ids in token_ids:
+        replays = [()] * len(token_ids) if replay is None else [tuple(tokens) for tokens in replay]
+        if len(replays) != len(token_ids):
+            raise RequestError(f"{len(replays)} replays were given for {len(token_ids)} prompts")
+        for ids, replayed in zip(token_ids, replays, strict=True):
             self.engine.check_prompt(ids)
+            self.engine.check_tokens(replayed)
         self._num_calls += 1
         names = [f"generate-{self._num_calls}-{i}" for i in range(len(token_ids))]
         deltas: dict[str, list[OutputDelta]] = {name: [] for name in names}
-        for delta in self._run(list(zip(names, token_ids, params, strict=True))):
+        for delta in self._run(list(zip(names, token_ids, params, replays, strict=True))):
             deltas[delta.request_id].append(delta)
         return [_output(ids, deltas[name]) for name, ids in zip(names, token_ids, strict=True)]
 
@@ -65,7 +74,13 @@ class LLM:
             RequestError: the prompt is empty, too long, or has a token that is not in the vocabulary.
         """
         self._num_calls += 1
-        yield from self._run([(f"stream-{self._num_calls}", self._encode(prompt), sampling_params or SamplingParams())])
+        params = sampling_params or SamplingParams()
+        yield from self._run([(f"stream-{self._num_calls}", self._encode(prompt), params, ())])
+
+    @property
+    def workbench(self) -> Workbench:
+        """For tools that measure and tune: drafts in other ways, ranks, times, logits."""
+        return Workbench(self.engine)
 
     def close(self) -> None:
         """Drop whatever still runs. The object is of no use afterwards."""
@@ -87,8 +102,8 @@ class LLM:
             raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}", "prompt")
         return [int(token) for token in tokens]
 
-    def _run(self, requests: list[tuple[str, list[int], SamplingParams]]) -> Iterator[OutputDelta]:
-        waiting, names = requests[::-1], [name for name, _, _ in requests]
+    def _run(self, requests: list[tuple[str, list[int], SamplingParams, tuple[int, ...]]]) -> Iterator[OutputDelta]:
+        waiting, names = requests[::-1], [name for name, *_ in requests]
         unfinished = set(names)
         self._inboxes.update({name: deque() for name in names})
         try:

@@ -11,20 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import causal_mask, tree_mask
+from specmamba.cache.access import ancestor_mask, causal_mask, tree_mask
 from specmamba.cache.kv_pool import KVPool, PageAllocator
 from specmamba.cache.memory_plan import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
-from specmamba.cache.shapes import CacheShape, DeltaStateShape
-from specmamba.cache.spec_buffers import SpecBuffers, pending_capacity
+from specmamba.cache.shapes import CacheShape, DeltaStateShape, pending_capacity
+from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
 from specmamba.cache.token_counts import TokenCounts
 from specmamba.config import EngineConfig
 from specmamba.core import TreeShape
-from specmamba.draft.base import chain_shape
+from specmamba.draft.base import chain_shape, tree_shape
 from specmamba.errors import ConfigError
-from specmamba.kernels import tree as tree_ops
 from tests.kernels.trees import path_to, random_parents
 
 CPU = torch.device("cpu")
@@ -331,7 +330,7 @@ class Bench:
 
     def round(self, rows: Sequence[int], parents: Sequence[list[int]], accept: Sequence[int] | None = None) -> None:
         """Verify one tree per row, compare every node, and accept the path to a node (None: to a random one)."""
-        shape = tree_shape(parents)
+        shape = shape_of(parents)
         plan = self.buffers.plan(rows, shape)
         layers = [self._tokens(len(rows), shape.num_nodes) for _ in range(NUM_LAYERS)]
         for layer, t in enumerate(layers):
@@ -376,12 +375,11 @@ class Bench:
         }
 
 
-def tree_shape(parents: Sequence[list[int]]) -> TreeShape:
+def shape_of(parents: Sequence[list[int]]) -> TreeShape:
     tensor = torch.tensor(list(parents))
     if all(tree == list(range(-1, len(tree) - 1)) for tree in parents):
         return chain_shape(len(parents), tensor.shape[1], CPU)
-    ancestors = tree_ops.ancestors(tensor)
-    return TreeShape(tensor, ancestors, tree_ops.depth(ancestors), is_chain=False)
+    return tree_shape(tensor, tensor.shape[1])
 
 
 def real_nodes(parents: list[int]) -> list[int]:
@@ -511,9 +509,9 @@ class TestSpecBuffers:
         bench.buffers.end(1)
         bench.buffers.end(1)
         bench.buffers.end(2)
-        with pytest.raises(KeyError):
+        with pytest.raises(StateOwnershipError, match="row 1 has no checkpoint"):
             bench.buffers.position(1)
-        with pytest.raises(KeyError):
+        with pytest.raises(StateOwnershipError, match="row 1 has no checkpoint"):
             bench.buffers.plan([1], chain_shape(1, 1, CPU))
 
 
@@ -607,11 +605,24 @@ class TestMasks:
         roots, num_nodes = [0, 4, 2], 6
         parents = [random_parents(shape, num_nodes, rng) for _ in roots]
         num_keys = max(roots) + num_nodes + extra_keys
-        mask = tree_mask(torch.tensor(roots), tree_shape(parents), num_keys)
+        mask = tree_mask(torch.tensor(roots), shape_of(parents), num_keys)
         for b, root in enumerate(roots):
             for node in range(num_nodes):
                 visible = {*range(root), *(root + i for i in path_to(parents[b], node))}
                 assert mask[b, node].nonzero().flatten().tolist() == sorted(visible)
+
+    @pytest.mark.parametrize("first_key", [0, 1, 3])
+    @pytest.mark.parametrize("queries", [slice(0, 6), slice(2, 6), slice(5, 6)])
+    def test_some_entries_of_a_tree_ask(self, queries: slice, first_key: int) -> None:
+        rng = random.Random(4)
+        roots, num_entries = [0, 1, 7], 6
+        parents = [random_parents("bushy", num_entries, rng) for _ in roots]
+        ancestors = shape_of(parents).ancestors[:, queries]
+        mask = ancestor_mask(torch.tensor(roots), ancestors, max(roots) + num_entries + 2, first_key)
+        for b, root in enumerate(roots):
+            for q, entry in enumerate(range(num_entries)[queries]):
+                visible = [*range(first_key, root), *(root + i for i in path_to(parents[b], entry))]
+                assert mask[b, q].nonzero().flatten().tolist() == visible
 
 
 class TestPlanMemory:
@@ -622,7 +633,7 @@ class TestPlanMemory:
 
     @staticmethod
     def plan(free_bytes: int = 1 << 30, max_nodes: int = 4, model_context: int = 100, **flags: Any) -> MemoryPlan:
-        return plan_memory(EngineConfig(**flags), cache_shape(), model_context, 100, max_nodes, free_bytes)
+        return plan_memory(EngineConfig(**flags), cache_shape(), model_context, 100, max_nodes, max_nodes, free_bytes)
 
     @pytest.mark.parametrize("page_size", [1, 7, 16])
     @pytest.mark.parametrize("max_nodes", [1, 4])
@@ -639,9 +650,8 @@ class TestPlanMemory:
         records = SpecBuffers(shape, states, plan.num_rows, plan.max_nodes, CPU)
         assert plan.kv_bytes == kv.k.nbytes + kv.v.nbytes
         assert plan.state_bytes == states.recurrent.nbytes + states.conv.nbytes
-        windows = records.conv_inputs[:, :, : records.window].nbytes
         in_use = records.k.nbytes + records.u.nbytes + records.decay.nbytes + records.conv_inputs.nbytes
-        assert plan.spec_bytes == in_use - windows
+        assert plan.spec_bytes == in_use
 
     @pytest.mark.parametrize("free_bytes", [40_000, 100_000, 250_000])
     def test_never_more_than_there_is(self, free_bytes: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,11 @@ from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
 from specmamba.config import EngineConfig
-from specmamba.core import Batch, DraftTree, SamplingParams, TreeShape, Verdict
-from specmamba.draft.base import Drafter
+from specmamba.core import Batch, DraftTree, SamplingParams, Verdict
+from specmamba.draft.base import Drafter, tree_shape
 from specmamba.engine import runner
 from specmamba.engine.engine import Engine
-from specmamba.kernels import tree as tree_ops
 from specmamba.verify.accept import accept
-from specmamba.verify.sampling import SamplingBatch
 from tests.tiny import write_tiny_checkpoint
 
 VOCABULARY = 24
@@ -149,14 +148,13 @@ class Siblings(Drafter):
         parents = torch.tensor([-1, *[0] * 4, *(node for node in range(1, 5) for _ in range(4))]).expand(size, -1)
         order = torch.rand(size, 5, 4, generator=self._generator).argsort(-1)
         tokens = torch.cat([batch.root_tokens[:, None], self._guesses[order].flatten(1)], 1)
-        ancestors = tree_ops.ancestors(parents)
-        return DraftTree(tokens, TreeShape(parents, ancestors, tree_ops.depth(ancestors), is_chain=False))
+        return DraftTree(tokens, tree_shape(parents, parents.shape[1]))
 
 
 @pytest.mark.parametrize("setting", ["temperature 1", "all"])
 def test_trees_with_siblings(folder: Path, logits: tuple[Tensor, Tensor], setting: str) -> None:
     engine, params = build(folder, Siblings.max_nodes - 1), SETTINGS[setting]
-    engine._runner._drafter = Siblings(logits)
+    engine.runner.drafter = Siblings(logits)
     draws = draw(engine, params)
     assert p_value(draws, exact_pairs(logits, params)) > FAIR
     accepted = engine.stats().spec.accepted_histogram
@@ -166,12 +164,12 @@ def test_trees_with_siblings(folder: Path, logits: tuple[Tensor, Tensor], settin
 def take_the_first_draft(
     tree: DraftTree,
     logits: Tensor,
-    sampling: SamplingBatch,
-    root_positions: Tensor,
+    batch: Batch,
     history: tuple[Tensor, Tensor] | None,
+    **rule: Any,
 ) -> Verdict:
     """Wrong: the first draft is accepted whatever the target says."""
-    fair = accept(tree, logits, sampling, root_positions, history)
+    fair = accept(tree, logits, batch, history, **rule)
     first = torch.zeros_like(tree.tokens)
     first[:, 1] = 1
     second = fair.bonus
@@ -187,25 +185,25 @@ def take_the_first_draft(
 def one_random_number_for_all_nodes(
     tree: DraftTree,
     logits: Tensor,
-    sampling: SamplingBatch,
-    root_positions: Tensor,
+    batch: Batch,
     history: tuple[Tensor, Tensor] | None,
+    **rule: Any,
 ) -> Verdict:
     """Wrong: a node's depth is forgotten, so both tokens of a step come from one random number."""
     flat = replace(tree.shape, depth=torch.zeros_like(tree.shape.depth))
-    return accept(replace(tree, shape=flat), logits, sampling, root_positions, history)
+    return accept(replace(tree, shape=flat), logits, batch, history, **rule)
 
 
 def favour_the_draft(
     tree: DraftTree,
     logits: Tensor,
-    sampling: SamplingBatch,
-    root_positions: Tensor,
+    batch: Batch,
     history: tuple[Tensor, Tensor] | None,
+    **rule: Any,
 ) -> Verdict:
     """Wrong, and hardly so: a draft that was refused gets a second chance, with the random number of another place."""
-    fair = accept(tree, logits, sampling, root_positions, history)
-    again = accept(tree, logits, sampling, root_positions + 1000, history)
+    fair = accept(tree, logits, batch, history, **rule)
+    again = accept(tree, logits, replace(batch, root_positions=batch.root_positions + 1000), history, **rule)
     better = again.num_accepted > fair.num_accepted
     return Verdict(
         *(

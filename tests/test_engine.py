@@ -15,14 +15,12 @@ from specmamba import LLM, SamplingParams
 from specmamba.cache.state_pool import Stamp
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, OutputDelta, SpecStats, TreeShape, Verdict
-from specmamba.draft.base import Drafter, chain_shape
+from specmamba.draft.base import Drafter, chain_shape, tree_shape
 from specmamba.engine import runner
 from specmamba.engine.engine import Engine
 from specmamba.engine.request import Request
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
-from specmamba.kernels import tree as tree_ops
 from specmamba.verify.accept import accept
-from specmamba.verify.sampling import SamplingBatch
 from tests.kernels.trees import path_to, random_parents
 from tests.tiny import write_tiny_checkpoint
 
@@ -72,7 +70,7 @@ def run(engine: Engine, requests: Iterable[NewRequest] = (), max_steps: int = 50
 
 def assert_idle(engine: Engine) -> None:
     """Every pool is as it was at the start."""
-    pools, stats = engine._pools, engine.stats()
+    pools, stats = engine.pools, engine.stats()
     assert not engine.has_unfinished_requests
     assert (stats.num_running, stats.num_waiting, stats.kv_used_tokens, stats.state_used_slots) == (0, 0, 0, 0)
     assert pools.kv.allocator.num_free == pools.kv.allocator.num_pages
@@ -87,7 +85,7 @@ def assert_idle(engine: Engine) -> None:
 
 def assert_consistent(engine: Engine) -> None:
     """In the middle of everything: each request holds exactly its own, and the stamps say so."""
-    pools, scheduler = engine._pools, engine.scheduler
+    pools, scheduler = engine.pools, engine.scheduler
     running = [*scheduler.extending, *scheduler.verifying]
     assert len(running) + len(scheduler.waiting) == len(engine._requests)
     assert len({r.row for r in running}) == len({r.slot for r in running}) == len(running)
@@ -127,7 +125,7 @@ class Oracle(Drafter):
         self.max_nodes = max_nodes
         self._engine, self._texts, self._trees = engine, texts, trees
         self._rng = random.Random(max_nodes)
-        engine._runner._drafter = self
+        engine.runner.drafter = self
 
     def propose(self, batch: Batch) -> DraftTree:
         requests = {request.held_row: request for request in self._engine.scheduler.verifying}
@@ -139,8 +137,7 @@ class Oracle(Drafter):
     def _shape(self, parents: Tensor) -> TreeShape:
         if not self._trees:
             return chain_shape(*parents.shape, parents.device)
-        ancestors = tree_ops.ancestors(parents)
-        return TreeShape(parents, ancestors, tree_ops.depth(ancestors), is_chain=False)
+        return tree_shape(parents, parents.shape[1])
 
     def _tokens(self, request: Request, parents: list[int]) -> list[int]:
         tokens = [request.root_token]
@@ -279,15 +276,11 @@ class TestPenalties:
         checked = []
 
         def checking(
-            tree: DraftTree,
-            logits: Tensor,
-            sampling: SamplingBatch,
-            root_positions: Tensor,
-            history: tuple[Tensor, Tensor] | None,
+            tree: DraftTree, logits: Tensor, batch: Batch, history: tuple[Tensor, Tensor] | None, **rule: Any
         ) -> Verdict:
-            verdict = accept(tree, logits, sampling, root_positions, history)
-            batch = sorted(engine.scheduler.verifying, key=lambda request: request.held_row)
-            for b, request in enumerate(batch):
+            verdict = accept(tree, logits, batch, history, **rule)
+            requests = sorted(engine.scheduler.verifying, key=lambda request: request.held_row)
+            for b, request in enumerate(requests):
                 output = list(request.output)
                 for step in range(int(verdict.num_accepted[b]) + 1):
                     raw = logits[b, verdict.path[b, step]]

@@ -23,8 +23,8 @@ from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditiona
 from specmamba.bench.demo.checkpoint import read_checkpoint
 from specmamba.bench.demo.model import DemoModel
 from specmamba.config import DEMO_MODEL, EngineConfig
-from specmamba.core import Batch, Chunk, DraftTree, SamplingParams, TreeShape, Verdict
-from specmamba.draft.base import Drafter, chain_shape
+from specmamba.core import Batch, Chunk, DraftTree, SamplingParams, Verdict
+from specmamba.draft.base import Drafter, chain_shape, tree_shape
 from specmamba.draft.mtp import MTPDrafter
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
@@ -131,7 +131,7 @@ class Probe(Drafter):
     def propose(self, batch: Batch) -> DraftTree:
         tree = self._propose(batch, self.max_nodes)
         requests = {request.held_row: request for request in self._engine.scheduler.verifying}
-        pending = [self._engine._pools.records._num_pending[row] for row in batch.rows]
+        pending = [self._engine.pools.records._num_pending[row] for row in batch.rows]
         self.record.ragged_batches += len(set(pending)) > 1
         self.record.scattered_batches += batch.rows[-1] - batch.rows[0] + 1 != len(batch.rows)
         self._open = []
@@ -164,8 +164,7 @@ def random_tree(generator: torch.Generator) -> Propose:
             for i in range(1, num_nodes):
                 oldest = int(torch.randint(0, 2, (), generator=generator)) * max(0, i - 3)  # wide and deep ones
                 parents[b, i] = torch.randint(oldest, i, (), generator=generator)
-        ancestors = tree_ops.ancestors(parents)
-        return DraftTree(tokens, TreeShape(parents, ancestors, tree_ops.depth(ancestors), is_chain=False))
+        return DraftTree(tokens, tree_shape(parents, parents.shape[1]))
 
     return propose
 
@@ -209,7 +208,7 @@ def new_engine(folder: Path, num_steps: int, **flags: Any) -> Engine:
 
 def with_probe(engine: Engine, max_nodes: int, propose: Propose) -> Probe:
     probe = Probe(engine, max_nodes, propose)
-    engine._runner._drafter = probe
+    engine.runner.drafter = probe
     return probe
 
 
@@ -364,7 +363,7 @@ class TestTarget:
         probe = with_probe(engine, 4, random_tree(generator))
         run(engine, random_prompts((3, 8, 5, 1), seed=4), [110, 90, 100, 80])
         rounds = [r for of_request in probe.record.rounds.values() for r in of_request]
-        assert {r.num_pending for r in rounds} == set(range(engine._pools.records.capacity + 1))
+        assert {r.num_pending for r in rounds} == set(range(engine.pools.records.capacity + 1))
         check_rounds(probe.record, references[name].target)
 
     @pytest.mark.parametrize("layer_types", [[LINEAR, LINEAR], [FULL, FULL]], ids=["no-attention", "no-state"])
@@ -419,7 +418,7 @@ class RecordingHead:
 
 def record_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Draft]]:
     """Every draft that the engine's own drafter makes from now on, by request id."""
-    drafter = engine._runner._drafter
+    drafter = engine.runner.drafter
     assert isinstance(drafter, MTPDrafter)
     head = RecordingHead(drafter._head)
     monkeypatch.setattr(drafter, "_head", head)

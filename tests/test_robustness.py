@@ -117,7 +117,7 @@ class TestNumbersThatAreNone:
         engine.add_request("good", [5, 6, 7], params)
         engine.add_request("bad", [8, 9], params)
         engine.step()
-        engine._pools.records.conv_inputs[:, engine._requests["bad"].held_row] = float("nan")
+        engine.pools.records.conv_inputs[:, engine._requests["bad"].held_row] = float("nan")
         deltas = self.run(engine, {}, params)
         assert deltas["bad"][-1].finish_reason == "error"
         good = tokens_of(deltas["good"])

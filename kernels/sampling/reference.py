@@ -13,17 +13,19 @@ from torch import Tensor
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_STREAM = 0xD1342543DE82EF95
 
 
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
     """Reproducible uniforms: seeds [B] int64, positions [B, N] int64 -> float32 [B, N] in [0, 1).
 
-    A pure function of (seed, position): the same request draws the same number at the same position in any batch.
+    A pure function of (seed, stream, position): the same request draws the same number at the same position in any
+    batch. Streams keep apart what is drawn at one position for different ends.
     """
     out = torch.empty(positions.shape, dtype=torch.float32, device=positions.device)
     for b, seed in enumerate(seeds.tolist()):
         for n, position in enumerate(positions[b].tolist()):
-            key = _mix((seed + _GOLDEN) & _MASK)
+            key = _mix((seed + _GOLDEN + stream * _STREAM) & _MASK)
             bits = _mix((key + (position + 1) * _GOLDEN) & _MASK)
             out[b, n] = (bits >> 40) / 2**24  # 24 bits: every value is an exact float32 below 1
     return out

@@ -4,25 +4,28 @@ import torch
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the 64-bit constants as torch's signed integers
+_STREAM = 0xD1342543DE82EF95  # odd, and unrelated to the step from counter to counter
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
+_BLOCK = 512  # tokens whose mass is summed up before the cumulative sum
 
 
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Random numbers in [0, 1) that are a pure function of (seed, position).
+def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
+    """Random numbers in [0, 1) that are a pure function of (seed, stream, position).
 
     The finalizer of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014)
     over seed and counter; the top 24 bits become a float32.
 
     Args:
         seeds: [B] int64.
-        positions: [B, N] int64.
+        positions: [B, ...] int64; any counter of what the numbers are for.
+        stream: numbers of different streams are independent, at equal positions too.
 
     Returns:
-        [B, N] float32.
+        [B, ...] float32.
     """
-    stream = _mix(seeds + _GOLDEN)
-    bits = _mix(stream[:, None] + (positions + 1) * _GOLDEN)
+    key = _mix(seeds + _signed(_GOLDEN + stream * _STREAM)).view(-1, *[1] * (positions.ndim - 1))
+    bits = _mix(key + (positions + 1) * _GOLDEN)
     return _shift_right(bits, 40).float() * 2.0**-24
 
 
@@ -77,12 +80,7 @@ def sample(
     Returns:
         [B, N] int64.
     """
-    probs = probabilities(logits, temperature, top_k, top_p, min_p)
-    # float64: over a vocabulary of 250,000 a float32 running sum is off by more than many a token's probability
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    threshold = uniforms[..., None] * cumulative[..., -1:]
-    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-    return tokens.clamp_(max=probs.shape[-1] - 1)  # only where the logits are not numbers: still an index
+    return draw(probabilities(logits, temperature, top_k, top_p, min_p), uniforms)
 
 
 def penalize(
@@ -132,6 +130,50 @@ def _keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     keep = (mass_before < top_p[:, None, None]) | (top_p >= 1)[:, None, None]
     keep[..., 0] = True
     return probs.where(torch.zeros_like(keep).scatter_(-1, ids, keep), 0)
+
+
+def blocks_of(weights: Tensor) -> Tensor:
+    """Weights [..., V] as blocks of neighbouring tokens [..., V / S, S]; padded with zeros where V is no multiple."""
+    size = min(_BLOCK, weights.shape[-1])
+    missing = -weights.shape[-1] % size
+    return (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).unflatten(-1, (-1, size))
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One token [...] int64 from each of the weights [..., V]; where nothing has any mass, some token."""
+    blocks = blocks_of(weights)
+    return draw_from_blocks(blocks, blocks.sum(-1), uniforms).clamp_(max=weights.shape[-1] - 1)
+
+
+def draw_from_blocks(blocks: Tensor, masses: Tensor, uniforms: Tensor) -> Tensor:
+    """Invert the cumulative distribution in order of token id, in two levels: first the block, then the token in it.
+
+    Running sums are float64: over a vocabulary of 250,000 a float32 one is off by more than many a token's probability.
+    They cost much more than the plain sum of each block, so only the sums of the blocks and one block go through them.
+
+    Args:
+        blocks: [..., V / S, S] float32 from ``blocks_of``, not normalised.
+        masses: [..., V / S] float32, the sum of each block.
+        uniforms: [...] float32 in [0, 1).
+
+    Returns:
+        [...] int64; where there is no mass (or none that is a number), some index of ``blocks``.
+    """
+    cumulative = masses.cumsum(-1, dtype=torch.float64)
+    threshold = uniforms[..., None] * cumulative[..., -1:]
+    block = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=masses.shape[-1] - 1)
+    mass = masses.gather(-1, block)
+    # the block's mass is rounded: what is left of the threshold counts as a fraction of it, and never as all of it
+    fraction = ((threshold - cumulative.gather(-1, block) + mass) / mass).clamp_(0, 1 - 2.0**-50)
+    index = block[..., None].expand(*block.shape, blocks.shape[-1])
+    inside = blocks.gather(-2, index).squeeze(-2).cumsum(-1, dtype=torch.float64)
+    token = torch.searchsorted(inside, fraction * inside[..., -1:], right=True).clamp_(max=blocks.shape[-1] - 1)
+    return (block * blocks.shape[-1] + token).squeeze(-1)
+
+
+def _signed(value: int) -> int:
+    """The lowest 64 bits as torch's signed integer."""
+    return ((value + 2**63) % 2**64) - 2**63
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
-from specmamba.cache.spec_buffers import SpecBuffers, VerifyPlan
+from specmamba.cache.state_buffers import StateBuffers, VerifyPlan
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import Chunk, TreeShape
 from specmamba.kernels import causal_conv1d, gated_delta_rule, paged_attention
@@ -52,17 +52,17 @@ class ExtendState:
 
 @dataclass(frozen=True, slots=True)
 class VerifyState:
-    """Trees: checkpoints are only read, records are written."""
+    """Trees: checkpoints are only read, what a commit needs is written to the buffers."""
 
-    buffers: SpecBuffers
+    buffers: StateBuffers[Any]
     plan: VerifyPlan
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor) -> Tensor:
-        """See ``StateAccess``; records the inputs."""
+        """See ``StateAccess``."""
         return self.buffers.convolve(layer, inputs, weight, self.plan)
 
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """See ``StateAccess``; records k, u and the path decay."""
+        """See ``StateAccess``."""
         return self.buffers.delta_rule(layer, q, k, v, g, beta, self.plan)
 
 
@@ -106,20 +106,30 @@ def causal_mask(positions: Tensor, num_keys: int, first_key: int = 0) -> Tensor:
     return mask
 
 
-def tree_mask(root_positions: Tensor, tree: TreeShape, num_keys: int) -> Tensor:
-    """Visibility of keys to tree nodes; node i's key stands at table position root + i.
+def ancestor_mask(root_positions: Tensor, ancestors: Tensor, num_keys: int, first_key: int = 0) -> Tensor:
+    """Visibility of keys to entries of a tree; entry m's key stands at table position root + m.
 
     Args:
         root_positions: [B] int64.
-        tree: N nodes.
+        ancestors: [B, Q, M] bool, which of the M entries each query sees, itself included where it is one of them;
+            Q may be smaller than M: a step of drafting asks for its newest entries only.
         num_keys: keys are table positions 0..num_keys-1.
+        first_key: 1 for a draft head, which has no entry for the first token; the tree's own entries do not mind.
 
     Returns:
-        [B, N, num_keys] bool: everything before the root, and a node's own ancestors.
+        [B, Q, num_keys] bool: positions first_key..root-1, and the entries that ``ancestors`` says.
     """
+    num_entries = ancestors.shape[2]
+    keys = torch.arange(num_keys, device=root_positions.device)
+    behind_root = keys - root_positions[:, None]
+    entry = behind_root.clamp(0, num_entries - 1)[:, None].expand(-1, ancestors.shape[1], -1)
+    is_entry = (behind_root >= 0) & (behind_root < num_entries)
+    is_before_root = (behind_root < 0) & (keys >= first_key)
+    return is_before_root[:, None] | (is_entry[:, None] & ancestors.gather(2, entry))
+
+
+def tree_mask(root_positions: Tensor, tree: TreeShape, num_keys: int) -> Tensor:
+    """Visibility of keys to all nodes of a verify's trees, [B, N, num_keys] bool; see ``ancestor_mask``."""
     if tree.is_chain:
         return causal_mask(root_positions[:, None] + tree.depth, num_keys)
-    behind_root = torch.arange(num_keys, device=root_positions.device) - root_positions[:, None]
-    node = behind_root.clamp(0, tree.num_nodes - 1)[:, None].expand(-1, tree.num_nodes, -1)
-    is_node = ((behind_root >= 0) & (behind_root < tree.num_nodes))[:, None]
-    return (behind_root < 0)[:, None] | (is_node & tree.ancestors.gather(2, node))
+    return ancestor_mask(root_positions, tree.ancestors, num_keys)

@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 
 from specmamba.core import Batch, Chunk, DraftTree, TreeShape, Verdict
+from specmamba.kernels import tree as tree_ops
 
 
 class Drafter(ABC):
     """Proposes trees. Whatever it proposes, the text stays the target's: a drafter can only cost time."""
 
     max_nodes: int  # nodes of a tree at the most, root included
+    num_slots: int  # KV slots from the root's on that drafting may write, the verify's own nodes included
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree:
         """A tree for every row of the batch, on its root. KV slots behind the roots are free for the drafter to use."""
 
-    def begin(self, row: int) -> None:  # noqa: B027 - a drafter without state has nothing to do
-        """A request starts (or starts over) in this row, from its first token."""
+    def begin(self, row: int, tokens: Sequence[int]) -> None:  # noqa: B027 - a drafter without state does nothing
+        """A request starts (or starts over) in this row; ``tokens`` are all that is known of it, root included."""
 
     def extend(self, chunk: Chunk, hidden: Tensor) -> None:  # noqa: B027
         """The target has run these known tokens; ``hidden`` [B, L, H] are its states after the final norm."""
@@ -34,7 +36,7 @@ class Drafter(ABC):
 class NoDrafter(Drafter):
     """Plain decoding: the tree is its root."""
 
-    max_nodes = 1
+    max_nodes = num_slots = 1
 
     def propose(self, batch: Batch) -> DraftTree:
         """See ``Drafter``."""
@@ -51,4 +53,16 @@ def chain_shape(batch_size: int, num_nodes: int, device: torch.device) -> TreeSh
         ancestors=ancestors.expand(batch_size, -1, -1),
         depth=nodes.expand(batch_size, -1),
         is_chain=True,
+        max_children=1,
     )
+
+
+def tree_shape(parents: Tensor, max_children: int) -> TreeShape:
+    """The shape of any batch of trees.
+
+    Args:
+        parents: [B, N] int64, topological order; -1 for the root and for padding.
+        max_children: no node has more.
+    """
+    ancestors = tree_ops.ancestors(parents)
+    return TreeShape(parents, ancestors, tree_ops.depth(ancestors), is_chain=False, max_children=max_children)

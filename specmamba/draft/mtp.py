@@ -1,4 +1,4 @@
-"""Chains from an MTP head that is applied to its own output."""
+"""Drafting with an MTP head that is applied to its own output: chains, dynamic trees and static trees."""
 
 from __future__ import annotations
 
@@ -7,37 +7,50 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import PagedKV, causal_mask
+from specmamba.cache.access import PagedKV, ancestor_mask, causal_mask
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.core import Batch, Chunk, DraftTree, Verdict
 from specmamba.draft.base import Drafter, chain_shape
+from specmamba.draft.children import ChildPicker
+from specmamba.draft.dynamic_tree import grow_dynamic_tree
+from specmamba.draft.plan import DraftPlan
+from specmamba.draft.static_tree import StaticLayout, grow_static_tree
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import DraftHead
+from specmamba.trees import StaticTree
 
 FIRST_KEY = 1  # entry t needs the hidden state of position t-1, so the first token has no entry
+MIN_BACKLOG = 16
 
 
 class MTPDrafter(Drafter):
-    """Drafts ``num_steps`` tokens, each from the head's own hidden state and guess before it.
+    """Drafts from the target's hidden states, and below the first step from the head's own.
 
     The head's entries for accepted tokens were made from its own hidden states. They are made again from the target's,
-    together with the entry of the new root, in the first forward of the next ``propose``: one forward, not two.
+    together with the entry of the new root, in the first forward of the next draft: one forward, not two. Steps whose
+    tree is the root alone leave their entries to a later one.
     """
 
-    def __init__(self, head: DraftHead, num_steps: int, kv_pool: KVPool, table: RequestTable, hidden_size: int) -> None:
-        self.max_nodes = num_steps + 1
-        self._head = head
-        self._num_steps = num_steps
+    def __init__(
+        self, head: DraftHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, hidden_size: int
+    ) -> None:
+        self.max_nodes, self.num_slots = plan.max_nodes, plan.num_slots
+        self.head = head
+        self._plan = plan
+        self._picker = ChildPicker(plan.draws_drafts)
+        self._layouts: dict[StaticTree, StaticLayout] = {}
         self._kv_pool = kv_pool
         self._table = table
-        rows, device = table.num_rows + 1, table.kv_slots.device
-        # what the next propose starts from: tokens up to the root, and the target's states before each of them
-        self._tokens = torch.zeros(rows, self.max_nodes, dtype=torch.int64, device=device)
-        self._hidden = torch.zeros(rows, self.max_nodes, hidden_size, dtype=kv_pool.k.dtype, device=device)
-        self._num_new = [1] * rows
+        self._device = table.kv_slots.device
+        # what the next draft starts from: tokens up to the root, and the target's states before each of them
+        self._backlog = max(MIN_BACKLOG, 2 * plan.max_nodes)
+        size = (table.num_rows + 1, self._backlog)
+        self._tokens = torch.zeros(*size, dtype=torch.int64, device=self._device)
+        self._hidden = torch.zeros(*size, hidden_size, dtype=kv_pool.k.dtype, device=self._device)
+        self._num_new = [1] * size[0]  # the root is always the last of them
 
-    def begin(self, row: int) -> None:
+    def begin(self, row: int, tokens: Sequence[int]) -> None:
         """See ``Drafter``."""
         self._hidden[row].zero_()
         self._num_new[row] = 1
@@ -46,56 +59,121 @@ class MTPDrafter(Drafter):
         """Make the head's entries for known tokens. See ``Drafter``."""
         before = torch.cat([self._hidden[chunk.row_index, :1], hidden[:, :-1]], 1)
         kv = PagedKV.of_chunk(self._kv_pool, self._table, chunk, FIRST_KEY)
-        self._head.forward(chunk.tokens, before, ForwardContext(kv, None, chunk.positions))
+        self.head.forward(chunk.tokens, before, ForwardContext(kv, None, chunk.positions))
         last = (chunk.lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
         self._hidden[chunk.row_index, 0] = hidden.gather(1, last).squeeze(1)
 
     def propose(self, batch: Batch) -> DraftTree:
         """See ``Drafter``."""
-        hidden = self._catch_up(batch)
-        token = self._head.logits(hidden).argmax(-1)
-        tokens = [batch.root_tokens[:, None], token]
-        for step in range(1, self._num_steps):
-            positions = (batch.root_positions + step)[:, None]
-            slots = self._table.slots_at(batch.row_index, positions)
-            num_keys = batch.max_root_position + step + 1
-            hidden = self._forward(batch, token, hidden, positions, slots, num_keys)
-            token = self._head.logits(hidden).argmax(-1)
-            tokens.append(token)
-        shape = chain_shape(len(batch.rows), self.max_nodes, token.device)
-        return DraftTree(torch.cat(tokens, 1), shape)
+        plan, size = self._plan, len(batch.rows)
+        if plan.trees is not None:
+            tree = plan.trees.for_batch(size)
+            if tree.num_nodes == 1:
+                return self._propose_nothing(batch)
+            return grow_static_tree(self, self._picker, self._layout(tree), batch, self.catch_up(batch))
+        hidden = self.catch_up(batch)
+        if plan.topk > 1:
+            return grow_dynamic_tree(self, self._picker, plan, batch, hidden)
+        return self._grow_chain(batch, hidden)
 
     def observe(self, batch: Batch, verdict: Verdict, hidden: Tensor, accepted: Sequence[int]) -> None:
         """See ``Drafter``."""
         num_nodes = hidden.shape[1]
         on_path = hidden.gather(1, verdict.path[..., None].expand_as(hidden))
-        self._tokens[batch.row_index, :num_nodes] = verdict.path_tokens[:, :num_nodes]
-        self._hidden[batch.row_index, :num_nodes] = on_path
+        first = [self._num_new[row] for row in batch.rows]
+        if any(first):
+            columns = torch.tensor(first, device=self._device)[:, None] + torch.arange(num_nodes, device=self._device)
+            self._tokens[batch.row_index[:, None], columns] = verdict.path_tokens[:, :num_nodes]
+            self._hidden[batch.row_index[:, None], columns] = on_path
+        else:
+            self._tokens[batch.row_index, :num_nodes] = verdict.path_tokens[:, :num_nodes]
+            self._hidden[batch.row_index, :num_nodes] = on_path
         for row, count in zip(batch.rows, accepted, strict=True):
-            self._num_new[row] = count + 1
+            self._num_new[row] += count + 1
 
-    def _catch_up(self, batch: Batch) -> Tensor:
-        """Run the head over what was decided since the last draft; its state after the root, [B, 1, H]."""
+    def catch_up(self, batch: Batch) -> Tensor:
+        """Run the head over what was decided since its last forward; its state after the root, [B, 1, H]."""
         counts = [self._num_new[row] for row in batch.rows]
         longest = max(counts)
         tokens = self._tokens[batch.row_index, :longest]
         hidden = self._hidden[batch.row_index, :longest]
-        steps = torch.arange(longest, device=tokens.device)
-        last = torch.tensor(counts, device=tokens.device)[:, None] - 1
+        steps = torch.arange(longest, device=self._device)
+        last = torch.tensor(counts, device=self._device)[:, None] - 1
         tokens.scatter_(1, last, batch.root_tokens[:, None])
         positions = batch.root_positions[:, None] - last + steps
         slots = self._table.slots_at(batch.row_index, positions)
         if min(counts) < longest:
             slots = slots * (steps <= last)
         num_keys = batch.max_root_position + 1
-        out = self._forward(batch, tokens, hidden, positions, slots, num_keys)
+        is_lone = tokens.numel() == 1 and num_keys > FIRST_KEY  # one query at the last key: it sees all from the first
+        mask = None if is_lone else causal_mask(positions, num_keys, FIRST_KEY)
+        out = self._forward(batch, tokens, hidden, positions, slots, num_keys, mask)
+        for row in batch.rows:
+            self._num_new[row] = 0
         return out.gather(1, last[..., None].expand(-1, 1, out.shape[2]))
 
-    def _forward(
-        self, batch: Batch, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, num_keys: int
+    def descend(
+        self, batch: Batch, tokens: Tensor, hidden: Tensor, depth: int, ancestors: Tensor | None, first_entry: int
     ) -> Tensor:
-        is_lone = tokens.numel() == 1 and num_keys > FIRST_KEY  # one query at the last key: it sees all from the first
-        read_slots = self._table.read_slots(batch, FIRST_KEY if is_lone else 0, num_keys)
-        mask = None if is_lone else causal_mask(positions, num_keys, FIRST_KEY)
+        """Run the head over draft nodes of one depth.
+
+        Args:
+            batch: the roots.
+            tokens: [B, F] int64, the nodes.
+            hidden: [B, F, H], the head's states at their parents.
+            depth: of the nodes, below the root.
+            ancestors: [B, F, first_entry + F] bool: which entries each node sees; entry 0 is the root, the nodes
+                themselves are the last F. None: a chain.
+            first_entry: entries before these; node f's keys and values stand first_entry + f slots behind the root.
+
+        Returns:
+            The head's states at the nodes, [B, F, H].
+        """
+        num_entries = first_entry + tokens.shape[1]
+        num_keys = batch.max_root_position + num_entries
+        entries = torch.arange(first_entry, num_entries, device=self._device)
+        slots = self._table.slots_at(batch.row_index, batch.root_positions[:, None] + entries)
+        positions = (batch.root_positions + depth)[:, None].expand(-1, tokens.shape[1])
+        mask = None
+        if ancestors is not None:
+            mask = ancestor_mask(batch.root_positions, ancestors, num_keys, FIRST_KEY)
+        elif len(batch.rows) > 1 or num_keys <= FIRST_KEY:
+            mask = causal_mask(positions, num_keys, FIRST_KEY)
+        return self._forward(batch, tokens, hidden, positions, slots, num_keys, mask)
+
+    def _propose_nothing(self, batch: Batch) -> DraftTree:
+        if max(self._num_new[row] for row in batch.rows) + self.max_nodes > self._backlog:
+            self.catch_up(batch)
+        return DraftTree(batch.root_tokens[:, None], chain_shape(len(batch.rows), 1, self._device))
+
+    def _grow_chain(self, batch: Batch, hidden: Tensor) -> DraftTree:
+        token, tokens, probs = batch.root_tokens[:, None], [batch.root_tokens[:, None]], []
+        for depth in range(self._plan.num_steps):
+            if depth:
+                hidden = self.descend(batch, token, hidden, depth, None, depth)
+            token, drawn_from = self._picker.pick_one(self.head.logits(hidden), batch, depth)
+            tokens.append(token)
+            if drawn_from is not None:
+                probs.append(drawn_from)
+        draft_probs = torch.cat([*probs, probs[-1]], 1) if probs else None  # the last node has no children: any will do
+        shape = chain_shape(len(batch.rows), self.max_nodes, self._device)
+        return DraftTree(torch.cat(tokens, 1), shape, draft_probs)
+
+    def _layout(self, tree: StaticTree) -> StaticLayout:
+        if tree not in self._layouts:
+            self._layouts[tree] = StaticLayout.of(tree, self._plan.draws_drafts, self._device)
+        return self._layouts[tree]
+
+    def _forward(
+        self,
+        batch: Batch,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        num_keys: int,
+        mask: Tensor | None,
+    ) -> Tensor:
+        read_slots = self._table.read_slots(batch, FIRST_KEY if mask is None else 0, num_keys)
         kv = PagedKV(self._kv_pool, slots.reshape(-1), read_slots, mask)
-        return self._head.forward(tokens, hidden, ForwardContext(kv, None, positions))
+        return self.head.forward(tokens, hidden, ForwardContext(kv, None, positions))

@@ -12,14 +12,13 @@ import torch
 from specmamba.cache.memory_plan import free_memory, plan_memory
 from specmamba.config import EngineConfig
 from specmamba.core import FinishReason, OutputDelta, SamplingParams, SpecStats
-from specmamba.draft.base import Drafter, NoDrafter
-from specmamba.draft.mtp import MTPDrafter
+from specmamba.draft.build import build_drafter
+from specmamba.draft.plan import plan_drafts
 from specmamba.engine.request import Request
 from specmamba.engine.runner import Decision, Pools, Runner
 from specmamba.engine.scheduler import Run, Scheduler
 from specmamba.engine.text import TextStream
 from specmamba.errors import ConfigError, PromptTooLongError, RequestError
-from specmamba.models.base import LoadedModel
 from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.registry import load_model
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
@@ -55,26 +54,27 @@ class Engine:
         budget = int(free_memory(self.device) * config.mem_fraction_static)
         self.tokenizer = Tokenizer(folder)
         with torch.inference_mode():
-            want_head = config.speculative_algorithm != "none"
+            want_head = config.speculative_algorithm in ("auto", "mtp")
             self.model = load_model(folder, config.dtype, self.device, want_head)
-            self._num_steps = _resolve_num_steps(config, self.model)
-            max_nodes = self._num_steps + 1
-            weight_bytes = self.model.num_parameters * self.model.cache_shape.dtype.itemsize
             self.vocab_size = self.model.target.vocab_size
+            self.draft_plan = plan_drafts(config, self.model.draft_head is not None, self.vocab_size)
+            weight_bytes = self.model.num_parameters * self.model.cache_shape.dtype.itemsize
             self.memory_plan = plan_memory(
                 config,
                 self.model.cache_shape,
                 self.model.context_length,
                 self.vocab_size,
-                max_nodes,
+                self.draft_plan.max_nodes,
+                self.draft_plan.num_slots,
                 budget - weight_bytes,
             )
         # outside of inference mode: what is freed by an abort is written from outside of a step
-        self._pools = Pools(self.model, self.memory_plan, self.device)
-        self._runner = Runner(self.model, self._pools, self._make_drafter(), self.device)
+        self.pools = Pools(self.model, self.memory_plan, self.device)
+        drafter = build_drafter(self.draft_plan, config, self.model, self.pools.kv, self.pools.table)
+        self.runner = Runner(self.model, self.pools, drafter, self.device, config.speculative_accept)
         self.scheduler = Scheduler(
-            self._pools.table, self._pools.kv, self._pools.states, max_nodes,
-            config.chunked_prefill_size, config.max_queued_requests, self._runner.release,
+            self.pools.table, self.pools.kv, self.pools.states, self.draft_plan.num_slots,
+            config.chunked_prefill_size, config.max_queued_requests, self.runner.release,
         )  # fmt: skip
         self.context_length = self.memory_plan.context_length
         self._requests: dict[str, Request] = {}
@@ -83,8 +83,14 @@ class Engine:
         self._threads_before = torch.get_num_threads()
         _set_threads(config, self.device, weight_bytes)
 
-    def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Queue a request.
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        replay: Sequence[int] = (),
+    ) -> None:
+        """Queue a request. Output tokens are taken from ``replay`` as far as it goes, and chosen after that.
 
         Raises:
             RequestError: the prompt is empty or has an unknown token, or the id is in use.
@@ -100,7 +106,7 @@ class Engine:
         text = TextStream(Detokenizer(self.tokenizer), params.stop, stop_ids, max_output)
         number = self._num_added
         seed = params.seed if params.seed is not None else _seed_of_request(self.config.seed, number)
-        request = Request(request_id, number, prompt, params, seed, text)
+        request = Request(request_id, number, prompt, params, seed, text, tuple(replay))
         self.scheduler.add(request)
         self._requests[request_id] = request
         self._num_added += 1
@@ -111,7 +117,11 @@ class Engine:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
         if len(prompt_token_ids) >= self.context_length:
             raise PromptTooLongError(len(prompt_token_ids), self.context_length - 1)
-        for token in prompt_token_ids:
+        self.check_tokens(prompt_token_ids)
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raise RequestError for a token that is not in the vocabulary."""
+        for token in token_ids:
             if not 0 <= token < self.vocab_size:
                 raise RequestError(f"token id {token} is not in the vocabulary of {self.vocab_size} tokens", "prompt")
 
@@ -126,21 +136,21 @@ class Engine:
         """Run at most one chunk of known tokens, then one verify of every request that is ready for it."""
         self.scheduler.make_room()  # before newcomers take what those that run already need
         for request in self.scheduler.admit():
-            self._runner.admit(request)
+            self.runner.admit(request)
             if not request.num_to_extend:
-                self._runner.start_verifying(request)
+                self.runner.start_verifying(request)
         runs = self.scheduler.next_runs()
         deltas = self._extend(runs) if runs else []
         batch = sorted(self.scheduler.verifying, key=lambda request: request.held_row)
-        decisions = self._runner.step(batch) if batch else []
+        decisions = self.runner.step(batch) if batch else []
         deltas.extend(self._advance(request, decision) for request, decision in zip(batch, decisions, strict=True))
         return deltas
 
     def _extend(self, runs: list[Run]) -> list[OutputDelta]:
         """Run known tokens; the last deltas of requests that go wrong in it."""
-        is_sound = self._runner.extend(runs)
+        is_sound = self.runner.extend(runs)
         for request in self.scheduler.finish_runs(runs):
-            self._runner.start_verifying(request)
+            self.runner.start_verifying(request)
         return [self._fail(run.request) for run, sound in zip(runs, is_sound, strict=True) if not sound]
 
     @property
@@ -149,7 +159,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Queues, pools and speculation, now."""
-        pools, scheduler = self._pools, self.scheduler
+        pools, scheduler = self.pools, self.scheduler
         return EngineStats(
             num_running=len(scheduler.extending) + len(scheduler.verifying),
             num_waiting=len(scheduler.waiting),
@@ -163,7 +173,7 @@ class Engine:
 
     def describe(self) -> dict[str, object]:
         """What runs here, for people and for ``/server_info``."""
-        model, plan = self.model, self.memory_plan
+        model, plan, drafts = self.model, self.memory_plan, self.draft_plan
         return {
             "model": self.config.model_path if self.config.model is not None else "specmamba-demo",
             "architecture": model.architecture,
@@ -174,9 +184,12 @@ class Engine:
             "context_length": self.context_length,
             "vocab_size": self.vocab_size,
             "max_running_requests": plan.num_rows,
-            "speculative_algorithm": "mtp" if self._num_steps else "none",
-            "speculative_num_steps": self._num_steps,
-            "speculative_num_draft_tokens": self._num_steps + 1,
+            "speculative_algorithm": drafts.algorithm,
+            "speculative_num_steps": drafts.num_steps,
+            "speculative_eagle_topk": drafts.topk,
+            "speculative_num_draft_tokens": drafts.max_nodes,
+            "speculative_state": self.config.speculative_state,
+            "speculative_accept": self.config.speculative_accept,
             "kv_pool_tokens": plan.num_kv_tokens,
             "kv_pool_bytes": plan.kv_bytes,
             "state_slots": plan.num_state_slots,
@@ -198,12 +211,6 @@ class Engine:
             self.abort(request_id)
         torch.set_num_threads(self._threads_before)
 
-    def _make_drafter(self) -> Drafter:
-        if not self._num_steps or self.model.draft_head is None:
-            return NoDrafter()
-        hidden_size = self.model.target.hidden_size
-        return MTPDrafter(self.model.draft_head, self._num_steps, self._pools.kv, self._pools.table, hidden_size)
-
     def _advance(self, request: Request, decision: Decision) -> OutputDelta:
         """Give a request its new tokens, and end it where they say so."""
         if not decision.is_sound:
@@ -215,7 +222,7 @@ class Engine:
         request.output.extend(tokens)
         if reason is None:
             request.num_run = request.root_position
-            self._pools.counts.add(request.held_row, tokens)
+            self.pools.counts.add(request.held_row, tokens)
         else:
             self.abort(request.request_id)
         return _delta(request, tokens, text, reason)
@@ -261,27 +268,6 @@ def _set_threads(config: EngineConfig, device: torch.device, weight_bytes: int) 
         torch.set_num_threads(config.num_threads)
     elif device.type == "cpu" and weight_bytes <= SMALL_MODEL_BYTES:
         torch.set_num_threads(1)
-
-
-def _resolve_num_steps(config: EngineConfig, model: LoadedModel) -> int:
-    """Depth of the drafts; 0 when nothing is drafted.
-
-    Raises:
-        ConfigError: MTP is asked for, and the checkpoint has no MTP head.
-    """
-    if model.draft_head is not None:
-        return config.num_draft_steps
-    if config.speculative_algorithm == "mtp":
-        raise ConfigError(
-            "--speculative-algorithm mtp: this checkpoint has no MTP head (no mtp.* tensors); "
-            "choose auto or none, or a checkpoint that kept its MTP head"
-        )
-    if config.speculative_num_steps or config.speculative_num_draft_tokens:
-        raise ConfigError(
-            "--speculative-num-steps and --speculative-num-draft-tokens need a drafter, and this checkpoint has no "
-            "MTP head: drop them"
-        )
-    return 0
 
 
 def _seed_of_request(engine_seed: int, number: int) -> int:

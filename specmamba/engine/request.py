@@ -18,6 +18,7 @@ class Request:
     params: SamplingParams
     seed: int
     text: TextStream
+    forced: tuple[int, ...] = ()  # output that is replayed instead of chosen
     output: list[int] = field(default_factory=list)
     spec: SpecStats = field(default_factory=SpecStats)
     row: int | None = None

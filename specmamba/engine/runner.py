@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +14,20 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory_plan import MemoryPlan
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
-from specmamba.cache.spec_buffers import SpecBuffers, VerifyPlan
+from specmamba.cache.snapshot_buffers import SnapshotBuffers
+from specmamba.cache.spec_buffers import SpecBuffers
+from specmamba.cache.state_buffers import StateBuffers, VerifyPlan
 from specmamba.cache.state_pool import StatePool
 from specmamba.cache.token_counts import TokenCounts
-from specmamba.core import Batch, Chunk, DraftTree, Verdict
+from specmamba.core import Batch, Chunk, DraftTree, SamplingBatch, Verdict
 from specmamba.draft.base import Drafter
+from specmamba.engine.clock import StepClock
 from specmamba.engine.request import Request
 from specmamba.engine.scheduler import Run
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import LoadedModel
 from specmamba.verify.accept import accept
-from specmamba.verify.sampling import SamplingBatch
+from specmamba.verify.rules import AcceptRule
 
 
 class Pools:
@@ -33,8 +37,9 @@ class Pools:
         shape = model.cache_shape
         self.kv = KVPool(shape, plan.num_pages, plan.page_size, device)
         self.states = StatePool(shape, plan.num_state_slots, device)
-        self.table = RequestTable(plan.num_rows, plan.context_length + plan.max_nodes, self.kv, device)
-        self.records = SpecBuffers(shape, self.states, plan.num_rows, plan.max_nodes, device)
+        self.table = RequestTable(plan.num_rows, plan.context_length + plan.num_slots, self.kv, device)
+        backend = SpecBuffers if plan.speculative_state == "records" else SnapshotBuffers
+        self.records: StateBuffers[Any] = backend(shape, self.states, plan.num_rows, plan.max_nodes, device)
         self.counts = TokenCounts(plan.num_rows, model.target.vocab_size, device)
 
 
@@ -50,14 +55,21 @@ class Decision:
 class Runner:
     """Runs chunks and steps on a model, its pools and a drafter."""
 
-    def __init__(self, model: LoadedModel, pools: Pools, drafter: Drafter, device: torch.device) -> None:
+    def __init__(
+        self, model: LoadedModel, pools: Pools, drafter: Drafter, device: torch.device, rule: AcceptRule = "target"
+    ) -> None:
         self._target = model.target
-        self._pools, self._drafter, self._device = pools, drafter, device
+        self.drafter = drafter
+        self.clock = StepClock(device)
+        self.on_logits: Callable[[Tensor], None] | None = None  # sees the logits [B, N, V] of every step
+        self.rule = rule
+        self.synthetic_acceptance: float | None = None
+        self._pools, self._device = pools, device
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
 
     def admit(self, request: Request) -> None:
         """A request got its row: whatever was there before is gone."""
-        self._drafter.begin(request.held_row)
+        self.drafter.begin(request.held_row, request.known_tokens(0, request.num_tokens))
 
     def start_verifying(self, request: Request) -> None:
         """All known tokens but the last have been run: its state becomes a checkpoint to verify from."""
@@ -89,7 +101,7 @@ class Runner:
             positions=chunk.positions,
         )
         hidden = self._target.forward(chunk.tokens, context)
-        self._drafter.extend(chunk, hidden)
+        self.drafter.extend(chunk, hidden)
         for run in runs:
             pools.states.end_write(run.request.held_slot, run.start + run.length)
         is_sound: list[bool] = (hidden.isfinite().all(-1) | ~chunk.is_token).all(-1).tolist()
@@ -97,19 +109,25 @@ class Runner:
 
     def step(self, requests: Sequence[Request]) -> list[Decision]:
         """Draft, verify, accept, commit: one to N new tokens for every request."""
-        batch, sampling = self._batch(requests), self._sampling_batch(requests)
-        history = None if sampling.penalties is None else self._pools.counts.of(batch.row_index)
+        batch = self._batch(requests)
+        history = None if batch.sampling.penalties is None else self._pools.counts.of(batch.row_index)
 
-        tree = self._drafter.propose(batch)
+        self.clock.start()
+        tree = self.drafter.propose(batch)
+        self.clock.lap("draft")
         plan = self._pools.records.plan(batch.rows, tree.shape)
         hidden = self._verify(batch, tree, plan)
         logits = self._target.logits(hidden)
-        verdict = accept(tree, logits, sampling, batch.root_positions, history)
+        if self.on_logits is not None:
+            self.on_logits(logits)
+        verdict = accept(tree, logits, batch, history, rule=self.rule, synthetic=self.synthetic_acceptance)
         columns = verdict.num_accepted, verdict.is_sound, (tree.shape.parents >= 0).sum(1)
         read = torch.cat([torch.stack(columns, 1), verdict.path_tokens], 1).tolist()  # the one read of a step
         accepted = [row[0] for row in read]
+        self.clock.lap("verify")
         self._commit(batch, plan, verdict, accepted)
-        self._drafter.observe(batch, verdict, hidden, accepted)
+        self.drafter.observe(batch, verdict, hidden, accepted)
+        self.clock.lap("commit")
         return [
             Decision(tuple(tokens[: count + 1]), num_drafted, bool(is_sound))
             for count, is_sound, num_drafted, *tokens in read
@@ -151,7 +169,16 @@ class Runner:
             root_tokens=torch.tensor([request.root_token for request in requests], device=self._device),
             root_positions=torch.tensor(positions, device=self._device),
             max_root_position=max(positions),
+            sampling=self._sampling_batch(requests),
+            forced_tokens=self._forced_tokens(requests),
         )
+
+    def _forced_tokens(self, requests: Sequence[Request]) -> Tensor | None:
+        if not any(request.forced for request in requests):
+            return None
+        depth = self.drafter.max_nodes
+        pieces = [r.forced[len(r.output) : len(r.output) + depth] for r in requests]
+        return torch.tensor([[*piece, *[-1] * (depth - len(piece))] for piece in pieces], device=self._device)
 
     def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
         """Settings change with the members of the batch only, so they are kept until those change."""

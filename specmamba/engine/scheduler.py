@@ -35,14 +35,17 @@ class Scheduler:
         table: RequestTable,
         kv_pool: KVPool,
         state_pool: StatePool,
-        max_nodes: int,
+        num_slots: int,
         chunk_size: int,
         max_waiting: int,
         on_release: Callable[[int], None],
     ) -> None:
-        """``on_release`` is called with a row that is about to be given back."""
+        """Args:
+        num_slots: KV positions from a root's on that one step may write.
+        on_release: called with a row that is about to be given back.
+        """
         self._table, self._kv_pool, self._state_pool = table, kv_pool, state_pool
-        self._max_nodes, self._chunk_size, self._max_waiting = max_nodes, chunk_size, max_waiting
+        self._num_slots, self._chunk_size, self._max_waiting = num_slots, chunk_size, max_waiting
         self._on_release = on_release
         self.waiting: deque[Request] = deque()
         self.extending: list[Request] = []
@@ -124,7 +127,7 @@ class Scheduler:
         return bool(self.waiting or self.extending or self.verifying)
 
     def _acquire(self, request: Request) -> bool:
-        positions = request.num_tokens + self._max_nodes
+        positions = request.num_tokens + self._num_slots
         if self._table.num_missing_pages(None, positions) > self._kv_pool.allocator.num_free:
             return False
         if not self._table.num_free_rows or not self._state_pool.num_free:
@@ -134,4 +137,4 @@ class Scheduler:
         return self._table.ensure(request.held_row, positions)
 
     def _grow(self, request: Request) -> bool:
-        return self._table.ensure(request.held_row, request.root_position + self._max_nodes)
+        return self._table.ensure(request.held_row, request.root_position + self._num_slots)

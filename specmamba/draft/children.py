@@ -1,0 +1,73 @@
+"""The children of draft nodes: the likeliest tokens, or tokens that are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specmamba.core import Batch
+from specmamba.kernels import sampling as sampling_ops
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """The k children of F nodes, in the order in which they are tried."""
+
+    tokens: Tensor  # [B, F, k] int64
+    token_logp: Tensor  # [B, F, k], of the tokens
+    place_logp: Tensor  # [B, F, k], falling: what a j-th child is worth, told without looking at its token
+    probs: Tensor | None  # [B, F, V], what the tokens were drawn from; None: they are the likeliest
+
+
+@dataclass(frozen=True, slots=True)
+class ChildPicker:
+    """Picks children from the logits of a draft head.
+
+    When drafts are drawn, the distribution is what the request's own temperature and filters make of the head's logits,
+    so that it is as near to the target's as the head allows. Greedy rows take the likeliest either way.
+    """
+
+    draws: bool
+
+    def pick(self, logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
+        """Choose k children for every node.
+
+        Args:
+            logits: [B, F, V], the head's after each node.
+            k: children per node.
+            batch: how the rows sample, and where their roots stand.
+            first_entry: number of the first node among all nodes of this draft that get children; it makes the random
+                numbers of different nodes different.
+        """
+        if self.draws and batch.sampling.temperature is not None:
+            return _draw(logits, k, batch, batch.sampling.temperature, first_entry)
+        logits = logits.float()
+        top = logits.topk(k, -1)
+        logp = top.values - logits.logsumexp(-1, keepdim=True)
+        return Children(top.indices, logp, logp, None)
+
+    def pick_one(self, logits: Tensor, batch: Batch, entry: int) -> tuple[Tensor, Tensor | None]:
+        """The only children [B, 1] of a batch of lone nodes, from logits [B, 1, V], and what they were drawn from."""
+        if self.draws and batch.sampling.temperature is not None:
+            children = _draw(logits, 1, batch, batch.sampling.temperature, entry)
+            return children.tokens[..., 0], children.probs
+        return logits.argmax(-1), None
+
+
+def _draw(logits: Tensor, k: int, batch: Batch, temperature: Tensor, first_entry: int) -> Children:
+    sampling = batch.sampling
+    is_greedy = (temperature == 0)[:, None, None]
+    spread = temperature.where(temperature != 0, 1)  # of greedy rows too: their second choices must be told apart
+    probs = sampling_ops.probabilities(logits, spread, sampling.top_k, sampling.top_p, sampling.min_p)
+    entries = torch.arange(first_entry, first_entry + logits.shape[1], device=logits.device)
+    counters = (
+        (batch.root_positions[:, None, None] << 20) | (entries[:, None] << 8) | torch.arange(k, device=logits.device)
+    )
+    uniforms = sampling_ops.uniform(sampling.seeds, counters.flatten(1), sampling_ops.DRAFT_STREAM).view_as(counters)
+    drawn, is_drawn = sampling_ops.draw_children(probs, uniforms)
+    likeliest = probs.topk(k, -1)
+    tokens = torch.where(is_greedy, likeliest.indices, drawn)
+    place_logp = likeliest.values.log().masked_fill(~(is_drawn | is_greedy), -torch.inf)
+    return Children(tokens, probs.gather(-1, tokens).log(), place_logp, probs)

@@ -1,0 +1,63 @@
+"""How well a head guesses: the rank of every token that really came, at every depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specmamba.core import Batch, Chunk, DraftTree, Verdict
+from specmamba.draft.base import Drafter, chain_shape
+from specmamba.draft.mtp import MTPDrafter
+
+
+class RankRecorder(Drafter):
+    """Drafts nothing. At every root it walks the head along the replayed text and notes the ranks of its tokens.
+
+    From these any static tree's acceptance on that text follows without running it: a node is on the accepted path when
+    the ranks above it are the ones that were noted.
+    """
+
+    def __init__(self, mtp: MTPDrafter, num_steps: int) -> None:
+        self.max_nodes = self.num_slots = num_steps + 1
+        self._mtp = mtp
+        self._num_steps = num_steps
+        self._ranks: list[Tensor] = []
+
+    @property
+    def ranks(self) -> Tensor:
+        """[samples, steps] int64: rank (0: likeliest) of the token d + 1 places behind each root, given those before it;
+        -1 behind the end of the replayed text."""
+        empty = torch.zeros(0, self._num_steps, dtype=torch.int64)
+        return torch.cat([empty, *(ranks.cpu() for ranks in self._ranks)])
+
+    def begin(self, row: int, tokens: Sequence[int]) -> None:
+        """See ``Drafter``."""
+        self._mtp.begin(row, tokens)
+
+    def extend(self, chunk: Chunk, hidden: Tensor) -> None:
+        """See ``Drafter``."""
+        self._mtp.extend(chunk, hidden)
+
+    def observe(self, batch: Batch, verdict: Verdict, hidden: Tensor, accepted: Sequence[int]) -> None:
+        """See ``Drafter``."""
+        self._mtp.observe(batch, verdict, hidden, accepted)
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """The root alone; what is replayed behind it is ranked first. Requests without a replay are only run."""
+        hidden = self._mtp.catch_up(batch)
+        if batch.forced_tokens is not None:
+            self._ranks.append(self._rank(batch, hidden, batch.forced_tokens))
+        return DraftTree(batch.root_tokens[:, None], chain_shape(len(batch.rows), 1, hidden.device))
+
+    def _rank(self, batch: Batch, hidden: Tensor, forced: Tensor) -> Tensor:
+        columns = []
+        for depth in range(self._num_steps):
+            token = forced[:, depth : depth + 1].clamp(min=0)
+            logits = self._mtp.head.logits(hidden)[:, 0]
+            rank = (logits > logits.gather(1, token)).sum(1)
+            columns.append(rank.where(forced[:, depth] >= 0, -1))
+            if depth + 1 < self._num_steps:
+                hidden = self._mtp.descend(batch, token, hidden, depth + 1, None, depth + 1)
+        return torch.stack(columns, 1)

@@ -1,0 +1,134 @@
+"""Static draft trees: the same topology for every request, by (depth, rank)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specmamba.core import Batch, DraftTree, TreeShape
+from specmamba.draft.base import chain_shape, tree_shape
+from specmamba.draft.children import ChildPicker, Children
+from specmamba.draft.dynamic_tree import HeadRunner
+from specmamba.trees import StaticTree
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Nodes of one depth that have children, and those children."""
+
+    num_entries_before: int  # the root is entry 0, every other node with children is one
+    nodes: Tensor  # [F] int64, nodes with children
+    hidden_of: Tensor  # [F] int64, their parents' places in the level above
+    ancestors: Tensor | None  # [F, entries] bool; None for the root, and where the tree is a chain
+    children: Tensor  # [C] int64, nodes
+    child_of: Tensor  # [C] int64, places in this level
+    choice: Tensor  # [C] int64, which of their parent's children they are
+    num_choices: int
+
+
+@dataclass(frozen=True, slots=True)
+class StaticLayout:
+    """A static tree, cut into the steps that draft it. Tensors are made once and used by every draft."""
+
+    parents: Tensor  # [N] int64
+    is_chain: bool
+    max_children: int
+    levels: tuple[Level, ...]
+    entry: Tensor  # [N] int64, of nodes with children; 0 for the others
+
+    @classmethod
+    def of(cls, tree: StaticTree, draws: bool, device: torch.device) -> StaticLayout:
+        """Args:
+        tree: the topology.
+        draws: children are drawn, so that a node's order among its siblings counts and not its rank: leaving out a draw
+            that came first would change the distribution of those that follow.
+        device: where the tensors go.
+        """
+        by_rank = sorted(range(1, tree.num_nodes), key=lambda node: (tree.parents[node], tree.ranks[node]))
+        siblings: dict[int, list[int]] = {}
+        for node in by_rank:
+            siblings.setdefault(tree.parents[node], []).append(node)
+        choice = {node: i if draws else tree.ranks[node] for nodes in siblings.values() for i, node in enumerate(nodes)}
+        is_chain = tree.parents == tuple(range(-1, tree.num_nodes - 1))
+        levels, entry = _levels(tree, siblings, choice, is_chain, device)
+        return cls(
+            parents=torch.tensor(tree.parents, device=device),
+            is_chain=is_chain,
+            max_children=max(map(len, siblings.values())),
+            levels=levels,
+            entry=torch.tensor(entry, device=device),
+        )
+
+    def shape(self, batch_size: int) -> TreeShape:
+        """The shape of a batch of these trees."""
+        if self.is_chain:
+            return chain_shape(batch_size, self.parents.shape[0], self.parents.device)
+        return tree_shape(self.parents.expand(batch_size, -1), self.max_children)
+
+
+def _levels(
+    tree: StaticTree, siblings: dict[int, list[int]], choice: dict[int, int], is_chain: bool, device: torch.device
+) -> tuple[tuple[Level, ...], list[int]]:
+    """The steps of a draft, and the entry of each node."""
+    depths = tree.depths
+    entry, levels = [0] * tree.num_nodes, []
+    seen: list[set[int]] = []  # entries that each entry sees
+    above: list[int] = []
+    for depth in range(max(depths)):
+        nodes = [node for node in siblings if depths[node] == depth]
+        nodes.sort()
+        first = len(seen)
+        for node in nodes:
+            entry[node] = len(seen)
+            seen.append({entry[node]} | (seen[entry[tree.parents[node]]] if node else set()))
+        mask = torch.tensor([[e in sees for e in range(len(seen))] for sees in seen[first:]], device=device)
+        children = [child for node in nodes for child in siblings[node]]
+        levels.append(
+            Level(
+                num_entries_before=first,
+                nodes=torch.tensor(nodes, device=device),
+                hidden_of=torch.tensor([above.index(tree.parents[node]) for node in nodes if node], device=device),
+                ancestors=None if depth == 0 or is_chain else mask,
+                children=torch.tensor(children, device=device),
+                child_of=torch.tensor([nodes.index(tree.parents[child]) for child in children], device=device),
+                choice=torch.tensor([choice[child] for child in children], device=device),
+                num_choices=max(choice[child] for child in children) + 1,
+            )
+        )
+        above = nodes
+    return tuple(levels), entry
+
+
+def grow_static_tree(
+    runner: HeadRunner, picker: ChildPicker, layout: StaticLayout, batch: Batch, hidden: Tensor
+) -> DraftTree:
+    """Draft tokens for a static tree on every root; ``hidden`` [B, 1, H] are the head's states after the roots."""
+    size, num_nodes = len(batch.rows), layout.parents.shape[0]
+    tokens = batch.root_tokens[:, None].repeat(1, num_nodes)
+    is_drawn = torch.ones_like(tokens, dtype=torch.bool)
+    probs = []
+    for depth, level in enumerate(layout.levels):
+        if depth:
+            mask = None if level.ancestors is None else level.ancestors.expand(size, -1, -1)
+            above = hidden[:, level.hidden_of]
+            hidden = runner.descend(batch, tokens[:, level.nodes], above, depth, mask, level.num_entries_before)
+        picked = picker.pick(runner.head.logits(hidden), level.num_choices, batch, level.num_entries_before)
+        tokens[:, level.children] = picked.tokens[:, level.child_of, level.choice]
+        if picked.probs is not None:
+            probs.append(picked.probs)
+            is_drawn[:, level.children] = _is_drawn(picked, level, is_drawn[:, level.nodes])
+    if not probs:
+        return DraftTree(tokens, layout.shape(size))
+    draft_probs = torch.cat(probs, 1)[:, layout.entry]
+    if layout.is_chain:  # of every distribution there is one token to draw
+        return DraftTree(tokens, layout.shape(size), draft_probs)
+    parents = layout.parents.where(is_drawn, -1)
+    return DraftTree(tokens, tree_shape(parents, layout.max_children), draft_probs)
+
+
+def _is_drawn(picked: Children, level: Level, parent_is_drawn: Tensor) -> Tensor:
+    """Which children [B, C] exist: a distribution may have had fewer tokens than the tree has places."""
+    exists = (picked.place_logp > -torch.inf) & parent_is_drawn[..., None]
+    return exists[:, level.child_of, level.choice]

@@ -1,0 +1,103 @@
+"""What tools that measure and tune need of an engine and requests do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from specmamba.config import EngineConfig, describe_validation_error
+from specmamba.core import SamplingParams
+from specmamba.draft.build import build_drafter
+from specmamba.draft.mtp import MTPDrafter
+from specmamba.draft.plan import plan_drafts
+from specmamba.draft.recorder import RankRecorder
+from specmamba.engine.clock import StepClock
+from specmamba.engine.engine import Engine
+from specmamba.errors import ConfigError, RequestError
+
+# what decides how drafts are made; the state backend is not among them: its buffers stay
+DRAFT_FIELDS = {name for name in EngineConfig.model_fields if name.startswith("speculative_")} - {"speculative_state"}
+
+
+class Workbench:
+    """Changes how an engine drafts and looks at what it computes, between requests.
+
+    Every method but ``clock`` raises RequestError while requests are running.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def clock(self) -> StepClock:
+        """The times of steps by phase; turn it on first."""
+        return self._engine.runner.clock
+
+    def use_drafts(self, **flags: object) -> None:
+        """Draft in another way from here on; weights and pools stay.
+
+        Args:
+            flags: ``speculative_*`` fields of the configuration; what is not given is at its default.
+
+        Raises:
+            ConfigError: the flags contradict each other, the checkpoint, or what this engine has memory for.
+        """
+        engine = self._idle_engine()
+        ours = engine.config.model_dump(exclude=DRAFT_FIELDS)
+        try:
+            config = EngineConfig(**{**ours, **flags})
+        except ValidationError as error:
+            raise ConfigError(describe_validation_error(error)) from None
+        plan = plan_drafts(config, engine.model.draft_head is not None, engine.vocab_size)
+        room = engine.memory_plan
+        if plan.max_nodes > room.max_nodes or plan.num_slots > room.num_slots:
+            raise ConfigError(
+                f"a draft of {plan.max_nodes} nodes ({plan.num_slots} slots) does not fit an engine that was started "
+                f"for {room.max_nodes} ({room.num_slots}): start it with its largest draft"
+            )
+        engine.config, engine.draft_plan = config, plan
+        engine.runner.drafter = build_drafter(plan, config, engine.model, engine.pools.kv, engine.pools.table)
+        engine.runner.rule = config.speculative_accept
+
+    def use_synthetic_acceptance(self, probability: float | None) -> None:
+        """Accept drafts by the toss of a coin, for studies of cost. The text means nothing then. None: honest again."""
+        self._idle_engine().runner.synthetic_acceptance = probability
+
+    def record_ranks(self) -> RankRecorder:
+        """Draft nothing from here on, and note for every replayed token how the MTP head ranked it.
+
+        Raises:
+            ConfigError: nothing is drafted by an MTP head here.
+        """
+        engine = self._idle_engine()
+        drafter = engine.runner.drafter
+        if not isinstance(drafter, MTPDrafter):
+            raise ConfigError("ranks are recorded from an MTP head: choose --speculative-algorithm mtp")
+        recorder = RankRecorder(drafter, engine.draft_plan.num_steps)
+        engine.runner.drafter = recorder
+        return recorder
+
+    def logits_after(self, token_ids: Sequence[int]) -> Tensor:
+        """The target's logits [V] float32 for the token behind these.
+
+        Raises:
+            RequestError: the tokens are no prompt that fits.
+        """
+        engine = self._idle_engine()
+        seen: list[Tensor] = []
+        engine.runner.on_logits = lambda logits: seen.append(logits[0, 0].float())
+        try:
+            engine.add_request("logits", token_ids, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+            while not seen:
+                engine.step()
+        finally:
+            engine.runner.on_logits = None
+            engine.abort("logits")
+        return seen[0]
+
+    def _idle_engine(self) -> Engine:
+        if self._engine.has_unfinished_requests:
+            raise RequestError("requests are running: let them finish first")
+        return self._engine

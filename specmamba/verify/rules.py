@@ -1,0 +1,82 @@
+"""The two rules that choose a token after every node, and the synthetic one for cost studies."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from specmamba.core import Batch, DraftTree
+from specmamba.kernels import sampling as sampling_ops
+
+AcceptRule = Literal["target", "rejection"]
+NODE_BITS = 6  # a draft has at most 64 nodes (config.MAX_DRAFT_TOKENS)
+
+
+def choose(tree: DraftTree, logits: Tensor, batch: Batch, rule: AcceptRule) -> Tensor:
+    """The target's token after every node.
+
+    ``target`` samples the target's distribution and never looks at the drafts. ``rejection`` accepts a node's children
+    one by one with probabilities that depend on what they were drawn from, and draws from the residual when all are
+    refused; a node without children is sampled as under ``target``. At temperature 0 both are the argmax.
+
+    Args:
+        tree: the drafts.
+        logits: [B, N, V], penalised.
+        batch: where the roots stand and how the rows choose.
+        rule: which.
+
+    Returns:
+        [B, N] int64.
+    """
+    sampling, shape = batch.sampling, tree.shape
+    if sampling.temperature is None:
+        return logits.argmax(-1)
+    positions = batch.root_positions[:, None] + shape.depth + 1  # of the tokens that are chosen
+    # Nodes of one depth share a number, but no two of them are on the accepted path; and roots only move on, so no
+    # position is decided twice. Each number therefore decides one token at most, and its stream nothing else.
+    uniforms = sampling_ops.uniform(sampling.seeds, positions, sampling_ops.CHOICE_STREAM)
+    settings = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    if rule == "target":
+        return sampling_ops.sample(logits, *settings, uniforms)
+    return sampling_ops.residual_choice(
+        sampling_ops.probabilities(logits, *settings),
+        tree.tokens,
+        shape.parents,
+        tree.draft_probs,
+        shape.max_children,
+        _accept_uniforms(batch, shape.num_nodes),
+        uniforms,
+    )
+
+
+def synthetic_tokens(tree: DraftTree, choice: Tensor, batch: Batch, probability: float) -> Tensor:
+    """Tokens that make the first child of every node right with this probability, and every other child wrong.
+
+    For studies of cost at a given acceptance only: a path taken so leads through nodes whose drafts were others, and
+    the text behind it is worth nothing. The random numbers depend on (seed, position) alone.
+
+    Args:
+        tree: the drafts.
+        choice: [B, N] int64, the target's token after every node.
+        batch: where the roots stand; its seeds.
+        probability: of a first child, whatever its depth.
+
+    Returns:
+        [B, N] int64: the choice after the parent where a child is right, -1 where it is wrong, the roots as they are.
+    """
+    parents = tree.shape.parents
+    positions = batch.root_positions[:, None] + tree.shape.depth
+    uniforms = sampling_ops.uniform(batch.sampling.seeds, positions, sampling_ops.SYNTHETIC_STREAM)
+    is_right = (uniforms < probability) & (sampling_ops.sibling_rank(parents) == 0) & (parents >= 0)
+    tokens = torch.where(is_right, choice.gather(1, parents.clamp(min=0)), -1)
+    tokens[:, 0] = tree.tokens[:, 0]
+    return tokens
+
+
+def _accept_uniforms(batch: Batch, num_nodes: int) -> Tensor:
+    """One random number for every node of every step; [B, N] float32."""
+    nodes = torch.arange(num_nodes, device=batch.root_positions.device)
+    counters = (batch.root_positions[:, None] << NODE_BITS) | nodes
+    return sampling_ops.uniform(batch.sampling.seeds, counters, sampling_ops.ACCEPT_STREAM)
