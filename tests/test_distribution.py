@@ -5,6 +5,7 @@ Every request has its own fixed seed, so a p-value is the same on every run: not
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, SamplingParams, Verdict
+from specmamba.draft import children
 from specmamba.draft.base import Drafter, tree_shape
 from specmamba.engine import runner
 from specmamba.engine.engine import Engine
@@ -47,7 +49,7 @@ def logits(folder: Path) -> tuple[Tensor, Tensor]:
     return of_all[0, len(PROMPT) - 1], of_all[:, len(PROMPT)]
 
 
-def build(folder: Path, num_steps: int) -> Engine:
+def build(folder: Path, num_steps: int, **flags: Any) -> Engine:
     speculation = {"speculative_algorithm": "mtp", "speculative_num_steps": num_steps}
     return Engine(
         EngineConfig(
@@ -56,7 +58,7 @@ def build(folder: Path, num_steps: int) -> Engine:
             device="cpu",
             max_running_requests=250,
             max_queued_requests=NUM_DRAWS,
-            **(speculation if num_steps else {"speculative_algorithm": "none"}),
+            **(speculation if num_steps else flags or {"speculative_algorithm": "none"}),
         )
     )
 
@@ -159,6 +161,75 @@ def test_trees_with_siblings(folder: Path, logits: tuple[Tensor, Tensor], settin
     assert p_value(draws, exact_pairs(logits, params)) > FAIR
     accepted = engine.stats().spec.accepted_histogram
     assert min(accepted[:2]) > NUM_DRAWS // 40  # of two tokens that are drawn, one can have been a draft
+
+
+EIGHT_NODES: dict[str, dict[str, Any]] = {
+    "dynamic": {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8},
+    "static": {
+        "speculative_tree": {"trees": [{"parents": [-1, 0, 0, 0, 1, 1, 2, 4], "ranks": [0, 0, 1, 2, 0, 1, 0, 0]}]}
+    },
+    "chain": {"speculative_num_steps": 7},
+}
+
+
+def build_tree(folder: Path, tree: str, rule: str) -> Engine:
+    flags = EIGHT_NODES[tree].copy()
+    if "speculative_tree" in flags:
+        file = folder / "tree.json"
+        file.write_text(json.dumps(flags["speculative_tree"]))
+        flags["speculative_tree"] = file
+    return build(folder, 0, speculative_algorithm="mtp", speculative_accept=rule, **flags)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.2])
+@pytest.mark.parametrize("tree", EIGHT_NODES)
+@pytest.mark.parametrize("rule", ["target", "rejection"])
+def test_trees_of_eight_nodes_under_both_rules(
+    folder: Path, logits: tuple[Tensor, Tensor], rule: str, tree: str, temperature: float
+) -> None:
+    params = SamplingParams(max_tokens=3, temperature=temperature, top_p=0.9, ignore_eos=True)
+    engine = build_tree(folder, tree, rule)
+    draws = draw(engine, params)
+    assert p_value(draws, exact_pairs(logits, params)) > FAIR
+    accepted = engine.stats().spec.accepted_histogram
+    assert min(accepted[0], accepted[1], accepted[2]) > NUM_DRAWS // 50  # paths of every length were taken
+
+
+def test_rejection_needs_the_distribution_that_drafts_were_drawn_from(
+    folder: Path, logits: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts drawn at one temperature and judged by the probabilities of another are found out."""
+    real = children.ChildPicker.pick
+
+    def pick(picker: children.ChildPicker, *args: Any) -> children.Children:
+        picked = real(picker, *args)
+        assert picked.probs is not None
+        sharper = picked.probs.square()
+        return replace(picked, probs=sharper / sharper.sum(-1, keepdim=True))
+
+    monkeypatch.setattr(children.ChildPicker, "pick", pick)
+    params = SamplingParams(max_tokens=2, temperature=1.2, top_p=0.9, ignore_eos=True)
+    draws = draw(build_tree(folder, "dynamic", "rejection"), params)
+    assert p_value(draws, exact_pairs(logits, params)) < WRONG
+
+
+def test_rejection_needs_places_that_do_not_depend_on_their_tokens(
+    folder: Path, logits: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeping the likeliest of the drawn tokens, as is right for chosen ones, is found out."""
+    real = children.ChildPicker.pick
+
+    def pick(picker: children.ChildPicker, *args: Any) -> children.Children:
+        picked = real(picker, *args)
+        return replace(picked, place_logp=picked.token_logp)
+
+    monkeypatch.setattr(children.ChildPicker, "pick", pick)
+    params = SamplingParams(max_tokens=2, temperature=1.2, ignore_eos=True)
+    engine = build(
+        folder, 0, speculative_algorithm="mtp", speculative_accept="rejection", speculative_num_steps=1,
+        speculative_eagle_topk=6, speculative_num_draft_tokens=2,
+    )  # fmt: skip
+    assert p_value(draw(engine, params), exact_pairs(logits, params)) < WRONG
 
 
 def take_the_first_draft(
