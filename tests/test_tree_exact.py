@@ -54,7 +54,7 @@ TREES = {
 LENGTHS = (8, 32, 1, 2, 17, 60, 100)  # two of them are numbers of nodes
 POOLS: dict[str, dict[str, Any]] = {
     "roomy": {"max_total_tokens": 4096},
-    "tight": {"max_total_tokens": 512},  # seven requests do not fit to their ends
+    "tight": {"max_total_tokens": 448},  # seven requests do not fit to their ends
 }
 
 
@@ -112,15 +112,13 @@ def test_greedy_text_is_the_plain_text(
     with new_llm(model, **flags, max_running_requests=7, chunked_prefill_size=64) as llm:
         for name, drafts in DRAFTS.items():
             llm.workbench.use_drafts(**drafts, **({"speculative_tree": tree_file} if name == "file" else {}))
-            before = llm.engine.stats().num_preemptions
             assert tokens_of(llm.generate(prompts, greedy())) == plain, f"{name}, all at once"
-            was_preempted = llm.engine.stats().num_preemptions > before
-            assert was_preempted == (pool == "tight"), name
             if pool == "roomy":
                 alone = [llm.generate([prompt], greedy())[0] for prompt in prompts[:: 1 if IS_FULL else 3]]
                 assert tokens_of(alone) == plain[:: 1 if IS_FULL else 3], f"{name}, one by one"
             stats = llm.engine.stats()
             assert (stats.kv_used_tokens, stats.state_used_slots) == (0, 0), name
+        assert (llm.engine.stats().num_preemptions > 0) == (pool == "tight")
 
 
 def test_seeded_text_is_the_plain_text_under_the_target_rule(model: str, prompts: list[list[int]]) -> None:

@@ -91,7 +91,7 @@ class CorpusIndex:
 
     def _place(self, suffix: Tensor) -> Tensor:
         """How many positions of the corpus come before these last tokens [B, W] in the order: [B] int64."""
-        rank = (2 * suffix + 1).clamp(0, self._radix - 1)
+        rank = (2 * suffix.long() + 1).clamp(0, self._radix - 1)
         for pairs in self._pairs:
             pair = rank[:, 0::2] * self._radix + rank[:, 1::2]
             index = torch.searchsorted(pairs, pair)

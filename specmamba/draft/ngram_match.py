@@ -29,10 +29,9 @@ class MatchRule:
 
 
 def last_tokens(history: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """The last ``count`` tokens of each text, the newest first: [B, count] int64, NO_TOKEN before its beginning."""
+    """The last ``count`` tokens of each text, the newest first: [B, count] int32, NO_TOKEN before its beginning."""
     source = lengths[:, None] - 1 - torch.arange(count)
-    tokens = history.gather(1, source.clamp(min=0)).long()
-    return tokens.where(source >= 0, NO_TOKEN)
+    return history.gather(1, source.clamp(min=0)).where(source >= 0, NO_TOKEN)
 
 
 def match_history(history: Tensor, lengths: Tensor, rule: MatchRule) -> Matches:

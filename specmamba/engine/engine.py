@@ -12,6 +12,7 @@ import torch
 from specmamba.cache.memory_plan import free_memory, plan_memory
 from specmamba.config import EngineConfig
 from specmamba.core import FinishReason, OutputDelta, SamplingParams, SpecStats
+from specmamba.draft.base import Drafter
 from specmamba.draft.build import build_drafter
 from specmamba.draft.plan import plan_drafts
 from specmamba.engine.request import Request
@@ -70,8 +71,7 @@ class Engine:
             )
         # outside of inference mode: what is freed by an abort is written from outside of a step
         self.pools = Pools(self.model, self.memory_plan, self.device)
-        drafter = build_drafter(self.draft_plan, config, self.model, self.pools.kv, self.pools.table)
-        self.runner = Runner(self.model, self.pools, drafter, self.device, config.speculative_accept)
+        self.runner = Runner(self.model, self.pools, self.make_drafter(), self.device, config.speculative_accept)
         self.scheduler = Scheduler(
             self.pools.table, self.pools.kv, self.pools.states, self.draft_plan.num_slots,
             config.chunked_prefill_size, config.max_queued_requests, self.runner.release,
@@ -170,6 +170,12 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             spec=self._spec,
         )
+
+    def make_drafter(self) -> Drafter:
+        """A drafter for the present plan. Raises ConfigError when an n-gram corpus cannot be read."""
+        pools = self.pools
+        encode = self.tokenizer.encode
+        return build_drafter(self.draft_plan, self.config, self.model, pools.kv, pools.table, encode)
 
     def describe(self) -> dict[str, object]:
         """What runs here, for people and for ``/server_info``."""

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from specmamba.config import EngineConfig, describe_validation_error
 from specmamba.core import SamplingParams
-from specmamba.draft.build import build_drafter
 from specmamba.draft.mtp import MTPDrafter
 from specmamba.draft.plan import plan_drafts
 from specmamba.draft.recorder import RankRecorder
@@ -58,7 +57,7 @@ class Workbench:
                 f"for {room.max_nodes} ({room.num_slots}): start it with its largest draft"
             )
         engine.config, engine.draft_plan = config, plan
-        engine.runner.drafter = build_drafter(plan, config, engine.model, engine.pools.kv, engine.pools.table)
+        engine.runner.drafter = engine.make_drafter()
         engine.runner.rule = config.speculative_accept
 
     def use_synthetic_acceptance(self, probability: float | None) -> None:
