@@ -8,21 +8,17 @@ the median over rounds of each one's tokens per second, and of its ratio to tran
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from specmamba.config import DEMO_MODEL, EngineConfig, exit_with_error, parse_command_line
+from specmamba.bench.report import JsonOption, bundled_prompts, distinct_4gram_ratio, machine, versions, write_json
+from specmamba.config import EngineConfig, exit_with_error, parse_command_line
 from specmamba.errors import SpecmambaError
 
 if TYPE_CHECKING:
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
 PROG = "python -m specmamba.bench.decode"
 
 
-class DecodeBenchConfig(EngineConfig):
+class DecodeBenchConfig(JsonOption):
     """Decode speed against transformers."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
@@ -39,7 +35,6 @@ class DecodeBenchConfig(EngineConfig):
     max_tokens: Annotated[int, Field(ge=1, description="new tokens per prompt")] = 128
     num_prompts: Annotated[int, Field(ge=1, description="bundled prompts in a round")] = 6
     temperatures: Annotated[tuple[float, ...], Field(description="sampling temperatures; 0 is greedy")] = (0.0, 0.8)
-    json_file: Annotated[Path | None, Field(description="write all figures to this file")] = None
 
 
 @dataclass(frozen=True)
@@ -52,9 +47,7 @@ class Sample:
 
     @property
     def distinct_4gram_ratio(self) -> float:
-        """Share of distinct runs of four tokens: far below 1, the text loops and flatters any drafter."""
-        grams = [tuple(self.tokens[i : i + 4]) for i in range(len(self.tokens) - 3)]
-        return len(set(grams)) / len(grams) if grams else 1.0
+        return distinct_4gram_ratio(self.tokens)
 
 
 class Contestant:
@@ -79,11 +72,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = parse_command_line(DecodeBenchConfig, PROG, sys.argv[1:] if arguments is None else arguments)
         report = run(config)
+        print_report(report)
+        if config.json is not None:
+            write_json(config.json, report)
     except SpecmambaError as error:
         exit_with_error(PROG, error)
-    print_report(report)
-    if config.json_file is not None:
-        config.json_file.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 
@@ -103,13 +96,13 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
         "dtype": config.dtype,
         "machine": machine(),
         "threads": {name: contestant.num_threads for name, contestant in contestants.items()},
-        "versions": {name: version(name) for name in ("specmamba", "torch", "transformers")},
+        "versions": versions(),
         "max_tokens": config.max_tokens,
         "num_prompts": len(prompts),
         "rounds": config.rounds,
         "num_steps": config.num_draft_steps,
         "results": {f"{t:g}": summarize(results[t]) for t in config.temperatures},
-        "floor": floor_report(config),
+        "floor": floor_report(without_drafts(config)),
     }
 
 
@@ -158,9 +151,8 @@ def specmamba_contestant(config: DecodeBenchConfig, algorithm: str) -> Contestan
     """This runtime, through its Python interface."""
     from specmamba import LLM
 
-    flags = config.model_dump(include=set(EngineConfig.model_fields), exclude={"speculative_algorithm"})
-    if algorithm == "none":
-        flags |= {"speculative_num_steps": None, "speculative_num_draft_tokens": None}
+    chosen = without_drafts(config) if algorithm == "none" else config
+    flags = chosen.model_dump(include=set(EngineConfig.model_fields), exclude={"speculative_algorithm"})
     llm = LLM(**flags, speculative_algorithm=algorithm)
 
     def generate(prompt: str, temperature: float, seed: int) -> Sample:
@@ -170,6 +162,12 @@ def specmamba_contestant(config: DecodeBenchConfig, algorithm: str) -> Contestan
         return Sample(time.perf_counter() - began, output.token_ids, output.spec.accept_length)
 
     return Contestant(generate)
+
+
+def without_drafts(config: DecodeBenchConfig) -> DecodeBenchConfig:
+    """The same with every drafting flag at its default: plain decoding refuses the shape of a draft."""
+    fields = EngineConfig.model_fields.items()
+    return config.model_copy(update={name: field.default for name, field in fields if name.startswith("speculative_")})
 
 
 def sampling_params(config: DecodeBenchConfig, temperature: float, seed: int) -> SamplingParams:
@@ -204,21 +202,6 @@ def transformers_contestant(config: DecodeBenchConfig) -> Contestant:
         return Sample(time.perf_counter() - began, tokens, 1.0)
 
     return Contestant(generate)
-
-
-def bundled_prompts(count: int) -> list[str]:
-    """The first ``count`` distinct prompts that were cut from held-out files (the handwritten ones are very short)."""
-    lines = (DEMO_MODEL / "prompts.jsonl").read_text("utf8").splitlines()
-    entries = [json.loads(line) for line in lines]
-    return list(dict.fromkeys(e["prompt"] for e in entries if e["source"] != "handwritten"))[:count]
-
-
-def machine() -> str:
-    """Processor and number of cores: no figure without its machine."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
 def print_report(report: dict[str, Any]) -> None:

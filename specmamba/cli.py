@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import io
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from specmamba.errors import ConfigError, RequestError, SpecmambaError
@@ -27,12 +29,14 @@ Serve hybrid language models (attention mixed with recurrent layers) with specul
 commands:
   serve       an OpenAI-compatible HTTP server, on 127.0.0.1:30000
   generate    continue one prompt, streamed to the terminal
+  bench       measure: acceptance of drafts, a server under load
+  tune        choose by measurement: draft trees
 
 options:
   -h, --help  this text; "specmamba COMMAND --help" lists the options of a command
   --version   the version
 
-Without --model both commands run the bundled demo, a small model trained on Python source.
+Without --model all commands run the bundled demo, a small model trained on Python source.
 Every option can also come from the environment (SPECMAMBA_PORT=8000) or from a file (--config FILE.toml).
 
 examples:
@@ -41,7 +45,27 @@ examples:
   specmamba serve --model ./my-model --speculative-algorithm none
   specmamba generate --prompt "def main():" --max-tokens 64
   specmamba generate --temperature 0.8 --seed 7 < prompt.txt
+  specmamba bench acceptance --speculative-num-steps 3
+  specmamba bench serving --concurrency 1,4 --plot load.png
+  specmamba tune tree --help
 """
+
+# name: (module with a main(arguments) -> exit status, what it does)
+SUBCOMMANDS = {
+    "bench": {
+        "acceptance": (
+            "specmamba.bench.acceptance",
+            "acceptance length and speed-up, text compared with the plain run",
+        ),
+        "serving": ("specmamba.bench.serving", "throughput and latency of a server, over levels of load"),
+    },
+    "tune": {
+        "tree": (
+            "specmamba.bench.tune_tree",
+            "the fastest draft tree per batch size, as a file for --speculative-tree",
+        ),
+    },
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "--version":
         return _print_version()
     if command not in COMMANDS:
-        return _refuse(command)
+        return _refuse("specmamba", HELP, command, COMMANDS)
     try:
         return COMMANDS[command](arguments[1:])
     except SpecmambaError as error:
@@ -160,6 +184,30 @@ def _read_prompt() -> str:
     return sys.stdin.read()
 
 
+def _run_subcommand(command: str, arguments: list[str]) -> int:
+    """``specmamba COMMAND NAME [OPTIONS]``."""
+    subcommands = SUBCOMMANDS[command]
+    name = arguments[0] if arguments else ""
+    help_text = _subcommand_help(command, subcommands)
+    if name in ("-h", "--help", "help"):
+        print(help_text, end="")
+        return 0
+    if name not in subcommands:
+        return _refuse(f"specmamba {command}", help_text, name, subcommands)
+    run: Callable[[list[str]], int] = importlib.import_module(subcommands[name][0]).main
+    try:
+        return run(arguments[1:])
+    except SpecmambaError as error:
+        return _end_with(f"specmamba {command} {name}", error)
+
+
+def _subcommand_help(command: str, subcommands: Mapping[str, tuple[str, str]]) -> str:
+    lines = [f"  {name:<12}{what}" for name, (_, what) in subcommands.items()]
+    usage = f"usage: specmamba {command} NAME [OPTIONS]"
+    options = f'"specmamba {command} NAME --help" lists the options.'
+    return "\n".join([usage, "", "names:", *lines, "", options, ""])
+
+
 def _print_version() -> int:
     from specmamba import __version__
 
@@ -167,14 +215,14 @@ def _print_version() -> int:
     return 0
 
 
-def _refuse(command: str) -> int:
+def _refuse(prog: str, help_text: str, command: str, commands: Collection[str]) -> int:
     if not command:
-        print(HELP, end="", file=sys.stderr)
+        print(help_text, end="", file=sys.stderr)
         return 2
-    close = difflib.get_close_matches(command, COMMANDS, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(COMMANDS)}"
+    close = difflib.get_close_matches(command, commands, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(commands)}"
     kind = "option" if command.startswith("-") else "command"
-    print(f"specmamba: error: there is no {kind} {command!r}; {hint}", file=sys.stderr)
+    print(f"{prog}: error: there is no {kind} {command!r}; {hint}", file=sys.stderr)
     return 2
 
 
@@ -184,4 +232,8 @@ def _end_with(prog: str, error: SpecmambaError) -> NoReturn:
     exit_with_error(prog, error)
 
 
-COMMANDS = {"serve": _serve, "generate": _generate_command}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "serve": _serve,
+    "generate": _generate_command,
+    **{command: partial(_run_subcommand, command) for command in SUBCOMMANDS},
+}

@@ -15,7 +15,7 @@ SMALL = ["--rounds", "2", "--num-prompts", "1", "--max-tokens", "12"]
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
-    assert decode.main([*FLAGS, *SMALL, "--json-file", str(file)]) == 0
+    assert decode.main([*FLAGS, *SMALL, "--json", str(file)]) == 0
     report = json.loads(file.read_text())
     assert set(report["results"]) == {"0", "0.8"}
     for rows in report["results"].values():

@@ -8,18 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 
 import specmamba
-from specmamba.cli import main
+from specmamba.cli import SUBCOMMANDS, main
 from specmamba.core import OutputDelta
+from specmamba.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "specmamba"]
 # One thread: two of them wait for each other for ever so long where other processes want the cores too.
 GENERATE = [*COMMAND, "generate", "--dtype", "float32", "--context-length", "512", "--num-threads", "1"]
+HEAVY = {"torch", "transformers", "fastapi", "uvicorn", "rich", "httpx", "matplotlib", "numpy"}
 FIGURES = r"(\d+) tokens, [\d.]+ tokens/s, acceptance length ([\d.]+), finish reason: (\w+)\n"
 
 
@@ -41,9 +44,8 @@ def run(*arguments: str, text_in: str = "", timeout_s: float = 60) -> subprocess
 def test_help_is_an_overview(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([argument]) == 0
     text = capsys.readouterr().out
-    for word in ("serve", "generate", "examples:", "--help", "SPECMAMBA_"):
+    for word in ("serve", "generate", "bench", "tune", "examples:", "--help", "SPECMAMBA_"):
         assert word in text
-    assert "bench" not in text  # not built yet
     assert max(map(len, text.splitlines())) <= 110
 
 
@@ -57,8 +59,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "usage: specmamba COMMAND"),
         (["genrate"], "did you mean 'generate'?"),
-        (["xyz"], "there are: serve, generate"),
+        (["xyz"], "there are: serve, generate, bench, tune"),
         (["--verbose"], "no option '--verbose'"),
+        (["bench"], "usage: specmamba bench NAME"),
+        (
+            ["bench", "acceptence"],
+            "specmamba bench: error: there is no command 'acceptence'; did you mean 'acceptance'?",
+        ),
+        (["bench", "xyz"], "there are: acceptance, serving"),
+        (["bench", "--json"], "no option '--json'"),
+        (["tune"], "usage: specmamba tune NAME"),
+        (["tune", "trees"], "did you mean 'tree'?"),
     ],
 )
 def test_a_wrong_command(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,6 +77,39 @@ def test_a_wrong_command(arguments: list[str], message: str, capsys: pytest.Capt
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(("command", "names"), [("bench", ["acceptance", "serving"]), ("tune", ["tree"])])
+def test_help_of_a_command_with_subcommands(command: str, names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"^  (\w+) +\S", text, re.MULTILINE) == names
+    assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(("command", "name"), [(c, name) for c, names in SUBCOMMANDS.items() for name in names])
+def test_a_subcommand_gets_its_arguments(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType(SUBCOMMANDS[command][name][0])
+    seen: list[list[str]] = []
+    module.main = lambda arguments: seen.append(arguments) or 7  # type: ignore[attr-defined, func-returns-value]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert main([command, name, "--json", "x", "--help"]) == 7
+    assert seen == [["--json", "x", "--help"]]
+
+
+def test_an_error_of_a_subcommand_carries_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise ConfigError("out of luck")
+
+    module = types.ModuleType("specmamba.bench.serving")
+    module.main = fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serving"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "specmamba bench serving: error: out of luck\n"
 
 
 @pytest.mark.parametrize(
@@ -91,12 +135,23 @@ def test_mistakes_end_with_one_message_and_status_2(
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["generate", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["serve", "--help"],
+        ["generate", "--help"],
+        ["bench", "--help"],
+        ["bench", "serving", "--help"],
+        ["tune", "--help"],
+    ],
+)
 def test_help_is_quick_because_it_loads_nothing_heavy(arguments: list[str]) -> None:
     code = (
         "import sys; from specmamba.cli import main\n"
         f"try: main({arguments!r})\nexcept SystemExit: pass\n"
-        "sys.exit(', '.join({'torch', 'transformers', 'fastapi', 'uvicorn', 'rich'} & set(sys.modules)) or 0)"
+        f"sys.exit(', '.join({HEAVY!r} & set(sys.modules)) or 0)"
     )
     began = time.perf_counter()
     ended = run(sys.executable, "-c", code)

@@ -1,0 +1,127 @@
+"""What all benchmarks share: where a report goes, what it says of the machine, and the bundled prompts.
+
+A configuration that derives from ``ReportOptions`` has the flags ``--json FILE`` and ``--plot FILE.png``; both are
+checked when the flags are read, so that no long run ends without its report.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+import specmamba
+from specmamba.config import DEMO_MODEL, EngineConfig
+from specmamba.errors import ConfigError
+
+PICTURE_FORMATS = (".png", ".svg", ".pdf")
+_ReportFile = Annotated[Path | None, Field(description="write all figures to this file")]
+
+with warnings.catch_warnings():
+    # The flag, SPECMAMBA_JSON and the line of a --config file are called "json", and so is a method that pydantic
+    # keeps for callers of its first version; nothing here calls it.
+    warnings.filterwarnings("ignore", 'Field name "json"', UserWarning)
+
+    class JsonOption(EngineConfig):
+        """The engine's flags and ``--json``; ``config.json`` is the path or None."""
+
+        json: _ReportFile = None  # type: ignore[assignment]
+
+        @field_validator("json")
+        @classmethod
+        def _can_be_written(cls, path: Path | None) -> Path | None:
+            return _in_a_folder(path)
+
+
+class ReportOptions(JsonOption):
+    """The engine's flags, ``--json`` and ``--plot``; ``config.json`` and ``config.plot`` are paths or None."""
+
+    plot: Annotated[Path | None, Field(description="draw the figures into this file: .png, .svg or .pdf")] = None
+
+    @field_validator("plot")
+    @classmethod
+    def _can_be_drawn(cls, path: Path | None) -> Path | None:
+        if path is not None and path.suffix.lower() not in PICTURE_FORMATS:
+            raise ValueError(f"the name of a picture ends with {' or '.join(PICTURE_FORMATS)}")
+        if path is not None:
+            require_matplotlib("--plot")
+        return _in_a_folder(path)
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise ValueError("this is a folder, not a file")
+    return path
+
+
+def require(package: str, what: str) -> None:
+    """Check that a package of the "bench" extra is there, without importing it.
+
+    Raises:
+        ConfigError: it is missing; the message says how to install it.
+    """
+    if find_spec(package) is None:
+        raise ConfigError(f"{what} needs {package}, which is not installed: pip install 'specmamba[bench]'")
+
+
+def require_matplotlib(what: str) -> None:
+    """``require`` for matplotlib. ``ReportOptions`` has called it where ``--plot`` was given."""
+    require("matplotlib", what)
+
+
+def machine() -> str:
+    """Processor and number of cores: no figure without its machine."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def versions(packages: Sequence[str] = ("specmamba", "torch", "transformers")) -> dict[str, str]:
+    """Versions by package; specmamba's own also where it runs from a checkout. Raises PackageNotFoundError."""
+    return {name: specmamba.__version__ if name == "specmamba" else version(name) for name in packages}
+
+
+def distinct_4gram_ratio(tokens: Sequence[Hashable]) -> float:
+    """Share of distinct runs of four tokens: far below 1, the text loops and flatters any drafter."""
+    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def bundled_prompts(count: int | None = None) -> list[str]:
+    """Distinct prompts cut from held-out files (the handwritten ones are very short), ``count`` of them at the most."""
+    lines = (DEMO_MODEL / "prompts.jsonl").read_text("utf8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    return list(dict.fromkeys(e["prompt"] for e in entries if e["source"] != "handwritten"))[:count]
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report; figures that are no numbers become null.
+
+    Raises:
+        ConfigError: the file cannot be written; the message names ``--json``.
+    """
+    try:
+        path.write_text(json.dumps(_without_nan(report), indent=2, allow_nan=False) + "\n", "utf8")
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from None
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no word for NaN and infinity, and a long run must not end without its report."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value

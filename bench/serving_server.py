@@ -1,0 +1,137 @@
+"""The server under load: one that runs already, or one that is started for the benchmark and ended with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, NoReturn
+
+import specmamba
+from specmamba.config import EngineConfig
+from specmamba.errors import SpecmambaError
+
+SERVE = (sys.executable, "-m", "specmamba", "serve")
+READY = "specmamba: ready at "
+_POLL_S = 0.05
+_LOG_BYTES = 1 << 16  # of the end of the log, that are looked at
+_END_TIMEOUT_S = 15.0
+
+
+class StartedServer:
+    """A ``specmamba serve`` process on a free port of this machine."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+        self._process = process
+        self._log = log
+
+    def wait_until_ready(self, timeout_s: float) -> str:
+        """The server's address. Raises SpecmambaError when it ends, or takes longer than ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self.check()
+            for line in self._lines():
+                if line.startswith(READY):
+                    return line.removeprefix(READY).split()[0]
+            time.sleep(_POLL_S)
+        raise SpecmambaError(f"the server was not ready after {timeout_s:g} s (--startup-timeout)")
+
+    def check(self, grace_s: float = 0.0) -> None:
+        """Raise SpecmambaError, with the server's last words, when it has ended or does so within ``grace_s``."""
+        with suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(grace_s)
+            lines = [line for line in self._lines() if line.strip()]
+            words = lines[-1] if lines else "it said nothing"
+            raise SpecmambaError(f"the server ended with status {status}: {words}")
+
+    def end(self) -> None:
+        """Terminate the process, and kill it when it does not care."""
+        self._process.terminate()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _lines(self) -> list[str]:
+        # The server writes through the same file description, so the position in the file must stay as it is.
+        size = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), _LOG_BYTES, max(0, size - _LOG_BYTES))
+        return tail.decode("utf8", "replace").splitlines()
+
+
+@contextmanager
+def started_server(config: EngineConfig, api_key: str | None, timeout_s: float) -> Iterator[tuple[str, StartedServer]]:
+    """Start a server with the engine flags of ``config``; it ends with the context, whatever ends that.
+
+    Yields:
+        Its address and the server.
+
+    Raises:
+        SpecmambaError: it cannot start; the message has its own words.
+    """
+    command = [*SERVE, "--host", "127.0.0.1", "--port", "0", "--shutdown-timeout", "0", *engine_flags(config)]
+    with tempfile.TemporaryFile() as log, _signals_end_the_context():
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=_environment(api_key),
+            start_new_session=True,  # a Ctrl-C in the terminal is for the benchmark, which then ends the server
+        )
+        server = StartedServer(process, log)
+        try:
+            yield server.wait_until_ready(timeout_s), server
+        finally:
+            server.end()
+
+
+def engine_flags(config: EngineConfig) -> list[str]:
+    """The command line of what was set for the engine, wherever it was set."""
+    flags = []
+    for name in EngineConfig.model_fields:
+        value = getattr(config, name)
+        if name not in config.model_fields_set or value is None:
+            continue
+        flag = name.replace("_", "-")
+        flags.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={_text(value)}")
+    return flags
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _environment(api_key: str | None) -> Mapping[str, str]:
+    """This process's, with the code that runs here, and the key where no list of processes shows it."""
+    paths = [str(Path(specmamba.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    key = {} if api_key is None else {"SPECMAMBA_API_KEY": api_key}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | key
+
+
+@contextmanager
+def _signals_end_the_context() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, instead of leaving a server behind."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only there can handlers be set
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    former = [signal.signal(number, leave) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, former, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,185 @@
+"""One level of load after the other against one server."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from specmamba.bench.report import machine, versions
+from specmamba.bench.serving_load import (
+    Failure,
+    Outcome,
+    Requests,
+    Run,
+    Send,
+    closed_loop,
+    complete,
+    failure_of,
+    open_loop,
+    poisson_arrivals,
+)
+from specmamba.bench.serving_report import level_name, level_report
+from specmamba.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specmamba.bench.serving import ServingBenchConfig
+    from specmamba.bench.serving_server import StartedServer
+
+# Answers that will not get better: what is asked is wrong. 429 and what a server's trouble gives are figures.
+_HOPELESS = {400, 401, 403, 404, 405, 413, 415, 422}
+
+_BREAKDOWN_S = 10.0  # a server that breaks down may need this long until its process has ended
+
+
+async def sweep(
+    config: ServingBenchConfig,
+    prompts: Sequence[str],
+    url: str,
+    server: StartedServer | None = None,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> dict[str, Any]:
+    """Measure all levels against the server at ``url``; the report as a JSON object.
+
+    Args:
+        server: when it was started here; it is checked after every level.
+        transport: instead of the network.
+
+    Raises:
+        ConfigError: the server cannot be reached, or refuses what is asked.
+        SpecmambaError: the server that was started here has ended.
+    """
+    async with _http_client(config, url, is_here=server is not None, transport=transport) as client:
+        model = await _find_model(client, config)
+        requests = Requests(
+            model, prompts, config.max_tokens, config.temperature, config.seed, ignore_eos=config.ignore_eos
+        )
+
+        async def send(number: int, due: float) -> Outcome:
+            return await complete(client, requests.body(number), due)
+
+        await _warm_up(send, config.num_warmup)
+        levels = []
+        for concurrency, rate in config.levels:
+            run = await _run_level(send, config, concurrency, rate)
+            if server is not None:
+                server.check(_BREAKDOWN_S if _looks_broken(run) else 0.0)
+            levels.append(level_report(run, concurrency, rate))
+        description = await _server_description(client)
+    return _report(config, model, description, levels, started_here=server is not None)
+
+
+def _report(
+    config: ServingBenchConfig,
+    model: str,
+    server: dict[str, Any] | None,
+    levels: list[dict[str, Any]],
+    *,
+    started_here: bool,
+) -> dict[str, Any]:
+    return {
+        "model": model,
+        "server": server,
+        "server_started_here": started_here,
+        "machine": machine(),
+        "versions": versions(("specmamba", "httpx")),
+        "mode": config.mode,
+        "num_requests": config.num_requests,
+        "num_warmup": config.num_warmup,
+        "max_tokens": config.max_tokens,
+        "temperature": config.temperature,
+        "ignore_eos": config.ignore_eos,
+        "seed": config.seed,
+        "prompts": "bundled" if config.prompts is None else str(config.prompts),
+        "levels": levels,
+    }
+
+
+def _http_client(
+    config: ServingBenchConfig, url: str, *, is_here: bool, transport: httpx.AsyncBaseTransport | None
+) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=url,
+        headers=None if config.key is None else {b"Authorization": b"Bearer " + config.key.encode()},
+        timeout=config.request_timeout,
+        limits=httpx.Limits(max_connections=None),  # as many as there are clients
+        trust_env=not is_here,  # no proxy on the way to a server that was started here
+        transport=transport,
+    )
+
+
+async def _find_model(client: httpx.AsyncClient, config: ServingBenchConfig) -> str:
+    """The name to ask for: --model for a server that runs already, else the first one that the server lists."""
+    try:
+        response = await client.get("/v1/models")
+    except httpx.RequestError as error:
+        raise ConfigError(f"no server answers at {client.base_url}: {type(error).__name__}: {error}") from None
+    if response.status_code != httpx.codes.OK:
+        failure = failure_of(response)
+        hint = " (--api-key)" if failure.status in (401, 403) else ""
+        raise ConfigError(f"the server at {client.base_url} answers {failure.kind}: {failure.message}{hint}")
+    if config.base_url is not None and config.model is not None:
+        return config.model
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise ConfigError(f"{client.base_url} is no OpenAI-compatible server: /v1/models lists no model") from None
+
+
+async def _server_description(client: httpx.AsyncClient) -> dict[str, Any] | None:
+    """What specmamba's server says of its engine; None for another server."""
+    try:
+        body = (await client.get("/server_info")).json()
+    except (httpx.RequestError, ValueError):
+        return None
+    engine = body.get("engine") if isinstance(body, dict) else None
+    return engine if isinstance(engine, dict) else None
+
+
+async def _warm_up(send: Send, count: int) -> None:
+    """Requests that are not counted. Raises ConfigError when the server refuses what all requests ask."""
+    for number in range(count):
+        outcome = await send(number, time.perf_counter())
+        if not isinstance(outcome, Failure):
+            continue
+        if outcome.status in _HOPELESS:
+            hint = " (leave --ignore-eos out)" if "ignore_eos" in outcome.message else ""
+            raise ConfigError(f"the server refuses the requests: {outcome.kind}: {outcome.message}{hint}")
+        print(f"a warm-up request failed: {outcome.kind}: {outcome.message}", file=sys.stderr)
+
+
+def _looks_broken(run: Run) -> bool:
+    """Whether the level ended in trouble, as it does when the server breaks down."""
+    last = run.outcomes[-1]
+    return isinstance(last, Failure) and last.status != httpx.codes.TOO_MANY_REQUESTS
+
+
+async def _run_level(send: Send, config: ServingBenchConfig, concurrency: int | None, rate: float | None) -> Run:
+    name = level_name({"concurrency": concurrency, "request_rate": rate})
+    with _progress(name, config.num_requests) as advance:
+
+        async def counted(number: int, due: float) -> Outcome:
+            outcome = await send(number, due)
+            advance()
+            return outcome
+
+        if rate is not None:
+            return await open_loop(counted, poisson_arrivals(rate, config.num_requests, config.seed))
+        assert concurrency is not None
+        return await closed_loop(counted, concurrency, config.num_requests)
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error while a level runs, where somebody may be looking."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda: progress.advance(task)
