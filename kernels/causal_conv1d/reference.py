@@ -51,6 +51,23 @@ def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
+def tree_verify_snapshots(x: Tensor, window: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Convolve every tree node over its own last W inputs, and give the window after each node.
+
+    x [B, N, C] the nodes' inputs, window [B, W-1, C] the last inputs before the tree, oldest first; index [B, N, W]
+    int64: for each node the rows of (window, x) to convolve over, oldest first, itself last; weight [C, W].
+
+    Returns y [B, N, C] and windows [B, N, W-1, C], what ``window`` is for the children of each node.
+    """
+    inputs = torch.cat([window, x], 1)
+    batch, nodes, width = index.shape
+    windows = inputs.new_empty(batch, nodes, width - 1, x.shape[2])
+    for b in range(batch):
+        for i in range(nodes):
+            windows[b, i] = inputs[b, index[b, i, 1:]]
+    return tree_verify(inputs, index, weight), windows
+
+
 def _convolve(taps: Tensor, weight: Tensor) -> Tensor:
     """taps [W, C] oldest first, weight [C, W] -> silu of the weighted sum [C], in at least float32."""
     dtype = torch.promote_types(taps.dtype, torch.float32)

@@ -35,10 +35,33 @@ def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     Returns:
         y [B, N, C] float32.
     """
+    return _convolve(_gather(inputs, index), weight)
+
+
+def tree_verify_snapshots(x: Tensor, window: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Convolve every node of a draft tree over its last W-1 ancestors, and give the window after each node.
+
+    Args:
+        x: [B, N, C], the nodes' inputs.
+        window: [B, W-1, C], the last inputs before the tree, oldest first; not modified.
+        index: [B, N, W] int64: the rows of (window, x) under each node's kernel, oldest first, the node itself last.
+        weight: [C, W].
+
+    Returns:
+        y [B, N, C] float32 and the windows [B, N, W-1, C] that the nodes leave to their children.
+    """
+    rows = _gather(torch.cat([window.to(x.dtype), x], 1), index)
+    return _convolve(rows, weight), rows[:, :, 1:]
+
+
+def _gather(inputs: Tensor, index: Tensor) -> Tensor:
+    """inputs [B, S, C], index [B, N, W] -> [B, N, W, C]."""
     batch, num_nodes, width = index.shape
     if batch == 1:
-        rows = inputs[0].index_select(0, index.reshape(-1)).view(1, num_nodes, width, -1)
-    else:
-        rows = inputs[torch.arange(batch, device=index.device)[:, None, None], index]
-    y = (rows * weight.t().float()).sum(2)
-    return F.silu(y)
+        return inputs[0].index_select(0, index.reshape(-1)).view(1, num_nodes, width, -1)
+    return inputs[torch.arange(batch, device=index.device)[:, None, None], index]
+
+
+def _convolve(rows: Tensor, weight: Tensor) -> Tensor:
+    """Weighted sum over rows [B, N, W, C], then SiLU: [B, N, C] float32."""
+    return F.silu((rows * weight.t().float()).sum(2))

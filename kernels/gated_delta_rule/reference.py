@@ -114,6 +114,38 @@ def fold(state: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Ten
     return new_state
 
 
+def tree_verify_snapshots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    snapshots: Tensor,
+    parents: Tensor | None,
+) -> Tensor:
+    """Outputs of all tree nodes by the recurrence itself; writes the state after every node.
+
+    q, k [B, N, Hk, K], v [B, N, Hv, V], g, beta [B, N, Hv], state [B, Hv, K, V] the checkpoint, not written,
+    snapshots [B, N, Hv, K, V] written whole, parents [B, N] int64 in topological order (None: chains). A node reads
+    the snapshot of its parent; one with parent -1 (the root, a padding node) reads ``state``.
+
+    Returns out [B, N, Hv, V].
+    """
+    batch, nodes, value_heads, _ = v.shape
+    group = value_heads // k.shape[2]
+    out = torch.empty_like(v)
+    for b in range(batch):
+        for i in range(nodes):
+            parent = i - 1 if parents is None else int(parents[b, i])
+            for h in range(value_heads):
+                before = state[b, h] if parent < 0 else snapshots[b, parent, h]
+                after, _ = _step(before, k[b, i, h // group], v[b, i, h], g[b, i, h], beta[b, i, h])
+                snapshots[b, i, h] = after
+                out[b, i, h] = after.T @ q[b, i, h // group]
+    return out
+
+
 def _step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """One token of one head: state [K, V], k [K], v [V], scalars g and beta -> (next state [K, V], u [V])."""
     decayed = torch.exp(g) * state

@@ -140,6 +140,55 @@ def fold(state: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Ten
     return folded
 
 
+def tree_verify_snapshots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    snapshots: Tensor,
+    parents: Tensor | None,
+) -> Tensor:
+    """Outputs of all nodes of a draft tree, one node after the other; leaves the whole state after each of them.
+
+    Args:
+        q, k: [B, N, Hk, K] float32; k l2-normalised, q l2-normalised and scaled by K**-0.5.
+        v: [B, N, Hv, V] float32.
+        g, beta: [B, N, Hv] float32.
+        state: [B, Hv, K, V] float32, the checkpoint; not modified.
+        snapshots: [B, N, Hv, K, V] float32, written.
+        parents: [B, N] int64, topological order; a node with parent -1 starts from the checkpoint. None: chains.
+
+    Returns:
+        Output [B, N, Hv, V].
+    """
+    num_nodes, num_value_heads = g.shape[1:]
+    q, k = (_expand_heads(x, num_value_heads) for x in (q, k))
+    qk, q_dot_k = torch.stack([q, k], 3), (q * k).sum(-1, keepdim=True)  # one product reads a state for both
+    decay, beta = g.exp()[..., None], beta[..., None]
+    out = torch.empty_like(v)
+    for i in range(num_nodes):
+        before, after = _state_before(state, snapshots, parents, i), snapshots[:, i]
+        q_read, k_read = (qk[:, i] @ before * decay[:, i, :, None]).unbind(2)
+        u = beta[:, i] * (v[:, i] - k_read)
+        torch.mul(before, decay[:, i, :, None], out=after)
+        after.addcmul_(k[:, i, :, :, None], u[:, :, None])
+        out[:, i] = q_read + q_dot_k[:, i] * u
+    return out
+
+
+def _state_before(state: Tensor, snapshots: Tensor, parents: Tensor | None, node: int) -> Tensor:
+    """The state that a node of each row continues, [B, Hv, K, V]: its parent's snapshot or the checkpoint."""
+    if node == 0:
+        return state
+    if parents is None:
+        return snapshots[:, node - 1]
+    parent = parents[:, node]
+    rows = torch.arange(len(parent), device=parent.device)
+    return torch.where(parent[:, None, None, None] < 0, state, snapshots[rows, parent.clamp(min=0)])
+
+
 def _path_log_decay(
     g: Tensor, ancestors: Tensor, records_decay: Tensor, num_pending: Tensor | None, node_offset: int
 ) -> Tensor:

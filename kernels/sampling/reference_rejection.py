@@ -9,6 +9,8 @@ Arithmetic is Python's, in float64.
 import torch
 from torch import Tensor
 
+LEAST_MASS = 2.0**-110  # drafts: less counts as none, so that narrower arithmetic can divide by what is left
+
 
 def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draws without replacement: probs [B, F, V], uniforms [B, F, k] in [0, 1).
@@ -21,7 +23,7 @@ def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         for f in range(probs.shape[1]):
             left = probs[b, f].tolist()
             for j, uniform in enumerate(uniforms[b, f].tolist()):
-                if sum(left) > 0:
+                if sum(left) > LEAST_MASS:
                     tokens[b, f, j] = token = invert_cdf(left, uniform)
                     is_drawn[b, f, j] = True
                     left[token] = 0.0
@@ -67,9 +69,8 @@ def choose(p: list[float], q: list[float] | None, tokens: list[int], tries: list
     """
     residual, left = p, [0.0] * len(p) if q is None else q
     for token, u in zip(tokens, tries, strict=True):
-        residual, proposal = normalised(residual), normalised(left)
-        if proposal[token] == 0:  # chosen, not drawn
-            proposal = point_mass(token, len(p))
+        is_drawn = left[token] > 0 and sum(left) > LEAST_MASS
+        residual, proposal = normalised(residual), normalised(left) if is_drawn else point_mass(token, len(p))
         if u * proposal[token] < residual[token]:
             return token
         residual = without([max(r - d, 0.0) for r, d in zip(residual, proposal, strict=True)], [token])

@@ -136,7 +136,8 @@ def blocks_of(weights: Tensor) -> Tensor:
     """Weights [..., V] as blocks of neighbouring tokens [..., V / S, S]; padded with zeros where V is no multiple."""
     size = min(_BLOCK, weights.shape[-1])
     missing = -weights.shape[-1] % size
-    return (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).unflatten(-1, (-1, size))
+    padded = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
+    return padded.view(*weights.shape[:-1], padded.shape[-1] // size, size)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:

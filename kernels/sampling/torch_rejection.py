@@ -5,6 +5,8 @@ from torch import Tensor
 
 from specmamba.kernels.sampling.torch_ops import blocks_of, draw, draw_from_blocks
 
+LEAST_MASS = 2.0**-110  # less counts as none: no float32 may overflow when it is divided by a mass
+
 
 def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw several different tokens from each distribution, one after the other.
@@ -22,7 +24,7 @@ def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     masses = blocks.sum(-1)
     tokens, is_drawn = [], []
     for uniform in uniforms.unbind(-1):
-        is_drawn.append(masses.sum(-1) > 0)
+        is_drawn.append(masses.sum(-1) > LEAST_MASS)
         token = draw_from_blocks(blocks, masses, uniform)[..., None]
         blocks.flatten(-2).scatter_(-1, token, 0)
         block = token // blocks.shape[-1]
@@ -44,8 +46,8 @@ def residual_choice(
     """Choose a token after every node: an accepted child's where there is one, else one that no child has.
 
     Multi-round speculative sampling (arXiv 2302.01318, algorithm 2; for several children arXiv 2305.09781, section
-    4.3; drawn without replacement, arXiv 2402.14160): each choice is distributed as ``probs``, provided
-    that the uniforms are independent of each other and of the drafts.
+    4.3; drawn without replacement, arXiv 2402.14160): each choice is distributed as ``probs``, provided that the
+    uniforms are independent of each other and of the drafts.
 
     Args:
         probs: [B, N, V] float32, the target's distribution after each node.
@@ -77,7 +79,7 @@ def residual_choice(
             accepts = uniform * mass < _at(residual, token)
         else:
             q_token, q_mass = _at(q, token), q.sum(-1)
-            is_drawn = exists & (q_token > 0)
+            is_drawn = exists & (q_token > 0) & (q_mass > LEAST_MASS)
             density = torch.where(is_drawn, q_token.double() / q_mass, 1)
             accepts = uniform * density * mass < _at(residual, token)
             scale = torch.where(is_drawn, mass / q_mass, 0)  # the residual stays as it is, without normalisation
@@ -106,7 +108,7 @@ def _children(parents: Tensor, max_children: int) -> Tensor:
     entry = torch.where((parents >= 0) & (rank < max_children), parents * max_children + rank, nowhere)
     nodes = torch.arange(num_nodes, device=parents.device).expand_as(parents)
     table = parents.new_full((batch, nowhere + 1), -1).scatter_(1, entry, nodes)
-    return table[:, :-1].unflatten(-1, (num_nodes, max_children))
+    return table[:, :-1].reshape(batch, num_nodes, max_children)
 
 
 def _at(weights: Tensor, token: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+MIN_PENDING_CAPACITY = 16
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaStateShape:
@@ -21,8 +23,11 @@ class DeltaStateShape:
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a layer's state in one slot: the recurrent state in float32, the window in the model's dtype."""
-        window = (self.conv_width - 1) * self.conv_channels * dtype.itemsize
-        return 4 * self.num_value_heads * self.key_dim * self.value_dim + window
+        return 4 * self.num_value_heads * self.key_dim * self.value_dim + self.window_bytes(dtype)
+
+    def window_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a layer's last W-1 convolution inputs."""
+        return (self.conv_width - 1) * self.conv_channels * dtype.itemsize
 
     def record_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a layer's records of one token: k, u and the path decay in float32, the convolution's input."""
@@ -52,3 +57,17 @@ class CacheShape:
     @property
     def record_bytes_per_token(self) -> int:
         return self.num_state_layers * self.state.record_bytes(self.dtype)
+
+    def record_bytes(self, max_nodes: int) -> int:
+        """Bytes of the records of one running request: a full pending list and the window in front of it."""
+        records = pending_capacity(max_nodes) * self.record_bytes_per_token
+        return records + self.num_state_layers * self.state.window_bytes(self.dtype)
+
+    def snapshot_bytes(self, max_nodes: int) -> int:
+        """Bytes of the snapshots of one running request: a state and a window per node."""
+        return max_nodes * self.state_bytes_per_slot
+
+
+def pending_capacity(max_nodes: int) -> int:
+    """Records that may be pending: room for two deepest trees, so that a fold is rare even when all is accepted."""
+    return max(MIN_PENDING_CAPACITY, 2 * max_nodes)

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from specmamba.cache.rows import RowSet
-from specmamba.cache.shapes import CacheShape
+from specmamba.cache.shapes import CacheShape, pending_capacity
+from specmamba.cache.state_buffers import StateBuffers, VerifyPlan, conv_index
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import TreeShape
 from specmamba.kernels import causal_conv1d, gated_delta_rule, state_copy
-from specmamba.kernels import tree as tree_ops
-
-MIN_PENDING_CAPACITY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +33,16 @@ class LayerViews:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyPlan:
-    """Where one verify finds and leaves everything; the same for all layers."""
+class RecordPlan(VerifyPlan):
+    """Where one verify finds pending records and leaves its own; ``conv_index`` counts entries of ``conv_inputs``."""
 
-    rows: RowSet
-    slots: RowSet
-    tree: TreeShape
     pending: tuple[int, ...]  # pending records of each row
     num_pending: Tensor | None  # [B] int64; None when every row has node_offset of them
     node_offset: int
-    conv_index: Tensor  # [B, N, W] int64 entries of a row of conv_inputs
     views: LayerViews | None  # None where rows or slots are not consecutive: then there are only copies
 
 
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    """Whose checkpoint a row verifies from, and where it must stand."""
-
-    owner: str
-    slot: int
-    position: int
-
-
-class SpecBuffers:
+class SpecBuffers(StateBuffers[RecordPlan]):
     """Records of every running row, sized by running requests and not by cache slots.
 
     ``k`` [layers, rows, R, Hk, K], ``u`` [layers, rows, R, Hv, V] and ``decay`` [layers, rows, R, Hv] are float32;
@@ -67,8 +51,8 @@ class SpecBuffers:
     """
 
     def __init__(self, shape: CacheShape, pool: StatePool, num_rows: int, max_nodes: int, device: torch.device) -> None:
+        super().__init__(pool, max_nodes)
         s, layers = shape.state, shape.num_state_layers
-        self.max_nodes = max_nodes
         self.capacity = pending_capacity(max_nodes)
         size = (layers, num_rows + 1, self.capacity)
         self.k = torch.zeros(*size, s.num_key_heads, s.key_dim, device=device)
@@ -79,64 +63,49 @@ class SpecBuffers:
         self.conv_inputs = torch.zeros(
             layers, num_rows + 1, self.window + size[2], s.conv_channels, dtype=shape.dtype, device=device
         )
-        self._pool = pool
         self._num_pending = [0] * (num_rows + 1)
-        self._leases: dict[int, _Lease] = {}
 
     def begin(self, row: int, slot: int, owner: str, position: int) -> None:
-        """Start verifying for a request whose checkpoint stands in ``slot`` at ``position``.
-
-        Raises:
-            StateOwnershipError: the slot holds something else.
-        """
-        self._pool.check(slot, owner, position)
-        self._leases[row] = _Lease(owner, slot, position)
+        """See ``StateBuffers``."""
+        super().begin(row, slot, owner, position)
         self._num_pending[row] = 0
         for buffer in self._records:
             buffer[:, row].zero_()  # entries that masks hide are still multiplied by zero: they must be finite
         self.conv_inputs[:, row, : self.window] = self._pool.conv[:, slot]
 
     def end(self, row: int) -> None:
-        """Forget a row's pending records; its checkpoint stays where it is. A row that never began is fine."""
-        self._leases.pop(row, None)
+        """See ``StateBuffers``; pending records are gone."""
+        super().end(row)
         self._num_pending[row] = 0
 
-    def position(self, row: int) -> int:
-        """Tokens that a row's current state has seen: checkpoint plus pending."""
-        return self._leases[row].position + self._num_pending[row]
+    def positions(self, row: int) -> range:
+        """See ``StateBuffers``: the checkpoint's, and those of all pending records."""
+        first = self._lease(row).position
+        return range(first, first + self._num_pending[row] + 1)
 
-    def plan(self, rows: Sequence[int], tree: TreeShape) -> VerifyPlan:
-        """Prepare a verify of ``tree`` for rows; folds first where the pending list might overflow.
-
-        Raises:
-            StateOwnershipError: a row's slot no longer holds the checkpoint it began from.
-            ValueError: the tree has more nodes than these buffers are made for.
-        """
-        if tree.num_nodes > self.max_nodes:
-            raise ValueError(f"a tree of {tree.num_nodes} nodes does not fit buffers for {self.max_nodes}")
-        self._fold([row for row in rows if self._num_pending[row] + tree.num_nodes > self.capacity])
+    def plan(self, rows: Sequence[int], tree: TreeShape) -> RecordPlan:
+        """See ``StateBuffers``; folds first where the pending list might overflow."""
+        self._check_size(tree)
         device = self.conv_inputs.device
+        slot_set = self._checked_slots(rows, device)
+        self._fold([row for row in rows if self._num_pending[row] + tree.num_nodes > self.capacity])
         pending = tuple(self._num_pending[row] for row in rows)
         offset = max(pending)
         num_pending = None if min(pending) == offset else torch.tensor(pending, device=device)
-        for row in rows:
-            lease = self._leases[row]
-            self._pool.check(lease.slot, lease.owner, lease.position)
         row_set = RowSet.of(rows, device)
-        slot_set = RowSet.of([self._leases[row].slot for row in rows], device)
-        return VerifyPlan(
+        return RecordPlan(
             rows=row_set,
             slots=slot_set,
             tree=tree,
+            conv_index=self._conv_index(tree, num_pending, offset),
             pending=pending,
             num_pending=num_pending,
             node_offset=offset,
-            conv_index=self._conv_index(tree, num_pending, offset),
             views=self._views(row_set, slot_set, offset + tree.num_nodes),
         )
 
-    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, plan: VerifyPlan) -> Tensor:
-        """Record the nodes' convolution inputs [B, N, C] and convolve them along their own paths."""
+    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, plan: RecordPlan) -> Tensor:
+        """See ``StateBuffers``; records the inputs."""
         offset = self.window + plan.node_offset
         if plan.views is not None:
             stored = plan.views.conv_inputs[layer]
@@ -147,9 +116,9 @@ class SpecBuffers:
         return causal_conv1d.tree_verify(stored, plan.conv_index, weight)
 
     def delta_rule(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: VerifyPlan
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: RecordPlan
     ) -> Tensor:
-        """Outputs of all nodes from one read of the checkpoint; see ``kernels.gated_delta_rule.tree_verify``."""
+        """See ``StateBuffers``; one read of the checkpoint, and a record of k, u and the path decay per node."""
         if plan.views is not None:
             state = plan.views.state[layer]
             records = plan.views.k[layer], plan.views.u[layer], plan.views.decay[layer]
@@ -165,14 +134,8 @@ class SpecBuffers:
                 self._put_nodes(buffer[layer], plan, nodes.start, written[:, nodes])
         return out
 
-    def commit(self, plan: VerifyPlan, path: Tensor, num_accepted: Tensor, accepted: Sequence[int]) -> None:
-        """Make the records of the accepted paths pending.
-
-        Args:
-            plan: the verify that wrote them.
-            path: [B, N] int64 node indices from the root down.
-            num_accepted: [B] int64 drafts accepted; ``accepted`` are the same numbers on the host.
-        """
+    def commit(self, plan: RecordPlan, path: Tensor, num_accepted: Tensor, accepted: Sequence[int]) -> None:
+        """See ``StateBuffers``; makes the records of the paths pending."""
         steps = torch.arange(plan.tree.num_nodes, device=path.device)
         if not (plan.tree.is_chain and plan.num_pending is None):
             base = torch.tensor(plan.pending, device=path.device)[:, None]
@@ -196,18 +159,24 @@ class SpecBuffers:
 
     def _conv_index(self, tree: TreeShape, num_pending: Tensor | None, offset: int) -> Tensor:
         """Node-relative indices -> entries of conv_inputs: nodes behind the offset, older inputs behind the pending."""
-        if tree.is_chain:
-            relative = _chain_conv_index(*tree.parents.shape, self.window + 1, tree.parents.device)
-        else:
-            relative = tree_ops.conv_index(tree.parents, self.window + 1)
+        relative = conv_index(tree, self.window + 1)
         if num_pending is None:
             return relative + (self.window + offset)
         before_root = self.window + num_pending[:, None, None]
         return relative + torch.where(relative >= 0, self.window + offset, before_root)
 
-    def _put_nodes(self, buffer: Tensor, plan: VerifyPlan, offset: int, values: Tensor) -> None:
+    def _put_nodes(self, buffer: Tensor, plan: RecordPlan, offset: int, values: Tensor) -> None:
         nodes = torch.arange(offset, offset + values.shape[1], device=buffer.device)
         buffer[plan.rows.index[:, None], nodes] = values
+
+    def _write_state(self, row: int, position: int, slot: int) -> None:
+        """A fold of the first records into another slot, all layers as one batch."""
+        lease = self._leases[row]
+        count, states = position - lease.position, self._pool.recurrent
+        k, u, decay = (x[:, row, :count] for x in self._records)
+        counts = torch.full(states.shape[:1], count, device=states.device)
+        states[:, slot] = gated_delta_rule.fold(states[:, lease.slot], k, u, decay, counts)
+        self._pool.conv[:, slot] = self.conv_inputs[:, row, count : count + self.window]
 
     def _fold(self, rows: list[int]) -> None:
         """Advance checkpoints over all pending records of their rows."""
@@ -233,15 +202,3 @@ class SpecBuffers:
             self._leases[row] = replace(lease, position=lease.position + count)
             self._pool.end_write(lease.slot, lease.position + count)
             self._num_pending[row] = 0
-
-
-@lru_cache(maxsize=1024)
-def _chain_conv_index(batch_size: int, num_nodes: int, width: int, device: torch.device) -> Tensor:
-    """``kernels.tree.conv_index`` of chains [B, N, W]; always the same, so made once."""
-    nodes = torch.arange(num_nodes, device=device)[:, None]
-    return (nodes + torch.arange(1 - width, 1, device=device)).expand(batch_size, -1, -1)
-
-
-def pending_capacity(max_nodes: int) -> int:
-    """Records that may be pending: room for two deepest trees, so that a fold is rare even when all is accepted."""
-    return max(MIN_PENDING_CAPACITY, 2 * max_nodes)

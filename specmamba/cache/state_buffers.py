@@ -1,0 +1,179 @@
+"""What a verify asks of the recurrent states, whichever way they are kept: ``StateBuffers``, the seam of the backends.
+
+``SpecBuffers`` (records) and ``SnapshotBuffers`` (whole states) stand behind it; the runner and the layers do not know
+which of the two they talk to.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from specmamba.cache.rows import RowSet
+from specmamba.cache.state_pool import StateOwnershipError, StatePool
+from specmamba.core import TreeShape
+from specmamba.kernels import tree as tree_ops
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPlan:
+    """Where one verify finds and leaves everything; the same for all layers. Each backend adds what it needs."""
+
+    rows: RowSet
+    slots: RowSet
+    tree: TreeShape
+    conv_index: Tensor  # [B, N, W] int64, the inputs under each node's convolution, in the backend's own numbering
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Whose checkpoint a row verifies from, and where it must stand."""
+
+    owner: str
+    slot: int
+    position: int
+
+
+PlanT = TypeVar("PlanT", bound=VerifyPlan)
+
+
+class StateBuffers(ABC, Generic[PlanT]):
+    """States between a verify and the checkpoint, for every running row; a row is begun before it is verified.
+
+    One verify is ``plan``, then ``convolve`` and ``delta_rule`` once per layer, then ``commit``. A plan holds until the
+    next one of the same rows.
+    """
+
+    def __init__(self, pool: StatePool, max_nodes: int) -> None:
+        self.max_nodes = max_nodes
+        self._pool = pool
+        self._leases: dict[int, Lease] = {}
+
+    def begin(self, row: int, slot: int, owner: str, position: int) -> None:
+        """Start verifying for a request whose checkpoint stands in ``slot`` at ``position``.
+
+        Raises:
+            StateOwnershipError: the slot holds something else.
+        """
+        self._pool.check(slot, owner, position)
+        self._leases[row] = Lease(owner, slot, position)
+
+    def end(self, row: int) -> None:
+        """Forget a row; its checkpoint stays where it is. A row that never began is fine."""
+        self._leases.pop(row, None)
+
+    def position(self, row: int) -> int:
+        """Tokens that a row's current state has seen.
+
+        Raises:
+            StateOwnershipError: the row never began, or has ended.
+        """
+        return self.positions(row)[-1]
+
+    @abstractmethod
+    def positions(self, row: int) -> range:
+        """Positions whose state ``materialize`` can give now; the last one is the current position.
+
+        Between a commit and the next plan, every position that the commit added is among them.
+
+        Raises:
+            StateOwnershipError: the row never began, or has ended.
+        """
+
+    @abstractmethod
+    def plan(self, rows: Sequence[int], tree: TreeShape) -> PlanT:
+        """Prepare a verify of ``tree`` for rows.
+
+        Raises:
+            StateOwnershipError: a row never began, or its slot no longer holds the checkpoint that it continues.
+            ValueError: the tree has more nodes than these buffers are made for.
+        """
+
+    @abstractmethod
+    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, plan: PlanT) -> Tensor:
+        """Convolve the nodes' inputs [B, N, C] along their own paths, weight [C, W] -> [B, N, C] float32."""
+
+    @abstractmethod
+    def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: PlanT) -> Tensor:
+        """Outputs [B, N, Hv, V] of all nodes; arguments as for ``kernels.gated_delta_rule.tree_verify``."""
+
+    @abstractmethod
+    def commit(self, plan: PlanT, path: Tensor, num_accepted: Tensor, accepted: Sequence[int]) -> None:
+        """Advance every row of a plan over its accepted path.
+
+        Args:
+            plan: the verify that ran the nodes.
+            path: [B, N] int64 node indices from the root down.
+            num_accepted: [B] int64 drafts accepted; ``accepted`` are the same numbers on the host.
+        """
+
+    def materialize(self, row: int, position: int, slot: int) -> None:
+        """Write the state of a row at ``position`` (recurrent state and window) into another slot of the pool.
+
+        The slot is stamped with ``position`` and stays its owner's; the row and its checkpoint do not change.
+
+        Args:
+            row: a row that has begun.
+            position: one of ``positions(row)``.
+            slot: an allocated slot that no row verifies from.
+
+        Raises:
+            StateOwnershipError: the row never began, its checkpoint was touched by others, or the slot is free, half
+                written, or the checkpoint of a row.
+            ValueError: the state at ``position`` is not to be had (any more).
+        """
+        lease, available = self._lease(row), self.positions(row)
+        if position not in available:
+            raise ValueError(
+                f"row {row} has no state at position {position}: only {available[0]} to {available[-1]} can be had"
+            )
+        for user, other in self._leases.items():
+            if other.slot == slot:
+                raise StateOwnershipError(f"state slot {slot} is the checkpoint of row {user}: it cannot be written")
+        stamp = self._pool.stamp(slot)
+        if not stamp.is_written:
+            raise StateOwnershipError(f"state slot {slot} is being written by {stamp.owner!r}")
+        self._pool.check(lease.slot, lease.owner, lease.position)
+        self._pool.begin_write(slot, stamp.owner)
+        self._write_state(row, position, slot)
+        self._pool.end_write(slot, position)
+
+    @abstractmethod
+    def _write_state(self, row: int, position: int, slot: int) -> None:
+        """Write recurrent state and window of all layers; everything has been checked."""
+
+    def _lease(self, row: int) -> Lease:
+        if row not in self._leases:
+            raise StateOwnershipError(f"row {row} has no checkpoint to verify from: it never began, or has ended")
+        return self._leases[row]
+
+    def _check_size(self, tree: TreeShape) -> None:
+        if tree.num_nodes > self.max_nodes:
+            raise ValueError(f"a tree of {tree.num_nodes} nodes does not fit buffers for {self.max_nodes}")
+
+    def _checked_slots(self, rows: Sequence[int], device: torch.device) -> RowSet:
+        """The slots of rows, whose stamps say that they still hold the rows' checkpoints."""
+        leases = [self._lease(row) for row in rows]
+        for lease in leases:
+            self._pool.check(lease.slot, lease.owner, lease.position)
+        return RowSet.of([lease.slot for lease in leases], device)
+
+
+def conv_index(tree: TreeShape, width: int) -> Tensor:
+    """``kernels.tree.conv_index`` of a tree: [B, N, W] int64, nodes from 0 on, -1 the newest input before the root."""
+    if tree.is_chain:
+        return _chain_conv_index(*tree.parents.shape, width, tree.parents.device)
+    return tree_ops.conv_index(tree.parents, width)
+
+
+@lru_cache(maxsize=1024)
+def _chain_conv_index(batch_size: int, num_nodes: int, width: int, device: torch.device) -> Tensor:
+    """Of chains it is always the same, so made once."""
+    nodes = torch.arange(num_nodes, device=device)[:, None]
+    return (nodes + torch.arange(1 - width, 1, device=device)).expand(batch_size, -1, -1)
