@@ -59,16 +59,16 @@ class CorpusIndex:
         """
         self._tokens = tokens.int()
         num_doublings = (max_window - 1).bit_length()
-        # Ranks of what is in the corpus are odd: what is not has an even one, between its neighbours. 0: no token.
+        # Ranks of what is in the corpus are even: what is not gets an odd one, between its neighbours. 0: no token.
         self._radix = 2 * max(len(tokens), int(tokens.amax()) + 1) + 2
         self._pairs: list[Tensor] = []
-        rank = 2 * tokens + 1
+        rank = 2 * tokens + 2
         for doubling in range(num_doublings):
             pair = rank * self._radix
             pair[1 << doubling :] += rank[: -(1 << doubling)]
             pairs, index = pair.unique(return_inverse=True)
             self._pairs.append(pairs)
-            rank = 2 * index + 1
+            rank = 2 * index + 2
         ranks, order = rank.sort(stable=True)
         self._ranks, self._order = ranks.int(), order.int()
 
@@ -102,10 +102,10 @@ class CorpusIndex:
 
     def _place(self, suffix: Tensor) -> Tensor:
         """How many positions of the corpus come before these last tokens [B, W] in the order: [B] int64."""
-        rank = (2 * suffix.long() + 1).clamp(0, self._radix - 1)
+        rank = (2 * suffix.long() + 2).clamp(max=self._radix - 1)
         for pairs in self._pairs:
             pair = rank[:, 0::2] * self._radix + rank[:, 1::2]
             index = torch.searchsorted(pairs, pair)
             is_found = pairs[index.clamp(max=len(pairs) - 1)] == pair
-            rank = 2 * index + is_found
+            rank = 2 * index + 1 + is_found
         return torch.searchsorted(self._ranks, rank[:, 0].int())

@@ -11,7 +11,7 @@ Phase = Literal["draft", "verify", "commit"]
 
 
 class StepClock:
-    """Seconds of every step by phase, while it is on. Off, it costs nothing: on a GPU every lap waits for the device."""
+    """Seconds of every step by phase, while it is on. It is off unless asked for: on a GPU every lap waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_on = False

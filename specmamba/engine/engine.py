@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from specmamba.errors import ConfigError, PromptTooLongError, RequestError
 from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.registry import load_model
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
+
+logger = logging.getLogger("specmamba")
 
 SMALL_MODEL_BYTES = 64 << 20
 
@@ -80,6 +83,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_added = 0
         self._spec = SpecStats()
+        for line in self.memory_plan.describe_lines():
+            logger.info(line)
         self._threads_before = torch.get_num_threads()
         _set_threads(config, self.device, weight_bytes)
 
@@ -201,6 +206,7 @@ class Engine:
             "state_slots": plan.num_state_slots,
             "state_pool_bytes": plan.state_bytes,
             "speculation_bytes": plan.spec_bytes,
+            "speculation_bytes_per_request": plan.spec_bytes_per_request,
             "state_bytes_per_request": model.cache_shape.state_bytes_per_slot,
             "record_bytes_per_token": model.cache_shape.record_bytes_per_token,
             "versions": {

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specmamba.cache.shapes import DeltaStateShape
+from specmamba.kernels import rowwise
 from specmamba.layers.context import LayerContext
 from specmamba.layers.linear import Linear
-from specmamba.layers.norm import GatedRMSNorm, InverseRoot
-
-L2_EPS = 1e-6
+from specmamba.layers.norm import GatedRMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,6 @@ class GatedDeltaNet:
         self._negative_a = -weights.a_log.float().exp()
         self._dt_bias = weights.dt_bias.float()
         self._norm = GatedRMSNorm(weights.norm, eps)
-        self._inverse_length = InverseRoot(1.0, L2_EPS, weights.norm.device)
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
@@ -50,17 +47,9 @@ class GatedDeltaNet:
         sizes = [s.conv_channels, value_size, s.num_value_heads, s.num_value_heads]
         qkv, gate, b, a = torch.split_with_sizes(self._in(x), sizes, -1)
         mixed = context.state.convolve(self._state_layer, qkv, self._conv_weight)
-        qk, v = torch.split_with_sizes(mixed, [s.conv_channels - value_size, value_size], -1)
-        q, k = self._normalize(qk)
-        g = self._negative_a * F.softplus(a + self._dt_bias)
+        q, k, g, beta = rowwise.delta_inputs(mixed, a, b, self._negative_a, self._dt_bias, s.num_key_heads, s.key_dim)
         heads = (*x.shape[:2], s.num_value_heads, s.value_dim)
-        out = context.state.delta_rule(self._state_layer, q, k, v.view(heads), g, b.sigmoid())
+        v = mixed[..., s.conv_channels - value_size :].view(heads)
+        out = context.state.delta_rule(self._state_layer, q, k, v, g, beta)
         gated = self._norm.gated(out, gate.view(heads))
         return self._out(gated.flatten(-2))
-
-    def _normalize(self, qk: Tensor) -> tuple[Tensor, Tensor]:
-        """Unit queries (scaled by K**-0.5) and keys [B, L, Hk, K] from [B, L, 2 Hk K]."""
-        qk = qk.view(*qk.shape[:2], 2, self._shape.num_key_heads, self._shape.key_dim)
-        qk = qk * self._inverse_length(qk)
-        q, k = qk.unbind(2)
-        return q * self._shape.key_dim**-0.5, k

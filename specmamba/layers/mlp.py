@@ -1,9 +1,8 @@
 """Gated feed-forward layer (SwiGLU, arXiv 2002.05202)."""
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from specmamba.kernels import rowwise
 from specmamba.layers.linear import Linear
 
 
@@ -16,6 +15,5 @@ class GatedMLP:
         self._down = Linear(down)
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate_up = self._gate_up(x)
-        gate, up = torch.split_with_sizes(gate_up, [gate_up.shape[-1] // 2] * 2, -1)
-        return self._down(F.silu(gate) * up)
+        """[..., H] -> [..., H]."""
+        return self._down(rowwise.silu_mul(self._gate_up(x)))

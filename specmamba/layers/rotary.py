@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specmamba.kernels import rowwise
+
 
 @dataclass(frozen=True, slots=True)
 class RotaryAngles:
@@ -17,10 +19,7 @@ class RotaryAngles:
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate the first rotary_dim components of heads x [B, L, H, D]; halves are paired, not neighbours."""
-        dim = self.cos.shape[-1]
-        first, second = x[..., : dim // 2], x[..., dim // 2 : dim]
-        rotated = x[..., :dim] * self.cos + torch.cat([-second, first], -1) * self.sin
-        return rotated if dim == x.shape[-1] else torch.cat([rotated, x[..., dim:]], -1)
+        return rowwise.rotate(x, self.cos, self.sin)
 
 
 class Rotary:
