@@ -1,0 +1,190 @@
+"""Flags, tree file and checkpoint decide what is drafted; what cannot be is refused, with a sentence that helps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specmamba import LLM
+from specmamba.config import EngineConfig
+from specmamba.draft.plan import plan_drafts
+from specmamba.errors import ConfigError
+from specmamba.trees import StaticTree, TreeFile, read_tree_file
+from tests.tiny import write_tiny_checkpoint
+
+
+def flags(**values: Any) -> dict[str, Any]:
+    return {f"speculative_{name}": value for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (3, 1, 4, 4)),
+        ({"num_steps": 5}, (5, 1, 6, 6)),
+        ({"num_draft_tokens": 3}, (2, 1, 3, 3)),
+        ({"num_steps": 4, "eagle_topk": 4, "num_draft_tokens": 8}, (4, 4, 8, 13)),  # three steps run four nodes each
+        ({"num_steps": 5, "eagle_topk": 8, "num_draft_tokens": 64}, (5, 8, 64, 64)),
+        ({"num_steps": 4, "eagle_topk": 2}, (4, 2, 8, 8)),
+        ({"num_steps": 1, "eagle_topk": 4}, (1, 4, 5, 5)),
+        ({"eagle_topk": 3}, (3, 3, 6, 7)),
+    ],
+)
+def test_the_shape_that_flags_ask_for(given: dict[str, int], expected: tuple[int, int, int, int]) -> None:
+    plan = plan_drafts(EngineConfig(**flags(**given)), True, 4096)
+    assert (plan.num_steps, plan.topk, plan.max_nodes, plan.num_slots) == expected
+    assert (plan.algorithm, plan.draws_drafts, plan.trees) == ("mtp", False, None)
+
+
+def test_text_gives_trees_without_a_head() -> None:
+    plan = plan_drafts(EngineConfig(**flags(algorithm="ngram")), False, 4096)
+    assert (plan.algorithm, plan.num_steps, plan.topk, plan.max_nodes, plan.num_slots) == ("ngram", 4, 4, 8, 8)
+    rejecting = EngineConfig(**flags(algorithm="ngram", accept="rejection"))
+    assert not plan_drafts(rejecting, False, 4096).draws_drafts  # what stands in a text is not drawn
+
+
+def test_rejection_draws() -> None:
+    assert plan_drafts(EngineConfig(**flags(accept="rejection")), True, 4096).draws_drafts
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 8},
+            "set --speculative-num-draft-tokens 4 or leave it out",
+        ),
+        ({"num_steps": 2, "eagle_topk": 3, "num_draft_tokens": 14}, "give 13 nodes with the root, not 14: lower"),
+        ({"num_steps": 1, "eagle_topk": 2, "num_draft_tokens": 4}, "give 3 nodes with the root, not 4"),
+        ({"eagle_topk": 0}, "--speculative-eagle-topk: .*greater than or equal to 1"),
+        ({"eagle_topk": 65}, "--speculative-eagle-topk: .*less than or equal to 64"),
+        ({"num_draft_tokens": 65}, "--speculative-num-draft-tokens: "),
+        ({"algorithm": "none", "eagle_topk": 2}, "--speculative-eagle-topk need a drafter"),
+        ({"algorithm": "none", "accept": "rejection"}, "--speculative-accept need a drafter"),
+        (
+            {"tree": "t.json", "num_steps": 3},
+            "--speculative-tree decides the whole shape: drop --speculative-num-steps",
+        ),
+        ({"tree": "t.json", "algorithm": "ngram"}, "n-gram drafts make their own trees"),
+        ({"ngram_corpus": "c.txt"}, "--speculative-ngram-corpus needs --speculative-algorithm ngram"),
+        (
+            {"algorithm": "ngram", "ngram_min_match_window_size": 5, "ngram_max_match_window_size": 4},
+            "is above --speculative-ngram-max-match-window-size",
+        ),
+        ({"state": "copies"}, "--speculative-state: "),
+        ({"accept": "always"}, "--speculative-accept: "),
+    ],
+)
+def test_flags_that_contradict_each_other(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        LLM(model="/nowhere/at/all", **flags(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"algorithm": "mtp"}, "this checkpoint has no MTP head.*choose auto, ngram or none"),
+        ({"eagle_topk": 2, "num_steps": 2}, "--speculative-num-steps, --speculative-eagle-topk: this needs a drafter"),
+        ({"accept": "rejection"}, "--speculative-accept: this needs a drafter"),
+        ({"tree": "t.json"}, "--speculative-tree: this needs a drafter"),
+    ],
+)
+def test_a_checkpoint_without_a_head(given: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "model", seed=0, with_mtp=False)
+    with pytest.raises(ConfigError, match=sentence):
+        LLM(model=str(folder), device="cpu", **flags(**given))
+
+
+def test_more_children_than_tokens() -> None:
+    with pytest.raises(ConfigError, match="--speculative-eagle-topk 20 is more than the 10 tokens there are"):
+        plan_drafts(EngineConfig(**flags(num_steps=1, eagle_topk=20)), True, 10)
+
+
+GOOD = {"parents": [-1, 0, 0, 1], "ranks": [0, 0, 1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (
+            {"trees": [GOOD | {"parents": [-1, 2, 1, 1]}]},
+            "trees.0: the parent of node 1 is 2: a later node, or there is a cycle",
+        ),
+        ({"trees": [GOOD | {"parents": [-1, 0, 2, 1]}]}, "the parent of node 2 is 2: itself; list every parent before"),
+        ({"trees": [GOOD | {"parents": [-1, 0, 3, 0]}]}, "the parent of node 2 is 3: a later node"),
+        ({"trees": [GOOD | {"parents": [0, 0, 0, 1]}]}, "node 0 is the root: its parent must be -1"),
+        ({"trees": [GOOD | {"parents": [-1, 0, -1, 1]}]}, "node 2 has parent -1: only node 0 is a root"),
+        ({"trees": [GOOD | {"ranks": [0, 0, 0, 0]}]}, "nodes 1 and 2 are both child 0 of node 0"),
+        ({"trees": [GOOD | {"ranks": [0, 0, 1]}]}, "4 parents, but 3 ranks"),
+        ({"trees": [GOOD | {"ranks": [0, 0, 64, 0]}]}, "trees.0.ranks.2: "),
+        ({"trees": [GOOD | {"ranks": [0, 0, -1, 0]}]}, "trees.0.ranks.2: "),
+        (
+            {"trees": [{"parents": [-1, *range(64)], "ranks": [0] * 65}]},
+            "65 nodes are too many: at most 64, root included",
+        ),
+        ({"trees": [{"parents": [], "ranks": []}]}, "node 0 is the root"),
+        ({"trees": []}, "trees: "),
+        ({"trees": [GOOD, GOOD]}, "only the last tree may be without max_batch_size"),
+        (
+            {"trees": [GOOD | {"max_batch_size": 4}, GOOD | {"max_batch_size": 4}]},
+            r"must rise from tree to tree, not \[4, 4\]",
+        ),
+        ({"trees": [GOOD], "format": "something/2"}, "format: "),
+        ({"trees": [GOOD | {"colour": 1}]}, "trees.0.colour: "),
+        ([GOOD], "Input should be an object"),
+        ("not JSON", "Invalid JSON"),
+    ],
+)
+def test_a_tree_file_that_is_none(content: object, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ConfigError, match=sentence) as refused:
+        LLM(device="cpu", speculative_tree=file)
+    assert str(refused.value).startswith(f"--speculative-tree: {file}: ")
+
+
+def test_a_tree_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_tree_file(tmp_path / "none.json")
+
+
+def test_the_tree_of_a_batch() -> None:
+    trees = [StaticTree(**GOOD, max_batch_size=size) for size in (1, 4)] + [StaticTree(parents=(-1,), ranks=(0,))]
+    file = TreeFile(trees=tuple(trees))
+    assert [file.for_batch(size) for size in (1, 2, 4, 5, 100)] == [trees[0], trees[1], trees[1], trees[2], trees[2]]
+    assert file.max_nodes == 4
+    assert TreeFile(trees=tuple(trees[:2])).for_batch(100) is trees[1]
+    assert trees[0].depths == (0, 1, 1, 2)
+
+
+def test_a_plan_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(
+        json.dumps({"trees": [GOOD | {"max_batch_size": 2}, {"parents": [-1, 0, 1, 2], "ranks": [0, 3, 0, 0]}]})
+    )
+    plan = plan_drafts(EngineConfig(**flags(tree=file)), True, 4096)
+    assert (plan.num_steps, plan.topk, plan.max_nodes, plan.num_slots) == (3, 4, 4, 4)
+
+
+def test_root_alone_and_back(tmp_path: Path) -> None:
+    """A file may draft nothing at some batch sizes; the head catches up when it drafts again."""
+    from specmamba import SamplingParams
+
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps({"trees": [GOOD | {"max_batch_size": 1}, {"parents": [-1], "ranks": [0]}]}))
+    params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (90, 30)]
+    with LLM(dtype="float32", device="cpu", max_total_tokens=1024, speculative_tree=file) as llm:
+        outputs = llm.generate(["def main():\n", "import os\n"], params)
+        alone = llm.generate("def main():\n", params[0])[0]
+        llm.workbench.use_drafts(speculative_algorithm="none")
+        plain = llm.generate(["def main():\n", "import os\n"], params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert alone.token_ids == plain[0].token_ids
+    assert outputs[1].spec.num_draft_tokens == 0
+    assert outputs[0].spec.num_draft_tokens > 0
+    # 29 steps without drafts, then as good drafts as if there had been some all along
+    late = outputs[0].spec.num_accepted_tokens / (outputs[0].spec.num_verify_steps - 29)
+    assert late == pytest.approx(alone.spec.accept_length - 1, abs=0.6)
