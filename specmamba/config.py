@@ -92,7 +92,7 @@ class EngineConfig(BaseSettings):
         Field(
             ge=1,
             le=64,
-            description="children per node of a draft tree; none: 1, a chain (ngram: continuations, 4)",
+            description="children per node of a draft tree; none: 1, a chain (ngram: 4)",
         ),
     ] = None
     speculative_num_draft_tokens: Annotated[

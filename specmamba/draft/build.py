@@ -32,6 +32,7 @@ def build_drafter(
         return NoDrafter()
     if plan.algorithm == "ngram":
         file = config.speculative_ngram_corpus
-        return NgramDrafter(plan, config, table, None if file is None else read_corpus(file, encode))
+        corpus = None if file is None else read_corpus(file, encode, model.target.vocab_size)
+        return NgramDrafter(plan, config, table, corpus)
     assert model.draft_head is not None
     return MTPDrafter(model.draft_head, plan, kv_pool, table, model.target.hidden_size)

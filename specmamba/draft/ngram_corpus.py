@@ -44,9 +44,10 @@ class CorpusIndex:
     """All positions of a corpus, ordered by the tokens that end there: the last token first, then the one before it.
 
     Where a text's last tokens would stand in this order, the longest matches are the nearest neighbours. The order is
-    made by prefix doubling (Manber and Myers, "Suffix arrays", 1993): the ranks of two adjoining windows make the rank
-    of the window of twice the length. The distinct pairs of every doubling are kept, sorted, so that a query finds its
-    own rank by one ``searchsorted`` per doubling, for all texts at once. Tokens are compared, never hashed.
+    made by prefix doubling ("Suffix arrays: a new method for on-line string searches", SIAM J. Comput. 22, 1993): the
+    ranks of two adjoining windows make the rank of the window of twice the length. The distinct pairs of every
+    doubling are kept, sorted, so that a query finds its own rank by one ``searchsorted`` per doubling, for all texts at
+    once. Tokens are compared, never hashed.
 
     Memory: 12 bytes per token, and 8 bytes per distinct window of 2, 4, 8, ... tokens: with windows of up to 16 tokens
     never more than 44 bytes per token.

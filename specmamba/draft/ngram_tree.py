@@ -39,7 +39,7 @@ def merge(continuations: Tensor, weights: Tensor, max_children: int, max_drafts:
     others = torch.arange(count)
     first = others.where(same, count).amin(-1)  # [B, S, C]: the continuation that stands for all with this prefix
     stands = (first == others) & (tokens != NO_TOKEN)
-    score = (support * decay[:, None]).gather(2, first)
+    score = (support * decay[:, None]).gather(2, first)  # one score per prefix, however its sums were rounded
     if max_children < min(count, max_drafts):
         score = score * _is_among_siblings(score, same, first, stands, max_children)
     return _best_nodes(tokens, score * stands, first, max_drafts)
