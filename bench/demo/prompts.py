@@ -4,7 +4,10 @@
 
 One JSON object a line: ``source`` (file in the standard library, or "handwritten"), ``prompt``, and with
 ``--with-continuation`` the text that really follows. The bundled prompts were made in the same way, not by this
-program: cuts differ.
+program: cuts differ. ``--complete`` finds prompts in the files that they were cut from and adds what follows, which is
+how the bundled ones got their continuations:
+
+    python -m specmamba.bench.demo.prompts --complete specmamba/demo/prompts.jsonl --out specmamba/demo/prompts.jsonl
 """
 
 from __future__ import annotations
@@ -42,6 +45,9 @@ class PromptSettings(CommandLine):
     min_characters: Annotated[int, Field(ge=1, description="length of a cut at the least")] = 64
     max_characters: Annotated[int, Field(ge=1, description="length of a cut at the most")] = 800
     with_continuation: Annotated[bool, Field(description="add the text that follows each cut")] = False
+    complete: Annotated[
+        Path | None, Field(description="cut nothing: add the text that follows to the prompts of this file")
+    ] = None
     continuation_characters: Annotated[int, Field(ge=1, description="length of that text")] = 1024
     seed: Annotated[int, Field(ge=0, description="seeds the cuts")] = 0
     corpus: Annotated[
@@ -87,11 +93,53 @@ def _new_cut(
     raise ConfigError("the held-out files have no more cuts of these lengths: lower --count or --min-characters")
 
 
+def complete_prompts(file: Path, length: int, documents: Sequence[Document]) -> Iterator[dict[str, str]]:
+    """The prompts of a file with the ``length`` characters that follow each; handwritten ones as they are.
+
+    Raises:
+        ConfigError: the file cannot be read, or a prompt does not stand in its source exactly once.
+    """
+    texts = {document.name: document.text for document in documents}
+    for number, line in enumerate(_lines_of(file), 1):
+        where = f"--complete: {file}, line {number}"
+        row = _row_of(line, where)
+        if row["source"] == "handwritten":
+            yield row
+            continue
+        source, prompt = texts.get(row["source"], ""), row["prompt"]
+        if source.count(prompt) != 1:
+            count = "not there" if prompt not in source else "there more than once"
+            raise ConfigError(f"{where}: the prompt is {count} in the held-out file {row['source']} of this corpus")
+        end = source.index(prompt) + len(prompt)
+        yield row | {"continuation": source[end : end + length]}
+
+
+def _lines_of(file: Path) -> list[str]:
+    try:
+        return file.read_text("utf8").removesuffix("\n").split("\n")  # splitlines() would break strings at U+2028
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--complete: {file} cannot be read: {error}") from None
+
+
+def _row_of(line: str, where: str) -> dict[str, str]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("source", "prompt")):
+        raise ConfigError(f'{where}: not of the form {{"source": "...", "prompt": "..."}}')
+    return row
+
+
 def main(arguments: list[str] | None = None) -> int:
     try:
         settings = read_flags(PromptSettings, PROG, sys.argv[1:] if arguments is None else arguments)
         held_out = read_corpus(roots_for(settings.corpus, [])).held_out
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in cut_prompts(settings, held_out))
+        if settings.complete is None:
+            rows = cut_prompts(settings, held_out)
+        else:
+            rows = complete_prompts(settings.complete, settings.continuation_characters, held_out)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         if settings.out is None:
             sys.stdout.write(text)
         else:

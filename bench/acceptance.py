@@ -1,0 +1,154 @@
+"""How many drafts are accepted, what that buys, and whether the text stays the same.
+
+    specmamba bench acceptance [--configs 1,1 3,1 4,4,8 | --sweep steps=1,2,3 topk=1,4 nodes=8] [--replay]
+                               [--prompts FILE] [--json FILE] [--plot FILE.png] [any engine flag]
+
+One engine runs every prompt plain and with each draft shape, in turns, so that a slow minute of the machine hits all
+of them. acceptance_report.py says how each figure is defined, acceptance_compare.py how texts are compared, prompts.py
+what a file of prompts looks like.
+
+With ``--replay`` the output is not chosen but taken from the text that really follows each prompt: acceptance on real
+text, which does not loop. Sampling plays no part then.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from specmamba.bench.acceptance_shapes import largest_flags, variants_of
+from specmamba.bench.prompts import PromptText, bundled_texts, read_texts
+from specmamba.bench.report import ReportOptions, write_json
+from specmamba.config import EngineConfig, exit_with_error, parse_command_line
+from specmamba.core import Temperature
+from specmamba.errors import ConfigError, SpecmambaError
+
+PROG = "specmamba bench acceptance"
+LISTS = ("--configs", "--sweep")  # flags that take all words up to the next flag
+
+
+class AcceptanceBenchConfig(ReportOptions):
+    """Acceptance of drafts and speed-up over plain decoding, with the texts compared."""
+
+    prompts: Annotated[
+        Path | None,
+        Field(description='JSON lines {"prompt": ..., "continuation": ...}, or ShareGPT conversations; none: bundled'),
+    ] = None
+    num_prompts: Annotated[int, Field(ge=1, description="prompts to run, the first ones that fit")] = 8
+    max_tokens: Annotated[int, Field(ge=1, description="new tokens of a prompt at the most")] = 128
+    temperature: Temperature = 0.8
+    ignore_eos: Annotated[bool, Field(description="go on after the end-of-text token")] = False
+    replay: Annotated[
+        bool, Field(description="take the output from the prompts' continuations: acceptance on real text")
+    ] = False
+    batch_size: Annotated[int, Field(ge=1, description="prompts that run together")] = 1
+    rounds: Annotated[int, Field(ge=1, description="rounds; speeds are medians over them")] = 3
+    configs: Annotated[
+        str | None, Field(description="draft shapes to compare: steps,topk[,nodes] ..., such as 1,1 3,1 4,4,8")
+    ] = None
+    sweep: Annotated[
+        str | None,
+        Field(description="all shapes of a product: steps=1,2,3 topk=1,4 nodes=8,16 (nodes: of trees, topk above 1)"),
+    ] = None
+    synthetic_acceptance: Annotated[
+        float | None,
+        Field(ge=0, le=1, description="cost study: accept a first child with this probability; the text is worthless"),
+    ] = None
+
+    @model_validator(mode="after")
+    def _flags_go_together(self) -> AcceptanceBenchConfig:
+        if self.speculative_algorithm == "none":
+            raise ValueError("--speculative-algorithm none: there is nothing to compare with plain decoding; drop it")
+        if self.configs is not None and self.sweep is not None:
+            raise ValueError("--configs and --sweep both say what to compare: drop one")
+        if self.synthetic_acceptance is not None and self.replay:
+            raise ValueError("--synthetic-acceptance makes up what --replay measures: drop one")
+        if self.batch_size > self.max_running_requests:
+            raise ValueError(
+                f"--batch-size {self.batch_size}: only {self.max_running_requests} requests run together; "
+                "raise --max-running-requests"
+            )
+        return self
+
+    @property
+    def texts_can_be_compared(self) -> bool:
+        """Whether plain and speculative run choose their tokens by the same random numbers, and choose them at all."""
+        if self.replay or self.synthetic_acceptance is not None:
+            return False
+        return self.temperature == 0 or self.speculative_accept == "target"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark. Returns the exit status: 1 when a text diverged, 130 after Ctrl-C."""
+    try:
+        given = join_lists(sys.argv[1:] if arguments is None else arguments)
+        config = parse_command_line(AcceptanceBenchConfig, PROG, given)
+        report = measure_and_report(config)
+        put_out(config, report)
+    except SpecmambaError as error:
+        exit_with_error(PROG, error)
+    except KeyboardInterrupt:
+        return 130
+    return 1 if any(one["lossless"] and one["lossless"]["diverged"] for one in report["configurations"]) else 0
+
+
+def join_lists(arguments: list[str]) -> list[str]:
+    """``--sweep steps=1,2 topk=4`` as two arguments instead of three, which is what parsers of flags expect."""
+    joined: list[str] = []
+    is_open = False
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if is_open and not argument.startswith("-"):
+            joined[-1] = f"{joined[-1]} {argument}".strip()
+            continue
+        joined.append(argument)
+        is_open = flag in LISTS
+        if argument in LISTS:
+            joined.append("")
+    return joined
+
+
+def measure_and_report(config: AcceptanceBenchConfig) -> dict[str, Any]:
+    """All figures: {"configurations": [...], "notes": [...], "plain": {...}}. Raises SpecmambaError."""
+    texts = read_prompts(config)
+    variants, notes = variants_of(config)
+    from specmamba import LLM
+    from specmamba.bench.acceptance_report import full_report
+    from specmamba.bench.acceptance_run import measure, select_tasks
+
+    engine_flags = config.model_dump(include=set(EngineConfig.model_fields))
+    with LLM(**engine_flags | largest_flags(variants)) as llm:
+        description = llm.engine.describe()
+        if description["speculative_algorithm"] == "none":
+            raise ConfigError("this checkpoint has no MTP head: choose --speculative-algorithm ngram")
+        tasks, more_notes = select_tasks(config, llm, texts)
+        result = measure(config, llm, tasks, variants)
+        return full_report(config, description, tasks, result, notes + more_notes)
+
+
+def read_prompts(config: AcceptanceBenchConfig) -> list[PromptText]:
+    """Raises ConfigError: the file is no file of prompts, or none can be replayed."""
+    texts = bundled_texts() if config.prompts is None else read_texts(config.prompts)
+    if config.replay and not any(text.continuation for text in texts):
+        where = "the bundled prompts" if config.prompts is None else str(config.prompts)
+        raise ConfigError(f'--replay: {where}: no prompt has a "continuation" to replay')
+    return texts
+
+
+def put_out(config: AcceptanceBenchConfig, report: dict[str, Any]) -> None:
+    """Table, JSON and picture. A single configuration is the whole JSON object."""
+    from specmamba.bench.acceptance_print import plot_report, print_report
+
+    print_report(report)
+    found = report["configurations"]
+    if config.json is not None:
+        write_json(config.json, found[0] if len(found) == 1 else {"configurations": found})
+    if config.plot is not None:
+        plot_report(config.plot, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""Runs every prompt plain and with every draft shape, in turns, on one engine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specmamba import LLM, RequestOutput, SamplingParams
+from specmamba.bench.acceptance_compare import Difference, Judge, Walk
+from specmamba.bench.acceptance_shapes import PLAIN_FLAGS, Variant
+from specmamba.bench.prompts import PromptText, encode_prompt, encode_with_continuation
+from specmamba.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from specmamba.bench.acceptance import AcceptanceBenchConfig
+
+PLAIN = "plain"
+WARM_UP_TOKENS = 8
+Advance = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt as it is run. ``replay`` is the output to be, where that is given."""
+
+    number: int  # its place among all prompts, which seeds it
+    prompt: tuple[int, ...]
+    replay: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One batch of prompts, run once in one way."""
+
+    outputs: tuple[RequestOutput, ...]
+    steps: tuple[tuple[float, float, float], ...]  # seconds of draft, verify and commit of every step
+    seconds: float  # from call to return, prefill and all
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All that was measured. Names are ``PLAIN`` and those of the variants."""
+
+    variants: tuple[Variant, ...]
+    samples: dict[str, list[list[Sample]]]  # by name and round: the batches
+    differences: dict[str, list[Difference | None]] | None  # by name: of every prompt; None: texts do not compare
+    num_threads: int
+
+
+def select_tasks(config: AcceptanceBenchConfig, llm: LLM, texts: Sequence[PromptText]) -> tuple[list[Task], list[str]]:
+    """The first ``num_prompts`` prompts that can be run, and notes on those that cannot.
+
+    Raises:
+        ConfigError: none can be run, or one is not valid Unicode, has no tokens, or is refused by the chat template.
+    """
+    tasks: list[Task] = []
+    too_long, lacking = [], []
+    for number, text in enumerate(texts):
+        if len(tasks) == config.num_prompts:
+            break
+        prompt, replay = _encode(config, llm, number, text)
+        if config.replay and not replay:
+            lacking.append(number + 1)
+        elif len(prompt) >= llm.engine.context_length:
+            too_long.append(number + 1)
+        else:
+            tasks.append(_task(config, number, prompt, replay))
+    notes = _skipped(too_long, f"do not fit the context of {llm.engine.context_length} tokens")
+    notes += _skipped(lacking, "have no continuation to replay")
+    if not tasks:
+        raise ConfigError(f"no prompt can be run: {'; '.join(notes)}")
+    return tasks, notes
+
+
+def _encode(config: AcceptanceBenchConfig, llm: LLM, number: int, text: PromptText) -> tuple[list[int], list[int]]:
+    """The tokens of a prompt, and of what is replayed behind it (none without ``--replay``)."""
+    engine = llm.engine
+    try:
+        if config.replay:
+            prompt, replay = encode_with_continuation(text, engine.tokenizer)
+        else:
+            prompt, replay = encode_prompt(text, engine.tokenizer), []
+        if len(prompt) < engine.context_length:
+            engine.check_prompt(prompt)
+        engine.check_tokens(replay)
+    except RequestError as error:
+        raise ConfigError(f"prompt {number + 1}: {error}") from None
+    return prompt, replay
+
+
+def _task(config: AcceptanceBenchConfig, number: int, prompt: list[int], replay: list[int]) -> Task:
+    seed = (config.seed * 1_000_003 + number) % (1 << 63)
+    length = min(config.max_tokens, len(replay)) if config.replay else config.max_tokens
+    params = SamplingParams(
+        max_tokens=length,
+        temperature=0.0 if config.replay else config.temperature,
+        seed=seed,
+        ignore_eos=config.ignore_eos or config.replay,
+    )
+    return Task(number, tuple(prompt), tuple(replay[:length]), params, seed)
+
+
+def _skipped(numbers: Sequence[int], why: str) -> list[str]:
+    if not numbers:
+        return []
+    shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+    return [f"skipped {len(numbers)} prompts that {why} (number {shown})"]
+
+
+def measure(config: AcceptanceBenchConfig, llm: LLM, tasks: Sequence[Task], variants: Sequence[Variant]) -> Result:
+    """Run all rounds, then compare the texts.
+
+    Raises:
+        RequestError: the model's numbers are not finite for one of the prompts.
+    """
+    batches = [tasks[i : i + config.batch_size] for i in range(0, len(tasks), config.batch_size)]
+    contestants: list[Variant | None] = [None, *variants]
+    samples: dict[str, list[list[Sample]]] = {name_of(contestant): [] for contestant in contestants}
+    llm.workbench.clock.is_on = True
+    with progress_bar(config.rounds * len(batches) * len(contestants)) as advance:
+        for contestant in contestants:
+            run_batch(config, llm, contestant, [_shortened(task) for task in batches[0]])
+        for number in range(config.rounds):
+            for name in samples:
+                samples[name].append([])
+            first = number % len(contestants)  # nobody always has the first turn
+            for batch in batches:
+                for contestant in contestants[first:] + contestants[:first]:
+                    samples[name_of(contestant)][-1].append(run_batch(config, llm, contestant, batch))
+                    advance()
+    differences = compare_texts(config, llm, tasks, samples) if config.texts_can_be_compared else None
+    return Result(tuple(variants), samples, differences, torch.get_num_threads())
+
+
+def name_of(contestant: Variant | None) -> str:
+    """What a contestant is called in the results; None is plain decoding."""
+    return PLAIN if contestant is None else contestant.name
+
+
+def run_batch(config: AcceptanceBenchConfig, llm: LLM, contestant: Variant | None, batch: Sequence[Task]) -> Sample:
+    """Run a batch in one way; the workbench is left as it was set for that.
+
+    Raises:
+        RequestError: the model's numbers are not finite.
+    """
+    bench = llm.workbench
+    bench.use_drafts(**(PLAIN_FLAGS if contestant is None else contestant.flags))
+    bench.use_synthetic_acceptance(None if contestant is None else config.synthetic_acceptance)
+    bench.clock.reset()
+    prompts, params = [task.prompt for task in batch], [task.params for task in batch]
+    replay = [task.replay for task in batch] if config.replay else None
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params, replay=replay)
+    elapsed = time.perf_counter() - began
+    for task, output in zip(batch, outputs, strict=True):
+        if output.finish_reason == "error":
+            raise RequestError(f"prompt {task.number + 1}: {output.error}")
+    laps = bench.clock.seconds
+    steps = tuple(zip(laps["draft"], laps["verify"], laps["commit"], strict=True))
+    return Sample(tuple(outputs), steps, elapsed)
+
+
+def _shortened(task: Task) -> Task:
+    length = min(WARM_UP_TOKENS, task.params.max_tokens)
+    return replace(task, params=task.params.model_copy(update={"max_tokens": length}))
+
+
+def compare_texts(
+    config: AcceptanceBenchConfig, llm: LLM, tasks: Sequence[Task], samples: dict[str, list[list[Sample]]]
+) -> dict[str, list[Difference | None]]:
+    """For every variant and prompt the worst difference to the plain text of the same round."""
+    llm.workbench.use_drafts(**PLAIN_FLAGS)
+    llm.workbench.use_synthetic_acceptance(None)
+    dtype: torch.dtype = getattr(torch, str(llm.engine.describe()["dtype"]))
+    judge = Judge(plain_walk(llm), dtype, config.temperature)
+    judged: dict[tuple[int, Any, Any], Difference | None] = {}  # rounds repeat each other
+    differences: dict[str, list[Difference | None]] = {name: [] for name in samples if name != PLAIN}
+    plain = [_texts(batches) for batches in samples[PLAIN]]
+    for name, found in differences.items():
+        speculative = [_texts(batches) for batches in samples[name]]
+        for i, task in enumerate(tasks):
+            pairs = {(a[i], b[i]) for a, b in zip(plain, speculative, strict=True)}
+            for pair in pairs - {(a, b) for number, a, b in judged if number == i}:
+                judged[i, *pair] = judge.compare(task.number, task.prompt, task.seed, *pair)
+            worst = [each for each in (judged[i, *pair] for pair in pairs) if each is not None]
+            found.append(max(worst, key=lambda each: each.shift / (each.bound or 1), default=None))
+    return differences
+
+
+def plain_walk(llm: LLM) -> Walk:
+    """``llm``, which must be set to plain decoding, led along given texts."""
+
+    def walk(prompt: Sequence[int], tokens: Sequence[int], see: Callable[[Tensor], None]) -> None:
+        params = SamplingParams(max_tokens=len(tokens), temperature=0.0, ignore_eos=True)
+        runner = llm.engine.runner
+        runner.on_logits = lambda logits: see(logits[0, 0].float().cpu())
+        try:
+            llm.generate([prompt], params, replay=[tokens])
+        finally:
+            runner.on_logits = None
+
+    return walk
+
+
+def _texts(batches: Sequence[Sample]) -> list[tuple[int, ...]]:
+    return [output.token_ids for sample in batches for output in sample.outputs]
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Advance]:
+    """A bar on the terminal's standard error, or nothing where that is a file."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("prompts, in all ways"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda: progress.advance(task)
