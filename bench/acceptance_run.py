@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from specmamba import LLM, RequestOutput, SamplingParams
-from specmamba.bench.acceptance_compare import Difference, Judge, Walk
+from specmamba.bench.acceptance_compare import Difference, Judge
 from specmamba.bench.acceptance_shapes import PLAIN_FLAGS, Variant
 from specmamba.bench.prompts import PromptText, encode_prompt, encode_with_continuation
 from specmamba.errors import ConfigError, RequestError
@@ -181,7 +180,7 @@ def compare_texts(
     llm.workbench.use_drafts(**PLAIN_FLAGS)
     llm.workbench.use_synthetic_acceptance(None)
     dtype: torch.dtype = getattr(torch, str(llm.engine.describe()["dtype"]))
-    judge = Judge(plain_walk(llm), dtype, config.temperature)
+    judge = Judge(llm.workbench.logits_along, dtype, config.temperature)
     judged: dict[tuple[int, Any, Any], Difference | None] = {}  # rounds repeat each other
     differences: dict[str, list[Difference | None]] = {name: [] for name in samples if name != PLAIN}
     plain = [_texts(batches) for batches in samples[PLAIN]]
@@ -194,21 +193,6 @@ def compare_texts(
             worst = [each for each in (judged[i, *pair] for pair in pairs) if each is not None]
             found.append(max(worst, key=lambda each: each.shift / (each.bound or 1), default=None))
     return differences
-
-
-def plain_walk(llm: LLM) -> Walk:
-    """``llm``, which must be set to plain decoding, led along given texts."""
-
-    def walk(prompt: Sequence[int], tokens: Sequence[int], see: Callable[[Tensor], None]) -> None:
-        params = SamplingParams(max_tokens=len(tokens), temperature=0.0, ignore_eos=True)
-        runner = llm.engine.runner
-        runner.on_logits = lambda logits: see(logits[0, 0].float().cpu())
-        try:
-            llm.generate([prompt], params, replay=[tokens])
-        finally:
-            runner.on_logits = None
-
-    return walk
 
 
 def _texts(batches: Sequence[Sample]) -> list[tuple[int, ...]]:

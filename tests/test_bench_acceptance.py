@@ -24,7 +24,7 @@ from specmamba.bench.acceptance_compare import (
     rounding_bound,
     sampled_shift,
 )
-from specmamba.bench.acceptance_run import Task, plain_walk, run_batch, select_tasks
+from specmamba.bench.acceptance_run import Task, run_batch, select_tasks
 from specmamba.bench.acceptance_shapes import largest_flags, variants_of
 from specmamba.bench.demo import prompts as demo_prompts
 from specmamba.bench.prompts import (
@@ -448,8 +448,10 @@ def test_a_walk_shows_what_each_token_is_chosen_from(tiny: Path) -> None:
     with LLM(model=str(tiny), num_threads=1, context_length=64, speculative_algorithm="none") as llm:
         prompt, tokens = [3, 1, 4, 1, 5], [9, 2, 6]
         seen: list[Tensor] = []
-        plain_walk(llm)(prompt, tokens, seen.append)
-        expected = [llm.workbench.logits_after([*prompt, *tokens[:i]]) for i in range(3)]
+        llm.workbench.logits_along(prompt, tokens, seen.append)
+        expected: list[Tensor] = []
+        for i, token in enumerate(tokens):
+            llm.workbench.logits_along([*prompt, *tokens[:i]], [token], expected.append)
     torch.testing.assert_close(torch.stack(seen), torch.stack(expected), rtol=0, atol=1e-4)
 
 

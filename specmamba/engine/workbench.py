@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pydantic import ValidationError
 from torch import Tensor
@@ -78,23 +78,26 @@ class Workbench:
         engine.runner.drafter = recorder
         return recorder
 
-    def logits_after(self, token_ids: Sequence[int]) -> Tensor:
-        """The target's logits [V] float32 for the token behind these.
+    def logits_along(self, prompt: Sequence[int], tokens: Sequence[int], see: Callable[[Tensor], None]) -> None:
+        """Lead plain decoding along given tokens behind a prompt; ``see`` gets the logits [V] float32, on the CPU, that
+        each of them would be chosen from.
 
         Raises:
-            RequestError: the tokens are no prompt that fits.
+            RequestError: no plain decoding is set, or the tokens are none that fit.
         """
         engine = self._idle_engine()
-        seen: list[Tensor] = []
-        engine.runner.on_logits = lambda logits: seen.append(logits[0, 0].float())
+        if engine.draft_plan.max_nodes > 1:
+            raise RequestError("logits are looked at in plain decoding: use_drafts(speculative_algorithm='none') first")
+        engine.check_tokens(tokens)
+        params = SamplingParams(max_tokens=len(tokens), temperature=0.0, ignore_eos=True)
+        engine.runner.on_logits = lambda logits: see(logits[0, 0].float().cpu())
         try:
-            engine.add_request("logits", token_ids, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
-            while not seen:
+            engine.add_request("logits", prompt, params, replay=tokens)
+            while engine.has_unfinished_requests:
                 engine.step()
         finally:
             engine.runner.on_logits = None
             engine.abort("logits")
-        return seen[0]
 
     def _idle_engine(self) -> Engine:
         if self._engine.has_unfinished_requests:
