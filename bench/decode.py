@@ -224,8 +224,9 @@ def print_report(report: dict[str, Any]) -> None:
     console.print(table)
     floor = report["floor"]
     console.print(
-        f"plain step: floor {floor['floor_ms']:.2f} ms ({floor['weight_bytes'] / 1e6:.1f} MB of weights at "
-        f"{floor['read_gb_per_s']:.0f} GB/s), measured {floor['step_ms']:.2f} ms in {floor['operators']} operator calls"
+        f"plain step: floor {floor['floor_ms']:.2f} ms ({floor['weight_bytes'] / 1e6:.1f} MB of weights at the "
+        f"{floor['linear_gb_per_s']:.0f} GB/s of a linear layer), measured {floor['step_ms']:.2f} ms: "
+        f"{floor['share_of_floor']:.2f} of the floor's speed, {floor['operators']} operator calls of PyTorch"
     )
     shares = ", ".join(f"{name} {share:.0%}" for name, share in floor["shares"].items())
     console.print(f"where it goes: {shares}")
