@@ -79,6 +79,11 @@ def test_the_wheel_has_the_whole_operator(wheel_names: set[str], operator: str) 
     assert needed - wheel_names == set()
 
 
+def test_the_wheel_has_the_native_sources(wheel_names: set[str]) -> None:
+    sources = {installed_name(name) for name in tracked_files() if name.endswith((".cpp", ".h"))}
+    assert {name for name in wheel_names if name.endswith((".cpp", ".h"))} == sources != set()
+
+
 @pytest.mark.parametrize("name", ["py.typed", *(f"demo/{name}" for name in [*DEMO, "prompts.jsonl", "MODEL_CARD.md"])])
 def test_the_wheel_has_the_data(wheel: Path, wheel_names: set[str], name: str) -> None:
     assert f"specmamba/{name}" in wheel_names

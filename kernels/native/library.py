@@ -1,0 +1,77 @@
+"""Native kernels as ctypes libraries, or the reason why there are none."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+from specmamba.kernels.native.build import NativeUnavailableError, built_library, cpu_flags
+
+REQUIRED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "fma"})
+SWITCH = "SPECMAMBA_NATIVE"
+
+logger = logging.getLogger("specmamba")
+
+
+@cache
+def load(source: Path) -> ctypes.CDLL | None:
+    """The library of a C++ source, or None where it cannot be had: then the caller takes its PyTorch form.
+
+    Why it cannot be had is logged once per process, whatever number of kernels asks. ``SPECMAMBA_NATIVE=0`` in the
+    environment turns native kernels off.
+    """
+    try:
+        return open_library(source)
+    except NativeUnavailableError as reason:
+        _log_once(reason.level, f"no native kernels, PyTorch's are used: {reason}")
+        return None
+
+
+@cache
+def preload() -> None:
+    """Build and load all native kernels now, side by side, so that no request waits for a compiler."""
+    sources = sorted(Path(__file__).parents[1].glob("*/native.cpp"))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(load, sources))
+
+
+def open_library(source: Path) -> ctypes.CDLL:
+    """Build and load a library that includes ``parallel.h``, and give it the threads that torch runs.
+
+    Raises:
+        NativeUnavailableError: this CPU, this system or the user's wish stands against it.
+    """
+    if os.environ.get(SWITCH, "").strip().lower() in ("0", "false", "no", "off"):
+        raise NativeUnavailableError(f"{SWITCH} turns them off")
+    missing = REQUIRED_CPU_FLAGS - cpu_flags()
+    if missing:
+        raise NativeUnavailableError(f"this CPU has no {', '.join(sorted(missing))}")
+    runtime = _openmp_runtime()
+    path = built_library(source)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        path.unlink(missing_ok=True)  # the next process builds it anew
+        raise NativeUnavailableError(f"{path} cannot be loaded: {error}", logging.WARNING) from None
+    library.specmamba_use_runtime.argtypes = [ctypes.c_void_p]
+    library.specmamba_use_runtime(runtime)
+    return library
+
+
+def _openmp_runtime() -> ctypes.c_void_p:
+    """The entry of the OpenMP runtime in this process, which torch brought and exports to everybody."""
+    import torch  # noqa: F401  # brings it
+
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
+    except AttributeError:
+        raise NativeUnavailableError("torch runs without an OpenMP runtime whose threads they could use") from None
+
+
+@cache
+def _log_once(level: int, message: str) -> None:
+    logger.log(level, message)

@@ -1,0 +1,43 @@
+// Loops over tasks on the OpenMP threads that torch already runs.
+//
+// The entry point of the runtime is handed in (kernels/native/library.py finds it in the process), so nothing here is
+// compiled with -fopenmp or linked against a runtime: a second one in the process would double the threads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace specmamba {
+
+// GOMP_parallel(function, data, num_threads, flags): part of libgomp's ABI, also offered by LLVM's and Intel's runtime.
+using ParallelRegion = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+inline ParallelRegion parallel_region = nullptr;
+
+// Calls body(first, last) for consecutive parts of [0, count). Parts are claimed, not dealt out: a thread that lost its
+// core for a while does not hold up the others for longer than one part.
+template <typename Body>
+void parallel_for(int64_t count, int64_t part, int num_threads, const Body& body) {
+  if (num_threads <= 1 || count <= part || parallel_region == nullptr) {
+    if (count > 0) body(int64_t{0}, count);
+    return;
+  }
+  struct Shared {
+    const Body& body;
+    int64_t count, part;
+    std::atomic<int64_t> next;
+  } shared{body, count, part, {0}};
+  auto work = [](void* data) {
+    auto& s = *static_cast<Shared*>(data);
+    for (int64_t first; (first = s.next.fetch_add(s.part, std::memory_order_relaxed)) < s.count;)
+      s.body(first, first + s.part < s.count ? first + s.part : s.count);
+  };
+  const int64_t parts = (count + part - 1) / part;
+  parallel_region(work, &shared, static_cast<unsigned>(parts < num_threads ? parts : num_threads), 0);
+}
+
+}  // namespace specmamba
+
+extern "C" inline __attribute__((used, visibility("default"))) void specmamba_use_runtime(void* entry) {
+  specmamba::parallel_region = reinterpret_cast<specmamba::ParallelRegion>(entry);
+}

@@ -1,0 +1,44 @@
+"""What native code can take of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16)  # the dtypes of activations that kernels read; an index is their is_bfloat16
+
+
+def is_native(x: Tensor) -> bool:
+    """Whether x lies where native code reaches it, in a dtype that it reads."""
+    return x.is_cpu and x.dtype in FLOATS
+
+
+def is_contiguous_from(x: Tensor, dim: int) -> bool:
+    """Whether the dimensions of x from ``dim`` on are contiguous, as those of a part of a buffer's rows are."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for size, stride in zip(reversed(x.shape[dim:]), reversed(x.stride()[dim:]), strict=True):
+        if stride != expected and size != 1:
+            return False
+        expected *= size
+    return True
+
+
+def contiguous_from(x: Tensor, dim: int) -> Tensor:
+    """x, copied if its dimensions from ``dim`` on are not contiguous."""
+    return x if is_contiguous_from(x, dim) else x.contiguous()
+
+
+def struct(name: str, pointers: Sequence[str], integers: Sequence[str], doubles: Sequence[str] = ()) -> type[Any]:
+    """A ctypes structure with these fields in this order: pointers, int64, double. Made by position."""
+    fields = [
+        *((field, ctypes.c_void_p) for field in pointers),
+        *((field, ctypes.c_int64) for field in integers),
+        *((field, ctypes.c_double) for field in doubles),
+    ]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})

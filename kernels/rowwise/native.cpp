@@ -1,0 +1,162 @@
+// What is done to each token on its own; see README.md and reference.py.
+#include <cmath>
+
+#include "parallel.h"
+#include "vector.h"
+
+namespace {
+
+using namespace specmamba;
+
+constexpr int64_t kSerialBelow = 1 << 14;  // elements that one thread has done before a second one begins
+
+template <typename Body>
+void for_tokens(int64_t tokens, int64_t size, int num_threads, const Body& body) {
+  if (tokens * size < kSerialBelow) num_threads = 1;
+  parallel_for(tokens, std::max<int64_t>(1, tokens / (8 * std::max(num_threads, 1))), num_threads,
+               [&](int64_t first, int64_t last) {
+                 for (int64_t t = first; t < last; ++t) body(t);
+               });
+}
+
+template <typename T>
+float sum_of_squares(const T* x, int64_t size) {
+  Vector total = _mm512_setzero_ps();
+  for_vectors(size, [&](int64_t i, auto lanes) {
+    const Vector v = load(x + i, lanes);
+    total = _mm512_fmadd_ps(v, v, total);
+  });
+  return sum(total);
+}
+
+// Tokens of heads of a width; tokens of x lie x_stride apart, those of a gate gate_stride, those of y follow each other.
+struct Norm {
+  const void *x, *gate;
+  const float* weight;  // [heads or 1, width]
+  void* y;
+  int64_t tokens, heads, width, x_stride, gate_stride, weight_stride;  // weight_stride: from head to head, or 0
+  double eps;
+};
+
+template <typename X, typename Y, bool Gated>
+void normalize(const Norm& p, int64_t token) {
+  for (int64_t h = 0; h < p.heads; ++h) {
+    const X* x = static_cast<const X*>(p.x) + token * p.x_stride + h * p.width;
+    const Y* gate = static_cast<const Y*>(p.gate) + (Gated ? token * p.gate_stride + h * p.width : 0);
+    const float* weight = p.weight + h * p.weight_stride;
+    Y* y = static_cast<Y*>(p.y) + (token * p.heads + h) * p.width;
+    const float mean = sum_of_squares(x, p.width) / static_cast<float>(p.width);
+    const Vector scale = _mm512_set1_ps(1.0f / std::sqrt(mean + static_cast<float>(p.eps)));
+    for_vectors(p.width, [&](int64_t i, auto lanes) {
+      Vector v = _mm512_mul_ps(_mm512_mul_ps(load(x + i, lanes), scale), load(weight + i, lanes));
+      if constexpr (Gated) v = _mm512_mul_ps(v, silu(load(gate + i, lanes)));
+      store(y + i, v, lanes);
+    });
+  }
+}
+
+template <typename X, typename Y, bool Gated>
+void run_norm(const Norm& p, int num_threads) {
+  for_tokens(p.tokens, p.heads * p.width, num_threads, [&](int64_t t) { normalize<X, Y, Gated>(p, t); });
+}
+
+template <typename T>
+void run_silu_mul(const T* gate_up, T* y, int64_t tokens, int64_t width, int num_threads) {
+  for_tokens(tokens, width, num_threads, [&](int64_t t) {
+    const T *gate = gate_up + t * 2 * width, *up = gate + width;
+    for_vectors(width, [&](int64_t i, auto lanes) {
+      store(y + t * width + i, _mm512_mul_ps(silu(load(gate + i, lanes)), load(up + i, lanes)), lanes);
+    });
+  });
+}
+
+template <typename T>
+void run_rotate(const T* x, const T* cos, const T* sin, T* y, int64_t tokens, int64_t heads, int64_t width,
+                int64_t rotated, int num_threads) {
+  const int64_t half = rotated / 2;
+  for_tokens(tokens, heads * width, num_threads, [&](int64_t t) {
+    const T *c = cos + t * rotated, *s = sin + t * rotated;
+    for (int64_t at = t * heads * width; at < (t + 1) * heads * width; at += width) {
+      for_vectors(half, [&](int64_t i, auto lanes) {
+        const int64_t j = i + half;
+        const Vector first = load(x + at + i, lanes), second = load(x + at + j, lanes);
+        const Vector of_first = _mm512_mul_ps(second, load(s + i, lanes));
+        const Vector of_second = _mm512_mul_ps(first, load(s + j, lanes));
+        store(y + at + i, _mm512_fmsub_ps(first, load(c + i, lanes), of_first), lanes);
+        store(y + at + j, _mm512_fmadd_ps(second, load(c + j, lanes), of_second), lanes);
+      });
+      std::copy(x + at + rotated, x + at + width, y + at + rotated);
+    }
+  });
+}
+
+struct DeltaInputs {
+  const float* mixed;          // [tokens, channels], of which the first 2 key_heads * key_dim are queries and keys
+  const void *a, *b;           // [tokens, value_heads], gates_stride apart
+  const float *negative_a, *dt_bias;  // [value_heads]
+  float *q, *k, *g, *beta;     // [tokens, key_heads, key_dim] twice, [tokens, value_heads] twice
+  int64_t tokens, channels, gates_stride, key_heads, key_dim, value_heads;
+  double eps;
+};
+
+void unit_heads(const DeltaInputs& p, const float* x, float* y, float factor) {
+  for (int64_t at = 0; at < p.key_heads * p.key_dim; at += p.key_dim) {
+    const float length = sum_of_squares(x + at, p.key_dim) + static_cast<float>(p.eps);
+    const Vector scale = _mm512_set1_ps(factor / std::sqrt(length));
+    for_vectors(p.key_dim, [&](int64_t i, auto lanes) {
+      store(y + at + i, _mm512_mul_ps(load(x + at + i, lanes), scale), lanes);
+    });
+  }
+}
+
+float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+template <typename T>
+void run_delta_inputs(const DeltaInputs& p, int num_threads) {
+  const int64_t size = p.key_heads * p.key_dim;
+  const float q_factor = 1.0f / std::sqrt(static_cast<float>(p.key_dim));
+  for_tokens(p.tokens, 2 * size, num_threads, [&](int64_t t) {
+    unit_heads(p, p.mixed + t * p.channels, p.q + t * size, q_factor);
+    unit_heads(p, p.mixed + t * p.channels + size, p.k + t * size, 1.0f);
+    const T *a = static_cast<const T*>(p.a) + t * p.gates_stride, *b = static_cast<const T*>(p.b) + t * p.gates_stride;
+    for (int64_t h = 0; h < p.value_heads; ++h) {
+      p.g[t * p.value_heads + h] = p.negative_a[h] * softplus(to_float(a[h]) + p.dt_bias[h]);
+      p.beta[t * p.value_heads + h] = 1.0f / (1.0f + std::exp(-to_float(b[h])));
+    }
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+void rowwise_rms_norm(const Norm* p, int is_bfloat16, int num_threads) {
+  is_bfloat16 ? run_norm<BFloat16, BFloat16, false>(*p, num_threads) : run_norm<float, float, false>(*p, num_threads);
+}
+
+// x is float32; y and the gate are bfloat16 or float32.
+void rowwise_gated_rms_norm(const Norm* p, int is_bfloat16, int num_threads) {
+  is_bfloat16 ? run_norm<float, BFloat16, true>(*p, num_threads) : run_norm<float, float, true>(*p, num_threads);
+}
+
+void rowwise_silu_mul(const void* gate_up, void* y, int64_t tokens, int64_t width, int is_bfloat16, int num_threads) {
+  is_bfloat16
+      ? run_silu_mul(static_cast<const BFloat16*>(gate_up), static_cast<BFloat16*>(y), tokens, width, num_threads)
+      : run_silu_mul(static_cast<const float*>(gate_up), static_cast<float*>(y), tokens, width, num_threads);
+}
+
+void rowwise_rotate(const void* x, const void* cos, const void* sin, void* y, int64_t tokens, int64_t heads,
+                    int64_t width, int64_t rotated, int is_bfloat16, int num_threads) {
+  auto run = [&](auto type) {
+    using T = decltype(type);
+    run_rotate(static_cast<const T*>(x), static_cast<const T*>(cos), static_cast<const T*>(sin), static_cast<T*>(y),
+               tokens, heads, width, rotated, num_threads);
+  };
+  is_bfloat16 ? run(BFloat16{}) : run(float{});
+}
+
+void rowwise_delta_inputs(const DeltaInputs* p, int is_bfloat16, int num_threads) {
+  is_bfloat16 ? run_delta_inputs<BFloat16>(*p, num_threads) : run_delta_inputs<float>(*p, num_threads);
+}
+
+}  // extern "C"

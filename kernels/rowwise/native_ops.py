@@ -1,0 +1,167 @@
+"""What is done to each token on its own, in native code (native.cpp). See README.md."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmamba.kernels.native import library
+from specmamba.kernels.native.tensors import contiguous_from, is_native, struct
+from specmamba.kernels.rowwise.torch_ops import L2_EPS
+
+SOURCE = Path(__file__).parent / "native.cpp"
+
+_Norm = struct(
+    "Norm",
+    ["x", "gate", "weight", "y"],
+    ["tokens", "heads", "width", "x_stride", "gate_stride", "weight_stride"],
+    ["eps"],
+)
+_DeltaInputs = struct(
+    "DeltaInputs",
+    ["mixed", "a", "b", "negative_a", "dt_bias", "q", "k", "g", "beta"],
+    ["tokens", "channels", "gates_stride", "key_heads", "key_dim", "value_heads"],
+    ["eps"],
+)
+
+
+def can_take(x: Tensor, *others: Tensor) -> bool:
+    """Whether native code computes on x, float32 or bfloat16 on the CPU, with these others, which must be float32."""
+    return is_native(x) and all(other.dtype is torch.float32 for other in others) and code() is not None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``torch_ops.rms_norm``."""
+    _require(weight.shape == x.shape[x.dim() - weight.dim() :], "the weight has another shape")
+    x, stride = _tokens(x, weight.dim())
+    y = torch.empty(x.shape, dtype=x.dtype)
+    width, heads = x.shape[-1], weight.shape[0] if weight.dim() == 2 else 1
+    weight = weight.contiguous()
+    norm = _Norm(
+        *(x.data_ptr(), None, weight.data_ptr(), y.data_ptr()),
+        *(y.numel() // (heads * width), heads, width, stride, 0, width if weight.dim() == 2 else 0),
+        eps,
+    )
+    _native().rowwise_rms_norm(norm, x.dtype is torch.bfloat16, torch.get_num_threads())
+    return y
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``torch_ops.gated_rms_norm``."""
+    heads, width = x.shape[-2:]
+    _require(gate.shape == x.shape and weight.shape == (width,), "x, gate and weight do not fit")
+    weight = weight.contiguous()
+    (x, x_stride), (gate, gate_stride) = _tokens(x, 2), _tokens(gate, 2)
+    y = torch.empty(x.shape, dtype=gate.dtype)
+    norm = _Norm(
+        *(x.data_ptr(), gate.data_ptr(), weight.data_ptr(), y.data_ptr()),
+        *(y.numel() // (heads * width), heads, width, x_stride, gate_stride, 0),
+        eps,
+    )
+    _native().rowwise_gated_rms_norm(norm, gate.dtype is torch.bfloat16, torch.get_num_threads())
+    return y
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See ``torch_ops.silu_mul``."""
+    _require(gate_up.shape[-1] % 2 == 0, "gate and up do not have the same width")
+    gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
+    y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype)
+    _native().rowwise_silu_mul(
+        gate_up.data_ptr(),
+        y.data_ptr(),
+        y.numel() // width,
+        width,
+        gate_up.dtype is torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See ``torch_ops.rotate``."""
+    _require(cos.dtype is x.dtype and sin.dtype is x.dtype, "x, cos and sin differ in dtype")
+    _require(cos.shape == sin.shape == (*x.shape[:2], 1, cos.shape[-1]), "cos and sin have another shape")
+    _require(cos.shape[-1] <= x.shape[-1] and cos.shape[-1] % 2 == 0, "so many components cannot rotate")
+    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+    y, (heads, width) = torch.empty(x.shape, dtype=x.dtype), x.shape[2:]
+    _native().rowwise_rotate(
+        *(t.data_ptr() for t in (x, cos, sin, y)),
+        *(x.shape[0] * x.shape[1], heads, width, cos.shape[-1]),
+        x.dtype is torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def delta_inputs(
+    mixed: Tensor, a: Tensor, b: Tensor, negative_a: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``torch_ops.delta_inputs``."""
+    batch, length, value_heads = a.shape
+    _require(b.shape == a.shape == (*mixed.shape[:2], value_heads) and b.dtype is a.dtype, "mixed, a and b do not fit")
+    _require(mixed.shape[2] >= 2 * num_key_heads * key_dim, "there are fewer channels than queries and keys")
+    _require(negative_a.shape == dt_bias.shape == (value_heads,), "decays and gates differ in heads")
+    mixed, negative_a, dt_bias = mixed.contiguous(), negative_a.contiguous(), dt_bias.contiguous()
+    (a, a_stride), (b, b_stride) = _tokens(a, 1), _tokens(b, 1)
+    if a_stride != b_stride:
+        a, b, a_stride = a.contiguous(), b.contiguous(), value_heads
+    q, k = (torch.empty(batch, length, num_key_heads, key_dim) for _ in range(2))
+    g, beta = (torch.empty(batch, length, value_heads) for _ in range(2))
+    arguments = _DeltaInputs(
+        *(x.data_ptr() for x in (mixed, a, b, negative_a, dt_bias, q, k, g, beta)),
+        *(batch * length, mixed.shape[2], a_stride, num_key_heads, key_dim, value_heads),
+        L2_EPS,
+    )
+    _native().rowwise_delta_inputs(arguments, a.dtype is torch.bfloat16, torch.get_num_threads())
+    return q, k, g, beta
+
+
+def _require(condition: bool, complaint: str) -> None:
+    """Native code trusts these shapes; outside of them there is other memory."""
+    if not condition:
+        raise ValueError(complaint)
+
+
+def _tokens(x: Tensor, dims: int) -> tuple[Tensor, int]:
+    """x as tokens of ``dims`` contiguous dimensions, copied if it is not that, and their distance."""
+    size = x.shape[-1] if dims == 1 else x.shape[-1] * x.shape[-2]
+    if not x.is_contiguous():
+        first = x.dim() - dims
+        x = contiguous_from(x, first)
+        shape, strides = x.shape, x.stride()
+        if first == 1 or (first == 2 and (shape[0] == 1 or strides[0] == shape[1] * strides[1])):
+            return x, strides[first - 1]
+    return x.contiguous(), size
+
+
+def _native() -> ctypes.CDLL:
+    loaded = code()
+    assert loaded is not None
+    return loaded
+
+
+@cache
+def code() -> ctypes.CDLL | None:
+    """The native code of this op; None where there is none."""
+    loaded = library.load(SOURCE)
+    if loaded is None:
+        return None
+    arguments: dict[str, list[Any]] = {
+        "rms_norm": [POINTER(_Norm)],
+        "gated_rms_norm": [POINTER(_Norm)],
+        "silu_mul": [c_void_p, c_void_p, c_int64, c_int64],
+        "rotate": [*[c_void_p] * 4, *[c_int64] * 4],
+        "delta_inputs": [POINTER(_DeltaInputs)],
+    }
+    for name, types in arguments.items():
+        function = getattr(loaded, f"rowwise_{name}")
+        function.restype = None
+        function.argtypes = [*types, c_int, c_int]
+    return loaded

@@ -1,0 +1,60 @@
+"""What is done to each token on its own, spelled out: the specification of this op.
+
+T stands for any leading dimensions, D and K for widths of heads. Arithmetic is float32 (float64 for float64 inputs);
+results are rounded once, to the dtype that each function names.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, D] or [T, H, D], weight [D] or [H, D] -> x / sqrt(mean(x^2) + eps) * weight, in x's dtype."""
+    wide = _widened(x)
+    return (wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x, gate [T, H, D], weight [D] -> rms_norm(x) * silu(gate), in the gate's dtype."""
+    return (rms_norm(_widened(x), weight, eps) * _silu(_widened(gate))).to(gate.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2 I], gates first -> silu(gate) * up [T, I]."""
+    gate, up = _widened(gate_up).chunk(2, -1)
+    return (_silu(gate) * up).to(gate_up.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, L, H, D], cos and sin [B, L, 1, R] with R <= D: components i and i + R/2 of each head turn together."""
+    y, half = _widened(x).clone(), cos.shape[-1] // 2
+    for i in range(half):
+        first, second = _widened(x[..., i]), _widened(x[..., i + half])
+        y[..., i] = first * cos[..., i] - second * sin[..., i]
+        y[..., i + half] = second * cos[..., i + half] + first * sin[..., i + half]
+    return y.to(x.dtype)
+
+
+def delta_inputs(
+    mixed: Tensor, a: Tensor, b: Tensor, negative_a: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the gated delta rule wants: unit keys and queries, log decays and step sizes.
+
+    mixed [B, L, C], of which the first 2 Hk K channels are queries and keys; a, b [B, L, Hv]; negative_a, dt_bias [Hv].
+
+    Returns q = query / |query| / sqrt(K) and k = key / |key| [B, L, Hk, K], g = negative_a softplus(a + dt_bias) and
+    beta = sigmoid(b) [B, L, Hv], all in mixed's dtype. Lengths have 1e-6 under the root.
+    """
+    size = num_key_heads * key_dim
+    q, k = (x.unflatten(-1, (num_key_heads, key_dim)) for x in mixed[..., : 2 * size].split(size, -1))
+    q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    g = negative_a * torch.log1p(torch.exp(a.to(mixed.dtype) + dt_bias))
+    return q * key_dim**-0.5, k, g.to(mixed.dtype), 1 / (1 + torch.exp(-b.to(mixed.dtype)))
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))

@@ -1,0 +1,231 @@
+"""Building native kernels: the cache, processes that race, and everything that can stand against it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specmamba.kernels.native import build, library
+from tests.repository import ROOT
+
+SOURCE = """
+#include "parallel.h"
+extern "C" long sum_below(long count, int threads) {
+  std::atomic<long> sum{0};
+  specmamba::parallel_for(count, 3, threads, [&](long first, long last) {
+    for (long i = first; i < last; ++i) sum += i;
+  });
+  return sum;
+}
+"""
+ADD_ALL = """
+import sys
+from pathlib import Path
+from specmamba.kernels.native import library
+loaded = library.open_library(Path(sys.argv[1]))
+print(loaded.sum_below(1000, 2))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache of its own for every test, and nothing said yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SPECMAMBA_NATIVE", raising=False)
+    library.load.cache_clear()
+    library._log_once.cache_clear()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "example"
+    folder.mkdir()
+    (folder / "native.cpp").write_text(SOURCE)
+    return folder / "native.cpp"
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        build.find_compiler()
+    except build.NativeUnavailableError as reason:
+        pytest.skip(str(reason))
+    if library.REQUIRED_CPU_FLAGS - build.cpu_flags():
+        pytest.skip("this CPU has no AVX512-BF16")
+
+
+def write_compiler(folder: Path, script: str) -> str:
+    file = folder / "fake-compiler"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_a_library_is_built_once_and_runs_on_threads(source: Path, compiler: None, tmp_path: Path) -> None:
+    loaded = library.open_library(source)
+    assert [loaded.sum_below(1000, threads) for threads in (1, 2, 4)] == [499500] * 3
+    assert loaded.sum_below(0, 2) == 0
+    folder = tmp_path / "cache/specmamba"
+    (file,) = folder.iterdir()
+    built = file.stat().st_mtime_ns, file.stat().st_ino
+    library.open_library(source)
+    assert [(f.stat().st_mtime_ns, f.stat().st_ino) for f in folder.iterdir()] == [built]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    source.write_text(SOURCE + "// changed\n")
+    library.open_library(source)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_one_openmp_runtime_is_loaded(source: Path, compiler: None) -> None:
+    library.open_library(source).sum_below(1000, 2)
+    maps = Path("/proc/self/maps").read_text()
+    runtimes = {
+        line.split()[-1] for line in maps.splitlines() if "libgomp" in line or "omp5" in line or "libomp" in line
+    }
+    assert len(runtimes) == 1, runtimes
+
+
+def test_processes_that_build_at_once(source: Path, compiler: None, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ADD_ALL, str(source)]
+    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0].strip() for process in running] == ["499500", "499500"]
+    assert len(list((tmp_path / "cache/specmamba").iterdir())) == 1  # and no unfinished file is left
+
+
+def expect_log(source: Path, caplog: pytest.LogCaptureFixture, level: int, part: str) -> None:
+    """No library, and one line that says why, however often it is asked for."""
+    with caplog.at_level(logging.INFO, logger="specmamba"):
+        assert library.load(source) is None
+        library.load.cache_clear()
+        assert library.load(source) is None
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert "PyTorch's are used" in record.getMessage()
+    assert part in record.getMessage()
+
+
+def test_no_compiler(source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    expect_log(source, caplog, logging.INFO, "no C++ compiler (none of g++, clang++, c++ is installed)")
+
+
+def test_cxx_that_is_not_there(source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    expect_log(source, caplog, logging.INFO, "$CXX names 'no-such-compiler', which is not installed")
+
+
+def test_a_build_that_fails(
+    source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
+    script = '[ "$1" = --version ] && exit 0; echo first >&2; echo "what went wrong" >&2; exit 1'
+    monkeypatch.setenv("CXX", write_compiler(tmp_path, script))
+    expect_log(source, caplog, logging.WARNING, "does not compile native.cpp: what went wrong")
+    assert list((tmp_path / "cache/specmamba").iterdir()) == []
+
+
+def test_a_library_that_does_not_load(
+    source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
+    monkeypatch.setenv("CXX", write_compiler(tmp_path, "exit 0"))  # succeeds, and leaves an empty file
+    expect_log(source, caplog, logging.WARNING, "cannot be loaded")
+    assert list((tmp_path / "cache/specmamba").iterdir()) == []
+
+
+def test_a_compiler_that_hangs(
+    source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
+    monkeypatch.setattr(build, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setenv("CXX", write_compiler(tmp_path, "exec sleep 30"))
+    expect_log(source, caplog, logging.WARNING, "does not run")
+
+
+def test_a_cpu_that_cannot(source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "cpu_flags", lambda: frozenset({"avx512f", "fma"}))
+    expect_log(source, caplog, logging.INFO, "this CPU has no avx512_bf16, avx512bw, avx512dq, avx512vl")
+
+
+@pytest.mark.parametrize("value", ["0", "off", " False "])
+def test_turned_off(
+    source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, value: str, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPECMAMBA_NATIVE", value)
+    expect_log(source, caplog, logging.INFO, "SPECMAMBA_NATIVE turns them off")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_cache_that_others_can_write(
+    source: Path, caplog: pytest.LogCaptureFixture, compiler: None, mode: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache/specmamba"
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    expect_log(source, caplog, logging.WARNING, "others can write to it")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_cache_that_is_a_link(source: Path, caplog: pytest.LogCaptureFixture, compiler: None, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "cache/specmamba").symlink_to(tmp_path / "elsewhere")
+    expect_log(source, caplog, logging.WARNING, "belongs to somebody else")
+
+
+def test_a_cache_of_somebody_else(
+    source: Path, caplog: pytest.LogCaptureFixture, compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    expect_log(source, caplog, logging.WARNING, "belongs to somebody else")
+
+
+def test_a_cached_library_of_somebody_else(source: Path, compiler: None, tmp_path: Path) -> None:
+    built = build.built_library(source)
+    built.chmod(0o777)
+    with pytest.raises(build.NativeUnavailableError, match="others can write to it"):
+        build.built_library(source)
+
+
+def test_a_cache_that_cannot_be_made(
+    source: Path, caplog: pytest.LogCaptureFixture, compiler: None, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    expect_log(source, caplog, logging.WARNING, "cannot hold compiled kernels")
+
+
+def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the XDG base directory specification asks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build.cache_folder() == tmp_path / ".cache/specmamba"
+
+
+def test_the_file_name_follows_the_flags(source: Path, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build.built_library(source)
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
+    assert build.built_library(source) != first
+
+
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ is not installed")
+def test_clang_builds_them_too(source: Path, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "clang++")
+    assert library.open_library(source).sum_below(1000, 2) == 499500
+
+
+@pytest.mark.parametrize("op", sorted(path.parent.name for path in (ROOT / "kernels").glob("*/native.cpp")))
+def test_every_kernel_builds_in_seconds(op: str, compiler: None) -> None:
+    loaded = library.open_library(ROOT / f"kernels/{op}/native.cpp")
+    assert isinstance(loaded, ctypes.CDLL)

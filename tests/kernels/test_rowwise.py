@@ -1,0 +1,208 @@
+"""Norms, gates and rotations: PyTorch and native code against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specmamba.kernels import rowwise
+from specmamba.kernels.rowwise import native_ops, reference, torch_ops
+
+# bfloat16 results may round to the neighbouring value; PyTorch also rounds between the steps of a formula
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-6},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
+EPS = 1e-5
+Arguments = tuple[Any, ...]
+
+
+@pytest.fixture(params=["torch_ops", "native_ops"])
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    if request.param == "torch_ops":
+        return torch_ops
+    if native_ops.code() is None:
+        pytest.skip("no native kernels here (no C++ compiler, no AVX512-BF16, or SPECMAMBA_NATIVE=0)")
+    return native_ops
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def norm_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Arguments:
+    return normal(*lead, 3, width, seed=1, dtype=dtype), normal(width, seed=2), EPS
+
+
+def head_norm_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Arguments:
+    return normal(*lead, 3, width, seed=1, dtype=dtype), normal(3, width, seed=2), EPS
+
+
+def gated_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Arguments:
+    shape = (*lead, 3, width)
+    return normal(*shape, seed=1), normal(*shape, seed=2, dtype=dtype), normal(width, seed=3), EPS
+
+
+def silu_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Arguments:
+    return (normal(*lead, 2 * width, seed=1, dtype=dtype),)
+
+
+def rotate_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Arguments:
+    angles = normal(*lead, 1, width // 2 * 2, seed=2)
+    return normal(*lead, 3, width + 5, seed=1, dtype=dtype), angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def delta_arguments(dtype: torch.dtype, lead: tuple[int, ...], width: int) -> Arguments:
+    a, b = (normal(*lead, 6, seed=seed, dtype=dtype) * 4 for seed in (2, 3))
+    mixed = normal(*lead, 2 * 3 * width + 12, seed=1)
+    return mixed, a, b, -normal(6, seed=4).exp(), normal(6, seed=5), 3, width
+
+
+CASES: list[tuple[str, Callable[..., Arguments]]] = [
+    ("rms_norm", norm_arguments),
+    ("rms_norm", head_norm_arguments),
+    ("gated_rms_norm", gated_arguments),
+    ("silu_mul", silu_arguments),
+    ("rotate", rotate_arguments),
+    ("delta_inputs", delta_arguments),
+]
+CASE = pytest.mark.parametrize(("name", "make"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__)
+
+
+def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else result
+
+
+@CASE
+@pytest.mark.parametrize("lead", [(1, 1), (2, 5), (3, 1)])
+@pytest.mark.parametrize("width", [2, 16, 37, 128])
+def test_matches_reference(
+    name: str, make: Callable[..., Arguments], lead: tuple[int, ...], width: int, ops: ModuleType, dtype: torch.dtype
+) -> None:
+    arguments = make(dtype, lead, width)
+    before = [x.clone() for x in arguments if isinstance(x, Tensor)]
+    got, want = outputs(getattr(ops, name)(*arguments)), outputs(getattr(reference, name)(*arguments))
+    for x, y in zip(got, want, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        torch.testing.assert_close(x, y, **TOLERANCE[dtype])
+    assert all(torch.equal(x, y) for x, y in zip(before, (x for x in arguments if isinstance(x, Tensor)), strict=True))
+
+
+@CASE
+def test_parts_of_a_projection(name: str, make: Callable[..., Arguments], ops: ModuleType, dtype: torch.dtype) -> None:
+    """Slices of wider tokens, and tensors whose batch and length have changed places."""
+    arguments = make(dtype, (2, 5), 37)
+    want = outputs(getattr(ops, name)(*arguments))
+
+    def embedded(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.dim() > 2):
+            return x
+        wide = torch.full((*x.shape[:2], x[0, 0].numel() + 9), float("nan"), dtype=x.dtype)
+        wide[..., 4:-5] = x.flatten(2)
+        return wide[..., 4:-5].view(x.shape)
+
+    def swapped(x: Any) -> Any:
+        return x.transpose(0, 1).contiguous().transpose(0, 1) if isinstance(x, Tensor) and x.dim() > 2 else x
+
+    for change in (embedded, swapped):
+        got = outputs(getattr(ops, name)(*(change(x) for x in arguments)))
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
+@CASE
+def test_a_token_does_not_depend_on_the_others(name: str, make: Callable[..., Arguments], dtype: torch.dtype) -> None:
+    if native_ops.code() is None:
+        pytest.skip("no native kernels here")
+    arguments = make(dtype, (1, 200), 64)
+    op = getattr(native_ops, name)
+    whole = outputs(op(*arguments))
+    one = outputs(op(*(x[:, 7:8] if isinstance(x, Tensor) and x.dim() > 2 else x for x in arguments)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    threaded = outputs(op(*arguments))
+    torch.set_num_threads(before)
+    for x, y, z in zip(whole, one, threaded, strict=True):
+        assert torch.equal(x[:, 7:8], y)
+        assert torch.equal(x, z)
+
+
+@pytest.mark.parametrize("value", [-1e4, -100.0, -20.0, 0.0, 19.0, 21.0, 100.0, 1e4])
+def test_gates_at_the_ends(value: float, ops: ModuleType) -> None:
+    mixed, gates, ones = torch.ones(1, 1, 4), torch.full((1, 1, 2), value), torch.ones(2)
+    _, _, g, beta = ops.delta_inputs(mixed, gates, gates, -ones, 0 * ones, 1, 2)
+    torch.testing.assert_close(g, -torch.nn.functional.softplus(gates.double()).float(), rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(beta, gates.double().sigmoid().float(), rtol=1e-5, atol=1e-37)
+
+
+def test_zero_heads_stay_finite(ops: ModuleType) -> None:
+    """The lengths that everything is divided by have something under the root."""
+    zeros, ones = torch.zeros(1, 1, 4), torch.ones(2)
+    q, k, _, _ = ops.delta_inputs(zeros, zeros[..., :2], zeros[..., :2], ones, ones, 1, 2)
+    assert torch.equal(q, torch.zeros_like(q))
+    assert torch.equal(k, torch.zeros_like(k))
+    assert torch.equal(ops.rms_norm(zeros, torch.ones(4), EPS), zeros)
+
+
+def test_what_is_no_number_stays_in_its_head(ops: ModuleType) -> None:
+    x = normal(1, 3, 2, 8, seed=1)
+    x[0, 1, 1, 3] = float("nan")
+    y = ops.rms_norm(x, torch.ones(8), EPS)
+    assert y[0, 1, 1].isnan().all()
+    assert y.isnan().sum() == 8
+
+
+@CASE
+def test_empty_batches(name: str, make: Callable[..., Arguments], ops: ModuleType) -> None:
+    arguments = make(torch.float32, (0, 4), 8)
+    for x in outputs(getattr(ops, name)(*arguments)):
+        assert x.shape[:2] == (0, 4)
+
+
+@CASE
+def test_the_op_takes_native_code_where_it_can(
+    name: str, make: Callable[..., Arguments], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native_ops.code() is None:
+        pytest.skip("no native kernels here")
+    taken = []
+    for ops in (native_ops, torch_ops):
+        monkeypatch.setattr(ops, name, lambda *_, ops=ops: taken.append(ops))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        getattr(rowwise, name)(*make(dtype, (1, 2), 8))
+    monkeypatch.setattr(native_ops, "code", lambda: None)
+    getattr(rowwise, name)(*make(torch.float32, (1, 2), 8))
+    assert taken == [native_ops, native_ops, torch_ops, torch_ops]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("rms_norm", (torch.ones(2, 8), torch.ones(9), EPS)),
+        ("rms_norm", (torch.ones(1, 2, 3, 8), torch.ones(4, 8), EPS)),
+        ("gated_rms_norm", (torch.ones(2, 3, 8), torch.ones(2, 2, 8), torch.ones(8), EPS)),
+        ("silu_mul", (torch.ones(2, 7),)),
+        ("rotate", (torch.ones(1, 2, 3, 8), torch.ones(1, 2, 1, 10), torch.ones(1, 2, 1, 10))),
+        ("rotate", (torch.ones(1, 2, 3, 8), torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4))),
+        ("rotate", (torch.ones(1, 2, 3, 8), torch.ones(1, 2, 1, 4).half(), torch.ones(1, 2, 1, 4))),
+        ("delta_inputs", (torch.ones(1, 1, 7), *[torch.ones(1, 1, 2)] * 2, *[torch.ones(2)] * 2, 2, 2)),
+        ("delta_inputs", (torch.ones(1, 1, 9), *[torch.ones(1, 1, 2)] * 2, *[torch.ones(3)] * 2, 2, 2)),
+        ("delta_inputs", (torch.ones(1, 2, 9), *[torch.ones(1, 1, 2)] * 2, *[torch.ones(2)] * 2, 2, 2)),
+    ],
+)
+def test_native_code_reads_no_memory_of_others(name: str, arguments: Arguments) -> None:
+    """Shapes that do not fit are refused; in PyTorch they are an error of an operator."""
+    if native_ops.code() is None:
+        pytest.skip("no native kernels here")
+    with pytest.raises(ValueError):
+        getattr(native_ops, name)(*arguments)
