@@ -182,7 +182,7 @@ def random_chain(generator: torch.Generator) -> Propose:
 def accept_at_random(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
     """Let the target choose at random, mostly a child's token where there is one; the rest of acceptance is real."""
 
-    def accept(tree: DraftTree, logits: Tensor, *args: object) -> Verdict:
+    def accept(tree: DraftTree, logits: Tensor, *args: object, **rule: object) -> Verdict:
         parents = tree.shape.parents
         choice = torch.randint(1, 97, parents.shape, generator=generator)
         for b, i in (parents >= 0).nonzero().tolist():
@@ -420,8 +420,8 @@ def record_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     """Every draft that the engine's own drafter makes from now on, by request id."""
     drafter = engine.runner.drafter
     assert isinstance(drafter, MTPDrafter)
-    head = RecordingHead(drafter._head)
-    monkeypatch.setattr(drafter, "_head", head)
+    head = RecordingHead(drafter.head)
+    monkeypatch.setattr(drafter, "head", head)
     real_propose = drafter.propose
     drafts: dict[str, list[Draft]] = {}
 
