@@ -1,0 +1,57 @@
+"""The engine that trees are tuned on: one, with room for every draft that is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from specmamba import LLM
+from specmamba.bench.tree_check import DYNAMIC
+from specmamba.bench.tree_texts import Text
+from specmamba.config import EngineConfig
+from specmamba.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specmamba.bench.tune_tree import TreeTunerConfig
+
+SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+
+
+def start_engine(config: TreeTunerConfig) -> LLM:
+    """An engine with room for every draft that will be tried.
+
+    Raises:
+        ConfigError: the checkpoint has no MTP head, or the flags do not allow to start.
+    """
+    own = {
+        name for name in EngineConfig.model_fields if name not in {*SHAPE, "speculative_tree", "speculative_algorithm"}
+    }
+    flags = config.model_dump(include=own)
+    shape = {"speculative_num_steps": config.max_nodes - 1}  # a chain: the fewest slots for so many nodes
+    if config.compare:
+        steps, topk, nodes = (max(sizes) for sizes in zip(*DYNAMIC, strict=True))
+        shape = dict(zip(SHAPE, (steps, topk, max(nodes, config.max_nodes)), strict=True))
+    try:
+        return LLM(**flags, **shape, speculative_algorithm="mtp")
+    except ConfigError as error:
+        if "no MTP head" not in str(error):
+            raise
+        raise ConfigError("this checkpoint has no MTP head (no mtp.* tensors), so it has no trees to tune") from None
+
+
+def check_room(config: TreeTunerConfig, llm: LLM, texts: Sequence[Text]) -> None:
+    """Raises ConfigError when the largest batch does not fit all at once: no full batch could be measured."""
+    size, stats = max(config.batch_sizes), llm.engine.stats()
+    longest = max(len(text.prompt) for text in texts) + config.max_tokens + llm.engine.memory_plan.num_slots
+    page = llm.engine.config.page_size
+    needed = size * -(-longest // page) * page
+    if needed > stats.kv_total_tokens:
+        raise ConfigError(
+            f"--batch-sizes {size} needs {needed} tokens of KV, but there are {stats.kv_total_tokens}: raise "
+            "--max-total-tokens or --mem-fraction-static, or lower --batch-sizes or --max-tokens"
+        )
+    if size > stats.state_total_slots:
+        raise ConfigError(
+            f"--batch-sizes {size} needs as many recurrent states, but there are {stats.state_total_slots}: raise "
+            "--max-mamba-cache-size"
+        )

@@ -1,0 +1,153 @@
+"""The best static draft tree for given odds, and how far any static tree is accepted on a recorded text.
+
+``best_trees`` is the dynamic program of Sequoia (arXiv 2402.12374, section 4.1), with odds that depend on the depth as
+well as on the rank: a node at the rank path r_1 ... r_d is accepted with probability p[1, r_1] * ... * p[d, r_d], and a
+tree is worth the sum over its nodes below the root. Such odds ignore that easy and hard passages come in runs, so they
+only propose trees; ``walk`` then judges a tree by the ranks that were recorded, step by step as a run would take them.
+(The mean over all positions would flatter: a run skips what it accepted, and lands on the hard tokens more often.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specmamba.trees import StaticTree
+
+Ranks = NDArray[np.int64]  # [T, D]: of one text, rank of the token d + 1 places behind the root; -1 behind the end
+Odds = NDArray[np.float64]  # [D, R]: probability that the token at a depth has this rank
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How often the tokens that came had which rank in the draft head's list, by depth."""
+
+    counts: NDArray[np.int64]  # [D, R]
+    num_samples: NDArray[np.int64]  # [D]
+
+    @classmethod
+    def of(cls, texts: Sequence[Ranks], max_rank: int) -> Acceptance:
+        """Count the ranks below ``max_rank`` of recorded texts."""
+        ranks = np.concatenate(texts)
+        counts = np.stack([(ranks == rank).sum(0) for rank in range(max_rank)], 1)
+        return cls(counts, (ranks >= 0).sum(0))
+
+    @property
+    def odds(self) -> Odds:
+        """See ``Odds``; 0 where nothing was recorded."""
+        odds: Odds = self.counts / np.maximum(self.num_samples, 1)[:, None]
+        return odds
+
+
+def best_trees(odds: Odds, max_nodes: int) -> dict[int, StaticTree]:
+    """The tree of the highest expected number of accepted tokens, for every number of nodes.
+
+    A subtree is told by the depth of its top and its number of nodes, so O(D * R * max_nodes^2) steps find them all.
+
+    Args:
+        odds: [D, R]; no tree is deeper than D, and no node has a child of rank R or more.
+        max_nodes: largest number of nodes, the root counted.
+
+    Returns:
+        Trees by number of nodes, from 1; numbers that depth and ranks do not allow are left out.
+    """
+    num_depths, num_ranks = odds.shape
+    sizes = np.arange(max_nodes)
+    rest = sizes[:, None] - sizes  # [m, k]: of m nodes k go to one child
+    value = np.where(sizes == 0, 0.0, -np.inf)  # [m] of a top with m nodes below it; at the deepest level only m = 0
+    taken: list[NDArray[np.int64]] = []  # by depth, the deepest first: [R, m] nodes that the child of a rank gets
+    for depth in reversed(range(num_depths)):
+        below = np.concatenate([[0.0], 1.0 + value[:-1]])  # [k] of a child with k nodes, itself counted; 0: no child
+        value = np.where(sizes == 0, 0.0, -np.inf)
+        choices = np.zeros((num_ranks, max_nodes), np.int64)
+        for rank in range(num_ranks):
+            gain = np.where(np.isfinite(below), odds[depth, rank] * np.where(np.isfinite(below), below, 0.0), -np.inf)
+            totals = np.where(rest >= 0, value[rest] + gain, -np.inf)
+            choices[rank] = totals.argmax(1)
+            value = totals.max(1)
+        taken.append(choices)
+    taken.reverse()
+    return {int(m) + 1: tree_of_paths(_paths(taken, int(m), ())) for m in sizes if np.isfinite(value[m])}
+
+
+def _paths(taken: Sequence[NDArray[np.int64]], num_below: int, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Rank paths of all nodes below one at ``path``."""
+    if not num_below:
+        return
+    choices = taken[len(path)]
+    for rank in reversed(range(len(choices))):
+        size = int(choices[rank, num_below])
+        num_below -= size
+        if size:
+            yield (*path, rank)
+            yield from _paths(taken, size - 1, (*path, rank))
+
+
+def tree_of_paths(paths: Iterator[tuple[int, ...]] | Sequence[tuple[int, ...]]) -> StaticTree:
+    """The tree whose nodes below the root stand at these rank paths, level by level."""
+    nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
+    number = {path: node for node, path in enumerate(nodes)}
+    return StaticTree(
+        parents=(-1, *(number[path[:-1]] for path in nodes[1:])), ranks=(0, *(path[-1] for path in nodes[1:]))
+    )
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a run with a tree does along recorded texts; counted as in ``SpecStats``."""
+
+    histogram: tuple[int, ...]  # [depth + 1] steps that accepted so many drafts
+
+    @property
+    def num_steps(self) -> int:
+        return sum(self.histogram)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(depth * steps for depth, steps in enumerate(self.histogram))
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per step, the target's own included."""
+        return 1.0 + self.num_accepted / self.num_steps
+
+    def __add__(self, other: Walk) -> Walk:
+        longest = max(len(self.histogram), len(other.histogram))
+        padded = [[*walk.histogram, *[0] * (longest - len(walk.histogram))] for walk in (self, other)]
+        return Walk(tuple(a + b for a, b in zip(*padded, strict=True)))
+
+
+def walk(tree: StaticTree, texts: Sequence[Ranks]) -> Walk:
+    """Run along the texts with ``tree``: accept, go on behind the bonus token, until the text ends."""
+    histogram = [0] * (max(tree.depths) + 1)
+    for ranks in texts:
+        accepted = accepted_depths(tree, ranks).tolist()
+        position = 0
+        while position < len(accepted):
+            # the last token of a text is the target's own, whatever was drafted
+            count = min(accepted[position], len(accepted) - position - 1)
+            histogram[count] += 1
+            position += count + 1
+    return Walk(tuple(histogram))
+
+
+def accepted_depths(tree: StaticTree, ranks: Ranks) -> NDArray[np.int64]:
+    """How many drafts of ``tree`` are accepted at every root of a text; [T]."""
+    child = np.full((tree.num_nodes, max(tree.ranks) + 1), -1)
+    for number, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
+        if number:
+            child[parent, rank] = number
+    node = np.zeros(len(ranks), np.int64)
+    depths = np.zeros(len(ranks), np.int64)
+    is_on = np.ones(len(ranks), bool)
+    for depth in range(min(max(tree.depths), ranks.shape[1])):
+        taken = ranks[:, depth]
+        is_on &= (taken >= 0) & (taken < child.shape[1])
+        following = child[node, np.where(is_on, taken, 0)]
+        is_on &= following >= 0
+        node = np.where(is_on, following, node)
+        depths += is_on
+    return depths
