@@ -54,6 +54,11 @@ class StaticTree(BaseModel):
         return len(self.parents)
 
     @property
+    def is_greedy_chain(self) -> bool:
+        """Whether every node is the likeliest child of the one before it, which needs no tree to draft."""
+        return self.parents == tuple(range(-1, self.num_nodes - 1)) and not any(self.ranks)
+
+    @property
     def depths(self) -> tuple[int, ...]:
         """Depth of each node; 0 for the root."""
         depths = [0]

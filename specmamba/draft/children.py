@@ -31,6 +31,10 @@ class ChildPicker:
 
     draws: bool
 
+    def draws_for(self, batch: Batch) -> bool:
+        """Whether children are drawn for this batch; there is nothing to draw where all rows are greedy."""
+        return self.draws and batch.sampling.temperature is not None
+
     def pick(self, logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
         """Choose k children for every node.
 

@@ -70,11 +70,12 @@ class MTPDrafter(Drafter):
             tree = plan.trees.for_batch(size)
             if tree.num_nodes == 1:
                 return self._propose_nothing(batch)
+            if tree.is_greedy_chain:
+                return self._grow_chain(batch, tree.num_nodes)
             return grow_static_tree(self, self._picker, self._layout(tree), batch, self.catch_up(batch))
-        hidden = self.catch_up(batch)
         if plan.topk > 1:
-            return grow_dynamic_tree(self, self._picker, plan, batch, hidden)
-        return self._grow_chain(batch, hidden)
+            return grow_dynamic_tree(self, self._picker, plan, batch, self.catch_up(batch))
+        return self._grow_chain(batch, plan.max_nodes)
 
     def observe(self, batch: Batch, verdict: Verdict, hidden: Tensor, accepted: Sequence[int]) -> None:
         """See ``Drafter``."""
@@ -146,9 +147,10 @@ class MTPDrafter(Drafter):
             self.catch_up(batch)
         return DraftTree(batch.root_tokens[:, None], chain_shape(len(batch.rows), 1, self._device))
 
-    def _grow_chain(self, batch: Batch, hidden: Tensor) -> DraftTree:
+    def _grow_chain(self, batch: Batch, num_nodes: int) -> DraftTree:
+        hidden = self.catch_up(batch)
         token, tokens, probs = batch.root_tokens[:, None], [batch.root_tokens[:, None]], []
-        for depth in range(self._plan.num_steps):
+        for depth in range(num_nodes - 1):
             if depth:
                 hidden = self.descend(batch, token, hidden, depth, None, depth)
             token, drawn_from = self._picker.pick_one(self.head.logits(hidden), batch, depth)
@@ -156,7 +158,7 @@ class MTPDrafter(Drafter):
             if drawn_from is not None:
                 probs.append(drawn_from)
         draft_probs = torch.cat([*probs, probs[-1]], 1) if probs else None  # the last node has no children: any will do
-        shape = chain_shape(len(batch.rows), self.max_nodes, self._device)
+        shape = chain_shape(len(batch.rows), num_nodes, self._device)
         return DraftTree(torch.cat(tokens, 1), shape, draft_probs)
 
     def _layout(self, tree: StaticTree) -> StaticLayout:

@@ -27,8 +27,10 @@ class RankRecorder(Drafter):
 
     @property
     def ranks(self) -> Tensor:
-        """[samples, steps] int64: rank (0: likeliest) of the token d + 1 places behind each root, given those before it;
-        -1 behind the end of the replayed text."""
+        """[samples, steps] int64: rank (0: likeliest) of the token d + 1 places behind each root, given those before.
+
+        It is -1 behind the end of the replayed text.
+        """
         empty = torch.zeros(0, self._num_steps, dtype=torch.int64)
         return torch.cat([empty, *(ranks.cpu() for ranks in self._ranks)])
 

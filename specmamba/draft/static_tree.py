@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,9 +32,7 @@ class Level:
 class StaticLayout:
     """A static tree, cut into the steps that draft it. Tensors are made once and used by every draft."""
 
-    parents: Tensor  # [N] int64
-    is_chain: bool
-    max_children: int
+    one: TreeShape  # of a batch of one
     levels: tuple[Level, ...]
     entry: Tensor  # [N] int64, of nodes with children; 0 for the others
 
@@ -54,18 +52,25 @@ class StaticLayout:
         is_chain = tree.parents == tuple(range(-1, tree.num_nodes - 1))
         levels, entry = _levels(tree, siblings, choice, is_chain, device)
         return cls(
-            parents=torch.tensor(tree.parents, device=device),
-            is_chain=is_chain,
-            max_children=max(map(len, siblings.values())),
+            one=_shape_of_one(tree, max(map(len, siblings.values())), is_chain, device),
             levels=levels,
             entry=torch.tensor(entry, device=device),
         )
 
     def shape(self, batch_size: int) -> TreeShape:
         """The shape of a batch of these trees."""
-        if self.is_chain:
-            return chain_shape(batch_size, self.parents.shape[0], self.parents.device)
-        return tree_shape(self.parents.expand(batch_size, -1), self.max_children)
+        return replace(
+            self.one,
+            parents=self.one.parents.expand(batch_size, -1),
+            ancestors=self.one.ancestors.expand(batch_size, -1, -1),
+            depth=self.one.depth.expand(batch_size, -1),
+        )
+
+
+def _shape_of_one(tree: StaticTree, max_children: int, is_chain: bool, device: torch.device) -> TreeShape:
+    if is_chain:
+        return chain_shape(1, tree.num_nodes, device)
+    return tree_shape(torch.tensor([tree.parents], device=device), max_children)
 
 
 def _levels(
@@ -105,8 +110,8 @@ def grow_static_tree(
     runner: HeadRunner, picker: ChildPicker, layout: StaticLayout, batch: Batch, hidden: Tensor
 ) -> DraftTree:
     """Draft tokens for a static tree on every root; ``hidden`` [B, 1, H] are the head's states after the roots."""
-    size, num_nodes = len(batch.rows), layout.parents.shape[0]
-    tokens = batch.root_tokens[:, None].repeat(1, num_nodes)
+    size = len(batch.rows)
+    tokens = batch.root_tokens[:, None].repeat(1, layout.one.num_nodes)
     is_drawn = torch.ones_like(tokens, dtype=torch.bool)
     probs = []
     for depth, level in enumerate(layout.levels):
@@ -114,18 +119,22 @@ def grow_static_tree(
             mask = None if level.ancestors is None else level.ancestors.expand(size, -1, -1)
             above = hidden[:, level.hidden_of]
             hidden = runner.descend(batch, tokens[:, level.nodes], above, depth, mask, level.num_entries_before)
-        picked = picker.pick(runner.head.logits(hidden), level.num_choices, batch, level.num_entries_before)
+        logits = runner.head.logits(hidden)
+        if not picker.draws_for(batch):
+            tokens[:, level.children] = logits.topk(level.num_choices, -1).indices[:, level.child_of, level.choice]
+            continue
+        picked = picker.pick(logits, level.num_choices, batch, level.num_entries_before)
+        assert picked.probs is not None
         tokens[:, level.children] = picked.tokens[:, level.child_of, level.choice]
-        if picked.probs is not None:
-            probs.append(picked.probs)
-            is_drawn[:, level.children] = _is_drawn(picked, level, is_drawn[:, level.nodes])
+        probs.append(picked.probs)
+        is_drawn[:, level.children] = _is_drawn(picked, level, is_drawn[:, level.nodes])
     if not probs:
         return DraftTree(tokens, layout.shape(size))
     draft_probs = torch.cat(probs, 1)[:, layout.entry]
-    if layout.is_chain:  # of every distribution there is one token to draw
+    if layout.one.is_chain:  # of every distribution there is one token to draw
         return DraftTree(tokens, layout.shape(size), draft_probs)
-    parents = layout.parents.where(is_drawn, -1)
-    return DraftTree(tokens, tree_shape(parents, layout.max_children), draft_probs)
+    parents = layout.one.parents.where(is_drawn, -1)
+    return DraftTree(tokens, tree_shape(parents, layout.one.max_children), draft_probs)
 
 
 def _is_drawn(picked: Children, level: Level, parent_is_drawn: Tensor) -> Tensor:
