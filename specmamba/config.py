@@ -111,11 +111,11 @@ class EngineConfig(BaseSettings):
         Field(description="follow the target's own sample, or accept drawn drafts by their probabilities"),
     ] = "target"
     speculative_ngram_min_match_window_size: Annotated[
-        int, Field(ge=1, le=64, description="ngram: tokens that must match at least")
-    ] = 1
+        int | None, Field(ge=1, le=64, description="ngram: tokens that must match at least; none: 1")
+    ] = None
     speculative_ngram_max_match_window_size: Annotated[
-        int, Field(ge=1, le=64, description="ngram: tokens that are compared at the most")
-    ] = 12
+        int | None, Field(ge=1, le=64, description="ngram: tokens that are compared at the most; none: 12")
+    ] = None
     speculative_ngram_corpus: Annotated[
         Path | None, Field(description="ngram: a text file to draft from, besides the request's own text")
     ] = None
@@ -152,6 +152,12 @@ class EngineConfig(BaseSettings):
         return steps + 1 if topk == 1 else min(max(topk + 1, 2 * steps), largest_tree(steps, topk), MAX_DRAFT_TOKENS)
 
     @property
+    def ngram_windows(self) -> tuple[int, int]:
+        """The fewest tokens that must match for an n-gram draft, and the most that are compared."""
+        fewest, most = self.speculative_ngram_min_match_window_size, self.speculative_ngram_max_match_window_size
+        return fewest or 1, most or max(12, fewest or 1)
+
+    @property
     def model_path(self) -> str:
         return self.model if self.model is not None else str(DEMO_MODEL)
 
@@ -185,9 +191,15 @@ def _speculation_problem(config: EngineConfig) -> str | None:
         given += ["--speculative-accept"] if config.speculative_accept != "target" else []
         if given:
             return f"{' and '.join(given)} need a drafter: drop them, or choose --speculative-algorithm mtp"
-    if config.speculative_algorithm != "ngram" and config.speculative_ngram_corpus is not None:
-        return "--speculative-ngram-corpus needs --speculative-algorithm ngram"
-    if config.speculative_ngram_min_match_window_size > config.speculative_ngram_max_match_window_size:
+    ngram = {
+        "--speculative-ngram-corpus": config.speculative_ngram_corpus,
+        "--speculative-ngram-min-match-window-size": config.speculative_ngram_min_match_window_size,
+        "--speculative-ngram-max-match-window-size": config.speculative_ngram_max_match_window_size,
+    }
+    orphans = [flag for flag, value in ngram.items() if value is not None]
+    if config.speculative_algorithm != "ngram" and orphans:
+        return f"{', '.join(orphans)} needs --speculative-algorithm ngram"
+    if config.ngram_windows[0] > config.ngram_windows[1]:
         return "--speculative-ngram-min-match-window-size is above --speculative-ngram-max-match-window-size"
     if config.speculative_tree is not None:
         if config.speculative_algorithm == "ngram":

@@ -30,9 +30,9 @@ MAX_STOP_STRINGS, MAX_STOP_IDS = 16, 256
 class SamplingParams(BaseModel):
     """How the tokens of one request are chosen and when the request ends. Validated, immutable.
 
-    ``temperature`` 0 is greedy. With a ``seed`` the text depends on nothing else: not on the batch the request runs
-    in, and (in exact arithmetic) not on the drafter, because the random number of a token is a function of
-    (seed, position) alone.
+    ``temperature`` 0 is greedy. With a ``seed`` and the acceptance rule "target" the text depends on nothing else: not
+    on the batch the request runs in, and (in exact arithmetic) not on the drafter, because the random number of a token
+    is a function of (seed, position) alone. Under "rejection" it also depends on what was drafted.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -59,7 +59,7 @@ class LLM:
             raise RequestError(f"{len(replays)} replays were given for {len(token_ids)} prompts")
         for ids, replayed in zip(token_ids, replays, strict=True):
             self.engine.check_prompt(ids)
-            self.engine.check_tokens(replayed)
+            self.engine.check_tokens(replayed, "replay")
         self._num_calls += 1
         names = [f"generate-{self._num_calls}-{i}" for i in range(len(token_ids))]
         deltas: dict[str, list[OutputDelta]] = {name: [] for name in names}

@@ -11,7 +11,7 @@ import pytest
 from specmamba import LLM
 from specmamba.config import EngineConfig
 from specmamba.draft.plan import plan_drafts
-from specmamba.errors import ConfigError
+from specmamba.errors import ConfigError, RequestError
 from specmamba.trees import StaticTree, TreeFile, read_tree_file
 from tests.tiny import write_tiny_checkpoint
 
@@ -70,6 +70,7 @@ def test_rejection_draws() -> None:
         ),
         ({"tree": "t.json", "algorithm": "ngram"}, "n-gram drafts make their own trees"),
         ({"ngram_corpus": "c.txt"}, "--speculative-ngram-corpus needs --speculative-algorithm ngram"),
+        ({"ngram_max_match_window_size": 5}, "max-match-window-size needs --speculative-algorithm ngram"),
         (
             {"algorithm": "ngram", "ngram_min_match_window_size": 5, "ngram_max_match_window_size": 4},
             "is above --speculative-ngram-max-match-window-size",
@@ -188,3 +189,64 @@ def test_root_alone_and_back(tmp_path: Path) -> None:
     # 29 steps without drafts, then as good drafts as if there had been some all along
     late = outputs[0].spec.num_accepted_tokens / (outputs[0].spec.num_verify_steps - 29)
     assert late == pytest.approx(alone.spec.accept_length - 1, abs=0.6)
+
+
+def test_a_late_newcomer_meets_a_backlog_at_the_end_of_the_context(tmp_path: Path) -> None:
+    """Rows catch up by different numbers of tokens; padding must not reach behind the table."""
+    from specmamba import SamplingParams
+
+    file = tmp_path / "tree.json"
+    chain = {"max_batch_size": 1, "parents": [-1, 0, 1, 2], "ranks": [0, 0, 0, 0]}
+    file.write_text(json.dumps({"trees": [chain, {"parents": [-1], "ranks": [0]}]}))
+    with LLM(device="cpu", context_length=64, max_total_tokens=1024, speculative_tree=file) as llm:
+        engine = llm.engine
+        engine.add_request("early", [5, 6], SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
+        engine.add_request("beside", [7, 8], SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
+        for _ in range(12):
+            engine.step()
+        engine.add_request("late", list(range(1, 63)), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+        reasons = [d.finish_reason for _ in range(80) for d in engine.step() if d.finish_reason]
+    assert reasons == ["length"] * 3
+
+
+class TestWorkbench:
+    def test_only_drafting_can_be_changed(self) -> None:
+        with LLM(device="cpu", max_total_tokens=512, speculative_num_steps=3) as llm:
+            bench, before = llm.workbench, llm.engine.config
+            with pytest.raises(ConfigError, match="speculative_state: only the way of drafting"):
+                bench.use_drafts(speculative_state="snapshots")
+            with pytest.raises(ConfigError, match="does not fit an engine that was started for 4"):
+                bench.use_drafts(speculative_num_steps=4)
+            with pytest.raises(ConfigError, match="cannot be read"):
+                bench.use_drafts(speculative_algorithm="ngram", speculative_num_draft_tokens=4,
+                                 speculative_ngram_corpus=Path("/nowhere/at/all"))  # fmt: skip
+            assert llm.engine.config is before
+            assert llm.engine.draft_plan.algorithm == "mtp"
+            recorder = bench.record_ranks()
+            assert bench.record_ranks().mtp is recorder.mtp
+
+    def test_the_environment_has_no_say(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECMAMBA_SPECULATIVE_NUM_STEPS", "2")
+        with LLM(device="cpu", max_total_tokens=512) as llm:
+            assert llm.engine.draft_plan.num_steps == 2
+            llm.workbench.use_drafts(speculative_algorithm="none")
+            assert llm.engine.draft_plan.max_nodes == 1
+
+    def test_a_head_that_was_not_loaded(self) -> None:
+        with (
+            LLM(device="cpu", max_total_tokens=512, speculative_algorithm="none") as llm,
+            pytest.raises(ConfigError, match="started without the MTP head"),
+        ):
+            llm.workbench.use_drafts(speculative_algorithm="mtp")
+
+    def test_logits_along_what_does_not_fit(self) -> None:
+        with LLM(device="cpu", max_total_tokens=512, context_length=16, speculative_algorithm="none") as llm:
+            seen: list[object] = []
+            llm.workbench.logits_along([1, 2], [], seen.append)
+            assert seen == []
+            with pytest.raises(RequestError, match="10 \\+ 7 tokens are more than the 16 that fit"):
+                llm.workbench.logits_along([1] * 10, [2] * 7, seen.append)
+            with pytest.raises(RequestError, match="token id 9999 is not in the vocabulary"):
+                llm.workbench.logits_along([1], [9999], seen.append)
+            llm.workbench.logits_along([1, 2], [3, 4], seen.append)
+            assert len(seen) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,38 @@ def test_drawn_trees_carry_what_they_were_drawn_from(is_static: bool, seed: int)
         edges = [(p, t) for p, t in zip(parents, tokens, strict=True) if p >= 0]
         assert len(edges) == len(set(edges))
     assert num_padding > 0
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_a_head_that_overflows_leaves_the_roots_where_they_are(wrong: float, draws: bool) -> None:
+    head, roots = FakeHead(0), [5, 77]
+    head.table[::2] = wrong
+    head.table[::3, 4] = wrong
+    hidden = torch.tensor(roots, dtype=torch.float32)[:, None, None]
+    batch = batch_of(roots, temperature=0.9)
+    plan = DraftPlan("mtp", 3, 4, 12, 99, draws)
+    tree = grow_dynamic_tree(FakeRunner(head, roots), ChildPicker(draws), plan, batch, hidden)
+    assert tree.tokens[:, 0].tolist() == batch.root_tokens.tolist()
+    assert (tree.shape.parents[:, 1:] < torch.arange(1, 12)).all()
+    assert tree.draft_probs is None or tree.draft_probs.isfinite().all()
+    assert tree.tokens.min() >= 0
+    assert tree.tokens.max() < VOCABULARY
+
+
+def test_filters_do_not_thin_the_trees_of_greedy_rows() -> None:
+    """Their neighbours sample, so the whole batch draws; they take the likeliest all the same."""
+    head, roots = FakeHead(1), [5, 77]
+    hidden = torch.tensor(roots, dtype=torch.float32)[:, None, None]
+    params = [
+        SamplingParams(temperature=0.0, top_p=0.1, top_k=1, min_p=0.9),
+        SamplingParams(temperature=1.0, top_p=0.9),
+    ]
+    batch = replace(batch_of(roots), sampling=SamplingBatch.of(params, [0, 1], CPU))
+    tree = grow_dynamic_tree(
+        FakeRunner(head, roots), ChildPicker(True), DraftPlan("mtp", 3, 3, 8, 99, True), batch, hidden
+    )
+    assert set(paths_of(tree, 0)) == best_paths(head, roots[0], 3, 3, 8)
 
 
 def nucleus(probs: Tensor, mass: float) -> Tensor:

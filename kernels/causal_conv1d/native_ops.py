@@ -28,7 +28,7 @@ def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     batch, num_nodes, width = index.shape
     inputs, index, taps = contiguous_from(inputs, 1), index.contiguous(), weight.t().contiguous()
     channels = inputs.shape[2]
-    if weight.shape != (channels, width) or inputs.shape[0] != batch:
+    if weight.shape != (channels, width) or inputs.shape[0] != batch or index.dtype is not torch.int64:
         raise ValueError(
             f"inputs {list(inputs.shape)}, weight {list(weight.shape)}, index {list(index.shape)} do not fit"
         )

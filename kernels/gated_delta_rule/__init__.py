@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from specmamba.kernels.gated_delta_rule import native_ops, torch_ops
-from specmamba.kernels.gated_delta_rule.torch_ops import extend
+from specmamba.kernels.gated_delta_rule.torch_ops import extend, tree_verify_snapshots
 
-__all__ = ["extend", "fold", "tree_verify"]
+__all__ = ["extend", "fold", "tree_verify", "tree_verify_snapshots"]
 
 
 def tree_verify(

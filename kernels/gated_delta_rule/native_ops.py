@@ -65,6 +65,7 @@ def tree_verify(
     _require(ancestors.shape == (batch, nodes, nodes), "ancestors need one row and column per node")
     _require(ancestors.dtype is torch.bool, "ancestors need dtype bool")
     _check_buffers(state, records_k, records_u, records_decay, (batch, key_heads, value_heads, key_dim, value_dim), end)
+    _check_pending(num_pending, batch)
     q, k, g, beta = (x.float().contiguous() for x in (q, k, g, beta))
     v, state = contiguous_from(v.float(), 2), contiguous_from(state, 1)
     ancestors = contiguous_from(ancestors, 1)
@@ -95,6 +96,7 @@ def fold(state: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Ten
     batch, value_heads, key_dim, value_dim = state.shape
     sizes = batch, records_k.shape[2], value_heads, key_dim, value_dim
     _check_buffers(state, records_k, records_u, records_decay, sizes, 0)
+    _check_pending(num_pending, batch)
     state, num_pending = contiguous_from(state, 1), num_pending.contiguous()
     folded = torch.empty(state.shape)
     arguments = _Fold(
@@ -104,6 +106,11 @@ def fold(state: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Ten
     )
     native.delta_fold(arguments, torch.get_num_threads())
     return folded
+
+
+def _check_pending(num_pending: Tensor | None, batch: int) -> None:
+    if num_pending is not None:
+        _require(num_pending.shape == (batch,) and num_pending.dtype is torch.int64, "num_pending needs [B] int64")
 
 
 def _check_buffers(

@@ -37,12 +37,15 @@ def built_library(source: Path) -> Path:
     Raises:
         NativeUnavailableError: no compiler, a failed build, or a cache folder that cannot be trusted or written.
     """
-    compiler = find_compiler()
-    library = cache_folder() / f"{source.parent.name}-{_fingerprint(source, compiler)}.so"
-    if library.exists():
-        _check_owned(library)
-    else:
-        _compile(source, compiler, library)
+    try:
+        compiler = find_compiler()
+        library = cache_folder() / f"{source.parent.name}-{_fingerprint(source, compiler)}.so"
+        if library.exists():
+            _check_owned(library)
+        else:
+            _compile(source, compiler, library)
+    except (OSError, ValueError) as error:  # ValueError: quotes in $CXX that do not close
+        raise NativeUnavailableError(f"{source.parent.name} cannot be built: {error}", logging.WARNING) from None
     return library
 
 

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def open_library(source: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        path.unlink(missing_ok=True)  # the next process builds it anew
+        with suppress(OSError):
+            path.unlink()  # the next process builds it anew
         raise NativeUnavailableError(f"{path} cannot be loaded: {error}", logging.WARNING) from None
     library.specmamba_use_runtime.argtypes = [ctypes.c_void_p]
     library.specmamba_use_runtime(runtime)

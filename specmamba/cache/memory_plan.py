@@ -14,6 +14,10 @@ from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 
 
+# Acceptance by rejection holds that many distributions over the vocabulary for every node of a step.
+DISTRIBUTIONS_PER_NODE = 6
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Sizes of all pools. Every running request can have a row and a state; not every one a full context of KV."""
@@ -84,6 +88,8 @@ def plan_memory(
     record_bytes, snapshot_bytes = shape.record_bytes(max_nodes), shape.snapshot_bytes(max_nodes)
     spec_bytes = (rows + 1) * (record_bytes if config.speculative_state == "records" else snapshot_bytes)
     table_bytes = (rows + 1) * (8 * (context + num_slots) + 5 * vocab_size)  # KV slots; token counts for penalties
+    if config.speculative_accept == "rejection":
+        table_bytes += rows * max_nodes * vocab_size * 4 * DISTRIBUTIONS_PER_NODE
     page_bytes = max(1, shape.kv_bytes_per_token) * config.page_size
     affordable = (free_bytes - state_bytes - spec_bytes - table_bytes) // page_bytes - 1  # page 0 is padding
     if config.max_total_tokens is not None:

@@ -17,7 +17,6 @@ class Drafter(ABC):
     """Proposes trees. Whatever it proposes, the text stays the target's: a drafter can only cost time."""
 
     max_nodes: int  # nodes of a tree at the most, root included
-    num_slots: int  # KV slots from the root's on that drafting may write, the verify's own nodes included
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree:
@@ -36,7 +35,7 @@ class Drafter(ABC):
 class NoDrafter(Drafter):
     """Plain decoding: the tree is its root."""
 
-    max_nodes = num_slots = 1
+    max_nodes = 1
 
     def propose(self, batch: Batch) -> DraftTree:
         """See ``Drafter``."""

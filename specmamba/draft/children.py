@@ -10,6 +10,8 @@ from torch import Tensor
 from specmamba.core import Batch
 from specmamba.kernels import sampling as sampling_ops
 
+OVERFLOW = 1e4  # in place of what is not finite
+
 
 @dataclass(frozen=True, slots=True)
 class Children:
@@ -47,7 +49,7 @@ class ChildPicker:
         """
         if self.draws and batch.sampling.temperature is not None:
             return _draw(logits, k, batch, batch.sampling.temperature, first_entry)
-        logits = logits.float()
+        logits = _finite(logits)
         top = logits.topk(k, -1)
         logp = top.values - logits.logsumexp(-1, keepdim=True)
         return Children(top.indices, logp, logp, None)
@@ -62,9 +64,15 @@ class ChildPicker:
 
 def _draw(logits: Tensor, k: int, batch: Batch, temperature: Tensor, first_entry: int) -> Children:
     sampling = batch.sampling
-    is_greedy = (temperature == 0)[:, None, None]
-    spread = temperature.where(temperature != 0, 1)  # of greedy rows too: their second choices must be told apart
-    probs = sampling_ops.probabilities(logits, spread, sampling.top_k, sampling.top_p, sampling.min_p)
+    greedy = temperature == 0
+    is_greedy = greedy[:, None, None]
+    # of greedy rows the second choices count too: they are told apart at temperature 1, and no filter takes them away
+    spread = temperature.where(~greedy, 1)
+    top_k, top_p, min_p = (
+        None if x is None else x.where(~greedy, neutral)
+        for x, neutral in ((sampling.top_k, 0), (sampling.top_p, 1), (sampling.min_p, 0))
+    )
+    probs = sampling_ops.probabilities(_finite(logits), spread, top_k, top_p, min_p)
     entries = torch.arange(first_entry, first_entry + logits.shape[1], device=logits.device)
     counters = (
         (batch.root_positions[:, None, None] << 20) | (entries[:, None] << 8) | torch.arange(k, device=logits.device)
@@ -75,3 +83,8 @@ def _draw(logits: Tensor, k: int, batch: Batch, temperature: Tensor, first_entry
     tokens = torch.where(is_greedy, likeliest.indices, drawn)
     place_logp = likeliest.values.log().masked_fill(~(is_drawn | is_greedy), -torch.inf)
     return Children(tokens, probs.gather(-1, tokens).log(), place_logp, probs)
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """Logits in float32. A head whose numbers overflow drafts badly; it must not decide what becomes of the text."""
+    return logits.float().nan_to_num(-OVERFLOW, OVERFLOW, -OVERFLOW)

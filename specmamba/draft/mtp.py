@@ -35,7 +35,7 @@ class MTPDrafter(Drafter):
     def __init__(
         self, head: DraftHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, hidden_size: int
     ) -> None:
-        self.max_nodes, self.num_slots = plan.max_nodes, plan.num_slots
+        self.max_nodes = plan.max_nodes
         self.head = head
         self._plan = plan
         self._picker = ChildPicker(plan.draws_drafts)
@@ -101,7 +101,7 @@ class MTPDrafter(Drafter):
         steps = torch.arange(longest, device=self._device)
         last = torch.tensor(counts, device=self._device)[:, None] - 1
         tokens.scatter_(1, last, batch.root_tokens[:, None])
-        positions = batch.root_positions[:, None] - last + steps
+        positions = batch.root_positions[:, None] - last + torch.minimum(steps, last)  # padding: at the root
         slots = self._table.slots_at(batch.row_index, positions)
         if min(counts) < longest:
             slots = slots * (steps <= last)
@@ -138,7 +138,7 @@ class MTPDrafter(Drafter):
         mask = None
         if ancestors is not None:
             mask = ancestor_mask(batch.root_positions, ancestors, num_keys, FIRST_KEY)
-        elif len(batch.rows) > 1 or num_keys <= FIRST_KEY:
+        elif len(batch.rows) > 1:
             mask = causal_mask(positions, num_keys, FIRST_KEY)
         return self._forward(batch, tokens, hidden, positions, slots, num_keys, mask)
 

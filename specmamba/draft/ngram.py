@@ -45,11 +45,11 @@ class NgramDrafter(Drafter):
         table: gives the number of rows and of positions.
         corpus_tokens: [n] int64, see ``ngram_corpus.read_corpus``; None: no corpus.
         """
-        self.max_nodes, self.num_slots = plan.max_nodes, plan.num_slots
+        self.max_nodes = plan.max_nodes
         self._max_children = plan.topk
         self._rule = MatchRule(
-            min_window=config.speculative_ngram_min_match_window_size,
-            max_window=config.speculative_ngram_max_match_window_size,
+            min_window=config.ngram_windows[0],
+            max_window=config.ngram_windows[1],
             num_steps=plan.num_steps,
             max_matches=MAX_MATCHES,
         )

@@ -44,7 +44,7 @@ def plan_drafts(config: EngineConfig, has_mtp_head: bool, vocab_size: int) -> Dr
         _refuse_orphans(config)
         return NOTHING
     plan = _plan_of_trees(config) if config.speculative_tree else _plan_of_flags(config, algorithm == "ngram")
-    if plan.topk > vocab_size:
+    if plan.topk > vocab_size and plan.algorithm == "mtp":
         raise ConfigError(f"--speculative-eagle-topk {plan.topk} is more than the {vocab_size} tokens there are")
     return plan
 

@@ -20,8 +20,8 @@ class RankRecorder(Drafter):
     """
 
     def __init__(self, mtp: MTPDrafter, num_steps: int) -> None:
-        self.max_nodes = self.num_slots = num_steps + 1
-        self._mtp = mtp
+        self.max_nodes = num_steps + 1
+        self.mtp = mtp
         self._num_steps = num_steps
         self._ranks: list[Tensor] = []
 
@@ -36,19 +36,19 @@ class RankRecorder(Drafter):
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         """See ``Drafter``."""
-        self._mtp.begin(row, tokens)
+        self.mtp.begin(row, tokens)
 
     def extend(self, chunk: Chunk, hidden: Tensor) -> None:
         """See ``Drafter``."""
-        self._mtp.extend(chunk, hidden)
+        self.mtp.extend(chunk, hidden)
 
     def observe(self, batch: Batch, verdict: Verdict, hidden: Tensor, accepted: Sequence[int]) -> None:
         """See ``Drafter``."""
-        self._mtp.observe(batch, verdict, hidden, accepted)
+        self.mtp.observe(batch, verdict, hidden, accepted)
 
     def propose(self, batch: Batch) -> DraftTree:
         """The root alone; what is replayed behind it is ranked first. Requests without a replay are only run."""
-        hidden = self._mtp.catch_up(batch)
+        hidden = self.mtp.catch_up(batch)
         if batch.forced_tokens is not None:
             self._ranks.append(self._rank(batch, hidden, batch.forced_tokens))
         return DraftTree(batch.root_tokens[:, None], chain_shape(len(batch.rows), 1, hidden.device))
@@ -57,9 +57,9 @@ class RankRecorder(Drafter):
         columns = []
         for depth in range(self._num_steps):
             token = forced[:, depth : depth + 1].clamp(min=0)
-            logits = self._mtp.head.logits(hidden)[:, 0]
+            logits = self.mtp.head.logits(hidden)[:, 0]
             rank = (logits > logits.gather(1, token)).sum(1)
             columns.append(rank.where(forced[:, depth] >= 0, -1))
             if depth + 1 < self._num_steps:
-                hidden = self._mtp.descend(batch, token, hidden, depth + 1, None, depth + 1)
+                hidden = self.mtp.descend(batch, token, hidden, depth + 1, None, depth + 1)
         return torch.stack(columns, 1)

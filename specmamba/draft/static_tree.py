@@ -40,15 +40,18 @@ class StaticLayout:
     def of(cls, tree: StaticTree, draws: bool, device: torch.device) -> StaticLayout:
         """Args:
         tree: the topology.
-        draws: children are drawn, so that a node's order among its siblings counts and not its rank: leaving out a draw
-            that came first would change the distribution of those that follow.
+        draws: children are drawn, so that a node's place among its siblings counts and not its rank: they are tried in
+            the order of nodes, and leaving out a draw that came first would change the distribution of those after it.
         device: where the tensors go.
         """
         by_rank = sorted(range(1, tree.num_nodes), key=lambda node: (tree.parents[node], tree.ranks[node]))
         siblings: dict[int, list[int]] = {}
         for node in by_rank:
             siblings.setdefault(tree.parents[node], []).append(node)
-        choice = {node: i if draws else tree.ranks[node] for nodes in siblings.values() for i, node in enumerate(nodes)}
+        if draws:
+            choice = {node: i for nodes in siblings.values() for i, node in enumerate(sorted(nodes))}
+        else:
+            choice = dict(enumerate(tree.ranks))
         is_chain = tree.parents == tuple(range(-1, tree.num_nodes - 1))
         levels, entry = _levels(tree, siblings, choice, is_chain, device)
         return cls(

@@ -11,11 +11,15 @@ Phase = Literal["draft", "verify", "commit"]
 
 
 class StepClock:
-    """Seconds of every step by phase, while it is on. It is off unless asked for: on a GPU every lap waits."""
+    """Seconds of every step by phase, while it is on. It is off unless asked for: on a GPU every lap waits.
+
+    ``rows`` has the number of requests in each step, and ``seconds`` as many times of each phase.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.is_on = False
         self.seconds: dict[Phase, list[float]] = {"draft": [], "verify": [], "commit": []}
+        self.rows: list[int] = []
         self._device = device
         self._last = 0.0
 
@@ -23,10 +27,12 @@ class StepClock:
         """Forget what was measured."""
         for laps in self.seconds.values():
             laps.clear()
+        self.rows.clear()
 
-    def start(self) -> None:
-        """A step begins."""
+    def start(self, num_rows: int) -> None:
+        """A step of so many requests begins."""
         if self.is_on:
+            self.rows.append(num_rows)
             self._last = self._now()
 
     def lap(self, phase: Phase) -> None:

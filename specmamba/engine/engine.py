@@ -15,7 +15,7 @@ from specmamba.config import EngineConfig
 from specmamba.core import FinishReason, OutputDelta, SamplingParams, SpecStats
 from specmamba.draft.base import Drafter
 from specmamba.draft.build import build_drafter
-from specmamba.draft.plan import plan_drafts
+from specmamba.draft.plan import DraftPlan, plan_drafts
 from specmamba.engine.request import Request
 from specmamba.engine.runner import Decision, Pools, Runner
 from specmamba.engine.scheduler import Run, Scheduler
@@ -58,8 +58,8 @@ class Engine:
         budget = int(free_memory(self.device) * config.mem_fraction_static)
         self.tokenizer = Tokenizer(folder)
         with torch.inference_mode():
-            want_head = config.speculative_algorithm in ("auto", "mtp")
-            self.model = load_model(folder, config.dtype, self.device, want_head)
+            self.loads_head = config.speculative_algorithm in ("auto", "mtp")
+            self.model = load_model(folder, config.dtype, self.device, self.loads_head)
             self.vocab_size = self.model.target.vocab_size
             self.draft_plan = plan_drafts(config, self.model.draft_head is not None, self.vocab_size)
             weight_bytes = self.model.num_parameters * self.model.cache_shape.dtype.itemsize
@@ -74,7 +74,8 @@ class Engine:
             )
         # outside of inference mode: what is freed by an abort is written from outside of a step
         self.pools = Pools(self.model, self.memory_plan, self.device)
-        self.runner = Runner(self.model, self.pools, self.make_drafter(), self.device, config.speculative_accept)
+        drafter = self.make_drafter(self.draft_plan, config)
+        self.runner = Runner(self.model, self.pools, drafter, self.device, config.speculative_accept)
         self.scheduler = Scheduler(
             self.pools.table, self.pools.kv, self.pools.states, self.draft_plan.num_slots,
             config.chunked_prefill_size, config.max_queued_requests, self.runner.release,
@@ -103,6 +104,7 @@ class Engine:
             QueueFullError: too many requests are waiting.
         """
         self.check_prompt(prompt_token_ids)
+        self.check_tokens(replay, "replay")
         if request_id in self._requests:
             raise RequestError(f"a request with the id {request_id!r} is running already", "request_id")
         prompt = tuple(prompt_token_ids)
@@ -122,13 +124,13 @@ class Engine:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
         if len(prompt_token_ids) >= self.context_length:
             raise PromptTooLongError(len(prompt_token_ids), self.context_length - 1)
-        self.check_tokens(prompt_token_ids)
+        self.check_tokens(prompt_token_ids, "prompt")
 
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
+    def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
         """Raise RequestError for a token that is not in the vocabulary."""
         for token in token_ids:
             if not 0 <= token < self.vocab_size:
-                raise RequestError(f"token id {token} is not in the vocabulary of {self.vocab_size} tokens", "prompt")
+                raise RequestError(f"token id {token} is not in the vocabulary of {self.vocab_size} tokens", param)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free all it holds; unknown and finished ids are ignored."""
@@ -176,11 +178,9 @@ class Engine:
             spec=self._spec,
         )
 
-    def make_drafter(self) -> Drafter:
-        """A drafter for the present plan. Raises ConfigError when an n-gram corpus cannot be read."""
-        pools = self.pools
-        encode = self.tokenizer.encode
-        return build_drafter(self.draft_plan, self.config, self.model, pools.kv, pools.table, encode)
+    def make_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
+        """A drafter on this engine's pools. Raises ConfigError when an n-gram corpus cannot be read."""
+        return build_drafter(plan, config, self.model, self.pools.kv, self.pools.table, self.tokenizer.encode)
 
     def describe(self) -> dict[str, object]:
         """What runs here, for people and for ``/server_info``."""

@@ -112,7 +112,7 @@ class Runner:
         batch = self._batch(requests)
         history = None if batch.sampling.penalties is None else self._pools.counts.of(batch.row_index)
 
-        self.clock.start()
+        self.clock.start(len(batch.rows))
         tree = self.drafter.propose(batch)
         self.clock.lap("draft")
         plan = self._pools.records.plan(batch.rows, tree.shape)

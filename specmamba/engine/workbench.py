@@ -38,15 +38,21 @@ class Workbench:
         """Draft in another way from here on; weights and pools stay.
 
         Args:
-            flags: ``speculative_*`` fields of the configuration; what is not given is at its default.
+            flags: ``speculative_*`` fields of the configuration, without the state backend; what is not given is at its
+                default.
 
         Raises:
             ConfigError: the flags contradict each other, the checkpoint, or what this engine has memory for.
         """
         engine = self._idle_engine()
-        ours = engine.config.model_dump(exclude=DRAFT_FIELDS)
+        if others := flags.keys() - DRAFT_FIELDS:
+            raise ConfigError(f"{', '.join(sorted(others))}: only the way of drafting can be changed here")
+        wants_head = flags.get("speculative_algorithm", "auto") in ("auto", "mtp")
+        if wants_head and not engine.loads_head:
+            raise ConfigError("this engine was started without the MTP head: start it with auto or mtp")
+        defaults = {name: EngineConfig.model_fields[name].default for name in DRAFT_FIELDS}
         try:
-            config = EngineConfig(**{**ours, **flags})
+            config = EngineConfig(**{**engine.config.model_dump(), **defaults, **flags})
         except ValidationError as error:
             raise ConfigError(describe_validation_error(error)) from None
         plan = plan_drafts(config, engine.model.draft_head is not None, engine.vocab_size)
@@ -56,9 +62,8 @@ class Workbench:
                 f"a draft of {plan.max_nodes} nodes ({plan.num_slots} slots) does not fit an engine that was started "
                 f"for {room.max_nodes} ({room.num_slots}): start it with its largest draft"
             )
-        engine.config, engine.draft_plan = config, plan
-        engine.runner.drafter = engine.make_drafter()
-        engine.runner.rule = config.speculative_accept
+        engine.runner.drafter = engine.make_drafter(plan, config)
+        engine.config, engine.draft_plan, engine.runner.rule = config, plan, config.speculative_accept
 
     def use_synthetic_acceptance(self, probability: float | None) -> None:
         """Accept drafts by the toss of a coin, for studies of cost. The text means nothing then. None: honest again."""
@@ -72,7 +77,9 @@ class Workbench:
         """
         engine = self._idle_engine()
         drafter = engine.runner.drafter
-        if not isinstance(drafter, MTPDrafter):
+        if isinstance(drafter, RankRecorder):
+            drafter = drafter.mtp
+        if not isinstance(drafter, MTPDrafter) or not engine.draft_plan.num_steps:
             raise ConfigError("ranks are recorded from an MTP head: choose --speculative-algorithm mtp")
         recorder = RankRecorder(drafter, engine.draft_plan.num_steps)
         engine.runner.drafter = recorder
@@ -83,18 +90,26 @@ class Workbench:
         each of them would be chosen from.
 
         Raises:
-            RequestError: no plain decoding is set, or the tokens are none that fit.
+            RequestError: no plain decoding is set, the tokens are none that fit, or the model's numbers are not finite.
         """
         engine = self._idle_engine()
         if engine.draft_plan.max_nodes > 1:
             raise RequestError("logits are looked at in plain decoding: use_drafts(speculative_algorithm='none') first")
-        engine.check_tokens(tokens)
+        engine.check_tokens(tokens, "tokens")
+        if not tokens:
+            return
+        if len(prompt) + len(tokens) > engine.context_length:
+            raise RequestError(
+                f"{len(prompt)} + {len(tokens)} tokens are more than the {engine.context_length} that fit"
+            )
         params = SamplingParams(max_tokens=len(tokens), temperature=0.0, ignore_eos=True)
         engine.runner.on_logits = lambda logits: see(logits[0, 0].float().cpu())
         try:
             engine.add_request("logits", prompt, params, replay=tokens)
             while engine.has_unfinished_requests:
-                engine.step()
+                for delta in engine.step():
+                    if delta.error is not None:
+                        raise RequestError(delta.error)
         finally:
             engine.runner.on_logits = None
             engine.abort("logits")
