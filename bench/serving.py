@@ -4,14 +4,14 @@
 
 Without ``--base-url`` it starts ``specmamba serve`` with the engine flags given, and ends it. Every level of load asks
 the same requests with the same seeds, after a few that are not counted. serving_load.py says what load is,
-serving_report.py how each figure is defined. This process takes processor time of its own: where it shares a machine
-with the server, that is in the figures.
+serving_report.py how each figure is defined. The throughput of a closed loop includes its drain: near the end of a
+level clients run out of requests one by one, and the level lasts until its last answer; more requests make that matter
+less. This process takes processor time of its own: where it shares a machine with the server, that is in the figures.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
 
+from specmamba.bench.prompts import read_texts
 from specmamba.bench.report import ReportOptions, bundled_prompts, require, write_json
 from specmamba.config import EngineConfig, exit_with_error, parse_command_line
 from specmamba.core import Temperature
@@ -63,7 +64,8 @@ class ServingBenchConfig(ReportOptions):
     num_requests: Annotated[int, Field(ge=1, description="requests of a level")] = 32
     num_warmup: Annotated[int, Field(ge=0, description="requests before the first level, not counted")] = 2
     prompts: Annotated[
-        Path | None, Field(description='prompts from this file, a line each: {"prompt": "..."}; none: bundled ones')
+        Path | None,
+        Field(description="prompts of this file (JSON lines, or ShareGPT), sent as plain text; none: bundled ones"),
     ] = None
     max_tokens: Annotated[int, Field(ge=1, description="new tokens of a request at the most")] = 64
     temperature: Temperature = 0.8
@@ -82,8 +84,12 @@ class ServingBenchConfig(ReportOptions):
     def _is_an_address(cls, url: str | None) -> str | None:
         if url is None:
             return None
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # brackets that do not match, or a port that is no number or too large
+            is_whole = False
+        if not is_whole:
             raise ValueError("give scheme, host and port, such as http://127.0.0.1:30000")
         return url.rstrip("/").removesuffix("/v1")
 
@@ -109,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = parse_command_line(ServingBenchConfig, PROG, given)
         _check(config, given)
-        prompts = bundled_prompts() if config.prompts is None else read_prompts(config.prompts)
+        prompts = bundled_prompts() if config.prompts is None else [text.text for text in read_texts(config.prompts)]
         report = _measure(config, prompts)
         _put_out(config, report)
     except SpecmambaError as error:
@@ -132,39 +138,9 @@ def _check(config: ServingBenchConfig, arguments: Sequence[str]) -> None:
     if config.base_url is not None:
         given = {argument.partition("=")[0] for argument in arguments}
         flags = ["--" + name.replace("_", "-") for name in EngineConfig.model_fields if name not in FLAGS_OF_THE_CLIENT]
-        useless = [flag for flag in flags if flag in given]
+        useless = [flag for flag in (*flags, "--startup-timeout") if flag in given]
         if useless:
             raise ConfigError(f"{', '.join(useless)}: the server at --base-url runs already and cannot be told")
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The prompts of a JSON-lines file, in order; blank lines are skipped.
-
-    Raises:
-        ConfigError: the file cannot be read, a line has no prompt, or there is none at all.
-    """
-    try:
-        lines = path.read_text("utf8").split("\n")  # splitlines() would break strings at U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"--prompts: {path} cannot be read: {reason}") from None
-    prompts = [_prompt_of(line, f"--prompts: {path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise ConfigError(f"--prompts: {path} is empty")
-    return prompts
-
-
-def _prompt_of(line: str, where: str) -> str:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from None
-    prompt = entry.get("prompt") if isinstance(entry, dict) else None
-    if not isinstance(prompt, str) or not prompt:
-        raise ConfigError(f'{where}: not of the form {{"prompt": "..."}}')
-    if prompt != prompt.encode("utf8", "replace").decode("utf8"):
-        raise ConfigError(f"{where}: the prompt has half of a surrogate pair, which is no character")
-    return prompt
 
 
 def _measure(config: ServingBenchConfig, prompts: Sequence[str]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Requests to an OpenAI-compatible server: one streamed completion, and many of them at once.
 
 Two ways to make load. **Closed loop**: a fixed number of clients, each sending its next request when the last one has
-been answered; a slow server is asked less often. **Open loop**: requests leave at the times of a Poisson process,
+been answered; a slow server is asked less often. Its duration runs to the last answer, so it includes the drain, in
+which ever fewer clients have something left to ask. **Open loop**: requests leave at the times of a Poisson process,
 whether or not the server keeps up, as independent users do; a request's time counts from when it should have left.
 """
 
@@ -136,7 +137,7 @@ async def complete(client: httpx.AsyncClient, body: dict[str, Any], due: float) 
         return Failure("timeout", f"{type(error).__name__}: the server kept silent")
     except httpx.RequestError as error:
         return Failure("connection", f"{type(error).__name__}: {error}")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         return Failure("protocol", f"the answer is not an OpenAI completion: {type(error).__name__}: {error}")
 
 
@@ -144,7 +145,7 @@ def failure_of(response: httpx.Response) -> Failure:
     """What an answer other than 200 says, in OpenAI's shape or in none."""
     try:
         message = _error_message(response.json())
-    except ValueError:
+    except (ValueError, RecursionError):
         message = " ".join(response.text.split())
     status = response.status_code
     return Failure(f"HTTP {status}", message[:300] or response.reason_phrase, status)

@@ -123,20 +123,24 @@ def print_report(report: Mapping[str, Any]) -> None:
     is_open = levels[0]["request_rate"] is not None
     load = ("asked/s", "sent/s") if is_open else ("clients",)
     rates, times = ("req/s", "tokens/s"), ("first token", "per token", "end to end")
+    has_cache = any(level["cached_prompt_tokens"] for level in levels)
+    load = (*load, "cached") if has_cache else load
     table = Table(*load, *rates, *times, "accepted", "4-grams", "failed", "429", box=SIMPLE_HEAD, pad_edge=False)
     for column in table.columns:
         column.justify, column.overflow = "right", "fold"  # in a narrow terminal a figure must not lose its end
     for level in levels:
-        table.add_row(*_cells(level, is_open))
+        table.add_row(*_cells(level, is_open, has_cache))
     console.print(table)
     for line in _remarks(levels):
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _cells(level: Mapping[str, Any], is_open: bool) -> list[str]:
+def _cells(level: Mapping[str, Any], is_open: bool, has_cache: bool) -> list[str]:
     load = [f"{level['request_rate']:g}", _number(level["sent_rate"], 2)] if is_open else [str(level["concurrency"])]
+    cached = [_cached_share(level)] if has_cache else []
     return [
         *load,
+        *cached,
         _number(level["request_throughput"], 2),
         _number(level["output_token_throughput"], 1),
         *(
@@ -150,6 +154,11 @@ def _cells(level: Mapping[str, Any], is_open: bool) -> list[str]:
     ]
 
 
+def _cached_share(level: Mapping[str, Any]) -> str:
+    """Of the prompt tokens of a level, those that its server had in its prefix cache."""
+    return f"{level['cached_prompt_tokens'] / level['prompt_tokens']:.0%}" if level["prompt_tokens"] else "-"
+
+
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
 
@@ -159,9 +168,10 @@ def _remarks(levels: Sequence[Mapping[str, Any]]) -> list[str]:
     for level in levels:
         for kind, error in level["errors"].items():
             lines.append(f"{level_name(level)}: {error['count']} failed: {kind}: {error['message']}")
-    prompt_tokens, cached = (sum(level[name] for level in levels) for name in ("prompt_tokens", "cached_prompt_tokens"))
-    if cached:
-        lines.append(f"{cached / prompt_tokens:.0%} of the prompt tokens came from the server's prefix cache")
+    if any(level["cached_prompt_tokens"] for level in levels):
+        share = "cached: share of the prompt tokens that came from the server's prefix cache"
+        is_same = len({_cached_share(level) for level in levels}) == 1
+        lines.append(share if is_same else f"{share}; it differs, so the levels did not do the same work")
     if any(level["distinct_4gram_ratio"] < LOOPING and level["accept_length"] for level in levels):
         lines.append("warning: the text repeats itself, which flatters acceptance: raise --temperature")
     return lines

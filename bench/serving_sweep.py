@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 # Answers that will not get better: what is asked is wrong. 429 and what a server's trouble gives are figures.
 _HOPELESS = {400, 401, 403, 404, 405, 413, 415, 422}
+
+# Settings of a server that may be paths on its machine.
+_PATHS = {"model", "speculative_tree", "speculative_ngram_corpus"}
 
 _BREAKDOWN_S = 10.0  # a server that breaks down may need this long until its process has ended
 
@@ -82,7 +86,7 @@ def _report(
     started_here: bool,
 ) -> dict[str, Any]:
     return {
-        "model": model,
+        "model": _last_part(model),
         "server": server,
         "server_started_here": started_here,
         "machine": machine(),
@@ -94,7 +98,7 @@ def _report(
         "temperature": config.temperature,
         "ignore_eos": config.ignore_eos,
         "seed": config.seed,
-        "prompts": "bundled" if config.prompts is None else str(config.prompts),
+        "prompts": "bundled" if config.prompts is None else config.prompts.name,
         "levels": levels,
     }
 
@@ -103,13 +107,23 @@ def _http_client(
     config: ServingBenchConfig, url: str, *, is_here: bool, transport: httpx.AsyncBaseTransport | None
 ) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        base_url=url,
+        base_url=_checked_url(url),
         headers=None if config.key is None else {b"Authorization": b"Bearer " + config.key.encode()},
         timeout=config.request_timeout,
         limits=httpx.Limits(max_connections=None),  # as many as there are clients
         trust_env=not is_here,  # no proxy on the way to a server that was started here
         transport=transport,
     )
+
+
+def _checked_url(url: str) -> httpx.URL:
+    """Raises ConfigError: httpx, or the network behind it, cannot make a host's name of it."""
+    try:
+        parsed = httpx.URL(url)
+        parsed.raw_host.decode("ascii").encode("idna")  # the resolver's own rule: no label is empty or too long
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise ConfigError(f"--base-url: {url} is no address: {error}") from None
+    return parsed
 
 
 async def _find_model(client: httpx.AsyncClient, config: ServingBenchConfig) -> str:
@@ -126,7 +140,7 @@ async def _find_model(client: httpx.AsyncClient, config: ServingBenchConfig) -> 
         return config.model
     try:
         return str(response.json()["data"][0]["id"])
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         raise ConfigError(f"{client.base_url} is no OpenAI-compatible server: /v1/models lists no model") from None
 
 
@@ -134,10 +148,18 @@ async def _server_description(client: httpx.AsyncClient) -> dict[str, Any] | Non
     """What specmamba's server says of its engine; None for another server."""
     try:
         body = (await client.get("/server_info")).json()
-    except (httpx.RequestError, ValueError):
+    except (httpx.RequestError, ValueError, RecursionError):
         return None
     engine = body.get("engine") if isinstance(body, dict) else None
-    return engine if isinstance(engine, dict) else None
+    if not isinstance(engine, dict):
+        return None
+    names = {name: _last_part(value) for name, value in engine.items() if name in _PATHS and isinstance(value, str)}
+    return engine | names
+
+
+def _last_part(path: str) -> str:
+    """Where a model or a file lies is nobody's business who reads a report."""
+    return Path(path).name or path
 
 
 async def _warm_up(send: Send, count: int) -> None:

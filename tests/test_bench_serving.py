@@ -23,7 +23,7 @@ import pytest
 from specmamba.bench import report as report_module
 from specmamba.bench import serving, serving_server
 from specmamba.bench.serving_load import Answer, Failure, Outcome, Run, closed_loop, open_loop, poisson_arrivals
-from specmamba.bench.serving_report import accept_length, level_report, percentile
+from specmamba.bench.serving_report import accept_length, level_report, percentile, print_report
 from specmamba.bench.serving_sweep import sweep
 from specmamba.config import EngineConfig
 from tests.fake_engine import FakeEngine, wait_until
@@ -86,6 +86,27 @@ def test_the_figures_of_a_level() -> None:
     assert level["inter_token_ms"] == pytest.approx({"mean": 66.667, "p50": 50, "p90": 90, "p99": 99})
     assert level["inter_chunk_ms"] == pytest.approx({"mean": 133.333, "p50": 100, "p90": 180, "p99": 198})
     assert level["end_to_end_ms"]["mean"] == 450
+
+
+def report_with_cached(*cached: int) -> dict[str, Any]:
+    runs = [Run((Answer((0.1,), 0.2, "a", 10, tokens, 2, None),), (0.0,), 1.0) for tokens in cached]
+    levels = [level_report(run, clients, None) for clients, run in enumerate(runs, 1)]
+    return {"model": "m", "num_requests": 1, "max_tokens": 2, "temperature": 0.0, "levels": levels}
+
+
+def test_the_cached_share_of_every_level(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(report_with_cached(0, 5))
+    out = capsys.readouterr().out
+    assert re.search(r"clients +cached ", out)
+    assert re.search(r"^ +1 +0% ", out, re.MULTILINE)
+    assert re.search(r"^ +2 +50% ", out, re.MULTILINE)
+    assert "the levels did not do the same work" in out
+    print_report(report_with_cached(5, 5))
+    out = capsys.readouterr().out
+    assert "prefix cache" in out
+    assert "did not do the same work" not in out
+    print_report(report_with_cached(0, 0))
+    assert "cache" not in capsys.readouterr().out
 
 
 def test_acceptance_where_nothing_is_told() -> None:
@@ -189,6 +210,7 @@ def test_every_kind_of_trouble_is_counted() -> None:
         httpx.Response(200, text=GOOD),
         httpx.Response(200, text=event(choices=[{"text": "a"}]) + DONE),
         httpx.Response(200, text="data: {nonsense\n\n"),
+        httpx.Response(200, text="data: " + "[" * 100_000 + "\n\n"),
         httpx.Response(200, text=event(choices=[{"delta": {}}]) + DONE),
         httpx.Response(200, text=GOOD.replace('"completion_tokens": 6', '"completion_tokens": 0') + DONE),
         httpx.ReadTimeout("slow"),
@@ -196,7 +218,7 @@ def test_every_kind_of_trouble_is_counted() -> None:
     ]
     (level,) = measure(scripted(*answers), num_requests=len(answers))["levels"]
     assert {kind: error["count"] for kind, error in level["errors"].items()} == {
-        "protocol": 3,
+        "protocol": 4,
         "HTTP 429": 1,
         "HTTP 500": 1,
         "HTTP 503": 1,
@@ -211,7 +233,7 @@ def test_every_kind_of_trouble_is_counted() -> None:
     assert level["errors"]["HTTP 503"]["message"] == "Service Unavailable"
     assert level["errors"]["error in the stream"]["message"] == "gave up"
     assert "hung up" in level["errors"]["connection"]["message"]
-    assert (level["completed"], level["failed"], level["rejected_429"]) == (1, 11, 1)
+    assert (level["completed"], level["failed"], level["rejected_429"]) == (1, 12, 1)
     assert level["output_tokens"] == 6
     assert level["accept_length"] == 2.0
 
@@ -240,8 +262,20 @@ def test_what_is_asked() -> None:
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
     }
-    assert measure(handle, num_requests=1, model="other", api_key="käy")["model"] == "other"
+    assert measure(handle, num_requests=1, model="some/folder/other", api_key="käy")["model"] == "other"
+    assert bodies[-1]["model"] == "some/folder/other"
     assert "ignore_eos" not in bodies[-1]
+
+
+def test_a_report_has_no_paths_of_the_server() -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/server_info":
+            told = {"model": "/a/b/m/", "speculative_tree": "/c/t.json", "device": "cpu", "num_threads": None}
+            return httpx.Response(200, json={"engine": told})
+        return scripted(httpx.Response(200, text=GOOD + DONE))(request)
+
+    server = measure(handle, num_requests=1)["server"]
+    assert server == {"model": "m", "speculative_tree": "t.json", "device": "cpu", "num_threads": None}
 
 
 @pytest.mark.parametrize(
@@ -313,6 +347,7 @@ def test_an_open_loop_against_a_running_server(
         assert [params.seed for params in server.engine.seen_params] == [3, 4, *range(3, 9), *range(3, 9)]
     report = json_of(file)
     assert report["mode"] == "open loop"
+    assert report["prompts"] == "prompts.jsonl"
     assert report["server"] == {"model": "fake", "dtype": "float32"}
     assert [level["request_rate"] for level in report["levels"]] == [50.0, 100.0]
     for level in report["levels"]:
@@ -384,16 +419,21 @@ def test_the_demo_served_for_the_benchmark(
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
     table = capsys.readouterr().out
     assert "clients" in table
-    assert "24" not in report["prompts"]
+    assert report["prompts"] == "bundled"
 
 
 # --- servers that are started ---
 
 SCRIPTS = {
-    "ends": ("import sys; print('a line'); sys.exit('specmamba serve: error: no luck')", "status 1: specmamba serve: "),
-    "never ready": ("import time; time.sleep(60)", "not ready after 0.5 s (--startup-timeout)"),
+    "ends": (
+        "import sys; print('a line'); sys.exit('specmamba serve: error: no luck')",
+        "20",
+        "status 1: specmamba serve: ",
+    ),
+    "never ready": ("import time; time.sleep(60)", "0.5", "not ready after 0.5 s (--startup-timeout)"),
     "deaf": (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
+        "0.5",
         "not ready after 0.5 s",
     ),
 }
@@ -403,11 +443,11 @@ SCRIPTS = {
 def test_a_server_that_does_not_start(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, message = SCRIPTS[name]
+    script, timeout, message = SCRIPTS[name]
     monkeypatch.setattr(serving_server, "SERVE", (sys.executable, "-S", "-c", script))
     monkeypatch.setattr(serving_server, "_END_TIMEOUT_S", 0.2)
     with pytest.raises(SystemExit) as ended:
-        serving.main(["--startup-timeout", "0.5"])
+        serving.main(["--startup-timeout", timeout])
     assert ended.value.code == 2
     err = capsys.readouterr().err
     assert message in err
@@ -498,6 +538,12 @@ def test_the_engine_gets_what_was_set_and_nothing_else(monkeypatch: pytest.Monke
     [
         (["--base-url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
         (["--base-url", "localhost:30000"], "--base-url: give scheme, host and port"),
+        (["--base-url", "http://localhost:abc"], "--base-url: give scheme, host and port"),
+        (["--base-url", "http://localhost:99999"], "--base-url: give scheme, host and port"),
+        (["--base-url", "http://[::1"], "--base-url: give scheme, host and port"),
+        (["--base-url", "http://a..b:1"], "--base-url: http://a..b:1 is no address: "),
+        (["--base-url", "http://\u2603\u200b:1"], "--base-url: http://\u2603\u200b:1 is no address: "),
+        (["--base-url", "http://x", "--startup-timeout", "9"], "--startup-timeout: the server at"),
         (["--concurrency", "2", "--request-rate", "2"], "choose --concurrency (closed loop) or --request-rate"),
         (["--concurrency", "1,0"], "--concurrency: Input should be greater than or equal to 1"),
         (["--concurrency", "1,,2"], "--concurrency: Input should be a valid integer"),
@@ -528,24 +574,36 @@ def test_mistakes(
     ("text", "message"),
     [
         ("", "is empty"),
-        ("\n \n", "is empty"),
         ('{"prompt": "x"}\n{"prompt"\n', "line 2: not JSON"),
+        ('{"prompt": ' + "[" * 100_000 + "\n", "line 1: not JSON"),
         ('{"text": "x"}\n', "line 1: not of the form"),
-        ('["x"]\n', "line 1: not of the form"),
-        ('{"prompt": ""}\n', "line 1: not of the form"),
-        ('{"prompt": "\\ud800"}\n', "line 1: the prompt has half of a surrogate pair"),
     ],
 )
-def test_bad_prompts(text: str, message: str, tmp_path: Path) -> None:
+def test_bad_prompts(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serving_server, "SERVE", ("/bin/false",))
     file = tmp_path / "prompts.jsonl"
     file.write_text(text)
-    with pytest.raises(serving.ConfigError) as refused:
-        serving.read_prompts(file)
-    assert message in str(refused.value)
+    with pytest.raises(SystemExit) as ended:
+        serving.main(["--prompts", str(file)])
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
 
 
-def test_prompts_in_order(prompts: Path) -> None:
-    assert serving.read_prompts(prompts) == ["one\u2028line", "two"]
+def test_prompts_of_conversations_are_sent_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "chats.json"
+    turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "good day"}]
+    file.write_text(json.dumps([{"prompt": "one\u2028line"}, {"conversations": turns}]))
+    engine, seen = FakeEngine(), []
+    encode = engine.tokenizer.encode
+    engine.tokenizer.encode = lambda text: seen.append(text) or encode(text)  # type: ignore[method-assign, func-returns-value]
+    with fake_server(engine) as server:
+        arguments = ["--base-url", server.url, "--concurrency", "1", "--num-requests", "2", "--num-warmup", "0"]
+        assert serving.main([*arguments, "--prompts", str(file)]) == 0
+    assert seen == ["one\u2028line", "hello"]
 
 
 @pytest.mark.parametrize(("package", "arguments"), [("matplotlib", ["--plot", "x.png"]), ("httpx", [])])

@@ -163,17 +163,19 @@ def test_trees_with_siblings(folder: Path, logits: tuple[Tensor, Tensor], settin
     assert min(accepted[:2]) > NUM_DRAWS // 40  # of two tokens that are drawn, one can have been a draft
 
 
-EIGHT_NODES: dict[str, dict[str, Any]] = {
+TREES: dict[str, dict[str, Any]] = {
     "dynamic": {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8},
     "static": {
-        "speculative_tree": {"trees": [{"parents": [-1, 0, 0, 0, 1, 1, 2, 4], "ranks": [0, 0, 1, 2, 0, 1, 0, 0]}]}
+        "speculative_tree": {"trees": [{"parents": [-1, 0, 0, 0, 1, 1, 2, 4], "ranks": [0, 1, 0, 2, 0, 1, 0, 0]}]}
     },
-    "chain": {"speculative_num_steps": 7},
+    "chain": {"speculative_num_steps": 3},
 }
+# The chain under the target's rule is in the first test.
+RULES = [("target", "dynamic"), ("target", "static"), *(("rejection", tree) for tree in TREES)]
 
 
 def build_tree(folder: Path, tree: str, rule: str) -> Engine:
-    flags = EIGHT_NODES[tree].copy()
+    flags = TREES[tree].copy()
     if "speculative_tree" in flags:
         file = folder / "tree.json"
         file.write_text(json.dumps(flags["speculative_tree"]))
@@ -182,9 +184,8 @@ def build_tree(folder: Path, tree: str, rule: str) -> Engine:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.2])
-@pytest.mark.parametrize("tree", EIGHT_NODES)
-@pytest.mark.parametrize("rule", ["target", "rejection"])
-def test_trees_of_eight_nodes_under_both_rules(
+@pytest.mark.parametrize(("rule", "tree"), RULES)
+def test_trees_under_both_rules(
     folder: Path, logits: tuple[Tensor, Tensor], rule: str, tree: str, temperature: float
 ) -> None:
     params = SamplingParams(max_tokens=3, temperature=temperature, top_p=0.9, ignore_eos=True)

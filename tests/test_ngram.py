@@ -457,7 +457,15 @@ TREE = {"speculative_num_steps": 4, "speculative_eagle_topk": 4, "speculative_nu
 CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1}
 PAIR = {"speculative_num_steps": 4, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 2}
 LARGE = {"speculative_num_steps": 7, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 24}
-each_shape = pytest.mark.parametrize("shape", [TREE, CHAIN, PAIR, LARGE], ids=["4/4/8", "3/1/4", "4/4/2", "7/3/24"])
+PAGES, PREEMPTED = {"page_size": 16}, {"max_total_tokens": 120}
+SHAPES_AND_LIMITS = {
+    "4/4/8 pages": (TREE, PAGES),
+    "4/4/8 preempted": (TREE, PREEMPTED),
+    "3/1/4 preempted": (CHAIN, PREEMPTED),
+    "4/4/2 pages": (PAIR, PAGES),
+    "7/3/24 pages": (LARGE, PAGES),
+    "7/3/24 preempted": (LARGE, PREEMPTED),
+}
 
 
 @pytest.fixture(scope="module")
@@ -506,8 +514,7 @@ def plain(tiny: str) -> list[RequestOutput]:
 class TestTinyModel:
     """Random weights: greedy text falls into loops that n-grams foresee, sampled text does not."""
 
-    @each_shape
-    @pytest.mark.parametrize("limits", [{"page_size": 16}, {"max_total_tokens": 120}], ids=["pages", "preempted"])
+    @pytest.mark.parametrize(("shape", "limits"), SHAPES_AND_LIMITS.values(), ids=SHAPES_AND_LIMITS)
     def test_text_is_the_same(
         self, tiny: str, plain: list[RequestOutput], shape: dict[str, int], limits: dict[str, int]
     ) -> None:

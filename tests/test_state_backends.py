@@ -639,7 +639,7 @@ def plain(tiny: Path) -> list[list[int]]:
 @each_backend
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("preempted", [False, True], ids=["roomy", "preempted"])
-@pytest.mark.parametrize("drafts", ["none", "mtp", "chains", "trees"])
+@pytest.mark.parametrize("drafts", ["chains", "trees"])
 def test_the_same_text(
     tiny: Path,
     plain: list[list[int]],
@@ -649,20 +649,16 @@ def test_the_same_text(
     backend: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Plain decoding; the model's own head, which is nearly always wrong; and drafts that are accepted to any depth."""
-    memory = {"max_total_tokens": 96} if preempted else {"context_length": 128}
-    algorithm: dict[str, Any] = {"speculative_algorithm": "none"}
-    if drafts != "none":
-        algorithm = {"speculative_algorithm": "mtp", "speculative_num_steps": 7}
-    if drafts in ("chains", "trees"):
-        oracle = Oracle(plain, 8, ("chain",) if drafts == "chains" else SHAPES)
-        monkeypatch.setattr("specmamba.engine.engine.build_drafter", lambda *args: oracle)
-    texts, engine = run(tiny, page_size=page_size, speculative_state=backend, **algorithm, **memory)
+    """Drafts that are accepted to any depth. What the model's own head drafts is in test_tree_exact.py."""
+    memory: dict[str, Any] = {"max_total_tokens": 96} if preempted else {"context_length": 128}
+    oracle = Oracle(plain, 8, ("chain",) if drafts == "chains" else SHAPES)
+    monkeypatch.setattr("specmamba.engine.engine.build_drafter", lambda *args: oracle)
+    settings = {"speculative_algorithm": "mtp", "speculative_num_steps": 7, "speculative_state": backend} | memory
+    texts, engine = run(tiny, page_size=page_size, **settings)
     assert texts == plain
     assert isinstance(engine.pools.records, BACKENDS[backend])
     stats = engine.stats()
     assert (stats.num_preemptions > 0) == preempted
     assert stats.state_used_slots == stats.kv_used_tokens == 0
-    if drafts in ("chains", "trees"):
-        assert stats.spec.accept_length > 1.5
-        assert all(count > 0 for count in stats.spec.accepted_histogram[:4])
+    assert stats.spec.accept_length > 1.5
+    assert all(count > 0 for count in stats.spec.accepted_histogram[:4])

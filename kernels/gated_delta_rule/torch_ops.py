@@ -1,4 +1,4 @@
-"""Gated delta rule in vectorised PyTorch: what a CPU runs. See README.md for the mathematics."""
+"""Gated delta rule in vectorised PyTorch, on any device. See README.md for the mathematics."""
 
 import torch
 from torch import Tensor

@@ -15,6 +15,7 @@ import pytest
 from specmamba.kernels.native import build, library
 from tests.repository import ROOT
 
+KERNELS = sorted((ROOT / "kernels").glob("*/native.cpp"))
 SOURCE = """
 #include "parallel.h"
 extern "C" long sum_below(long count, int threads) {
@@ -225,7 +226,14 @@ def test_clang_builds_them_too(source: Path, compiler: None, monkeypatch: pytest
     assert library.open_library(source).sum_below(1000, 2) == 499500
 
 
-@pytest.mark.parametrize("op", sorted(path.parent.name for path in (ROOT / "kernels").glob("*/native.cpp")))
-def test_every_kernel_builds_in_seconds(op: str, compiler: None) -> None:
-    loaded = library.open_library(ROOT / f"kernels/{op}/native.cpp")
-    assert isinstance(loaded, ctypes.CDLL)
+def test_a_kernel_builds_with_nothing_cached(compiler: None) -> None:
+    """The smallest one; the next test builds all of them, but not anew."""
+    smallest = min(KERNELS, key=lambda path: path.stat().st_size)
+    assert isinstance(library.open_library(smallest), ctypes.CDLL)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.parent.name)
+def test_every_kernel_builds(kernel: Path, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the cache that the ops' own tests use: those are skipped, and do not fail, where a build fails."""
+    monkeypatch.undo()
+    assert isinstance(library.open_library(kernel), ctypes.CDLL)

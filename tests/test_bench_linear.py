@@ -1,0 +1,69 @@
+"""The benchmark of one linear layer: what it compares is the same product, and every row count gets its line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from specmamba.bench import linear
+from specmamba.kernels.linear import native_ops
+
+
+@pytest.fixture
+def _native(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native_ops.code() is None:
+        pytest.skip("no native kernels here (no C++ compiler, no AVX512-BF16, or SPECMAMBA_NATIVE=0)")
+    monkeypatch.setattr(linear, "MIN_WEIGHT_BYTES", 3 * 2 * 48 * 32)
+
+
+@pytest.mark.usefixtures("_native")
+def test_both_contestants_compute_the_same() -> None:
+    torch.manual_seed(0)
+    native, other = linear.contestants(48, 32)
+    assert len(native) == len(other) == 3
+    assert all(isinstance(weight, native_ops.NativeWeight) for weight in native)
+    assert not any(isinstance(weight, native_ops.NativeWeight) for weight in other)
+    for m in (1, 5):
+        x = torch.randn(m, 32).bfloat16()
+        for mine, theirs in zip(native, other, strict=True):
+            torch.testing.assert_close(mine(x), theirs(x), rtol=2**-7, atol=2**-10)
+    assert not torch.equal(native[0](x), native[1](x))  # weights of their own
+
+
+@pytest.mark.usefixtures("_native")
+def test_a_line_for_every_number_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert linear.main(["--shapes", "48x32", "32x48", "--rows", "1", "3", "7", "--rounds", "2"]) == 0
+    header, *tables = capsys.readouterr().out.split("\n\n")
+    assert f"threads: {torch.get_num_threads()}; specmamba " in header
+    assert f"torch {torch.__version__}" in header
+    assert [table.partition("\n")[0] for table in tables] == ["weight [48, 32] bf16", "weight [32, 48] bf16"]
+    for table in tables:
+        assert re.findall(r"^ +(\d+) +[\d.]+ +[\d.]+ +[\d.]+ ", table, re.MULTILINE) == ["1", "3", "7"]
+
+
+@pytest.mark.usefixtures("_native")
+def test_the_ratio_is_taken_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds in which the machine is slow for both; the ratio of the medians would be 2 and not 3."""
+    seconds = iter([9.0, 9.0, 3.0, 1.0, 30.0, 10.0, 4.0, 2.0])
+    monkeypatch.setattr(linear, "_seconds", lambda products, x: next(seconds))
+    (found,) = linear.measure(48, 32, [1], 3)
+    assert found == linear.Measurement(1, 4.0, 2.0, 3.0)
+
+
+def test_without_native_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(native_ops, "code", lambda: None)
+    assert linear.main(["--rows", "1"]) == 1
+    assert "there is no native code to compare with" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_native")
+def test_ctrl_c_ends_it_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(linear, "_seconds", interrupt)
+    assert linear.main(["--shapes", "48x32", "--rows", "1"]) == 130
+    assert capsys.readouterr().err == ""
