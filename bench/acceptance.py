@@ -14,36 +14,26 @@ text, which does not loop. Sampling plays no part then.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from specmamba.bench.acceptance_shapes import largest_flags, variants_of
-from specmamba.bench.prompts import PromptText, bundled_texts, read_texts
-from specmamba.bench.report import ReportOptions, write_json
-from specmamba.config import EngineConfig, exit_with_error, parse_command_line
-from specmamba.core import Temperature
-from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.bench.common import TextOptions, texts_of
+from specmamba.bench.report import write_json
+from specmamba.config import exit_with_error, parse_command_line
+from specmamba.errors import SpecmambaError
 
 PROG = "specmamba bench acceptance"
 LISTS = ("--configs", "--sweep")  # flags that take all words up to the next flag
 
 
-class AcceptanceBenchConfig(ReportOptions):
+class AcceptanceBenchConfig(TextOptions):
     """Acceptance of drafts and speed-up over plain decoding, with the texts compared."""
 
-    prompts: Annotated[
-        Path | None,
-        Field(description='JSON lines {"prompt": ..., "continuation": ...}, or ShareGPT conversations; none: bundled'),
-    ] = None
     num_prompts: Annotated[int, Field(ge=1, description="prompts to run, the first ones that fit")] = 8
     max_tokens: Annotated[int, Field(ge=1, description="new tokens of a prompt at the most")] = 128
-    temperature: Temperature = 0.8
     ignore_eos: Annotated[bool, Field(description="go on after the end-of-text token")] = False
-    replay: Annotated[
-        bool, Field(description="take the output from the prompts' continuations: acceptance on real text")
-    ] = False
     batch_size: Annotated[int, Field(ge=1, description="prompts that run together")] = 1
     rounds: Annotated[int, Field(ge=1, description="rounds; speeds are medians over them")] = 3
     configs: Annotated[
@@ -113,29 +103,16 @@ def join_lists(arguments: list[str]) -> list[str]:
 
 def measure_and_report(config: AcceptanceBenchConfig) -> dict[str, Any]:
     """All figures: {"configurations": [...], "notes": [...], "plain": {...}}. Raises SpecmambaError."""
-    texts = read_prompts(config)
+    texts = texts_of(config)
     variants, notes = variants_of(config)
-    from specmamba import LLM
     from specmamba.bench.acceptance_report import full_report
-    from specmamba.bench.acceptance_run import measure, select_tasks
+    from specmamba.bench.acceptance_run import measure, select_tasks, start_engine
 
-    engine_flags = config.model_dump(include=set(EngineConfig.model_fields))
-    with LLM(**engine_flags | largest_flags(variants)) as llm:
+    with start_engine(config, largest_flags(variants)) as llm:
         description = llm.engine.describe()
-        if description["speculative_algorithm"] == "none":
-            raise ConfigError("this checkpoint has no MTP head: choose --speculative-algorithm ngram")
         tasks, more_notes = select_tasks(config, llm, texts)
         result = measure(config, llm, tasks, variants)
         return full_report(config, description, tasks, result, notes + more_notes)
-
-
-def read_prompts(config: AcceptanceBenchConfig) -> list[PromptText]:
-    """Raises ConfigError: the file is no file of prompts, or none can be replayed."""
-    texts = bundled_texts() if config.prompts is None else read_texts(config.prompts)
-    if config.replay and not any(text.continuation for text in texts):
-        where = "the bundled prompts" if config.prompts is None else str(config.prompts)
-        raise ConfigError(f'--replay: {where}: no prompt has a "continuation" to replay')
-    return texts
 
 
 def put_out(config: AcceptanceBenchConfig, report: dict[str, Any]) -> None:

@@ -7,8 +7,8 @@ decoding to choose that token there. Where they part, the same is asked of the p
 type explains all of these shifts the difference is a near tie, else a divergence.
 
 To look at the first difference only is not enough: a state or a key that is wrong now and then mostly shows first in a
-token that is nearly as likely as the right one. Bugs of both kinds, put in on purpose, passed for near ties in bfloat16
-in most texts that way, and hardly in any when the whole text is judged.
+token that is nearly as likely as the right one, which passes for a near tie. Further on the wrong text needs shifts
+that rounding does not explain.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specmamba.bench.acceptance_report import LOOPING
+from specmamba.bench.common import looping_warning, sampling_name
 from specmamba.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Figures = Mapping[str, Any]
-WIDTH = 118  # characters that the table needs
+WIDTH = 124  # characters that the table needs
 BAR = 40  # characters of the longest bar
 MAX_SHOWN = 10  # differences
 
@@ -36,8 +36,8 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 def title(figures: Figures) -> str:
     """What was run, in one line."""
-    sampling = "replayed text" if figures["replay"] else f"temperature {figures['temperature']:g}"
     synthetic = figures["synthetic_acceptance"]
+    sampling = sampling_name(figures["temperature"])
     label = "" if synthetic is None else f"synthetic acceptance {synthetic:g}, "
     return (
         f"{label}{figures['model']}, {figures['dtype']} on {figures['device']}, {figures['algorithm']} drafts, "
@@ -51,36 +51,35 @@ def _table(report: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
     name = "accepted" + ("" if report["configurations"][0]["synthetic_acceptance"] is None else "\n(synthetic)")
-    columns = ("tokens/s", "speed-up\n(range)", "draft\nms", "verify\nms", "commit\nms", "break-\neven", "4-grams")
+    speeds = ("tokens/s", "speed-up\n(range)", "whole\ncall")
+    columns = (*speeds, "draft\nms", "verify\nms", "commit\nms", "break-\neven", "4-grams")
     table = Table("steps, topk,\ntokens", name, *columns, "text", box=SIMPLE, padding=(0, 1, 0, 0))
     for column in table.columns[:-1]:
         column.no_wrap = True
         column.justify = "right" if column.header in (name, *columns) else "left"
-    plain = report["plain"]
-    table.add_row(
-        "plain",
-        "1.00",
-        f"{plain['tokens_per_second']:.1f}",
-        "1",
-        *_times(plain),
-        "",
-        _share(plain),
-        "",
-        end_section=True,
-    )
+    table.add_row(*_plain_cells(report["plain"]), end_section=True)
     for figures in report["configurations"]:
-        low, high = figures["speedup_range"]
-        table.add_row(
-            shape_name(figures),
-            f"{figures['accept_length']:.2f}",
-            f"{figures['speculative_tokens_per_second']:.1f}",
-            f"{figures['speedup']:.2f} ({low:.2f}-{high:.2f})",
-            *_times(figures),
-            f"{figures['break_even_accept_length']:.2f}",
-            _share(figures),
-            _verdict(figures),
-        )
+        table.add_row(*_cells(figures))
     return table
+
+
+def _plain_cells(plain: Figures) -> list[str]:
+    return ["plain", "1.00", f"{plain['tokens_per_second']:.1f}", "1", "1", *_times(plain), "", _share(plain), ""]
+
+
+def _cells(figures: Figures) -> list[str]:
+    low, high = figures["speedup_range"]
+    return [
+        shape_name(figures),
+        f"{figures['accept_length']:.2f}",
+        f"{figures['speculative_tokens_per_second']:.1f}",
+        f"{figures['speedup']:.2f} ({low:.2f}-{high:.2f})",
+        f"{figures['end_to_end_speedup']:.2f}",
+        *_times(figures),
+        f"{figures['break_even_accept_length']:.2f}",
+        _share(figures),
+        _verdict(figures),
+    ]
 
 
 def shape_name(figures: Figures) -> str:
@@ -120,12 +119,12 @@ def _remarks(report: Mapping[str, Any]) -> list[str]:
     lines += _about_near_ties(configurations)
     for figures in configurations:
         lines += _about_divergences(figures)
-    loops = [f for f in configurations if f["distinct_4gram_ratio"] < LOOPING and f["synthetic_acceptance"] is None]
-    if loops:
-        share = min(figures["distinct_4gram_ratio"] for figures in loops)
-        advice = "" if loops[0]["replay"] else ": raise --temperature, or measure on real text with --replay"
-        lines.append(f"warning: text loops ({share:.2f} distinct 4-grams), acceptance is flattered{advice}")
     run = configurations[0]
+    if run["synthetic_acceptance"] is None:
+        lines += looping_warning(min(f["distinct_4gram_ratio"] for f in configurations), run["replay"])
+    lines.append(
+        "tokens/s and speed-up: decoding in full batches, without prefill, queues and text; whole call: with all"
+    )
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     lines.append(f"{run['machine']}, threads: {run['threads']}; {versions}")
     return lines
@@ -186,7 +185,7 @@ def _plot_positions(axes: Any, configurations: Sequence[Figures]) -> None:
     for figures in configurations:
         shares = figures["acceptance_per_position"]
         axes.plot(range(1, len(shares) + 1), shares, "o-", label=shape_name(figures))
-    deepest = max(figures["num_steps"] for figures in configurations)
+    deepest = max(len(figures["acceptance_per_position"]) for figures in configurations)
     axes.set(
         xlabel="drafts accepted, at least",
         ylabel="share of verify steps" + _synthetic_label(configurations),

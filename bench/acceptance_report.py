@@ -4,15 +4,17 @@
   was accepted behind the last token wanted does not count, so the last step of a text can only look worse than it was.
 - ``acceptance_per_position[d - 1]``: share of all steps that accepted d drafts or more.
 - ``accept_length_histogram[d]``: verify steps that accepted exactly d drafts.
-- ``draft_ms``, ``verify_ms``, ``commit_ms``: medians over the steps of all rounds, of a whole batch each. On a GPU the
-  clock waits for the device after each of the three, in plain steps as in others.
-- ``plain_tokens_per_second``, ``speculative_tokens_per_second``: tokens over the time of the steps, medians over
-  rounds. Prefill is not in it, and neither is what the host does between two steps (queues, text). That is as much for
-  a plain step as for a speculative one, of which there are fewer: the speed-up rather looks too low for it.
+- ``draft_ms``, ``verify_ms``, ``commit_ms``: means over the steps of all rounds in which a full batch of
+  ``--batch-size`` requests decoded; means, because now and then a step also folds states. Steps of fewer requests,
+  where a batch begins and ends, do not count. On a GPU the clock waits for the device after each of the three, in plain
+  steps as in others.
+- ``plain_tokens_per_second``, ``speculative_tokens_per_second``: batch size times the round's acceptance length over
+  the mean time of these steps; medians over rounds. For a batch of 1 that is tokens over the time of all steps. Left
+  out are prefill, what the host does between two steps (queues, text), and batches that are not full.
 - ``speedup``: median over rounds of the ratio of the two within a round; ``speedup_range`` is the smallest and the
-  largest. ``end_to_end_speedup`` is the same for whole calls, prefill and host included.
-- ``break_even_accept_length``: the three medians of a speculative step over those of a plain step: with a smaller
-  acceptance length drafting costs time.
+  largest. ``end_to_end_speedup`` is the same for whole calls, with all that is left out above in them.
+- ``break_even_accept_length``: mean time of a speculative step over that of a plain one: with a smaller acceptance
+  length drafting costs time.
 - ``lossless``: prompts by how their text compares with the plain one: the same, different by near ties only, or
   diverged (acceptance_compare.py). Null where texts do not compare. ``differences`` has all that are not the same.
 - ``distinct_4gram_ratio``: mean over outputs. Text that repeats itself is easy to guess.
@@ -22,19 +24,20 @@ Counts of tokens and steps are of all rounds together; a round repeats the texts
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specmamba.bench.acceptance_compare import Difference
-from specmamba.bench.acceptance_run import PLAIN, Result, Sample, Task
+from specmamba.bench.acceptance_run import Result, Sample, Task
 from specmamba.bench.acceptance_shapes import Variant
+from specmamba.bench.common import PLAIN, model_name
 from specmamba.bench.report import distinct_4gram_ratio, machine, versions
 
 if TYPE_CHECKING:
     from specmamba.bench.acceptance import AcceptanceBenchConfig
 
-LOOPING = 0.5  # share of distinct 4-grams below which acceptance says little
 Rounds = Sequence[Sequence[Sample]]
 
 
@@ -60,15 +63,17 @@ def full_report(
     notes = [*notes, *_notes(config)]
     shared = _settings(config, description, tasks, result)
     plain = result.samples[PLAIN]
-    configurations = [shared | _figures(variant, plain, result) | {"notes": notes} for variant in result.variants]
-    return {"configurations": configurations, "plain": _plain_figures(plain), "notes": notes}
+    configurations = [
+        shared | _figures(variant, plain, result, config.batch_size) | {"notes": notes} for variant in result.variants
+    ]
+    return {"configurations": configurations, "plain": _plain_figures(plain, config.batch_size), "notes": notes}
 
 
 def _settings(
     config: AcceptanceBenchConfig, description: dict[str, object], tasks: Sequence[Task], result: Result
 ) -> dict[str, Any]:
     return {
-        "model": description["model"],
+        "model": model_name(description),
         "dtype": description["dtype"],
         "device": description["device"],
         "machine": machine(),
@@ -90,7 +95,7 @@ def _settings(
     }
 
 
-def _figures(variant: Variant, plain: Rounds, result: Result) -> dict[str, Any]:
+def _figures(variant: Variant, plain: Rounds, result: Result, batch_size: int) -> dict[str, Any]:
     rounds = result.samples[variant.name]
     return {
         "num_steps": variant.num_steps,
@@ -98,17 +103,18 @@ def _figures(variant: Variant, plain: Rounds, result: Result) -> dict[str, Any]:
         "num_draft_tokens": variant.num_draft_tokens,
         **_acceptance(rounds, variant.num_steps),
         **_lossless(result, variant),
-        **_speeds(plain, rounds),
+        **_speeds(plain, rounds, batch_size),
         **_step_times(plain, rounds),
     }
 
 
 def _acceptance(rounds: Rounds, depth: int) -> dict[str, Any]:
     outputs = [output for samples in rounds for sample in samples for output in sample.outputs]
-    histogram = [0] * (depth + 1)
-    for output in outputs:
-        for accepted, count in enumerate(output.spec.accepted_histogram[: depth + 1]):
-            histogram[accepted] += count
+    columns = itertools.zip_longest(*(output.spec.accepted_histogram for output in outputs), fillvalue=0)
+    histogram = [sum(column) for column in columns]
+    # a tree file may have a deeper tree for batches that are not full
+    depth = max([depth, *(accepted for accepted, count in enumerate(histogram) if count)])
+    histogram = [*histogram, *[0] * depth][: depth + 1]
     num_steps, num_tokens = sum(histogram), sum(len(output.token_ids) for output in outputs)
     return {
         "output_tokens": num_tokens,
@@ -147,8 +153,8 @@ def _as_json(difference: Difference) -> dict[str, Any]:
     }
 
 
-def _speeds(plain: Rounds, rounds: Rounds) -> dict[str, Any]:
-    slow, fast = [_tokens_per_second(s) for s in plain], [_tokens_per_second(s) for s in rounds]
+def _speeds(plain: Rounds, rounds: Rounds, batch_size: int) -> dict[str, Any]:
+    slow, fast = [[_tokens_per_second(samples, batch_size) for samples in each] for each in (plain, rounds)]
     whole = [_whole_speed(b) / _whole_speed(a) for a, b in zip(plain, rounds, strict=True)]
     ratios = [b / a for a, b in zip(slow, fast, strict=True)]
     return {
@@ -160,8 +166,11 @@ def _speeds(plain: Rounds, rounds: Rounds) -> dict[str, Any]:
     }
 
 
-def _tokens_per_second(samples: Sequence[Sample]) -> float:
-    return _num_tokens(samples) / sum(sum(step) for sample in samples for step in sample.steps)
+def _tokens_per_second(samples: Sequence[Sample], batch_size: int) -> float:
+    """Of one round."""
+    num_steps = sum(output.spec.num_verify_steps for sample in samples for output in sample.outputs)
+    step_ms = sum(_mean_ms([samples]))
+    return batch_size * _num_tokens(samples) / num_steps / step_ms * 1e3
 
 
 def _whole_speed(samples: Sequence[Sample]) -> float:
@@ -173,8 +182,8 @@ def _num_tokens(samples: Sequence[Sample]) -> int:
 
 
 def _step_times(plain: Rounds, rounds: Rounds) -> dict[str, Any]:
-    draft, verify, commit = _median_ms(rounds)
-    plain_step = _median_ms(plain)
+    draft, verify, commit = _mean_ms(rounds)
+    plain_step = _mean_ms(plain)
     return {
         "draft_ms": round(draft, 4),
         "verify_ms": round(verify, 4),
@@ -185,10 +194,10 @@ def _step_times(plain: Rounds, rounds: Rounds) -> dict[str, Any]:
     }
 
 
-def _plain_figures(plain: Rounds) -> dict[str, Any]:
-    draft, verify, commit = _median_ms(plain)
+def _plain_figures(plain: Rounds, batch_size: int) -> dict[str, Any]:
+    draft, verify, commit = _mean_ms(plain)
     return {
-        "tokens_per_second": statistics.median(_tokens_per_second(samples) for samples in plain),
+        "tokens_per_second": statistics.median(_tokens_per_second(samples, batch_size) for samples in plain),
         "draft_ms": draft,
         "verify_ms": verify,
         "commit_ms": commit,
@@ -196,10 +205,10 @@ def _plain_figures(plain: Rounds) -> dict[str, Any]:
     }
 
 
-def _median_ms(rounds: Rounds) -> tuple[float, float, float]:
-    """Of draft, verify and commit."""
+def _mean_ms(rounds: Rounds) -> tuple[float, float, float]:
+    """Of draft, verify and commit in steps of full batches."""
     steps = [step for samples in rounds for sample in samples for step in sample.steps]
-    draft, verify, commit = (1e3 * statistics.median(column) for column in zip(*steps, strict=True))
+    draft, verify, commit = (1e3 * statistics.fmean(column) for column in zip(*steps, strict=True))
     return draft, verify, commit
 
 

@@ -13,14 +13,15 @@ import torch
 
 from specmamba import LLM, RequestOutput, SamplingParams
 from specmamba.bench.acceptance_compare import Difference, Judge
-from specmamba.bench.acceptance_shapes import PLAIN_FLAGS, Variant
+from specmamba.bench.acceptance_shapes import Variant
+from specmamba.bench.common import PLAIN, PLAIN_FLAGS, seed_of
 from specmamba.bench.prompts import PromptText, encode_prompt, encode_with_continuation
+from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from specmamba.bench.acceptance import AcceptanceBenchConfig
 
-PLAIN = "plain"
 WARM_UP_TOKENS = 8
 Advance = Callable[[], None]
 
@@ -41,7 +42,7 @@ class Sample:
     """One batch of prompts, run once in one way."""
 
     outputs: tuple[RequestOutput, ...]
-    steps: tuple[tuple[float, float, float], ...]  # seconds of draft, verify and commit of every step
+    steps: tuple[tuple[float, float, float], ...]  # seconds of draft, verify and commit of every step of a full batch
     seconds: float  # from call to return, prefill and all
 
 
@@ -55,11 +56,27 @@ class Result:
     num_threads: int
 
 
+def start_engine(config: AcceptanceBenchConfig, draft_flags: dict[str, Any]) -> LLM:
+    """An engine with room for all drafts.
+
+    Raises:
+        ConfigError: the checkpoint has no MTP head, or the flags do not allow to start.
+    """
+    flags = config.model_dump(include=set(EngineConfig.model_fields)) | draft_flags
+    try:
+        return LLM(**flags)
+    except ConfigError as error:
+        if "no MTP head" not in str(error):
+            raise
+        raise ConfigError("this checkpoint has no MTP head: choose --speculative-algorithm ngram") from None
+
+
 def select_tasks(config: AcceptanceBenchConfig, llm: LLM, texts: Sequence[PromptText]) -> tuple[list[Task], list[str]]:
     """The first ``num_prompts`` prompts that can be run, and notes on those that cannot.
 
     Raises:
-        ConfigError: none can be run, or one is not valid Unicode, has no tokens, or is refused by the chat template.
+        ConfigError: fewer than ``--batch-size`` can be run, or one is not valid Unicode, has no tokens, or is refused
+            by the chat template.
     """
     tasks: list[Task] = []
     too_long, lacking = [], []
@@ -77,6 +94,11 @@ def select_tasks(config: AcceptanceBenchConfig, llm: LLM, texts: Sequence[Prompt
     notes += _skipped(lacking, "have no continuation to replay")
     if not tasks:
         raise ConfigError(f"no prompt can be run: {'; '.join(notes)}")
+    if len(tasks) < config.batch_size:
+        raise ConfigError(
+            f"--batch-size {config.batch_size}: there are only {len(tasks)} prompts to run, which never fill a batch: "
+            f"{'; '.join([*notes, 'raise --num-prompts or give more --prompts, or lower --batch-size'])}"
+        )
     return tasks, notes
 
 
@@ -90,14 +112,14 @@ def _encode(config: AcceptanceBenchConfig, llm: LLM, number: int, text: PromptTe
             prompt, replay = encode_prompt(text, engine.tokenizer), []
         if len(prompt) < engine.context_length:
             engine.check_prompt(prompt)
-        engine.check_tokens(replay)
+        engine.check_tokens(replay, "replay")
     except RequestError as error:
         raise ConfigError(f"prompt {number + 1}: {error}") from None
     return prompt, replay
 
 
 def _task(config: AcceptanceBenchConfig, number: int, prompt: list[int], replay: list[int]) -> Task:
-    seed = (config.seed * 1_000_003 + number) % (1 << 63)
+    seed = seed_of(config.seed, number)
     length = min(config.max_tokens, len(replay)) if config.replay else config.max_tokens
     params = SamplingParams(
         max_tokens=length,
@@ -119,6 +141,7 @@ def measure(config: AcceptanceBenchConfig, llm: LLM, tasks: Sequence[Task], vari
     """Run all rounds, then compare the texts.
 
     Raises:
+        ConfigError: no step had ``--batch-size`` requests.
         RequestError: the model's numbers are not finite for one of the prompts.
     """
     batches = [tasks[i : i + config.batch_size] for i in range(0, len(tasks), config.batch_size)]
@@ -136,6 +159,8 @@ def measure(config: AcceptanceBenchConfig, llm: LLM, tasks: Sequence[Task], vari
                 for contestant in contestants[first:] + contestants[:first]:
                     samples[name_of(contestant)][-1].append(run_batch(config, llm, contestant, batch))
                     advance()
+            for rounds in samples.values():
+                require_full_batches(config.batch_size, rounds[-1])
     differences = compare_texts(config, llm, tasks, samples) if config.texts_can_be_compared else None
     return Result(tuple(variants), samples, differences, torch.get_num_threads())
 
@@ -164,8 +189,19 @@ def run_batch(config: AcceptanceBenchConfig, llm: LLM, contestant: Variant | Non
         if output.finish_reason == "error":
             raise RequestError(f"prompt {task.number + 1}: {output.error}")
     laps = bench.clock.seconds
-    steps = tuple(zip(laps["draft"], laps["verify"], laps["commit"], strict=True))
-    return Sample(tuple(outputs), steps, elapsed)
+    steps = zip(bench.clock.rows, laps["draft"], laps["verify"], laps["commit"], strict=True)
+    full = tuple((draft, verify, commit) for rows, draft, verify, commit in steps if rows == config.batch_size)
+    return Sample(tuple(outputs), full, elapsed)
+
+
+def require_full_batches(batch_size: int, samples: Sequence[Sample]) -> None:
+    """Raises ConfigError: no step of a round had as many requests as were to run together, so none was timed."""
+    if not any(sample.steps for sample in samples):
+        raise ConfigError(
+            f"--batch-size {batch_size}: no step had so many requests: one ended before the last one began, or they do "
+            "not fit the memory together; raise --max-tokens, --chunked-prefill-size or --max-total-tokens, or give "
+            "--ignore-eos"
+        )
 
 
 def _shortened(task: Task) -> Task:

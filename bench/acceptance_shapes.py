@@ -24,10 +24,6 @@ AXES = {
 }
 # everything that says how drafts are made; the state backend is the engine's, for as long as it lives
 DRAFT_FIELDS = [n for n in EngineConfig.model_fields if n.startswith("speculative_") and n != "speculative_state"]
-PLAIN_FLAGS: dict[str, Any] = {
-    **{name: EngineConfig.model_fields[name].default for name in DRAFT_FIELDS},
-    "speculative_algorithm": "none",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ def variants_of(config: AcceptanceBenchConfig) -> tuple[list[Variant], list[str]
         if not variants:
             raise ConfigError("--configs: there is none: give steps,topk[,nodes] ..., such as 3,1 4,4,8")
         return list(dict.fromkeys(variants)), []
-    return [_single(config)], []
+    return [_single(config, config.batch_size)], []
 
 
 def largest_flags(variants: Sequence[Variant]) -> dict[str, Any]:
@@ -74,14 +70,13 @@ def largest_flags(variants: Sequence[Variant]) -> dict[str, Any]:
     return flags | sizes
 
 
-def _single(config: EngineConfig) -> Variant:
+def _single(config: EngineConfig, batch_size: int = 1) -> Variant:
+    """The drafts of these flags; of a tree file, those of full batches."""
     flags = _draft_flags(config)
     if config.speculative_tree is None:
         return Variant(config.num_draft_steps, config.draft_topk, config.num_draft_nodes, flags | _shape_flags(config))
-    trees = read_tree_file(config.speculative_tree)
-    depth = max(max(tree.depths) for tree in trees.trees)
-    rank = max(max(tree.ranks) for tree in trees.trees)
-    return Variant(depth, rank + 1, trees.max_nodes, flags)
+    tree = read_tree_file(config.speculative_tree).for_batch(batch_size)
+    return Variant(max(tree.depths), max(tree.ranks) + 1, tree.num_nodes, flags)
 
 
 def _draft_flags(config: EngineConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -92,7 +93,7 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
     prompts = bundled_prompts(config.num_prompts)
     results = play(config, contestants, prompts)
     return {
-        "model": config.model_path if config.model else "specmamba-demo",
+        "model": Path(config.model_path).name if config.model else "specmamba-demo",
         "dtype": config.dtype,
         "machine": machine(),
         "threads": {name: contestant.num_threads for name, contestant in contestants.items()},

@@ -16,8 +16,9 @@ from specmamba.config import EngineConfig
 from specmamba.kernels import linear
 
 PROMPT = "def main():\n"
-STEPS = 64
-LINEAR_PASSES = 7
+STEPS = 64  # of each count
+ROUNDS = 7  # of timed steps and a pass over linear layers, in turns: bandwidth changes from minute to minute
+STEPS_PER_ROUND = 16
 GROUPS = {
     "PyTorch's matrix products": ("linear", "addmm", "aten::mm", "bmm", "triangular"),
     "attention": ("attention",),
@@ -41,54 +42,50 @@ def floor_report(config: EngineConfig) -> dict[str, Any]:
 
     Returns:
         ``weight_bytes`` a step reads; ``linear_gb_per_s``, what layers of the model's size reach when one row is
-        multiplied by one after the other; ``floor_ms`` = the one over the other; ``step_ms`` (median), and
-        ``share_of_floor`` = floor over step; ``operators`` of PyTorch per step, and ``shares`` of the step's time by
-        kind of work.
+        multiplied by one after the other; ``floor_ms`` = the one over the other; ``step_ms``; ``share_of_floor``, the
+        floor over the step right before it: all medians over rounds. ``operators`` of PyTorch per step, and ``shares``
+        of the step's time by kind of work.
     """
-    flags = config.model_dump(
-        include=set(EngineConfig.model_fields),
-        exclude={"speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens"},
-    )
+    flags = config.model_dump(include=set(EngineConfig.model_fields), exclude={"speculative_algorithm"})
     with LLM(**flags, speculative_algorithm="none") as llm:
         model = llm.engine.model
         # every weight is read once per step; a tied embedding is read as the output head
         weight_bytes = model.num_parameters * model.cache_shape.dtype.itemsize
-        step_ms = statistics.median(_step_times(llm)) * 1e3
-        bandwidth = linear_bandwidth(config.model_path, weight_bytes, model.cache_shape.dtype)
-        floor_ms = weight_bytes / bandwidth * 1e3
+        layers = LinearLayers(config.model_path, weight_bytes, model.cache_shape.dtype)
+        rounds = _timed_rounds(llm, layers)
+        floor = statistics.median(floor for floor, _ in rounds)
         return {
             "weight_bytes": weight_bytes,
-            "linear_gb_per_s": bandwidth / 1e9,
-            "floor_ms": floor_ms,
-            "step_ms": step_ms,
-            "share_of_floor": floor_ms / step_ms,
+            "linear_gb_per_s": weight_bytes / floor / 1e9,
+            "floor_ms": floor * 1e3,
+            "step_ms": statistics.median(step for _, step in rounds) * 1e3,
+            "share_of_floor": statistics.median(floor / step for floor, step in rounds),
             "operators": _count_operators(llm),
             "shares": _shares(llm),
         }
 
 
-def linear_bandwidth(model_path: str, weight_bytes: int, dtype: torch.dtype) -> float:
-    """Bytes per second at which one row goes through linear layers of the MLP's size, as many as the model weighs.
+class LinearLayers:
+    """Linear layers of the MLP's size, as many as the model weighs: what holds the model in a cache holds these too."""
 
-    So what holds the model in a cache, if anything does, holds these too.
-    """
-    shape = AutoConfig.from_pretrained(model_path).get_text_config()
-    size = 2 * shape.intermediate_size, shape.hidden_size
-    weight = torch.randn(size).to(dtype)
-    layers = [linear.pack(weight.clone()) for _ in range(max(1, weight_bytes // weight.nbytes))]
-    x = torch.randn(1, shape.hidden_size).to(dtype)
-    times = []
-    for _ in range(LINEAR_PASSES):
+    def __init__(self, model_path: str, weight_bytes: int, dtype: torch.dtype) -> None:
+        shape = AutoConfig.from_pretrained(model_path).get_text_config()
+        weight = torch.randn(2 * shape.intermediate_size, shape.hidden_size).to(dtype)
+        self._layers = [linear.pack(weight.clone()) for _ in range(max(1, weight_bytes // weight.nbytes))]
+        self._scale = weight_bytes / (len(self._layers) * weight.nbytes)
+        self._x = torch.randn(1, shape.hidden_size).to(dtype)
+
+    def seconds(self) -> float:
+        """Multiply one row by one layer after the other; the time that the model's bytes take at this speed."""
         began = time.perf_counter()
-        for layer in layers:
-            layer(x)
-        times.append(time.perf_counter() - began)
-    return len(layers) * weight.nbytes / statistics.median(times)
+        for layer in self._layers:
+            layer(self._x)
+        return (time.perf_counter() - began) * self._scale
 
 
 def _decode(llm: LLM) -> None:
     """Bring one request to where every further step is plain decoding."""
-    llm.engine.close()
+    llm.engine.abort("floor")
     prompt = llm.engine.tokenizer.encode(PROMPT)
     params = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
     llm.engine.add_request("floor", prompt, params)
@@ -96,14 +93,19 @@ def _decode(llm: LLM) -> None:
         llm.engine.step()
 
 
-def _step_times(llm: LLM) -> list[float]:
+def _timed_rounds(llm: LLM, layers: LinearLayers) -> list[tuple[float, float]]:
+    """Seconds of the floor and of a step, by round."""
     _decode(llm)
-    times = []
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        llm.engine.step()
-        times.append(time.perf_counter() - began)
-    return times
+    layers.seconds()  # warm up
+    rounds = []
+    for _ in range(ROUNDS):
+        times = []
+        for _ in range(STEPS_PER_ROUND):
+            began = time.perf_counter()
+            llm.engine.step()
+            times.append(time.perf_counter() - began)
+        rounds.append((layers.seconds(), statistics.median(times)))
+    return rounds
 
 
 def _count_operators(llm: LLM) -> int:

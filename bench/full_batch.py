@@ -1,7 +1,7 @@
 """Steps of full batches: the speed of decoding with nothing else in it, no prompt and no request that is missing.
 
-The time of a step is the median of its stretch. On an idle machine that is one or two percent below the mean, because
-now and then a step also folds states; where something else wants the processor for a moment, only the median holds.
+The time of a step is the mean of its stretch: now and then a step also folds states, which a median would leave out.
+What else wants the processor for a moment is for the median over stretches.
 """
 
 from __future__ import annotations
@@ -30,15 +30,30 @@ class Stretch:
 
     batch_size: int
     num_steps: int
-    num_tokens: int
+    tokens: tuple[int, ...]  # of each request
     seconds: float  # of all steps
-    step_ms: float  # of a whole step, as the caller sees it; median
-    draft_ms: float  # phases of a step; medians, 0 when the clock was off
+    draft_ms: float  # phases of a step; means, 0 when the clock was off
     verify_ms: float
 
     @property
-    def accept_length(self) -> float:
-        return self.num_tokens / self.num_steps / self.batch_size
+    def num_tokens(self) -> int:
+        return sum(self.tokens)
+
+    @property
+    def step_ms(self) -> float:
+        """Of a whole step, as the caller sees it; the mean."""
+        return self.seconds / self.num_steps * 1e3
+
+
+def accept_length(stretches: Sequence[Stretch]) -> float:
+    """Tokens per step and request, every request counted as if it had made as many tokens as the others.
+
+    Requests of a full batch make as many steps, so their plain mean would count a text that is easy to guess for more
+    tokens than a hard one. A walk along texts of one length counts tokens alike, and so does this: R requests over the
+    sum of their steps per token.
+    """
+    steps_per_token = [s.num_steps / tokens for s in stretches for tokens in s.tokens]
+    return len(steps_per_token) / sum(steps_per_token)
 
 
 def run_full_batch(llm: LLM, jobs: Sequence[Job], clock: bool = False) -> Stretch:
@@ -53,29 +68,35 @@ def run_full_batch(llm: LLM, jobs: Sequence[Job], clock: bool = False) -> Stretc
         ConfigError: a request ended before the last one had begun, or a single step of all was left.
         RequestError: a request failed.
     """
-    engine, names = llm.engine, [f"batch-{i}" for i in range(len(jobs))]
+    names = [f"batch-{i}" for i in range(len(jobs))]
     laps = llm.workbench.clock
     laps.is_on = clock
     try:
         for name, job in zip(names, jobs, strict=True):
-            engine.add_request(name, job.prompt, job.params, job.replay)
+            llm.engine.add_request(name, job.prompt, job.params, job.replay)
         _fill(llm, len(jobs))
         laps.reset()
-        seconds, num_tokens, is_full = [], 0, True
-        while is_full:
-            began = time.perf_counter()
-            deltas = engine.step()
-            seconds.append(time.perf_counter() - began)
-            num_tokens += sum(len(delta.token_ids) for delta in deltas)
-            is_full = not any(delta.finish_reason for delta in deltas)
-            _raise_failures([delta.error for delta in deltas])
-        phases = {phase: statistics.median(times or [0.0]) * 1e3 for phase, times in laps.seconds.items()}
+        times, tokens = _run_until_one_ends(llm, names)
+        phases = {phase: statistics.fmean(parts or [0.0]) * 1e3 for phase, parts in laps.seconds.items()}
     finally:
         laps.is_on = False
         for name in names:
-            engine.abort(name)
-    step_ms = statistics.median(seconds) * 1e3
-    return Stretch(len(jobs), len(seconds), num_tokens, sum(seconds), step_ms, phases["draft"], phases["verify"])
+            llm.engine.abort(name)
+    return Stretch(len(jobs), len(times), tokens, sum(times), phases["draft"], phases["verify"])
+
+
+def _run_until_one_ends(llm: LLM, names: Sequence[str]) -> tuple[list[float], tuple[int, ...]]:
+    """Seconds of every step, and tokens of every request."""
+    times, tokens, is_full = [], dict.fromkeys(names, 0), True
+    while is_full:
+        began = time.perf_counter()
+        deltas = llm.engine.step()
+        times.append(time.perf_counter() - began)
+        for delta in deltas:
+            tokens[delta.request_id] += len(delta.token_ids)
+        is_full = not any(delta.finish_reason for delta in deltas)
+        _raise_failures([delta.error for delta in deltas])
+    return times, tuple(tokens.values())
 
 
 def _fill(llm: LLM, batch_size: int) -> None:

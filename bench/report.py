@@ -1,7 +1,7 @@
 """What all benchmarks share: where a report goes, what it says of the machine, and the bundled prompts.
 
 A configuration that derives from ``ReportOptions`` has the flags ``--json FILE`` and ``--plot FILE.png``; both are
-checked when the flags are read, so that no long run ends without its report.
+checked when the flags are read (``checked_file``), so that no long run ends without its report.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 import specmamba
 from specmamba.config import DEMO_MODEL, EngineConfig
@@ -31,15 +31,19 @@ with warnings.catch_warnings():
     # keeps for callers of its first version; nothing here calls it.
     warnings.filterwarnings("ignore", 'Field name "json"', UserWarning)
 
-    class JsonOption(EngineConfig):
-        """The engine's flags and ``--json``; ``config.json`` is the path or None."""
+    class JsonFile(BaseModel):
+        """``--json`` for any command line; ``config.json`` is the path or None."""
 
         json: _ReportFile = None  # type: ignore[assignment]
 
         @field_validator("json")
         @classmethod
         def _can_be_written(cls, path: Path | None) -> Path | None:
-            return _in_a_folder(path)
+            return None if path is None else checked_file(path)
+
+
+class JsonOption(EngineConfig, JsonFile):
+    """The engine's flags and ``--json``."""
 
 
 class ReportOptions(JsonOption):
@@ -54,14 +58,21 @@ class ReportOptions(JsonOption):
             raise ValueError(f"the name of a picture ends with {' or '.join(PICTURE_FORMATS)}")
         if path is not None:
             require_matplotlib("--plot")
-        return _in_a_folder(path)
+        return None if path is None else checked_file(path)
 
 
-def _in_a_folder(path: Path | None) -> Path | None:
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent}")
-    if path is not None and path.is_dir():
-        raise ValueError("this is a folder, not a file")
+def checked_file(path: Path) -> Path:
+    """The path of a file that can be written; nothing is written yet. Raises ValueError with the reason."""
+    try:
+        if not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent}")
+        if path.is_dir():
+            raise ValueError("this is a folder, not a file")
+        exists = path.exists()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+    if not os.access(path if exists else path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: no permission")
     return path
 
 

@@ -1,6 +1,6 @@
 """Bytes of recurrent state that one verify moves, and that one running request holds: records against snapshots.
 
-    python -m specmamba.bench.state_bytes [--json-file FILE] [--timed-shape qwen3-next] [--no-time]
+    python -m specmamba.bench.state_bytes [--json FILE] [--timed-shape qwen3-next] [--no-time]
 
 Counted per layer and request, from tensor sizes. What both ways of verifying read and write alike (q, k, v, gates,
 weights, the outputs) is left out, and what a kernel has just computed is not read again, be it a record or a state.
@@ -30,18 +30,16 @@ ratio at N = 16 is above 0.2.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from specmamba.bench.demo.settings import CommandLine, Count
-from specmamba.bench.report import machine, versions
+from specmamba.bench.report import JsonFile, machine, versions, write_json
 from specmamba.config import exit_with_error, read_flags
-from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.errors import SpecmambaError
 
 PROG = "python -m specmamba.bench.state_bytes"
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -49,7 +47,7 @@ JUDGED_NODES, LIMIT = 16, 0.2
 ShapeName = Literal["demo", "qwen3.5-0.8b", "qwen3-next"]
 
 
-class StateBytesConfig(CommandLine):
+class StateBytesConfig(CommandLine, JsonFile):
     """State traffic and memory of a verify: records against snapshots."""
 
     accept_length: Annotated[Count, Field(description="tokens per verify; trees smaller than that accept all")] = 4
@@ -61,7 +59,6 @@ class StateBytesConfig(CommandLine):
     layers: Annotated[Count, Field(description="timed layers: their states together should exceed the caches")] = 6
     rounds: Annotated[Count, Field(description="timed rounds; the median over them is reported")] = 5
     num_threads: Annotated[Count | None, Field(description="CPU threads; none: all cores")] = None
-    json_file: Annotated[Path | None, Field(description="write all figures to this file")] = None
 
 
 @dataclass(frozen=True)
@@ -230,14 +227,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     try:
         config = read_flags(StateBytesConfig, PROG, sys.argv[1:] if arguments is None else arguments)
-        if config.json_file is not None and not config.json_file.parent.is_dir():
-            raise ConfigError(f"--json-file: there is no folder {config.json_file.parent}")
         report = run(config)
+        print_report(report)
+        if config.json is not None:
+            write_json(config.json, report)
     except SpecmambaError as error:
         exit_with_error(PROG, error)
-    print_report(report)
-    if config.json_file is not None:
-        config.json_file.write_text(json.dumps(report, indent=2) + "\n", "utf8")
     return 0 if report["passed"] else 1
 
 

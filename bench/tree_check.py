@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from specmamba import LLM
-from specmamba.bench.full_batch import Job, Stretch, run_full_batch
+from specmamba.bench.common import PLAIN
+from specmamba.bench.full_batch import Job, Stretch, accept_length, run_full_batch
 
-PLAIN = "plain"
-PLAIN_FLAGS: dict[str, Any] = {"speculative_algorithm": "none"}
 DYNAMIC = ((1, 1, 2), (2, 1, 3), (3, 1, 4), (4, 4, 8), (5, 8, 16))  # steps, topk, draft tokens
 
 
@@ -32,10 +31,10 @@ def dynamic_flags() -> dict[str, dict[str, Any]]:
 class Showing:
     """What one contestant did over all waves."""
 
-    accept_length: float  # of all steps together
-    step_ms: float  # median over waves
+    accept_length: float  # of all requests together
+    step_ms: float  # mean over all steps
     step_ratio: float  # median over waves: plain's time of a step over the own one, measured next to each other
-    tokens_per_second: float  # by the accept length and the median step
+    tokens_per_second: float  # by the accept length and the mean step
     wall_tokens_per_second: float  # all tokens over all time, interruptions and all
 
     @property
@@ -71,13 +70,14 @@ def contest(
 
 def _showing(own: Sequence[Stretch], plain: Sequence[Stretch]) -> Showing:
     batch_size = own[0].batch_size
-    accept_length = sum(s.num_tokens for s in own) / sum(s.num_steps for s in own) / batch_size
-    step_ms = statistics.median(s.step_ms for s in own)
+    accepted = accept_length(own)
+    seconds = sum(s.seconds for s in own)
+    step_ms = seconds / sum(s.num_steps for s in own) * 1e3
     ratios = [other.step_ms / s.step_ms for s, other in zip(own, plain, strict=True)]
     return Showing(
-        accept_length=accept_length,
+        accept_length=accepted,
         step_ms=step_ms,
         step_ratio=statistics.median(ratios),
-        tokens_per_second=batch_size * accept_length / step_ms * 1e3,
-        wall_tokens_per_second=sum(s.num_tokens for s in own) / sum(s.seconds for s in own),
+        tokens_per_second=batch_size * accepted / step_ms * 1e3,
+        wall_tokens_per_second=sum(s.num_tokens for s in own) / seconds,
     )

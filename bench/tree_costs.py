@@ -117,7 +117,7 @@ class BatchCost:
 
 @dataclass(frozen=True)
 class Sample:
-    """A probe's medians, the drift of the machine between rounds taken out."""
+    """A probe's mean times of a step, median over rounds, the drift of the machine between rounds taken out."""
 
     tree: StaticTree
     draft: float

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specmamba import LLM
+from specmamba.bench.common import WITHOUT_SHAPE
 from specmamba.bench.tree_check import DYNAMIC
 from specmamba.bench.tree_texts import Text
-from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,10 +23,7 @@ def start_engine(config: TreeTunerConfig) -> LLM:
     Raises:
         ConfigError: the checkpoint has no MTP head, or the flags do not allow to start.
     """
-    own = {
-        name for name in EngineConfig.model_fields if name not in {*SHAPE, "speculative_tree", "speculative_algorithm"}
-    }
-    flags = config.model_dump(include=own)
+    flags = config.model_dump(include=WITHOUT_SHAPE)
     shape = {"speculative_num_steps": config.max_nodes - 1}  # a chain: the fewest slots for so many nodes
     if config.compare:
         steps, topk, nodes = (max(sizes) for sizes in zip(*DYNAMIC, strict=True))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specmamba import LLM, SamplingParams
+from specmamba.bench.common import seed_of
 from specmamba.bench.full_batch import Job
 from specmamba.bench.prompts import PromptText, encode_prompt, encode_with_continuation
 from specmamba.bench.tree_search import Ranks
@@ -18,10 +19,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and the ``max_tokens`` tokens behind it."""
+    """A prompt and the ``max_tokens`` tokens behind it.
+
+    Requests that are timed together run to the same length; acceptance is recorded to the end of the text only.
+    """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
+    length: int  # tokens up to the end-of-text token and with it
+
+    @property
+    def recorded(self) -> tuple[int, ...]:
+        """What acceptance is recorded on."""
+        return self.tokens[: self.length]
+
+
+def dropped_share(texts: Sequence[Text]) -> float:
+    """Share of the tokens that stand behind an end of text."""
+    return 1 - sum(text.length for text in texts) / sum(len(text.tokens) for text in texts)
 
 
 def collect_texts(config: TreeTunerConfig, llm: LLM, sources: Sequence[PromptText]) -> list[Text]:
@@ -45,14 +60,23 @@ def collect_texts(config: TreeTunerConfig, llm: LLM, sources: Sequence[PromptTex
             f"context of {llm.engine.context_length}: lower --max-tokens, or give --prompts FILE"
         )
     if config.replay:
-        return [Text(prompt, rest[: config.max_tokens]) for prompt, rest in pairs]
+        return [Text(prompt, rest[: config.max_tokens], config.max_tokens) for prompt, rest in pairs]
+    return _sampled(config, llm, [prompt for prompt, _ in pairs])
+
+
+def _sampled(config: TreeTunerConfig, llm: LLM, prompts: Sequence[tuple[int, ...]]) -> list[Text]:
     llm.workbench.use_drafts(speculative_algorithm="none")
-    params = [sampling_params(config, number) for number in range(len(pairs))]
-    outputs = llm.generate([prompt for prompt, _ in pairs], params)
+    params = [sampling_params(config, number) for number in range(len(prompts))]
+    outputs = llm.generate(prompts, params)
     for output in outputs:
         if output.error is not None:
             raise RequestError(output.error)
-    return [Text(output.prompt_token_ids, output.token_ids) for output in outputs]
+    return [_cut(llm, output.prompt_token_ids, output.token_ids) for output in outputs]
+
+
+def _cut(llm: LLM, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Text:
+    ends = llm.engine.model.eos_token_ids
+    return Text(prompt, tokens, next((i for i, token in enumerate(tokens, 1) if token in ends), len(tokens)))
 
 
 def _encoded(
@@ -76,12 +100,13 @@ def _fits(config: TreeTunerConfig, llm: LLM, prompt: Sequence[int], rest: Sequen
 
 def sampling_params(config: TreeTunerConfig, number: int) -> SamplingParams:
     """Of the number-th request; its text goes on to ``max_tokens`` whatever the model says."""
-    seed = (config.seed * 1_000_003 + number) % (1 << 63)
+    seed = seed_of(config.seed, number)
     return SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, seed=seed, ignore_eos=True)
 
 
 def record_ranks(llm: LLM, texts: Sequence[Text], num_steps: int, batch_size: int) -> list[Ranks]:
-    """Rank of every token of every text in the draft head's list, 1 to ``num_steps`` places ahead; [T, num_steps] each.
+    """Rank of every recorded token of every text in the draft head's list, 1 to ``num_steps`` places ahead, as arrays
+    [T, num_steps].
 
     Args:
         llm: drafts with an MTP head.
@@ -94,8 +119,8 @@ def record_ranks(llm: LLM, texts: Sequence[Text], num_steps: int, batch_size: in
     owners: list[int] = []  # of the rows that were recorded: a step records its batch in the order of its deltas
     for first in range(0, len(texts), batch_size):
         for i, text in enumerate(texts[first : first + batch_size], start=first):
-            params = SamplingParams(max_tokens=len(text.tokens), temperature=0.0, ignore_eos=True)
-            llm.engine.add_request(str(i), text.prompt, params, text.tokens)
+            params = SamplingParams(max_tokens=text.length, temperature=0.0, ignore_eos=True)
+            llm.engine.add_request(str(i), text.prompt, params, text.recorded)
         while llm.engine.has_unfinished_requests:
             deltas = llm.engine.step()
             for delta in deltas:
@@ -120,7 +145,7 @@ def probe_jobs(config: TreeTunerConfig, texts: Sequence[Text], batch_size: int, 
 def check_jobs(config: TreeTunerConfig, texts: Sequence[Text], batch_size: int, number: int) -> list[Job]:
     """Requests to check a prediction with: the next prompts, sampled with seeds that were not recorded.
 
-    With ``--replay`` there is no other text than the recorded one.
+    With ``--replay`` and at temperature 0 there is no other text than the recorded one.
     """
     jobs = []
     for i in range(number * batch_size, (number + 1) * batch_size):

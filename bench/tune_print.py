@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specmamba.bench.tree_check import PLAIN
+from specmamba.bench.common import PLAIN, looping_warning, sampling_name
 from specmamba.errors import ConfigError
 from specmamba.trees import StaticTree
 
-LOOPING = 0.5  # share of distinct 4-grams below which acceptance says little
 STEADY = 1.2  # a machine that drifts by more than this factor does other things meanwhile
 FITTING = 10.0  # percent; costs that are further from the model than this in the median were disturbed
 
@@ -22,10 +21,10 @@ def print_report(report: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120  # a file has no edge
-    text = "given text" if report["replay"] else f"temperature {report['temperature']:g}"
     console.print(
         f"{report['model']}, {report['dtype']}, {report['machine']}, {report['threads']} threads; "
-        f"{report['num_prompts']} texts of {report['max_tokens']} tokens, {text}",
+        f"{report['num_prompts']} texts of {report['max_tokens']} tokens, {sampling_name(report['temperature'])}, "
+        f"{report['speculative_state']}, seed {report['seed']}, page size {report['page_size']}",
         markup=False,
     )
     console.print(_acceptance_table(report))
@@ -124,31 +123,46 @@ def _contest_table(report: Mapping[str, Any]) -> Any:
 
 
 def _remarks(report: Mapping[str, Any]) -> list[str]:
-    lines = [f"wrote {report['tree_file']}: use it with --speculative-tree {report['tree_file']}"]
+    lines = [
+        f"wrote {report['tree_file']}: use it with --speculative-tree {report['tree_file']}",
+        f"the trees were checked on {report['check_text']}",
+    ]
+    if report["dropped_share"]:
+        lines.append(
+            f"acceptance was not recorded behind an end of text, so {report['dropped_share']:.0%} of the tokens were "
+            "dropped"
+        )
     for result in report["results"]:
-        size = result["batch_size"]
-        if len(result["parents"]) == 1:
-            lines.append(f"batch size {size}: no draft pays for itself")
-        drift = result["machine_drift"]
-        if not 1 / STEADY < drift < STEADY:
-            lines.append(
-                f"warning: batch size {size}: a plain step took {drift:.1f}x as long when costs were measured as now; "
-                "something else runs here: tune again when the machine is idle, or with more --rounds"
-            )
-        for name, row in result["contestants"].items():
-            if row["speedup"] > result["measured"]["speedup"] and name != PLAIN:
-                ratio = row["speedup"] / result["measured"]["speedup"]
-                lines.append(f"batch size {size}: {name} was {ratio:.2f}x as fast as the tree")
-    for size, cost in report["costs"].items():
-        error = cost["cost_model"]["median_error_percent"]
-        if error > FITTING:
-            lines.append(
-                f"warning: batch size {size}: the costs do not fit together, by {error:.0f} % in the median; something "
-                "else runs here, so do not trust this tree: tune again when the machine is idle"
-            )
-    if report["distinct_4gram_ratio"] < LOOPING:
-        lines.append("warning: the text repeats itself, which flatters acceptance: raise --temperature")
+        lines += _about_result(result)
+    lines += _about_costs(report["costs"])
+    return lines + looping_warning(report["distinct_4gram_ratio"], report["replay"])
+
+
+def _about_result(result: Mapping[str, Any]) -> list[str]:
+    lines, size = [], result["batch_size"]
+    if len(result["parents"]) == 1:
+        lines.append(f"batch size {size}: no draft pays for itself")
+    drift = result["machine_drift"]
+    if not 1 / STEADY < drift < STEADY:
+        lines.append(
+            f"warning: batch size {size}: a plain step took {drift:.1f}x as long when costs were measured as now; "
+            "something else runs here: tune again when the machine is idle, or with more --rounds"
+        )
+    for name, row in result["contestants"].items():
+        ratio = row["speedup"] / result["measured"]["speedup"]
+        if ratio > 1 and name != PLAIN:
+            lines.append(f"batch size {size}: {name} was {ratio:.2f}x as fast as the tree")
     return lines
+
+
+def _about_costs(costs: Mapping[str, Any]) -> list[str]:
+    errors = {size: cost["cost_model"]["median_error_percent"] for size, cost in costs.items()}
+    return [
+        f"warning: batch size {size}: the costs do not fit together, by {error:.0f} % in the median; something else "
+        "runs here, so do not trust this tree: tune again when the machine is idle"
+        for size, error in errors.items()
+        if error > FITTING
+    ]
 
 
 def plot_report(path: Path, report: Mapping[str, Any]) -> None:
@@ -171,8 +185,7 @@ def plot_report(path: Path, report: Mapping[str, Any]) -> None:
     right.set_ylim(0, 1.1 * right.get_ylim()[1])
     right.grid(alpha=0.3)
     right.legend(title="batch size")
-    text = "given text" if report["replay"] else f"temperature {report['temperature']:g}"
-    figure.suptitle(f"{report['model']}, {report['dtype']}, {text}")
+    figure.suptitle(f"{report['model']}, {report['dtype']}, {sampling_name(report['temperature'])}")
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

@@ -2,11 +2,14 @@
 
 - ``predicted`` of a tree: ``accept_length`` on text it was not searched on; ``step_ms`` and ``tokens_per_second`` by
   the costs as they were measured; ``speedup`` over plain decoding by the same costs.
-- ``measured``: on the requests of the final run; ``tokens_per_second`` by the median step, ``wall_tokens_per_second``
-  by all of the time. ``deviation_percent`` is predicted over measured tokens per second. A shared machine may have
-  become faster or slower since the costs were measured: by ``machine_drift``, time of a plain step then over now. Both
-  speed-ups are relative to plain decoding at their own time, which takes most of that out of
-  ``speedup_deviation_percent``.
+- ``measured``: on the requests of the final run; ``step_ms`` is the mean, ``accept_length`` counts each request alike
+  (full_batch.py) and ``tokens_per_second`` is by these two; ``wall_tokens_per_second`` is all tokens over all of the
+  time. These requests go on behind an end of text. ``check_text`` says whether their text was recorded before: with
+  ``--replay`` and at temperature 0 there is no other. ``deviation_percent`` is predicted over measured tokens per
+  second. A shared machine may have become faster or slower since the costs were measured: by ``machine_drift``, time of
+  a plain step then over now. Both speed-ups are relative to plain decoding at their own time, which takes most of that
+  out of ``speedup_deviation_percent``.
+- ``dropped_share``: of the sampled tokens, those behind an end of text; acceptance is not recorded on them.
 - ``cost_model``: predicted over measured time of the steps that the costs were fitted to.
 """
 
@@ -19,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specmamba import LLM
+from specmamba.bench.common import PLAIN, model_name, sampling_name
 from specmamba.bench.report import distinct_4gram_ratio, machine, versions
-from specmamba.bench.tree_check import PLAIN, Showing
+from specmamba.bench.tree_check import Showing
 from specmamba.bench.tree_choice import Choice
 from specmamba.bench.tree_costs import BatchCost, Sample, level_widths
 from specmamba.bench.tree_search import Acceptance, Ranks
-from specmamba.bench.tree_texts import Text
+from specmamba.bench.tree_texts import Text, dropped_share
 
 if TYPE_CHECKING:
     from specmamba.bench.tune_tree import TreeTunerConfig
@@ -33,10 +37,11 @@ if TYPE_CHECKING:
 def provenance(config: TreeTunerConfig, llm: LLM) -> str:
     """Where the trees come from, for the tree file."""
     about = llm.engine.describe()
-    text = "given text" if config.replay else f"temperature {config.temperature:g}"
     return (
-        f"specmamba tune tree: {about['model']}, {about['dtype']} on {about['device']}, {machine()}, "
-        f"{torch.get_num_threads()} threads; {text}, at most {config.max_nodes} nodes, depth {config.max_depth}"
+        f"specmamba tune tree: {model_name(about)}, {about['dtype']} on {about['device']}, {machine()}, "
+        f"{torch.get_num_threads()} threads; {sampling_name(None if config.replay else config.temperature)}, "
+        f"seed {config.seed}, {config.speculative_state}, page size {llm.engine.config.page_size}, "
+        f"at most {config.max_nodes} nodes, depth {config.max_depth}"
     )
 
 
@@ -50,23 +55,12 @@ def full_report(
     showings: Mapping[int, Mapping[str, Showing]],
 ) -> dict[str, Any]:
     """All figures."""
-    about = llm.engine.describe()
     acceptance = Acceptance.of(ranks, config.max_rank)
     return {
-        **{name: about[name] for name in ("model", "dtype", "device")},
-        "machine": machine(),
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
+        **_settings(config, llm),
         "num_prompts": len(texts),
-        "max_tokens": config.max_tokens,
-        "temperature": None if config.replay else config.temperature,
-        "replay": config.replay,
-        "rounds": config.rounds,
-        "max_depth": config.max_depth,
-        "max_rank": config.max_rank,
-        "max_nodes": config.max_nodes,
-        "tree_file": str(config.out),
-        "distinct_4gram_ratio": statistics.fmean(distinct_4gram_ratio(text.tokens) for text in texts),
+        "dropped_share": dropped_share(texts),
+        "distinct_4gram_ratio": statistics.fmean(distinct_4gram_ratio(text.recorded) for text in texts),
         "acceptance": {
             "probability": acceptance.odds.tolist(),
             "counts": acceptance.counts.tolist(),
@@ -74,6 +68,32 @@ def full_report(
         },
         "costs": {str(size): _cost_report(cost, samples) for size, (cost, samples) in costs.items()},
         "results": [_result(choice, showings[choice.batch_size]) for choice in choices],
+    }
+
+
+def _settings(config: TreeTunerConfig, llm: LLM) -> dict[str, Any]:
+    about = llm.engine.describe()
+    is_known = config.replay or config.temperature == 0
+    return {
+        "model": model_name(about),
+        "dtype": about["dtype"],
+        "device": about["device"],
+        "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "prompts": "bundled" if config.prompts is None else config.prompts.name,
+        "max_tokens": config.max_tokens,
+        "temperature": None if config.replay else config.temperature,
+        "replay": config.replay,
+        "check_text": "the recorded text" if is_known else "text that was not recorded",
+        "seed": config.seed,
+        "speculative_state": config.speculative_state,
+        "page_size": llm.engine.config.page_size,
+        "rounds": config.rounds,
+        "max_depth": config.max_depth,
+        "max_rank": config.max_rank,
+        "max_nodes": config.max_nodes,
+        "tree_file": config.out.name,
     }
 
 

@@ -8,8 +8,9 @@
 2. The costs of a step are measured over numbers of nodes, shapes and batch sizes (tree_costs.py).
 3. The best tree of each batch size is searched and written to ``--out``, which ``--speculative-tree`` loads
    (tree_search.py, tree_choice.py).
-4. Each winner runs on text that was not recorded, in turns with plain decoding, and with the usual dynamic drafts where
-   ``--compare`` is given: predicted against measured (tree_check.py).
+4. Each winner runs on text that was not recorded (with ``--replay`` and at temperature 0 there is no other than that),
+   in turns with plain decoding, and with the usual dynamic drafts where ``--compare`` is given: predicted against
+   measured (tree_check.py).
 
 Speeds are those of full batches that decode; prompts are not in them. Predictions are for new text. The acceptance is
 that of ``--speculative-accept target``, which does not depend on what a tree proposes elsewhere.
@@ -27,10 +28,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from specmamba.bench.prompts import PromptText, bundled_texts, read_texts
-from specmamba.bench.report import ReportOptions, write_json
+from specmamba.bench.common import PLAIN, PLAIN_FLAGS, TextOptions, texts_of
+from specmamba.bench.prompts import PromptText
+from specmamba.bench.report import checked_file, write_json
 from specmamba.config import MAX_DRAFT_TOKENS, exit_with_error, parse_command_line
-from specmamba.core import Temperature
 from specmamba.errors import ConfigError, SpecmambaError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from specmamba.bench.tree_choice import Choice
     from specmamba.bench.tree_costs import BatchCost, Sample
     from specmamba.bench.tree_texts import Text
+    from specmamba.trees import TreeFile
 
 PROG = "specmamba tune tree"
 SHAPE_FLAGS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_tree")
@@ -51,7 +53,7 @@ def _numbers(value: object) -> object:
     return (value,) if isinstance(value, int) else value
 
 
-class TreeTunerConfig(ReportOptions):
+class TreeTunerConfig(TextOptions):
     """The fastest static draft tree for each batch size, by measurement."""
 
     out: Annotated[Path, Field(description="write the trees to this file, for --speculative-tree")] = Path("tree.json")
@@ -66,16 +68,8 @@ class TreeTunerConfig(ReportOptions):
     max_nodes: Annotated[
         int, Field(ge=2, le=MAX_DRAFT_TOKENS, description="nodes of a tree at the most, the root counted")
     ] = 16
-    prompts: Annotated[
-        Path | None,
-        Field(description='JSON lines {"prompt": ..., "continuation": ...}, or ShareGPT conversations; none: bundled'),
-    ] = None
     num_prompts: Annotated[int, Field(ge=2, description="prompts to record, the first ones that fit")] = 16
     max_tokens: Annotated[int, Field(ge=16, description="new tokens of every prompt")] = 128
-    temperature: Temperature = 0.8
-    replay: Annotated[
-        bool, Field(description="take the output from the prompts' continuations: acceptance on real text")
-    ] = False
     rounds: Annotated[int, Field(ge=1, description="rounds of cost measurements; waves of the final run, or more")] = 5
     compare: Annotated[bool, Field(description="run the usual dynamic drafts beside the chosen trees")] = False
 
@@ -87,9 +81,7 @@ class TreeTunerConfig(ReportOptions):
     @field_validator("out")
     @classmethod
     def _trees_can_be_written(cls, path: Path) -> Path:
-        if not path.parent.is_dir() or path.is_dir():
-            raise ValueError("this is a folder, not a file" if path.is_dir() else f"there is no folder {path.parent}")
-        return path
+        return checked_file(path)
 
     @model_validator(mode="after")
     def _can_be_tuned(self) -> TreeTunerConfig:
@@ -122,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status; 130 after Ctrl-C."""
     try:
         config = parse_command_line(TreeTunerConfig, PROG, sys.argv[1:] if arguments is None else arguments)
-        report = tune(config, bundled_texts() if config.prompts is None else read_texts(config.prompts))
+        report = tune(config, texts_of(config))
         from specmamba.bench.tune_print import plot_report, print_report
 
         print_report(report)
@@ -156,13 +148,18 @@ def tune(config: TreeTunerConfig, sources: Sequence[PromptText]) -> dict[str, An
         options = candidates(ranks, config.max_nodes, depth, config.max_rank)
         choices = [choose(size, options, cost) for size, (cost, _) in costs.items()]
         file = tree_file(choices, provenance(config, llm))
-        try:
-            config.out.write_text(file.model_dump_json(indent=2, exclude_none=True) + "\n", "utf8")
-        except OSError as error:
-            raise ConfigError(f"--out: {config.out} cannot be written: {error.strerror}") from None
-        say(f"wrote {config.out}")
+        write_trees(config.out, file)
         showings = check(config, llm, texts, choices)
         return full_report(config, llm, texts, ranks, costs, choices, showings)
+
+
+def write_trees(path: Path, file: TreeFile) -> None:
+    """Raises ConfigError: the file cannot be written; the message names ``--out``."""
+    try:
+        path.write_text(file.model_dump_json(indent=2, exclude_none=True) + "\n", "utf8")
+    except OSError as error:
+        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
+    say(f"wrote {path}")
 
 
 def measure_costs(
@@ -187,7 +184,7 @@ def check(
     config: TreeTunerConfig, llm: LLM, texts: Sequence[Text], choices: Sequence[Choice]
 ) -> dict[int, dict[str, Showing]]:
     """Run what was written, by batch size."""
-    from specmamba.bench.tree_check import PLAIN, PLAIN_FLAGS, contest, dynamic_flags
+    from specmamba.bench.tree_check import contest, dynamic_flags
     from specmamba.bench.tree_texts import check_jobs
 
     ours = {"speculative_algorithm": "mtp", "speculative_tree": config.out}

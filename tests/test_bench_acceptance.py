@@ -24,7 +24,8 @@ from specmamba.bench.acceptance_compare import (
     rounding_bound,
     sampled_shift,
 )
-from specmamba.bench.acceptance_run import Task, run_batch, select_tasks
+from specmamba.bench.acceptance_report import full_report
+from specmamba.bench.acceptance_run import Result, Sample, Task, measure, run_batch, select_tasks
 from specmamba.bench.acceptance_shapes import largest_flags, variants_of
 from specmamba.bench.demo import prompts as demo_prompts
 from specmamba.bench.prompts import (
@@ -36,7 +37,7 @@ from specmamba.bench.prompts import (
 )
 from specmamba.cache.kv_pool import KVPool
 from specmamba.config import DEMO_MODEL, parse_command_line
-from specmamba.core import Batch, DraftTree, Verdict
+from specmamba.core import Batch, DraftTree, RequestOutput, SpecStats, Verdict
 from specmamba.draft.mtp import MTPDrafter
 from specmamba.engine import runner
 from specmamba.errors import ConfigError
@@ -45,6 +46,7 @@ from specmamba.models.tokenizer import Tokenizer
 from specmamba.verify.accept import accept
 from tests.tiny import write_tiny_checkpoint
 
+ALGORITHM = {"speculative_algorithm": "mtp"}
 EXACT = ["--dtype", "float32", "--device", "cpu", "--num-threads", "1"]
 SMALL = ["--rounds", "2", "--num-prompts", "2", "--max-tokens", "12", "--context-length", "256"]
 FIELDS = {  # DESIGN, section 10
@@ -117,6 +119,7 @@ def test_one_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "(2, 1, 3)" in out
     assert "2 same" in out
+    assert "whole" in out
     assert "exactly  2" in out
 
 
@@ -157,6 +160,72 @@ def test_a_tree_file(tmp_path: Path) -> None:
     assert (report["num_steps"], report["topk"], report["num_draft_tokens"]) == (2, 3, 4)
     assert report["tree"] == "tree.json"
     assert report["lossless"]["identical"] == 2
+
+
+def test_a_tree_file_is_called_by_the_tree_of_full_batches(tmp_path: Path) -> None:
+    file = tmp_path / "tree.json"
+    trees = [
+        {"parents": [-1, 0, 1, 2], "ranks": [0, 0, 0, 0], "max_batch_size": 1},
+        {"parents": [-1, 0, 0], "ranks": [0, 0, 1]},
+    ]
+    file.write_text(json.dumps({"trees": trees}))
+    flags = "--speculative-tree", str(file)
+    assert shapes(*flags) == [(3, 1, 4)]
+    assert shapes(*flags, "--batch-size", "2") == [(1, 2, 3)]
+    report = run(tmp_path, "--rounds", "1", "--num-prompts", "3", "--batch-size", "2", *flags)
+    histogram = report["accept_length_histogram"]
+    assert len(histogram) > 2  # the last prompt runs alone, with the deeper tree
+    assert sum((accepted + 1) * count for accepted, count in enumerate(histogram)) == 36
+
+
+def output(num_tokens: int, histogram: tuple[int, ...]) -> RequestOutput:
+    accepted = sum(i * count for i, count in enumerate(histogram))
+    spec = SpecStats(num_verify_steps=sum(histogram), num_accepted_tokens=accepted, accepted_histogram=histogram)
+    return RequestOutput(
+        prompt_token_ids=(1,),
+        token_ids=tuple(range(num_tokens)),
+        text="",
+        finish_reason="length",
+        num_cached_tokens=0,
+        spec=spec,
+    )
+
+
+def test_speeds_are_of_full_batches_and_count_rare_steps() -> None:
+    plain = [[Sample((output(6, (6,)), output(6, (6,))), ((0.0, 0.010, 0.0),) * 6, 1.0)]]
+    slow_step = (0.004, 0.020, 0.012)  # one that folds
+    drafts = [[Sample((output(6, (0, 3)), output(6, (2, 2))), ((0.004, 0.014, 0.002), slow_step), 0.5)]]
+    config = config_of("--batch-size", "2", "--configs", "1,1")
+    (variant,), _ = variants_of(config)
+    result = Result((variant,), {"plain": plain, variant.name: drafts}, None, 1)
+    report = full_report(config, {"model": "/some/where/tiny", "dtype": "", "device": "", **ALGORITHM}, [], result, [])
+    (figures,) = report["configurations"]
+    assert figures["model"] == "tiny"
+    assert figures["accept_length"] == pytest.approx(12 / 7, abs=1e-4)
+    assert [figures[name] for name in ("draft_ms", "verify_ms", "commit_ms")] == [4.0, 17.0, 7.0]
+    assert figures["plain_tokens_per_second"] == 200.0
+    assert figures["speculative_tokens_per_second"] == pytest.approx(2 * 12 / 7 / 0.028, abs=0.01)
+    assert figures["speedup"] == pytest.approx(12 / 7 / 2.8, abs=1e-3)
+    assert figures["break_even_accept_length"] == 2.8
+    assert figures["end_to_end_speedup"] == 2.0
+
+
+def test_only_steps_of_full_batches_are_timed(tiny: Path) -> None:
+    config = config_of("--batch-size", "2", "--num-prompts", "3", "--ignore-eos", "--configs", "1,1")
+    texts = [PromptText("a"), PromptText("b"), PromptText("c")]
+    with LLM(model=str(tiny), num_threads=1, context_length=64, max_running_requests=2) as llm:
+        tasks, _ = select_tasks(config, llm, texts)
+        params = tasks[1].params.model_copy(update={"max_tokens": 5})
+        llm.workbench.clock.is_on = True
+        batch = [tasks[0], dataclasses.replace(tasks[1], params=params)]
+        assert len(run_batch(config, llm, None, batch).steps) == 5
+        assert llm.workbench.clock.rows == [2] * 5 + [1] * 7
+        assert run_batch(config, llm, None, tasks[2:]).steps == ()
+        with pytest.raises(ConfigError, match="--batch-size 3: there are only 2 prompts to run, which never fill"):
+            select_tasks(config.model_copy(update={"batch_size": 3}), llm, texts[:2])
+    with LLM(model=str(tiny), num_threads=1, context_length=64, max_running_requests=1) as llm:
+        with pytest.raises(ConfigError, match="--batch-size 2: no step had so many requests"):
+            measure(config, llm, tasks[:2], [])
 
 
 def test_a_wrong_text_is_a_divergence(
@@ -461,7 +530,7 @@ def test_a_state_that_is_wrong_now_and_then_does_not_pass_for_rounding(
     """In bfloat16, where nearly all texts differ anyway: keys and values of accepted nodes stay where they are not."""
     flags = ["--dtype", "bfloat16", "--rounds", "1", "--num-prompts", "4", "--max-tokens", "48", "--configs", "3,4,8"]
     monkeypatch.setattr(KVPool, "move", lambda pool, source, target: None)
-    assert run(tmp_path, *flags, status=1)["lossless"]["diverged"] >= 3
+    assert run(tmp_path, *flags, status=1)["lossless"]["diverged"] >= 1
 
 
 # --- which drafts
@@ -649,5 +718,4 @@ def test_replay_needs_continuations(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_checkpoint_without_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str) -> None:
     bare = write_tiny_checkpoint(tmp_path / "bare", seed=0, vocab_size=4096, with_mtp=False)
     line = refused(capsys, "--model", str(bare), "--speculative-algorithm", algorithm)
-    assert "this checkpoint has no MTP head" in line
-    assert "ngram" in line
+    assert line.endswith("this checkpoint has no MTP head: choose --speculative-algorithm ngram")

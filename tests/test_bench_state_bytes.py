@@ -60,7 +60,7 @@ def test_traffic() -> None:
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
     small = ["--timed-shape", "demo", "--layers", "1", "--batch-size", "2", "--rounds", "2", "--timed-nodes", "6"]
-    arguments = [*small, "--accept-length", "3", "--num-threads", "1", "--json-file", str(file)]
+    arguments = [*small, "--accept-length", "3", "--num-threads", "1", "--json", str(file)]
     assert state_bytes.main(arguments) == 0
     report = json.loads(file.read_text())
     assert report["passed"]
@@ -80,7 +80,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     ("arguments", "complaint"),
     [
         (["--rounds", "0"], "--rounds"),
-        (["--json-file", "/nowhere/report.json", "--no-time"], "there is no folder /nowhere"),
+        (["--json", "/nowhere/report.json", "--no-time"], "there is no folder /nowhere"),
         (
             ["--accept-length", "4", "--timed-nodes", "4", "--timed-shape", "demo"],
             "a tree needs two nodes for each",

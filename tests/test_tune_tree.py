@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from specmamba import LLM, SamplingParams
-from specmamba.bench import tune_tree
-from specmamba.bench.full_batch import Job, run_full_batch
+from specmamba.bench import common, tree_texts, tune_tree
+from specmamba.bench.full_batch import Job, Stretch, accept_length, run_full_batch
 from specmamba.bench.prompts import PromptText
 from specmamba.bench.tree_choice import ROOT, Candidate, candidates, choose, tree_file
 from specmamba.bench.tree_costs import (
@@ -135,7 +138,7 @@ def test_a_walk_along_recorded_ranks_is_what_the_engine_does(llm: LLM, tmp_path:
     prompts = [[5, 90, 17, 33], [101, 7], [64, 64, 3, 99, 12, 8, 8]]
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=11, ignore_eos=True)
     llm.workbench.use_drafts(speculative_algorithm="none")
-    texts = [Text(output.prompt_token_ids, output.token_ids) for output in llm.generate(prompts, params)]
+    texts = [Text(output.prompt_token_ids, output.token_ids, 20) for output in llm.generate(prompts, params)]
     ranks = record_ranks(llm, texts, 4, batch_size=2)
     assert [rows.shape for rows in ranks] == [(20, 4)] * 3
     for rows in ranks:  # a token has one place in the text, from wherever one looks ahead
@@ -160,7 +163,7 @@ def test_a_walk_along_recorded_ranks_is_what_the_engine_does(llm: LLM, tmp_path:
 
 
 def test_requests_of_probes_and_checks() -> None:
-    texts = [Text((1, 2), tuple(range(10, 30))), Text((3,), tuple(range(40, 60)))]
+    texts = [Text((1, 2), tuple(range(10, 30)), 20), Text((3,), tuple(range(40, 60)), 20)]
     for replay in (False, True):
         config = tune_tree.TreeTunerConfig(max_tokens=20, replay=replay, seed=7)
         probes = probe_jobs(config, texts, 3, 1)  # the second round: requests 3, 4 and 5
@@ -181,7 +184,8 @@ def test_a_full_batch_is_timed_without_prompts_and_stragglers(llm: LLM) -> None:
     short = params.model_copy(update={"max_tokens": 6})
     stretch = run_full_batch(llm, [Job((5, 9), params), Job((7,), short)], clock=True)
     assert (stretch.batch_size, stretch.num_steps, stretch.num_tokens) == (2, 5, 10)
-    assert stretch.accept_length == 1.0
+    assert stretch.tokens == (5, 5)
+    assert accept_length([stretch]) == 1.0
     assert 0 < stretch.verify_ms < stretch.step_ms
     assert stretch.seconds > 0
     assert not llm.engine.has_unfinished_requests
@@ -189,6 +193,30 @@ def test_a_full_batch_is_timed_without_prompts_and_stragglers(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="--max-tokens is too small"):
         run_full_batch(llm, [Job((5, 9), params), Job((7,), one)])
     assert not llm.engine.has_unfinished_requests
+
+
+def test_requests_count_alike_whatever_their_steps_gave() -> None:
+    """As in a walk: a text of 40 tokens takes 10 steps at 4 tokens each, another one 40 steps."""
+    both = Stretch(batch_size=2, num_steps=20, tokens=(80, 20), seconds=0.5, draft_ms=0.0, verify_ms=0.0)
+    assert accept_length([both]) == pytest.approx(80 / 50)
+    alone = [dataclasses.replace(both, batch_size=1, tokens=(tokens,)) for tokens in both.tokens]
+    assert accept_length(alone) == accept_length([both])
+    assert (both.num_tokens, both.step_ms) == (100, 25.0)
+
+
+def test_sampled_texts_are_recorded_up_to_their_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tune_tree.TreeTunerConfig(max_tokens=16, num_prompts=2, max_nodes=4)
+    prompts = [PromptText("def f"), PromptText("class A")]
+    monkeypatch.setattr(tree_texts, "encode_prompt", lambda source, _: [5, 9, len(source.text)])
+    whole = tree_texts.collect_texts(config, llm, prompts)
+    model = dataclasses.replace(llm.engine.model, eos_token_ids=(whole[0].tokens[3],))
+    monkeypatch.setattr(llm.engine, "model", model)
+    cut = tree_texts.collect_texts(config, llm, prompts)
+    assert [text.tokens for text in cut] == [text.tokens for text in whole]
+    assert cut[0].length == whole[0].tokens.index(whole[0].tokens[3]) + 1
+    assert cut[0].recorded == whole[0].tokens[: cut[0].length]
+    assert tree_texts.dropped_share(cut) == 1 - (cut[0].length + cut[1].length) / 32
+    assert [len(rows) for rows in record_ranks(llm, cut, 2, batch_size=2)] == [text.length for text in cut]
 
 
 def test_probes_are_of_every_size_and_shape() -> None:
@@ -323,6 +351,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     file, report = read_tree_file(out), json.loads(report_file.read_text())
     assert file.max_nodes <= 5
     assert "specmamba-demo, float32 on cpu" in file.note
+    assert "seed 0, records, page size" in file.note
+    assert (report["seed"], report["speculative_state"], report["page_size"] > 0) == (0, "records", True)
+    assert (report["tree_file"], report["prompts"]) == ("tree.json", "prompts.jsonl")
+    assert report["check_text"] == "text that was not recorded"
     assert np.array(report["acceptance"]["probability"]).shape == (2, 3)
     assert report["acceptance"]["num_samples"] == [32, 30]
     assert [result["batch_size"] for result in report["results"]] == [1, 2]
@@ -354,7 +386,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     remarks = capsys.readouterr().out
     assert "warning: batch size 1: a plain step took 1.5x as long" in remarks
     assert "warning: batch size 2: the costs do not fit together, by 30 %" in remarks
-    assert "warning: the text repeats itself" in remarks
+    assert "warning: text loops (0.20 distinct 4-grams)" in remarks
     assert "batch size 2: dynamic 3,1,4 was" in remarks
     with pytest.raises(ConfigError, match="--plot"):
         plot_report(tmp_path / "no" / "folder.png", report)
@@ -373,20 +405,21 @@ def test_replayed_texts_and_dynamic_drafts_beside_the_tree(
         PromptText("too short:", "\n"),
         PromptText("class Stack:\n", "    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"),
     ]
-    monkeypatch.setattr(tune_tree, "bundled_texts", lambda: sources)
+    monkeypatch.setattr(common, "bundled_texts", lambda: sources)
     monkeypatch.chdir(tmp_path)
     flags = ["--replay", "--max-tokens", "16", "--batch-sizes", "1", "--max-nodes", "3", "--rounds", "1"]
     assert tune_tree.main([*SMALL, *flags, "--compare", "--dtype", "float32", "--json", "report.json"]) == 0
     report = json.loads(Path("report.json").read_text())
     assert (report["num_prompts"], report["temperature"]) == (2, None)
+    assert (report["check_text"], report["dropped_share"]) == ("the recorded text", 0.0)
     assert Path("tree.json").exists()
     (result,) = report["results"]
     shapes = "1,1,2", "2,1,3", "3,1,4", "4,4,8", "5,8,16"
     assert set(result["contestants"]) == {"plain", *(f"dynamic {shape}" for shape in shapes)}
     printed = capsys.readouterr().out
-    assert "given text" in printed
+    assert "replayed text" in printed
     assert all(f"dynamic {shape}" in printed for shape in shapes)
-    monkeypatch.setattr(tune_tree, "bundled_texts", lambda: sources[1:])
+    monkeypatch.setattr(common, "bundled_texts", lambda: sources[1:])
     with pytest.raises(SystemExit) as ended:
         tune_tree.main([*SMALL, *flags])
     assert ended.value.code == 2
@@ -408,6 +441,8 @@ def test_replayed_texts_and_dynamic_drafts_beside_the_tree(
         (["--num-prompts", "1"], "--num-prompts"),
         (["--out", "no/such/folder/tree.json"], "there is no folder no/such/folder"),
         (["--out", "."], "this is a folder"),
+        (["--out", "x" * 300], "--out: " + "x" * 300 + " cannot be written: File name too long"),
+        (["--json", "x" * 300], "cannot be written: File name too long"),
         (["--json", "no/such/folder/report.json"], "there is no folder no/such/folder"),
         (["--plot", "picture.txt"], "--plot"),
         (["--prompts", "no-such-file.jsonl"], "no-such-file.jsonl cannot be read"),
@@ -432,6 +467,17 @@ def test_flags_that_cannot_work(
     assert ended.value.code == 2
     assert complaint in capsys.readouterr().err
     assert not (tmp_path / "tree.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
+    for flag in ("json", "plot", "out"):
+        with pytest.raises(ValidationError, match="cannot be written: no permission"):
+            tune_tree.TreeTunerConfig.model_validate({flag: tmp_path / "new.png"})
+    assert asked.count((tmp_path, os.W_OK)) == 3
 
 
 def test_a_checkpoint_without_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
