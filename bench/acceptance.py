@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from specmamba.bench.acceptance_shapes import largest_flags, variants_of
 from specmamba.bench.common import TextOptions, texts_of
 from specmamba.bench.report import write_json
-from specmamba.config import exit_with_error, parse_command_line
+from specmamba.command_line import exit_with_error, parse_command_line
 from specmamba.errors import SpecmambaError
 
 PROG = "specmamba bench acceptance"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from specmamba.config import EngineConfig, describe_validation_error
+from specmamba.command_line import describe_validation_error
+from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.trees import read_tree_file
 

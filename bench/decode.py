@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from specmamba.bench.report import JsonOption, bundled_prompts, distinct_4gram_ratio, machine, versions, write_json
-from specmamba.config import EngineConfig, exit_with_error, parse_command_line
+from specmamba.command_line import exit_with_error, parse_command_line
+from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from pydantic import Field
 
 from specmamba.bench.demo.settings import CommandLine, Count
 from specmamba.bench.inflate_shape import FLAGS, PUBLISHED, Scales, Shape, enlarged, enlarged_config
-from specmamba.config import DEMO_MODEL, exit_with_error, read_flags
+from specmamba.command_line import exit_with_error, read_flags
+from specmamba.config import DEMO_MODEL
 from specmamba.errors import SpecmambaError
 
 if TYPE_CHECKING:  # --help must not wait for torch

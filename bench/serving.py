@@ -23,7 +23,8 @@ from pydantic_settings import NoDecode
 
 from specmamba.bench.prompts import read_texts
 from specmamba.bench.report import ReportOptions, bundled_prompts, require, write_json
-from specmamba.config import EngineConfig, exit_with_error, parse_command_line
+from specmamba.command_line import exit_with_error, parse_command_line
+from specmamba.config import EngineConfig
 from specmamba.core import Temperature
 from specmamba.errors import ConfigError, SpecmambaError
 

@@ -38,7 +38,7 @@ from pydantic import Field
 
 from specmamba.bench.demo.settings import CommandLine, Count
 from specmamba.bench.report import JsonFile, machine, versions, write_json
-from specmamba.config import exit_with_error, read_flags
+from specmamba.command_line import exit_with_error, read_flags
 from specmamba.errors import SpecmambaError
 
 PROG = "python -m specmamba.bench.state_bytes"

@@ -31,7 +31,8 @@ from pydantic_settings import NoDecode
 from specmamba.bench.common import PLAIN, PLAIN_FLAGS, TextOptions, texts_of
 from specmamba.bench.prompts import PromptText
 from specmamba.bench.report import checked_file, write_json
-from specmamba.config import MAX_DRAFT_TOKENS, exit_with_error, parse_command_line
+from specmamba.command_line import exit_with_error, parse_command_line
+from specmamba.config import MAX_DRAFT_TOKENS
 from specmamba.errors import ConfigError, SpecmambaError
 
 if TYPE_CHECKING:

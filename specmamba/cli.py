@@ -88,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    from specmamba.config import ServerConfig, parse_command_line
+    from specmamba.command_line import parse_command_line
+    from specmamba.config import ServerConfig
 
     config = parse_command_line(ServerConfig, "specmamba serve", arguments)
     from specmamba.server.run import run_server
@@ -103,7 +104,8 @@ def _build_engine(config: EngineConfig) -> Engine:
 
 
 def _generate_command(arguments: list[str]) -> int:
-    from specmamba.config import GenerateConfig, parse_command_line
+    from specmamba.command_line import parse_command_line
+    from specmamba.config import GenerateConfig
 
     return _generate(parse_command_line(GenerateConfig, "specmamba generate", arguments))
 
@@ -129,7 +131,7 @@ def _sampling_params(config: GenerateConfig) -> SamplingParams:
     """Raises ConfigError that names the flag."""
     from pydantic import ValidationError
 
-    from specmamba.config import describe_validation_error
+    from specmamba.command_line import describe_validation_error
     from specmamba.core import SamplingParams
 
     try:
@@ -227,7 +229,7 @@ def _refuse(prog: str, help_text: str, command: str, commands: Collection[str]) 
 
 
 def _end_with(prog: str, error: SpecmambaError) -> NoReturn:
-    from specmamba.config import exit_with_error
+    from specmamba.command_line import exit_with_error
 
     exit_with_error(prog, error)
 

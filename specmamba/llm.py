@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
-from specmamba.config import EngineConfig, describe_validation_error
+from specmamba.command_line import describe_validation_error
+from specmamba.config import EngineConfig
 from specmamba.core import OutputDelta, RequestOutput, SamplingParams
 from specmamba.engine.engine import Engine
 from specmamba.engine.workbench import Workbench

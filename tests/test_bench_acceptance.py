@@ -36,7 +36,8 @@ from specmamba.bench.prompts import (
     read_texts,
 )
 from specmamba.cache.kv_pool import KVPool
-from specmamba.config import DEMO_MODEL, parse_command_line
+from specmamba.command_line import parse_command_line
+from specmamba.config import DEMO_MODEL
 from specmamba.core import Batch, DraftTree, RequestOutput, SpecStats, Verdict
 from specmamba.draft.mtp import MTPDrafter
 from specmamba.engine import runner

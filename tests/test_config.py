@@ -11,14 +11,8 @@ from pydantic import SecretStr
 
 from specmamba import LLM
 from specmamba.cache.shapes import CacheShape, DeltaStateShape
-from specmamba.config import (
-    DEMO_MODEL,
-    EngineConfig,
-    GenerateConfig,
-    ServerConfig,
-    describe_validation_error,
-    parse_command_line,
-)
+from specmamba.command_line import describe_validation_error, parse_command_line
+from specmamba.config import DEMO_MODEL, EngineConfig, GenerateConfig, ServerConfig
 from specmamba.errors import ConfigError
 
 # DESIGN section 10, as far as it is built

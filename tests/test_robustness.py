@@ -15,7 +15,8 @@ import torch
 from pydantic import ValidationError
 
 from specmamba import LLM, SamplingParams
-from specmamba.config import EngineConfig, GenerateConfig, ServerConfig, parse_command_line
+from specmamba.command_line import parse_command_line
+from specmamba.config import EngineConfig, GenerateConfig, ServerConfig
 from specmamba.core import OutputDelta
 from specmamba.engine.engine import Engine
 from specmamba.errors import QueueFullError

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from specmamba.bench.demo.corpus import Document, read_corpus, roots_for
 from specmamba.bench.demo.settings import CommandLine
-from specmamba.config import exit_with_error, read_flags
+from specmamba.command_line import exit_with_error, read_flags
 from specmamba.errors import ConfigError, SpecmambaError
 
 PROG = "python -m specmamba.bench.demo.prompts"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmamba.bench.demo.settings import TrainSettings
-from specmamba.config import exit_with_error, read_flags
+from specmamba.command_line import exit_with_error, read_flags
 from specmamba.errors import SpecmambaError
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: --help must not wait for them

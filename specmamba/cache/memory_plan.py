@@ -13,7 +13,6 @@ from specmamba.cache.shapes import CacheShape
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 
-
 # Acceptance by rejection holds that many distributions over the vocabulary for every node of a step.
 DISTRIBUTIONS_PER_NODE = 6
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pydantic import ValidationError
 from torch import Tensor
 
-from specmamba.config import EngineConfig, describe_validation_error
+from specmamba.command_line import describe_validation_error
+from specmamba.config import EngineConfig
 from specmamba.core import SamplingParams
 from specmamba.draft.mtp import MTPDrafter
 from specmamba.draft.plan import plan_drafts

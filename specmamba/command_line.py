@@ -1,0 +1,131 @@
+"""From a command line, the environment and a TOML file to a configuration, and from mistakes in them to messages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsError,
+)
+
+from specmamba.config import EngineConfig, GenerateConfig, ServerConfig
+from specmamba.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+
+
+def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[str]) -> ConfigT:
+    """Resolve one configuration: command line over environment over ``--config FILE.toml`` over defaults.
+
+    Prints usage and exits with status 0 for ``--help`` and 2 for an argument that the parser does not know.
+
+    Raises:
+        ConfigError: a value, a combination or the file is not valid; the message names each flag concerned.
+    """
+    file_settings, arguments = _take_config_file(config_class, arguments)
+    repeated, arguments = _take_repeated(config_class, arguments)
+
+    class FromEverywhere(config_class):  # type: ignore[valid-type, misc]
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            sources = super().settings_customise_sources(settings_cls, *args, **kwargs)
+            return (*sources, InitSettingsSource(settings_cls, file_settings))
+
+    FromEverywhere.__doc__ = f"{config_class.__doc__} Also: --config FILE.toml, environment SPECMAMBA_*."
+    FromEverywhere.__name__ = config_class.__name__
+    resolved: ConfigT = read_flags(FromEverywhere, prog, arguments, **repeated)
+    return resolved
+
+
+def read_flags(settings_class: type[SettingsT], prog: str, arguments: list[str], **given: Any) -> SettingsT:
+    """Settings from flags, over what is ``given`` and the class's own sources. ``--help`` prints usage and exits.
+
+    Raises:
+        ConfigError: a value or a combination is not valid; the message names each flag concerned.
+    """
+    try:
+        source: CliSettingsSource[Any] = CliSettingsSource(settings_class, cli_prog_name=prog, cli_parse_args=arguments)
+        return settings_class(_cli_settings_source=source, **given)
+    except ValidationError as error:
+        raise ConfigError(describe_validation_error(error)) from None
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
+
+
+def describe_validation_error(error: ValidationError) -> str:
+    """One line per problem, each named by its flag."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        flag = "--" + str(problem["loc"][0]).replace("_", "-") + ": " if problem["loc"] else ""
+        got = f" (got {problem['input']!r})" if problem["loc"] and problem["type"] != "missing" else ""
+        lines.append(flag + problem["msg"].removeprefix("Value error, ") + got)
+    return "\n".join(lines)
+
+
+def _take_config_file(config_class: type[EngineConfig], arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings of ``--config FILE.toml`` by field name, and the arguments without it.
+
+    One file can serve all commands: what only another command knows is left out.
+    """
+    files, rest = _take_flag("--config", arguments)
+    settings = _read_toml(Path(files[-1])) if files else {}
+    elsewhere = {*ServerConfig.model_fields, *GenerateConfig.model_fields} - set(config_class.model_fields)
+    return {name: value for name, value in settings.items() if name not in elsewhere}, rest
+
+
+def _take_repeated(config_class: type[EngineConfig], arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Flags that may be given again, and the arguments without them.
+
+    pydantic-settings would read the values as JSON or as lists with commas; a stop string may be any of that.
+    """
+    taken: dict[str, list[str]] = {}
+    for name, field in config_class.model_fields.items():
+        if field.annotation == list[str]:
+            values, arguments = _take_flag("--" + name.replace("_", "-"), arguments)
+            taken |= {name: values} if values else {}
+    return taken, arguments
+
+
+def _take_flag(flag: str, arguments: list[str]) -> tuple[list[str], list[str]]:
+    """All values of a flag, given as ``--flag VALUE`` or ``--flag=VALUE``, and the arguments without them."""
+    values, rest = [], []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument.startswith(f"{flag}="):
+            values.append(argument.removeprefix(f"{flag}="))
+        elif argument == flag and (value := next(remaining, None)) is not None:
+            values.append(value)
+        else:
+            rest.append(argument)
+    return values, rest
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    """Settings by field name; a key may also be spelled as its flag is."""
+    import tomllib
+
+    if not file.is_file():
+        raise ConfigError(f"--config: there is no file {file}")
+    try:
+        settings = tomllib.loads(file.read_text("utf8"))
+    except OSError as error:
+        raise ConfigError(f"--config: {file} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: {file} is not valid TOML: {error}") from None
+    return {key.replace("-", "_"): value for key, value in settings.items()}
+
+
+def exit_with_error(prog: str, error: Exception) -> NoReturn:
+    """End the process as command-line tools do: one message, no traceback, status 2."""
+    print(f"{prog}: error: {error}", file=sys.stderr)
+    raise SystemExit(2)
