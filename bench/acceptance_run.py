@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +14,7 @@ from specmamba.bench.acceptance_compare import Difference, Judge
 from specmamba.bench.acceptance_shapes import Variant
 from specmamba.bench.common import PLAIN, PLAIN_FLAGS, seed_of
 from specmamba.bench.prompts import PromptText, encode_prompt, encode_with_continuation
+from specmamba.bench.report import progress_bar
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, RequestError
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from specmamba.bench.acceptance import AcceptanceBenchConfig
 
 WARM_UP_TOKENS = 8
-Advance = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +146,7 @@ def measure(config: AcceptanceBenchConfig, llm: LLM, tasks: Sequence[Task], vari
     contestants: list[Variant | None] = [None, *variants]
     samples: dict[str, list[list[Sample]]] = {name_of(contestant): [] for contestant in contestants}
     llm.workbench.clock.is_on = True
-    with progress_bar(config.rounds * len(batches) * len(contestants)) as advance:
+    with progress_bar("prompts, in all ways", config.rounds * len(batches) * len(contestants)) as advance:
         for contestant in contestants:
             run_batch(config, llm, contestant, [_shortened(task) for task in batches[0]])
         for number in range(config.rounds):
@@ -233,18 +231,3 @@ def compare_texts(
 
 def _texts(batches: Sequence[Sample]) -> list[tuple[int, ...]]:
     return [output.token_ids for sample in batches for output in sample.outputs]
-
-
-@contextmanager
-def progress_bar(total: int) -> Iterator[Advance]:
-    """A bar on the terminal's standard error, or nothing where that is a file."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("prompts, in all ways"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda: progress.advance(task)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from specmamba.bench.report import JsonOption, bundled_prompts, distinct_4gram_ratio, machine, versions, write_json
+from specmamba.bench.prompts import bundled_texts
+from specmamba.bench.report import JsonOption, distinct_4gram_ratio, machine, versions, write_json
 from specmamba.command_line import exit_with_error, parse_command_line
 from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
@@ -91,7 +92,7 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
         "plain": specmamba_contestant(config, "none"),
         "mtp": specmamba_contestant(config, "mtp"),
     }
-    prompts = bundled_prompts(config.num_prompts)
+    prompts = [text.text for text in bundled_texts()[: config.num_prompts]]
     results = play(config, contestants, prompts)
     return {
         "model": Path(config.model_path).name if config.model else "specmamba-demo",

@@ -1,4 +1,4 @@
-"""What all benchmarks share: where a report goes, what it says of the machine, and the bundled prompts.
+"""What all benchmarks share: where a report goes, what it says of the machine, and how far a run is.
 
 A configuration that derives from ``ReportOptions`` has the flags ``--json FILE`` and ``--plot FILE.png``; both are
 checked when the flags are read (``checked_file``), so that no long run ends without its report.
@@ -10,8 +10,10 @@ import json
 import math
 import os
 import platform
+import sys
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, field_validator
 
 import specmamba
-from specmamba.config import DEMO_MODEL, EngineConfig
+from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
@@ -110,11 +112,26 @@ def distinct_4gram_ratio(tokens: Sequence[Hashable]) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
-def bundled_prompts(count: int | None = None) -> list[str]:
-    """Distinct prompts cut from held-out files (the handwritten ones are very short), ``count`` of them at the most."""
-    lines = (DEMO_MODEL / "prompts.jsonl").read_text("utf8").splitlines()
-    entries = [json.loads(line) for line in lines]
-    return list(dict.fromkeys(e["prompt"] for e in entries if e["source"] != "handwritten"))[:count]
+def split_numbers(value: object) -> object:
+    """ "1,2,4", as on the command line and in the environment, or a single number of a TOML file."""
+    if isinstance(value, str):
+        return tuple(value.split(","))
+    return (value,) if isinstance(value, int | float) else value
+
+
+@contextmanager
+def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on the terminal's standard error, or nothing where that is a file; call what it gives once per part."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda: progress.advance(task)
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
 
-from specmamba.bench.prompts import read_texts
-from specmamba.bench.report import ReportOptions, bundled_prompts, require, write_json
+from specmamba.bench.prompts import bundled_texts, read_texts
+from specmamba.bench.report import ReportOptions, require, split_numbers, write_json
 from specmamba.command_line import exit_with_error, parse_command_line
 from specmamba.config import EngineConfig
 from specmamba.core import Temperature
@@ -34,13 +34,10 @@ DEFAULT_CONCURRENCY = (1, 2, 4, 8)
 FLAGS_OF_THE_CLIENT = {"model", "seed"}
 
 
-def _numbers(value: object) -> object:
-    """ "1,2,4", as on the command line and in the environment, or a single number of a TOML file."""
-    if isinstance(value, str):
-        return tuple(value.split(","))
+def _levels(value: object) -> object:
     if value in ([], ()):
         raise ValueError("give at least one level")
-    return (value,) if isinstance(value, int | float) else value
+    return split_numbers(value)
 
 
 class ServingBenchConfig(ReportOptions):
@@ -53,13 +50,13 @@ class ServingBenchConfig(ReportOptions):
     concurrency: Annotated[
         tuple[Annotated[int, Field(ge=1, le=4096)], ...] | None,
         NoDecode,
-        BeforeValidator(_numbers),
+        BeforeValidator(_levels),
         Field(description="closed loop: numbers of clients, one level each; none: 1,2,4,8"),
     ] = None
     request_rate: Annotated[
         tuple[Annotated[float, Field(gt=0, le=1e4, allow_inf_nan=False)], ...] | None,
         NoDecode,
-        BeforeValidator(_numbers),
+        BeforeValidator(_levels),
         Field(description="open loop: requests per second, Poisson arrivals, one level each"),
     ] = None
     num_requests: Annotated[int, Field(ge=1, description="requests of a level")] = 32
@@ -116,7 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = parse_command_line(ServingBenchConfig, PROG, given)
         _check(config, given)
-        prompts = bundled_prompts() if config.prompts is None else [text.text for text in read_texts(config.prompts)]
+        texts = bundled_texts() if config.prompts is None else read_texts(config.prompts)
+        prompts = [text.text for text in texts]
         report = _measure(config, prompts)
         _put_out(config, report)
     except SpecmambaError as error:

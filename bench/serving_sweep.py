@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from specmamba.bench.report import machine, versions
+from specmamba.bench.report import machine, progress_bar, versions
 from specmamba.bench.serving_load import (
     Failure,
     Outcome,
@@ -182,7 +181,7 @@ def _looks_broken(run: Run) -> bool:
 
 async def _run_level(send: Send, config: ServingBenchConfig, concurrency: int | None, rate: float | None) -> Run:
     name = level_name({"concurrency": concurrency, "request_rate": rate})
-    with _progress(name, config.num_requests) as advance:
+    with progress_bar(name, config.num_requests) as advance:
 
         async def counted(number: int, due: float) -> Outcome:
             outcome = await send(number, due)
@@ -193,15 +192,3 @@ async def _run_level(send: Send, config: ServingBenchConfig, concurrency: int | 
             return await open_loop(counted, poisson_arrivals(rate, config.num_requests, config.seed))
         assert concurrency is not None
         return await closed_loop(counted, concurrency, config.num_requests)
-
-
-@contextmanager
-def _progress(name: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error while a level runs, where somebody may be looking."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda: progress.advance(task)

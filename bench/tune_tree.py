@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +29,7 @@ from pydantic_settings import NoDecode
 
 from specmamba.bench.common import PLAIN, PLAIN_FLAGS, TextOptions, texts_of
 from specmamba.bench.prompts import PromptText
-from specmamba.bench.report import checked_file, write_json
+from specmamba.bench.report import checked_file, progress_bar, split_numbers, write_json
 from specmamba.command_line import exit_with_error, parse_command_line
 from specmamba.config import MAX_DRAFT_TOKENS
 from specmamba.errors import ConfigError, SpecmambaError
@@ -47,13 +46,6 @@ PROG = "specmamba tune tree"
 SHAPE_FLAGS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_tree")
 
 
-def _numbers(value: object) -> object:
-    """ "1,2,4", as on the command line and in the environment, or a single number of a TOML file."""
-    if isinstance(value, str):
-        return tuple(value.split(","))
-    return (value,) if isinstance(value, int) else value
-
-
 class TreeTunerConfig(TextOptions):
     """The fastest static draft tree for each batch size, by measurement."""
 
@@ -61,7 +53,7 @@ class TreeTunerConfig(TextOptions):
     batch_sizes: Annotated[
         Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)],
         NoDecode,
-        BeforeValidator(_numbers),
+        BeforeValidator(split_numbers),
         Field(description="batch sizes to tune for; batches in between use the tree of the next larger one"),
     ] = (1, 2, 4, 8)
     max_depth: Annotated[int, Field(ge=1, le=16, description="depth of a tree below the root at the most")] = 5
@@ -175,7 +167,8 @@ def measure_costs(
     with tempfile.TemporaryDirectory() as folder:
         for size in config.batch_sizes:
             rounds = [probe_jobs(config, texts, size, number) for number in range(config.rounds)]
-            with progress(f"costs of {len(trees)} trees at batch size {size}", len(rounds)) as advance:
+            say(f"costs of {len(trees)} trees at batch size {size}")
+            with progress_bar("", len(rounds)) as advance:
                 samples = measure(llm, trees, rounds, Path(folder), config.seed, advance)
             costs[size] = fit(samples), samples
     return costs
@@ -194,7 +187,8 @@ def check(
     for choice in choices:
         size = choice.batch_size
         waves = [check_jobs(config, texts, size, n) for n in range(max(config.rounds, -(-len(texts) // size)))]
-        with progress(f"checking {', '.join(contestants)} at batch size {size}", len(waves)) as advance:
+        say(f"checking {', '.join(contestants)} at batch size {size}")
+        with progress_bar("", len(waves)) as advance:
             showings[size] = contest(llm, contestants, waves, advance)
     return showings
 
@@ -202,21 +196,6 @@ def check(
 def say(line: str) -> None:
     """Tell what is being done."""
     print(f"{PROG}: {line}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A line that tells what is being done, and on a terminal a bar that says how far; call it once per part."""
-    say(title)
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
 
 
 if __name__ == "__main__":

@@ -119,6 +119,18 @@ class EngineConfig(BaseSettings):
         return self
 
     @property
+    def drafting_flags(self) -> list[str]:
+        """The flags that are given and mean nothing without a drafter."""
+        given = {
+            "--speculative-num-steps": self.speculative_num_steps,
+            "--speculative-eagle-topk": self.speculative_eagle_topk,
+            "--speculative-num-draft-tokens": self.speculative_num_draft_tokens,
+            "--speculative-tree": self.speculative_tree,
+            "--speculative-accept": None if self.speculative_accept == "target" else self.speculative_accept,
+        }
+        return [flag for flag, value in given.items() if value is not None]
+
+    @property
     def num_draft_steps(self) -> int:
         """Depth of the drafts below the root, for a drafter that drafts and no tree file."""
         if self.speculative_num_steps is not None:
@@ -171,17 +183,9 @@ def largest_tree(num_steps: int, topk: int) -> int:
 
 def _speculation_problem(config: EngineConfig) -> str | None:
     """What is wrong with the combination of drafting flags, as a sentence that says what to change."""
-    shape = {
-        "--speculative-num-steps": config.speculative_num_steps,
-        "--speculative-eagle-topk": config.speculative_eagle_topk,
-        "--speculative-num-draft-tokens": config.speculative_num_draft_tokens,
-        "--speculative-tree": config.speculative_tree,
-    }
-    given = [flag for flag, value in shape.items() if value is not None]
-    if config.speculative_algorithm == "none":
-        given += ["--speculative-accept"] if config.speculative_accept != "target" else []
-        if given:
-            return f"{' and '.join(given)} need a drafter: drop them, or choose --speculative-algorithm mtp"
+    given = config.drafting_flags
+    if config.speculative_algorithm == "none" and given:
+        return f"{' and '.join(given)} need a drafter: drop them, or choose --speculative-algorithm mtp"
     ngram = {
         "--speculative-ngram-corpus": config.speculative_ngram_corpus,
         "--speculative-ngram-min-match-window-size": config.speculative_ngram_min_match_window_size,
@@ -195,7 +199,7 @@ def _speculation_problem(config: EngineConfig) -> str | None:
     if config.speculative_tree is not None:
         if config.speculative_algorithm == "ngram":
             return "--speculative-tree: n-gram drafts make their own trees; drop it, or choose mtp"
-        rest = ", ".join(given[:-1])
+        rest = ", ".join(flag for flag in given if flag not in ("--speculative-tree", "--speculative-accept"))
         return f"--speculative-tree decides the whole shape: drop {rest}" if rest else None
     steps, topk, nodes = config.num_draft_steps, config.draft_topk, config.num_draft_nodes
     if topk == 1 and nodes != steps + 1:

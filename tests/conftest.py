@@ -32,3 +32,12 @@ def _fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def needs_native() -> None:
+    """Skip where native kernels cannot be had."""
+    from specmamba.kernels.linear import native_ops
+
+    if native_ops.code() is None:
+        pytest.skip("no native kernels here (no C++ compiler, no AVX512-BF16, or SPECMAMBA_NATIVE=0)")

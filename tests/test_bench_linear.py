@@ -13,9 +13,7 @@ from specmamba.kernels.linear import native_ops
 
 
 @pytest.fixture
-def _native(monkeypatch: pytest.MonkeyPatch) -> None:
-    if native_ops.code() is None:
-        pytest.skip("no native kernels here (no C++ compiler, no AVX512-BF16, or SPECMAMBA_NATIVE=0)")
+def _native(needs_native: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "MIN_WEIGHT_BYTES", 3 * 2 * 48 * 32)
 
 

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from specmamba.kernels.causal_conv1d import native_ops, torch_ops
-from specmamba.kernels.causal_conv1d.torch_ops import extend
+from specmamba.kernels.causal_conv1d.torch_ops import extend, tree_verify_snapshots
 
-__all__ = ["extend", "tree_verify"]
+__all__ = ["extend", "tree_verify", "tree_verify_snapshots"]
 
 
 def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor) -> Tensor:

@@ -52,8 +52,5 @@ def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor) -> Tensor:
 @cache
 def code() -> ctypes.CDLL | None:
     """The native code of this op; None where there is none."""
-    loaded = library.load(SOURCE)
-    if loaded is not None:
-        loaded.conv_tree_verify.restype = None
-        loaded.conv_tree_verify.argtypes = [c_void_p, c_int, *[c_void_p] * 3, *[c_int64] * 5, c_int]
-    return loaded
+    arguments = [c_void_p, c_int, *[c_void_p] * 3, *[c_int64] * 5, c_int]
+    return library.load_functions(SOURCE, {"conv_tree_verify": arguments})

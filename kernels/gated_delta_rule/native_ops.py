@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.native import library
-from specmamba.kernels.native.tensors import contiguous_from, is_contiguous_from, struct
+from specmamba.kernels.native.tensors import contiguous_from, is_contiguous_from, require, struct
 
 SOURCE = Path(__file__).parent / "native.cpp"
 
@@ -60,10 +60,10 @@ def tree_verify(
     batch, nodes, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[2:]
     end = node_offset + nodes
-    _require(q.shape == k.shape and v.shape[:2] == k.shape[:2], "q, k and v do not belong together")
-    _require(g.shape == beta.shape == v.shape[:3], "g and beta need one value per value head of v")
-    _require(ancestors.shape == (batch, nodes, nodes), "ancestors need one row and column per node")
-    _require(ancestors.dtype is torch.bool, "ancestors need dtype bool")
+    require(q.shape == k.shape and v.shape[:2] == k.shape[:2], "q, k and v do not belong together")
+    require(g.shape == beta.shape == v.shape[:3], "g and beta need one value per value head of v")
+    require(ancestors.shape == (batch, nodes, nodes), "ancestors need one row and column per node")
+    require(ancestors.dtype is torch.bool, "ancestors need dtype bool")
     _check_buffers(state, records_k, records_u, records_decay, (batch, key_heads, value_heads, key_dim, value_dim), end)
     _check_pending(num_pending, batch)
     q, k, g, beta = (x.float().contiguous() for x in (q, k, g, beta))
@@ -110,7 +110,7 @@ def fold(state: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Ten
 
 def _check_pending(num_pending: Tensor | None, batch: int) -> None:
     if num_pending is not None:
-        _require(num_pending.shape == (batch,) and num_pending.dtype is torch.int64, "num_pending needs [B] int64")
+        require(num_pending.shape == (batch,) and num_pending.dtype is torch.int64, "num_pending needs [B] int64")
 
 
 def _check_buffers(
@@ -119,25 +119,16 @@ def _check_buffers(
     """Native code trusts these shapes; outside of them there is other memory."""
     batch, key_heads, value_heads, key_dim, value_dim = sizes
     capacity = k.shape[1]
-    _require(capacity >= num_records, f"records have room for {capacity}, not for {num_records}")
-    _require(value_heads % key_heads == 0, "value heads are no multiple of key heads")
-    _require(state.shape == (batch, value_heads, key_dim, value_dim), "the state has another shape")
-    _require(k.shape == (batch, capacity, key_heads, key_dim), "records_k have another shape")
-    _require(u.shape == (batch, capacity, value_heads, value_dim), "records_u have another shape")
-    _require(decay.shape == (batch, capacity, value_heads), "records_decay have another shape")
-
-
-def _require(condition: bool, complaint: str) -> None:
-    if not condition:
-        raise ValueError(complaint)
+    require(capacity >= num_records, f"records have room for {capacity}, not for {num_records}")
+    require(value_heads % key_heads == 0, "value heads are no multiple of key heads")
+    require(state.shape == (batch, value_heads, key_dim, value_dim), "the state has another shape")
+    require(k.shape == (batch, capacity, key_heads, key_dim), "records_k have another shape")
+    require(u.shape == (batch, capacity, value_heads, value_dim), "records_u have another shape")
+    require(decay.shape == (batch, capacity, value_heads), "records_decay have another shape")
 
 
 @cache
 def code() -> ctypes.CDLL | None:
     """The native code of this op; None where there is none."""
-    loaded = library.load(SOURCE)
-    if loaded is not None:
-        for function, structure in ((loaded.delta_tree_verify, _Verify), (loaded.delta_fold, _Fold)):
-            function.restype = None
-            function.argtypes = [POINTER(structure), c_int]
-    return loaded
+    signatures = {"delta_tree_verify": [POINTER(_Verify), c_int], "delta_fold": [POINTER(_Fold), c_int]}
+    return library.load_functions(SOURCE, signatures)

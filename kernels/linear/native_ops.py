@@ -50,13 +50,12 @@ class NativeWeight:
 @cache
 def code() -> ctypes.CDLL | None:
     """The native code of this op; None where there is none."""
-    loaded = library.load(SOURCE)
-    if loaded is None:
-        return None
-    loaded.linear_packed_size.restype = c_int64
-    loaded.linear_packed_size.argtypes = [c_int64, c_int64]
-    loaded.linear_pack.restype = None
-    loaded.linear_pack.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int]
-    loaded.linear_multiply.restype = None
-    loaded.linear_multiply.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int]
+    signatures = {
+        "linear_pack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
+        "linear_multiply": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int],
+    }
+    loaded = library.load_functions(SOURCE, signatures)
+    if loaded is not None:
+        loaded.linear_packed_size.restype = c_int64
+        loaded.linear_packed_size.argtypes = [c_int64, c_int64]
     return loaded

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from specmamba.kernels.native.build import NativeUnavailableError, built_library, cpu_flags
 
@@ -30,6 +32,16 @@ def load(source: Path) -> ctypes.CDLL | None:
     except NativeUnavailableError as reason:
         _log_once(reason.level, f"no native kernels, PyTorch's are used: {reason}")
         return None
+
+
+def load_functions(source: Path, signatures: Mapping[str, Sequence[Any]]) -> ctypes.CDLL | None:
+    """``load``, with the arguments of its functions, none of which returns anything, told to ctypes."""
+    library = load(source)
+    if library is not None:
+        for name, arguments in signatures.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = None, [*arguments]
+    return library
 
 
 @cache

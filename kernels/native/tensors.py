@@ -29,6 +29,12 @@ def is_contiguous_from(x: Tensor, dim: int) -> bool:
     return True
 
 
+def require(condition: bool, complaint: str) -> None:
+    """Raise ValueError: native code trusts what it is told of shapes; outside of them there is other memory."""
+    if not condition:
+        raise ValueError(complaint)
+
+
 def contiguous_from(x: Tensor, dim: int) -> Tensor:
     """x, copied if its dimensions from ``dim`` on are not contiguous."""
     return x if is_contiguous_from(x, dim) else x.contiguous()

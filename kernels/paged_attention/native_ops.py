@@ -74,9 +74,4 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, kv_indices: Tensor, mask: 
 @cache
 def code() -> ctypes.CDLL | None:
     """The native code of this op; None where there is none."""
-    loaded = library.load(SOURCE)
-    if loaded is None:
-        return None
-    loaded.paged_attend.restype = None
-    loaded.paged_attend.argtypes = [POINTER(_Attend), c_int, c_int]
-    return loaded
+    return library.load_functions(SOURCE, {"paged_attend": [POINTER(_Attend), c_int, c_int]})

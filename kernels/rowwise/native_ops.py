@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.native import library
-from specmamba.kernels.native.tensors import contiguous_from, is_native, struct
+from specmamba.kernels.native.tensors import contiguous_from, is_native, require, struct
 from specmamba.kernels.rowwise.torch_ops import L2_EPS
 
 SOURCE = Path(__file__).parent / "native.cpp"
@@ -38,7 +38,7 @@ def can_take(x: Tensor, *others: Tensor) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``torch_ops.rms_norm``."""
-    _require(weight.shape == x.shape[x.dim() - weight.dim() :], "the weight has another shape")
+    require(weight.shape == x.shape[x.dim() - weight.dim() :], "the weight has another shape")
     x, stride = _tokens(x, weight.dim())
     y = torch.empty(x.shape, dtype=x.dtype)
     width, heads = x.shape[-1], weight.shape[0] if weight.dim() == 2 else 1
@@ -55,7 +55,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``torch_ops.gated_rms_norm``."""
     heads, width = x.shape[-2:]
-    _require(gate.shape == x.shape and weight.shape == (width,), "x, gate and weight do not fit")
+    require(gate.shape == x.shape and weight.shape == (width,), "x, gate and weight do not fit")
     weight = weight.contiguous()
     (x, x_stride), (gate, gate_stride) = _tokens(x, 2), _tokens(gate, 2)
     y = torch.empty(x.shape, dtype=gate.dtype)
@@ -70,7 +70,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See ``torch_ops.silu_mul``."""
-    _require(gate_up.shape[-1] % 2 == 0, "gate and up do not have the same width")
+    require(gate_up.shape[-1] % 2 == 0, "gate and up do not have the same width")
     gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype)
     _native().rowwise_silu_mul(
@@ -86,9 +86,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See ``torch_ops.rotate``."""
-    _require(cos.dtype is x.dtype and sin.dtype is x.dtype, "x, cos and sin differ in dtype")
-    _require(cos.shape == sin.shape == (*x.shape[:2], 1, cos.shape[-1]), "cos and sin have another shape")
-    _require(cos.shape[-1] <= x.shape[-1] and cos.shape[-1] % 2 == 0, "so many components cannot rotate")
+    require(cos.dtype is x.dtype and sin.dtype is x.dtype, "x, cos and sin differ in dtype")
+    require(cos.shape == sin.shape == (*x.shape[:2], 1, cos.shape[-1]), "cos and sin have another shape")
+    require(cos.shape[-1] <= x.shape[-1] and cos.shape[-1] % 2 == 0, "so many components cannot rotate")
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     y, (heads, width) = torch.empty(x.shape, dtype=x.dtype), x.shape[2:]
     _native().rowwise_rotate(
@@ -105,9 +105,9 @@ def delta_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``torch_ops.delta_inputs``."""
     batch, length, value_heads = a.shape
-    _require(b.shape == a.shape == (*mixed.shape[:2], value_heads) and b.dtype is a.dtype, "mixed, a and b do not fit")
-    _require(mixed.shape[2] >= 2 * num_key_heads * key_dim, "there are fewer channels than queries and keys")
-    _require(negative_a.shape == dt_bias.shape == (value_heads,), "decays and gates differ in heads")
+    require(b.shape == a.shape == (*mixed.shape[:2], value_heads) and b.dtype is a.dtype, "mixed, a and b do not fit")
+    require(mixed.shape[2] >= 2 * num_key_heads * key_dim, "there are fewer channels than queries and keys")
+    require(negative_a.shape == dt_bias.shape == (value_heads,), "decays and gates differ in heads")
     mixed, negative_a, dt_bias = mixed.contiguous(), negative_a.contiguous(), dt_bias.contiguous()
     (a, a_stride), (b, b_stride) = _tokens(a, 1), _tokens(b, 1)
     if a_stride != b_stride:
@@ -121,12 +121,6 @@ def delta_inputs(
     )
     _native().rowwise_delta_inputs(arguments, a.dtype is torch.bfloat16, torch.get_num_threads())
     return q, k, g, beta
-
-
-def _require(condition: bool, complaint: str) -> None:
-    """Native code trusts these shapes; outside of them there is other memory."""
-    if not condition:
-        raise ValueError(complaint)
 
 
 def _tokens(x: Tensor, dims: int) -> tuple[Tensor, int]:
@@ -150,9 +144,6 @@ def _native() -> ctypes.CDLL:
 @cache
 def code() -> ctypes.CDLL | None:
     """The native code of this op; None where there is none."""
-    loaded = library.load(SOURCE)
-    if loaded is None:
-        return None
     arguments: dict[str, list[Any]] = {
         "rms_norm": [POINTER(_Norm)],
         "gated_rms_norm": [POINTER(_Norm)],
@@ -160,8 +151,5 @@ def code() -> ctypes.CDLL | None:
         "rotate": [*[c_void_p] * 4, *[c_int64] * 4],
         "delta_inputs": [POINTER(_DeltaInputs)],
     }
-    for name, types in arguments.items():
-        function = getattr(loaded, f"rowwise_{name}")
-        function.restype = None
-        function.argtypes = [*types, c_int, c_int]
-    return loaded
+    signatures = {f"rowwise_{name}": [*types, c_int, c_int] for name, types in arguments.items()}
+    return library.load_functions(SOURCE, signatures)

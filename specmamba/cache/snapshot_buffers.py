@@ -17,8 +17,7 @@ from specmamba.cache.shapes import CacheShape
 from specmamba.cache.state_buffers import StateBuffers, VerifyPlan, conv_index
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import TreeShape
-from specmamba.kernels.causal_conv1d.torch_ops import tree_verify_snapshots as convolve_snapshots
-from specmamba.kernels.gated_delta_rule.torch_ops import tree_verify_snapshots
+from specmamba.kernels import causal_conv1d, gated_delta_rule
 
 
 class SnapshotBuffers(StateBuffers[VerifyPlan]):
@@ -65,7 +64,7 @@ class SnapshotBuffers(StateBuffers[VerifyPlan]):
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, plan: VerifyPlan) -> Tensor:
         """See ``StateBuffers``; leaves a window behind every node."""
         windows = plan.slots.take(self._pool.conv[layer])
-        y, after = convolve_snapshots(inputs, windows, plan.conv_index, weight)
+        y, after = causal_conv1d.tree_verify_snapshots(inputs, windows, plan.conv_index, weight)
         _put_nodes(self.intermediate_conv_window[layer], plan.rows, after)
         return y
 
@@ -80,7 +79,7 @@ class SnapshotBuffers(StateBuffers[VerifyPlan]):
         else:
             snapshots = buffer.new_empty(len(plan.rows), num_nodes, *buffer.shape[2:])
         parents = None if plan.tree.is_chain else plan.tree.parents
-        out = tree_verify_snapshots(q, k, v, g, beta, state, snapshots, parents)
+        out = gated_delta_rule.tree_verify_snapshots(q, k, v, g, beta, state, snapshots, parents)
         if not plan.rows.is_range:
             _put_nodes(buffer, plan.rows, snapshots)
         return out

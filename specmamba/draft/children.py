@@ -47,8 +47,8 @@ class ChildPicker:
             first_entry: number of the first node among all nodes of this draft that get children; it makes the random
                 numbers of different nodes different.
         """
-        if self.draws and batch.sampling.temperature is not None:
-            return _draw(logits, k, batch, batch.sampling.temperature, first_entry)
+        if self.draws_for(batch):
+            return _draw(logits, k, batch, first_entry)
         logits = _finite(logits)
         top = logits.topk(k, -1)
         logp = top.values - logits.logsumexp(-1, keepdim=True)
@@ -56,14 +56,15 @@ class ChildPicker:
 
     def pick_one(self, logits: Tensor, batch: Batch, entry: int) -> tuple[Tensor, Tensor | None]:
         """The only children [B, 1] of a batch of lone nodes, from logits [B, 1, V], and what they were drawn from."""
-        if self.draws and batch.sampling.temperature is not None:
-            children = _draw(logits, 1, batch, batch.sampling.temperature, entry)
+        if self.draws_for(batch):
+            children = _draw(logits, 1, batch, entry)
             return children.tokens[..., 0], children.probs
         return logits.argmax(-1), None
 
 
-def _draw(logits: Tensor, k: int, batch: Batch, temperature: Tensor, first_entry: int) -> Children:
-    sampling = batch.sampling
+def _draw(logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
+    sampling, temperature = batch.sampling, batch.sampling.temperature
+    assert temperature is not None
     greedy = temperature == 0
     is_greedy = greedy[:, None, None]
     # of greedy rows the second choices count too: they are told apart at temperature 1, and no filter takes them away

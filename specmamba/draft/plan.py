@@ -78,15 +78,7 @@ def _plan_of_trees(config: EngineConfig) -> DraftPlan:
 
 
 def _refuse_orphans(config: EngineConfig) -> None:
-    given = {
-        "--speculative-num-steps": config.speculative_num_steps,
-        "--speculative-eagle-topk": config.speculative_eagle_topk,
-        "--speculative-num-draft-tokens": config.speculative_num_draft_tokens,
-        "--speculative-tree": config.speculative_tree,
-        "--speculative-accept": None if config.speculative_accept == "target" else config.speculative_accept,
-    }
-    flags = [flag for flag, value in given.items() if value is not None]
-    if flags:
+    if flags := config.drafting_flags:
         raise ConfigError(
             f"{', '.join(flags)}: this needs a drafter, and this checkpoint has no MTP head: drop it, or choose "
             "--speculative-algorithm ngram"

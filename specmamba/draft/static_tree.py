@@ -115,7 +115,7 @@ def grow_static_tree(
     """Draft tokens for a static tree on every root; ``hidden`` [B, 1, H] are the head's states after the roots."""
     size = len(batch.rows)
     tokens = batch.root_tokens[:, None].repeat(1, layout.one.num_nodes)
-    is_drawn = torch.ones_like(tokens, dtype=torch.bool)
+    is_drawn = torch.ones_like(tokens, dtype=torch.bool) if picker.draws_for(batch) else None
     probs = []
     for depth, level in enumerate(layout.levels):
         if depth:
@@ -123,7 +123,7 @@ def grow_static_tree(
             above = hidden[:, level.hidden_of]
             hidden = runner.descend(batch, tokens[:, level.nodes], above, depth, mask, level.num_entries_before)
         logits = runner.head.logits(hidden)
-        if not picker.draws_for(batch):
+        if is_drawn is None:
             tokens[:, level.children] = logits.topk(level.num_choices, -1).indices[:, level.child_of, level.choice]
             continue
         picked = picker.pick(logits, level.num_choices, batch, level.num_entries_before)
@@ -131,7 +131,7 @@ def grow_static_tree(
         tokens[:, level.children] = picked.tokens[:, level.child_of, level.choice]
         probs.append(picked.probs)
         is_drawn[:, level.children] = _is_drawn(picked, level, is_drawn[:, level.nodes])
-    if not probs:
+    if is_drawn is None:
         return DraftTree(tokens, layout.shape(size))
     draft_probs = torch.cat(probs, 1)[:, layout.entry]
     if layout.one.is_chain:  # of every distribution there is one token to draw

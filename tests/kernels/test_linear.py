@@ -15,9 +15,7 @@ SHAPES = [(1, 1), (5, 3), (32, 2), (33, 7), (64, 32), (100, 65), (200, 130)]  # 
 
 
 @pytest.fixture
-def native() -> type[native_ops.NativeWeight]:
-    if native_ops.code() is None:
-        pytest.skip("no native kernels here (no C++ compiler, no AVX512-BF16, or SPECMAMBA_NATIVE=0)")
+def native(needs_native: None) -> type[native_ops.NativeWeight]:
     return native_ops.NativeWeight
 
 

@@ -11,11 +11,7 @@ from specmamba.kernels.tree import reference as tree
 from tests.kernels.test_causal_conv1d import DTYPES, normal
 from tests.kernels.trees import SHAPES, batch_of_parents
 
-
-@pytest.fixture(autouse=True)
-def _native() -> None:
-    if native_ops.code() is None:
-        pytest.skip("no native kernels here (no C++ compiler, no AVX512-BF16, or SPECMAMBA_NATIVE=0)")
+pytestmark = pytest.mark.usefixtures("needs_native")
 
 
 @DTYPES

@@ -17,10 +17,7 @@ from tests.kernels.trees import SHAPES, batch_of_parents, mask_of, path_to
 WIDE_HEADS = [(2, 4, 64, 64), (1, 2, 128, 128), (2, 2, 100, 72)]
 
 
-@pytest.fixture(autouse=True)
-def _native() -> None:
-    if native_ops.code() is None:
-        pytest.skip("no native kernels here (no C++ compiler, no AVX512-BF16, or SPECMAMBA_NATIVE=0)")
+pytestmark = pytest.mark.usefixtures("needs_native")
 
 
 def poisoned(records: Records, node_offset: int, nodes: int) -> Records:

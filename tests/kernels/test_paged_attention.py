@@ -14,12 +14,18 @@ TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
 }
-needs_native = pytest.mark.skipif(native_ops.code() is None, reason="no native kernels: no compiler, or no AVX512-BF16")
-FORMS = pytest.mark.parametrize("form", ["torch", pytest.param("native", marks=needs_native)])
+needs_native = pytest.mark.usefixtures("needs_native")
 ATTEND = {"torch": torch_ops.attend, "native": native_ops.attend}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 # (Hq, Hkv, D): one kv head per query head, grouped, all on one, odd widths
 HEADS = pytest.mark.parametrize("heads", [(2, 2, 16), (6, 2, 8), (5, 1, 7), (4, 2, 67), (8, 2, 256)])
+
+
+@pytest.fixture(params=ATTEND)
+def form(request: pytest.FixtureRequest) -> str:
+    if request.param == "native":
+        request.getfixturevalue("needs_native")
+    return str(request.param)
 
 
 def make(batch: int, nodes: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype) -> Inputs:
@@ -35,7 +41,6 @@ def make(batch: int, nodes: int, length: int, heads: tuple[int, int, int], dtype
     return torch.randn(batch, nodes, query_heads, width, generator=gen).to(dtype), k_pool, v_pool, indices
 
 
-@FORMS
 @DTYPES
 @HEADS
 @pytest.mark.parametrize(("batch", "nodes", "length"), [(1, 1, 1), (1, 1, 37), (2, 5, 1), (1, 7, 63), (2, 16, 100)])
@@ -49,7 +54,6 @@ def test_attend_to_everything(
     assert out.dtype == dtype
 
 
-@FORMS
 @DTYPES
 @HEADS
 @pytest.mark.parametrize(("batch", "nodes", "length"), [(1, 1, 2), (1, 6, 41), (3, 19, 64)])
@@ -64,7 +68,6 @@ def test_attend_under_a_random_mask(
     torch.testing.assert_close(out, reference.attend(*inputs, mask), **TOLERANCE[dtype])
 
 
-@FORMS
 @pytest.mark.parametrize("heads", [(2, 2, 16), (6, 2, 8), (5, 1, 7)])
 @pytest.mark.parametrize("nodes", [1, 4, 15])
 def test_attend_over_a_tree_after_ragged_contexts(form: str, nodes: int, heads: tuple[int, int, int]) -> None:
@@ -84,7 +87,6 @@ def test_attend_over_a_tree_after_ragged_contexts(form: str, nodes: int, heads: 
     assert out[1:].abs().max() < 100  # the loud row leaked into no row that does not see it
 
 
-@FORMS
 def test_attend_does_not_write_its_inputs(form: str) -> None:
     inputs = make(2, 3, 8, (4, 2, 8), torch.float32)
     before = [x.clone() for x in inputs]

@@ -26,8 +26,7 @@ Arguments = tuple[Any, ...]
 def ops(request: pytest.FixtureRequest) -> ModuleType:
     if request.param == "torch_ops":
         return torch_ops
-    if native_ops.code() is None:
-        pytest.skip("no native kernels here (no C++ compiler, no AVX512-BF16, or SPECMAMBA_NATIVE=0)")
+    request.getfixturevalue("needs_native")
     return native_ops
 
 
@@ -120,10 +119,9 @@ def test_parts_of_a_projection(name: str, make: Callable[..., Arguments], ops: M
             torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("needs_native")
 @CASE
 def test_a_token_does_not_depend_on_the_others(name: str, make: Callable[..., Arguments], dtype: torch.dtype) -> None:
-    if native_ops.code() is None:
-        pytest.skip("no native kernels here")
     arguments = make(dtype, (1, 200), 64)
     op = getattr(native_ops, name)
     whole = outputs(op(*arguments))
@@ -169,12 +167,11 @@ def test_empty_batches(name: str, make: Callable[..., Arguments], ops: ModuleTyp
         assert x.shape[:2] == (0, 4)
 
 
+@pytest.mark.usefixtures("needs_native")
 @CASE
 def test_the_op_takes_native_code_where_it_can(
     name: str, make: Callable[..., Arguments], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if native_ops.code() is None:
-        pytest.skip("no native kernels here")
     taken = []
     for ops in (native_ops, torch_ops):
         monkeypatch.setattr(ops, name, lambda *_, ops=ops: taken.append(ops))
@@ -200,9 +197,8 @@ def test_the_op_takes_native_code_where_it_can(
         ("delta_inputs", (torch.ones(1, 2, 9), *[torch.ones(1, 1, 2)] * 2, *[torch.ones(2)] * 2, 2, 2)),
     ],
 )
+@pytest.mark.usefixtures("needs_native")
 def test_native_code_reads_no_memory_of_others(name: str, arguments: Arguments) -> None:
     """Shapes that do not fit are refused; in PyTorch they are an error of an operator."""
-    if native_ops.code() is None:
-        pytest.skip("no native kernels here")
     with pytest.raises(ValueError):
         getattr(native_ops, name)(*arguments)
