@@ -1,6 +1,8 @@
 // Causal depthwise convolution with SiLU over draft trees; see README.md and reference.py.
+#include <vector>
+
+#include "causal_conv1d/taps.h"
 #include "parallel.h"
-#include "vector.h"
 
 namespace {
 
@@ -19,19 +21,12 @@ struct Nodes {
 
 // Channels [first, last) of one node.
 template <typename T>
-void convolve(const Nodes& p, int64_t node, int64_t first, int64_t last) {
+void convolve_node(const Nodes& p, int64_t node, int64_t first, int64_t last) {
+  thread_local std::vector<const T*> taps;
+  taps.resize(p.width);
   const T* inputs = static_cast<const T*>(p.inputs) + node / p.nodes * p.batch_stride;
-  const int64_t* index = p.index + node * p.width;
-  float* y = p.y + node * p.channels;
-  for_vectors(last - first, [&](int64_t i, auto lanes) {
-    const int64_t c = first + i;
-    Vector total = _mm512_setzero_ps();
-    for (int64_t w = 0; w < p.width; ++w) {
-      const Vector weight = load(p.weight + w * p.channels + c, lanes);
-      total = _mm512_fmadd_ps(load(inputs + index[w] * p.channels + c, lanes), weight, total);
-    }
-    store(y + c, silu(total), lanes);
-  });
+  for (int64_t w = 0; w < p.width; ++w) taps[w] = inputs + p.index[node * p.width + w] * p.channels;
+  convolve(taps.data(), p.weight, p.width, p.channels, first, last - first, p.y + node * p.channels + first);
 }
 
 template <typename T>
@@ -43,7 +38,7 @@ void run(const Nodes& p, int64_t batch, int num_threads) {
                [&](int64_t begin, int64_t end) {
                  for (int64_t t = begin; t < end; ++t) {
                    const int64_t first = t % blocks * kBlock;
-                   convolve<T>(p, t / blocks, first, std::min(first + kBlock, p.channels));
+                   convolve_node<T>(p, t / blocks, first, std::min(first + kBlock, p.channels));
                  }
                });
 }

@@ -29,9 +29,16 @@ def tree_verify(
     return torch_ops.tree_verify(q, k, v, g, beta, state, *records, num_pending, node_offset, ancestors)
 
 
-def fold(state: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Tensor, num_pending: Tensor) -> Tensor:
-    """Checkpoints advanced over their pending records; see ``torch_ops.fold``."""
+def fold(
+    state: Tensor,
+    records_k: Tensor,
+    records_u: Tensor,
+    records_decay: Tensor,
+    num_pending: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Checkpoints advanced over their pending records, in place where ``out`` is state; see ``torch_ops.fold``."""
     records = records_k, records_u, records_decay
-    if native_ops.can_take(state, *records):
-        return native_ops.fold(state, *records, num_pending)
-    return torch_ops.fold(state, *records, num_pending)
+    if native_ops.can_take(state, *records, *(() if out is None else (out,))):
+        return native_ops.fold(state, *records, num_pending, out)
+    return torch_ops.fold(state, *records, num_pending, out)

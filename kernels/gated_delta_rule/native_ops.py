@@ -24,18 +24,17 @@ _Verify = struct(
     [*_INPUTS, *_RECORDS, "ancestors", "out"],
     ["batch", "nodes", *_HEADS, "node_offset", "v_batch", "v_node", *_DISTANCES, "ancestors_batch"],
 )
-_Fold = struct("Fold", ["state", *_RECORDS, "folded"], ["batch", *_HEADS, *_DISTANCES])
+_Fold = struct("Fold", ["state", *_RECORDS, "folded"], ["batch", *_HEADS, *_DISTANCES, "folded_batch"])
 
 
-def can_take(state: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Tensor) -> bool:
-    """Whether native code computes on these: float32 on the CPU, and every row of the records contiguous.
+def can_take(state: Tensor, *written: Tensor) -> bool:
+    """Whether native code computes on these: float32 on the CPU, and every row of what it writes contiguous.
 
-    Records are written in place, so they cannot be copied into another layout.
+    Records, and the states of a fold, are written in place, so they cannot be copied into another layout.
     """
-    records = records_k, records_u, records_decay
     return (
-        all(x.dtype is torch.float32 and x.is_cpu for x in (state, *records))
-        and all(is_contiguous_from(x, 1) for x in records)
+        all(x.dtype is torch.float32 and x.is_cpu for x in (state, *written))
+        and all(is_contiguous_from(x, 1) for x in written)
         and code() is not None
     )
 
@@ -54,7 +53,7 @@ def tree_verify(
     node_offset: int,
     ancestors: Tensor,
 ) -> Tensor:
-    """``torch_ops.tree_verify`` where ``can_take`` allows it; all of a value head's work is one task of a thread."""
+    """``torch_ops.tree_verify`` where ``can_take`` allows it; all of a key head's work is one task of a thread."""
     native = code()
     assert native is not None
     batch, nodes, key_heads, key_dim = k.shape
@@ -89,8 +88,15 @@ def tree_verify(
     return out
 
 
-def fold(state: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Tensor, num_pending: Tensor) -> Tensor:
-    """``torch_ops.fold`` where ``can_take`` allows it."""
+def fold(
+    state: Tensor,
+    records_k: Tensor,
+    records_u: Tensor,
+    records_decay: Tensor,
+    num_pending: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``torch_ops.fold`` where ``can_take`` allows it, of ``out`` too."""
     native = code()
     assert native is not None
     batch, value_heads, key_dim, value_dim = state.shape
@@ -98,14 +104,15 @@ def fold(state: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Ten
     _check_buffers(state, records_k, records_u, records_decay, sizes, 0)
     _check_pending(num_pending, batch)
     state, num_pending = contiguous_from(state, 1), num_pending.contiguous()
-    folded = torch.empty(state.shape)
+    out = torch.empty(state.shape) if out is None else out
+    require(out.shape == state.shape, "out has another shape than the state")
     arguments = _Fold(
-        *(x.data_ptr() for x in (state, records_k, records_u, records_decay, num_pending, folded)),
-        *(batch, records_k.shape[2], value_heads, key_dim, value_dim),
-        *(x.stride(0) for x in (state, records_k, records_u, records_decay)),
+        *(x.data_ptr() for x in (state, records_k, records_u, records_decay, num_pending, out)),
+        *sizes,
+        *(x.stride(0) for x in (state, records_k, records_u, records_decay, out)),
     )
     native.delta_fold(arguments, torch.get_num_threads())
-    return folded
+    return out
 
 
 def _check_pending(num_pending: Tensor | None, batch: int) -> None:

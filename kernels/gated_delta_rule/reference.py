@@ -92,13 +92,21 @@ def tree_verify(
     return out
 
 
-def fold(state: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Tensor, num_pending: Tensor) -> Tensor:
+def fold(
+    state: Tensor,
+    records_k: Tensor,
+    records_u: Tensor,
+    records_decay: Tensor,
+    num_pending: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
     """Advance the checkpoint over the first ``num_pending[b]`` records of each row.
 
     state [B, Hv, K, V], records_k [B, R, Hk, K], records_u [B, R, Hv, V], records_decay [B, R, Hv] (log decay from
     the checkpoint to the record inclusive), num_pending [B] int64.
 
-    Returns new_state [B, Hv, K, V], a new tensor; rows with nothing pending are copied unchanged.
+    Returns the new states [B, Hv, K, V], in ``out`` where it is given (it may be ``state``), else in a new tensor; rows
+    with nothing pending are copied unchanged.
     """
     batch, value_heads = state.shape[:2]
     group = value_heads // records_k.shape[2]
@@ -111,7 +119,7 @@ def fold(state: Tensor, records_k: Tensor, records_u: Tensor, records_decay: Ten
                 update = torch.outer(records_k[b, j, h // group], records_u[b, j, h])
                 new_state[b, h] = step_decay * new_state[b, h] + update
                 before_decay = records_decay[b, j, h]
-    return new_state
+    return new_state if out is None else out.copy_(new_state)
 
 
 def tree_verify_snapshots(

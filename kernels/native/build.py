@@ -17,8 +17,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-HEADERS = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-shared", f"-I{HEADERS}")
+KERNELS = Path(__file__).parents[1]  # sources include "parallel.h", and headers of operators as "operator/header.h"
+INCLUDES = (f"-I{KERNELS / 'native'}", f"-I{KERNELS}")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-shared", *INCLUDES)
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_SECONDS = 120
 
@@ -107,7 +108,7 @@ def _fingerprint(source: Path, compiler: list[str]) -> str:
     digest = hashlib.sha256()
     for part in (*FLAGS, *compiler, version, *sorted(cpu_flags())):
         digest.update(part.encode() + b"\0")
-    for file in (source, *sorted(HEADERS.glob("*.h"))):
+    for file in (source, *sorted(KERNELS.glob("*/*.h"))):
         digest.update(file.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
 

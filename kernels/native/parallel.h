@@ -4,6 +4,7 @@
 // compiled with -fopenmp or linked against a runtime: a second one in the process would double the threads.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -34,6 +35,15 @@ void parallel_for(int64_t count, int64_t part, int num_threads, const Body& body
   };
   const int64_t parts = (count + part - 1) / part;
   parallel_region(work, &shared, static_cast<unsigned>(parts < num_threads ? parts : num_threads), 0);
+}
+
+// Calls body(b, h) for all heads of all rows. Neighbours, which memory delivers in one stream, mostly meet in a thread.
+template <typename Body>
+void for_heads(int64_t batch, int64_t heads, int num_threads, const Body& body) {
+  const int64_t count = batch * heads, part = std::max<int64_t>(1, count / (4 * std::max(num_threads, 1)));
+  parallel_for(count, part, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t) body(t / heads, t % heads);
+  });
 }
 
 }  // namespace specmamba

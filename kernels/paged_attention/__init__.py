@@ -4,7 +4,7 @@ from torch import Tensor
 
 from specmamba.kernels.paged_attention import native_ops, torch_ops
 
-__all__ = ["attend"]
+__all__ = ["attend", "gated_attend"]
 
 
 def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, kv_indices: Tensor, mask: Tensor | None) -> Tensor:
@@ -12,3 +12,21 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, kv_indices: Tensor, mask: 
     if native_ops.can_take(q, k_pool, v_pool, kv_indices):
         return native_ops.attend(q, k_pool, v_pool, kv_indices, mask)
     return torch_ops.attend(q, k_pool, v_pool, kv_indices, mask)
+
+
+def gated_attend(
+    projected: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    write_slots: Tensor,
+    kv_indices: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """A gated attention layer between its two products; see ``torch_ops.gated_attend``."""
+    if native_ops.can_take(projected, k_pool, v_pool, kv_indices):
+        return native_ops.gated_attend(projected, weight, eps, cos, sin, k_pool, v_pool, write_slots, kv_indices, mask)
+    return torch_ops.gated_attend(projected, weight, eps, cos, sin, k_pool, v_pool, write_slots, kv_indices, mask)

@@ -9,6 +9,8 @@ section 2.2; a tree as an attention mask, arXiv 2305.09781, section 4. See READM
 import torch
 from torch import Tensor
 
+from specmamba.kernels.rowwise import reference as rowwise
+
 
 def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, kv_indices: Tensor, mask: Tensor | None) -> Tensor:
     """Attend from N queries per row to L rows of the key-value pool of one layer.
@@ -34,3 +36,39 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, kv_indices: Tensor, mask: 
                 scores = keys @ q[b, n, h].to(dtype) * width**-0.5
                 out[b, n, h] = torch.softmax(scores, dim=0) @ values
     return out
+
+
+def gated_attend(
+    projected: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    write_slots: Tensor,
+    kv_indices: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """Normalise and rotate queries and keys, store keys and values, attend, gate.
+
+    projected [B, N, 2 (Hq + Hkv) D]: queries, keys, values, gates; weight [Hq + Hkv, D] float32; cos and sin
+    [B, N, 1, R]; write_slots [B * N] int64, rows of the pools, which are written: numbers that are not finite become 0.
+    The rest as for ``attend``. Normalised and rotated values are rounded to the dtype of ``projected``.
+
+    Returns attend(q) * sigmoid(gate) [B, N, Hq D].
+    """
+    batch, nodes, _ = projected.shape
+    key_heads, width = k_pool.shape[1:]
+    heads = projected.view(batch, nodes, -1, width)
+    query_heads = weight.shape[0] - key_heads
+    qk = rowwise.rotate(rowwise.rms_norm(heads[:, :, : query_heads + key_heads], weight, eps), cos, sin)
+    v, gate = heads[:, :, query_heads + key_heads : -query_heads], heads[:, :, -query_heads:]
+    for b in range(batch):
+        for n in range(nodes):
+            slot = write_slots[b * nodes + n]
+            for pool, new in ((k_pool, qk[b, n, query_heads:]), (v_pool, v[b, n])):
+                pool[slot] = torch.where(new.isfinite(), new, 0)
+    dtype = torch.promote_types(projected.dtype, torch.float32)
+    out = attend(qk[:, :, :query_heads], k_pool, v_pool, kv_indices, mask).to(dtype)
+    return (out / (1 + torch.exp(-gate.to(dtype)))).to(projected.dtype).flatten(2)

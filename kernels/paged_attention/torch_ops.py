@@ -1,7 +1,10 @@
 """Paged attention through PyTorch's own attention. See README.md."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from specmamba.kernels import rowwise
 
 
 def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, kv_indices: Tensor, mask: Tensor | None) -> Tensor:
@@ -20,10 +23,58 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, kv_indices: Tensor, mask: 
     num_queries, num_q_heads, dim = q.shape[1:]
     num_kv_heads = k_pool.shape[1]
     # the query heads of a group become rows of one head: PyTorch's own grouping copies keys and values on a CPU
-    q = q.view(batch, num_queries, num_kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    q = q.reshape(batch, num_queries, num_kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if mask is not None:
         mask = mask[:, None].repeat(1, 1, num_q_heads // num_kv_heads, 1)
     flat = kv_indices.reshape(-1)
     k, v = (pool.index_select(0, flat).unflatten(0, (batch, length)).transpose(1, 2) for pool in (k_pool, v_pool))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).view(batch, num_kv_heads, -1, num_queries, dim)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, num_queries, num_q_heads, dim)
+
+
+def gated_attend(
+    projected: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    write_slots: Tensor,
+    kv_indices: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """All of a gated attention layer between its two products: new keys and values are stored, then attended to.
+
+    Args:
+        projected: [B, N, 2 (Hq + Hkv) D], in the order queries, keys, values, gates.
+        weight: [Hq + Hkv, D] float32, of the RMS norms of queries and keys.
+        eps: of these norms.
+        cos, sin: [B, N, 1, R], R <= D; see ``rowwise.rotate``.
+        k_pool, v_pool: [T, Hkv, D], written at ``write_slots``.
+        write_slots: [B * N] int64, where the tokens' keys and values go. Several may share a slot that nobody reads.
+        kv_indices, mask: as for ``attend``; what is stored here may be among them.
+
+    Returns:
+        attend(q, ...) * sigmoid(gate), [B, N, Hq D].
+    """
+    batch, length, _ = projected.shape
+    key_heads, dim = k_pool.shape[1:]
+    query_heads = weight.shape[0] - key_heads
+    q_dim, kv_dim = query_heads * dim, key_heads * dim
+    qk, v, gate = torch.split_with_sizes(projected, [q_dim + kv_dim, kv_dim, q_dim], -1)
+    qk = rowwise.rotate(rowwise.rms_norm(qk.view(batch, length, -1, dim), weight, eps), cos, sin)
+    q, k = torch.split_with_sizes(qk, [query_heads, key_heads], 2)
+    write(k_pool, v_pool, write_slots, k.flatten(0, 1), v.reshape(-1, key_heads, dim))
+    return attend(q, k_pool, v_pool, kv_indices, mask).flatten(2) * gate.sigmoid()
+
+
+def write(k_pool: Tensor, v_pool: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Store k, v [T, Hkv, D] at slots [T] of the pools; what is not finite as 0.
+
+    A hidden key still meets a query in some forms of attention, and what is not a number survives any mask: it would
+    spoil whoever shares the padding slot, or gets the slot next. A request whose numbers are not finite is found out
+    by its own hidden states.
+    """
+    k_pool.index_copy_(0, slots, k.nan_to_num(0.0, 0.0, 0.0))
+    v_pool.index_copy_(0, slots, v.nan_to_num(0.0, 0.0, 0.0))

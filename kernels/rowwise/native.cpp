@@ -1,8 +1,6 @@
 // What is done to each token on its own; see README.md and reference.py.
-#include <cmath>
-
 #include "parallel.h"
-#include "vector.h"
+#include "rowwise/heads.h"
 
 namespace {
 
@@ -19,16 +17,6 @@ void for_tokens(int64_t tokens, int64_t size, int num_threads, const Body& body)
                });
 }
 
-template <typename T>
-float sum_of_squares(const T* x, int64_t size) {
-  Vector total = _mm512_setzero_ps();
-  for_vectors(size, [&](int64_t i, auto lanes) {
-    const Vector v = load(x + i, lanes);
-    total = _mm512_fmadd_ps(v, v, total);
-  });
-  return sum(total);
-}
-
 // Tokens of heads of a width; tokens of x lie x_stride apart, those of a gate gate_stride, those of y follow each other.
 struct Norm {
   const void *x, *gate;
@@ -39,25 +27,18 @@ struct Norm {
 };
 
 template <typename X, typename Y, bool Gated>
-void normalize(const Norm& p, int64_t token) {
+void normalize_token(const Norm& p, int64_t token) {
   for (int64_t h = 0; h < p.heads; ++h) {
     const X* x = static_cast<const X*>(p.x) + token * p.x_stride + h * p.width;
     const Y* gate = static_cast<const Y*>(p.gate) + (Gated ? token * p.gate_stride + h * p.width : 0);
-    const float* weight = p.weight + h * p.weight_stride;
     Y* y = static_cast<Y*>(p.y) + (token * p.heads + h) * p.width;
-    const float mean = sum_of_squares(x, p.width) / static_cast<float>(p.width);
-    const Vector scale = _mm512_set1_ps(1.0f / std::sqrt(mean + static_cast<float>(p.eps)));
-    for_vectors(p.width, [&](int64_t i, auto lanes) {
-      Vector v = _mm512_mul_ps(_mm512_mul_ps(load(x + i, lanes), scale), load(weight + i, lanes));
-      if constexpr (Gated) v = _mm512_mul_ps(v, silu(load(gate + i, lanes)));
-      store(y + i, v, lanes);
-    });
+    normalize<Gated>(x, gate, p.weight + h * p.weight_stride, p.width, static_cast<float>(p.eps), y);
   }
 }
 
 template <typename X, typename Y, bool Gated>
 void run_norm(const Norm& p, int num_threads) {
-  for_tokens(p.tokens, p.heads * p.width, num_threads, [&](int64_t t) { normalize<X, Y, Gated>(p, t); });
+  for_tokens(p.tokens, p.heads * p.width, num_threads, [&](int64_t t) { normalize_token<X, Y, Gated>(p, t); });
 }
 
 template <typename T>
@@ -100,28 +81,21 @@ struct DeltaInputs {
 };
 
 void unit_heads(const DeltaInputs& p, const float* x, float* y, float factor) {
-  for (int64_t at = 0; at < p.key_heads * p.key_dim; at += p.key_dim) {
-    const float length = sum_of_squares(x + at, p.key_dim) + static_cast<float>(p.eps);
-    const Vector scale = _mm512_set1_ps(factor / std::sqrt(length));
-    for_vectors(p.key_dim, [&](int64_t i, auto lanes) {
-      store(y + at + i, _mm512_mul_ps(load(x + at + i, lanes), scale), lanes);
-    });
-  }
+  for (int64_t at = 0; at < p.key_heads * p.key_dim; at += p.key_dim)
+    make_unit(x + at, p.key_dim, static_cast<float>(p.eps), factor, y + at);
 }
-
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 template <typename T>
 void run_delta_inputs(const DeltaInputs& p, int num_threads) {
   const int64_t size = p.key_heads * p.key_dim;
-  const float q_factor = 1.0f / std::sqrt(static_cast<float>(p.key_dim));
+  const float q_factor = query_factor(p.key_dim);
   for_tokens(p.tokens, 2 * size, num_threads, [&](int64_t t) {
     unit_heads(p, p.mixed + t * p.channels, p.q + t * size, q_factor);
     unit_heads(p, p.mixed + t * p.channels + size, p.k + t * size, 1.0f);
     const T *a = static_cast<const T*>(p.a) + t * p.gates_stride, *b = static_cast<const T*>(p.b) + t * p.gates_stride;
     for (int64_t h = 0; h < p.value_heads; ++h) {
       p.g[t * p.value_heads + h] = p.negative_a[h] * softplus(to_float(a[h]) + p.dt_bias[h]);
-      p.beta[t * p.value_heads + h] = 1.0f / (1.0f + std::exp(-to_float(b[h])));
+      p.beta[t * p.value_heads + h] = sigmoid(to_float(b[h]));
     }
   });
 }

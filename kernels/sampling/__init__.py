@@ -1,6 +1,9 @@
 """Choosing tokens: penalties, filters, drawing and accepting at every node of a draft tree."""
 
-from specmamba.kernels.sampling.torch_ops import penalize, probabilities, sample, uniform
+from torch import Tensor
+
+from specmamba.kernels.sampling import native_ops, torch_ops
+from specmamba.kernels.sampling.torch_ops import penalize, probabilities
 from specmamba.kernels.sampling.torch_rejection import draw_children, residual_choice, sibling_rank
 
 # What random numbers are for; the counters of a stream are its user's.
@@ -11,7 +14,9 @@ __all__ = [
     "CHOICE_STREAM",
     "DRAFT_STREAM",
     "SYNTHETIC_STREAM",
+    "argmax",
     "draw_children",
+    "has_largest",
     "penalize",
     "probabilities",
     "residual_choice",
@@ -19,3 +24,38 @@ __all__ = [
     "sibling_rank",
     "uniform",
 ]
+
+
+def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
+    """Random numbers of (seed, stream, position); see ``torch_ops.uniform``."""
+    if native_ops.can_draw(positions):
+        return native_ops.uniform(seeds, positions, stream)
+    return torch_ops.uniform(seeds, positions, stream)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The likeliest token; see ``torch_ops.argmax``."""
+    if native_ops.can_take(logits):
+        return native_ops.argmax(logits)
+    return torch_ops.argmax(logits)
+
+
+def has_largest(logits: Tensor) -> Tensor:
+    """Whether there is a largest logit; see ``torch_ops.has_largest``."""
+    if native_ops.can_take(logits):
+        return native_ops.has_largest(logits)
+    return torch_ops.has_largest(logits)
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    uniforms: Tensor,
+) -> Tensor:
+    """One token after every node; see ``torch_ops.sample``."""
+    if top_k is top_p is min_p is None and native_ops.can_take(logits):
+        return native_ops.sample(logits, temperature, uniforms)
+    return torch_ops.sample(logits, temperature, top_k, top_p, min_p, uniforms)

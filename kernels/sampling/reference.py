@@ -60,6 +60,17 @@ def probabilities(
     return out
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """The likeliest token of each row: logits [B, N, V] -> [B, N] int64, the lowest id on ties."""
+    return torch.tensor([[_argmax(row) for row in rows] for rows in logits], dtype=torch.int64)
+
+
+def has_largest(logits: Tensor) -> Tensor:
+    """Whether a token can be chosen: no logit of a row is NaN or +inf, not all are -inf; [B, N, V] -> [B, N] bool."""
+    spoilt = logits.isnan() | (logits == torch.inf)
+    return ~spoilt.any(-1) & (logits > -torch.inf).any(-1)
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,

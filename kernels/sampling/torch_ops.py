@@ -63,6 +63,16 @@ def probabilities(
     return torch.where(is_greedy, one_hot, probs)
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """The likeliest token [...] int64 of logits [..., V], the lowest id on ties."""
+    return logits.argmax(-1)
+
+
+def has_largest(logits: Tensor) -> Tensor:
+    """Whether the largest of logits [..., V] is a finite number; [...] bool. It is none if any of them is NaN."""
+    return logits.amax(-1).isfinite()
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,

@@ -1,8 +1,9 @@
-"""What a layer sees of the cache during one forward: the same two calls whether it extends or verifies."""
+"""What a layer sees of the cache during one forward: the same call whether it extends or verifies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,17 +15,14 @@ from specmamba.cache.rows import RowSet
 from specmamba.cache.state_buffers import StateBuffers, VerifyPlan
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import Chunk, TreeShape
-from specmamba.kernels import causal_conv1d, gated_delta_rule, paged_attention
+from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, paged_attention
 
 
 class StateAccess(Protocol):
     """Recurrent state, by state layer. Tokens come as [B, L, ...]: padded runs, or the nodes of trees."""
 
-    def convolve(self, layer: int, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Causal convolution with SiLU of inputs [B, L, C] behind what came before them; the result is float32."""
-
-    def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Gated delta rule; q, k [B, L, Hk, K], v [B, L, Hv, V], g, beta [B, L, Hv] -> [B, L, Hv, V]."""
+    def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights) -> Tensor:
+        """A gated delta net layer between its projections, behind what came before: [B, L, Hv, V], the gate's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +33,17 @@ class ExtendState:
     slots: RowSet
     lengths: Tensor  # [B] int64
 
-    def convolve(self, layer: int, inputs: Tensor, weight: Tensor) -> Tensor:
-        """See ``StateAccess``; leaves the new window in the slots."""
+    def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights) -> Tensor:
+        """See ``StateAccess``; leaves the new state and window in the slots."""
+        return delta_net.compose(inputs, weights, partial(self._convolve, layer), partial(self._delta_rule, layer))
+
+    def _convolve(self, layer: int, inputs: Tensor, weight: Tensor) -> Tensor:
         windows = self.pool.conv[layer]
         y, window = causal_conv1d.extend(inputs, self.slots.take(windows), weight, self.lengths)
         self.slots.put(windows, window)
         return y
 
-    def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """See ``StateAccess``; leaves the new state in the slots."""
+    def _delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         states = self.pool.recurrent[layer]
         out, state = gated_delta_rule.extend(q, k, v, g, beta, self.slots.take(states), self.lengths)
         self.slots.put(states, state)
@@ -57,13 +57,9 @@ class VerifyState:
     buffers: StateBuffers[Any]
     plan: VerifyPlan
 
-    def convolve(self, layer: int, inputs: Tensor, weight: Tensor) -> Tensor:
+    def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights) -> Tensor:
         """See ``StateAccess``."""
-        return self.buffers.convolve(layer, inputs, weight, self.plan)
-
-    def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """See ``StateAccess``."""
-        return self.buffers.delta_rule(layer, q, k, v, g, beta, self.plan)
+        return self.buffers.delta_net(layer, inputs, weights, self.plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +78,22 @@ class PagedKV:
         mask = causal_mask(chunk.positions, chunk.end, first_key)
         return cls(pool, table.slots_of(chunk).view(-1), read_slots, mask)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v [B, L, Hkv, D] and attend with q [B, L, Hq, D] -> [B, L, Hq, D]."""
-        self.pool.write(layer, self.write_slots, k.flatten(0, 1), v.flatten(0, 1))
-        return paged_attention.attend(q, self.pool.k[layer], self.pool.v[layer], self.read_slots, self.mask)
+    def gated_attend(self, layer: int, projected: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        """Make keys and values of new tokens and store them, attend to all that is seen, gate.
+
+        Args:
+            layer: of the KV pool.
+            projected: [B, L, 2 (Hq + Hkv) D], in the order queries, keys, values, gates.
+            norm: [Hq + Hkv, D] float32, weight of the norm of queries and keys; eps: of this norm.
+            cos, sin: [B, L, 1, rotary_dim].
+
+        Returns:
+            [B, L, Hq D].
+        """
+        pools = self.pool.k[layer], self.pool.v[layer]
+        return paged_attention.gated_attend(
+            projected, norm, eps, cos, sin, *pools, self.write_slots, self.read_slots, self.mask
+        )
 
 
 def causal_mask(positions: Tensor, num_keys: int, first_key: int = 0) -> Tensor:

@@ -18,18 +18,7 @@ from specmamba.cache.shapes import CacheShape, pending_capacity
 from specmamba.cache.state_buffers import StateBuffers, VerifyPlan, conv_index
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import TreeShape
-from specmamba.kernels import causal_conv1d, gated_delta_rule, state_copy
-
-
-@dataclass(frozen=True, slots=True)
-class LayerViews:
-    """A plan's part of all buffers, one view per layer: cut once, not once per layer."""
-
-    k: tuple[Tensor, ...]
-    u: tuple[Tensor, ...]
-    decay: tuple[Tensor, ...]
-    conv_inputs: tuple[Tensor, ...]
-    state: tuple[Tensor, ...]
+from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, state_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +28,7 @@ class RecordPlan(VerifyPlan):
     pending: tuple[int, ...]  # pending records of each row
     num_pending: Tensor | None  # [B] int64; None when every row has node_offset of them
     node_offset: int
-    views: LayerViews | None  # None where rows or slots are not consecutive: then there are only copies
+    trees: delta_net.Trees  # the same as kernels want it
 
 
 class SpecBuffers(StateBuffers[RecordPlan]):
@@ -63,6 +52,10 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         self.conv_inputs = torch.zeros(
             layers, num_rows + 1, self.window + size[2], s.conv_channels, dtype=shape.dtype, device=device
         )
+        self._layers = [
+            delta_net.Buffers(*of_layer)
+            for of_layer in zip(pool.recurrent, self.conv_inputs, *self._records, strict=True)
+        ]
         self._num_pending = [0] * (num_rows + 1)
 
     def begin(self, row: int, slot: int, owner: str, position: int) -> None:
@@ -92,43 +85,35 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         pending = tuple(self._num_pending[row] for row in rows)
         offset = max(pending)
         num_pending = None if min(pending) == offset else torch.tensor(pending, device=device)
-        row_set = RowSet.of(rows, device)
-        return RecordPlan(
-            rows=row_set,
-            slots=slot_set,
-            tree=tree,
-            conv_index=self._conv_index(tree, num_pending, offset),
-            pending=pending,
-            num_pending=num_pending,
-            node_offset=offset,
-            views=self._views(row_set, slot_set, offset + tree.num_nodes),
-        )
+        row_set, index = RowSet.of(rows, device), self._conv_index(tree, num_pending, offset).contiguous()
+        trees = delta_net.Trees(row_set.index, slot_set.index, index, num_pending, offset, tree.ancestors)
+        return RecordPlan(row_set, slot_set, tree, index, pending, num_pending, offset, trees)
+
+    def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights, plan: RecordPlan) -> Tensor:
+        """See ``StateBuffers``; in one native call where there is one for these."""
+        if delta_net.can_fuse(inputs, weights, self._layers[layer]):
+            return delta_net.tree_verify(inputs, weights, self._layers[layer], plan.trees)
+        return super().delta_net(layer, inputs, weights, plan)
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, plan: RecordPlan) -> Tensor:
         """See ``StateBuffers``; records the inputs."""
         offset = self.window + plan.node_offset
-        if plan.views is not None:
-            stored = plan.views.conv_inputs[layer]
-        else:
-            stored = plan.rows.take(self.conv_inputs[layer])[:, : offset + inputs.shape[1]]
-            self._put_nodes(self.conv_inputs[layer], plan, offset, inputs)
+        stored = plan.rows.take(self.conv_inputs[layer])[:, : offset + inputs.shape[1]]
         stored[:, offset:] = inputs
+        if not plan.rows.is_range:  # what was written is a copy
+            self._put_nodes(self.conv_inputs[layer], plan, offset, inputs)
         return causal_conv1d.tree_verify(stored, plan.conv_index, weight)
 
     def delta_rule(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: RecordPlan
     ) -> Tensor:
         """See ``StateBuffers``; one read of the checkpoint, and a record of k, u and the path decay per node."""
-        if plan.views is not None:
-            state = plan.views.state[layer]
-            records = plan.views.k[layer], plan.views.u[layer], plan.views.decay[layer]
-        else:
-            state = plan.slots.take(self._pool.recurrent[layer])
-            k_rows, u_rows, decay_rows = (plan.rows.take(x[layer]) for x in self._records)
-            records = k_rows, u_rows, decay_rows
+        state = plan.slots.take(self._pool.recurrent[layer])
+        k_rows, u_rows, decay_rows = (plan.rows.take(x[layer]) for x in self._records)
+        records = k_rows, u_rows, decay_rows
         pending = plan.num_pending, plan.node_offset
         out = gated_delta_rule.tree_verify(q, k, v, g, beta, state, *records, *pending, plan.tree.ancestors)
-        if plan.views is None:  # what was written is a copy
+        if not plan.rows.is_range:  # what was written is a copy
             nodes = slice(plan.node_offset, plan.node_offset + plan.tree.num_nodes)
             for buffer, written in zip(self._records, records, strict=True):
                 self._put_nodes(buffer[layer], plan, nodes.start, written[:, nodes])
@@ -148,15 +133,6 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         for row, count in zip(plan.rows.rows, accepted, strict=True):
             self._num_pending[row] += count + 1
 
-    def _views(self, rows: RowSet, slots: RowSet, end: int) -> LayerViews | None:
-        if not (rows.is_range and slots.is_range):
-            return None
-        part, count = rows.rows[0], len(rows)
-        k, u, decay = (x.narrow(1, part, count)[:, :, :end].unbind(0) for x in self._records)
-        inputs = self.conv_inputs.narrow(1, part, count)[:, :, : self.window + end]
-        states = self._pool.recurrent.narrow(1, slots.rows[0], count)
-        return LayerViews(k, u, decay, inputs.unbind(0), states.unbind(0))
-
     def _conv_index(self, tree: TreeShape, num_pending: Tensor | None, offset: int) -> Tensor:
         """Node-relative indices -> entries of conv_inputs: nodes behind the offset, older inputs behind the pending."""
         relative = conv_index(tree, self.window + 1)
@@ -170,35 +146,21 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         buffer[plan.rows.index[:, None], nodes] = values
 
     def _write_state(self, row: int, position: int, slot: int) -> None:
-        """A fold of the first records into another slot, all layers as one batch."""
+        """A fold of the first records into a slot, all layers as one batch; in place where it is the row's own."""
         lease = self._leases[row]
         count, states = position - lease.position, self._pool.recurrent
         k, u, decay = (x[:, row, :count] for x in self._records)
         counts = torch.full(states.shape[:1], count, device=states.device)
-        states[:, slot] = gated_delta_rule.fold(states[:, lease.slot], k, u, decay, counts)
+        gated_delta_rule.fold(states[:, lease.slot], k, u, decay, counts, out=states[:, slot])
         self._pool.conv[:, slot] = self.conv_inputs[:, row, count : count + self.window]
 
     def _fold(self, rows: list[int]) -> None:
-        """Advance checkpoints over all pending records of their rows."""
-        if not rows:
-            return
-        device = self.conv_inputs.device
-        pending = [self._num_pending[row] for row in rows]
-        num_pending, longest = torch.tensor(pending, device=device), max(pending)
-        buffer_rows = RowSet.of(rows, device)
-        leases = [self._leases[row] for row in rows]
-        slots = RowSet.of([lease.slot for lease in leases], device)
-        for lease in leases:
+        """Advance the checkpoints of rows over all their pending records, each row's layers as one batch."""
+        for row in rows:
+            lease, end = self._leases[row], self.position(row)
             self._pool.begin_write(lease.slot, lease.owner)
-        for layer in range(self.k.shape[0]):
-            k, u, decay = (buffer_rows.take(x[layer])[:, :longest] for x in self._records)
-            states = self._pool.recurrent[layer]
-            slots.put(states, gated_delta_rule.fold(slots.take(states), k, u, decay, num_pending))
-        last = num_pending[:, None] + torch.arange(self.window, device=device)
-        window = self.conv_inputs[:, buffer_rows.index[:, None], last]
-        self.conv_inputs[:, buffer_rows.index, : self.window] = window
-        self._pool.conv[:, slots.index] = window
-        for row, count, lease in zip(rows, pending, leases, strict=True):
-            self._leases[row] = replace(lease, position=lease.position + count)
-            self._pool.end_write(lease.slot, lease.position + count)
+            self._write_state(row, end, lease.slot)
+            self._pool.end_write(lease.slot, end)
+            self.conv_inputs[:, row, : self.window] = self._pool.conv[:, lease.slot]
+            self._leases[row] = replace(lease, position=end)
             self._num_pending[row] = 0

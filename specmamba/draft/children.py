@@ -59,7 +59,7 @@ class ChildPicker:
         if self.draws_for(batch):
             children = _draw(logits, 1, batch, entry)
             return children.tokens[..., 0], children.probs
-        return logits.argmax(-1), None
+        return sampling_ops.argmax(logits), None
 
 
 def _draw(logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from specmamba.layers.context import LayerContext
 from specmamba.layers.linear import Linear
-from specmamba.layers.norm import RMSNorm
 
 
 class GatedAttention:
@@ -25,20 +24,13 @@ class GatedAttention:
         eps: of the norms.
         """
         self._kv_layer = kv_layer
-        self._head_dim = q_norm.shape[0]
-        self._num_q_heads = out.shape[1] // self._head_dim
-        self._num_kv_heads = num_kv_heads
         self._in = Linear(qkvg)
         self._out = Linear(out)
-        weight = torch.cat([q_norm.expand(self._num_q_heads, -1), k_norm.expand(num_kv_heads, -1)])
-        self._qk_norm = RMSNorm(weight, eps)  # queries and keys in one pass
+        heads = q_norm.expand(out.shape[1] // q_norm.shape[0], -1), k_norm.expand(num_kv_heads, -1)
+        self._qk_norm = torch.cat(heads).float()  # queries and keys in one pass
+        self._eps = eps
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
-        batch, length, _ = x.shape
-        q_dim, kv_dim = self._num_q_heads * self._head_dim, self._num_kv_heads * self._head_dim
-        qk, v, gate = torch.split_with_sizes(self._in(x), [q_dim + kv_dim, kv_dim, q_dim], -1)
-        qk = context.rotary.rotate(self._qk_norm(qk.view(batch, length, -1, self._head_dim)))
-        q, k = torch.split_with_sizes(qk, [self._num_q_heads, self._num_kv_heads], 2)
-        attended = context.kv.attend(self._kv_layer, q, k, v.view(batch, length, -1, self._head_dim))
-        return self._out(attended.reshape(batch, length, q_dim) * gate.sigmoid())
+        cos, sin = context.rotary.cos, context.rotary.sin
+        return self._out(context.kv.gated_attend(self._kv_layer, self._in(x), self._qk_norm, self._eps, cos, sin))

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.shapes import DeltaStateShape
-from specmamba.kernels import rowwise
+from specmamba.kernels import delta_net
 from specmamba.layers.context import LayerContext
 from specmamba.layers.linear import Linear
-from specmamba.layers.norm import GatedRMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +33,22 @@ class GatedDeltaNet:
         self._shape = shape
         self._in = Linear(weights.projection)
         self._out = Linear(weights.out)
-        self._conv_weight = weights.conv.float().t().contiguous().t()  # the kernel reads it by tap
-        self._negative_a = -weights.a_log.float().exp()
-        self._dt_bias = weights.dt_bias.float()
-        self._norm = GatedRMSNorm(weights.norm, eps)
+        self._weights = delta_net.Weights(
+            conv=weights.conv.float().t().contiguous().t(),  # the kernel reads it by tap
+            negative_a=-weights.a_log.float().exp(),
+            dt_bias=weights.dt_bias.float(),
+            norm=weights.norm.float(),
+            norm_eps=eps,
+            num_key_heads=shape.num_key_heads,
+            key_dim=shape.key_dim,
+        )
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
         assert context.state is not None
         s = self._shape
-        value_size = s.num_value_heads * s.value_dim
-        sizes = [s.conv_channels, value_size, s.num_value_heads, s.num_value_heads]
-        qkv, gate, b, a = torch.split_with_sizes(self._in(x), sizes, -1)
-        mixed = context.state.convolve(self._state_layer, qkv, self._conv_weight)
-        q, k, g, beta = rowwise.delta_inputs(mixed, a, b, self._negative_a, self._dt_bias, s.num_key_heads, s.key_dim)
-        heads = (*x.shape[:2], s.num_value_heads, s.value_dim)
-        v = mixed[..., s.conv_channels - value_size :].view(heads)
-        out = context.state.delta_rule(self._state_layer, q, k, v, g, beta)
-        gated = self._norm.gated(out, gate.view(heads))
-        return self._out(gated.flatten(-2))
+        sizes = [s.conv_channels, s.num_value_heads * s.value_dim, s.num_value_heads, s.num_value_heads]
+        mixed, gate, b, a = torch.split_with_sizes(self._in(x), sizes, -1)
+        gate = gate.view(*x.shape[:2], s.num_value_heads, s.value_dim)
+        out = context.state.delta_net(self._state_layer, delta_net.Inputs(mixed, gate, b, a), self._weights)
+        return self._out(out.flatten(-2))

@@ -16,11 +16,3 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., D] or [..., H, D] -> the same."""
         return rowwise.rms_norm(x, self.weight, self._eps)
-
-
-class GatedRMSNorm(RMSNorm):
-    """RMSNorm(x) * silu(gate), in the gate's dtype: the norm comes before the gate."""
-
-    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x, gate: [..., H, D]; x float32."""
-        return rowwise.gated_rms_norm(x, gate, self.weight, self._eps)

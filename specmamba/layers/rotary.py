@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specmamba.kernels import rowwise
+from specmamba.kernels import rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +16,6 @@ class RotaryAngles:
 
     cos: Tensor
     sin: Tensor
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotate the first rotary_dim components of heads x [B, L, H, D]; halves are paired, not neighbours."""
-        return rowwise.rotate(x, self.cos, self.sin)
 
 
 class Rotary:
@@ -32,8 +28,4 @@ class Rotary:
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
         """Angles at positions [B, L], computed in float32 and rounded to ``dtype``."""
-        phase = positions[..., None, None].float() * self._inverse_frequencies
-        cos, sin = phase.cos(), phase.sin()
-        if self._scaling != 1.0:
-            cos, sin = cos * self._scaling, sin * self._scaling
-        return RotaryAngles(cos.to(dtype), sin.to(dtype))
+        return RotaryAngles(*rotary.angles(positions, self._inverse_frequencies, self._scaling, dtype))

@@ -38,7 +38,7 @@ def accept(
         The verdict; the bonus token of each row is never a draft.
     """
     shape, penalties = tree.shape, batch.sampling.penalties
-    is_finite = logits.amax(-1).isfinite()  # the largest of numbers that hold one that is none is none
+    can_choose = sampling_ops.has_largest(logits)
     if penalties is not None:
         assert history is not None
         strengths = penalties.presence, penalties.frequency, penalties.repetition
@@ -49,4 +49,4 @@ def accept(
         choice = forced.where(forced >= 0, choice)
     tokens = tree.tokens if synthetic is None else synthetic_tokens(tree, choice, batch, synthetic)
     path = tree_ops.accepted_path(tokens, shape.parents, shape.ancestors, choice)
-    return Verdict(*path, is_sound=is_finite.gather(1, path[0]).all(1))
+    return Verdict(*path, is_sound=can_choose.gather(1, path[0]).all(1))

@@ -32,7 +32,7 @@ def choose(tree: DraftTree, logits: Tensor, batch: Batch, rule: AcceptRule) -> T
     """
     sampling, shape = batch.sampling, tree.shape
     if sampling.temperature is None:
-        return logits.argmax(-1)
+        return sampling_ops.argmax(logits)
     positions = batch.root_positions[:, None] + shape.depth + 1  # of the tokens that are chosen
     # Nodes of one depth share a number, but no two of them are on the accepted path; and roots only move on, so no
     # position is decided twice. Each number therefore decides one token at most, and its stream nothing else.

@@ -222,6 +222,27 @@ def test_fold_matches_reference(heads: tuple[int, int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("ops", [reference, torch_ops], ids=["reference", "torch_ops"])
+def test_fold_in_place_and_into_another_slot(ops: ModuleType) -> None:
+    check_fold_into(ops)
+
+
+def check_fold_into(ops: Any) -> None:
+    """Slots of a pool, whose layers stand for the batch: what a fold writes, and nothing else."""
+    num_pending, heads = torch.tensor([0, 1, 5]), HEADS[1]
+    _, state = make_tokens(3, 1, heads, seed=18)
+    records = make_records(3, 5, heads, num_pending, seed=19)
+    want = ops.fold(state, *records, num_pending)
+    for target in (1, 2):
+        pool = torch.full((3, 4, *state.shape[1:]), torch.nan)
+        pool[:, 1] = state
+        out = ops.fold(pool[:, 1], *records, num_pending, pool[:, target])
+        assert out.data_ptr() == pool[:, target].data_ptr()
+        assert torch.equal(pool[:, target], want)
+        assert target == 1 or torch.equal(pool[:, 1], state)
+        assert pool[:, [0, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("ops", [reference, torch_ops], ids=["reference", "torch_ops"])
 @pytest.mark.parametrize("seed", range(4))
 def test_rounds_of_verify_and_commit_equal_the_recurrence(ops: ModuleType, seed: int) -> None:
     """Verify a random tree, accept a random path, fold when it is due, and go on: never apart from plain extend."""

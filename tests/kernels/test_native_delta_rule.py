@@ -11,7 +11,15 @@ from torch import Tensor
 
 from specmamba.kernels import gated_delta_rule
 from specmamba.kernels.gated_delta_rule import native_ops, reference, torch_ops
-from tests.kernels.test_gated_delta_rule import HEADS, TOLERANCE, Records, Tokens, make_records, make_tokens
+from tests.kernels.test_gated_delta_rule import (
+    HEADS,
+    TOLERANCE,
+    Records,
+    Tokens,
+    check_fold_into,
+    make_records,
+    make_tokens,
+)
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of, path_to
 
 WIDE_HEADS = [(2, 4, 64, 64), (1, 2, 128, 128), (2, 2, 100, 72)]
@@ -166,6 +174,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     refuse("records_u", records_u=records.u[:, :7])
     with pytest.raises(ValueError, match="records_decay"):
         native_ops.fold(state, records.k, records.u, records.decay[..., :1], torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match="out has another shape"):
+        native_ops.fold(state, *records, torch.tensor([1, 1]), state[:1])
 
 
 @pytest.mark.parametrize("heads", [*HEADS, *WIDE_HEADS])
@@ -179,6 +189,18 @@ def test_fold_matches_reference(heads: tuple[int, int, int, int]) -> None:
     torch.testing.assert_close(new_state.double(), want, **TOLERANCE)
     assert torch.equal(new_state[0], state[0])
     assert all(torch.equal(x, y) for x, y in zip(before, (state, *records), strict=True))
+
+
+def test_fold_in_place_and_into_another_slot() -> None:
+    check_fold_into(native_ops)
+
+
+def test_a_fold_into_another_layout_is_not_native() -> None:
+    _, state = make_tokens(1, 1, HEADS[1], seed=20)
+    records = make_records(1, 2, HEADS[1], torch.tensor([2]), seed=21)
+    out = torch.full((1, 4, 24, 16), torch.nan).mT
+    gated_delta_rule.fold(state, *records, torch.tensor([2]), out)
+    torch.testing.assert_close(out, native_ops.fold(state, *records, torch.tensor([2])), **TOLERANCE)
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, *records: Tensor) -> ModuleType:

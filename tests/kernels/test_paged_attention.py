@@ -1,11 +1,13 @@
 """Attention over scattered rows: torch_ops against the reference and against torch's own attention."""
 
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from specmamba.kernels import paged_attention, rowwise
 from specmamba.kernels.paged_attention import native_ops, reference, torch_ops
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
@@ -15,7 +17,9 @@ TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
 }
 needs_native = pytest.mark.usefixtures("needs_native")
-ATTEND = {"torch": torch_ops.attend, "native": native_ops.attend}
+OPS = {"torch": torch_ops, "native": native_ops}
+ATTEND = {name: ops.attend for name, ops in OPS.items()}
+GATED_ATTEND = {name: ops.gated_attend for name, ops in OPS.items()}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 # (Hq, Hkv, D): one kv head per query head, grouped, all on one, odd widths
 HEADS = pytest.mark.parametrize("heads", [(2, 2, 16), (6, 2, 8), (5, 1, 7), (4, 2, 67), (8, 2, 256)])
@@ -133,6 +137,130 @@ def test_native_refuses_what_does_not_fit() -> None:
     ]:
         with pytest.raises(ValueError, match=r"fit|need"):
             native_ops.attend(*wrong)
+
+
+def make_gated(
+    batch: int, nodes: int, length: int, heads: tuple[int, int, int], rotated: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """A layer's arguments: ``length`` keys a row, of which the last ``nodes`` are those of the tokens themselves."""
+    query_heads, kv_heads, width = heads
+    _, k_pool, v_pool, indices = make(batch, nodes, length, heads, dtype)
+    gen = torch.Generator().manual_seed(length)
+    angles = torch.rand(batch, nodes, 1, rotated, generator=gen) * 7
+    mask = torch.rand(batch, nodes, length, generator=gen) < 0.5
+    mask[..., -nodes:] = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+    return {
+        "projected": torch.randn(batch, nodes, 2 * (query_heads + kv_heads) * width, generator=gen).to(dtype),
+        "weight": torch.rand(query_heads + kv_heads, width, generator=gen) + 0.5,
+        "eps": 1e-5,
+        "cos": angles.cos().to(dtype),
+        "sin": angles.sin().to(dtype),
+        "k_pool": k_pool,
+        "v_pool": v_pool,
+        "write_slots": indices[:, -nodes:].flatten(),
+        "kv_indices": indices,
+        "mask": mask,
+    }
+
+
+def run_gated(form: str | ModuleType, arguments: dict[str, Any], **changes: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and the pools, which are not the ones that were given."""
+    op = GATED_ATTEND[form] if isinstance(form, str) else form.gated_attend
+    pools = {name: arguments[name].clone() for name in ("k_pool", "v_pool")}
+    return op(**(arguments | pools | changes)), pools["k_pool"], pools["v_pool"]
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "rotated"), [((2, 2, 16), 16), ((6, 2, 8), 2), ((5, 1, 7), 6), ((4, 2, 67), 34)])
+@pytest.mark.parametrize(("batch", "nodes", "length"), [(1, 1, 1), (1, 1, 37), (1, 4, 20), (3, 5, 33)])
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_a_gated_layer(
+    form: str,
+    batch: int,
+    nodes: int,
+    length: int,
+    heads: tuple[int, int, int],
+    rotated: int,
+    is_masked: bool,
+    dtype: torch.dtype,
+) -> None:
+    arguments = make_gated(batch, nodes, length, heads, rotated, dtype)
+    changes = {} if is_masked else {"mask": None}
+    got, want = run_gated(form, arguments, **changes), run_gated(reference, arguments, **changes)
+    for x, y in zip(got, want, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        torch.testing.assert_close(x, y, equal_nan=True, **TOLERANCE[dtype])
+    assert got[0].isfinite().all()
+
+
+@DTYPES
+@needs_native
+def test_a_native_layer_stores_the_same_keys_as_its_parts(dtype: torch.dtype) -> None:
+    """Bit for bit: whether a token's keys were made in a long run or in a short one must not show."""
+    arguments = make_gated(2, 5, 9, (4, 2, 67), 34, dtype)
+    _, k_pool, v_pool = run_gated(native_ops, arguments)
+    heads = arguments["projected"].view(10, -1, 67)
+    qk = rowwise.rms_norm(arguments["projected"].view(2, 5, -1, 67)[:, :, :6], arguments["weight"], 1e-5)
+    keys = rowwise.rotate(qk, arguments["cos"], arguments["sin"])[:, :, 4:].flatten(0, 1)
+    assert torch.equal(k_pool[arguments["write_slots"]], keys)
+    assert torch.equal(v_pool[arguments["write_slots"]], heads[:, 6:8])
+
+
+def test_a_layer_stores_what_is_not_finite_as_zero(form: str) -> None:
+    arguments = make_gated(1, 3, 9, (4, 2, 8), 4, torch.float32)
+    heads = arguments["projected"].view(3, 12, 8)
+    heads[0, 4, 3] = float("nan")  # of a key: its norm takes all of the head with it
+    heads[1, 6, :3] = torch.tensor([float("nan"), float("inf"), float("-inf")])  # of a value
+    _, k_pool, v_pool = run_gated(form, arguments)
+    slots = arguments["write_slots"]
+    assert k_pool[slots].isfinite().all()
+    assert not k_pool[slots[0], 0].any()
+    assert k_pool[slots[0], 1].all()
+    assert torch.equal(v_pool[slots[1], 0], torch.cat([torch.zeros(3), heads[1, 6, 3:]]))
+
+
+def test_a_layer_whose_padding_shares_a_slot(form: str) -> None:
+    """Tokens 2 and 3 are padding: both write slot 0, which nobody reads."""
+    arguments = make_gated(1, 4, 9, (4, 2, 8), 4, torch.float32)
+    arguments["mask"][..., -2:] = False
+    arguments["mask"][:, 2:, 0] = True
+    want, *_ = run_gated(form, arguments)
+    unused = next(slot for slot in range(9) if slot not in arguments["kv_indices"])
+    arguments["write_slots"][2:] = unused
+    got, *_ = run_gated(form, arguments)
+    assert torch.equal(got, want)
+
+
+@needs_native
+def test_the_layer_takes_native_code_for_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for ops in (native_ops, torch_ops):
+        monkeypatch.setattr(ops, "gated_attend", lambda *_, ops=ops: taken.append(ops))
+    for nodes in (1, native_ops.MAX_QUERIES, native_ops.MAX_QUERIES + 1):
+        paged_attention.gated_attend(*make_gated(1, nodes, nodes, (2, 1, 4), 2, torch.float32).values())
+    assert taken == [native_ops, native_ops, torch_ops]
+
+
+@needs_native
+def test_a_native_layer_refuses_what_does_not_fit() -> None:
+    arguments = make_gated(2, 3, 9, (4, 2, 8), 4, torch.float32)
+    wide = torch.zeros(2, 3, 1, 10)
+    for wrong in [
+        {"projected": arguments["projected"][..., :-8].contiguous()},
+        {"weight": arguments["weight"][:5]},
+        {"weight": arguments["weight"].bfloat16()},
+        {"cos": arguments["cos"].bfloat16(), "sin": arguments["sin"].bfloat16()},
+        {"cos": arguments["cos"][:, :2]},
+        {"cos": wide, "sin": wide},
+        {"cos": wide[..., :3], "sin": wide[..., :3]},
+        {"v_pool": arguments["v_pool"][:, :1]},
+        {"write_slots": arguments["write_slots"][:5]},
+        {"write_slots": arguments["write_slots"].int()},
+        {"kv_indices": arguments["kv_indices"][:1]},
+        {"mask": arguments["mask"][..., :8]},
+    ]:
+        with pytest.raises(ValueError, match=r"fit|need|width|shape|dtype|rotate"):
+            native_ops.gated_attend(**(arguments | wrong))
 
 
 def test_reference_matches_torch_attention() -> None:

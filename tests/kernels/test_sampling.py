@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels.sampling import reference, torch_ops
+from specmamba.kernels import sampling
+from specmamba.kernels.sampling import native_ops, reference, torch_ops
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
 INT64 = torch.iinfo(torch.int64)
@@ -50,11 +51,12 @@ def test_uniform_of_a_stream_agrees_bit_for_bit() -> None:
     seeds = torch.tensor([0, 1, -1, INT64.max, INT64.min])
     positions = torch.randint(2**40, (5, 7), generator=torch.Generator().manual_seed(1))
     for stream in (0, 1, 2, 3, 1000):
-        assert torch.equal(
-            torch_ops.uniform(seeds, positions, stream), reference.uniform(seeds, positions, stream=stream)
-        )
+        want = reference.uniform(seeds, positions, stream=stream)
+        assert torch.equal(torch_ops.uniform(seeds, positions, stream), want)
+        assert torch.equal(sampling.uniform(seeds, positions, stream), want)
     deep = torch_ops.uniform(seeds, positions.view(5, 7, 1).expand(-1, -1, 2), 3)
     assert torch.equal(deep[..., 1], torch_ops.uniform(seeds, positions, 3))
+    assert torch.equal(deep, sampling.uniform(seeds, positions.view(5, 7, 1).expand(-1, -1, 2), 3))
 
 
 def test_uniform_keeps_its_numbers() -> None:
@@ -192,6 +194,113 @@ def test_sample_of_a_large_vocabulary_follows_the_cumulative_distribution() -> N
         tokens = torch_ops.sample(logits.expand(1, 1300, -1), *settings, inside[None])
         assert torch.equal(tokens[0, is_wide], torch.arange(1300)[is_wide])
     assert is_wide.sum() > 600
+
+
+NO_FILTERS = None, None, None
+needs_native = pytest.mark.usefixtures("needs_native")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+SIZES = pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 1), (1, 3), (7, 50), (4, 257), (2, 512), (3, 1300)])
+
+
+@needs_native
+@DTYPES
+@SIZES
+def test_native_sample_matches_reference(nodes: int, vocabulary: int, dtype: torch.dtype) -> None:
+    logits = make_logits(nodes, vocabulary, seed=vocabulary + 2).to(dtype) if vocabulary > 1 else torch.zeros(8, 1, 1)
+    uniforms = torch.rand(8, nodes, generator=torch.Generator().manual_seed(nodes))
+    tokens = native_ops.sample(logits, SETTINGS[0], uniforms)
+    assert tokens.dtype == torch.int64
+    assert torch.equal(tokens, reference.sample(logits.double(), SETTINGS[0], *NO_FILTERS, uniforms))
+
+
+@needs_native
+@pytest.mark.parametrize("vocabulary", [257, 1300])
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
+def test_native_sample_never_returns_an_impossible_token(uniform: float, vocabulary: int) -> None:
+    logits = make_logits(6, vocabulary, seed=5)
+    logits[:, :, 520:1030] = float("-inf")
+    logits[:, :, 0] = logits[:, :, -1] = float("-inf")
+    tokens = native_ops.sample(logits, SETTINGS[0], torch.full((8, 6), uniform))
+    assert bool((logits.gather(2, tokens[..., None]) > -torch.inf).all())
+
+
+@needs_native
+def test_native_sample_meets_every_token_where_its_share_begins_and_ends() -> None:
+    logits = 3 * torch.randn(1, 1, 1300, generator=torch.Generator().manual_seed(6))
+    cumulative = logits.double().softmax(-1).cumsum(-1)[0, 0]
+    edges = torch.cat([torch.zeros(1, dtype=torch.float64), cumulative])
+    is_wide = edges.diff() > 1e-5
+    for inside in (edges[:-1] + 1e-6, edges[1:] - 1e-6):
+        tokens = native_ops.sample(logits.expand(1, 1300, -1), torch.ones(1), inside[None].float())
+        assert torch.equal(tokens[0, is_wide], torch.arange(1300)[is_wide])
+
+
+@needs_native
+@DTYPES
+@SIZES
+def test_argmax_matches_reference(nodes: int, vocabulary: int, dtype: torch.dtype) -> None:
+    """Few different values, so that most rows have several largest ones; views are read as well."""
+    gen = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randint(-3, 3, (2, nodes, 2 * vocabulary), generator=gen).to(dtype)[..., ::2]
+    logits[0, 0] = float("-inf")
+    want = reference.argmax(logits)
+    assert torch.equal(native_ops.argmax(logits), want)
+    assert torch.equal(torch_ops.argmax(logits), want)
+
+
+@needs_native
+@DTYPES
+@pytest.mark.parametrize("vocabulary", [1, 16, 37])
+def test_has_largest_matches_reference(vocabulary: int, dtype: torch.dtype) -> None:
+    logits = torch.full((3, 5, vocabulary), -torch.inf, dtype=dtype)
+    logits[1:] = torch.randn(2, 5, vocabulary)
+    logits[0, 0, vocabulary // 2] = -1e30
+    for node, value in enumerate((torch.nan, torch.inf, -torch.inf, 3e38)):
+        logits[1, node, vocabulary - 1] = value
+    want = reference.has_largest(logits)
+    assert want[:2].tolist() == [[True, *[False] * 4], [False, False, vocabulary > 1, True, True]]
+    assert torch.equal(native_ops.has_largest(logits), want)
+    assert torch.equal(torch_ops.has_largest(logits), want)
+
+
+@needs_native
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_native_choices_stay_in_the_vocabulary(value: float) -> None:
+    """What is no number decides nothing, but the choice is used as an index before that is found out."""
+    logits = torch.zeros(2, 3, 1300)
+    logits[0], logits[1, 1, 700] = value, value
+    uniforms = torch.full((2, 3), 0.999)
+    for tokens in (native_ops.argmax(logits), native_ops.sample(logits, torch.tensor([0.7, 1.3]), uniforms)):
+        assert bool(((tokens >= 0) & (tokens < 1300)).all())
+
+
+@needs_native
+def test_native_code_is_taken_where_nothing_is_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for ops in (native_ops, torch_ops):
+        monkeypatch.setattr(ops, "sample", lambda *_, ops=ops: taken.append(ops))
+    logits, ones = torch.zeros(1, 1, 8), torch.ones(1)
+    for filters in (NO_FILTERS, (ones.long(), None, None), (None, ones, None), (None, None, ones)):
+        sampling.sample(logits, ones, *filters, ones[None])
+    sampling.sample(logits.half(), ones, *NO_FILTERS, ones[None])
+    assert taken == [native_ops, *[torch_ops] * 4]
+
+
+@needs_native
+def test_native_code_refuses_what_does_not_fit() -> None:
+    logits, ones = torch.zeros(2, 3, 8), torch.ones(2)
+    for wrong in [
+        (native_ops.sample, logits, ones[:1], torch.zeros(2, 3)),
+        (native_ops.sample, logits, ones, torch.zeros(2, 2)),
+        (native_ops.sample, logits, ones.double(), torch.zeros(2, 3)),
+        (native_ops.sample, logits[..., :0], ones, torch.zeros(2, 3)),
+        (native_ops.argmax, logits[..., :0]),
+        (native_ops.uniform, ones.long(), torch.zeros(3, 1, dtype=torch.int64)),
+        (native_ops.uniform, ones, torch.zeros(2, 1)),
+    ]:
+        op, *arguments = wrong
+        with pytest.raises(ValueError, match=r"fit|seed|choose"):
+            op(*arguments)
 
 
 def test_sample_inverts_the_cdf_in_token_order() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels.tree import reference, torch_ops
+from specmamba.kernels.tree import native_ops, reference, torch_ops
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of, path_to
 
 NODES = pytest.mark.parametrize("nodes", [1, 2, 3, 8, 17, 40])
@@ -15,6 +15,19 @@ def guesses(parents: Tensor, vocabulary: int, seed: int) -> tuple[Tensor, Tensor
     gen = torch.Generator().manual_seed(seed)
     tokens, target_tokens = torch.randint(vocabulary, (2, *parents.shape), generator=gen)
     return tokens, target_tokens
+
+
+@pytest.fixture(params=["torch", "native"])
+def form(request: pytest.FixtureRequest) -> str:
+    if request.param == "native":
+        request.getfixturevalue("needs_native")
+    return str(request.param)
+
+
+def accept(form: str, tokens: Tensor, parents: Tensor, mask: Tensor, target_tokens: Tensor) -> tuple[Tensor, ...]:
+    if form == "native":
+        return native_ops.accepted_path(tokens, parents, target_tokens)
+    return torch_ops.accepted_path(tokens, parents, mask, target_tokens)
 
 
 @NODES
@@ -58,12 +71,12 @@ def test_conv_index(nodes: int, width: int) -> None:
 @NODES
 @pytest.mark.parametrize("vocabulary", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(3))
-def test_accepted_path_matches_reference(nodes: int, vocabulary: int, seed: int) -> None:
+def test_accepted_path_matches_reference(form: str, nodes: int, vocabulary: int, seed: int) -> None:
     parents = batch_of_parents(SHAPES, nodes, seed=seed)
     tokens, target_tokens = guesses(parents, vocabulary, seed)
     mask = mask_of(parents)
     before = [x.clone() for x in (tokens, parents, mask, target_tokens)]
-    got = torch_ops.accepted_path(tokens, parents, mask, target_tokens)
+    got = accept(form, tokens, parents, mask, target_tokens)
     want = reference.accepted_path(tokens, parents, mask, target_tokens)
     for name, got_x, want_x in zip(("path", "num_accepted", "path_tokens", "bonus"), got, want, strict=True):
         assert got_x.dtype == torch.int64, name
@@ -112,3 +125,18 @@ def test_ties_go_to_the_lowest_node_and_padding_is_never_accepted() -> None:
     path, num_accepted, _, _ = torch_ops.accepted_path(tokens, parents, mask_of(parents), target_tokens)
     assert num_accepted.tolist() == [2, 0, 0]
     assert path.tolist() == [[0, 2, 3, 3, 3], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+@pytest.mark.usefixtures("needs_native")
+def test_a_native_walk_takes_one_shape_for_all_rows_and_refuses_what_does_not_fit() -> None:
+    parents = torch.arange(-1, 4).expand(3, -1)
+    tokens = torch.tensor([[9, 1, 2, 3, 4], [9, 1, 2, 0, 4], [9, 0, 0, 0, 0]])
+    choices = torch.tensor([[1, 2, 3, 4, 5]] * 3)
+    path, num_accepted, path_tokens, bonus = native_ops.accepted_path(tokens, parents, choices)
+    assert num_accepted.tolist() == [4, 2, 0]
+    assert path.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 2, 2], [0, 0, 0, 0, 0]]
+    assert path_tokens.tolist() == [[1, 2, 3, 4, 5, 5], [1, 2, 3, 3, 3, 3], [1] * 6]
+    assert bonus.tolist() == [5, 3, 1]
+    for wrong in [(tokens[:2], parents, choices), (tokens, parents[:, :4], choices), (tokens, parents, choices.int())]:
+        with pytest.raises(ValueError, match=r"shape|int64"):
+            native_ops.accepted_path(*wrong)

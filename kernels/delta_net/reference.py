@@ -1,0 +1,39 @@
+"""A gated delta net layer between its projections, over draft trees: the specification of this op.
+
+    mixed -> causal convolution, SiLU -> q, k, v;   a, b -> decay, beta;   gated delta rule;   RMSNorm * silu(gate)
+
+Source: the block of Gated DeltaNet, arXiv 2412.06464, section 3.4. It is the references of causal_conv1d, rowwise and
+gated_delta_rule in a row; see README.md.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specmamba.kernels.causal_conv1d import reference as conv
+from specmamba.kernels.delta_net.operands import Buffers, Inputs, Trees, Weights
+from specmamba.kernels.gated_delta_rule import reference as delta
+from specmamba.kernels.rowwise import reference as rowwise
+
+
+def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees) -> Tensor:
+    """Outputs of all nodes of draft trees; writes their inputs and records, never the states.
+
+    See ``operands`` for shapes. Node i of tree b leaves entry W - 1 + node_offset + i of conv_inputs and record
+    node_offset + i in row ``trees.rows[b]`` of the buffers, and continues the state in slot ``trees.slots[b]``.
+
+    Returns [B, N, Hv, V] in the gate's dtype.
+    """
+    w, rows, nodes = weights, trees.rows, inputs.mixed.shape[1]
+    first = w.conv.shape[1] - 1 + trees.node_offset
+    buffers.conv_inputs[rows, first : first + nodes] = inputs.mixed
+    mixed = conv.tree_verify(buffers.conv_inputs[rows], trees.conv_index, w.conv)
+    q, k, g, beta = rowwise.delta_inputs(mixed, inputs.a, inputs.b, w.negative_a, w.dt_bias, w.num_key_heads, w.key_dim)
+    v = mixed[..., 2 * w.num_key_heads * w.key_dim :].unflatten(-1, (w.num_value_heads, w.value_dim))
+    records = buffers.k[rows], buffers.u[rows], buffers.decay[rows]
+    places = trees.num_pending, trees.node_offset, trees.ancestors
+    out = delta.tree_verify(q, k, v, g, beta, buffers.states[trees.slots], *records, *places)
+    written = slice(trees.node_offset, trees.node_offset + nodes)
+    for buffer, x in zip((buffers.k, buffers.u, buffers.decay), records, strict=True):
+        buffer[rows, written] = x[:, written]
+    return rowwise.gated_rms_norm(out, inputs.gate, w.norm, w.norm_eps)

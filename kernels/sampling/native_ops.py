@@ -1,0 +1,93 @@
+"""Random numbers, argmax and unfiltered sampling in native code (native.cpp). See README.md.
+
+At decode sizes PyTorch's operators cost more to call than to run, and its argmax of bfloat16 is slow at any size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specmamba.kernels.native import library
+from specmamba.kernels.native.tensors import is_native, require
+
+SOURCE = Path(__file__).parent / "native.cpp"
+_STREAM = 0xD1342543DE82EF95
+
+
+def can_take(x: Tensor) -> bool:
+    """Whether native code computes on logits x: float32 or bfloat16 on the CPU."""
+    return is_native(x) and code() is not None
+
+
+def can_draw(positions: Tensor) -> bool:
+    """Whether native code makes the random numbers of these counters."""
+    return positions.is_cpu and code() is not None
+
+
+def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
+    """See ``torch_ops.uniform``."""
+    rows = positions.shape[0]
+    require(seeds.shape == (rows,) and seeds.dtype is positions.dtype is torch.int64, "rows need an int64 seed each")
+    seeds, positions = seeds.contiguous(), positions.contiguous()
+    out = torch.empty(positions.shape)
+    count, key = positions[0].numel() if rows else 0, stream * _STREAM & (1 << 64) - 1
+    _native().sampling_uniform(seeds.data_ptr(), positions.data_ptr(), out.data_ptr(), rows, count, key)
+    return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """See ``torch_ops.argmax``; of rows without any number, 0."""
+    return _of_rows(_native().sampling_argmax, logits, torch.int64)
+
+
+def has_largest(logits: Tensor) -> Tensor:
+    """See ``torch_ops.has_largest``."""
+    return _of_rows(_native().sampling_has_largest, logits, torch.bool)
+
+
+def sample(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Tensor:
+    """See ``torch_ops.sample``; without filters."""
+    batch, nodes, size = logits.shape
+    fits = temperature.shape == (batch,) and uniforms.shape == (batch, nodes) and size > 0
+    require(fits and temperature.dtype is uniforms.dtype is torch.float32, "logits, settings and uniforms do not fit")
+    logits, temperature, uniforms = logits.contiguous(), temperature.contiguous(), uniforms.contiguous()
+    tokens = torch.empty(batch, nodes, dtype=torch.int64)
+    _native().sampling_sample(
+        *(x.data_ptr() for x in (logits, temperature, uniforms, tokens)),
+        *(batch * nodes, nodes, size, logits.dtype is torch.bfloat16, torch.get_num_threads()),
+    )
+    return tokens
+
+
+def _of_rows(function: Callable[..., None], logits: Tensor, dtype: torch.dtype) -> Tensor:
+    logits, size = logits.contiguous(), logits.shape[-1]
+    require(size > 0, "there is nothing to choose from")
+    out = torch.empty(logits.shape[:-1], dtype=dtype)
+    rows, is_bfloat16 = out.numel(), logits.dtype is torch.bfloat16
+    function(logits.data_ptr(), out.data_ptr(), rows, size, is_bfloat16, torch.get_num_threads())
+    return out
+
+
+def _native() -> ctypes.CDLL:
+    loaded = code()
+    assert loaded is not None
+    return loaded
+
+
+@cache
+def code() -> ctypes.CDLL | None:
+    """The native code of this op; None where there is none."""
+    signatures = {
+        "sampling_uniform": [*[c_void_p] * 3, c_int64, c_int64, c_uint64],
+        "sampling_argmax": [*[c_void_p] * 2, c_int64, c_int64, c_int, c_int],
+        "sampling_has_largest": [*[c_void_p] * 2, c_int64, c_int64, c_int, c_int],
+        "sampling_sample": [*[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
+    }
+    return library.load_functions(SOURCE, signatures)

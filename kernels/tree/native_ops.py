@@ -1,0 +1,43 @@
+"""The accepted path in native code (native.cpp): one call for two dozen small ones. See README.md."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specmamba.kernels.native import library
+from specmamba.kernels.native.tensors import contiguous_from, require
+
+SOURCE = Path(__file__).parent / "native.cpp"
+
+
+def can_take(tokens: Tensor) -> bool:
+    """Whether native code walks these trees: those on the CPU."""
+    return tokens.is_cpu and code() is not None
+
+
+def accepted_path(tokens: Tensor, parents: Tensor, target_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``torch_ops.accepted_path``; parents that are not smaller than their nodes are not found out."""
+    native = code()
+    assert native is not None
+    batch, nodes = tokens.shape
+    shapes, dtypes = {x.shape for x in (tokens, parents, target_tokens)}, {tokens.dtype, parents.dtype}
+    require(len(shapes) == 1 and nodes > 0, "tokens, parents and choices differ in shape")
+    require(dtypes == {torch.int64} and target_tokens.dtype is torch.int64, "nodes and tokens are int64")
+    tokens, target_tokens, parents = tokens.contiguous(), target_tokens.contiguous(), contiguous_from(parents, 1)
+    path, path_tokens = torch.empty_like(tokens), tokens.new_empty(batch, nodes + 1)
+    num_accepted, bonus = tokens.new_empty(2, batch)
+    inputs, outputs = (tokens, parents, target_tokens), (path, num_accepted, path_tokens, bonus)
+    native.tree_accepted_path(*(x.data_ptr() for x in (*inputs, *outputs)), batch, nodes, parents.stride(0))
+    return outputs
+
+
+@cache
+def code() -> ctypes.CDLL | None:
+    """The native code of this op; None where there is none."""
+    return library.load_functions(SOURCE, {"tree_accepted_path": [*[c_void_p] * 7, *[c_int64] * 3]})

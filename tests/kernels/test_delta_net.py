@@ -1,0 +1,255 @@
+"""A gated delta net layer in one native call against its reference: trees, pending records, layouts, dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule
+from specmamba.kernels.delta_net import Buffers, Inputs, Trees, Weights, native_ops, reference
+from specmamba.kernels.tree import reference as tree
+from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
+
+NUM_ROWS, NUM_SLOTS = 9, 7
+# (Hk, Hv, K, V): equal heads, grouped heads, narrow, odd and wide widths
+HEADS = [(1, 1, 8, 8), (2, 4, 16, 24), (1, 3, 7, 5), (3, 3, 40, 72), (1, 2, 128, 128)]
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
+    torch.float32: {"rtol": 5e-5, "atol": 5e-5},
+    torch.bfloat16: {"rtol": 1e-2, "atol": 1e-4},
+}
+RECORDS = {"rtol": 5e-5, "atol": 5e-5}
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+T = TypeVar("T", Inputs, Weights, Buffers, Trees)
+
+
+class Case:
+    """Operands of one call. Memory that nobody may read holds NaN."""
+
+    def __init__(
+        self,
+        heads: tuple[int, int, int, int],
+        nodes: int,
+        pending: list[int],
+        *,
+        width: int = 4,
+        shapes: tuple[str, ...] = SHAPES,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        (hk, hv, key_dim, value_dim), batch, offset = heads, len(pending), max(pending)
+        channels, capacity = 2 * hk * key_dim + hv * value_dim, offset + nodes + 2
+        # one projection, as the layer has it: tokens lie apart, and parts of them are not aligned
+        sizes = [channels, hv * value_dim, hv, hv]
+        mixed, gate, b, a = torch.split(torch.randn(batch, nodes, sum(sizes)).to(dtype), sizes, -1)
+        self.inputs = Inputs(mixed, gate.view(batch, nodes, hv, value_dim), b, a)
+        self.weights = Weights(
+            conv=(torch.randn(width, channels) * 0.5).t(),
+            negative_a=-torch.rand(hv) * 2,
+            dt_bias=torch.randn(hv),
+            norm=1 + torch.randn(value_dim) * 0.1,
+            norm_eps=1e-6,
+            num_key_heads=hk,
+            key_dim=key_dim,
+        )
+        rows, slots = torch.randperm(NUM_ROWS)[:batch], torch.randperm(NUM_SLOTS)[:batch]
+        self.buffers = Buffers(
+            states=torch.full((NUM_SLOTS, hv, key_dim, value_dim), torch.nan),
+            conv_inputs=torch.full((NUM_ROWS, width - 1 + capacity, channels), torch.nan, dtype=dtype),
+            k=torch.full((NUM_ROWS, capacity, hk, key_dim), torch.nan),
+            u=torch.full((NUM_ROWS, capacity, hv, value_dim), torch.nan),
+            decay=torch.full((NUM_ROWS, capacity, hv), torch.nan),
+        )
+        parents = batch_of_parents(tuple(shapes[b % len(shapes)] for b in range(batch)), nodes, seed=nodes)
+        relative, index = tree.conv_index(parents, width), torch.empty(batch, nodes, width, dtype=torch.int64)
+        for b, (row, slot, count) in enumerate(zip(rows.tolist(), slots.tolist(), pending, strict=True)):
+            self.buffers.states[slot].normal_()
+            self.buffers.conv_inputs[row, : width - 1 + count].normal_()
+            self.buffers.k[row, :count] = torch.nn.functional.normalize(torch.randn(count, hk, key_dim), dim=-1)
+            self.buffers.u[row, :count].normal_()
+            self.buffers.decay[row, :count] = -torch.rand(count, hv).cumsum(0)
+            index[b] = relative[b] + width - 1 + torch.where(relative[b] >= 0, offset, count)
+        self.trees = Trees(rows, slots, index, torch.tensor(pending), offset, mask_of(parents))
+
+    def run(self) -> tuple[Tensor, Buffers]:
+        """In native code -> outputs, and the buffers afterwards; the case stays as it is."""
+        buffers = copied(self.buffers)
+        assert delta_net.can_fuse(self.inputs, self.weights, buffers)
+        return delta_net.tree_verify(self.inputs, self.weights, buffers, self.trees), buffers
+
+    def wanted(self) -> tuple[Tensor, Buffers]:
+        """The same by the reference in float64."""
+        buffers = copied(self.buffers, torch.float64)
+        inputs, weights = (copied(x, torch.float64) for x in (self.inputs, self.weights))
+        return reference.tree_verify(inputs, weights, buffers, self.trees), buffers
+
+    def check(self) -> None:
+        out, buffers = self.run()
+        want, wanted = self.wanted()
+        dtype, nodes = self.inputs.gate.dtype, self.inputs.gate.shape[1]
+        assert out.dtype is dtype
+        torch.testing.assert_close(out.double(), want, **TOLERANCE[dtype])
+        for got, right in zip(values(buffers), values(wanted), strict=True):
+            torch.testing.assert_close(got.double(), right, equal_nan=True, **RECORDS)  # NaN: nothing was written there
+        assert torch.equal(buffers.states.nan_to_num(9.0), self.buffers.states.nan_to_num(9.0))
+        first = buffers.conv_inputs.shape[1] - nodes - 2
+        kept = buffers.conv_inputs[self.trees.rows, first : first + nodes]
+        assert torch.equal(kept, self.inputs.mixed)
+
+
+def values(operand: Any) -> list[Tensor]:
+    return [getattr(operand, field.name) for field in fields(operand)]
+
+
+def copied(operand: T, dtype: torch.dtype | None = None) -> T:
+    """With tensors of its own, their layout kept."""
+    tensors = {field.name: getattr(operand, field.name) for field in fields(operand)}
+    return replace(
+        operand, **{name: x.to(dtype or x.dtype, copy=True) for name, x in tensors.items() if isinstance(x, Tensor)}
+    )
+
+
+pytestmark = pytest.mark.usefixtures("needs_native")
+
+
+@each_dtype
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 8])
+def test_matches_reference(nodes: int, heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    Case(heads, nodes, [0, 6, 1, 3, 5], dtype=dtype).check()
+
+
+@pytest.mark.parametrize("heads", HEADS[:3])
+def test_many_nodes(heads: tuple[int, int, int, int]) -> None:
+    Case(heads, 33, [2, 17], shapes=("bushy", "padded")).check()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 6])
+def test_convolution_widths(width: int) -> None:
+    Case(HEADS[1], 5, [0, 4, 1, 2, 7], width=width).check()
+
+
+@pytest.mark.parametrize("fill", range(18))
+def test_every_fill_of_the_pending_list(fill: int) -> None:
+    Case(HEADS[1], 3, [fill, fill // 2], shapes=("bushy", "chain")).check()
+
+
+@each_dtype
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_does_not_depend_on_the_others_or_on_threads(threads: int, dtype: torch.dtype) -> None:
+    case = Case(HEADS[4], 8, [0, 6, 2, 5, 1], dtype=dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    together, left = case.run()
+    torch.set_num_threads(before)
+    for b in range(5):
+        row, t, i = slice(b, b + 1), case.trees, case.inputs
+        case_of_one = Case.__new__(Case)
+        case_of_one.weights, case_of_one.buffers = case.weights, case.buffers
+        case_of_one.inputs = Inputs(i.mixed[row], i.gate[row], i.b[row], i.a[row])
+        assert t.num_pending is not None
+        case_of_one.trees = Trees(
+            t.rows[row], t.slots[row], t.conv_index[row], t.num_pending[row], t.node_offset, t.ancestors[row]
+        )
+        alone, left_alone = case_of_one.run()
+        assert torch.equal(alone, together[row])
+        for mine, theirs in zip(values(left_alone), values(left), strict=True):
+            if mine.shape[0] == NUM_ROWS:
+                assert torch.equal(mine[t.rows[row]].nan_to_num(9.0), theirs[t.rows[row]].nan_to_num(9.0))
+
+
+def test_nodes_do_not_depend_on_later_ones() -> None:
+    """A chain of 8 says of its first n nodes what a chain of n says, bit for bit."""
+    case = Case(HEADS[4], 8, [6], shapes=("chain",))
+    whole, _ = case.run()
+    inputs, trees = case.inputs, case.trees
+    for n in range(1, 8):
+        case.inputs = Inputs(*(getattr(inputs, field.name)[:, :n] for field in fields(inputs)))
+        index, ancestors = trees.conv_index[:, :n].contiguous(), trees.ancestors[:, :n, :n].contiguous()
+        case.trees = replace(trees, conv_index=index, ancestors=ancestors, num_pending=None)
+        part, _ = case.run()
+        assert torch.equal(part, whole[:, :n])
+
+
+def test_the_parts_one_after_the_other_say_the_same() -> None:
+    """``compose`` over kernels of one task each: what runs where the one call cannot."""
+    case = Case(HEADS[1], 5, [0, 6, 2, 3, 4])
+    fused, left = case.run()
+    x, t = copied(case.buffers), case.trees
+    first = case.weights.conv.shape[1] - 1 + t.node_offset
+    records = x.k[t.rows], x.u[t.rows], x.decay[t.rows]
+
+    def convolve(inputs: Tensor, weight: Tensor) -> Tensor:
+        x.conv_inputs[t.rows, first : first + 5] = inputs
+        return causal_conv1d.tree_verify(x.conv_inputs[t.rows], t.conv_index, weight)
+
+    def delta_rule(*qkv_g_beta: Tensor) -> Tensor:
+        state, places = x.states[t.slots], (t.num_pending, t.node_offset, t.ancestors)
+        return gated_delta_rule.tree_verify(*qkv_g_beta, state, *records, *places)
+
+    out = delta_net.compose(case.inputs, case.weights, convolve, delta_rule)
+    torch.testing.assert_close(out, fused, rtol=1e-6, atol=1e-6)
+    written = slice(t.node_offset, t.node_offset + 5)
+    for mine, buffer in zip(records, (left.k, left.u, left.decay), strict=True):
+        torch.testing.assert_close(mine[:, written], buffer[t.rows, written], rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_no_number_stays_in_its_row() -> None:
+    case = Case(HEADS[1], 3, [2, 2], shapes=("chain",))
+    case.inputs.mixed[0, 1] = torch.nan
+    out, _ = case.run()
+    assert out[0, 0].isfinite().all()
+    assert out[0, 1:].isnan().all()
+    assert out[1].isfinite().all()
+
+
+def test_native_code_takes_what_it_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(HEADS[1], 2, [1])
+
+    def takes(inputs: Inputs = case.inputs, weights: Weights = case.weights, buffers: Buffers = case.buffers) -> bool:
+        return delta_net.can_fuse(inputs, weights, buffers)
+
+    assert takes()
+    assert not takes(inputs=copied(case.inputs, torch.float16))
+    assert not takes(inputs=copied(case.inputs, torch.bfloat16))  # the buffers hold float32
+    assert not takes(inputs=replace(case.inputs, gate=case.inputs.gate.bfloat16()))
+    assert not takes(weights=replace(case.weights, conv=case.weights.conv.contiguous()))
+    assert not takes(weights=copied(case.weights, torch.float64))
+    assert not takes(buffers=replace(case.buffers, u=case.buffers.u.mT.contiguous().mT))
+    assert not takes(buffers=replace(case.buffers, decay=case.buffers.decay.double()))
+    monkeypatch.setattr(native_ops, "code", lambda: None)
+    assert not takes()
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    """Native code would read, and write, the memory of others."""
+    case = Case(HEADS[1], 2, [1, 0])
+    i, w, x, t = case.inputs, case.weights, case.buffers, case.trees
+
+    def refuse(
+        complaint: str, *, inputs: Inputs = i, weights: Weights = w, buffers: Buffers = x, trees: Trees = t
+    ) -> None:
+        with pytest.raises(ValueError, match=complaint):
+            delta_net.tree_verify(inputs, weights, buffers, trees)
+
+    refuse("other channels than the convolution", inputs=replace(i, mixed=i.mixed[..., 1:]))
+    refuse("the gate", inputs=replace(i, gate=i.gate[:, :1]))
+    refuse("a and b", inputs=replace(i, a=i.a[..., 1:]))
+    refuse("other trees", inputs=Inputs(i.mixed[:1], i.gate[:1], i.b[:1], i.a[:1]))
+    refuse("no multiple", weights=replace(w, num_key_heads=3))
+    refuse("other channels than the heads", weights=replace(w, key_dim=15))
+    refuse("decays have", weights=replace(w, dt_bias=w.dt_bias[:1]))
+    refuse("the states", buffers=replace(x, states=x.states[:, :1]))
+    refuse("conv_inputs", buffers=replace(x, conv_inputs=x.conv_inputs[:, 1:]))
+    refuse("k has", buffers=replace(x, k=x.k[:, :, :1]))
+    refuse("u has", buffers=replace(x, u=x.u[:1]))
+    refuse("decay has", buffers=replace(x, decay=x.decay[..., :1]))
+    refuse("no room", trees=replace(t, node_offset=4))
+    refuse("another width", trees=replace(t, conv_index=t.conv_index[..., 1:].contiguous()))
+    refuse("one entry per tree", trees=replace(t, slots=t.slots[:1]))
+    refuse("one entry per tree", trees=replace(t, num_pending=torch.tensor([1])))
+    refuse("contiguous int64", trees=replace(t, rows=t.rows.int()))
+    refuse("rows of bool", trees=replace(t, ancestors=t.ancestors.float()))
