@@ -66,9 +66,32 @@ class EngineConfig(BaseSettings):
         None
     )
     max_mamba_cache_size: Annotated[
-        int | None, Field(ge=1, description="recurrent states in the state pool; none: one per running request")
+        int | None, Field(ge=1, description="recurrent states in the state pool, running and cached; none: derived")
     ] = None
+    mamba_full_memory_ratio: Annotated[
+        float, Field(gt=0, allow_inf_nan=False, description="bytes of recurrent states for every byte of KV")
+    ] = 0.9
     page_size: Annotated[int, Field(ge=1, le=1024, description="tokens in a page of the KV pool")] = 1
+
+    disable_radix_cache: Annotated[bool, Field(description="share no prefixes between requests")] = False
+    mamba_radix_cache_strategy: Annotated[
+        Literal["no_buffer", "extra_buffer"],
+        Field(description="leave states at the ends of chunks and requests, or also while tokens are generated"),
+    ] = "no_buffer"
+    mamba_track_interval: Annotated[
+        int, Field(ge=1, description="extra_buffer: generated tokens between two states that are left")
+    ] = 256
+    cache_eviction: Annotated[
+        Literal["lru", "flops"],
+        Field(description="what leaves the prefix cache first: what is oldest, or also what is cheap to compute again"),
+    ] = "lru"
+    schedule_policy: Annotated[
+        Literal["fcfs", "lpm"],
+        Field(description="who runs next: first come, first served, or the longest cached prefix first"),
+    ] = "fcfs"
+    schedule_max_overtakes: Annotated[
+        int, Field(ge=0, description="lpm: a request that so many younger ones have overtaken is next")
+    ] = 32
 
     speculative_algorithm: Annotated[
         Algorithm,

@@ -43,11 +43,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         replay: Sequence[Sequence[int]] | None = None,
+        extra_key: str | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), batched continuously; answers in the order of the prompts.
 
         With ``replay``, a list of token ids for each prompt, the output is these tokens as far as they go, and the
         speculation figures say how drafts would have fared on them: acceptance on a given text.
+
+        Prefixes that earlier prompts have left in the cache are not computed again, if those had the same ``extra_key``.
 
         Raises:
             RequestError: a prompt is empty, too long, or has a token that is not in the vocabulary, or the numbers of
@@ -64,11 +67,15 @@ class LLM:
         self._num_calls += 1
         names = [f"generate-{self._num_calls}-{i}" for i in range(len(token_ids))]
         deltas: dict[str, list[OutputDelta]] = {name: [] for name in names}
-        for delta in self._run(list(zip(names, token_ids, params, replays, strict=True))):
+        for delta in self._run(
+            [(*request, extra_key) for request in zip(names, token_ids, params, replays, strict=True)]
+        ):
             deltas[delta.request_id].append(delta)
         return [_output(ids, deltas[name]) for name, ids in zip(names, token_ids, strict=True)]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, extra_key: str | None = None
+    ) -> Iterator[OutputDelta]:
         """Answer one prompt piece by piece. Leaving the iterator early aborts the request.
 
         Raises:
@@ -76,7 +83,11 @@ class LLM:
         """
         self._num_calls += 1
         params = sampling_params or SamplingParams()
-        yield from self._run([(f"stream-{self._num_calls}", self._encode(prompt), params, ())])
+        yield from self._run([(f"stream-{self._num_calls}", self._encode(prompt), params, (), extra_key)])
+
+    def flush_cache(self) -> int:
+        """Forget cached prefixes that no running request stands on; the number of tokens that were forgotten."""
+        return self.engine.flush_cache()
 
     @property
     def workbench(self) -> Workbench:
@@ -103,7 +114,9 @@ class LLM:
             raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}", "prompt")
         return [int(token) for token in tokens]
 
-    def _run(self, requests: list[tuple[str, list[int], SamplingParams, tuple[int, ...]]]) -> Iterator[OutputDelta]:
+    def _run(
+        self, requests: list[tuple[str, list[int], SamplingParams, tuple[int, ...], str | None]]
+    ) -> Iterator[OutputDelta]:
         waiting, names = requests[::-1], [name for name, *_ in requests]
         unfinished = set(names)
         self._inboxes.update({name: deque() for name in names})

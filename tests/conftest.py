@@ -41,3 +41,9 @@ def needs_native() -> None:
 
     if native_ops.code() is None:
         pytest.skip("no native kernels here (no C++ compiler, no AVX512-BF16, or SPECMAMBA_NATIVE=0)")
+
+
+@pytest.fixture
+def no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admit whoever fits just so: small pools preempt often then."""
+    monkeypatch.setattr("specmamba.engine.scheduler.HEADROOM", 0)

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import random
-import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from specmamba.cache.access import ancestor_mask, causal_mask, tree_mask
-from specmamba.cache.kv_pool import KVPool, PageAllocator
-from specmamba.cache.memory_plan import MemoryPlan, free_memory, plan_memory
+from specmamba.cache.kv_pool import KVPool
+from specmamba.cache.page_allocator import PageAllocator, Pages
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.cache.shapes import CacheShape, DeltaStateShape, pending_capacity
 from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
 from specmamba.cache.token_counts import TokenCounts
-from specmamba.config import EngineConfig
 from specmamba.core import TreeShape
 from specmamba.draft.base import chain_shape, tree_shape
-from specmamba.errors import ConfigError
 from tests.kernels.trees import path_to, random_parents
 
 CPU = torch.device("cpu")
@@ -46,44 +44,78 @@ def _no_grad() -> Iterator[None]:
 class TestPageAllocator:
     def test_all_or_nothing(self) -> None:
         allocator = PageAllocator(5)
-        assert allocator.num_free == 5
+        assert (allocator.num_free, allocator.num_available) == (5, 5)
         first = allocator.allocate(3)
         assert first is not None
         assert allocator.allocate(3) is None
-        assert allocator.num_free == 2
+        assert (allocator.num_free, allocator.num_available) == (2, 2)
         second = allocator.allocate(2)
         assert second is not None
-        assert sorted(first + second) == [1, 2, 3, 4, 5]
-        assert allocator.allocate(0) == []
+        assert sorted([*first, *second]) == [1, 2, 3, 4, 5]
+        nothing = allocator.allocate(0)
+        assert nothing is not None
+        assert len(nothing) == 0
 
     @pytest.mark.parametrize("page", [0, -1, 4, 2])
-    def test_a_page_that_is_not_out_is_not_taken_back(self, page: int) -> None:
+    @pytest.mark.parametrize("action", ["release", "hold", "pin", "unpin"])
+    def test_a_page_that_is_not_out(self, page: int, action: str) -> None:
         allocator = PageAllocator(3)
-        pages = allocator.allocate(2)
-        assert pages is not None
-        allocator.free([2] if 2 in pages else [])
-        with pytest.raises(RuntimeError, match=f"KV page {page} was freed twice or was never allocated"):
-            allocator.free([page])
+        allocator.allocate(2)
+        allocator.release(np.array([2]), pinned=True)
+        act = getattr(allocator, action)
+        arguments = {"pinned": True} if action in ("release", "hold") else {}
+        with pytest.raises(RuntimeError, match="freed twice or was never allocated"):
+            act(np.array([page]), **arguments)
 
     def test_freed_twice_in_one_call(self) -> None:
         allocator = PageAllocator(3)
         allocator.allocate(3)
-        with pytest.raises(RuntimeError, match="freed twice"):
-            allocator.free([1, 1])
+        with pytest.raises(RuntimeError, match="freed twice in one call"):
+            allocator.release(np.array([1, 1]), pinned=True)
+
+    def test_pins_of_nobody(self) -> None:
+        allocator = PageAllocator(3)
+        pages = allocator.allocate(1)
+        assert pages is not None
+        allocator.hold(pages, pinned=False)
+        allocator.release(pages, pinned=True)
+        assert (allocator.num_free, allocator.num_evictable) == (2, 1)
+        with pytest.raises(RuntimeError, match="unpinned that nobody had pinned"):
+            allocator.release(pages, pinned=True)
+
+    def test_the_last_holder_leaves_a_pinned_page(self) -> None:
+        allocator = PageAllocator(3)
+        pages = allocator.allocate(1)
+        assert pages is not None
+        with pytest.raises(RuntimeError, match="while it was pinned"):
+            allocator.release(pages, pinned=False)
 
     def test_random_use(self) -> None:
+        """Against a plain list of who holds what, pinned or not."""
         rng = random.Random(1)
-        allocator, held = PageAllocator(40), list[list[int]]()
-        for _ in range(500):
-            if held and rng.random() < 0.5:
-                allocator.free(held.pop(rng.randrange(len(held))))
-            else:
+        allocator, held = PageAllocator(40), list[tuple[Pages, bool]]()
+        for _ in range(800):
+            action, at = rng.random(), rng.randrange(len(held)) if held else -1
+            if action < 0.3 or not held:
                 pages = allocator.allocate(rng.randint(0, 12))
-                held += [] if pages is None else [pages]
-            out = [page for pages in held for page in pages]
-            assert len(set(out)) == len(out)
-            assert allocator.num_free == 40 - len(out)
-            assert all(1 <= page <= 40 for page in out)
+                held += [] if pages is None else [(pages, True)]
+            elif action < 0.5:
+                pages, pinned = held[at][0], rng.random() < 0.5
+                allocator.hold(pages, pinned)
+                held.append((pages, pinned))
+            elif action < 0.7:
+                pages, pinned = held[at]
+                (allocator.unpin if pinned else allocator.pin)(pages)
+                held[at] = pages, not pinned
+            else:
+                pages, pinned = held.pop(at)
+                allocator.release(pages, pinned)
+            holders = Counter(int(page) for pages, _ in held for page in pages)
+            pins = Counter(int(page) for pages, pinned in held if pinned for page in pages)
+            assert all(1 <= page <= 40 for page in holders)
+            assert allocator.num_free == 40 - len(holders)
+            assert (allocator.num_pinned, allocator.num_evictable) == (len(pins), len(holders) - len(pins))
+            assert all((allocator.holders(p), allocator.pins(p)) == (holders[p], pins[p]) for p in range(1, 41))
 
 
 class TestKVPool:
@@ -93,7 +125,7 @@ class TestKVPool:
         slots = torch.tensor([5, 6, 7, 8, 9])
         k, v = torch.randn(2, 5, 2, 3), torch.randn(2, 5, 2, 3)
         for layer in range(2):
-            pool.write(layer, slots, k[layer], v[layer])
+            pool.k[layer, slots], pool.v[layer, slots] = k[layer], v[layer]
         # a path 0, 2, 4 moves up to 0, 1, 2: every read before any write, also where the two overlap
         pool.move(torch.tensor([7, 9]), torch.tensor([6, 7]))
         assert torch.equal(pool.k[:, 5:8], k[:, [0, 2, 4]])
@@ -151,6 +183,52 @@ class TestRequestTable:
         for row in list(lengths):
             table.release(row)
         assert pool.allocator.num_free == pool.allocator.num_pages
+
+    @pytest.mark.parametrize("page_size", [1, 4])
+    def test_borrow_and_settle(self, page_size: int) -> None:
+        """A row borrows 6 tokens, writes on, and gives what it has written up to 10 to the cache."""
+        pool = KVPool(cache_shape(), num_pages=48 // page_size, page_size=page_size, device=CPU)
+        table, allocator = RequestTable(2, 20, pool, CPU), pool.allocator
+        donor, row = table.allocate_row(), table.allocate_row()
+        assert donor is not None
+        assert row is not None
+        assert table.ensure(donor, 6)
+        borrowed = table.slots_of_positions(donor, 0, 6)
+        table.borrow(row, borrowed)
+        assert (
+            table.num_missing_pages(None, 12, 6) == table.num_missing_pages(row, 12) == 12 // page_size - 6 // page_size
+        )
+        assert table.ensure(row, 12)
+        slots = table.slots_of_positions(row, 0, 12)
+        assert slots[:6].tolist() == borrowed.tolist()
+        assert len(set(slots)) == 12
+        assert (slots % page_size == np.arange(12) % page_size).all()
+
+        cached = slots[6:10]
+        node_pages = np.unique(cached // page_size)
+        allocator.hold(node_pages, pinned=True)  # as a node does
+        table.settle(row, 6, cached)
+        assert table.slots_of_positions(row, 0, 12).tolist() == slots.tolist()
+        assert not set(table.held_pages()) & set((cached[: 10 // page_size * page_size - 6] // page_size).tolist())
+        assert table.ensure(row, 16)
+        assert table.slots_of_positions(row, 0, 12).tolist() == slots.tolist()
+        table.release(row)
+        table.release(donor)
+        assert allocator.num_free == allocator.num_pages - len(node_pages)
+
+    def test_settle_on_what_others_have_cached(self) -> None:
+        """The row points at the cache's slots from then on, and its own pages are free."""
+        pool = KVPool(cache_shape(), num_pages=16, page_size=4, device=CPU)
+        table = RequestTable(2, 16, pool, CPU)
+        first, second = table.allocate_row(), table.allocate_row()
+        assert first is not None
+        assert second is not None
+        for row in (first, second):
+            assert table.ensure(row, 12)
+        theirs, own = (table.slots_of_positions(row, 0, 12) for row in (first, second))
+        table.settle(second, 0, theirs[:10])
+        assert table.slots_of_positions(second, 0, 12).tolist() == [*theirs[:10], *own[10:]]
+        assert pool.allocator.num_free == 16 - 3 - 1
 
     def test_no_row_left(self) -> None:
         table = RequestTable(1, 4, KVPool(cache_shape(), 4, 1, CPU), CPU)
@@ -623,108 +701,3 @@ class TestMasks:
             for q, entry in enumerate(range(num_entries)[queries]):
                 visible = [*range(first_key, root), *(root + i for i in path_to(parents[b], entry))]
                 assert mask[b, q].nonzero().flatten().tolist() == visible
-
-
-class TestPlanMemory:
-    @pytest.fixture(autouse=True)
-    def _clean_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("MAX_TOTAL_TOKENS", "MAX_RUNNING_REQUESTS", "CONTEXT_LENGTH", "PAGE_SIZE"):
-            monkeypatch.delenv(f"SPECMAMBA_{name}", raising=False)
-
-    @staticmethod
-    def plan(free_bytes: int = 1 << 30, max_nodes: int = 4, model_context: int = 100, **flags: Any) -> MemoryPlan:
-        return plan_memory(EngineConfig(**flags), cache_shape(), model_context, 100, max_nodes, max_nodes, free_bytes)
-
-    @pytest.mark.parametrize("page_size", [1, 7, 16])
-    @pytest.mark.parametrize("max_nodes", [1, 4])
-    def test_with_plenty_of_memory_everyone_gets_a_full_context(self, page_size: int, max_nodes: int) -> None:
-        plan = self.plan(max_nodes=max_nodes, page_size=page_size, max_running_requests=3)
-        assert (plan.num_rows, plan.num_state_slots, plan.context_length) == (3, 3, 100)
-        assert plan.num_kv_tokens >= 3 * (100 + max_nodes)
-
-    def test_the_bytes_are_those_of_the_pools(self) -> None:
-        plan = self.plan(max_running_requests=3, page_size=4, max_mamba_cache_size=5)
-        shape = cache_shape()
-        kv = KVPool(shape, plan.num_pages, plan.page_size, CPU)
-        states = StatePool(shape, plan.num_state_slots, CPU)
-        records = SpecBuffers(shape, states, plan.num_rows, plan.max_nodes, CPU)
-        assert plan.kv_bytes == kv.k.nbytes + kv.v.nbytes
-        assert plan.state_bytes == states.recurrent.nbytes + states.conv.nbytes
-        in_use = records.k.nbytes + records.u.nbytes + records.decay.nbytes + records.conv_inputs.nbytes
-        assert plan.spec_bytes == in_use
-
-    @pytest.mark.parametrize("free_bytes", [40_000, 100_000, 250_000])
-    def test_never_more_than_there_is(self, free_bytes: int) -> None:
-        plan = self.plan(free_bytes=free_bytes, max_running_requests=2)
-        assert plan.kv_bytes + plan.state_bytes + plan.spec_bytes <= free_bytes
-
-    @pytest.mark.parametrize("page_size", [1, 16])
-    def test_any_admitted_request_fits_alone(self, page_size: int) -> None:
-        plan = self.plan(max_total_tokens=50, page_size=page_size)
-        assert plan.context_length + plan.max_nodes <= plan.num_kv_tokens <= 50
-
-    def test_context_beyond_the_model(self) -> None:
-        with pytest.raises(ConfigError, match="--context-length 101 is more than the 100 tokens"):
-            self.plan(context_length=101)
-        assert self.plan(context_length=100).context_length == 100
-        assert self.plan(context_length=2).context_length == 2
-
-    @pytest.mark.parametrize("max_nodes", [1, 4, 64])
-    @pytest.mark.parametrize("page_size", [1, 5, 16])
-    def test_too_few_tokens_names_the_smallest_number_that_works(self, max_nodes: int, page_size: int) -> None:
-        with pytest.raises(
-            ConfigError, match=r"--max-total-tokens 1 is too small to run any request: set at least"
-        ) as e:
-            self.plan(max_nodes=max_nodes, page_size=page_size, max_total_tokens=1)
-        named = int(str(e.value).split()[-1])
-        plan = self.plan(max_nodes=max_nodes, page_size=page_size, max_total_tokens=named)
-        assert plan.context_length >= 2  # one prompt token, one output token
-        with pytest.raises(ConfigError):
-            self.plan(max_nodes=max_nodes, page_size=page_size, max_total_tokens=named - 1)
-
-    @pytest.mark.parametrize(
-        "flags",
-        [
-            {},
-            {"max_running_requests": 1},
-            {"max_total_tokens": 10_000, "max_running_requests": 1},
-            {"max_total_tokens": 10_000},
-            {"max_mamba_cache_size": 200, "max_running_requests": 1},
-        ],
-        ids=str,
-    )
-    @pytest.mark.parametrize("free_bytes", [-5, 10_000, 60_000])
-    def test_too_little_memory_names_settings_that_work(self, flags: dict[str, int], free_bytes: int) -> None:
-        """Every flag that the message tells to lower can be lowered, and with all of them lowered the pools fit."""
-        try:
-            plan = self.plan(free_bytes=free_bytes, **flags)
-        except ConfigError as error:
-            message = str(error)
-        else:
-            assert plan.kv_bytes + plan.state_bytes + plan.spec_bytes <= free_bytes
-            return
-        assert "--mem-fraction-static" in message
-        to_lower = set(re.findall(r"--(?:max-\S+?)(?=[ ,:]|$)", message.partition("lower")[2]))
-        lowest = {"--max-total-tokens": 6, "--max-running-requests": 1, "--max-mamba-cache-size": 1}
-        current = {"--max-running-requests": 16} | {"--" + k.replace("_", "-"): v for k, v in flags.items()}
-        for flag in to_lower:
-            assert current.get(flag, 1 << 30) > lowest[flag], f"{flag} is as low as it can be: {message}"
-        if free_bytes < 20_000:  # less than the smallest pools: only memory helps
-            return
-        lowered = flags | {flag[2:].replace("-", "_"): lowest[flag] for flag in to_lower}
-        assert self.plan(free_bytes=free_bytes, **lowered).context_length >= 2, message
-
-    def test_more_memory_always_helps(self) -> None:
-        """What the message says is needed is enough."""
-        with pytest.raises(ConfigError, match="raise --mem-fraction-static") as e:
-            self.plan(free_bytes=0, max_total_tokens=1000)
-        needed = re.search(r"the pools need (\d+) MiB", str(e.value))
-        assert needed
-        self.plan(free_bytes=(int(needed[1]) + 1) << 20, max_total_tokens=1000)
-
-    def test_fewer_states_than_rows_is_allowed(self) -> None:
-        plan = self.plan(max_running_requests=4, max_mamba_cache_size=2)
-        assert (plan.num_rows, plan.num_state_slots) == (4, 2)
-
-    def test_free_memory_of_this_machine(self) -> None:
-        assert free_memory(CPU) > 1 << 20

@@ -24,6 +24,8 @@ from specmamba.verify.accept import accept
 from tests.kernels.trees import path_to, random_parents
 from tests.tiny import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("no_headroom")
+
 VOCABULARY = 48
 CONTEXT = 128  # of the tiny model
 NewRequest = tuple[str, Sequence[int], SamplingParams]
@@ -69,9 +71,13 @@ def run(engine: Engine, requests: Iterable[NewRequest] = (), max_steps: int = 50
 
 
 def assert_idle(engine: Engine) -> None:
-    """Every pool is as it was at the start."""
-    pools, stats = engine.pools, engine.stats()
+    """Every pool is as it was at the start, once the prefix cache is flushed."""
+    pools = engine.pools
     assert not engine.has_unfinished_requests
+    engine.prefixes.cache.check(pools.table.held_pages())
+    engine.flush_cache()
+    stats = engine.stats()
+    assert (stats.kv_cached_tokens, stats.state_cached_slots) == (0, 0)
     assert (stats.num_running, stats.num_waiting, stats.kv_used_tokens, stats.state_used_slots) == (0, 0, 0, 0)
     assert pools.kv.allocator.num_free == pools.kv.allocator.num_pages
     assert pools.table.num_free_rows == pools.table.num_rows
@@ -90,9 +96,11 @@ def assert_consistent(engine: Engine) -> None:
     assert len(running) + len(scheduler.waiting) == len(engine._requests)
     assert len({r.row for r in running}) == len({r.slot for r in running}) == len(running)
     assert pools.table.num_free_rows == pools.table.num_rows - len(running)
-    assert pools.states.num_free == pools.states.num_slots - len(running)
-    pages = [page for r in running for page in pools.table._pages[r.held_row]]
-    assert len(set(pages)) == len(pages) == pools.kv.allocator.num_pages - pools.kv.allocator.num_free
+    cache = engine.prefixes.cache
+    cache.check(pools.table.held_pages())
+    assert pools.states.num_free == pools.states.num_slots - len(running) - cache.stats.num_states
+    assert all(r.node is not None and r.node.end <= r.num_run and r.node.kv_locks > 0 for r in running)
+    assert all(r.node is None for r in scheduler.waiting)
     for request in scheduler.extending:
         assert pools.states.stamp(request.held_slot) == Stamp(request.request_id, request.num_run, is_written=True)
     for request in scheduler.verifying:
@@ -768,7 +776,14 @@ class TestRandomUse:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(dtype="float32", device="cpu", context_length=128, max_running_requests=4, max_queued_requests=3)
+    return LLM(
+        disable_radix_cache=True,
+        dtype="float32",
+        device="cpu",
+        context_length=128,
+        max_running_requests=4,
+        max_queued_requests=3,
+    )
 
 
 class TestLLM:

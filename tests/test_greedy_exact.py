@@ -25,6 +25,8 @@ from specmamba.engine.request import Request
 from specmamba.models.tokenizer import Tokenizer
 from tests.tiny import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("no_headroom")
+
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 NUM_TOKENS = 128
 NUM_TOKENS_BEHIND_CHUNKS = NUM_TOKENS if IS_FULL else 24

@@ -28,6 +28,8 @@ from specmamba.draft.plan import DraftPlan
 from specmamba.errors import ConfigError
 from tests.tiny import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("no_headroom")
+
 CPU = torch.device("cpu")
 Match = tuple[int, tuple[int, ...]]  # tokens that agree, continuation
 Edge = tuple[int, int]  # parent, token

@@ -23,6 +23,7 @@ from specmamba.core import Batch, DraftTree, SamplingParams, TreeShape
 from specmamba.draft.base import Drafter, chain_shape, tree_shape
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
+from specmamba.kernels import delta_net
 from specmamba.kernels.causal_conv1d import reference as conv_reference
 from specmamba.kernels.causal_conv1d import torch_ops as conv_ops
 from specmamba.kernels.gated_delta_rule import reference as delta_reference
@@ -30,6 +31,8 @@ from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
 from specmamba.kernels.tree import reference as tree_reference
 from tests.kernels.trees import SHAPES, batch_of_parents, path_to, random_parents
 from tests.tiny import write_tiny_checkpoint
+
+pytestmark = pytest.mark.usefixtures("no_headroom")
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2
@@ -280,6 +283,75 @@ class TestSideBySide:
                 buffers.commit(plan, torch.tensor([[0, 1, 4, 4, 4, 4]]), torch.tensor([2]), [2])
             found.append(mixed)
         torch.testing.assert_close(found[0], found[1], **TOLERANCE)
+
+
+class TestLayer:
+    """All of a layer between its projections, which records may do in one call."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_rounds_of_random_trees(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whichever way it is done, and wherever rows and slots lie: the same outputs, states and windows."""
+        shape, rng, max_nodes = cache_shape(dtype=dtype), random.Random(1), 6
+        names = ("fused", "parts", "snapshots")
+        pools = {name: StatePool(shape, 6, CPU) for name in names}
+        kinds = {"fused": SpecBuffers, "parts": SpecBuffers, "snapshots": SnapshotBuffers}
+        buffers: dict[str, StateBuffers[Any]] = {
+            name: kind(shape, pools[name], 3, max_nodes, CPU) for name, kind in kinds.items()
+        }
+        for row in (2, 1, 3):  # slots of another order
+            for name, pool in pools.items():
+                slot = pool.allocate(f"request-{row}")
+                assert slot is not None
+                buffers[name].begin(row, slot, f"request-{row}", 0)
+        weights, can_fuse = layer_weights(), delta_net.can_fuse
+        for _ in range(25):
+            rows = sorted(rng.sample((1, 2, 3), rng.randint(1, 3)))
+            num_nodes = rng.randint(1, max_nodes)
+            parents = [random_parents(rng.choice(SHAPES), num_nodes, rng) for _ in rows]
+            paths = [path_to(tree, rng.choice(real_nodes(tree))) for tree in parents]
+            accepted = [len(path) - 1 for path in paths]
+            padded = torch.tensor([path + path[-1:] * (num_nodes - len(path)) for path in paths])
+            is_real = torch.tensor([[i in real_nodes(tree) for i in range(num_nodes)] for tree in parents])
+            inputs, outputs = [layer_inputs(len(rows), num_nodes, dtype) for _ in range(NUM_LAYERS)], {}
+            for name, backend in buffers.items():
+                monkeypatch.setattr(delta_net, "can_fuse", can_fuse if name == "fused" else lambda *_: False)
+                plan = backend.plan(rows, shape_of(parents))
+                out = [backend.delta_net(layer, inputs[layer], weights, plan) for layer in range(NUM_LAYERS)]
+                backend.commit(plan, padded, torch.tensor(accepted), accepted)
+                outputs[name] = torch.stack(out)[:, is_real]
+                assert outputs[name].dtype is dtype
+            for name in names[1:]:
+                tolerance = TOLERANCE if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-5}
+                torch.testing.assert_close(outputs[name], outputs["fused"], **tolerance)
+        for row in (1, 2, 3):
+            found = []
+            for name, pool in pools.items():
+                slot = pool.allocate(CACHE_OWNER)
+                assert slot is not None
+                buffers[name].materialize(row, buffers[name].position(row), slot)
+                found.append((pool.recurrent[:, slot], pool.conv[:, slot]))
+            for state, window in found[1:]:
+                torch.testing.assert_close(state, found[0][0], **TOLERANCE)
+                assert torch.equal(window, found[0][1])
+
+
+def layer_weights(s: DeltaStateShape = STATE) -> delta_net.Weights:
+    return delta_net.Weights(
+        conv=torch.randn(s.conv_width, s.conv_channels).t(),
+        negative_a=-torch.rand(s.num_value_heads),
+        dt_bias=torch.randn(s.num_value_heads),
+        norm=torch.rand(s.value_dim),
+        norm_eps=1e-6,
+        num_key_heads=s.num_key_heads,
+        key_dim=s.key_dim,
+    )
+
+
+def layer_inputs(batch: int, nodes: int, dtype: torch.dtype, s: DeltaStateShape = STATE) -> delta_net.Inputs:
+    """Parts of one projection."""
+    sizes = [s.conv_channels, s.num_value_heads * s.value_dim, s.num_value_heads, s.num_value_heads]
+    mixed, gate, b, a = torch.randn(batch, nodes, sum(sizes)).to(dtype).split(sizes, -1)
+    return delta_net.Inputs(mixed, gate.view(batch, nodes, s.num_value_heads, s.value_dim), b, a)
 
 
 class TestFolds:
@@ -548,23 +620,6 @@ class TestMemory:
         assert plan.spec_bytes == sum(x.nbytes for x in tensors) == (plan.num_rows + 1) * plan.spec_bytes_per_request
         assert plan.record_bytes_per_request == shape.record_bytes(max_nodes)
         assert plan.snapshot_bytes_per_request == shape.snapshot_bytes(max_nodes)
-
-    def test_start_up_lines(self) -> None:
-        shape = CacheShape(1, 1, 2, 18, DeltaStateShape(16, 16, 128, 128, 4), torch.bfloat16)
-        lines = {
-            backend: plan_memory(
-                EngineConfig(speculative_state=backend), shape, 100, 100, 16, 16, 1 << 50
-            ).describe_lines()
-            for backend in BACKENDS
-        }
-        assert lines["records"] == [
-            "speculation state: records, for trees of up to 16 nodes",
-            "16.4 MiB of it per running request (snapshots would take 298 MiB)",
-        ]
-        assert lines["snapshots"] == [
-            "speculation state: snapshots, for trees of up to 16 nodes",
-            "298 MiB of it per running request (records would take 16.4 MiB)",
-        ]
 
     def test_snapshots_that_do_not_fit(self) -> None:
         """The message says what helps at once."""

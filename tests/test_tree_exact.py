@@ -21,6 +21,8 @@ from specmamba.core import RequestOutput
 from specmamba.models.tokenizer import Tokenizer
 from tests.tiny import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("no_headroom")
+
 IS_FULL = bool(os.environ.get("SPECMAMBA_TEST_FULL"))
 NUM_TOKENS = 120 if IS_FULL else 28
 ALONE = slice(None) if IS_FULL else slice(2, None, 4)  # the shortest and the longest prompt

@@ -9,17 +9,21 @@ from typing import Literal
 
 import torch
 
+from specmamba.cache.memory_advice import explain_contradiction, explain_shortage
+from specmamba.cache.memory_demand import Demand, size_pools
+from specmamba.cache.memory_table import TableRow, aligned, readable
 from specmamba.cache.shapes import CacheShape
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 
-# Acceptance by rejection holds that many distributions over the vocabulary for every node of a step.
-DISTRIBUTIONS_PER_NODE = 6
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Sizes of all pools. Every running request can have a row and a state; not every one a full context of KV."""
+    """Sizes of all pools. Running requests and the prefix cache share KV pages and state slots.
+
+    Every running request can have a row, and a state unless fewer states were asked for; not every one a full context
+    of KV.
+    """
 
     num_rows: int
     num_state_slots: int
@@ -28,16 +32,37 @@ class MemoryPlan:
     context_length: int  # prompt and output tokens that one request can have
     max_nodes: int  # nodes of a draft tree at the most, the root counted
     num_slots: int  # positions from the root on that one step may write
+    caches_prefixes: bool
+    budget_bytes: int  # what all of the following may take together
+    weight_bytes: int
     kv_bytes: int
     state_bytes: int
     spec_bytes: int
+    table_bytes: int  # tables and buffers per request, and the bookkeeping of pages and cached tokens
     speculative_state: Literal["records", "snapshots"]
     record_bytes_per_request: int  # what either kind of speculation state takes (or would) for one running request
     snapshot_bytes_per_request: int
+    record_bytes_per_draft_token: int  # what one more draft token would take for one running request
+    snapshot_bytes_per_draft_token: int
 
     @property
     def num_kv_tokens(self) -> int:
+        """Tokens of running requests and of the prefix cache together."""
         return self.num_pages * self.page_size
+
+    @property
+    def num_running_requests(self) -> int:
+        """Requests that can run at the same time, if their KV fits."""
+        return min(self.num_rows, self.num_state_slots)
+
+    @property
+    def num_cached_states(self) -> int:
+        """States that can be cached while as many requests run as can."""
+        return self.num_state_slots - self.num_running_requests if self.caches_prefixes else 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.state_bytes + self.spec_bytes + self.table_bytes
 
     @property
     def spec_bytes_per_request(self) -> int:
@@ -45,16 +70,64 @@ class MemoryPlan:
         is_records = self.speculative_state == "records"
         return self.record_bytes_per_request if is_records else self.snapshot_bytes_per_request
 
+    @property
+    def draft_token_bytes_per_request(self) -> int:
+        """Bytes that one more draft token would take for one running request, with the kind that was chosen."""
+        is_records = self.speculative_state == "records"
+        return self.record_bytes_per_draft_token if is_records else self.snapshot_bytes_per_draft_token
+
+    @property
+    def draft_token_bytes(self) -> int:
+        """Bytes that one more draft token would take in all, the padding row counted."""
+        return (self.num_rows + 1) * self.draft_token_bytes_per_request
+
     def describe_lines(self) -> list[str]:
-        """What the speculation state costs, and what the other kind would, for people at start-up."""
-        costs = {"records": self.record_bytes_per_request, "snapshots": self.snapshot_bytes_per_request}
-        chosen = costs.pop(self.speculative_state)
-        ((other, other_bytes),) = costs.items()
+        """A table of who gets how much, for people at start-up."""
+        total = f"of {readable(self.budget_bytes)} that --mem-fraction-static allows"
+        return aligned(
+            [
+                ("weights", readable(self.weight_bytes), ""),
+                *self._pool_rows(),
+                ("request tables", readable(self.table_bytes), f"{self.num_rows} rows, and the lists of pages"),
+                ("total", readable(self.total_bytes), total),
+                *self._request_rows(),
+            ]
+        )
+
+    def _pool_rows(self) -> list[TableRow]:
+        per_token = self.kv_bytes // ((self.num_pages + 1) * self.page_size)
+        per_state = self.state_bytes // (self.num_state_slots + 1)
+        shared = ", running and cached" if self.caches_prefixes else ""
+        states = f"{self.num_running_requests} to run"
+        if self.caches_prefixes:
+            states += f", {self.num_cached_states:,} to cache"
         nodes = "plain decoding" if self.max_nodes == 1 else f"trees of up to {self.max_nodes} nodes"
+        records, snapshots = self.record_bytes_per_request, self.snapshot_bytes_per_request
+        per_request = f"{readable(self.spec_bytes_per_request)} per running request {self._other(records, snapshots)}"
         return [
-            f"speculation state: {self.speculative_state}, for {nodes}",
-            f"{_readable(chosen)} of it per running request ({other} would take {_readable(other_bytes)})",
+            ("KV pool", readable(self.kv_bytes), f"{self.num_kv_tokens:,} tokens of {readable(per_token)}{shared}"),
+            ("recurrent states", readable(self.state_bytes), f"{readable(per_state)} each: {states}"),
+            ("speculation", readable(self.spec_bytes), f"{self.speculative_state} for {nodes}: {per_request}"),
         ]
+
+    def _request_rows(self) -> list[TableRow]:
+        records, snapshots = self.record_bytes_per_draft_token, self.snapshot_bytes_per_draft_token
+        per_request = f"{readable(self.draft_token_bytes_per_request)} per running request"
+        contexts = self.num_kv_tokens // (self.context_length + self.num_slots)
+        full = f"at once; KV for {contexts} of the full {self.context_length:,} tokens"
+        return [
+            ("running requests", f"{self.num_running_requests}", full),
+            (
+                "one more draft token",
+                readable(self.draft_token_bytes),
+                f"{per_request} {self._other(records, snapshots)}",
+            ),
+        ]
+
+    def _other(self, records: int, snapshots: int) -> str:
+        if self.speculative_state == "records":
+            return f"(snapshots would take {readable(snapshots)})"
+        return f"(records would take {readable(records)})"
 
 
 def plan_memory(
@@ -64,7 +137,8 @@ def plan_memory(
     vocab_size: int,
     max_nodes: int,
     num_slots: int,
-    free_bytes: int,
+    budget_bytes: int,
+    weight_bytes: int = 0,
 ) -> MemoryPlan:
     """Size the pools for a configuration.
 
@@ -75,63 +149,43 @@ def plan_memory(
         vocab_size: for the token counts that penalties need.
         max_nodes: nodes of a draft tree, root included; 1 without drafting.
         num_slots: KV positions that one step may write, from the root's on.
-        free_bytes: what the pools may take, weights already subtracted.
+        budget_bytes: what weights and pools may take together.
+        weight_bytes: what the weights take of it.
 
     Raises:
-        ConfigError: the limits contradict each other or the memory; the message has the smallest setting that works.
+        ConfigError: the limits contradict each other or the memory; the message has settings that work.
     """
-    context = _context_length(config, model_context)
-    rows = config.max_running_requests
-    slots = config.max_mamba_cache_size or rows
-    state_bytes = (slots + 1) * shape.state_bytes_per_slot
-    record_bytes, snapshot_bytes = shape.record_bytes(max_nodes), shape.snapshot_bytes(max_nodes)
-    spec_bytes = (rows + 1) * (record_bytes if config.speculative_state == "records" else snapshot_bytes)
-    table_bytes = (rows + 1) * (8 * (context + num_slots) + 5 * vocab_size)  # KV slots; token counts for penalties
-    if config.speculative_accept == "rejection":
-        table_bytes += rows * max_nodes * vocab_size * 4 * DISTRIBUTIONS_PER_NODE
-    page_bytes = max(1, shape.kv_bytes_per_token) * config.page_size
-    affordable = (free_bytes - state_bytes - spec_bytes - table_bytes) // page_bytes - 1  # page 0 is padding
-    if config.max_total_tokens is not None:
-        pages = config.max_total_tokens // config.page_size
-    else:
-        pages = min(affordable, rows * -(-(context + num_slots) // config.page_size))
-    smallest = -(-(2 + num_slots) // config.page_size)  # one prompt token, one output token
-    if config.max_total_tokens is not None and pages < smallest:
+    if config.context_length is not None and config.context_length > model_context:
         raise ConfigError(
-            f"--max-total-tokens {config.max_total_tokens} is too small to run any request: "
-            f"set at least {smallest * config.page_size}"
+            f"--context-length {config.context_length} is more than the {model_context} tokens this model was made for"
         )
-    if pages > affordable or affordable < smallest:
-        pages = max(pages, smallest)
-        needed = state_bytes + spec_bytes + table_bytes + (pages + 1) * page_bytes
-        raise ConfigError(
-            f"the pools need {_mib(needed)} MiB ({_mib(state_bytes)} for {slots} recurrent states, {_mib(spec_bytes)} "
-            f"for the speculation of {rows} requests, the rest for {pages * config.page_size} tokens of KV and the "
-            "requests' tables), but "
-            f"--mem-fraction-static {config.mem_fraction_static} leaves {_mib(max(0, free_bytes))} MiB: "
-            + _advice(config, smallest * config.page_size)
-        )
-    if config.context_length is not None and context > pages * config.page_size - num_slots:
-        raise ConfigError(
-            f"--context-length {context} needs a KV pool of {context + num_slots} tokens (one draft included), but it "
-            f"has {pages * config.page_size}: lower --context-length, or give it more with --max-total-tokens or "
-            "--mem-fraction-static"
-        )
-    context = min(context, pages * config.page_size - num_slots)  # any admitted request must fit alone
+    demand = Demand(config, shape, model_context, vocab_size, max_nodes, num_slots, weight_bytes)
+    if demand.given_pages is not None and demand.given_pages < demand.fewest_pages:
+        raise ConfigError(explain_contradiction(demand, budget_bytes))
+    if demand.fewest_bytes > budget_bytes:
+        raise ConfigError(explain_shortage(demand, budget_bytes))
+    pages, slots = size_pools(demand, budget_bytes)
     return MemoryPlan(
-        num_rows=rows,
+        num_rows=config.max_running_requests,
         num_state_slots=slots,
         num_pages=pages,
         page_size=config.page_size,
-        context_length=context,
+        # any admitted request must fit alone
+        context_length=min(demand.context, pages * config.page_size - num_slots),
         max_nodes=max_nodes,
         num_slots=num_slots,
-        kv_bytes=(pages + 1) * page_bytes,
-        state_bytes=state_bytes,
-        spec_bytes=spec_bytes,
+        caches_prefixes=not config.disable_radix_cache,
+        budget_bytes=budget_bytes,
+        weight_bytes=weight_bytes,
+        kv_bytes=demand.kv_bytes(pages),
+        state_bytes=demand.state_bytes(slots),
+        spec_bytes=demand.spec_bytes,
+        table_bytes=demand.table_bytes(pages),
         speculative_state=config.speculative_state,
-        record_bytes_per_request=record_bytes,
-        snapshot_bytes_per_request=snapshot_bytes,
+        record_bytes_per_request=shape.record_bytes(max_nodes),
+        snapshot_bytes_per_request=shape.snapshot_bytes(max_nodes),
+        record_bytes_per_draft_token=demand.draft_token_bytes(shape.record_bytes),
+        snapshot_bytes_per_draft_token=demand.draft_token_bytes(shape.snapshot_bytes),
     )
 
 
@@ -161,37 +215,3 @@ def _free_in_container() -> int:
     except (OSError, ValueError, KeyError):  # no such group, or no limit ("max")
         return 1 << 62
     return max(0, limit - current + reclaimable)
-
-
-def _context_length(config: EngineConfig, model_context: int) -> int:
-    if config.context_length is None:
-        return model_context
-    if config.context_length > model_context:
-        raise ConfigError(
-            f"--context-length {config.context_length} is more than the {model_context} tokens this model was made for"
-        )
-    return config.context_length
-
-
-def _advice(config: EngineConfig, fewest_tokens: int) -> str:
-    """What can be lowered, down to what; nothing that is as low as it goes."""
-    lowest = {
-        "--max-total-tokens": (config.max_total_tokens, fewest_tokens),
-        "--max-running-requests": (config.max_running_requests, 1),
-        "--max-mamba-cache-size": (config.max_mamba_cache_size, 1),
-    }
-    flags = [f"{flag} (from {now}, at least {least})" for flag, (now, least) in lowest.items() if now and now > least]
-    lower = f"lower {', '.join(flags)}, or " if flags else ""
-    records = "choose --speculative-state records, or " if config.speculative_state == "snapshots" else ""
-    return lower + records + "raise --mem-fraction-static"
-
-
-def _mib(num_bytes: int) -> int:
-    """Rounded up: what is said to be needed is enough."""
-    return -(-num_bytes // (1 << 20))
-
-
-def _readable(num_bytes: int) -> str:
-    """A size to compare with another: three digits or so."""
-    size, unit = (num_bytes / (1 << 20), "MiB") if num_bytes >= 1 << 20 else (num_bytes / (1 << 10), "KiB")
-    return f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"

@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
+from specmamba.cache.page_allocator import NO_PAGES, Pages
 from specmamba.core import Batch, Chunk
+
+TokenSlots = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """What a row holds: the pages from position first_page * page_size on. Its first tokens may be borrowed."""
+
+    num_borrowed: int
+    first_page: int
+    pages: Pages
+
+    @property
+    def end_page(self) -> int:
+        return self.first_page + len(self.pages)
 
 
 class RequestTable:
     """Rows 1..num_rows for requests that hold memory; row 0 is padding.
 
-    ``kv_slots[row, position]`` is the token slot of a position, for as many positions as the row has pages for.
+    ``kv_slots[row, position]`` is the token slot of a position, for as many positions as the row has pages for. The
+    first of them may be borrowed from the prefix cache, which has locked them for the row; the others stand in pages
+    that the row holds itself. A position's offset in its page is position % page_size either way. As every token has
+    a slot of its own, a row that borrows a part of a page goes on at the same offset of a new one, and nothing is
+    copied: the price is the beginning of that page.
     """
 
     def __init__(self, num_rows: int, max_positions: int, kv_pool: KVPool, device: torch.device) -> None:
         self.num_rows = num_rows
         self.max_positions = max_positions
-        self.kv_slots = torch.zeros(num_rows + 1, max_positions, dtype=torch.int64, device=device)
+        self._host = np.zeros((num_rows + 1, max_positions), dtype=np.int64)
+        on_host = torch.from_numpy(self._host)
+        self.kv_slots = on_host if device.type == "cpu" else on_host.to(device)
         self._kv_pool = kv_pool
-        self._pages: dict[int, list[int]] = {}
+        self._holdings: dict[int, _Holding] = {}
         self._free_rows = sorted(range(1, num_rows + 1), reverse=True)
 
     @property
@@ -32,13 +58,25 @@ class RequestTable:
         if not self._free_rows:
             return None
         row = self._free_rows.pop()
-        self._pages[row] = []
+        self._holdings[row] = _Holding(0, 0, NO_PAGES)
         return row
 
-    def num_missing_pages(self, row: int | None, num_positions: int) -> int:
-        """Pages that a row (None: a new one) still needs to hold ``num_positions`` tokens."""
-        have = 0 if row is None else len(self._pages[row])
-        return max(0, -(-num_positions // self._kv_pool.page_size) - have)
+    def num_missing_pages(self, row: int | None, num_positions: int, num_borrowed: int = 0) -> int:
+        """Pages that a row still needs to have room for ``num_positions`` tokens.
+
+        Args:
+            row: None: a new one.
+            num_positions: tokens.
+            num_borrowed: of a new row, the first tokens, which it will borrow.
+        """
+        size = self._kv_pool.page_size
+        end = num_borrowed // size if row is None else self._holdings[row].end_page
+        return max(0, -(-num_positions // size) - end)
+
+    def borrow(self, row: int, slots: TokenSlots) -> None:
+        """Let a new row's first positions be those of the prefix cache, whose lock keeps them in place."""
+        self._holdings[row] = _Holding(len(slots), len(slots) // self._kv_pool.page_size, NO_PAGES)
+        self._put(row, 0, slots)
 
     def ensure(self, row: int, num_positions: int) -> bool:
         """Give the row pages for its first ``num_positions`` positions; False (and no change) when there are none.
@@ -51,20 +89,41 @@ class RequestTable:
         new_pages = self._kv_pool.allocator.allocate(self.num_missing_pages(row, num_positions))
         if new_pages is None:
             return False
-        if new_pages:
-            size, pages = self._kv_pool.page_size, self._pages[row]
-            first = len(pages) * size
-            slots = [page * size + offset for page in new_pages for offset in range(size)][: self.max_positions - first]
-            self.kv_slots[row, first : first + len(slots)] = torch.tensor(slots, device=self.kv_slots.device)
-            pages.extend(new_pages)
+        if len(new_pages):
+            held = self._holdings[row]
+            self._point_at(row, new_pages, held)
+            self._holdings[row] = replace(held, pages=np.concatenate([held.pages, new_pages]))
         return True
 
+    def slots_of_positions(self, row: int, start: int, end: int) -> TokenSlots:
+        """Token slots [end - start] of positions [start, end), on the host."""
+        return self._host[row, start:end].copy()
+
+    def settle(self, row: int, start: int, slots: TokenSlots) -> None:
+        """Positions [start, start + len(slots)) are the prefix cache's now, at these slots, as all before them are.
+
+        The row gives up its hold of the pages that end there; the cache holds those it needs.
+        """
+        self._put(row, start, slots)
+        held, end = self._holdings[row], start + len(slots)
+        num_given = min(max(0, end // self._kv_pool.page_size - held.first_page), len(held.pages))
+        self._kv_pool.allocator.release(held.pages[:num_given], pinned=True)
+        self._holdings[row] = _Holding(end, held.first_page + num_given, held.pages[num_given:])
+
     def release(self, row: int) -> None:
-        """Free a row and its pages."""
-        self._kv_pool.allocator.free(self._pages.pop(row))
-        self.kv_slots[row].zero_()
+        """Free a row and its hold of its pages."""
+        self._kv_pool.allocator.release(self._holdings.pop(row).pages, pinned=True)
+        self._host[row] = 0
+        if self.kv_slots.device.type != "cpu":
+            self.kv_slots[row].zero_()
         self._free_rows.append(row)
         self._free_rows.sort(reverse=True)
+
+    def held_pages(self) -> dict[int, int]:
+        """How many rows hold each page that any row holds."""
+        held = np.concatenate([NO_PAGES, *(holding.pages for holding in self._holdings.values())])
+        pages, counts = np.unique(held, return_counts=True)
+        return dict(zip(pages.tolist(), counts.tolist(), strict=True))
 
     def slots_at(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Token slots of positions [B, N] of rows [B]."""
@@ -82,3 +141,19 @@ class RequestTable:
             return self.slots_at(chunk.row_index, chunk.positions)
         slots = self.slots_at(chunk.row_index, chunk.positions.clamp(max=self.max_positions - 1))
         return slots * chunk.is_token
+
+    def _point_at(self, row: int, pages: Pages, held: _Holding) -> None:
+        """Point the positions behind a row's pages at new pages; what is borrowed stays as it is."""
+        size = self._kv_pool.page_size
+        slots = (pages[:, None] * size + np.arange(size)).reshape(-1)
+        begin = held.end_page * size
+        first = max(begin, held.num_borrowed)
+        self._put(row, first, slots[first - begin : self.max_positions - begin])
+
+    def _put(self, row: int, start: int, slots: TokenSlots) -> None:
+        self._host[row, start : start + len(slots)] = slots
+        if len(slots) and self.kv_slots.device.type != "cpu":
+            self.kv_slots[row, start : start + len(slots)] = self._to_device(slots)
+
+    def _to_device(self, slots: TokenSlots) -> Tensor:
+        return torch.from_numpy(slots).to(self.kv_slots.device)

@@ -45,6 +45,7 @@ class CacheShape:
     num_state_layers: int
     state: DeltaStateShape
     dtype: torch.dtype
+    draft_features: int = 0  # numbers that a draft head needs of the last token, beside the target's state
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -52,7 +53,7 @@ class CacheShape:
 
     @property
     def state_bytes_per_slot(self) -> int:
-        return self.num_state_layers * self.state.state_bytes(self.dtype)
+        return self.num_state_layers * self.state.state_bytes(self.dtype) + self.draft_features * self.dtype.itemsize
 
     @property
     def record_bytes_per_token(self) -> int:

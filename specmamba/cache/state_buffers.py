@@ -18,6 +18,7 @@ from torch import Tensor
 from specmamba.cache.rows import RowSet
 from specmamba.cache.state_pool import StateOwnershipError, StatePool
 from specmamba.core import TreeShape
+from specmamba.kernels import delta_net
 from specmamba.kernels import tree as tree_ops
 
 
@@ -46,8 +47,8 @@ PlanT = TypeVar("PlanT", bound=VerifyPlan)
 class StateBuffers(ABC, Generic[PlanT]):
     """States between a verify and the checkpoint, for every running row; a row is begun before it is verified.
 
-    One verify is ``plan``, then ``convolve`` and ``delta_rule`` once per layer, then ``commit``. A plan holds until the
-    next one of the same rows.
+    One verify is ``plan``, then ``delta_net`` once per layer (or its parts, ``convolve`` and ``delta_rule``), then
+    ``commit``. A plan holds until the next one of the same rows.
     """
 
     def __init__(self, pool: StatePool, max_nodes: int) -> None:
@@ -103,6 +104,17 @@ class StateBuffers(ABC, Generic[PlanT]):
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: PlanT) -> Tensor:
         """Outputs [B, N, Hv, V] of all nodes; arguments as for ``kernels.gated_delta_rule.tree_verify``."""
 
+    def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights, plan: PlanT) -> Tensor:
+        """Outputs [B, N, Hv, V] of all nodes, in the gate's dtype: all of a layer between its projections."""
+
+        def convolve(x: Tensor, weight: Tensor) -> Tensor:
+            return self.convolve(layer, x, weight, plan)
+
+        def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            return self.delta_rule(layer, q, k, v, g, beta, plan)
+
+        return delta_net.compose(inputs, weights, convolve, delta_rule)
+
     @abstractmethod
     def commit(self, plan: PlanT, path: Tensor, num_accepted: Tensor, accepted: Sequence[int]) -> None:
         """Advance every row of a plan over its accepted path.
@@ -143,6 +155,22 @@ class StateBuffers(ABC, Generic[PlanT]):
         self._pool.begin_write(slot, stamp.owner)
         self._write_state(row, position, slot)
         self._pool.end_write(slot, position)
+
+    def retire(self, row: int, position: int) -> None:
+        """Let a row end with its checkpoint at ``position``, for whoever gets the slot next.
+
+        Raises:
+            StateOwnershipError, ValueError: as for ``materialize``.
+        """
+        lease, available = self._lease(row), self.positions(row)
+        if position not in available:
+            raise ValueError(f"row {row} cannot end at {position}: only {available[0]} to {available[-1]} can be had")
+        self._pool.check(lease.slot, lease.owner, lease.position)
+        if position != lease.position:
+            self._pool.begin_write(lease.slot, lease.owner)
+            self._write_state(row, position, lease.slot)
+            self._pool.end_write(lease.slot, position)
+        self.end(row)
 
     @abstractmethod
     def _write_state(self, row: int, position: int, slot: int) -> None:

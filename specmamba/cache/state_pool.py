@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specmamba.cache.memory import lazy_zeros
 from specmamba.cache.shapes import CacheShape
+
+PREFIX_CACHE = "prefix cache"  # the owner of states that any request may copy
+NOWHERE = -1  # the position of a slot that holds no state yet
 
 
 class StateOwnershipError(RuntimeError):
@@ -27,19 +31,19 @@ class StatePool:
     """Slots 1..num_slots; slot 0 is padding.
 
     ``recurrent`` [layers, slots + 1, Hv, K, V] float32; ``conv`` [layers, slots + 1, W-1, C] in the model's dtype, the
-    last convolution inputs, oldest first.
+    last convolution inputs, oldest first; ``features`` [1, slots + 1, F] in the model's dtype, what a draft head needs
+    of the last token to go on (F = 0 without one).
     """
 
     def __init__(self, shape: CacheShape, num_slots: int, device: torch.device) -> None:
         s = shape.state
         layers = shape.num_state_layers
         self.num_slots = num_slots
-        self.recurrent = torch.zeros(
-            layers, num_slots + 1, s.num_value_heads, s.key_dim, s.value_dim, dtype=torch.float32, device=device
-        )
-        self.conv = torch.zeros(
-            layers, num_slots + 1, s.conv_width - 1, s.conv_channels, dtype=shape.dtype, device=device
-        )
+        size = layers, num_slots + 1
+        self.recurrent = lazy_zeros((*size, s.num_value_heads, s.key_dim, s.value_dim), torch.float32, device)
+        self.conv = lazy_zeros((*size, s.conv_width - 1, s.conv_channels), shape.dtype, device)
+        self.features = torch.zeros(1, num_slots + 1, shape.draft_features, dtype=shape.dtype, device=device)
+        self._states = self.recurrent, self.conv, self.features
         self._free = sorted(range(1, num_slots + 1), reverse=True)
         self._stamps: dict[int, Stamp] = {}
 
@@ -49,12 +53,19 @@ class StatePool:
 
     def allocate(self, owner: str) -> int | None:
         """The lowest free slot, holding the state before any token (zeros, position 0); None when there is none."""
+        slot = self.reserve(owner)
+        if slot is not None:
+            for states in self._states:
+                states[:, slot].zero_()
+            self._stamps[slot] = Stamp(owner, 0, is_written=True)
+        return slot
+
+    def reserve(self, owner: str) -> int | None:
+        """The lowest free slot for a state that is going to be written whole; None when there is none."""
         if not self._free:
             return None
         slot = self._free.pop()
-        self.recurrent[:, slot].zero_()
-        self.conv[:, slot].zero_()
-        self._stamps[slot] = Stamp(owner, 0, is_written=True)
+        self._stamps[slot] = Stamp(owner, NOWHERE, is_written=True)
         return slot
 
     def stamp(self, slot: int) -> Stamp:
@@ -91,6 +102,39 @@ class StatePool:
     def end_write(self, slot: int, position: int) -> None:
         """The slot now holds its owner's state at ``position``."""
         self._stamps[slot] = replace(self.stamp(slot), position=position, is_written=True)
+
+    def copy(self, source: int, target: int, position: int) -> None:
+        """Copy the prefix cache's state at ``position`` from one slot into another, which keeps its owner.
+
+        Raises:
+            StateOwnershipError: the source is not the prefix cache's written state there, or the target is free.
+        """
+        self.check(source, PREFIX_CACHE, position)
+        self.begin_write(target, self.stamp(target).owner)
+        for states in self._states:
+            states[:, target] = states[:, source]
+        self.end_write(target, position)
+
+    def fork(self, slot: int, owner: str, position: int, target: int) -> None:
+        """Copy a request's state at ``position`` into a slot of the prefix cache.
+
+        Raises:
+            StateOwnershipError: the slot is not ``owner``'s written state there, or the target not the prefix cache's.
+        """
+        self.check(slot, owner, position)
+        self.begin_write(target, PREFIX_CACHE)
+        for states in self._states:
+            states[:, target] = states[:, slot]
+        self.end_write(target, position)
+
+    def donate(self, slot: int, owner: str, position: int) -> None:
+        """A request that writes its state no more leaves it, standing at ``position``, to the prefix cache.
+
+        Raises:
+            StateOwnershipError: the slot is not ``owner``'s written state there.
+        """
+        self.check(slot, owner, position)
+        self._stamps[slot] = Stamp(PREFIX_CACHE, position, is_written=True)
 
     def free(self, slot: int, owner: str) -> None:
         """Give a slot back.

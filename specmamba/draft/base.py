@@ -25,6 +25,16 @@ class Drafter(ABC):
     def begin(self, row: int, tokens: Sequence[int]) -> None:  # noqa: B027 - a drafter without state does nothing
         """A request starts (or starts over) in this row; ``tokens`` are all that is known of it, root included."""
 
+    def resume(self, row: int, features: Tensor) -> None:  # noqa: B027
+        """The first tokens of a request that has begun are cached; ``features`` [F] were taken where they end."""
+
+    def features(self, row: int, behind_root: int) -> Tensor | None:
+        """What ``resume`` needs to go on with the token that stands so many behind the newest one; [F].
+
+        Any token that came with the newest step or chunk can be asked for. None: nothing is needed.
+        """
+        return None
+
     def extend(self, chunk: Chunk, hidden: Tensor) -> None:  # noqa: B027
         """The target has run these known tokens; ``hidden`` [B, L, H] are its states after the final norm."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from specmamba.cache.access import PagedKV, ancestor_mask, causal_mask
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
+from specmamba.cache.rows import RowSet
 from specmamba.core import Batch, Chunk, DraftTree, Verdict
 from specmamba.draft.base import Drafter, chain_shape
 from specmamba.draft.children import ChildPicker
@@ -22,6 +24,15 @@ from specmamba.trees import StaticTree
 
 FIRST_KEY = 1  # entry t needs the hidden state of position t-1, so the first token has no entry
 MIN_BACKLOG = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where the head's entries of one draft stand: first those it catches up with, then the root's and its own."""
+
+    positions: Tensor  # [B, root + E] int64; entry m of a draft stands m behind the root
+    slots: Tensor  # [B, root + E] int64, of keys and values; 0 for padding
+    root: int  # the column of entry 0, which is the root's
 
 
 class MTPDrafter(Drafter):
@@ -49,11 +60,21 @@ class MTPDrafter(Drafter):
         self._tokens = torch.zeros(*size, dtype=torch.int64, device=self._device)
         self._hidden = torch.zeros(*size, hidden_size, dtype=kv_pool.k.dtype, device=self._device)
         self._num_new = [1] * size[0]  # the root is always the last of them
+        self._window: Window | None = None  # of the draft that is being made
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         """See ``Drafter``."""
         self._hidden[row].zero_()
+        self._tokens[row, 0] = tokens[-1]
         self._num_new[row] = 1
+
+    def resume(self, row: int, features: Tensor) -> None:
+        """See ``Drafter``; the features are the target's hidden state after the last cached token."""
+        self._hidden[row, 0] = features
+
+    def features(self, row: int, behind_root: int) -> Tensor | None:
+        """See ``Drafter``."""
+        return self._hidden[row, self._num_new[row] - 1 - behind_root]
 
     def extend(self, chunk: Chunk, hidden: Tensor) -> None:
         """Make the head's entries for known tokens. See ``Drafter``."""
@@ -82,41 +103,40 @@ class MTPDrafter(Drafter):
         num_nodes = hidden.shape[1]
         on_path = hidden.gather(1, verdict.path[..., None].expand_as(hidden))
         first = [self._num_new[row] for row in batch.rows]
-        if any(first):
-            columns = torch.tensor(first, device=self._device)[:, None] + torch.arange(num_nodes, device=self._device)
-            self._tokens[batch.row_index[:, None], columns] = verdict.path_tokens[:, :num_nodes]
-            self._hidden[batch.row_index[:, None], columns] = on_path
+        rows = RowSet.of(batch.rows, self._device)
+        if rows.is_range and len(set(first)) == 1:
+            columns = slice(first[0], first[0] + num_nodes)
+            rows.take(self._tokens)[:, columns] = verdict.path_tokens[:, :num_nodes]
+            rows.take(self._hidden)[:, columns] = on_path
         else:
-            self._tokens[batch.row_index, :num_nodes] = verdict.path_tokens[:, :num_nodes]
-            self._hidden[batch.row_index, :num_nodes] = on_path
+            places = torch.tensor(first, device=self._device)[:, None] + torch.arange(num_nodes, device=self._device)
+            self._tokens[rows.index[:, None], places] = verdict.path_tokens[:, :num_nodes]
+            self._hidden[rows.index[:, None], places] = on_path
         for row, count in zip(batch.rows, accepted, strict=True):
             self._num_new[row] += count + 1
 
     def catch_up(self, batch: Batch) -> Tensor:
         """Run the head over what was decided since its last forward; its state after the root, [B, 1, H]."""
         counts = [self._num_new[row] for row in batch.rows]
-        longest = max(counts)
-        tokens = self._tokens[batch.row_index, :longest]
-        hidden = self._hidden[batch.row_index, :longest]
-        steps = torch.arange(longest, device=self._device)
-        last = torch.tensor(counts, device=self._device)[:, None] - 1
-        tokens.scatter_(1, last, batch.root_tokens[:, None])
-        positions = batch.root_positions[:, None] - last + torch.minimum(steps, last)  # padding: at the root
-        slots = self._table.slots_at(batch.row_index, positions)
-        if min(counts) < longest:
-            slots = slots * (steps <= last)
+        longest, rows = max(counts), RowSet.of(batch.rows, self._device)
+        window = self._window = self._place(batch, counts, longest)
+        tokens, hidden = rows.take(self._tokens)[:, :longest], rows.take(self._hidden)[:, :longest]
+        positions, slots = window.positions[:, :longest], window.slots[:, :longest]
         num_keys = batch.max_root_position + 1
         is_lone = tokens.numel() == 1 and num_keys > FIRST_KEY  # one query at the last key: it sees all from the first
         mask = None if is_lone else causal_mask(positions, num_keys, FIRST_KEY)
         out = self._forward(batch, tokens, hidden, positions, slots, num_keys, mask)
         for row in batch.rows:
             self._num_new[row] = 0
-        return out.gather(1, last[..., None].expand(-1, 1, out.shape[2]))
+        if min(counts) == longest:
+            return out[:, -1:]
+        last = torch.tensor(counts, device=self._device)[:, None, None] - 1
+        return out.gather(1, last.expand(-1, 1, out.shape[2]))
 
     def descend(
         self, batch: Batch, tokens: Tensor, hidden: Tensor, depth: int, ancestors: Tensor | None, first_entry: int
     ) -> Tensor:
-        """Run the head over draft nodes of one depth.
+        """Run the head over draft nodes of one depth, after ``catch_up`` with the same batch.
 
         Args:
             batch: the roots.
@@ -132,15 +152,27 @@ class MTPDrafter(Drafter):
         """
         num_entries = first_entry + tokens.shape[1]
         num_keys = batch.max_root_position + num_entries
-        entries = torch.arange(first_entry, num_entries, device=self._device)
-        slots = self._table.slots_at(batch.row_index, batch.root_positions[:, None] + entries)
-        positions = (batch.root_positions + depth)[:, None].expand(-1, tokens.shape[1])
+        window = self._window
+        assert window is not None
+        slots = window.slots[:, window.root + first_entry : window.root + num_entries]
+        positions = window.positions[:, window.root + depth, None].expand(-1, tokens.shape[1])
         mask = None
         if ancestors is not None:
             mask = ancestor_mask(batch.root_positions, ancestors, num_keys, FIRST_KEY)
         elif len(batch.rows) > 1:
             mask = causal_mask(positions, num_keys, FIRST_KEY)
         return self._forward(batch, tokens, hidden, positions, slots, num_keys, mask)
+
+    def _place(self, batch: Batch, counts: Sequence[int], longest: int) -> Window:
+        """Positions and slots of everything this draft may run, made at once; padding stands at the root."""
+        behind = range(1, self._plan.num_slots)
+        offsets = [[*(min(i + 1 - count, 0) for i in range(longest)), *behind] for count in counts]
+        positions = batch.root_positions[:, None] + torch.tensor(offsets, device=self._device)
+        slots = self._table.slots_at(batch.row_index, positions)
+        if min(counts) < longest:
+            is_token = torch.tensor([[i < count for i in range(longest)] for count in counts], device=self._device)
+            slots[:, :longest] *= is_token
+        return Window(positions, slots, longest - 1)
 
     def _propose_nothing(self, batch: Batch) -> DraftTree:
         if max(self._num_new[row] for row in batch.rows) + self.max_nodes > self._backlog:

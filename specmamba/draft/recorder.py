@@ -38,6 +38,14 @@ class RankRecorder(Drafter):
         """See ``Drafter``."""
         self.mtp.begin(row, tokens)
 
+    def resume(self, row: int, features: Tensor) -> None:
+        """See ``Drafter``."""
+        self.mtp.resume(row, features)
+
+    def features(self, row: int, behind_root: int) -> Tensor | None:
+        """See ``Drafter``."""
+        return self.mtp.features(row, behind_root)
+
     def extend(self, chunk: Chunk, hidden: Tensor) -> None:
         """See ``Drafter``."""
         self.mtp.extend(chunk, hidden)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import torch
 
 from specmamba.cache.memory_plan import free_memory, plan_memory
+from specmamba.cache.radix_stats import CacheStats
 from specmamba.config import EngineConfig
 from specmamba.core import FinishReason, OutputDelta, SamplingParams, SpecStats
 from specmamba.draft.base import Drafter
 from specmamba.draft.build import build_drafter
 from specmamba.draft.plan import DraftPlan, plan_drafts
-from specmamba.engine.request import Request
+from specmamba.engine.describe import describe
+from specmamba.engine.prefixes import build_prefixes
+from specmamba.engine.request import Request, Run
 from specmamba.engine.runner import Decision, Pools, Runner
-from specmamba.engine.scheduler import Run, Scheduler
+from specmamba.engine.scheduler import Scheduler, SchedulerLimits
 from specmamba.engine.text import TextStream
 from specmamba.errors import ConfigError, PromptTooLongError, RequestError
 from specmamba.models.checkpoint import resolve_checkpoint
@@ -36,12 +37,15 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
-    kv_used_tokens: int
+    kv_used_tokens: int  # that requests need
+    kv_cached_tokens: int  # that the prefix cache alone holds
     kv_total_tokens: int
-    state_used_slots: int
+    state_used_slots: int  # that requests need
+    state_cached_slots: int  # that the prefix cache alone holds
     state_total_slots: int
     num_preemptions: int
     spec: SpecStats
+    prefix_cache: CacheStats
 
 
 class Engine:
@@ -70,16 +74,15 @@ class Engine:
                 self.vocab_size,
                 self.draft_plan.max_nodes,
                 self.draft_plan.num_slots,
-                budget - weight_bytes,
+                budget,
+                weight_bytes,
             )
         # outside of inference mode: what is freed by an abort is written from outside of a step
         self.pools = Pools(self.model, self.memory_plan, self.device)
         drafter = self.make_drafter(self.draft_plan, config)
         self.runner = Runner(self.model, self.pools, drafter, self.device, config.speculative_accept)
-        self.scheduler = Scheduler(
-            self.pools.table, self.pools.kv, self.pools.states, self.draft_plan.num_slots,
-            config.chunked_prefill_size, config.max_queued_requests, self.runner.release,
-        )  # fmt: skip
+        self.prefixes = build_prefixes(config, self.model, self.runner)
+        self.scheduler = Scheduler(self.prefixes, self._limits())
         self.context_length = self.memory_plan.context_length
         self._requests: dict[str, Request] = {}
         self._num_added = 0
@@ -95,8 +98,16 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         replay: Sequence[int] = (),
+        extra_key: str | None = None,
     ) -> None:
-        """Queue a request. Output tokens are taken from ``replay`` as far as it goes, and chosen after that.
+        """Queue a request.
+
+        Args:
+            request_id: of the caller's choice.
+            prompt_token_ids: the prompt.
+            params: how tokens are chosen, and when the request ends.
+            replay: output tokens that are taken instead of chosen, as far as they go.
+            extra_key: cached prefixes are shared among requests of the same key only.
 
         Raises:
             RequestError: the prompt is empty or has an unknown token, or the id is in use.
@@ -113,7 +124,7 @@ class Engine:
         text = TextStream(Detokenizer(self.tokenizer), params.stop, stop_ids, max_output)
         number = self._num_added
         seed = params.seed if params.seed is not None else _seed_of_request(self.config.seed, number)
-        request = Request(request_id, number, prompt, params, seed, text, tuple(replay))
+        request = Request(request_id, number, prompt, params, seed, text, tuple(replay), extra_key)
         self.scheduler.add(request)
         self._requests[request_id] = request
         self._num_added += 1
@@ -156,7 +167,11 @@ class Engine:
     def _extend(self, runs: list[Run]) -> list[OutputDelta]:
         """Run known tokens; the last deltas of requests that go wrong in it."""
         is_sound = self.runner.extend(runs)
-        for request in self.scheduler.finish_runs(runs):
+        ready = self.scheduler.finish_runs(runs)
+        for run, sound in zip(runs, is_sound, strict=True):
+            if sound:
+                self.prefixes.leave_chunk(run.request)
+        for request in ready:
             self.runner.start_verifying(request)
         return [self._fail(run.request) for run, sound in zip(runs, is_sound, strict=True) if not sound]
 
@@ -168,54 +183,40 @@ class Engine:
         """Queues, pools and speculation, now."""
         pools, scheduler = self.pools, self.scheduler
         return EngineStats(
-            num_running=len(scheduler.extending) + len(scheduler.verifying),
+            num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting),
             kv_used_tokens=pools.kv.num_used_tokens,
+            kv_cached_tokens=pools.kv.num_cached_tokens,
             kv_total_tokens=pools.kv.num_tokens,
-            state_used_slots=pools.states.num_slots - pools.states.num_free,
+            state_used_slots=pools.states.num_slots - self.prefixes.num_available_states,
+            state_cached_slots=self.prefixes.cache.num_evictable_states,
             state_total_slots=pools.states.num_slots,
             num_preemptions=scheduler.num_preemptions,
             spec=self._spec,
+            prefix_cache=self.prefixes.cache.stats,
         )
+
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that no running request stands on; the number of tokens that were forgotten."""
+        return self.prefixes.cache.reset()
 
     def make_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
         """A drafter on this engine's pools. Raises ConfigError when an n-gram corpus cannot be read."""
         return build_drafter(plan, config, self.model, self.pools.kv, self.pools.table, self.tokenizer.encode)
 
+    def _limits(self) -> SchedulerLimits:
+        config = self.config
+        return SchedulerLimits(
+            num_slots=self.draft_plan.num_slots,
+            chunk_size=config.chunked_prefill_size,
+            max_waiting=config.max_queued_requests,
+            policy=config.schedule_policy,
+            max_overtakes=config.schedule_max_overtakes,
+        )
+
     def describe(self) -> dict[str, object]:
         """What runs here, for people and for ``/server_info``."""
-        model, plan, drafts = self.model, self.memory_plan, self.draft_plan
-        return {
-            "model": self.config.model_path if self.config.model is not None else "specmamba-demo",
-            "architecture": model.architecture,
-            "parameters": model.num_parameters,
-            "layers": model.num_layers,
-            "dtype": str(model.cache_shape.dtype).removeprefix("torch."),
-            "device": str(self.device),
-            "context_length": self.context_length,
-            "vocab_size": self.vocab_size,
-            "max_running_requests": plan.num_rows,
-            "speculative_algorithm": drafts.algorithm,
-            "speculative_num_steps": drafts.num_steps,
-            "speculative_eagle_topk": drafts.topk,
-            "speculative_num_draft_tokens": drafts.max_nodes,
-            "speculative_state": self.config.speculative_state,
-            "speculative_accept": self.config.speculative_accept,
-            "kv_pool_tokens": plan.num_kv_tokens,
-            "kv_pool_bytes": plan.kv_bytes,
-            "state_slots": plan.num_state_slots,
-            "state_pool_bytes": plan.state_bytes,
-            "speculation_bytes": plan.spec_bytes,
-            "speculation_bytes_per_request": plan.spec_bytes_per_request,
-            "state_bytes_per_request": model.cache_shape.state_bytes_per_slot,
-            "record_bytes_per_token": model.cache_shape.record_bytes_per_token,
-            "versions": {
-                "specmamba": version("specmamba"),
-                "torch": torch.__version__,
-                "transformers": version("transformers"),
-                "python": platform.python_version(),
-            },
-        }
+        return describe(self)
 
     def close(self) -> None:
         """Drop all requests; the number of threads is again what it was before this engine."""
@@ -232,10 +233,12 @@ class Engine:
         self._spec = self._spec.after_step(decision.num_drafted, count - 1)
         tokens = decision.tokens[:count]
         request.output.extend(tokens)
+        previous, request.num_run = request.num_run, request.root_position
         if reason is None:
-            request.num_run = request.root_position
             self.pools.counts.add(request.held_row, tokens)
+            self.prefixes.leave_tracked(request, previous)
         else:
+            self.prefixes.leave_last(request)
             self.abort(request.request_id)
         return _delta(request, tokens, text, reason)
 

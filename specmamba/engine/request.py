@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from specmamba.cache.radix_node import Node
 from specmamba.core import SamplingParams, SpecStats
 from specmamba.engine.text import TextStream
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What the scheduler and the step know of a request. ``row`` and ``slot`` are set while it holds memory."""
+    """What the scheduler and the step know of a request. ``row``, ``slot``, ``node`` are set while it holds memory."""
 
     request_id: str
     sequence_number: int  # order of arrival: the largest is the youngest
@@ -19,12 +23,23 @@ class Request:
     seed: int
     text: TextStream
     forced: tuple[int, ...] = ()  # output that is replayed instead of chosen
+    extra_key: str | None = None  # prefixes are shared with requests of the same key only
     output: list[int] = field(default_factory=list)
     spec: SpecStats = field(default_factory=SpecStats)
     row: int | None = None
     slot: int | None = None
-    num_cached_tokens: int = 0  # prompt tokens that a prefix cache spared
+    node: Node | None = None  # its path in the prefix cache, locked
+    num_admissions: int = 0
+    num_overtakes: int = 0  # younger requests that were admitted before it
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache spared at the first admission
     num_run: int = 0  # tokens that the target has run; the state stands here
+    is_verifying: bool = False  # its state is a checkpoint with pending records
+    chunk_ends: set[int] = field(default_factory=set)  # where a chunk ends, so that a state is left for others
+    must_compute: bool = False  # it does not fit beside the cached prefix it would borrow
+    prompt_array: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_array = np.array(self.prompt, dtype=np.int64)
 
     @property
     def num_tokens(self) -> int:
@@ -45,10 +60,26 @@ class Request:
         """Known tokens that are not run yet, the last one left out: it is the root of the next verify."""
         return self.num_tokens - 1 - self.num_run
 
+    @property
+    def num_to_chunk_end(self) -> int:
+        """Tokens to the next place where a chunk must end; far more than there are where there is none."""
+        return min((end for end in self.chunk_ends if end > self.num_run), default=1 << 62) - self.num_run
+
     def known_tokens(self, start: int, end: int) -> list[int]:
         """Tokens [start, end) of prompt and output."""
         split = len(self.prompt)
         return [*self.prompt[start:end], *self.output[max(0, start - split) : max(0, end - split)]]
+
+    def token_array(self, start: int, end: int) -> NDArray[np.int64]:
+        """Tokens [start, end), to compare with others'."""
+        split = len(self.prompt)
+        output = self.output[max(0, start - split) : max(0, end - split)]
+        prompt = self.prompt_array[start:end]
+        return np.concatenate([prompt, np.array(output, dtype=np.int64)]) if output else prompt
+
+    def key(self) -> NDArray[np.int64]:
+        """The tokens that a cached prefix can spare: all but the last, which is the root of a verify."""
+        return self.token_array(0, self.num_tokens - 1)
 
     @property
     def held_row(self) -> int:
@@ -61,3 +92,12 @@ class Request:
         """The state slot, likewise."""
         assert self.slot is not None
         return self.slot
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Known tokens [start, start + length) of a request, to be run by the next extend."""
+
+    request: Request
+    start: int
+    length: int

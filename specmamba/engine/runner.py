@@ -22,8 +22,7 @@ from specmamba.cache.token_counts import TokenCounts
 from specmamba.core import Batch, Chunk, DraftTree, SamplingBatch, Verdict
 from specmamba.draft.base import Drafter
 from specmamba.engine.clock import StepClock
-from specmamba.engine.request import Request
-from specmamba.engine.scheduler import Run
+from specmamba.engine.request import Request, Run
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import LoadedModel
 from specmamba.verify.accept import accept
@@ -64,24 +63,26 @@ class Runner:
         self.on_logits: Callable[[Tensor], None] | None = None  # sees the logits [B, N, V] of every step
         self.rule = rule
         self.synthetic_acceptance: float | None = None
-        self._pools, self._device = pools, device
+        self.pools, self._device = pools, device
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
 
     def admit(self, request: Request) -> None:
-        """A request got its row: whatever was there before is gone."""
+        """A request got its row: whatever was there before is gone. Its first ``num_run`` tokens are cached."""
         self.drafter.begin(request.held_row, request.known_tokens(0, request.num_tokens))
+        if request.num_run:
+            self.drafter.resume(request.held_row, self.pools.states.features[0, request.held_slot])
 
     def start_verifying(self, request: Request) -> None:
         """All known tokens but the last have been run: its state becomes a checkpoint to verify from."""
-        row = request.held_row
-        self._pools.records.begin(row, request.held_slot, request.request_id, request.root_position)
+        row, request.is_verifying = request.held_row, True
+        self.pools.records.begin(row, request.held_slot, request.request_id, request.root_position)
         if request.params.has_penalties:
-            self._pools.counts.begin(row, request.prompt, request.output)
+            self.pools.counts.begin(row, request.prompt, request.output)
 
     def release(self, row: int) -> None:
         """A row is about to be given back."""
-        self._pools.records.end(row)
-        self._pools.counts.end(row)
+        self.pools.records.end(row)
+        self.pools.counts.end(row)
 
     def extend(self, runs: Sequence[Run]) -> list[bool]:
         """Run known tokens: KV and states are left behind, nothing is sampled.
@@ -90,7 +91,7 @@ class Runner:
             For every run whether its hidden states are finite.
         """
         chunk = self._chunk(runs)
-        pools = self._pools
+        pools = self.pools
         slots = RowSet.of([run.request.held_slot for run in runs], self._device)
         for run in runs:
             pools.states.check(run.request.held_slot, run.request.request_id, run.start)
@@ -110,12 +111,12 @@ class Runner:
     def step(self, requests: Sequence[Request]) -> list[Decision]:
         """Draft, verify, accept, commit: one to N new tokens for every request."""
         batch = self._batch(requests)
-        history = None if batch.sampling.penalties is None else self._pools.counts.of(batch.row_index)
+        history = None if batch.sampling.penalties is None else self.pools.counts.of(batch.row_index)
 
         self.clock.start(len(batch.rows))
         tree = self.drafter.propose(batch)
         self.clock.lap("draft")
-        plan = self._pools.records.plan(batch.rows, tree.shape)
+        plan = self.pools.records.plan(batch.rows, tree.shape)
         hidden = self._verify(batch, tree, plan)
         logits = self._target.logits(hidden)
         if self.on_logits is not None:
@@ -135,30 +136,30 @@ class Runner:
 
     def _verify(self, batch: Batch, tree: DraftTree, plan: VerifyPlan) -> Tensor:
         """One target forward over all nodes of all trees; hidden states [B, N, H]."""
-        table, num_nodes = self._pools.table, tree.shape.num_nodes
+        table, num_nodes = self.pools.table, tree.shape.num_nodes
         nodes = torch.arange(num_nodes, device=self._device)
         write_slots = table.slots_at(batch.row_index, batch.root_positions[:, None] + nodes)
         num_keys = batch.max_root_position + num_nodes
         sees_all = len(batch.rows) == num_nodes == 1  # a lone root: no key is another's, none is ahead
         mask = None if sees_all else tree_mask(batch.root_positions, tree.shape, num_keys)
         context = ForwardContext(
-            kv=PagedKV(self._pools.kv, write_slots.view(-1), table.read_slots(batch, 0, num_keys), mask),
-            state=VerifyState(self._pools.records, plan),
+            kv=PagedKV(self.pools.kv, write_slots.view(-1), table.read_slots(batch, 0, num_keys), mask),
+            state=VerifyState(self.pools.records, plan),
             positions=batch.root_positions[:, None] + tree.shape.depth,
         )
         return self._target.forward(tree.tokens, context)
 
     def _commit(self, batch: Batch, plan: VerifyPlan, verdict: Verdict, accepted: Sequence[int]) -> None:
         """Promote the accepted paths: their records become pending, their KV moves to where their positions are."""
-        self._pools.records.commit(plan, verdict.path, verdict.num_accepted, accepted)
+        self.pools.records.commit(plan, verdict.path, verdict.num_accepted, accepted)
         if plan.tree.is_chain:
             return
         steps = torch.arange(plan.tree.num_nodes, device=self._device)
         moves = (steps <= verdict.num_accepted[:, None]) & (verdict.path != steps)
-        table, root = self._pools.table, batch.root_positions[:, None]
+        table, root = self.pools.table, batch.root_positions[:, None]
         source = table.slots_at(batch.row_index, root + verdict.path)
         target = table.slots_at(batch.row_index, root + steps)
-        self._pools.kv.move(source[moves], target[moves])
+        self.pools.kv.move(source[moves], target[moves])
 
     def _batch(self, requests: Sequence[Request]) -> Batch:
         rows = tuple(request.held_row for request in requests)

@@ -1,52 +1,43 @@
-"""Who runs: first come, first served, with chunked prefill and preemption of the youngest."""
+"""Who runs: first come, first served (or the longest cached prefix first), with chunked prefill and preemption of the
+youngest."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
-from specmamba.cache.kv_pool import KVPool
-from specmamba.cache.request_table import RequestTable
-from specmamba.cache.state_pool import StatePool
-from specmamba.engine.request import Request
+from specmamba.engine.prefixes import Prefixes
+from specmamba.engine.queue_order import Leaders, longest_prefix_first
+from specmamba.engine.request import Request, Run
 from specmamba.errors import QueueFullError
+
+HEADROOM = 32  # KV tokens that admission leaves to every running request: fewer preemptions, each of which costs more
+GROWTH = 16  # KV tokens that a running request gets ahead while there are free ones: less bookkeeping
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Known tokens [start, start + length) of a request, to be run by the next extend."""
+class SchedulerLimits:
+    """How much runs at a time, and in which order."""
 
-    request: Request
-    start: int
-    length: int
+    num_slots: int  # KV positions from a root's on that one step may write
+    chunk_size: int
+    max_waiting: int
+    policy: Literal["fcfs", "lpm"]
+    max_overtakes: int
 
 
 class Scheduler:
     """Requests wait, then extend (their known tokens are run chunk by chunk), then verify until they end.
 
     A request that is admitted holds a row, a state slot, and KV for all its known tokens and one draft. When KV runs
-    out later, the youngest request gives everything back and waits again, ahead of those that never ran; its output
-    so far is kept and run again as known tokens.
+    out later, the youngest request leaves its state in the prefix cache, gives everything back and waits again, ahead
+    of those that never ran; its output so far is kept. A request whose prefix another one is computing waits for that.
     """
 
-    def __init__(
-        self,
-        table: RequestTable,
-        kv_pool: KVPool,
-        state_pool: StatePool,
-        num_slots: int,
-        chunk_size: int,
-        max_waiting: int,
-        on_release: Callable[[int], None],
-    ) -> None:
-        """Args:
-        num_slots: KV positions from a root's on that one step may write.
-        on_release: called with a row that is about to be given back.
-        """
-        self._table, self._kv_pool, self._state_pool = table, kv_pool, state_pool
-        self._num_slots, self._chunk_size, self._max_waiting = num_slots, chunk_size, max_waiting
-        self._on_release = on_release
+    def __init__(self, prefixes: Prefixes, limits: SchedulerLimits) -> None:
+        self._prefixes, self._limits = prefixes, limits
+        self._leaders = Leaders(prefixes)
         self.waiting: deque[Request] = deque()
         self.extending: list[Request] = []
         self.verifying: list[Request] = []
@@ -58,27 +49,34 @@ class Scheduler:
         Raises:
             QueueFullError: too many are waiting.
         """
-        admissible = min(self._table.num_free_rows, self._state_pool.num_free)  # at the next step; they hardly wait
-        if len(self.waiting) - admissible >= self._max_waiting:
+        if len(self.waiting) - self._prefixes.num_admissible >= self._limits.max_waiting:  # those hardly wait
             raise QueueFullError(len(self.waiting))
         self.waiting.append(request)
 
     def admit(self) -> list[Request]:
-        """Move waiting requests in while there is memory for them; strictly in order, so that none is starved."""
-        admitted = []
-        while self.waiting and self._acquire(self.waiting[0]):
-            request = self.waiting.popleft()
+        """Move waiting requests in while there is memory for them; in order, so that none is starved.
+
+        Only a request whose prefix is being computed by another lets others pass meanwhile.
+        """
+        admitted: list[Request] = []
+        for request in self._in_order():
+            if self._leaders.is_computing_for(request, self.extending):
+                continue
+            if not self._acquire(request):
+                break
+            self.waiting.remove(request)
             admitted.append(request)
             (self.extending if request.num_to_extend else self.verifying).append(request)
+        self._count_overtakes(admitted)
         return admitted
 
     def next_runs(self) -> list[Run]:
         """The next chunk: the oldest request's tokens, and others' while the padded chunk stays within its size."""
         runs: list[Run] = []
-        longest = 0
+        longest, chunk_size = 0, self._limits.chunk_size
         for request in self.extending:
-            wanted = min(request.num_to_extend, self._chunk_size)
-            room = self._chunk_size // (len(runs) + 1)
+            wanted = min(request.num_to_extend, chunk_size, request.num_to_chunk_end)
+            room = chunk_size // (len(runs) + 1)
             if runs and max(longest, wanted) > room:
                 break
             longest = max(longest, wanted)
@@ -100,10 +98,13 @@ class Scheduler:
         """Give every verifying request KV for its next tree, preempting the youngest when there is none."""
         for request in sorted(self.verifying, key=lambda r: r.sequence_number):
             while request.row is not None and not self._grow(request):
+                # alone, what it has borrowed takes the room that it needs: it fits when it computes everything itself
+                request.must_compute |= self.num_running == 1
                 self.preempt(max((*self.extending, *self.verifying), key=lambda r: r.sequence_number))
 
     def preempt(self, request: Request) -> None:
         """Take everything back from a request and let it wait again, ahead of the others that wait."""
+        self._prefixes.leave_last(request)
         self.release(request)
         request.num_run = 0
         self.num_preemptions += 1
@@ -114,27 +115,32 @@ class Scheduler:
         for queue in (self.waiting, self.extending, self.verifying):
             if request in queue:
                 queue.remove(request)
-        if request.row is not None:
-            self._on_release(request.row)
-            self._table.release(request.row)
-            request.row = None
-        if request.slot is not None:
-            self._state_pool.free(request.slot, request.request_id)
-            request.slot = None
+        self._prefixes.release(request)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.extending) + len(self.verifying)
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.extending or self.verifying)
 
+    def _in_order(self) -> list[Request]:
+        if self._limits.policy == "fcfs":
+            return list(self.waiting)
+        return longest_prefix_first(self.waiting, self._prefixes.peek, self._limits.max_overtakes)
+
     def _acquire(self, request: Request) -> bool:
-        positions = request.num_tokens + self._num_slots
-        if self._table.num_missing_pages(None, positions) > self._kv_pool.allocator.num_free:
-            return False
-        if not self._table.num_free_rows or not self._state_pool.num_free:
-            return False
-        request.row = self._table.allocate_row()
-        request.slot = self._state_pool.allocate(request.request_id)
-        return self._table.ensure(request.held_row, positions)
+        positions = request.num_tokens + self._limits.num_slots
+        if self._prefixes.acquire(request, positions, HEADROOM * self.num_running, not request.must_compute):
+            return True
+        # a request fits alone, but perhaps not beside what it would borrow: then all that is cached can go
+        return not self.num_running and self._prefixes.acquire(request, positions, 0, use_cache=False)
 
     def _grow(self, request: Request) -> bool:
-        return self._table.ensure(request.held_row, request.root_position + self._num_slots)
+        return self._prefixes.grow(request, request.root_position + self._limits.num_slots, GROWTH)
+
+    def _count_overtakes(self, admitted: list[Request]) -> None:
+        if admitted and self.waiting:
+            for request in self.waiting:
+                request.num_overtakes += sum(a.sequence_number > request.sequence_number for a in admitted)

@@ -32,6 +32,7 @@ class EngineRequest:
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     on_delta: Callable[[OutputDelta], None]
+    extra_key: str | None = None  # cached prefixes are shared with requests of the same key only
 
 
 @dataclass(slots=True)
@@ -229,7 +230,9 @@ class EngineThread:
         added = []
         try:
             for request in requests:
-                engine.add_request(request.request_id, request.prompt_token_ids, request.params)
+                engine.add_request(
+                    request.request_id, request.prompt_token_ids, request.params, extra_key=request.extra_key
+                )
                 added.append(request.request_id)
         except BaseException:
             for request_id in added:  # not those it failed on: an id in use is another request's

@@ -65,6 +65,7 @@ class Workbench:
             )
         engine.runner.drafter = engine.make_drafter(plan, config)
         engine.config, engine.draft_plan, engine.runner.rule = config, plan, config.speculative_accept
+        engine.flush_cache()  # what was left there has nothing for this drafter to go on from
 
     def use_synthetic_acceptance(self, probability: float | None) -> None:
         """Accept drafts by the toss of a coin, for studies of cost. The text means nothing then. None: honest again."""

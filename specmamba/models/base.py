@@ -49,4 +49,5 @@ class LoadedModel:
     context_length: int
     num_parameters: int
     num_layers: int
+    attention_width: int  # query heads times their size, summed over the target's attention layers
     eos_token_ids: tuple[int, ...]

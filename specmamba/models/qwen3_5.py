@@ -66,10 +66,12 @@ def load(
             num_state_layers=c.layer_types.count("linear_attention"),
             state=weights.state_shape,
             dtype=dtype,
+            draft_features=c.hidden_size if head else 0,
         ),
         context_length=c.max_position_embeddings,
         num_parameters=weights.num_parameters,
         num_layers=c.num_hidden_layers,
+        attention_width=c.num_attention_heads * c.head_dim * c.layer_types.count("full_attention"),
         eos_token_ids=(),
     )
 
@@ -141,16 +143,16 @@ class MTPHead:
                 "embeddings is supported: serve with --speculative-algorithm none"
             )
         self._target = target
-        self._embedding_norm = weights.norm("mtp.pre_fc_norm_embedding.weight")
-        self._hidden_norm = weights.norm("mtp.pre_fc_norm_hidden.weight")
+        norms = [weights.norm(f"mtp.pre_fc_norm_{name}.weight").weight for name in ("embedding", "hidden")]
+        self._input_norm = RMSNorm(torch.stack(norms), c.rms_norm_eps)  # of the two side by side, in one pass
         self._fc = Linear(weights.take("mtp.fc.weight", c.hidden_size, 2 * c.hidden_size))
         self._block = weights.block("mtp.layers.0.", "full_attention", c.layer_types.count("full_attention"))
         self._norm = weights.norm("mtp.norm.weight")
 
     def forward(self, tokens: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
         """See ``DraftHead``."""
-        embedded = self._embedding_norm(F.embedding(tokens, self._target.embedding))
-        x = self._fc(torch.cat([embedded, self._hidden_norm(hidden)], -1))
+        inputs = torch.stack([F.embedding(tokens, self._target.embedding), hidden], 2)
+        x = self._fc(self._input_norm(inputs).flatten(2))
         rotary = self._target.rotary.angles(context.positions, x.dtype)
         return self._norm(self._block(x, LayerContext(context.kv, None, rotary)))
 

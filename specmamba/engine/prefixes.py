@@ -1,0 +1,223 @@
+"""What requests take over from the prefix cache, and what they leave in it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specmamba.cache.radix_cache import MambaRadixCache
+from specmamba.cache.radix_eviction import Costs
+from specmamba.cache.radix_node import Match
+from specmamba.cache.state_pool import PREFIX_CACHE
+from specmamba.config import EngineConfig
+from specmamba.engine.request import Request
+from specmamba.engine.runner import Runner
+from specmamba.models.base import LoadedModel
+
+
+class Prefixes:
+    """Gives a request its memory, with the longest cached prefix in it, and caches what requests have computed.
+
+    States are left behind at the ends of chunks, where a request ends or is preempted, and, if ``track_interval`` is
+    set, every so many generated tokens. A request keeps its own path in the tree locked, so that what it borrows stays.
+    """
+
+    def __init__(self, runner: Runner, cache: MambaRadixCache, is_on: bool, track_interval: int | None) -> None:
+        """Args:
+        runner: with the pools that the cache shares.
+        cache: the tree.
+        is_on: False: every request computes its whole prompt, and nothing is left.
+        track_interval: generated tokens between two states.
+        """
+        self.cache, self.is_on = cache, is_on
+        self._runner, self._pools = runner, runner.pools
+        self._track_interval = track_interval if is_on else None
+
+    def acquire(self, request: Request, num_positions: int, num_spare: int, use_cache: bool = True) -> bool:
+        """Give a request a row, a state slot and KV for its positions, evicting what nobody needs.
+
+        Args:
+            request: waits, and gets ``row``, ``slot``, ``node`` and ``num_run``.
+            num_positions: KV positions that it needs room for.
+            num_spare: tokens that must be left over for others.
+            use_cache: False: compute everything, so that everything cached can be evicted for it.
+
+        Returns:
+            False (and no change but evictions) where there is not enough.
+        """
+        match = self._match(request, use_cache)
+        cache, node = self.cache, match.node
+        cache.lock(node)
+        if match.length:
+            cache.lock_state(node)  # so that making room for the copy does not evict the original
+        is_acquired = self._take(request, match, num_positions, num_spare)
+        if match.length:
+            cache.unlock_state(node)
+        if not is_acquired:
+            cache.unlock(node)
+            return False
+        request.node, request.num_run = node, match.length
+        if match.kv_length > match.length:
+            request.chunk_ends.add(match.kv_length)  # others part here: a state is worth it
+        if self.is_on and use_cache and request.num_admissions == 0:
+            cache.count_request(request.num_tokens - 1, match)
+            request.num_cached_tokens = match.length
+        request.num_admissions += 1
+        return True
+
+    def peek(self, request: Request) -> int:
+        """Tokens of a waiting request that are cached now."""
+        return self.cache.peek(request.key(), request.extra_key)[0] if self.is_on else 0
+
+    @property
+    def num_admissible(self) -> int:
+        """New requests that there are rows and states for, at the most."""
+        return min(self._pools.table.num_free_rows, self.num_available_states)
+
+    @property
+    def num_available_states(self) -> int:
+        """State slots that are free, or would be after eviction."""
+        return self._pools.states.num_free + self.cache.num_evictable_states
+
+    def grow(self, request: Request, num_positions: int, num_ahead: int) -> bool:
+        """Give a running request KV for its positions, evicting if need be; some more where pages are free.
+
+        Returns:
+            False (and no change) where there is not enough.
+        """
+        row, table, allocator = request.held_row, self._pools.table, self._pools.kv.allocator
+        missing = table.num_missing_pages(row, num_positions)
+        if not missing:
+            return True
+        ahead = min(num_positions + num_ahead, table.max_positions)
+        if table.num_missing_pages(row, ahead) <= allocator.num_free:
+            return table.ensure(row, ahead)
+        return self.cache.evict_pages(missing) and table.ensure(row, num_positions)
+
+    def leave_chunk(self, request: Request) -> None:
+        """A request's state stands at the end of a chunk: keep a copy."""
+        slot = self._reserve()
+        if slot is None:
+            return
+        self._save_features(request, request.held_slot, request.num_run)
+        self._pools.states.fork(request.held_slot, request.request_id, request.num_run, slot)
+        self._insert(request, request.num_run, slot)
+
+    def leave_tracked(self, request: Request, previous: int) -> None:
+        """Keep the states that are due since the last step; the request had run ``previous`` tokens before it."""
+        if self._track_interval is None:
+            return
+        offset = len(request.prompt)
+        first = (previous - offset) // self._track_interval + 1
+        for count in range(first, (request.num_run - offset) // self._track_interval + 1):
+            if count > 0:
+                self._leave_at(request, offset + count * self._track_interval)
+
+    def leave_last(self, request: Request) -> None:
+        """A request that gives its memory back leaves its state, which nobody writes any more, and its KV."""
+        if not self.is_on or request.slot is None or request.node is None or request.num_run <= request.node.end:
+            return
+        slot = request.slot
+        self._save_features(request, slot, request.num_run)
+        if request.is_verifying:
+            self._pools.records.retire(request.held_row, request.num_run)
+        self._pools.states.donate(slot, request.request_id, request.num_run)
+        request.slot = None
+        self._insert(request, request.num_run, slot)
+
+    def release(self, request: Request) -> None:
+        """Free what a request still holds."""
+        if request.row is not None:
+            self._runner.release(request.row)
+        self._give_back(request)
+        request.is_verifying = False
+        if request.node is not None:
+            self.cache.unlock(request.node)
+            request.node = None
+
+    def _match(self, request: Request, use_cache: bool) -> Match:
+        is_used = self.is_on and use_cache
+        key = request.key() if is_used else np.empty(0, dtype=np.int64)
+        return self.cache.match(key, request.extra_key)
+
+    def _take(self, request: Request, match: Match, num_positions: int, num_spare: int) -> bool:
+        pools, table, allocator = self._pools, self._pools.table, self._pools.kv.allocator
+        needed = table.num_missing_pages(None, num_positions, match.length)
+        spare = -(-num_spare // pools.kv.page_size)
+        if not table.num_free_rows or needed + spare > allocator.num_available:
+            return False
+        if not (self.cache.evict_states(1) and self.cache.evict_pages(needed)):
+            return False
+        request.row = table.allocate_row()
+        allocate = pools.states.reserve if match.length else pools.states.allocate
+        request.slot = allocate(request.request_id)
+        if request.row is None or request.slot is None:
+            self._give_back(request)
+            return False
+        table.borrow(request.row, match.slots)
+        if not table.ensure(request.row, num_positions):
+            self._give_back(request)
+            return False
+        if match.node.state_slot is not None:
+            pools.states.copy(match.node.state_slot, request.slot, match.length)
+        return True
+
+    def _give_back(self, request: Request) -> None:
+        """Free a request's row and slot, as far as it has them."""
+        if request.row is not None:
+            self._pools.table.release(request.row)
+            request.row = None
+        if request.slot is not None:
+            self._pools.states.free(request.slot, request.request_id)
+            request.slot = None
+
+    def _leave_at(self, request: Request, position: int) -> None:
+        """Materialize a state that the request has just passed."""
+        slot = self._reserve()
+        if slot is None:
+            return
+        self._pools.records.materialize(request.held_row, position, slot)
+        self._save_features(request, slot, position)
+        self._insert(request, position, slot)
+
+    def _insert(self, request: Request, end: int, slot: int) -> None:
+        """Hand tokens up to ``end``, and the state there, to the cache, and go on from its node."""
+        start, row, table = request.node, request.held_row, self._pools.table
+        assert start is not None
+        tokens, slots = request.token_array(start.end, end), table.slots_of_positions(row, start.end, end)
+        insertion = self.cache.insert(start, tokens, slots, slot)
+        if not insertion.takes_state:
+            self._pools.states.free(slot, PREFIX_CACHE)
+        self.cache.move_lock(start, insertion.node)
+        request.node = insertion.node
+        table.settle(row, start.end, insertion.slots)
+
+    def _reserve(self) -> int | None:
+        """A slot for a state to keep; None where all are needed."""
+        if not self.is_on or not self.cache.evict_states(1):
+            return None
+        return self._pools.states.reserve(PREFIX_CACHE)
+
+    def _save_features(self, request: Request, slot: int, position: int) -> None:
+        """Keep what a draft head needs to go on at a position beside the state that stands there."""
+        row = request.held_row
+        behind_root = self._pools.records.position(row) - position if request.is_verifying else 0
+        features = self._runner.drafter.features(row, behind_root)
+        stored = self._pools.states.features[0, slot]
+        if features is None:
+            stored.zero_()
+        else:
+            stored.copy_(features)
+
+
+def build_prefixes(config: EngineConfig, model: LoadedModel, runner: Runner) -> Prefixes:
+    """The prefix cache on a runner's pools, as the flags want it."""
+    pools, shape = runner.pools, model.cache_shape
+    costs = Costs(
+        state_bytes=shape.state_bytes_per_slot,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        flops_per_token=2.0 * model.num_parameters,
+        flops_per_token_squared=4.0 * model.attention_width,  # a product with a key, and one with a value
+    )
+    cache = MambaRadixCache(pools.kv.allocator, pools.kv.page_size, pools.states, costs, config.cache_eviction)
+    tracks = config.mamba_radix_cache_strategy == "extra_buffer"
+    return Prefixes(runner, cache, not config.disable_radix_cache, config.mamba_track_interval if tracks else None)

@@ -1,0 +1,474 @@
+"""The memory plan: pools that fit, shares that follow the flags, and errors whose advice works."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specmamba.cache.kv_pool import KVPool
+from specmamba.cache.memory_plan import MemoryPlan, free_memory, plan_memory
+from specmamba.cache.memory_table import aligned, readable
+from specmamba.cache.request_table import RequestTable
+from specmamba.cache.shapes import CacheShape, DeltaStateShape, pending_capacity
+from specmamba.cache.snapshot_buffers import SnapshotBuffers
+from specmamba.cache.spec_buffers import SpecBuffers
+from specmamba.cache.state_pool import StatePool
+from specmamba.cache.token_counts import TokenCounts
+from specmamba.config import EngineConfig
+from specmamba.errors import ConfigError
+from specmamba.models.registry import load_model
+from tests.tiny import write_tiny_checkpoint
+
+CPU = torch.device("cpu")
+VOCAB, CONTEXT = 100, 100
+SHAPE = CacheShape(
+    num_kv_layers=2,
+    num_kv_heads=2,
+    head_dim=3,
+    num_state_layers=2,
+    state=DeltaStateShape(num_key_heads=2, num_value_heads=4, key_dim=5, value_dim=3, conv_width=4),
+    dtype=torch.float32,
+    draft_features=7,
+)
+PLENTY = 1 << 30
+ANY_STATES: dict[str, Any] = {"chunked_prefill_size": 1}  # a state behind every token can be of use
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in EngineConfig.model_fields:
+        monkeypatch.delenv(f"SPECMAMBA_{name.upper()}", raising=False)
+
+
+def plan(
+    budget: int = PLENTY, max_nodes: int = 4, shape: CacheShape = SHAPE, weight_bytes: int = 0, **flags: Any
+) -> MemoryPlan:
+    return plan_memory(EngineConfig(**flags), shape, CONTEXT, VOCAB, max_nodes, max_nodes, budget, weight_bytes)
+
+
+def arrays_of(thing: object) -> Iterator[Tensor | np.ndarray[Any, Any]]:
+    for name in getattr(thing, "__dict__", {}):
+        value = vars(thing)[name]
+        if isinstance(value, Tensor | np.ndarray):
+            yield value
+
+
+def num_bytes(thing: object) -> int:
+    return sum(array.nbytes for array in arrays_of(thing))
+
+
+class TestBytes:
+    @pytest.mark.parametrize("page_size", [1, 4])
+    @pytest.mark.parametrize("total_tokens", [None, 60], ids=["full contexts", "fewer"])
+    def test_they_are_those_of_the_pools(self, page_size: int, total_tokens: int | None) -> None:
+        made = plan(
+            max_running_requests=3, page_size=page_size, max_total_tokens=total_tokens, disable_radix_cache=True
+        )
+        kv = KVPool(SHAPE, made.num_pages, page_size, CPU)
+        states = StatePool(SHAPE, made.num_state_slots, CPU)
+        table = RequestTable(made.num_rows, made.context_length + made.num_slots, kv, CPU)
+        counts = TokenCounts(made.num_rows, VOCAB, CPU)
+        counts.begin(1, [1], [2])
+        assert made.kv_bytes == num_bytes(kv)
+        assert made.state_bytes == num_bytes(states)
+        backlog = 4 * pending_capacity(4) * (8 + 4 * 7)  # tokens and features of the MTP drafter
+        per_request = table.kv_slots.nbytes + backlog + sum(x.nbytes for x in counts._tensors or ())
+        assert made.table_bytes == pytest.approx(per_request + num_bytes(kv.allocator), abs=8)
+
+    @pytest.mark.parametrize("max_nodes", [1, 4, 16])
+    @pytest.mark.parametrize(("kind", "buffers"), [("records", SpecBuffers), ("snapshots", SnapshotBuffers)])
+    def test_of_the_speculation_state_and_of_one_more_draft_token(
+        self, max_nodes: int, kind: Any, buffers: Any
+    ) -> None:
+        shape = replace(SHAPE, draft_features=0)
+        made = plan(max_nodes=max_nodes, max_running_requests=3, shape=shape, speculative_state=kind)
+        states = StatePool(shape, made.num_state_slots, CPU)
+        now, more = (
+            sum(x.nbytes for x in arrays_of(buffers(shape, states, 3, n, CPU)) if x.dtype is torch.float32)
+            for n in (max_nodes, max_nodes + 1)
+        )
+        assert made.spec_bytes == now == 4 * made.spec_bytes_per_request
+        assert made.draft_token_bytes == more - now == 4 * made.draft_token_bytes_per_request
+
+    def test_what_a_draft_token_costs_beside_its_state(self) -> None:
+        """Distributions of a draft that is drawn, and a longer list of tokens and features for the head."""
+        plain = plan(max_nodes=16)
+        rejecting = plan(max_nodes=16, speculative_accept="rejection")
+        assert rejecting.draft_token_bytes_per_request - plain.draft_token_bytes_per_request == 6 * 4 * VOCAB
+        records = 2 * SHAPE.record_bytes_per_token
+        assert plain.draft_token_bytes_per_request == records + 2 * (8 + 4 * 7)
+        assert plan(max_nodes=4).draft_token_bytes == 0  # the pending list has room for eight
+
+    def test_the_text_of_an_ngram_drafter(self) -> None:
+        """Four bytes per position and row."""
+        plain, ngram = (plan(max_running_requests=3, speculative_algorithm=name) for name in ("auto", "ngram"))
+        assert ngram.table_bytes - plain.table_bytes == 4 * 4 * (CONTEXT + 4)
+
+    def test_cached_tokens_are_listed_in_the_tree(self) -> None:
+        """Their ids and slots."""
+        flags: dict[str, Any] = {"max_total_tokens": 500, "max_running_requests": 2}
+        extra = plan(**flags).table_bytes - plan(disable_radix_cache=True, **flags).table_bytes
+        assert extra == 16 * 501
+
+    def test_the_weights_are_part_of_it(self) -> None:
+        made = plan(200_000, weight_bytes=80_000, max_running_requests=2)
+        assert made.weight_bytes == 80_000
+        assert made.total_bytes <= 200_000 == made.budget_bytes
+        without = plan(120_000, max_running_requests=2)
+        assert (without.num_pages, without.num_state_slots) == (made.num_pages, made.num_state_slots)
+
+    def test_the_draft_heads_kv_counts(self, tmp_path: Path) -> None:
+        folder = write_tiny_checkpoint(tmp_path, 3)
+        shapes = [load_model(folder, "float32", CPU, with_head).cache_shape for with_head in (False, True)]
+        without, with_head = (plan(shape=shape, max_total_tokens=300) for shape in shapes)
+        per_layer = without.kv_bytes // shapes[0].num_kv_layers
+        assert with_head.kv_bytes == without.kv_bytes + per_layer
+        assert num_bytes(KVPool(shapes[1], with_head.num_pages, 1, CPU)) == with_head.kv_bytes
+        scarce = [plan(without.total_bytes, shape=shape) for shape in shapes]
+        assert scarce[1].num_kv_tokens < scarce[0].num_kv_tokens
+
+    def test_free_memory_of_this_machine(self) -> None:
+        assert free_memory(CPU) > 1 << 20
+
+
+class TestPlenty:
+    """More memory than can be of use."""
+
+    @pytest.mark.parametrize("page_size", [1, 7, 16])
+    @pytest.mark.parametrize("max_nodes", [1, 4])
+    @pytest.mark.parametrize(("rows", "contexts"), [(1, 5), (3, 7), (6, 12)])
+    def test_kv_of_running_requests_and_as_much_to_cache(
+        self, page_size: int, max_nodes: int, rows: int, contexts: int
+    ) -> None:
+        made = plan(max_nodes=max_nodes, page_size=page_size, max_running_requests=rows)
+        assert made.num_pages == contexts * -(-(CONTEXT + max_nodes) // page_size)
+        assert (made.num_rows, made.context_length) == (rows, CONTEXT)
+
+    def test_states_follow_the_ratio(self) -> None:
+        made = plan(max_running_requests=3, mamba_full_memory_ratio=2.0, **ANY_STATES)
+        assert made.state_bytes == pytest.approx(2.0 * made.kv_bytes, abs=2 * SHAPE.state_bytes_per_slot)
+        assert made.num_cached_states == made.num_state_slots - 3
+
+    def test_but_there_are_a_few_for_every_request(self) -> None:
+        assert plan(max_running_requests=3, mamba_full_memory_ratio=1e-3).num_state_slots == 3 * 5
+
+    @pytest.mark.parametrize(
+        ("flags", "distance"),
+        [
+            ({}, 64),
+            ({"chunked_prefill_size": 16}, 16),
+            ({"mamba_track_interval": 8}, 64),
+            ({"mamba_track_interval": 8, "mamba_radix_cache_strategy": "extra_buffer"}, 8),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("ratio", [1e3, 1e308])
+    def test_and_never_more_than_can_be_left(self, flags: dict[str, Any], distance: int, ratio: float) -> None:
+        made = plan(max_running_requests=3, mamba_full_memory_ratio=ratio, **flags)
+        assert made.num_state_slots == 3 * 5 + made.num_kv_tokens // distance
+
+    def test_without_a_cache_everyone_gets_one_context_and_one_state(self) -> None:
+        made = plan(max_running_requests=3, page_size=7, disable_radix_cache=True, mamba_full_memory_ratio=50)
+        assert (made.num_pages, made.num_state_slots, made.num_cached_states) == (3 * 15, 3, 0)
+
+    def test_a_size_that_is_given(self) -> None:
+        made = plan(max_running_requests=4, max_mamba_cache_size=2)
+        assert (made.num_rows, made.num_state_slots, made.num_running_requests, made.num_cached_states) == (4, 2, 2, 0)
+        assert made.num_pages == plan(max_running_requests=4).num_pages
+        made = plan(max_running_requests=4, max_total_tokens=9000, **ANY_STATES)
+        assert made.num_kv_tokens == 9000
+        assert made.state_bytes == pytest.approx(0.9 * made.kv_bytes, abs=2 * SHAPE.state_bytes_per_slot)
+        assert plan(max_running_requests=4, max_total_tokens=50).num_state_slots == 4 * 5
+
+    @pytest.mark.parametrize("page_size", [1, 16])
+    def test_any_admitted_request_fits_alone(self, page_size: int) -> None:
+        made = plan(max_total_tokens=50, page_size=page_size)
+        assert made.context_length + made.max_nodes <= made.num_kv_tokens <= 50
+
+    def test_a_small_model_takes_little(self) -> None:
+        """The size of the bundled demo, on a machine with 24 GiB."""
+        shape = CacheShape(3, 2, 64, 6, DeltaStateShape(4, 4, 64, 64, 4), torch.bfloat16, 256)
+        made = plan_memory(EngineConfig(), shape, 4096, 4096, 4, 4, 12 << 30, 18 << 20)
+        assert made.total_bytes < 400 << 20
+
+
+class TestScarcity:
+    """Less memory than can be of use."""
+
+    @pytest.mark.parametrize("ratio", [0.5, 0.9, 3.0])
+    def test_the_ratio_divides_all_there_is(self, ratio: float) -> None:
+        made = plan(200_000, max_running_requests=6, mamba_full_memory_ratio=ratio, **ANY_STATES)
+        assert made.num_state_slots > 6
+        assert made.num_pages < plan(max_running_requests=6).num_pages
+        slot = SHAPE.state_bytes_per_slot
+        assert made.state_bytes == pytest.approx(ratio * made.kv_bytes, abs=2 * slot)
+        assert 200_000 - made.total_bytes < 2 * slot + 200
+
+    def test_running_requests_have_their_states_first(self) -> None:
+        made = plan(90_000, max_running_requests=6, mamba_full_memory_ratio=0.01)
+        assert made.num_state_slots == 6
+        assert 90_000 - made.total_bytes < 500  # the rest is KV
+
+    def test_a_context_that_is_asked_for_comes_before_cached_states(self) -> None:
+        flags: dict[str, Any] = {"max_running_requests": 2, "mamba_full_memory_ratio": 20.0} | ANY_STATES
+        assert plan(60_000, **flags).context_length < CONTEXT
+        made = plan(60_000, context_length=CONTEXT, **flags)
+        assert made.context_length == CONTEXT
+        assert made.num_pages == CONTEXT + 4
+        assert 60_000 - made.total_bytes < SHAPE.state_bytes_per_slot
+
+    @pytest.mark.parametrize("given", [{"max_total_tokens": 600}, {"max_mamba_cache_size": 30}], ids=str)
+    def test_a_size_that_is_given_leaves_the_rest_to_the_other(self, given: dict[str, int]) -> None:
+        made = plan(150_000, max_running_requests=4, mamba_full_memory_ratio=5.0, **ANY_STATES, **given)
+        assert (made.num_kv_tokens == 600) if "max_total_tokens" in given else (made.num_state_slots == 30)
+        assert 150_000 - made.total_bytes < SHAPE.state_bytes_per_slot
+
+    def test_more_memory_never_means_less_kv(self) -> None:
+        tokens = [plan(budget, max_running_requests=2).num_kv_tokens for budget in range(40_000, 200_000, 3_000)]
+        assert tokens == sorted(tokens)
+        assert len(set(tokens)) > 20
+
+
+REMEDY = re.compile(
+    r"lower --(?P<flag>[a-z-]+) to (?P<low>\d+)|set at least (?P<least>\d+)|(?P<records>choose --speculative-state "
+    r"records)|raise --mem-fraction-static to (?P<fraction>[\d.]+)"
+)
+HOPELESS = "free some memory or use a smaller model"
+
+Case = dict[str, Any]
+
+
+def follow(case: Case, remedy: str) -> Case:
+    """A case with one change that a message asks for."""
+    found = REMEDY.fullmatch(remedy)
+    assert found, f"what is this advice? {remedy!r}"
+    if found["flag"]:
+        field = found["flag"].replace("-", "_")
+        assert int(found["low"]) < case[field], remedy
+        return case | {field: int(found["low"])}
+    if found["least"]:
+        return case | {"max_total_tokens": int(found["least"])}
+    if found["records"]:
+        assert case["speculative_state"] == "snapshots"
+        return case | {"speculative_state": "records"}
+    fraction = float(found["fraction"])
+    assert fraction > 0.5
+    return case | {"mem_fraction_static": fraction, "budget": int(case["budget"] / 0.5 * fraction)}
+
+
+def alternatives(case: Case, message: str) -> list[tuple[str, Case]]:
+    """Every change that a message offers, and the case after it."""
+    first, _, then = message.partition(". Then ")
+    if then:
+        case = follow(case, first.rpartition(": ")[2])
+    advice = message.rpartition(": ")[2]
+    if advice == HOPELESS:
+        return []
+    followed = []
+    for alternative in advice.split(" or "):
+        changed = case
+        for remedy in alternative.split(" and "):
+            changed = follow(changed, remedy)
+        followed.append((alternative, changed))
+    return followed
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "budget": st.integers(-10, 300_000),
+        "weight_bytes": st.sampled_from([0, 20_000]),
+        "max_nodes": st.sampled_from([1, 3, 16]),
+        "max_running_requests": st.integers(1, 20),
+        "max_total_tokens": st.none() | st.integers(1, 3000),
+        "max_mamba_cache_size": st.none() | st.integers(1, 60),
+        "context_length": st.none() | st.integers(2, CONTEXT),
+        "page_size": st.sampled_from([1, 5, 16]),
+        "mamba_full_memory_ratio": st.sampled_from([0.01, 0.9, 30.0]),
+        "disable_radix_cache": st.booleans(),
+        "chunked_prefill_size": st.sampled_from([4, 512]),
+        "speculative_state": st.sampled_from(["records", "snapshots"]),
+        "speculative_accept": st.sampled_from(["target", "rejection"]),
+    }
+)
+SMALL: Case = {
+    "budget": 100_000,
+    "weight_bytes": 0,
+    "max_nodes": 3,
+    "max_running_requests": 2,
+    "max_total_tokens": None,
+    "max_mamba_cache_size": None,
+    "context_length": None,
+    "page_size": 1,
+    "mamba_full_memory_ratio": 0.9,
+    "disable_radix_cache": False,
+    "chunked_prefill_size": 512,
+    "speculative_state": "records",
+    "speculative_accept": "target",
+}
+
+
+def check_plan(made: MemoryPlan, case: Case) -> None:
+    rows, tokens, states = (case[k] for k in ("max_running_requests", "max_total_tokens", "max_mamba_cache_size"))
+    assert made.total_bytes <= case["budget"]
+    assert made.num_rows == rows
+    assert 2 <= made.context_length <= made.num_kv_tokens - made.num_slots
+    assert made.context_length == case["context_length"] or case["context_length"] is None
+    assert made.num_state_slots == states if states else made.num_state_slots >= rows
+    assert tokens is None or made.num_pages == tokens // case["page_size"]
+    if case["disable_radix_cache"]:
+        assert states or made.num_state_slots == rows
+        assert tokens or made.num_kv_tokens <= rows * (CONTEXT + made.num_slots + case["page_size"])
+
+
+class TestProperties:
+    @settings(max_examples=250)
+    @given(CASES)
+    @example(SMALL | {"budget": 20_000, "max_running_requests": 20})
+    @example(SMALL | {"max_total_tokens": 1})
+    @example(SMALL | {"max_total_tokens": 50, "context_length": 100})
+    @example(SMALL | {"max_total_tokens": 50, "context_length": 100, "budget": 0})
+    @example(SMALL | {"speculative_state": "snapshots", "max_nodes": 16, "budget": 30_000})
+    def test_a_plan_fits_and_an_error_has_advice_that_works(self, case: Case) -> None:
+        try:
+            check_plan(plan(**case), case)
+        except ConfigError as error:
+            message = str(error)
+        else:
+            return
+        assert alternatives(case, message) or HOPELESS in message
+        for alternative, changed in alternatives(case, message):
+            try:
+                check_plan(plan(**changed), changed)
+            except ConfigError as error:
+                pytest.fail(f"{alternative!r} of {message!r} does not help: {error}")
+
+    @settings(max_examples=150)
+    @given(CASES)
+    def test_one_setting_alone_is_lowered_no_further_than_it_must(self, case: Case) -> None:
+        try:
+            plan(**case)
+        except ConfigError as error:
+            message = str(error)
+        else:
+            return
+        if ". Then " in message:
+            return
+        for alternative, changed in alternatives(case, message):
+            fields = [field for field in case if changed[field] != case[field]]
+            if len(fields) != 1 or not alternative.startswith("lower"):
+                continue
+            step = case["page_size"] if fields[0] == "max_total_tokens" else 1
+            if changed[fields[0]] + step < case[fields[0]]:
+                with pytest.raises(ConfigError):
+                    plan(**(changed | {fields[0]: changed[fields[0]] + step}))
+
+
+class TestErrors:
+    def test_context_beyond_the_model(self) -> None:
+        with pytest.raises(ConfigError, match="--context-length 101 is more than the 100 tokens"):
+            plan(context_length=101)
+        assert plan(context_length=100).context_length == 100
+        assert plan(context_length=2).context_length == 2
+
+    @pytest.mark.parametrize("max_nodes", [1, 4, 64])
+    @pytest.mark.parametrize("page_size", [1, 5, 16])
+    def test_too_few_tokens_names_the_smallest_number_that_works(self, max_nodes: int, page_size: int) -> None:
+        with pytest.raises(
+            ConfigError, match=r"--max-total-tokens 1 is too small to run any request: set at least"
+        ) as e:
+            plan(max_nodes=max_nodes, page_size=page_size, max_total_tokens=1)
+        named = int(str(e.value).split()[-1])
+        made = plan(max_nodes=max_nodes, page_size=page_size, max_total_tokens=named)
+        assert made.context_length >= 2  # one prompt token, one output token
+        with pytest.raises(ConfigError):
+            plan(max_nodes=max_nodes, page_size=page_size, max_total_tokens=named - 1)
+
+    def test_a_context_that_the_kv_pool_cannot_hold(self) -> None:
+        with pytest.raises(ConfigError) as e:
+            plan(max_total_tokens=70, context_length=80, page_size=8)
+        assert str(e.value) == (
+            "--max-total-tokens 70 is too small for --context-length 80 and one draft: set at least 88 or lower "
+            "--context-length to 60"
+        )
+
+    def test_everything_that_is_needed_is_named(self) -> None:
+        with pytest.raises(ConfigError) as e:
+            plan(3 << 20, weight_bytes=2 << 20, max_total_tokens=20_000, max_running_requests=9)
+        assert re.fullmatch(
+            r"weights and the smallest pools need \d+ MiB \(2 for the weights, 2 for 20000 tokens of KV, 1 for 9 "
+            r"recurrent states, 1 for the speculation of 9 requests, 1 for their tables\), but --mem-fraction-static "
+            r"0\.5 allows 3 MiB: lower --max-total-tokens to \d+ or raise --mem-fraction-static to 0\.\d+",
+            str(e.value),
+        ), str(e.value)
+
+    def test_several_changes_where_one_is_not_enough(self) -> None:
+        with pytest.raises(ConfigError, match="lower --max-total-tokens to 6 and lower --max-running-requests to") as e:
+            plan(30_000, max_total_tokens=2000)
+        assert " or lower" not in str(e.value)
+
+    def test_weights_alone_are_too_much(self) -> None:
+        with pytest.raises(ConfigError, match=HOPELESS):
+            plan(1 << 20, weight_bytes=64 << 20)
+
+
+class TestStartUpLines:
+    SHAPE = CacheShape(1, 1, 2, 18, DeltaStateShape(16, 16, 128, 128, 4), torch.bfloat16)
+
+    def lines(self, **flags: Any) -> list[str]:
+        return plan(1 << 34, 16, self.SHAPE, 3 << 30, **flags).describe_lines()
+
+    def test_records(self) -> None:
+        assert self.lines() == [
+            "weights                3.0 GiB",
+            "KV pool               29.0 KiB  3,712 tokens of 8 B, running and cached",
+            "recurrent states       1.5 GiB  18.6 MiB each: 16 to run, 64 to cache",
+            (
+                "speculation            279 MiB  records for trees of up to 16 nodes: 16.4 MiB per running request "
+                "(snapshots would take 298 MiB)"
+            ),
+            "request tables         140 KiB  16 rows, and the lists of pages",
+            "total                  4.7 GiB  of 16.0 GiB that --mem-fraction-static allows",
+            "running requests            16  at once; KV for 32 of the full 100 tokens",
+            "one more draft token  16.8 MiB  1.0 MiB per running request (snapshots would take 18.6 MiB)",
+        ]
+
+    def test_snapshots(self) -> None:
+        speculation, draft_token = (self.lines(speculative_state="snapshots")[i] for i in (3, 7))
+        assert speculation.endswith(
+            "snapshots for trees of up to 16 nodes: 298 MiB per running request (records would take 16.4 MiB)"
+        )
+        assert draft_token.endswith("18.6 MiB per running request (records would take 1.0 MiB)")
+
+    def test_no_cache_and_no_draft(self) -> None:
+        lines = plan(max_nodes=1, max_running_requests=2, disable_radix_cache=True).describe_lines()
+        assert lines[1].endswith("202 tokens of 96 B")
+        assert lines[2].endswith("each: 2 to run")
+        assert "records for plain decoding: " in lines[3]
+
+    @pytest.mark.parametrize(
+        ("size", "text"),
+        [
+            (0, "0 B"),
+            (999, "999 B"),
+            (1000, "1.0 KiB"),
+            (102_399, "100.0 KiB"),
+            (1 << 20, "1.0 MiB"),
+            (300 << 20, "300 MiB"),
+            (7 << 50, "7168 TiB"),
+        ],
+    )
+    def test_sizes(self, size: int, text: str) -> None:
+        assert readable(size) == text
+
+    def test_columns(self) -> None:
+        assert aligned([("a", "10 B", "x"), ("long", "1 B", "")]) == ["a     10 B  x", "long   1 B"]

@@ -1,0 +1,242 @@
+"""Greedy text with the prefix cache is the text without it, in float32, token for token.
+
+Every way a prefix can come and go: cold, repeated, branching, several turns, evicted and computed again, preempted and
+resumed; with both strategies, every kind of draft, pages of 1 and 16 tokens, chunks of 16, 64 and 1,000. What is cached
+is stated too, so that no case passes by computing everything. ``SPECMAMBA_TEST_FULL=1`` runs all combinations, CI a
+third of them, in which every pair of settings meets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from specmamba import LLM, SamplingParams
+from specmamba.config import DEMO_MODEL
+from specmamba.core import RequestOutput
+from specmamba.engine.runner import Runner
+from specmamba.models.tokenizer import Tokenizer
+
+IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
+NUM_TOKENS = 64 if IS_FULL else 24
+TRACK_INTERVAL = 5
+
+DRAFTS: dict[str, dict[str, Any]] = {
+    "plain": {"speculative_algorithm": "none"},
+    "chain": {"speculative_algorithm": "mtp", "speculative_num_steps": 3},
+    "tree": {
+        "speculative_algorithm": "mtp",
+        "speculative_num_steps": 4,
+        "speculative_eagle_topk": 4,
+        "speculative_num_draft_tokens": 8,
+    },
+    "ngram": {"speculative_algorithm": "ngram"},
+}
+STRATEGIES, PAGES, CHUNKS = ("no_buffer", "extra_buffer"), (1, 16), (16, 64, 1000)
+ALL = list(itertools.product(STRATEGIES, DRAFTS, PAGES, CHUNKS))
+# every pair of settings is in one of these
+SOME = [case for i, case in enumerate(ALL) if (i + i // 3 + i // 12) % 3 == 0]
+CASES = ALL if IS_FULL else SOME
+
+each_case = pytest.mark.parametrize(("strategy", "drafts", "page_size", "chunk_size"), CASES)
+
+Tokens = tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Tokens]:
+    tokenizer = Tokenizer(DEMO_MODEL)
+    lines = (DEMO_MODEL / "prompts.jsonl").read_text("utf8").splitlines()
+    return [tuple(tokenizer.encode(json.loads(line)["prompt"])) for line in lines]
+
+
+class Expected:
+    """Texts without cache and drafts, each computed once."""
+
+    def __init__(self) -> None:
+        self._llm = LLM(
+            dtype="float32", device="cpu", context_length=512, speculative_algorithm="none", disable_radix_cache=True
+        )
+        self._known: dict[tuple[Tokens, int], Tokens] = {}
+
+    def after(self, prompt: Tokens, num_tokens: int) -> Tokens:
+        if (prompt, num_tokens) not in self._known:
+            self._known[prompt, num_tokens] = self._llm.generate(prompt, greedy(num_tokens))[0].token_ids
+        return self._known[prompt, num_tokens]
+
+    def check(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            assert output.finish_reason == "length"
+            assert output.token_ids == self.after(output.prompt_token_ids, len(output.token_ids))
+
+
+@pytest.fixture(scope="module")
+def expected() -> Expected:
+    return Expected()
+
+
+@pytest.fixture
+def extended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Every run of known tokens: whose, from where, how many."""
+    runs: list[tuple[str, int, int]] = []
+    real = Runner.extend
+
+    def extend(self: Runner, batch: Any) -> list[bool]:
+        runs.extend((run.request.request_id, run.start, run.length) for run in batch)
+        return real(self, batch)
+
+    monkeypatch.setattr(Runner, "extend", extend)
+    return runs
+
+
+def new_llm(strategy: str, drafts: str, page_size: int, chunk_size: int, **flags: Any) -> LLM:
+    settings = {
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": 512,
+        "max_running_requests": 4,
+        "max_mamba_cache_size": 256,
+        "mamba_radix_cache_strategy": strategy,
+        "mamba_track_interval": TRACK_INTERVAL,
+        "page_size": page_size,
+        "chunked_prefill_size": chunk_size,
+    }
+    return LLM(**{**settings, **DRAFTS[drafts], **flags})
+
+
+def greedy(num_tokens: int = NUM_TOKENS) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+
+
+def check_pools(llm: LLM) -> None:
+    """Nothing is in use but what the cache holds, and the cache is in order."""
+    engine = llm.engine
+    stats, table = engine.stats(), engine.pools.table
+    assert (stats.num_running, stats.num_waiting, stats.kv_used_tokens, stats.state_used_slots) == (0, 0, 0, 0)
+    assert table.num_free_rows == table.num_rows
+    assert stats.prefix_cache.num_locked_tokens == 0
+    engine.prefixes.cache.check(table.held_pages())
+
+
+@each_case
+def test_repeat_branch_and_turns(
+    strategy: str, drafts: str, page_size: int, chunk_size: int, prompts: list[Tokens], expected: Expected
+) -> None:
+    with new_llm(strategy, drafts, page_size, chunk_size) as llm:
+        first = next(prompt for prompt in prompts if len(prompt) > 100)
+        cold = llm.generate(first, greedy())[0]
+        repeated = llm.generate(first, greedy())[0]
+        assert (cold.num_cached_tokens, repeated.num_cached_tokens) == (0, len(first) - 1)
+
+        parting = 77
+        others = [first[:parting] + prompt[:30] for prompt in prompts[3:6]]
+        branches = [llm.generate(prompt, greedy())[0] for prompt in others]
+        at_chunk_end = parting // chunk_size * chunk_size
+        assert [o.num_cached_tokens for o in branches] == [at_chunk_end, parting, parting]
+
+        history, turns = first + cold.token_ids, []
+        for question in prompts[7:9]:
+            turns.append(llm.generate(history + question[:20], greedy())[0])
+            assert turns[-1].num_cached_tokens == len(history) - 1
+            history = turns[-1].prompt_token_ids + turns[-1].token_ids
+
+        # a text that leaves an earlier output at a place where a state was left on the way
+        position = len(first) + 2 * TRACK_INTERVAL + 1
+        late = llm.generate(history[:position] + others[0][-20:], greedy())[0]
+        at_track = position - 1 if strategy == "extra_buffer" else len(first) - 1
+        assert late.num_cached_tokens == at_track
+
+        expected.check([cold, repeated, *branches, *turns, late])
+        check_pools(llm)
+
+
+@each_case
+def test_evicted_and_computed_again(
+    strategy: str, drafts: str, page_size: int, chunk_size: int, prompts: list[Tokens], expected: Expected
+) -> None:
+    flags = {"context_length": 240, "max_total_tokens": 320, "max_mamba_cache_size": 6, "max_running_requests": 2}
+    with new_llm(strategy, drafts, page_size, chunk_size, **flags) as llm:
+        chosen = [prompt[:90] for prompt in prompts if len(prompt) >= 90][:5]
+        for _ in range(2):
+            for prompt in chosen:
+                expected.check(llm.generate(prompt, greedy()))
+                check_pools(llm)
+        assert llm.engine.stats().prefix_cache.evicted_tokens > 0
+        again = llm.generate(chosen[-1], greedy())[0]
+        assert again.num_cached_tokens > 0  # what was computed again was cached again
+        expected.check([again])
+
+
+@each_case
+def test_preempted_and_resumed(
+    strategy: str,
+    drafts: str,
+    page_size: int,
+    chunk_size: int,
+    prompts: list[Tokens],
+    expected: Expected,
+    extended: list[tuple[str, int, int]],
+) -> None:
+    with new_llm(strategy, drafts, page_size, chunk_size) as llm:
+        engine, chosen = llm.engine, [prompt[:40] for prompt in prompts if len(prompt) >= 40][:4]
+        outputs: dict[str, Tokens] = {}
+        for number, prompt in enumerate(chosen):
+            engine.add_request(str(number), prompt, greedy())
+            outputs[str(number)] = ()
+        for step in itertools.count():
+            if not engine.has_unfinished_requests:
+                break
+            for delta in engine.step():
+                outputs[delta.request_id] += delta.token_ids
+            if step % 3 == 2 and engine.scheduler.verifying:
+                engine.scheduler.preempt(engine.scheduler.verifying[step % len(engine.scheduler.verifying)])
+        assert engine.stats().num_preemptions >= 3
+        check_pools(llm)
+    assert sum(length for _, _, length in extended) == sum(len(prompt) - 1 for prompt in chosen)  # nothing twice
+    for prompt, tokens in zip(chosen, outputs.values(), strict=True):
+        assert tokens == expected.after(prompt, NUM_TOKENS)
+
+
+@each_case
+def test_preempted_for_lack_of_memory(
+    strategy: str,
+    drafts: str,
+    page_size: int,
+    chunk_size: int,
+    prompts: list[Tokens],
+    expected: Expected,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specmamba.engine.scheduler.HEADROOM", 0)  # as many preemptions as can be had
+    flags = {"context_length": 200, "max_total_tokens": 480, "max_mamba_cache_size": 16, "max_running_requests": 8}
+    with new_llm(strategy, drafts, page_size, chunk_size, **flags) as llm:
+        chosen = [prompt[:50] for prompt in prompts if len(prompt) >= 50][:8]
+        outputs = llm.generate(chosen, greedy(48))
+        assert llm.engine.stats().num_preemptions > 0
+        check_pools(llm)
+    expected.check(outputs)
+
+
+@each_case
+def test_requests_that_come_together_share(
+    strategy: str,
+    drafts: str,
+    page_size: int,
+    chunk_size: int,
+    prompts: list[Tokens],
+    expected: Expected,
+    extended: list[tuple[str, int, int]],
+) -> None:
+    shared = next(prompt for prompt in prompts if len(prompt) > 120)[:111]
+    together = [shared + prompt[:25] for prompt in prompts[10:16]]
+    with new_llm(strategy, drafts, page_size, chunk_size, max_running_requests=8) as llm:
+        outputs = llm.generate(together, greedy())
+        check_pools(llm)
+    num_extended = sum(length for _, _, length in extended)
+    expected.check(outputs)
+    assert num_extended <= len(shared) + sum(len(prompt) - len(shared) for prompt in together)
