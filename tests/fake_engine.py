@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from specmamba.cache.radix_stats import CacheStats
 from specmamba.config import ServerConfig
 from specmamba.core import OutputDelta, SamplingParams, SpecStats
 from specmamba.engine.thread import EngineThread
@@ -40,16 +41,35 @@ class FakeTokenizer:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
 
 
+CACHE_STATS = CacheStats(
+    num_nodes=5,
+    num_tombstones=1,
+    num_tokens=70,
+    num_states=4,
+    num_locked_tokens=0,
+    query_tokens=200,
+    hit_tokens=150,
+    misses={"never_stored": 2, "evicted": 1, "page_grid": 0, "salt": 3},
+    inserted_tokens=110,
+    evicted_tokens=40,
+    evicted_states=6,
+    duplicate_states=7,
+)
+
+
 @dataclass(frozen=True)
 class FakeStats:
     num_running: int
     num_waiting: int
     kv_used_tokens: int = 0
+    kv_cached_tokens: int = 70
     kv_total_tokens: int = 1000
     state_used_slots: int = 0
+    state_cached_slots: int = 3
     state_total_slots: int = 4
     num_preemptions: int = 0
     spec: SpecStats = field(default_factory=SpecStats)
+    prefix_cache: CacheStats = CACHE_STATS
 
 
 @dataclass
@@ -84,13 +104,21 @@ class FakeEngine:
         self.num_steps = self.num_closed = 0
         self.aborted: list[str] = []
         self.seen_params: list[SamplingParams] = []
+        self.seen_extra_keys: list[str | None] = []
+        self.num_flushed = 0
         self.spec = SpecStats()
 
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 
-    def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        extra_key: str | None = None,
+    ) -> None:
         if not prompt_token_ids:
             raise RequestError("the prompt is empty", param="prompt")
         if max(prompt_token_ids) >= self.vocab_size:
@@ -100,6 +128,7 @@ class FakeEngine:
         if len(self.running) >= self.config.max_queued_requests:
             raise QueueFullError(len(self.running))
         self.seen_params.append(params)
+        self.seen_extra_keys.append(extra_key)
         self.running[request_id] = _Running(list(prompt_token_ids), params)
 
     def abort(self, request_id: str) -> None:
@@ -133,6 +162,10 @@ class FakeEngine:
 
     def stats(self) -> FakeStats:
         return FakeStats(num_running=len(self.running), num_waiting=0, spec=self.spec)
+
+    def flush_cache(self) -> int:
+        self.num_flushed += 1
+        return CACHE_STATS.num_tokens
 
     def describe(self) -> dict[str, object]:
         return {"model": "fake", "dtype": "float32"}
@@ -182,7 +215,8 @@ def serving(engine: Any = None, **settings: Any) -> Iterator[Served]:
     config = ServerConfig(port=0, **settings)
     if engine is None:
         engine = FakeEngine()
-    engine.config = config
+    if isinstance(engine, FakeEngine):
+        engine.config = config
     engine_thread = EngineThread(lambda: engine)
     engine_thread.start()
     listener = bind(config.host, config.port)

@@ -522,6 +522,18 @@ def test_metrics() -> None:
     assert values["specmamba_spec_accept_length"] == 2.0
     for name in ("running_requests", "waiting_requests", "kv_used_tokens", "state_used_slots"):
         assert values[f"specmamba_{name}"] == 0
+    assert (values["specmamba_kv_cached_tokens"], values["specmamba_state_cached_slots"]) == (70, 3)
+    cache = {name.removeprefix("specmamba_prefix_cache_"): value for name, value in values.items() if "_cache_" in name}
+    assert cache == {
+        "query_tokens_total": 200,
+        "hit_tokens_total": 150,
+        "evicted_tokens_total": 40,
+        "evicted_states_total": 6,
+        'miss_total{reason="never_stored"}': 2,
+        'miss_total{reason="evicted"}': 1,
+        'miss_total{reason="page_grid"}': 0,
+        'miss_total{reason="salt"}': 3,
+    }
 
 
 def test_accepted_per_position_counts_every_depth_above() -> None:
@@ -572,6 +584,8 @@ def test_demo_through_the_openai_client(demo: Served) -> None:
         streamed = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
         assert "".join(chunk.choices[0].text for chunk in streamed[:-1]) == whole.choices[0].text != ""
         assert whole.usage is not None
+        assert whole.usage.prompt_tokens_details is not None
+        whole.usage.prompt_tokens_details.cached_tokens = whole.usage.prompt_tokens - 1  # the second time
         assert streamed[-1].usage == whole.usage
         assert whole.usage.completion_tokens == 24
         details = whole.usage.completion_tokens_details

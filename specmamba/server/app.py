@@ -20,6 +20,7 @@ from specmamba.server.completions import completion_routes
 from specmamba.server.errors import SERVER, ApiError, install_error_handlers
 from specmamba.server.guards import LimitBody, RequireApiKey
 from specmamba.server.openapi import drop_unused, errors
+from specmamba.server.prefix_cache import prefix_cache_routes
 from specmamba.server.responses import Health, ModelCard, ModelList, ServerInfo
 from specmamba.server.service import Service
 
@@ -45,6 +46,7 @@ def create_app(config: ServerConfig, engine_thread: EngineThread) -> FastAPI:
     app.include_router(chat_routes(service))
     app.include_router(_model_routes(service))
     app.include_router(_operator_routes(service))
+    app.include_router(prefix_cache_routes(service))
     _describe_truly(app)
     app.add_middleware(LimitBody, max_bytes=config.max_request_bytes)
     if config.api_key is not None:  # added last, so that it is asked first

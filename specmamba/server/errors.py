@@ -135,9 +135,9 @@ def api_error_of_validation(problems: Sequence[Any]) -> ApiError:
 
 
 def _place(problem: Mapping[str, Any]) -> str | None:
-    """``messages[0].content`` from a location of pydantic's, less the tags of unions."""
+    """``messages[0].content`` from a location of pydantic's, less the part of the request and the tags of unions."""
     path = [part for part in problem["loc"] if not str(part).startswith("(")]
-    path = path[1:] if path and path[0] == "body" else path
+    path = path[1:] if path and path[0] in ("body", "query") else path
     path += [problem["ctx"]["field"]] if "field" in problem.get("ctx", {}) else []
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".") or None

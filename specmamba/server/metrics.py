@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from specmamba.core import FinishReason, OutputDelta, SpecStats
 
 if TYPE_CHECKING:
+    from specmamba.cache.radix_stats import CacheStats
     from specmamba.engine.engine import EngineStats
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -117,9 +118,11 @@ class _EngineCollector(Collector):
         gauges = {
             "running_requests": ("Requests in the batch", stats.num_running),
             "waiting_requests": ("Requests in the queue", stats.num_waiting),
-            "kv_used_tokens": ("Tokens that hold a place in the KV pool", stats.kv_used_tokens),
+            "kv_used_tokens": ("Places in the KV pool that requests need", stats.kv_used_tokens),
+            "kv_cached_tokens": ("Places in the KV pool that only the prefix cache holds", stats.kv_cached_tokens),
             "kv_total_tokens": ("Places in the KV pool", stats.kv_total_tokens),
-            "state_used_slots": ("Recurrent states in use", stats.state_used_slots),
+            "state_used_slots": ("Recurrent states that requests need", stats.state_used_slots),
+            "state_cached_slots": ("Recurrent states that only the prefix cache holds", stats.state_cached_slots),
             "state_total_slots": ("Recurrent states that the pool has room for", stats.state_total_slots),
             "spec_accept_length": (
                 "Tokens gained per verify since the start, the bonus token included; 1 without drafts",
@@ -132,6 +135,24 @@ class _EngineCollector(Collector):
             "specmamba_preemptions", "Requests that gave up their memory to older ones", value=stats.num_preemptions
         )
         yield from _spec_counters(stats.spec)
+        yield from _cache_counters(stats.prefix_cache)
+
+
+def _cache_counters(cache: CacheStats) -> Iterator[Metric]:
+    counters = {
+        "query_tokens": ("Tokens of admitted requests that a cached prefix could have spared", cache.query_tokens),
+        "hit_tokens": ("Tokens that a cached prefix did spare", cache.hit_tokens),
+        "evicted_tokens": ("Tokens that left the prefix cache for want of room", cache.evicted_tokens),
+        "evicted_states": ("Recurrent states that left the prefix cache for want of room", cache.evicted_states),
+    }
+    for name, (text, value) in counters.items():
+        yield CounterMetricFamily(f"specmamba_prefix_cache_{name}", text, value=value)
+    by_reason = CounterMetricFamily(
+        "specmamba_prefix_cache_miss", "Requests by why their cached prefix was not longer", labels=["reason"]
+    )
+    for reason, count in cache.misses.items():
+        by_reason.add_metric([reason], count)
+    yield by_reason
 
 
 def _spec_counters(spec: SpecStats) -> Iterator[Metric]:

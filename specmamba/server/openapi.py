@@ -11,12 +11,13 @@ from specmamba.server.responses import ErrorAnswer
 _ERRORS = {
     400: "a field is wrong, or the prompt does not fit",
     401: "the API key is missing or wrong",
+    403: "the request comes from a web page",
     404: "there is no such model",
     413: "the body is too large",
     415: "the body is not declared as JSON",
     429: "the queue is full: try again later",
     500: "the engine failed",
-    503: "the server is shutting down",
+    503: "the server is shutting down, or its engine does not answer",
 }
 
 
@@ -34,7 +35,7 @@ def answers(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, d
     ok: dict[int | str, dict[str, Any]] = {
         200: {"model": whole, "description": "the answer, or a stream of events", "content": stream}
     }
-    return ok | errors(*_ERRORS)
+    return ok | errors(400, 401, 404, 413, 415, 429, 500, 503)
 
 
 def drop_unused(schema: dict[str, Any]) -> dict[str, Any]:

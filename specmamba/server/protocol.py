@@ -6,6 +6,7 @@ widening its type here.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -26,6 +27,7 @@ from specmamba.server.fields import MessageContent, Prompt, Stop, StrictModel, T
 
 NoEffect = Field(description="accepted; changes nothing")
 NotYet = Field(description="not supported yet: only the values that ask for nothing")
+CacheKey = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class StreamOptions(StrictModel):
@@ -57,6 +59,13 @@ class GenerationRequest(StrictModel):
     ignore_eos: Annotated[
         bool | None, Field(description="extension: go on after the model's own end-of-text token")
     ] = None
+    cache_salt: Annotated[
+        CacheKey | None,
+        Field(description="extension: cached prefixes are shared with requests of the same salt only; keep it secret"),
+    ] = None
+    extra_key: Annotated[
+        CacheKey | None, Field(description="extension: separates cached prefixes as cache_salt does, and further")
+    ] = None
 
     user: Annotated[str | None, NoEffect] = None
     metadata: Annotated[dict[str, Any] | None, NoEffect] = None
@@ -74,6 +83,13 @@ class GenerationRequest(StrictModel):
     @property
     def wants_stream_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def prefix_cache_key(self) -> str | None:
+        """Salt and key as one text, which no other pair of them has; None where there is neither."""
+        if self.cache_salt is None and self.extra_key is None:
+            return None
+        return json.dumps([self.cache_salt, self.extra_key])
 
     def sampling_params(self, max_tokens: int) -> SamplingParams:
         """How the engine is to sample; what the request leaves open takes the default of ``SamplingParams``.

@@ -164,6 +164,46 @@ class ServerInfo(BaseModel):
     stats: dict[str, Any]
 
 
+class CacheReport(BaseModel):
+    """The prefix cache: its settings, what is in it now, and what has happened since the start."""
+
+    enabled: bool
+    strategy: Literal["no_buffer", "extra_buffer"]
+    track_interval: Annotated[int | None, Field(description="generated tokens between two states; null: none left")]
+    policy: Annotated[Literal["lru", "flops"], Field(description="what is evicted first")]
+    page_size: int
+
+    hit_rate: Annotated[float, Field(description="hit_tokens / query_tokens; 0 before the first request")]
+    query_tokens: Annotated[int, Field(description="tokens of admitted requests that a hit could have spared")]
+    hit_tokens: Annotated[int, Field(description="those that one did spare")]
+    misses: Annotated[dict[str, int], Field(description="requests by why their hit was not longer")]
+
+    num_nodes: int
+    num_tombstones: Annotated[int, Field(description="nodes with KV and without a state")]
+    num_salts: Annotated[int, Field(description="trees that share nothing")]
+    num_tokens: Annotated[int, Field(description="tokens in the tree")]
+    num_locked_tokens: Annotated[int, Field(description="those that running requests stand on")]
+    num_states: int
+    inserted_tokens: int
+    evicted_tokens: int
+    evicted_states: int
+    duplicate_states: Annotated[int, Field(description="states that were offered for a place that had one")]
+
+    num_pages: Annotated[int, Field(description="of the whole KV pool, requests' included; so are the figures below")]
+    num_free_pages: int
+    num_evictable_pages: int
+    num_state_slots: int
+    num_free_state_slots: int
+    num_evictable_states: int
+
+
+class Flushed(BaseModel):
+    """What a flush of the prefix cache did."""
+
+    success: Literal[True] = True
+    flushed_tokens: int
+
+
 class ErrorDetail(BaseModel):
     """What went wrong, in OpenAI's words."""
 

@@ -85,7 +85,7 @@ class Service:
             RequestError, QueueFullError, EngineStoppedError: the engine does not take the prompts.
             ApiError: the engine failed before a whole answer was there.
         """
-        call = await Call.start(self.engine, self.metrics, call_id, prompts, params, arrived_at)
+        call = await Call.start(self.engine, self.metrics, call_id, prompts, params, arrived_at, body.prefix_cache_key)
         if body.stream:
             return EventStream(_events(call, answer_format, len(prompts), body.wants_stream_usage), call.abort)
         try:

@@ -54,8 +54,9 @@ class Call:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         arrived_at: float | None = None,
+        extra_key: str | None = None,
     ) -> Call:
-        """Hand prompts to the engine, all or none.
+        """Hand prompts to the engine, all or none. They share cached prefixes with calls of the same ``extra_key``.
 
         Raises:
             RequestError, QueueFullError, EngineStoppedError: as ``EngineThread.submit``.
@@ -64,7 +65,7 @@ class Call:
         began = time.perf_counter() if arrived_at is None else arrived_at
         call._timers = [RequestTimer(metrics, began) for _ in prompts]
         requests = [
-            EngineRequest(call._ids[index], prompt, params, call._listener(index))
+            EngineRequest(call._ids[index], prompt, params, call._listener(index), extra_key)
             for index, prompt in enumerate(prompts)
         ]
         future = engine.submit(requests)
