@@ -29,7 +29,7 @@ Serve hybrid language models (attention mixed with recurrent layers) with specul
 commands:
   serve       an OpenAI-compatible HTTP server, on 127.0.0.1:30000
   generate    continue one prompt, streamed to the terminal
-  bench       measure: acceptance of drafts, a server under load
+  bench       measure: acceptance of drafts, a server under load, the prefix cache
   tune        choose by measurement: draft trees
 
 options:
@@ -47,6 +47,7 @@ examples:
   specmamba generate --temperature 0.8 --seed 7 < prompt.txt
   specmamba bench acceptance --speculative-num-steps 3
   specmamba bench serving --concurrency 1,4 --plot load.png
+  specmamba bench prefix --workloads chat,agent
   specmamba tune tree --help
 """
 
@@ -58,6 +59,7 @@ SUBCOMMANDS = {
             "acceptance length and speed-up, text compared with the plain run",
         ),
         "serving": ("specmamba.bench.serving", "throughput and latency of a server, over levels of load"),
+        "prefix": ("specmamba.bench.prefix", "what the prefix cache spares, against an oracle, and what it costs"),
     },
     "tune": {
         "tree": (

@@ -135,8 +135,8 @@ class EngineConfig(BaseSettings):
     ] = None
 
     @model_validator(mode="after")
-    def _speculation_is_consistent(self) -> EngineConfig:
-        problem = _speculation_problem(self)
+    def _flags_go_together(self) -> EngineConfig:
+        problem = _speculation_problem(self) or _prefix_cache_problem(self)
         if problem is not None:
             raise ValueError(problem)
         return self
@@ -202,6 +202,25 @@ class EngineConfig(BaseSettings):
 def largest_tree(num_steps: int, topk: int) -> int:
     """Nodes of the largest tree that ``topk`` children of ``topk`` nodes per step give, the root counted."""
     return 1 + topk + (num_steps - 1) * topk * topk
+
+
+def _prefix_cache_problem(config: EngineConfig) -> str | None:
+    """What is wrong with the combination of flags around the prefix cache, likewise."""
+    fields = type(config).model_fields
+
+    def is_given(*names: str) -> list[str]:
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) != fields[name].default]
+
+    of_cache = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction")
+    if config.disable_radix_cache and (given := is_given(*of_cache)):
+        return f"{', '.join(given)}: this needs the prefix cache: drop it, or --disable-radix-cache"
+    if config.disable_radix_cache and config.schedule_policy == "lpm":
+        return "--schedule-policy lpm needs the prefix cache: choose fcfs, or drop --disable-radix-cache"
+    if config.mamba_radix_cache_strategy == "no_buffer" and is_given("mamba_track_interval"):
+        return "--mamba-track-interval needs --mamba-radix-cache-strategy extra_buffer"
+    if config.schedule_policy == "fcfs" and is_given("schedule_max_overtakes"):
+        return "--schedule-max-overtakes needs --schedule-policy lpm"
+    return None
 
 
 def _speculation_problem(config: EngineConfig) -> str | None:

@@ -50,7 +50,7 @@ class LLM:
         With ``replay``, a list of token ids for each prompt, the output is these tokens as far as they go, and the
         speculation figures say how drafts would have fared on them: acceptance on a given text.
 
-        Prefixes that earlier prompts have left in the cache are not computed again, if those had the same ``extra_key``.
+        Prefixes that earlier prompts of the same ``extra_key`` have left in the cache are not computed again.
 
         Raises:
             RequestError: a prompt is empty, too long, or has a token that is not in the vocabulary, or the numbers of

@@ -143,6 +143,26 @@ class TestAliases:
         assert "'auto', 'none', 'mtp' or 'ngram'" in message
 
 
+class TestPrefixCacheFlags:
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (["--disable-radix-cache", "--mamba-radix-cache-strategy", "extra_buffer"], "--mamba-radix-cache-strategy"),
+            (["--disable-radix-cache", "--cache-eviction", "flops"], "--cache-eviction"),
+            (["--disable-radix-cache", "--schedule-policy", "lpm"], "--schedule-policy lpm needs the prefix cache"),
+            (["--mamba-track-interval", "64"], "needs --mamba-radix-cache-strategy extra_buffer"),
+            (["--schedule-max-overtakes", "4"], "needs --schedule-policy lpm"),
+        ],
+    )
+    def test_a_flag_that_would_do_nothing_is_refused(self, flags: list[str], words: str) -> None:
+        assert words in refusal(*flags)
+
+    def test_together_they_are_fine(self) -> None:
+        strategy = ["--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64"]
+        assert serve(*strategy).mamba_track_interval == 64
+        assert serve("--schedule-policy", "lpm", "--schedule-max-overtakes", "4").schedule_max_overtakes == 4
+
+
 class TestPrecedence:
     @pytest.fixture
     def file(self, tmp_path: Path) -> Path:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specmamba import LLM, SamplingParams
+from specmamba.cache.radix_node import slots_between
 from specmamba.cache.state_pool import Stamp
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, OutputDelta, SpecStats, TreeShape, Verdict
@@ -101,6 +102,11 @@ def assert_consistent(engine: Engine) -> None:
     assert pools.states.num_free == pools.states.num_slots - len(running) - cache.stats.num_states
     assert all(r.node is not None and r.node.end <= r.num_run and r.node.kv_locks > 0 for r in running)
     assert all(r.node is None for r in scheduler.waiting)
+    for request in running:  # what is borrowed is what the tree has
+        node, row = request.node, request.held_row
+        assert node is not None
+        root = cache.root(request.extra_key)
+        assert pools.table.slots_of_positions(row, 0, node.end).tolist() == slots_between(root, node).tolist()
     for request in scheduler.extending:
         assert pools.states.stamp(request.held_slot) == Stamp(request.request_id, request.num_run, is_written=True)
     for request in scheduler.verifying:

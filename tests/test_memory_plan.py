@@ -115,10 +115,10 @@ class TestBytes:
         assert ngram.table_bytes - plain.table_bytes == 4 * 4 * (CONTEXT + 4)
 
     def test_cached_tokens_are_listed_in_the_tree(self) -> None:
-        """Their ids and slots."""
+        """Their ids and slots, and the pages of nodes."""
         flags: dict[str, Any] = {"max_total_tokens": 500, "max_running_requests": 2}
         extra = plan(**flags).table_bytes - plan(disable_radix_cache=True, **flags).table_bytes
-        assert extra == 16 * 501
+        assert extra == 24 * 501
 
     def test_the_weights_are_part_of_it(self) -> None:
         made = plan(200_000, weight_bytes=80_000, max_running_requests=2)

@@ -102,11 +102,11 @@ def new_llm(strategy: str, drafts: str, page_size: int, chunk_size: int, **flags
         "max_running_requests": 4,
         "max_mamba_cache_size": 256,
         "mamba_radix_cache_strategy": strategy,
-        "mamba_track_interval": TRACK_INTERVAL,
         "page_size": page_size,
         "chunked_prefill_size": chunk_size,
     }
-    return LLM(**{**settings, **DRAFTS[drafts], **flags})
+    tracking = {"mamba_track_interval": TRACK_INTERVAL} if strategy == "extra_buffer" else {}
+    return LLM(**{**settings, **tracking, **DRAFTS[drafts], **flags})
 
 
 def greedy(num_tokens: int = NUM_TOKENS) -> SamplingParams:
@@ -240,3 +240,103 @@ def test_requests_that_come_together_share(
     num_extended = sum(length for _, _, length in extended)
     expected.check(outputs)
     assert num_extended <= len(shared) + sum(len(prompt) - len(shared) for prompt in together)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("drafts", ["chain", "tree"])
+def test_with_snapshots(strategy: str, drafts: str, prompts: list[Tokens], expected: Expected) -> None:
+    """States are materialized from whole states per node too."""
+    with new_llm(strategy, drafts, 16, 64, speculative_state="snapshots") as llm:
+        first = llm.generate(prompts[0], greedy())[0]
+        history = first.prompt_token_ids + first.token_ids
+        second = llm.generate(history + prompts[1][:9], greedy())[0]
+        assert second.num_cached_tokens == len(history) - 1
+        position = len(prompts[0]) + TRACK_INTERVAL * 3 + 2
+        third = llm.generate(history[:position] + prompts[1][-9:], greedy())[0]
+        at_track = position - 2 if strategy == "extra_buffer" else len(prompts[0]) - 1
+        assert third.num_cached_tokens == at_track
+        expected.check([first, second, third])
+        check_pools(llm)
+
+
+@pytest.mark.parametrize("drafts", ["chain", "tree"])
+def test_drafts_after_a_hit_are_those_of_a_cold_run(drafts: str, prompts: list[Tokens]) -> None:
+    """The text cannot tell a draft head that lost its context from one that has it; what it drafts can."""
+    with (
+        new_llm("extra_buffer", drafts, 1, 64) as llm,
+        new_llm("no_buffer", drafts, 1, 64, disable_radix_cache=True) as cold,
+    ):
+        for prompt in prompts[:6]:
+            answer = llm.generate(prompt, greedy())[0]
+            history = answer.prompt_token_ids + answer.token_ids
+            again = [
+                prompt,  # from the end of a prompt
+                history[: len(prompt) + 2 * TRACK_INTERVAL + 1] + prompts[8][:7],  # from a tracked state
+                history + prompts[9][:7],  # from the end of a request
+            ]
+            for text in again:
+                hit = llm.generate(text, greedy())[0]
+                assert hit.num_cached_tokens >= len(prompt) - 1
+                assert hit.spec == cold.generate(text, greedy())[0].spec
+                assert hit.spec.num_accepted_tokens > 0
+
+
+def test_drafts_of_a_resumed_request(prompts: list[Tokens]) -> None:
+    with new_llm("no_buffer", "chain", 1, 64) as llm, new_llm("no_buffer", "chain", 1, 64) as other:
+        engine = llm.engine
+        engine.add_request("a", prompts[0], greedy())
+        deltas = []
+        for step in itertools.count():
+            deltas += engine.step()
+            if not engine.has_unfinished_requests:
+                break
+            if step % 2 and engine.scheduler.verifying:
+                engine.scheduler.preempt(engine.scheduler.verifying[0])
+        assert engine.stats().num_preemptions >= 2
+        assert deltas[-1].spec == other.generate(prompts[0], greedy())[0].spec
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_tracked_states_do_not_depend_on_drafts(drafts: str, prompts: list[Tokens]) -> None:
+    """Every due position, the last step's too."""
+    with new_llm("extra_buffer", drafts, 1, 1000) as llm:
+        for length in (9, 10, 11, 12, 24):
+            llm.flush_cache()
+            llm.generate(prompts[0], greedy(length))
+            size, nodes = len(prompts[0]), [llm.engine.prefixes.cache.root(None)]
+            for node in nodes:
+                nodes += node.children.values()
+            ends = sorted(node.end - size for node in nodes if node.state_slot is not None)
+            due = range(TRACK_INTERVAL, length, TRACK_INTERVAL)
+            assert ends == sorted({-1, *due, length - 1})
+
+
+class TestAsManySlotsAsRequests:
+    """A state that is hit may be the only slot there is: it is taken over, and nobody waits for nothing."""
+
+    @pytest.mark.parametrize("num_slots", [1, 2])
+    def test_repeats_and_turns(self, num_slots: int, prompts: list[Tokens], expected: Expected) -> None:
+        flags = {"max_running_requests": num_slots, "max_mamba_cache_size": num_slots}
+        with new_llm("no_buffer", "chain", 1, 64, **flags) as llm:
+            history, cached = prompts[0], []
+            for question in prompts[4:7]:
+                answer = llm.generate(history, greedy())[0]
+                cached.append(answer.num_cached_tokens - len(history))
+                history = history + answer.token_ids + question[:5]
+                expected.check([answer])
+                check_pools(llm)
+            assert cached[1:] == [-6, -6]  # the newest five tokens, and the last of the answer
+
+    def test_two_at_a_time(self, prompts: list[Tokens], expected: Expected) -> None:
+        flags = {"max_running_requests": 2, "max_mamba_cache_size": 2}
+        with new_llm("no_buffer", "chain", 1, 64, **flags) as llm:
+            engine = llm.engine
+            for name in "ab":
+                engine.add_request(name, prompts[0], greedy())
+            most = 0
+            while engine.has_unfinished_requests:
+                engine.step()
+                most = max(most, len(engine.scheduler.verifying))
+            assert most == 2
+            expected.check(llm.generate([prompts[0], prompts[0]], greedy()))
+            check_pools(llm)

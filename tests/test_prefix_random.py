@@ -6,15 +6,17 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from specmamba.cache.page_allocator import PageAllocator
+from specmamba.cache.radix_cache import MambaRadixCache
+from specmamba.cache.request_table import RequestTable
+from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import StatePool
 from specmamba.config import EngineConfig
 from specmamba.core import SamplingParams
 from specmamba.engine.engine import Engine
-from specmamba.engine.queue_order import longest_prefix_first, num_common
+from specmamba.engine.queue_order import longest_prefix_first
 from specmamba.engine.request import Request
 from tests.test_engine import assert_consistent, assert_idle
 from tests.tiny import write_tiny_checkpoint
@@ -53,6 +55,14 @@ def random_prompts(seed: int, count: int, longest: int) -> list[list[int]]:
         fresh = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))]
         prompts.append((shared + fresh)[:longest])
     return prompts
+
+
+def run_to_the_end(engine: Engine) -> tuple[int, ...]:
+    """The tokens of all requests, as they come."""
+    tokens: list[int] = []
+    while engine.has_unfinished_requests:
+        tokens += [token for delta in engine.step() for token in delta.token_ids]
+    return tuple(tokens)
 
 
 class Texts:
@@ -186,6 +196,45 @@ class TestRefusedMemory:
         raise AssertionError("a request is stuck")
 
 
+class TestExceptions:
+    """Something raises where a state changes hands: once everything is aborted, nothing is held."""
+
+    @pytest.mark.parametrize(
+        ("owner", "name"),
+        [
+            (StatePool, "copy"),
+            (StatePool, "fork"),
+            (StatePool, "donate"),
+            (SpecBuffers, "materialize"),
+            (MambaRadixCache, "insert"),
+            (RequestTable, "borrow"),
+        ],
+    )
+    def test_once(self, tiny: str, texts: Texts, owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        prompts = [*random_prompts(3, 5, 30), [1, 2, 3] * 6, [1, 2, 3] * 7, [1, 2, 3] * 8]
+        texts.compute(prompts, GREEDY.max_tokens)
+        engine = build(tiny, mamba_radix_cache_strategy="extra_buffer", mamba_track_interval=4)
+        real, calls = getattr(owner, name), [0]
+
+        def fail_once(self: object, *arguments: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise MemoryError("no more")
+            return real(self, *arguments)
+
+        monkeypatch.setattr(owner, name, fail_once)
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, GREEDY)
+        with pytest.raises(MemoryError):
+            run_to_the_end(engine)
+        for i in range(len(prompts)):
+            engine.abort(str(i))
+        assert_idle(engine)
+        for prompt in prompts[-2:]:
+            engine.add_request("again", prompt, GREEDY)
+            assert run_to_the_end(engine) == texts.of(prompt)
+
+
 class TestPublishedBugs:
     """What went wrong in the cache that this one follows."""
 
@@ -270,12 +319,3 @@ class TestQueueOrder:
         engine.add_request(name, prompt, GREEDY)
         while engine.has_unfinished_requests:
             engine.step()
-
-    def test_common_prefixes(self) -> None:
-        a = np.array([1, 2, 3, 4])
-        assert [num_common(a, np.array(b, dtype=np.int64)) for b in ([1, 2, 3, 4, 5], [1, 2, 9], [9], [])] == [
-            4,
-            2,
-            0,
-            0,
-        ]

@@ -87,11 +87,12 @@ class Demand:
         return (1 + cached) * self.config.max_running_requests
 
     def state_slots_beside(self, num_pages: int) -> int:
-        """States by the ratio of bytes; at least one per running request, at most what can be of use."""
+        """States by the ratio of bytes; at least what can run, and one to keep; at most what can be of use."""
         share = self.config.mamba_full_memory_ratio * self.kv_bytes(num_pages)
         most = self.most_state_slots(num_pages)
         by_ratio = min(share / max(1, self.shape.state_bytes_per_slot), most)  # the ratio may be astronomic
-        return max(self.config.max_running_requests, int(by_ratio))
+        fewest = self.config.max_running_requests + (0 if self.config.disable_radix_cache else 1)
+        return max(fewest, int(by_ratio))
 
     def pages_of(self, num_tokens: int) -> int:
         """Pages for a request of so many tokens and one draft."""
@@ -116,7 +117,9 @@ class Demand:
         per_position = SLOT_BYTES + (HISTORY_BYTES if config.speculative_algorithm == "ngram" else 0)
         per_row = positions * per_position + COUNT_BYTES * self.vocab_size
         per_row += self._drafter_bytes(self.max_nodes)
-        per_page = ALLOCATOR_BYTES + (0 if config.disable_radix_cache else 2 * SLOT_BYTES * config.page_size)
+        per_page = ALLOCATOR_BYTES
+        if not config.disable_radix_cache:  # the tree's keys and slots, and the pages of its nodes
+            per_page += 2 * SLOT_BYTES * config.page_size + SLOT_BYTES
         return (rows + 1) * per_row + rows * self._distribution_bytes(self.max_nodes) + (num_pages + 1) * per_page
 
     def draft_token_bytes(self, spec_bytes: Callable[[int], int]) -> int:

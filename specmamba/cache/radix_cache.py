@@ -167,6 +167,18 @@ class MambaRadixCache:
             self._recency.add_state(node)
         self.unlock(node)
 
+    def give_state(self, node: Node) -> int:
+        """Give the state of a node, whose KV is locked, away: the node is a tombstone, the slot the caller's to take.
+
+        Raises:
+            RuntimeError: it has none, its state is locked, or its KV is not.
+        """
+        if node.state_slot is None or node.state_locks or not node.kv_locks:
+            raise RuntimeError(f"{node} cannot give its state away: it has none, or the locks do not allow it")
+        node.lost_state = True
+        self._counters.evicted_states += 1
+        return self._tree.give_state(node)
+
     def evict_pages(self, count: int) -> bool:
         """Make ``count`` pages free, by evicting leaves; False, and nothing is evicted, where that is out of reach."""
         if self._allocator.num_available < count:

@@ -126,11 +126,15 @@ class RadixTree:
 
     def drop_state(self, node: Node) -> None:
         """Free a node's state, which nobody locks."""
+        self.states.free(self.give_state(node), PREFIX_CACHE)
+
+    def give_state(self, node: Node) -> int:
+        """Let go of a node's state, which nobody locks; its slot is still the prefix cache's."""
         slot = node.state_slot
         assert slot is not None
-        self.states.free(slot, PREFIX_CACHE)
         node.state_slot = None
         del self.state_nodes[slot], self.recency.states[node]
+        return slot
 
     def check_state(self, slot: int, position: int) -> None:
         """Make sure that a slot holds a state at ``position`` that is the prefix cache's, but no node's yet.

@@ -104,8 +104,9 @@ class RequestTable:
 
         The row gives up its hold of the pages that end there; the cache holds those it needs.
         """
-        self._put(row, start, slots)
         held, end = self._holdings[row], start + len(slots)
+        if not np.array_equal(slots, self._host[row, start:end]):  # mostly they are the row's own
+            self._put(row, start, slots)
         num_given = min(max(0, end // self._kv_pool.page_size - held.first_page), len(held.pages))
         self._kv_pool.allocator.release(held.pages[:num_given], pinned=True)
         self._holdings[row] = _Holding(end, held.first_page + num_given, held.pages[num_given:])

@@ -136,6 +136,15 @@ class StatePool:
         self.check(slot, owner, position)
         self._stamps[slot] = Stamp(PREFIX_CACHE, position, is_written=True)
 
+    def take(self, slot: int, owner: str, position: int) -> None:
+        """A request takes the prefix cache's state at ``position`` over, to write in it: the reverse of ``donate``.
+
+        Raises:
+            StateOwnershipError: the slot is not the prefix cache's written state there.
+        """
+        self.check(slot, PREFIX_CACHE, position)
+        self._stamps[slot] = Stamp(owner, position, is_written=True)
+
     def free(self, slot: int, owner: str) -> None:
         """Give a slot back.
 

@@ -35,6 +35,13 @@ class Drafter(ABC):
         """
         return None
 
+    def finish(self, batch: Batch) -> None:  # noqa: B027
+        """These rows are about to end, and others will go on from what they have run.
+
+        ``root_positions`` are where the newest steps' paths end; tokens and sampling settings of the roots mean
+        nothing. ``features`` gives the same before and after.
+        """
+
     def extend(self, chunk: Chunk, hidden: Tensor) -> None:  # noqa: B027
         """The target has run these known tokens; ``hidden`` [B, L, H] are its states after the final norm."""
 

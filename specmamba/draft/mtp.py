@@ -76,6 +76,13 @@ class MTPDrafter(Drafter):
         """See ``Drafter``."""
         return self._hidden[row, self._num_new[row] - 1 - behind_root]
 
+    def finish(self, batch: Batch) -> None:
+        """See ``Drafter``; what the next draft would catch up with is shared too, and that draft never comes."""
+        counts = {row: self._num_new[row] for row in batch.rows}
+        self.catch_up(batch)
+        for row, count in counts.items():
+            self._num_new[row] = count
+
     def extend(self, chunk: Chunk, hidden: Tensor) -> None:
         """Make the head's entries for known tokens. See ``Drafter``."""
         before = torch.cat([self._hidden[chunk.row_index, :1], hidden[:, :-1]], 1)
@@ -165,13 +172,15 @@ class MTPDrafter(Drafter):
 
     def _place(self, batch: Batch, counts: Sequence[int], longest: int) -> Window:
         """Positions and slots of everything this draft may run, made at once; padding stands at the root."""
-        behind = range(1, self._plan.num_slots)
-        offsets = [[*(min(i + 1 - count, 0) for i in range(longest)), *behind] for count in counts]
-        positions = batch.root_positions[:, None] + torch.tensor(offsets, device=self._device)
+        offsets = torch.arange(1 - longest, self._plan.num_slots, device=self._device)
+        if min(counts) == longest:
+            positions = batch.root_positions[:, None] + offsets
+            return Window(positions, self._table.slots_at(batch.row_index, positions), longest - 1)
+        missing = longest - torch.tensor(counts, device=self._device)[:, None]
+        moved = offsets + missing  # tokens stand at the left of their columns, what follows the root stays
+        positions = batch.root_positions[:, None] + moved.clamp(max=0).maximum(offsets)
         slots = self._table.slots_at(batch.row_index, positions)
-        if min(counts) < longest:
-            is_token = torch.tensor([[i < count for i in range(longest)] for count in counts], device=self._device)
-            slots[:, :longest] *= is_token
+        slots[:, :longest] *= moved[:, :longest] <= 0
         return Window(positions, slots, longest - 1)
 
     def _propose_nothing(self, batch: Batch) -> DraftTree:

@@ -46,6 +46,10 @@ class RankRecorder(Drafter):
         """See ``Drafter``."""
         return self.mtp.features(row, behind_root)
 
+    def finish(self, batch: Batch) -> None:
+        """See ``Drafter``."""
+        self.mtp.finish(batch)
+
     def extend(self, chunk: Chunk, hidden: Tensor) -> None:
         """See ``Drafter``."""
         self.mtp.extend(chunk, hidden)

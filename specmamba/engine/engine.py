@@ -161,7 +161,9 @@ class Engine:
         deltas = self._extend(runs) if runs else []
         batch = sorted(self.scheduler.verifying, key=lambda request: request.held_row)
         decisions = self.runner.step(batch) if batch else []
-        deltas.extend(self._advance(request, decision) for request, decision in zip(batch, decisions, strict=True))
+        advanced = [self._advance(request, decision) for request, decision in zip(batch, decisions, strict=True)]
+        self._end([request for request, delta in zip(batch, advanced, strict=True) if delta.finish_reason is not None])
+        deltas += advanced
         return deltas
 
     def _extend(self, runs: list[Run]) -> list[OutputDelta]:
@@ -225,7 +227,7 @@ class Engine:
         torch.set_num_threads(self._threads_before)
 
     def _advance(self, request: Request, decision: Decision) -> OutputDelta:
-        """Give a request its new tokens, and end it where they say so."""
+        """Give a request its new tokens; the delta says whether they end it."""
         if not decision.is_sound:
             return self._fail(request)
         count, text, reason = request.text.push(decision.tokens)
@@ -234,13 +236,15 @@ class Engine:
         tokens = decision.tokens[:count]
         request.output.extend(tokens)
         previous, request.num_run = request.num_run, request.root_position
-        if reason is None:
-            self.pools.counts.add(request.held_row, tokens)
-            self.prefixes.leave_tracked(request, previous)
-        else:
-            self.prefixes.leave_last(request)
-            self.abort(request.request_id)
+        self.pools.counts.add(request.held_row, tokens)
+        self.prefixes.leave_tracked(request, previous)
         return _delta(request, tokens, text, reason)
+
+    def _end(self, requests: list[Request]) -> None:
+        """Requests that are done leave what they have computed, and give everything back."""
+        self.prefixes.leave_last([request for request in requests if request.row is not None])  # else it has failed
+        for request in requests:
+            self.abort(request.request_id)
 
     def _fail(self, request: Request) -> OutputDelta:
         """End a request whose numbers went wrong; the others do not notice."""

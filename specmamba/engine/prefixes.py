@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from specmamba.cache.radix_cache import MambaRadixCache
@@ -45,23 +48,25 @@ class Prefixes:
             False (and no change but evictions) where there is not enough.
         """
         match = self._match(request, use_cache)
-        cache, node = self.cache, match.node
-        cache.lock(node)
-        if match.length:
-            cache.lock_state(node)  # so that making room for the copy does not evict the original
-        is_acquired = self._take(request, match, num_positions, num_spare)
-        if match.length:
-            cache.unlock_state(node)
+        self.cache.lock(match.node)
+        is_acquired = False
+        try:
+            is_acquired = self._take(request, match, num_positions, num_spare)
+        finally:
+            if not is_acquired:
+                self._give_back(request)
+                self.cache.unlock(match.node)
         if not is_acquired:
-            cache.unlock(node)
             return False
-        request.node, request.num_run = node, match.length
+        request.node, request.num_run = match.node, match.length
         if match.kv_length > match.length:
             request.chunk_ends.add(match.kv_length)  # others part here: a state is worth it
-        if self.is_on and use_cache and request.num_admissions == 0:
-            cache.count_request(request.num_tokens - 1, match)
+        if self.is_on and request.num_admissions == 0:
+            # what does not fit beside the cached prefix gives that prefix up
+            self.cache.count_request(request.num_tokens - 1, match if use_cache else replace(match, miss="evicted"))
             request.num_cached_tokens = match.length
         request.num_admissions += 1
+        request.must_compute = False
         return True
 
     def peek(self, request: Request) -> int:
@@ -98,8 +103,12 @@ class Prefixes:
         slot = self._reserve()
         if slot is None:
             return
-        self._save_features(request, request.held_slot, request.num_run)
-        self._pools.states.fork(request.held_slot, request.request_id, request.num_run, slot)
+        try:
+            self._save_features(request, request.held_slot, request.num_run)
+            self._pools.states.fork(request.held_slot, request.request_id, request.num_run, slot)
+        except BaseException:
+            self._pools.states.free(slot, PREFIX_CACHE)
+            raise
         self._insert(request, request.num_run, slot)
 
     def leave_tracked(self, request: Request, previous: int) -> None:
@@ -112,17 +121,18 @@ class Prefixes:
             if count > 0:
                 self._leave_at(request, offset + count * self._track_interval)
 
-    def leave_last(self, request: Request) -> None:
-        """A request that gives its memory back leaves its state, which nobody writes any more, and its KV."""
-        if not self.is_on or request.slot is None or request.node is None or request.num_run <= request.node.end:
-            return
-        slot = request.slot
-        self._save_features(request, slot, request.num_run)
-        if request.is_verifying:
-            self._pools.records.retire(request.held_row, request.num_run)
-        self._pools.states.donate(slot, request.request_id, request.num_run)
-        request.slot = None
-        self._insert(request, request.num_run, slot)
+    def leave_last(self, requests: Sequence[Request]) -> None:
+        """Requests that give their memory back leave their states, which nobody writes any more, and their KV."""
+        leaving = [request for request in requests if self.is_on and _has_more_than_its_node(request)]
+        self._runner.finish([request for request in leaving if request.is_verifying])
+        for request in leaving:
+            slot = request.held_slot
+            self._save_features(request, slot, request.num_run)
+            if request.is_verifying:
+                self._pools.records.retire(request.held_row, request.num_run)
+            self._pools.states.donate(slot, request.request_id, request.num_run)
+            request.slot = None
+            self._insert(request, request.num_run, slot)
 
     def release(self, request: Request) -> None:
         """Free what a request still holds."""
@@ -140,26 +150,39 @@ class Prefixes:
         return self.cache.match(key, request.extra_key)
 
     def _take(self, request: Request, match: Match, num_positions: int, num_spare: int) -> bool:
-        pools, table, allocator = self._pools, self._pools.table, self._pools.kv.allocator
+        """Allocate everything; what a failure leaves behind is the caller's to give back."""
+        table, allocator = self._pools.table, self._pools.kv.allocator
         needed = table.num_missing_pages(None, num_positions, match.length)
-        spare = -(-num_spare // pools.kv.page_size)
-        if not table.num_free_rows or needed + spare > allocator.num_available:
+        spare = -(-num_spare // self._pools.kv.page_size)
+        if not table.num_free_rows or not self.num_available_states or needed + spare > allocator.num_available:
             return False
-        if not (self.cache.evict_states(1) and self.cache.evict_pages(needed)):
+        if not self.cache.evict_pages(needed):
             return False
         request.row = table.allocate_row()
-        allocate = pools.states.reserve if match.length else pools.states.allocate
-        request.slot = allocate(request.request_id)
-        if request.row is None or request.slot is None:
-            self._give_back(request)
+        if request.row is None or not self._take_state(request, match):
             return False
         table.borrow(request.row, match.slots)
-        if not table.ensure(request.row, num_positions):
-            self._give_back(request)
-            return False
-        if match.node.state_slot is not None:
-            pools.states.copy(match.node.state_slot, request.slot, match.length)
-        return True
+        return table.ensure(request.row, num_positions)
+
+    def _take_state(self, request: Request, match: Match) -> bool:
+        """Give a request a slot with the state that it goes on from; False where there is none."""
+        states, cache, node = self._pools.states, self.cache, match.node
+        if not match.length:
+            request.slot = states.allocate(request.request_id) if cache.evict_states(1) else None
+            return request.slot is not None
+        assert node.state_slot is not None
+        cache.lock_state(node)  # so that making room for the copy does not evict the original
+        try:
+            request.slot = states.reserve(request.request_id) if cache.evict_states(1) else None
+            if request.slot is not None:
+                states.copy(node.state_slot, request.slot, match.length)
+        finally:
+            cache.unlock_state(node)
+        if request.slot is None and not states.num_free:  # the original is the only one to be had
+            slot = cache.give_state(node)
+            states.take(slot, request.request_id, match.length)
+            request.slot = slot
+        return request.slot is not None
 
     def _give_back(self, request: Request) -> None:
         """Free a request's row and slot, as far as it has them."""
@@ -175,8 +198,12 @@ class Prefixes:
         slot = self._reserve()
         if slot is None:
             return
-        self._pools.records.materialize(request.held_row, position, slot)
-        self._save_features(request, slot, position)
+        try:
+            self._pools.records.materialize(request.held_row, position, slot)
+            self._save_features(request, slot, position)
+        except BaseException:
+            self._pools.states.free(slot, PREFIX_CACHE)
+            raise
         self._insert(request, position, slot)
 
     def _insert(self, request: Request, end: int, slot: int) -> None:
@@ -184,7 +211,11 @@ class Prefixes:
         start, row, table = request.node, request.held_row, self._pools.table
         assert start is not None
         tokens, slots = request.token_array(start.end, end), table.slots_of_positions(row, start.end, end)
-        insertion = self.cache.insert(start, tokens, slots, slot)
+        try:
+            insertion = self.cache.insert(start, tokens, slots, slot)
+        except BaseException:
+            self._pools.states.free(slot, PREFIX_CACHE)
+            raise
         if not insertion.takes_state:
             self._pools.states.free(slot, PREFIX_CACHE)
         self.cache.move_lock(start, insertion.node)
@@ -207,6 +238,14 @@ class Prefixes:
             stored.zero_()
         else:
             stored.copy_(features)
+
+
+def _has_more_than_its_node(request: Request) -> bool:
+    """Whether a request has a state that its node in the cache has not (any more)."""
+    node = request.node
+    if node is None or request.slot is None or not request.num_run:
+        return False
+    return request.num_run > node.end or (request.num_run == node.end and node.state_slot is None)
 
 
 def build_prefixes(config: EngineConfig, model: LoadedModel, runner: Runner) -> Prefixes:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
+from specmamba.cache.radix_node import Tokens, common_length
 from specmamba.engine.prefixes import Prefixes
 from specmamba.engine.request import Request
 
 MAX_ORDERED = 128  # requests whose prefixes are looked up in every step; the others keep their order behind them
-MIN_SHARED = 16  # tokens that must be saved for a request to wait for another's
+MIN_SHARED = 16  # tokens that must be saved for a request to wait for another's,
+MIN_SHARE = 0.25  # and of those that it would compute
 
 
 def longest_prefix_first(
@@ -28,41 +27,41 @@ def longest_prefix_first(
     return first + ordered + others[MAX_ORDERED:]
 
 
-class Leaders:
-    """Finds requests whose prefix another request is computing right now."""
-
-    def __init__(self, prefixes: Prefixes) -> None:
-        self._prefixes = prefixes
-        self._followed: dict[str, tuple[Request, int]] = {}  # by id: who computes, and tokens that are shared
-
-    def is_computing_for(self, request: Request, extending: Sequence[Request]) -> bool:
-        """Whether waiting saves a request work: one that extends will leave a state where the two part."""
-        followed = self._followed.get(request.request_id)
-        if followed is None or not _is_ahead(*followed, extending):
-            followed = self._find(request, extending)
-        if followed is None:
-            self._followed.pop(request.request_id, None)
-            return False
-        self._followed[request.request_id] = followed
-        return True
-
-    def _find(self, request: Request, extending: Sequence[Request]) -> tuple[Request, int] | None:
-        if not self._prefixes.is_on or not extending:
-            return None
-        key = request.key()
-        shared = {other: num_common(key, other.key()) for other in extending if other.extra_key == request.extra_key}
-        leader = max((o for o in shared if _is_ahead(o, shared[o], extending)), key=shared.__getitem__, default=None)
-        if leader is None or shared[leader] < self._prefixes.peek(request) + MIN_SHARED:
-            return None
-        leader.chunk_ends.add(shared[leader])
-        return leader, shared[leader]
+def is_computed_by_another(request: Request, extending: Sequence[Request], prefixes: Prefixes) -> bool:
+    """Whether waiting saves a request work: one that extends now will leave a state where the two part."""
+    if request.leader is None or not _is_ahead(*request.leader, extending):
+        request.leader = _find_leader(request, extending, prefixes)
+    return request.leader is not None
 
 
-def num_common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """Length of the common prefix of two token arrays."""
-    size = min(len(a), len(b))
-    differs = a[:size] != b[:size]
-    return int(differs.argmax()) if differs.any() else size
+def _find_leader(request: Request, extending: Sequence[Request], prefixes: Prefixes) -> tuple[Request, int] | None:
+    """The request that computes the most of another's tokens, and how many; it is told to leave a state there."""
+    if not prefixes.is_on or not extending:
+        return None
+    key = request.key()
+    shared = {other: _num_common(key, other.key()) for other in extending if other.extra_key == request.extra_key}
+    leader = max((o for o in shared if _is_ahead(o, shared[o], extending)), key=shared.__getitem__, default=None)
+    if leader is None or shared[leader] < MIN_SHARED:
+        return None
+    end = _chunk_end(leader, shared[leader])
+    cached = prefixes.peek(request)
+    if end - cached < max(MIN_SHARED, MIN_SHARE * (len(key) - cached)):
+        return None
+    leader.chunk_ends.add(end)
+    return leader, end
+
+
+def _chunk_end(leader: Request, num_shared: int) -> int:
+    """Where a request leaves a state for another that shares so many tokens; one place serves those that are near."""
+    near = [end for end in leader.chunk_ends if num_shared - MIN_SHARED < end <= num_shared and end > leader.num_run]
+    return max(near, default=num_shared)
+
+
+def _num_common(a: Tokens, b: Tokens) -> int:
+    """Length of the common prefix of two texts; 0 where it is too short to matter, which is found out at once."""
+    if min(len(a), len(b)) < MIN_SHARED or (a[:MIN_SHARED] != b[:MIN_SHARED]).any():
+        return 0
+    return common_length(a, b)
 
 
 def _is_ahead(leader: Request, num_shared: int, extending: Sequence[Request]) -> bool:

@@ -35,6 +35,7 @@ class Request:
     num_run: int = 0  # tokens that the target has run; the state stands here
     is_verifying: bool = False  # its state is a checkpoint with pending records
     chunk_ends: set[int] = field(default_factory=set)  # where a chunk ends, so that a state is left for others
+    leader: tuple[Request, int] | None = None  # who computes its first tokens, and how many, while it waits for that
     must_compute: bool = False  # it does not fit beside the cached prefix it would borrow
     prompt_array: NDArray[np.int64] = field(init=False)
 

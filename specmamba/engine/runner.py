@@ -79,6 +79,14 @@ class Runner:
         if request.params.has_penalties:
             self.pools.counts.begin(row, request.prompt, request.output)
 
+    def finish(self, requests: Sequence[Request]) -> None:
+        """What verifying requests have run is going to be shared: the drafter's part of it is completed."""
+        if requests:
+            requests = sorted(requests, key=lambda request: request.held_row)
+            # a text may end inside the accepted path; the rows stand where the path ends
+            positions = [self.pools.records.position(request.held_row) for request in requests]
+            self.drafter.finish(self._batch(requests, positions))
+
     def release(self, row: int) -> None:
         """A row is about to be given back."""
         self.pools.records.end(row)
@@ -110,7 +118,7 @@ class Runner:
 
     def step(self, requests: Sequence[Request]) -> list[Decision]:
         """Draft, verify, accept, commit: one to N new tokens for every request."""
-        batch = self._batch(requests)
+        batch = self._batch(requests, [request.root_position for request in requests])
         history = None if batch.sampling.penalties is None else self.pools.counts.of(batch.row_index)
 
         self.clock.start(len(batch.rows))
@@ -161,9 +169,8 @@ class Runner:
         target = table.slots_at(batch.row_index, root + steps)
         self.pools.kv.move(source[moves], target[moves])
 
-    def _batch(self, requests: Sequence[Request]) -> Batch:
+    def _batch(self, requests: Sequence[Request], positions: Sequence[int]) -> Batch:
         rows = tuple(request.held_row for request in requests)
-        positions = [request.root_position for request in requests]
         return Batch(
             rows=rows,
             row_index=torch.tensor(rows, device=self._device),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specmamba.engine.prefixes import Prefixes
-from specmamba.engine.queue_order import Leaders, longest_prefix_first
+from specmamba.engine.queue_order import is_computed_by_another, longest_prefix_first
 from specmamba.engine.request import Request, Run
 from specmamba.errors import QueueFullError
 
@@ -37,7 +37,6 @@ class Scheduler:
 
     def __init__(self, prefixes: Prefixes, limits: SchedulerLimits) -> None:
         self._prefixes, self._limits = prefixes, limits
-        self._leaders = Leaders(prefixes)
         self.waiting: deque[Request] = deque()
         self.extending: list[Request] = []
         self.verifying: list[Request] = []
@@ -59,8 +58,10 @@ class Scheduler:
         Only a request whose prefix is being computed by another lets others pass meanwhile.
         """
         admitted: list[Request] = []
+        if not self.waiting or not self._prefixes.num_admissible:
+            return admitted
         for request in self._in_order():
-            if self._leaders.is_computing_for(request, self.extending):
+            if is_computed_by_another(request, self.extending, self._prefixes):
                 continue
             if not self._acquire(request):
                 break
@@ -74,7 +75,7 @@ class Scheduler:
         """The next chunk: the oldest request's tokens, and others' while the padded chunk stays within its size."""
         runs: list[Run] = []
         longest, chunk_size = 0, self._limits.chunk_size
-        for request in self.extending:
+        for request in sorted(self.extending, key=lambda request: request.sequence_number):
             wanted = min(request.num_to_extend, chunk_size, request.num_to_chunk_end)
             room = chunk_size // (len(runs) + 1)
             if runs and max(longest, wanted) > room:
@@ -104,7 +105,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take everything back from a request and let it wait again, ahead of the others that wait."""
-        self._prefixes.leave_last(request)
+        self._prefixes.leave_last([request])
         self.release(request)
         request.num_run = 0
         self.num_preemptions += 1
