@@ -51,8 +51,11 @@ class StateBytesConfig(CommandLine, JsonFile):
     """State traffic and memory of a verify: records against snapshots."""
 
     accept_length: Annotated[Count, Field(description="tokens per verify; trees smaller than that accept all")] = 4
-    dtype: Annotated[Literal["bfloat16", "float32"], Field(description="of convolution inputs")] = "bfloat16"
-    time: Annotated[bool, Field(description="time the kernels too")] = True
+    dtype: Annotated[
+        Literal["bfloat16", "float32"],
+        Field(description="of convolution inputs, and of all activations that are timed"),
+    ] = "bfloat16"
+    time: Annotated[bool, Field(description="time the layers too")] = True
     timed_shape: Annotated[ShapeName, Field(description="whose layers to time")] = "qwen3-next"
     timed_nodes: Annotated[Count, Field(description="nodes of the timed trees")] = JUDGED_NODES
     batch_size: Annotated[Count, Field(description="timed requests")] = 2

@@ -1,7 +1,8 @@
-"""Times the kernels of the two ways to verify, on states that no cache holds; see state_bytes.py.
+"""Times a recurrent layer under the two ways to verify, on states that no cache holds; see state_bytes.py.
 
-Both run the same nodes from the same states, interleaved, and must end in the same state: a figure of a kernel that
-computes something else is worth nothing.
+A layer is all that lies between its projections: convolution, gates, delta rule, gated norm. Both ways run the same
+nodes from the same states, interleaved, and must end in the same state: a figure of a kernel that computes something
+else is worth nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specmamba.errors import ConfigError, SpecmambaError
-from specmamba.kernels import gated_delta_rule, state_copy
-from specmamba.kernels import tree as tree_ops
+from specmamba.bench.state_workload import Workload
+from specmamba.errors import SpecmambaError
+from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, state_copy
 from specmamba.kernels.gated_delta_rule import torch_ops
 
 if TYPE_CHECKING:
@@ -25,105 +26,119 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta
-
-
-class Workload:
-    """One cycle of verifies up to a fold: the trees, the nodes' inputs per layer, and the states at the start."""
-
-    def __init__(self, config: StateBytesConfig, shape: LayerShape, is_chain: bool) -> None:
-        from specmamba.bench.state_bytes import capacity, verifies_per_fold
-
-        s, self.num_nodes = shape, config.timed_nodes
-        self.batch_size, self.num_layers = config.batch_size, config.layers
-        self.accept_length = min(config.accept_length, self.num_nodes)
-        self.num_verifies = verifies_per_fold(self.num_nodes, self.accept_length)
-        self.capacity, self.is_chain, self.shape = capacity(self.num_nodes), is_chain, shape
-        # a comb: the accepted path is every other node, so that its records have to move
-        parents = [i - 1 if is_chain or i % 2 else i - 2 for i in range(self.num_nodes)]
-        self.path = [i if is_chain else 2 * i for i in range(self.accept_length)]
-        if self.path[-1] >= self.num_nodes:
-            raise ConfigError(f"--accept-length {self.accept_length}: a tree needs two nodes for each: --timed-nodes")
-        self.parents = torch.tensor([[max(-1, parent) for parent in parents]] * self.batch_size)
-        self.ancestors = tree_ops.ancestors(self.parents)
-        torch.manual_seed(0)
-        self.inputs = [self._inputs() for _ in range(self.num_layers)]
-        states = (self.num_layers, self.batch_size, s.value_heads, s.key_dim, s.value_dim)
-        self.states = torch.randn(states)
-
-    def _inputs(self) -> Inputs:
-        s, size, unit = self.shape, (self.batch_size, self.num_nodes), torch.nn.functional.normalize
-        return (
-            unit(torch.randn(*size, s.key_heads, s.key_dim), dim=-1) * s.key_dim**-0.5,
-            unit(torch.randn(*size, s.key_heads, s.key_dim), dim=-1),
-            torch.randn(*size, s.value_heads, s.value_dim),
-            -torch.rand(*size, s.value_heads),
-            torch.rand(*size, s.value_heads),
-        )
-
 
 class RecordsRun:
     """Verifies that write records, and the fold that their cycle ends with."""
 
-    def __init__(self, work: Workload, ops: Any) -> None:
-        s, rows = work.shape, (work.num_layers, work.batch_size, work.capacity)
-        self._work, self._ops = work, ops
+    def __init__(self, work: Workload, is_fused: bool) -> None:
+        s, rows = work.shape, (work.num_layers, work.batch_size)
+        self._work, self._is_fused, self._window = work, is_fused, s.conv_width - 1
         self.states = work.states.clone()
+        self._conv_inputs = torch.zeros(*rows, self._window + work.capacity, s.channels, dtype=work.dtype)
         self._records = (
-            torch.zeros(*rows, s.key_heads, s.key_dim),
-            torch.zeros(*rows, s.value_heads, s.value_dim),
-            torch.zeros(*rows, s.value_heads),
+            torch.zeros(*rows, work.capacity, s.key_heads, s.key_dim),
+            torch.zeros(*rows, work.capacity, s.value_heads, s.value_dim),
+            torch.zeros(*rows, work.capacity, s.value_heads),
         )
+        of_layers = zip(self.states, self._conv_inputs, *self._records, strict=True)
+        self._layers = [delta_net.Buffers(*of_layer) for of_layer in of_layers]
         self._rows = torch.arange(work.batch_size)
+
+    @staticmethod
+    def can_fuse(work: Workload) -> bool:
+        """Whether the one call that verifies in the engine can be had here."""
+        run = RecordsRun(work, is_fused=True)
+        return delta_net.can_fuse(*work.layers[0], run._layers[0])
 
     def cycle(self) -> None:
         """Up to and including the fold."""
         work = self._work
         for number in range(work.num_verifies):
             offset = number * work.accept_length
-            for layer in range(work.num_layers):
-                records = (x[layer] for x in self._records)
-                state = self.states[layer]
-                self._ops.tree_verify(*work.inputs[layer], state, *records, None, offset, work.ancestors)
+            index = work.conv_index + offset  # every record before the nodes is pending
+            trees = delta_net.Trees(self._rows, self._rows, index, None, offset, work.ancestors)
+            for (inputs, weights), buffers in zip(work.layers, self._layers, strict=True):
+                if self._is_fused:
+                    delta_net.tree_verify(inputs, weights, buffers, trees)
+                else:
+                    self._verify_part_by_part(inputs, weights, buffers, trees)
             if not work.is_chain:
                 self._commit(offset)
-        pending = torch.full((work.batch_size,), work.num_verifies * work.accept_length)
-        for layer in range(work.num_layers):
-            k, u, decay = (x[layer, :, : int(pending[0])] for x in self._records)
-            self.states[layer].copy_(self._ops.fold(self.states[layer], k, u, decay, pending))
+        self._fold(work.num_verifies * work.accept_length)
+
+    def _verify_part_by_part(
+        self, inputs: delta_net.Inputs, weights: delta_net.Weights, buffers: delta_net.Buffers, trees: delta_net.Trees
+    ) -> None:
+        def convolve(x: Tensor, weight: Tensor) -> Tensor:
+            first = self._window + trees.node_offset
+            stored = buffers.conv_inputs[:, : first + x.shape[1]]
+            stored[:, first:] = x
+            return causal_conv1d.tree_verify(stored, trees.conv_index, weight)
+
+        def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            records = buffers.k, buffers.u, buffers.decay
+            return torch_ops.tree_verify(
+                q, k, v, g, beta, buffers.states, *records, None, trees.node_offset, trees.ancestors
+            )
+
+        delta_net.compose(inputs, weights, convolve, delta_rule)
 
     def _commit(self, offset: int) -> None:
         source = offset + torch.tensor([self._work.path] * self._work.batch_size)
         target = offset + torch.arange(self._work.accept_length).expand_as(source)
         for buffer in self._records:
             state_copy.compact(buffer, self._rows, source, target, source != target)
+        moved = source + self._window, target + self._window
+        state_copy.compact(self._conv_inputs, self._rows, *moved, source != target)
+
+    def _fold(self, count: int) -> None:
+        fold = gated_delta_rule.fold if self._is_fused else torch_ops.fold
+        pending = torch.full((self._work.batch_size,), count)
+        for x in self._layers:
+            fold(x.states, x.k[:, :count], x.u[:, :count], x.decay[:, :count], pending, x.states)
+            x.conv_inputs[:, : self._window] = x.conv_inputs[:, count : count + self._window].clone()
 
 
 class SnapshotsRun:
-    """Verifies that write states, each promoted by a copy."""
+    """Verifies that write states and windows, each promoted by a copy."""
 
     def __init__(self, work: Workload) -> None:
-        s = work.shape
+        s, rows = work.shape, (work.num_layers, work.batch_size)
         self._work = work
         self.states = work.states.clone()
-        size = (work.num_layers, work.batch_size, work.num_nodes)
-        self._snapshots = torch.zeros(*size, s.value_heads, s.key_dim, s.value_dim)
+        self._windows = torch.zeros(*rows, s.conv_width - 1, s.channels, dtype=work.dtype)
+        self._snapshots = torch.zeros(*rows, work.num_nodes, s.value_heads, s.key_dim, s.value_dim)
+        self._window_snapshots = torch.zeros(*rows, work.num_nodes, s.conv_width - 1, s.channels, dtype=work.dtype)
 
     def cycle(self) -> None:
         """As many verifies as there are in a cycle of records."""
+        last = self._work.path[-1]
+        for _ in range(self._work.num_verifies):
+            for layer in range(self._work.num_layers):
+                self._verify(layer)
+            self.states.copy_(self._snapshots[:, :, last])
+            self._windows.copy_(self._window_snapshots[:, :, last])
+
+    def _verify(self, layer: int) -> None:
         work = self._work
         parents = None if work.is_chain else work.parents
-        for _ in range(work.num_verifies):
-            for layer in range(work.num_layers):
-                snapshots = self._snapshots[layer]
-                torch_ops.tree_verify_snapshots(*work.inputs[layer], self.states[layer], snapshots, parents)
-            for layer in range(work.num_layers):
-                self.states[layer].copy_(self._snapshots[layer][:, work.path[-1]])
+
+        def convolve(x: Tensor, weight: Tensor) -> Tensor:
+            y, after = causal_conv1d.tree_verify_snapshots(x, self._windows[layer], work.conv_index, weight)
+            self._window_snapshots[layer] = after
+            return y
+
+        def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            return torch_ops.tree_verify_snapshots(
+                q, k, v, g, beta, self.states[layer], self._snapshots[layer], parents
+            )
+
+        delta_net.compose(*work.layers[layer], convolve, delta_rule)
 
 
 @torch.inference_mode()
 def time_kernels(config: StateBytesConfig, shape: LayerShape) -> dict[str, Any]:
-    """Milliseconds per verify of both, and their ratio, for trees and for chains.
+    """Milliseconds per verify of both, all layers, and their ratio, for trees and for chains.
 
     Raises:
         ConfigError: the accepted path does not fit the tree.
@@ -149,11 +164,11 @@ def time_kernels(config: StateBytesConfig, shape: LayerShape) -> dict[str, Any]:
 
 
 def _time(work: Workload, rounds: int) -> list[dict[str, Any]]:
-    """The same PyTorch for both; and what runs, where that is another kernel."""
+    """The same parts one after the other for both; and the one call that the engine makes, where it can be had."""
     snapshots = SnapshotsRun(work)
-    records = {"PyTorch for both": RecordsRun(work, torch_ops)}
-    if gated_delta_rule.tree_verify is not torch_ops.tree_verify:
-        records["the kernels that run, snapshots in PyTorch"] = RecordsRun(work, gated_delta_rule)
+    records = {"part by part for both": RecordsRun(work, is_fused=False)}
+    if RecordsRun.can_fuse(work):
+        records["records in the engine's one call, snapshots part by part"] = RecordsRun(work, is_fused=True)
     snapshots.cycle()  # the first cycle warms up and is compared
     for run in records.values():
         run.cycle()

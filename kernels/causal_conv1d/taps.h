@@ -5,7 +5,8 @@
 
 namespace specmamba {
 
-// y = silu(sum weight[w] taps[w]) over the channels [first, first + size) of inputs taps[w] and weights [width, channels].
+// y = silu(sum weight[w] taps[w]) over the channels [first, first + size) of inputs taps[w] and weights
+// [width, channels].
 template <typename T>
 inline void convolve(const T* const* taps, const float* weight, int64_t width, int64_t channels, int64_t first,
                      int64_t size, float* y) {

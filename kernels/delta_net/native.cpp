@@ -45,7 +45,8 @@ struct Trees {
 template <typename T>
 class KeyHead {
  public:
-  KeyHead(const Inputs& inputs, const Weights& weights, const Buffers& buffers, const Trees& trees, int64_t b, int64_t h)
+  KeyHead(const Inputs& inputs, const Weights& weights, const Buffers& buffers, const Trees& trees, int64_t b,
+          int64_t h)
       : in_(inputs), w_(weights), buffers_(buffers), trees_(trees), b_(b), key_head_(h), N(trees.nodes), K(w_.key_dim),
         V(w_.value_dim) {
     const int64_t row = trees.rows[b];
@@ -97,8 +98,9 @@ class KeyHead {
     }
     for (int64_t i = 0; i < N; ++i) {
       mix(i, channel, V, tree_.value(i));
-      tree_.log_decay(i) = w_.negative_a[h] * softplus(to_float(of_node(in_.a, in_.a_token, i)[h]) + w_.dt_bias[h]);
-      tree_.beta(i) = sigmoid(to_float(of_node(in_.b, in_.b_token, i)[h]));
+      const float a = to_float(of_node(in_.a, in_.a_token, i)[h]), b = to_float(of_node(in_.b, in_.b_token, i)[h]);
+      tree_.log_decay(i) = log_decay_of(a, w_.negative_a[h], w_.dt_bias[h]);
+      tree_.beta(i) = step_size_of(b);
     }
     tree_.verify({states_ + h * K * V, K, V});
     for (int64_t i = 0; i < N; ++i) {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specmamba.kernels.delta_net.operands import Buffers, Inputs, Trees, Weights
 from specmamba.kernels.native import library
-from specmamba.kernels.native.tensors import is_contiguous_from, is_native, require, struct
+from specmamba.kernels.native.tensors import is_contiguous_from, is_native, require, struct, tokens_of
 from specmamba.kernels.rowwise.torch_ops import L2_EPS
 
 SOURCE = Path(__file__).parent / "native.cpp"
@@ -41,23 +41,25 @@ _Trees = struct(
 
 def can_take(inputs: Inputs, weights: Weights, buffers: Buffers) -> bool:
     """Whether native code computes on these: activations float32 or bfloat16 on the CPU, rows of buffers contiguous."""
-    dtype = inputs.mixed.dtype
     return (
-        is_native(inputs.mixed)
-        and inputs.gate.dtype is dtype
-        and inputs.a.dtype is dtype
-        and inputs.b.dtype is dtype
+        _are_alike(inputs, buffers)
         and _told(weights, _tell_weights) is not None
-        and buffers.conv_inputs.dtype is dtype
         and _told(buffers, _tell_buffers) is not None
         and code() is not None
     )
 
 
 def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees) -> Tensor:
-    """``reference.tree_verify`` where ``can_take`` allows it; all of a key head's work is one task of a thread."""
-    native, told_weights = code(), _told(weights, _tell_weights)
+    """``reference.tree_verify`` where ``can_take`` allows it; all of a key head's work is one task of a thread.
+
+    Raises:
+        ValueError: ``can_take`` does not, or shapes do not fit. Indices are trusted.
+    """
+    native, told_weights, told_buffers = code(), _told(weights, _tell_weights), _told(buffers, _tell_buffers)
     assert native is not None
+    require(_are_alike(inputs, buffers), "inputs and conv_inputs need one dtype, float32 or bfloat16, on the CPU")
+    is_told = told_weights is not None and told_buffers is not None
+    require(is_told, "weights or buffers have a dtype, device or layout that native code does not take")
     batch, nodes = inputs.mixed.shape[:2]
     heads, width = (batch, nodes, weights.num_value_heads), weights.value_dim
     require(inputs.mixed.shape[2] == weights.conv.shape[0], "the inputs have other channels than the convolution")
@@ -66,18 +68,28 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     require(trees.ancestors.shape == (batch, nodes, nodes), "there are other trees than inputs")
     _check_places(weights, buffers, trees)
     out = torch.empty(*heads, width, dtype=inputs.gate.dtype)
-    (mixed, of_mixed), (gate, of_gate) = _tokens(inputs.mixed), _tokens(inputs.gate)
-    (b, of_b), (a, of_a) = _tokens(inputs.b), _tokens(inputs.a)
+    (mixed, of_mixed), (gate, of_gate) = tokens_of(inputs.mixed, 1), tokens_of(inputs.gate, 2)
+    (b, of_b), (a, of_a) = tokens_of(inputs.b, 1), tokens_of(inputs.a, 1)
     pointers = (x.data_ptr() for x in (mixed, gate, b, a, out))
     native.delta_net_tree_verify(
         _Inputs(*pointers, of_mixed, of_gate, of_b, of_a),
         told_weights,
-        _told(buffers, _tell_buffers),
+        told_buffers,
         _told(trees, _tell_trees),
         mixed.dtype is torch.bfloat16,
         torch.get_num_threads(),
     )
     return out
+
+
+def _are_alike(inputs: Inputs, buffers: Buffers) -> bool:
+    """Whether all activations have one dtype, of those that native code reads, where it reaches them."""
+    x, kept, dtype = inputs, buffers.conv_inputs, inputs.mixed.dtype  # spelt out: this runs in every layer and step
+    return (
+        is_native(x.mixed)
+        and x.gate.dtype is x.a.dtype is x.b.dtype is kept.dtype is dtype
+        and (x.gate.is_cpu and x.a.is_cpu and x.b.is_cpu and kept.is_cpu)
+    )
 
 
 T = TypeVar("T", Weights, Buffers, Trees)
@@ -100,12 +112,14 @@ def _tell_weights(w: Weights) -> Any:
         ValueError: they do not fit each other.
     """
     of_head = w.negative_a, w.dt_bias, w.norm
-    if not all(x.is_cpu and x.dtype is torch.float32 for x in (w.conv, *of_head)) or not w.conv.t().is_contiguous():
+    laid_out = w.conv.t(), *of_head
+    if not all(x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() for x in laid_out):
         return None
     hk, hv, key_dim, value_dim = w.num_key_heads, w.num_value_heads, w.key_dim, w.value_dim
     require(hv % hk == 0, "value heads are no multiple of key heads")
     require(w.conv.shape[0] == 2 * hk * key_dim + hv * value_dim, "the convolution has other channels than the heads")
-    require(w.dt_bias.shape == (hv,) and all(x.is_contiguous() for x in of_head), "decays have another shape")
+    require(w.negative_a.shape == w.dt_bias.shape == (hv,), "decays have another shape")
+    require(w.norm.shape == (value_dim,), "the norm has another shape")
     pointers = (x.data_ptr() for x in (w.conv, *of_head))
     return _Weights(*pointers, w.conv.shape[1], hk, hv, key_dim, value_dim, w.norm_eps, L2_EPS)
 
@@ -121,8 +135,10 @@ def _tell_buffers(x: Buffers) -> Any:
 
 def _tell_trees(x: Trees) -> Any:
     integers = x.rows, x.slots, x.conv_index, *(() if x.num_pending is None else (x.num_pending,))
-    require(all(y.dtype is torch.int64 and y.is_contiguous() for y in integers), "places need contiguous int64")
-    require(x.ancestors.dtype is torch.bool and is_contiguous_from(x.ancestors, 1), "ancestors need rows of bool")
+    are_places = all(y.dtype is torch.int64 and y.is_cpu and y.is_contiguous() for y in integers)
+    require(are_places, "places need contiguous int64 on the CPU")
+    is_mask = x.ancestors.is_cpu and x.ancestors.dtype is torch.bool and is_contiguous_from(x.ancestors, 1)
+    require(is_mask, "ancestors need rows of bool on the CPU")
     batch, nodes, _ = x.conv_index.shape
     require(x.rows.shape == x.slots.shape == (batch,), "rows and slots need one entry per tree")
     require(x.num_pending is None or x.num_pending.shape == (batch,), "num_pending needs one entry per tree")
@@ -146,15 +162,6 @@ def _check_places(weights: Weights, buffers: Buffers, trees: Trees) -> None:
     require(buffers.u.shape == (rows, capacity, w.num_value_heads, w.value_dim), "u has another shape")
     require(buffers.decay.shape == (rows, capacity, w.num_value_heads), "decay has another shape")
     _FITTING[buffers] = weights
-
-
-def _tokens(x: Tensor) -> tuple[Tensor, int]:
-    """x [B, N, ...] with its tokens at one distance, copied if they are not, and this distance."""
-    (batch, nodes), strides = x.shape[:2], x.stride()
-    if is_contiguous_from(x, 2) and (batch == 1 or nodes == 1 or strides[0] == nodes * strides[1]):
-        return x, strides[0] if nodes == 1 else strides[1]
-    x = x.contiguous()
-    return x, x.stride(1)
 
 
 @cache

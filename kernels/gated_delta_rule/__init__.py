@@ -3,30 +3,9 @@
 from torch import Tensor
 
 from specmamba.kernels.gated_delta_rule import native_ops, torch_ops
-from specmamba.kernels.gated_delta_rule.torch_ops import extend, tree_verify_snapshots
+from specmamba.kernels.gated_delta_rule.torch_ops import extend, tree_verify, tree_verify_snapshots
 
 __all__ = ["extend", "fold", "tree_verify", "tree_verify_snapshots"]
-
-
-def tree_verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    records_k: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor | None,
-    node_offset: int,
-    ancestors: Tensor,
-) -> Tensor:
-    """Outputs of all nodes of a draft tree, their records written in place; see ``torch_ops.tree_verify``."""
-    records = records_k, records_u, records_decay
-    if native_ops.can_take(state, *records):
-        return native_ops.tree_verify(q, k, v, g, beta, state, *records, num_pending, node_offset, ancestors)
-    return torch_ops.tree_verify(q, k, v, g, beta, state, *records, num_pending, node_offset, ancestors)
 
 
 def fold(

@@ -1,4 +1,4 @@
-// Gated delta rule over draft trees, and the fold of pending records; see README.md and reference.py.
+// The fold of pending records into checkpoints; see README.md and reference.py.
 #include "gated_delta_rule/tree.h"
 
 #include "parallel.h"
@@ -7,64 +7,13 @@ namespace {
 
 using namespace specmamba;
 
-// Everything of one verify. Distances are in elements; what is not named is contiguous.
-struct Verify {
-  const float *q, *k, *v, *g, *beta;  // [B, N, Hk, K] [B, N, Hk, K] [B, N, Hv, V] [B, N, Hv] [B, N, Hv]
-  const float* state;                 // [B, Hv, K, V]
-  float *records_k, *records_u, *records_decay;
-  const int64_t* num_pending;  // [B], or null: node_offset everywhere
-  const bool* ancestors;       // [B, N, N], true from each node's ancestors and itself
-  float* out;                  // [B, N, Hv, V]
-  int64_t batch, nodes, key_heads, value_heads, key_dim, value_dim, node_offset;
-  int64_t v_batch, v_node;                             // from one batch entry, or node, of v to the next
-  int64_t state_batch, k_batch, u_batch, decay_batch;  // from one batch entry of state and records to the next
-  int64_t ancestors_batch;
-};
-
-// All value heads of one key head of one batch entry.
-void verify(const Verify& p, int64_t b, int64_t key_head) {
-  thread_local HeadTree tree;
-  const int64_t K = p.key_dim, V = p.value_dim, N = p.nodes, group = p.value_heads / p.key_heads;
-  const int64_t pending = p.num_pending == nullptr ? p.node_offset : p.num_pending[b];
-  float* records_k = p.records_k + b * p.k_batch + key_head * K;
-  tree.begin(N, pending, K, V);
-  for (int64_t j = 0; j < pending; ++j) std::copy_n(records_k + j * p.key_heads * K, K, tree.key(j));
-  for (int64_t i = 0; i < N; ++i) {
-    const int64_t at = ((b * N + i) * p.key_heads + key_head) * K;
-    std::copy_n(p.k + at, K, tree.key(pending + i));
-    std::copy_n(p.k + at, K, records_k + (p.node_offset + i) * p.key_heads * K);
-    std::copy_n(p.q + at, K, tree.query(i));
-  }
-  tree.look(p.ancestors + b * p.ancestors_batch);
-  const float* state = p.state + b * p.state_batch;
-  for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h) {
-    float *records_u = p.records_u + b * p.u_batch + h * V, *records_decay = p.records_decay + b * p.decay_batch + h;
-    for (int64_t j = 0; j < pending; ++j) {
-      std::copy_n(records_u + j * p.value_heads * V, V, tree.update(j));
-      tree.decay(j) = records_decay[j * p.value_heads];
-    }
-    for (int64_t i = 0; i < N; ++i) {
-      const int64_t at = (b * N + i) * p.value_heads + h;
-      std::copy_n(p.v + b * p.v_batch + i * p.v_node + h * V, V, tree.value(i));
-      tree.log_decay(i) = p.g[at];
-      tree.beta(i) = p.beta[at];
-    }
-    tree.verify({state + h * K * V, K, V});
-    for (int64_t i = 0; i < N; ++i) {
-      std::copy_n(tree.output(i), V, p.out + ((b * N + i) * p.value_heads + h) * V);
-      std::copy_n(tree.update(pending + i), V, records_u + (p.node_offset + i) * p.value_heads * V);
-      records_decay[(p.node_offset + i) * p.value_heads] = tree.decay(pending + i);
-    }
-  }
-}
-
-// Everything of one fold; distances as above. `folded` may be the state itself.
+// Everything of one fold. Distances are in elements; what is not named is contiguous. `folded` may be the state itself.
 struct Fold {
-  const float *state, *records_k, *records_u, *records_decay;
-  const int64_t* num_pending;  // [B]
-  float* folded;               // [B, Hv, K, V]
+  const float *state, *records_k, *records_u, *records_decay;  // [B, Hv, K, V] [B, R, Hk, K] [B, R, Hv, V] [B, R, Hv]
+  const int64_t* num_pending;                                  // [B]
+  float* folded;                                               // [B, Hv, K, V]
   int64_t batch, key_heads, value_heads, key_dim, value_dim;
-  int64_t state_batch, k_batch, u_batch, decay_batch, folded_batch;
+  int64_t state_batch, k_batch, u_batch, decay_batch, folded_batch;  // from one batch entry to the next
 };
 
 // One head's records, copied together; keys take the decay from their record to the last one.
@@ -143,14 +92,6 @@ void fold(const Fold& p, int64_t b, int64_t h) {
 
 }  // namespace
 
-extern "C" {
-
-void delta_tree_verify(const Verify* p, int num_threads) {
-  for_heads(p->batch, p->key_heads, num_threads, [&](int64_t b, int64_t h) { verify(*p, b, h); });
-}
-
-void delta_fold(const Fold* p, int num_threads) {
+extern "C" void delta_fold(const Fold* p, int num_threads) {
   for_heads(p->batch, p->value_heads, num_threads, [&](int64_t b, int64_t h) { fold(*p, b, h); });
 }
-
-}  // extern "C"

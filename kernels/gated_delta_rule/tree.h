@@ -91,12 +91,12 @@ inline void dot_both(const float* x, const float* y, const float* z, int64_t siz
 
 // The tree of one row under one key head, and then under each of its value heads.
 //
-// Everything is copied together first: rows of one head lie a power of two apart in the tensors, where most of them would
-// share a few sets of the L1 cache. Row j of keys, updates and decays is pending record j, or node j - pending.
+// Everything is copied together first: rows of one head lie a power of two apart in the tensors, where most of them
+// would share a few sets of the L1 cache. Row j of keys, updates and decays is pending record j, or node j - pending.
 class HeadTree {
  public:
-  // Room for a tree; keys, queries and then, for each value head, values, gates and the pending rows are the caller's to
-  // fill. Memory is kept from tree to tree.
+  // Room for a tree; keys, queries and then, for each value head, values, gates and the pending rows are the caller's
+  // to fill. Memory is kept from tree to tree.
   void begin(int64_t nodes, int64_t pending, int64_t key_dim, int64_t value_dim) {
     nodes_ = nodes, pending_ = pending, key_dim_ = key_dim, value_dim_ = value_dim;
     keys_.resize((pending + nodes) * key_dim);

@@ -87,8 +87,8 @@ constexpr Tile kTiles[kMaxRows + 1] = {nullptr,    tile<1, 1>, tile<2, 1>, tile<
                                        tile<5, 1>, tile<6, 1>, tile<7, 1>, tile<8, 1>,  tile<9, 1>,
                                        tile<10, 1>, tile<11, 1>, tile<12, 1>};
 // With few rows one panel's sums wait for each other: an addition takes longer than a load.
-constexpr Tile kPairTiles[] = {nullptr, tile<1, 2>, tile<2, 2>, tile<3, 2>};
-constexpr int64_t kFewRows = 3;
+constexpr Tile kPairTiles[] = {nullptr, tile<1, 2>, tile<2, 2>, tile<3, 2>, tile<4, 2>};
+constexpr int64_t kFewRows = 4;
 
 // Rows of similar passes: 13 rows are 7 + 6, not 12 + 1.
 int64_t rows_per_pass(int64_t rows) {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.bfloat16)  # the dtypes of activations that kernels read; an index is their is_bfloat16
+FLOATS = (torch.float32, torch.bfloat16)  # the dtypes of activations that kernels read
 
 
 def is_native(x: Tensor) -> bool:
@@ -38,6 +38,18 @@ def require(condition: bool, complaint: str) -> None:
 def contiguous_from(x: Tensor, dim: int) -> Tensor:
     """x, copied if its dimensions from ``dim`` on are not contiguous."""
     return x if is_contiguous_from(x, dim) else x.contiguous()
+
+
+def tokens_of(x: Tensor, dims: int) -> tuple[Tensor, int]:
+    """x as tokens of ``dims`` contiguous dimensions at one distance, copied if it is not that; and this distance."""
+    first = x.dim() - dims
+    if not x.is_contiguous() and first in (1, 2) and is_contiguous_from(x, first):
+        shape, strides = x.shape, x.stride()
+        if first == 1 or shape[1] == 1:
+            return x, strides[0]
+        if shape[0] == 1 or strides[0] == shape[1] * strides[1]:
+            return x, strides[1]
+    return x.contiguous(), x.shape[-1] if dims == 1 else x.shape[-1] * x.shape[-2]
 
 
 def struct(name: str, pointers: Sequence[str], integers: Sequence[str], doubles: Sequence[str] = ()) -> type[Any]:

@@ -57,7 +57,7 @@ inline float sum(Vector x) { return _mm512_reduce_add_ps(x); }
 // Within 2 units in the last place; 0 and infinity where float32 ends, NaN for NaN.
 // e^x = 2^n e^r with |r| <= ln(2)/2; e^r by its Taylor polynomial of degree 7.
 inline Vector exp(Vector x) {
-  x = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-104.0f), x));  // the second operand wins at NaN
+  x = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-104.0f), x));  // the second wins at NaN
   const Vector n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0);
   Vector r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);  // ln 2 in two parts: the first has few digits
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);

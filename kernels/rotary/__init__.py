@@ -10,6 +10,6 @@ __all__ = ["angles"]
 
 def angles(positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines at positions; see ``torch_ops.angles``."""
-    if native_ops.can_take(positions, dtype):
+    if native_ops.can_take(positions, inverse_frequencies, dtype):
         return native_ops.angles(positions, inverse_frequencies, scaling, dtype)
     return torch_ops.angles(positions, inverse_frequencies, scaling, dtype)

@@ -16,9 +16,9 @@ from specmamba.kernels.native.tensors import FLOATS, require
 SOURCE = Path(__file__).parent / "native.cpp"
 
 
-def can_take(positions: Tensor, dtype: torch.dtype) -> bool:
+def can_take(positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> bool:
     """Whether native code computes this: on the CPU, in float32 or bfloat16."""
-    return positions.is_cpu and dtype in FLOATS and code() is not None
+    return positions.is_cpu and inverse_frequencies.is_cpu and dtype in FLOATS and code() is not None
 
 
 def angles(positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -35,8 +35,27 @@ inline void make_unit(const float* x, int64_t width, float eps, float factor, fl
   for_vectors(width, [&](int64_t i, auto lanes) { store(y + i, _mm512_mul_ps(load(x + i, lanes), scale), lanes); });
 }
 
+// Components i and i + rotated / 2 of the first `rotated` turn together; y may be x.
+template <typename T>
+inline void rotate_head(const T* x, const T* cos, const T* sin, int64_t rotated, T* y) {
+  const int64_t half = rotated / 2;
+  for_vectors(half, [&](int64_t i, auto lanes) {
+    const int64_t j = i + half;
+    const Vector first = load(x + i, lanes), second = load(x + j, lanes);
+    const Vector of_first = _mm512_mul_ps(second, load(sin + i, lanes));
+    const Vector of_second = _mm512_mul_ps(first, load(sin + j, lanes));
+    store(y + i, _mm512_fmsub_ps(first, load(cos + i, lanes), of_first), lanes);
+    store(y + j, _mm512_fmadd_ps(second, load(cos + j, lanes), of_second), lanes);
+  });
+}
+
 inline float query_factor(int64_t key_dim) { return 1.0f / std::sqrt(static_cast<float>(key_dim)); }
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+// Of the gated delta rule, from what the projections say of a token: how much of the state is left, and how much of the
+// new value is written.
+inline float log_decay_of(float a, float negative_a, float dt_bias) { return negative_a * softplus(a + dt_bias); }
+inline float step_size_of(float b) { return sigmoid(b); }
 
 }  // namespace specmamba

@@ -17,7 +17,8 @@ void for_tokens(int64_t tokens, int64_t size, int num_threads, const Body& body)
                });
 }
 
-// Tokens of heads of a width; tokens of x lie x_stride apart, those of a gate gate_stride, those of y follow each other.
+// Tokens of heads of a width; tokens of x lie x_stride apart, those of a gate gate_stride, those of y follow each
+// other.
 struct Norm {
   const void *x, *gate;
   const float* weight;  // [heads or 1, width]
@@ -54,18 +55,9 @@ void run_silu_mul(const T* gate_up, T* y, int64_t tokens, int64_t width, int num
 template <typename T>
 void run_rotate(const T* x, const T* cos, const T* sin, T* y, int64_t tokens, int64_t heads, int64_t width,
                 int64_t rotated, int num_threads) {
-  const int64_t half = rotated / 2;
   for_tokens(tokens, heads * width, num_threads, [&](int64_t t) {
-    const T *c = cos + t * rotated, *s = sin + t * rotated;
     for (int64_t at = t * heads * width; at < (t + 1) * heads * width; at += width) {
-      for_vectors(half, [&](int64_t i, auto lanes) {
-        const int64_t j = i + half;
-        const Vector first = load(x + at + i, lanes), second = load(x + at + j, lanes);
-        const Vector of_first = _mm512_mul_ps(second, load(s + i, lanes));
-        const Vector of_second = _mm512_mul_ps(first, load(s + j, lanes));
-        store(y + at + i, _mm512_fmsub_ps(first, load(c + i, lanes), of_first), lanes);
-        store(y + at + j, _mm512_fmadd_ps(second, load(c + j, lanes), of_second), lanes);
-      });
+      rotate_head(x + at, cos + t * rotated, sin + t * rotated, rotated, y + at);
       std::copy(x + at + rotated, x + at + width, y + at + rotated);
     }
   });
@@ -94,8 +86,8 @@ void run_delta_inputs(const DeltaInputs& p, int num_threads) {
     unit_heads(p, p.mixed + t * p.channels + size, p.k + t * size, 1.0f);
     const T *a = static_cast<const T*>(p.a) + t * p.gates_stride, *b = static_cast<const T*>(p.b) + t * p.gates_stride;
     for (int64_t h = 0; h < p.value_heads; ++h) {
-      p.g[t * p.value_heads + h] = p.negative_a[h] * softplus(to_float(a[h]) + p.dt_bias[h]);
-      p.beta[t * p.value_heads + h] = sigmoid(to_float(b[h]));
+      p.g[t * p.value_heads + h] = log_decay_of(to_float(a[h]), p.negative_a[h], p.dt_bias[h]);
+      p.beta[t * p.value_heads + h] = step_size_of(to_float(b[h]));
     }
   });
 }

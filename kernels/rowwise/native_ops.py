@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.native import library
-from specmamba.kernels.native.tensors import contiguous_from, is_native, require, struct
+from specmamba.kernels.native.tensors import is_native, require, struct, tokens_of
 from specmamba.kernels.rowwise.torch_ops import L2_EPS
 
 SOURCE = Path(__file__).parent / "native.cpp"
@@ -39,7 +39,7 @@ def can_take(x: Tensor, *others: Tensor) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``torch_ops.rms_norm``."""
     require(weight.shape == x.shape[x.dim() - weight.dim() :], "the weight has another shape")
-    x, stride = _tokens(x, weight.dim())
+    x, stride = tokens_of(x, weight.dim())
     y = torch.empty(x.shape, dtype=x.dtype)
     width, heads = x.shape[-1], weight.shape[0] if weight.dim() == 2 else 1
     weight = weight.contiguous()
@@ -57,7 +57,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     heads, width = x.shape[-2:]
     require(gate.shape == x.shape and weight.shape == (width,), "x, gate and weight do not fit")
     weight = weight.contiguous()
-    (x, x_stride), (gate, gate_stride) = _tokens(x, 2), _tokens(gate, 2)
+    (x, x_stride), (gate, gate_stride) = tokens_of(x, 2), tokens_of(gate, 2)
     y = torch.empty(x.shape, dtype=gate.dtype)
     norm = _Norm(
         *(x.data_ptr(), gate.data_ptr(), weight.data_ptr(), y.data_ptr()),
@@ -109,7 +109,7 @@ def delta_inputs(
     require(mixed.shape[2] >= 2 * num_key_heads * key_dim, "there are fewer channels than queries and keys")
     require(negative_a.shape == dt_bias.shape == (value_heads,), "decays and gates differ in heads")
     mixed, negative_a, dt_bias = mixed.contiguous(), negative_a.contiguous(), dt_bias.contiguous()
-    (a, a_stride), (b, b_stride) = _tokens(a, 1), _tokens(b, 1)
+    (a, a_stride), (b, b_stride) = tokens_of(a, 1), tokens_of(b, 1)
     if a_stride != b_stride:
         a, b, a_stride = a.contiguous(), b.contiguous(), value_heads
     q, k = (torch.empty(batch, length, num_key_heads, key_dim) for _ in range(2))
@@ -121,18 +121,6 @@ def delta_inputs(
     )
     _native().rowwise_delta_inputs(arguments, a.dtype is torch.bfloat16, torch.get_num_threads())
     return q, k, g, beta
-
-
-def _tokens(x: Tensor, dims: int) -> tuple[Tensor, int]:
-    """x as tokens of ``dims`` contiguous dimensions, copied if it is not that, and their distance."""
-    size = x.shape[-1] if dims == 1 else x.shape[-1] * x.shape[-2]
-    if not x.is_contiguous():
-        first = x.dim() - dims
-        x = contiguous_from(x, first)
-        shape, strides = x.shape, x.stride()
-        if first == 1 or (first == 2 and (shape[0] == 1 or strides[0] == shape[1] * strides[1])):
-            return x, strides[first - 1]
-    return x.contiguous(), size
 
 
 def _native() -> ctypes.CDLL:

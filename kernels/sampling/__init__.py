@@ -28,7 +28,7 @@ __all__ = [
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
     """Random numbers of (seed, stream, position); see ``torch_ops.uniform``."""
-    if native_ops.can_draw(positions):
+    if native_ops.can_draw(seeds, positions):
         return native_ops.uniform(seeds, positions, stream)
     return torch_ops.uniform(seeds, positions, stream)
 

@@ -26,9 +26,9 @@ def can_take(x: Tensor) -> bool:
     return is_native(x) and code() is not None
 
 
-def can_draw(positions: Tensor) -> bool:
+def can_draw(seeds: Tensor, positions: Tensor) -> bool:
     """Whether native code makes the random numbers of these counters."""
-    return positions.is_cpu and code() is not None
+    return seeds.is_cpu and positions.is_cpu and code() is not None
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:

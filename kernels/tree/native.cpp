@@ -16,7 +16,8 @@ void tree_accepted_path(const int64_t* tokens, const int64_t* parents, const int
     int64_t last = 0;
     depth[0] = 0;
     for (int64_t i = 1; i < nodes; ++i) {
-      const bool agrees = parent[i] >= 0 && depth[parent[i]] >= 0 && token[i] == target[parent[i]];
+      const bool has_parent = parent[i] >= 0 && parent[i] < i;
+      const bool agrees = has_parent && depth[parent[i]] >= 0 && token[i] == target[parent[i]];
       depth[i] = agrees ? depth[parent[i]] + 1 : -1;
       if (depth[i] > depth[last]) last = i;
     }

@@ -22,7 +22,7 @@ def can_take(tokens: Tensor) -> bool:
 
 
 def accepted_path(tokens: Tensor, parents: Tensor, target_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``torch_ops.accepted_path``; parents that are not smaller than their nodes are not found out."""
+    """See ``torch_ops.accepted_path``; a parent that is not smaller than its node counts as none."""
     native = code()
     assert native is not None
     batch, nodes = tokens.shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,11 +20,9 @@ def native(needs_native: None) -> type[native_ops.NativeWeight]:
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request: pytest.FixtureRequest, set_threads: Callable[[int], None]) -> int:
+    set_threads(request.param)
+    return int(request.param)
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -80,14 +78,12 @@ def test_every_number_of_rows(n: int, k: int, native: type, threads: int) -> Non
     assert torch.equal(product(x.flip(0)), alone.flip(0))
 
 
-def test_threads_change_nothing(native: type) -> None:
+def test_threads_change_nothing(native: type, set_threads: Callable[[int], None]) -> None:
     product, x = pack_native(normal(1100, 264, seed=5)), normal(9, 264, seed=6)
     results = []
-    before = torch.get_num_threads()
     for count in (1, 2, 3):
-        torch.set_num_threads(count)
+        set_threads(count)
         results.append(product(x))
-    torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 

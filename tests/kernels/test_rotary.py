@@ -1,5 +1,6 @@
 """Angles of rotary position embedding: PyTorch and native code against the reference."""
 
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -32,13 +33,12 @@ def test_angles_match_reference(ops: ModuleType, half: int, scaling: float, dtyp
 
 
 @pytest.mark.usefixtures("needs_native")
-def test_threads_change_nothing() -> None:
+def test_threads_change_nothing(set_threads: Callable[[int], None]) -> None:
     frequencies, positions = torch.rand(32).repeat(2), torch.arange(500)[None]
-    before, results = torch.get_num_threads(), []
+    results = []
     for count in (1, 2):
-        torch.set_num_threads(count)
+        set_threads(count)
         results.append(native_ops.angles(positions, frequencies, 1.0, torch.bfloat16))
-    torch.set_num_threads(before)
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
     one = native_ops.angles(positions[:, 7:8], frequencies, 1.0, torch.bfloat16)
     assert all(torch.equal(x[:, 7:8], y) for x, y in zip(results[0], one, strict=True))
@@ -50,6 +50,8 @@ def test_native_code_is_taken_where_it_can_and_refuses_what_does_not_fit(monkeyp
     for wrong in [(positions.int(), frequencies), (positions, frequencies.double()), (positions, frequencies[:3])]:
         with pytest.raises(ValueError, match=r"dtypes|rotate"):
             native_ops.angles(*wrong, 1.0, torch.float32)
+    assert native_ops.can_take(positions, frequencies, torch.float32)
+    assert not native_ops.can_take(positions, frequencies.to("meta"), torch.float32)
     taken = []
     for ops in (native_ops, torch_ops):
         monkeypatch.setattr(ops, "angles", lambda *_, ops=ops: taken.append(ops))

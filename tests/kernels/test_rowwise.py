@@ -121,15 +121,15 @@ def test_parts_of_a_projection(name: str, make: Callable[..., Arguments], ops: M
 
 @pytest.mark.usefixtures("needs_native")
 @CASE
-def test_a_token_does_not_depend_on_the_others(name: str, make: Callable[..., Arguments], dtype: torch.dtype) -> None:
+def test_a_token_does_not_depend_on_the_others(
+    name: str, make: Callable[..., Arguments], dtype: torch.dtype, set_threads: Callable[[int], None]
+) -> None:
     arguments = make(dtype, (1, 200), 64)
     op = getattr(native_ops, name)
     whole = outputs(op(*arguments))
     one = outputs(op(*(x[:, 7:8] if isinstance(x, Tensor) and x.dim() > 2 else x for x in arguments)))
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    set_threads(2)
     threaded = outputs(op(*arguments))
-    torch.set_num_threads(before)
     for x, y, z in zip(whole, one, threaded, strict=True):
         assert torch.equal(x[:, 7:8], y)
         assert torch.equal(x, z)

@@ -1,6 +1,8 @@
 """Sampling: torch_ops against the reference; the generator bit for bit, the filters by hand-made rows."""
 
 import itertools
+from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -235,23 +237,27 @@ def test_native_sample_meets_every_token_where_its_share_begins_and_ends() -> No
         assert torch.equal(tokens[0, is_wide], torch.arange(1300)[is_wide])
 
 
-@needs_native
+@pytest.fixture(params=["torch_ops", "native_ops"])
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    if request.param == "torch_ops":
+        return torch_ops
+    request.getfixturevalue("needs_native")
+    return native_ops
+
+
 @DTYPES
 @SIZES
-def test_argmax_matches_reference(nodes: int, vocabulary: int, dtype: torch.dtype) -> None:
+def test_argmax_matches_reference(ops: ModuleType, nodes: int, vocabulary: int, dtype: torch.dtype) -> None:
     """Few different values, so that most rows have several largest ones; views are read as well."""
     gen = torch.Generator().manual_seed(vocabulary)
     logits = torch.randint(-3, 3, (2, nodes, 2 * vocabulary), generator=gen).to(dtype)[..., ::2]
     logits[0, 0] = float("-inf")
-    want = reference.argmax(logits)
-    assert torch.equal(native_ops.argmax(logits), want)
-    assert torch.equal(torch_ops.argmax(logits), want)
+    assert torch.equal(ops.argmax(logits), reference.argmax(logits))
 
 
-@needs_native
 @DTYPES
 @pytest.mark.parametrize("vocabulary", [1, 16, 37])
-def test_has_largest_matches_reference(vocabulary: int, dtype: torch.dtype) -> None:
+def test_has_largest_matches_reference(ops: ModuleType, vocabulary: int, dtype: torch.dtype) -> None:
     logits = torch.full((3, 5, vocabulary), -torch.inf, dtype=dtype)
     logits[1:] = torch.randn(2, 5, vocabulary)
     logits[0, 0, vocabulary // 2] = -1e30
@@ -259,8 +265,33 @@ def test_has_largest_matches_reference(vocabulary: int, dtype: torch.dtype) -> N
         logits[1, node, vocabulary - 1] = value
     want = reference.has_largest(logits)
     assert want[:2].tolist() == [[True, *[False] * 4], [False, False, vocabulary > 1, True, True]]
-    assert torch.equal(native_ops.has_largest(logits), want)
-    assert torch.equal(torch_ops.has_largest(logits), want)
+    assert torch.equal(ops.has_largest(logits), want)
+
+
+@needs_native
+@DTYPES
+def test_threads_change_nothing(dtype: torch.dtype, set_threads: Callable[[int], None]) -> None:
+    """More logits than one thread takes alone."""
+    gen = torch.Generator().manual_seed(8)
+    logits = torch.randn(3, 5, 3000, generator=gen).to(dtype)
+    logits[2, 1, 7] = torch.nan
+    uniforms = torch.rand(3, 5, generator=gen)
+    results = []
+    for count in (1, 2):
+        set_threads(count)
+        sampled = native_ops.sample(logits, torch.tensor([0.7, 0.0, 1.3]), uniforms)
+        results.append((native_ops.argmax(logits), native_ops.has_largest(logits), sampled))
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+    alone = torch.cat([native_ops.argmax(row) for row in logits.flatten(0, 1).split(1)])
+    assert torch.equal(results[1][0].flatten(), alone)
+
+
+@needs_native
+def test_native_random_numbers_are_the_cpus() -> None:
+    seeds, positions = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
+    assert native_ops.can_draw(seeds, positions)
+    assert not native_ops.can_draw(seeds.to("meta"), positions)
+    assert not native_ops.can_draw(seeds, positions.to("meta"))
 
 
 @needs_native

@@ -140,3 +140,15 @@ def test_a_native_walk_takes_one_shape_for_all_rows_and_refuses_what_does_not_fi
     for wrong in [(tokens[:2], parents, choices), (tokens, parents[:, :4], choices), (tokens, parents, choices.int())]:
         with pytest.raises(ValueError, match=r"shape|int64"):
             native_ops.accepted_path(*wrong)
+
+
+@pytest.mark.usefixtures("needs_native")
+@pytest.mark.parametrize("parent", [2, 3, 1 << 40, -(1 << 40)])
+def test_a_parent_behind_its_node_counts_as_none(parent: int) -> None:
+    """Native code reads no memory of others for it, whatever it is."""
+    tokens, targets = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64)
+    for node, want in ((1, 0), (2, 1)):
+        parents = torch.tensor([[-1, 0, 1]])
+        parents[0, node] = parent
+        _, num_accepted, _, _ = native_ops.accepted_path(tokens, parents, targets)
+        assert num_accepted.tolist() == [want]

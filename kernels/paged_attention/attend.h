@@ -1,0 +1,220 @@
+// Attention of a few queries over keys and values that lie anywhere in a pool; see README.md and reference.py.
+#pragma once
+
+#include <limits>
+#include <vector>
+
+#include "parallel.h"
+#include "vector.h"
+
+namespace specmamba {
+
+// Everything of one attention. Distances are in elements; what is not named is contiguous.
+struct Attend {
+  const void *q, *k, *v;   // [B, N, Hq, D] and pools [T, Hkv, D]
+  const int64_t* indices;  // [B, L] rows of the pools
+  const bool* mask;        // [B, N, L], or null: every query sees every key
+  const void* gate;        // [B * N, Hq, D], gate_query from query to query
+  void* out;               // [B, N, Hq, D]
+  int64_t batch, queries, query_heads, key_heads, width, length;
+  int64_t k_row, v_row, indices_batch, mask_batch, mask_query, gate_query;
+  double scale;
+};
+
+constexpr int64_t kTaskRows = 32;             // rows of a task: query heads of one key head, query after query
+constexpr int kTile = 4;                      // rows and keys of a tile of scores
+constexpr int kSumRows = 6, kSumVectors = 4;  // rows and vectors of values of a tile of sums
+constexpr int64_t kSerialBelow = 1 << 17;     // products that one thread has done before a second one begins
+
+// What one instruction multiplies: 16 float32, or 32 bfloat16 whose products are added in pairs.
+template <typename T>
+constexpr int64_t kOperand = 64 / sizeof(T);
+inline Vector operand(const float* x, int64_t count) { return _mm512_maskz_loadu_ps((1u << count) - 1, x); }
+inline Vector operand(const float* x) { return _mm512_loadu_ps(x); }
+inline __m512bh operand(const BFloat16* x, int64_t count) {
+  return (__m512bh)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << count) - 1), x);
+}
+inline __m512bh operand(const BFloat16* x) { return (__m512bh)_mm512_loadu_si512(x); }
+inline Vector add_products(Vector sum, Vector x, Vector y) { return _mm512_fmadd_ps(x, y, sum); }
+inline Vector add_products(Vector sum, __m512bh x, __m512bh y) { return _mm512_dpbf16_ps(sum, x, y); }
+
+// The sums of four vectors.
+inline __m128 sums_of(const Vector* x) {
+  const Vector a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const Vector b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const Vector c = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
+  const __m256 d = _mm256_add_ps(_mm512_castps512_ps256(c), _mm512_extractf32x8_ps(c, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(d), _mm256_extractf128_ps(d, 1));
+}
+
+// What a task keeps; each thread reuses its own from task to task.
+template <typename T>
+struct Scratch {
+  std::vector<int64_t> seen;
+  std::vector<const T*> keys, values;
+  std::vector<uint8_t> is_seen;  // by query
+  std::vector<float> weights, totals;
+
+  static Scratch& mine() {
+    static thread_local Scratch scratch;
+    return scratch;
+  }
+};
+
+// The rows [first, last) of one batch entry and key head.
+template <typename T>
+class Task {
+ public:
+  Task(const Attend& p, int64_t b, int64_t head, int64_t first, int64_t last)
+      : p_(p), b_(b), head_(head), first_(first), rows_(last - first), group_(p.query_heads / p.key_heads),
+        s_(Scratch<T>::mine()) {}
+
+  void run() {
+    see();
+    for (int64_t r = 0; r < rows_ + kTile; ++r) {
+      const int64_t row = std::min(r, rows_ - 1);  // a tile's last row stands in for rows that it lacks
+      const int64_t head_of_query = (b_ * p_.queries + query(row)) * p_.query_heads + query_head(row);
+      q_[r] = static_cast<const T*>(p_.q) + head_of_query * p_.width;
+    }
+    s_.weights.resize((rows_ + kTile) * stride_);
+    for (int64_t j = 0; j < count_; j += kTile)
+      for (int64_t r = 0; r < rows_; r += kTile) scores(j, r);
+    s_.totals.resize(rows_);
+    for (int64_t r = 0; r < rows_; ++r) softmax(r);
+    const int64_t passes = (rows_ + kSumRows - 1) / kSumRows, step = (rows_ + passes - 1) / passes;
+    for (int64_t r = 0; r < rows_; r += step)
+      for (int64_t column = 0; column < p_.width; column += kSumVectors * kLanes)
+        kSums[std::min(step, rows_ - r)](*this, r, column);
+  }
+
+ private:
+  int64_t query(int64_t r) const { return (first_ + r) / group_; }
+  int64_t query_head(int64_t r) const { return head_ * group_ + (first_ + r) % group_; }
+
+  // Keys that no row sees are not touched: whatever lies there is somebody else's.
+  void see() {
+    const int64_t first = query(0), num_queries = query(rows_ - 1) + 1 - first;
+    const bool* mask = p_.mask == nullptr ? nullptr : p_.mask + b_ * p_.mask_batch + first * p_.mask_query;
+    s_.seen.clear();
+    for (int64_t l = 0; l < p_.length; ++l) {
+      bool is_seen = mask == nullptr;
+      for (int64_t n = 0; n < num_queries && !is_seen; ++n) is_seen = mask[n * p_.mask_query + l];
+      if (is_seen) s_.seen.push_back(l);
+    }
+    count_ = static_cast<int64_t>(s_.seen.size());
+    stride_ = (count_ + kLanes - 1) / kLanes * kLanes;
+    s_.keys.resize(count_ + kTile);
+    s_.values.resize(count_);
+    for (int64_t j = 0; j < count_; ++j) {
+      const int64_t row = p_.indices[b_ * p_.indices_batch + s_.seen[j]];
+      s_.keys[j] = static_cast<const T*>(p_.k) + row * p_.k_row + head_ * p_.width;
+      s_.values[j] = static_cast<const T*>(p_.v) + row * p_.v_row + head_ * p_.width;
+    }
+    for (int64_t j = count_; j < count_ + kTile && count_ > 0; ++j) s_.keys[j] = s_.keys[count_ - 1];
+    s_.is_seen.assign(num_queries * stride_, mask == nullptr);
+    if (mask != nullptr)
+      for (int64_t n = 0; n < num_queries; ++n)
+        for (int64_t j = 0; j < count_; ++j) s_.is_seen[n * stride_ + j] = mask[n * p_.mask_query + s_.seen[j]];
+  }
+
+  // A tile of products of queries and keys.
+  void scores(int64_t j, int64_t r) {
+    Vector sum_of[kTile][kTile];
+    for (auto& of_row : sum_of)
+      for (auto& s : of_row) s = _mm512_setzero_ps();
+    const T *const *q = &q_[r], *const *keys = &s_.keys[j];
+    auto add = [&](int64_t d, auto... count) __attribute__((always_inline)) {
+      decltype(operand(q[0], count...)) key[kTile];
+      for (int k = 0; k < kTile; ++k) key[k] = operand(keys[k] + d, count...);
+      for (int i = 0; i < kTile; ++i) {
+        const auto x = operand(q[i] + d, count...);
+        for (int k = 0; k < kTile; ++k) sum_of[i][k] = add_products(sum_of[i][k], x, key[k]);
+      }
+    };
+    int64_t d = 0;
+    for (; d + kOperand<T> <= p_.width; d += kOperand<T>) add(d);
+    if (d < p_.width) add(d, p_.width - d);
+    for (int i = 0; i < kTile; ++i) _mm_storeu_ps(&s_.weights[(r + i) * stride_ + j], sums_of(sum_of[i]));
+  }
+
+  // Products -> e^(score - largest score); their sum goes to s_.totals.
+  void softmax(int64_t r) {
+    float* weights = &s_.weights[r * stride_];
+    const uint8_t* is_seen = &s_.is_seen[(query(r) - query(0)) * stride_];
+    const Vector scale = _mm512_set1_ps(static_cast<float>(p_.scale));
+    const Vector hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    Vector largest = hidden, total = _mm512_setzero_ps();
+    for_vectors(count_, [&](int64_t j, auto lanes) __attribute__((always_inline)) {
+      const __m128i seen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(is_seen + j));
+      const Vector score = _mm512_mask_mul_ps(hidden, _mm_test_epi8_mask(seen, seen), load(weights + j, lanes), scale);
+      store(weights + j, score, lanes);
+      largest = in(lanes, _mm512_max_ps(score, largest), largest);
+    });
+    const Vector shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    for_vectors(count_, [&](int64_t j, auto lanes) __attribute__((always_inline)) {
+      const Vector weight = exp(_mm512_sub_ps(load(weights + j, lanes), shift));
+      store(weights + j, weight, lanes);
+      total = in(lanes, _mm512_add_ps(total, weight), total);
+    });
+    s_.totals[r] = sum(total);
+  }
+
+  static Vector in(All, Vector x, Vector) { return x; }
+  static Vector in(First lanes, Vector x, Vector others) { return _mm512_mask_mov_ps(others, lanes.mask, x); }
+
+  // Weighted sums of values: some rows, 64 columns.
+  template <int Rows>
+  static void sums(Task& t, int64_t r, int64_t column) {
+    const Attend& p = t.p_;
+    const int64_t size = std::min(p.width - column, kSumVectors * kLanes);
+    Vector sum_of[Rows][kSumVectors];
+    for (auto& of_row : sum_of)
+      for (auto& s : of_row) s = _mm512_setzero_ps();
+    const float* weights = &t.s_.weights[r * t.stride_];
+    const T* const* values = t.s_.values.data();
+    const int64_t stride = t.stride_;
+    auto add = [&](int64_t j, int64_t d, auto lanes) __attribute__((always_inline)) {
+      const Vector v = load(values[j] + column + d, lanes);
+      for (int i = 0; i < Rows; ++i)
+        sum_of[i][d / kLanes] = _mm512_fmadd_ps(_mm512_set1_ps(weights[i * stride + j]), v, sum_of[i][d / kLanes]);
+    };
+    for (int64_t j = 0; j < t.count_; ++j) {
+      if (size == kSumVectors * kLanes)
+        for (int64_t d = 0; d < kSumVectors; ++d) add(j, d * kLanes, All{});
+      else
+        for_vectors(size, [&](int64_t d, auto lanes) __attribute__((always_inline)) { add(j, d, lanes); });
+    }
+    for (int i = 0; i < Rows; ++i) {
+      const int64_t token = t.b_ * p.queries + t.query(r + i), at = t.query_head(r + i) * p.width + column;
+      const T* gates = static_cast<const T*>(p.gate) + token * p.gate_query + at;
+      T* out = static_cast<T*>(p.out) + token * p.query_heads * p.width + at;
+      const Vector total = _mm512_set1_ps(t.s_.totals[r + i]);
+      for_vectors(size, [&](int64_t d, auto lanes) __attribute__((always_inline)) {
+        const Vector x = _mm512_div_ps(sum_of[i][d / kLanes], total), gate = sigmoid(load(gates + d, lanes));
+        store(out + d, _mm512_mul_ps(x, gate), lanes);
+      });
+    }
+  }
+  static constexpr void (*kSums[])(Task&, int64_t, int64_t) = {nullptr, sums<1>, sums<2>, sums<3>,
+                                                               sums<4>, sums<5>, sums<6>};
+
+  const Attend& p_;
+  const int64_t b_, head_, first_, rows_, group_;
+  int64_t count_, stride_;  // keys that are seen; from row to row of weights
+  const T* q_[kTaskRows + kTile];
+  Scratch<T>& s_;
+};
+
+template <typename T>
+void attend(const Attend& p, int num_threads) {
+  const int64_t rows = p.queries * (p.query_heads / p.key_heads), parts = (rows + kTaskRows - 1) / kTaskRows;
+  if (p.batch * p.queries * p.query_heads * p.length * p.width < kSerialBelow) num_threads = 1;
+  parallel_for(p.batch * p.key_heads * parts, 1, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t part = t % parts, head = t / parts % p.key_heads, b = t / parts / p.key_heads;
+      Task<T>(p, b, head, part * kTaskRows, std::min(rows, (part + 1) * kTaskRows)).run();
+    }
+  });
+}
+
+}  // namespace specmamba
