@@ -82,6 +82,7 @@ def _settings(
         "algorithm": description["speculative_algorithm"],
         "state": config.speculative_state,
         "accept": config.speculative_accept,
+        "prefix_cache": not config.disable_radix_cache,
         "tree": None if config.speculative_tree is None else config.speculative_tree.name,
         "synthetic_acceptance": config.synthetic_acceptance,
         "prompts": "bundled" if config.prompts is None else config.prompts.name,

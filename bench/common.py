@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from specmamba.bench.prompts import PromptText, bundled_texts, read_texts
-from specmamba.bench.report import ReportOptions
+from specmamba.bench.report import NoRadixCache, ReportOptions
 from specmamba.config import EngineConfig
 from specmamba.core import Temperature
 from specmamba.errors import ConfigError
@@ -25,6 +25,7 @@ WITHOUT_SHAPE = set(EngineConfig.model_fields) - {
 class TextOptions(ReportOptions):
     """The engine's flags, where a report goes, and which texts are run."""
 
+    disable_radix_cache: NoRadixCache = True
     prompts: Annotated[
         Path | None,
         Field(description='JSON lines {"prompt": ..., "continuation": ...}, or ShareGPT conversations; none: bundled'),

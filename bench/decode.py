@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from specmamba.bench.prompts import bundled_texts
-from specmamba.bench.report import JsonOption, distinct_4gram_ratio, machine, versions, write_json
+from specmamba.bench.report import (
+    JsonOption,
+    NoRadixCache,
+    distinct_4gram_ratio,
+    machine,
+    versions,
+    write_json,
+)
 from specmamba.command_line import exit_with_error, parse_command_line
 from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
@@ -34,6 +41,7 @@ class DecodeBenchConfig(JsonOption):
     """Decode speed against transformers."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
+    disable_radix_cache: NoRadixCache = True
     rounds: Annotated[int, Field(ge=1, description="rounds; the median over them is reported")] = 5
     max_tokens: Annotated[int, Field(ge=1, description="new tokens per prompt")] = 128
     num_prompts: Annotated[int, Field(ge=1, description="bundled prompts in a round")] = 6
@@ -104,6 +112,7 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
         "num_prompts": len(prompts),
         "rounds": config.rounds,
         "num_steps": config.num_draft_steps,
+        "prefix_cache": not config.disable_radix_cache,
         "results": {f"{t:g}": summarize(results[t]) for t in config.temperatures},
         "floor": floor_report(without_drafts(config)),
     }

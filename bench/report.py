@@ -26,6 +26,11 @@ from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
+# For benchmarks that run a text again and again: a prefix that one run leaves to the next would flatter it.
+NoRadixCache = Annotated[
+    bool,
+    Field(description="share no prefixes; on here, or a repeated text would find its own (--no-disable-radix-cache)"),
+]
 _ReportFile = Annotated[Path | None, Field(description="write all figures to this file")]
 
 with warnings.catch_warnings():

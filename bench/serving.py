@@ -3,10 +3,12 @@
     specmamba bench serving [--concurrency 1,2,4,8 | --request-rate 2,4] [--json FILE] [--plot FILE.png]
 
 Without ``--base-url`` it starts ``specmamba serve`` with the engine flags given, and ends it. Every level of load asks
-the same requests with the same seeds, after a few that are not counted. serving_load.py says what load is,
-serving_report.py how each figure is defined. The throughput of a closed loop includes its drain: near the end of a
-level clients run out of requests one by one, and the level lasts until its last answer; more requests make that matter
-less. This process takes processor time of its own: where it shares a machine with the server, that is in the figures.
+the same requests with the same seeds, after a few that are not counted. Before each level the server is told to forget
+its prefix cache (``cache_flushed`` in the report: whether it did, before all of them; not every server can).
+serving_load.py says what load is, serving_report.py how each figure is defined. The throughput of a closed loop
+includes its drain: near the end of a level clients run out of requests one by one, and the level lasts until its last
+answer; more requests make that matter less. This process takes processor time of its own: where it shares a machine
+with the server, that is in the figures.
 """
 
 from __future__ import annotations

@@ -66,14 +66,15 @@ async def sweep(
             return await complete(client, requests.body(number), due)
 
         await _warm_up(send, config.num_warmup)
-        levels = []
+        levels, is_flushed = [], True
         for concurrency, rate in config.levels:
+            is_flushed = await _flush_cache(client) and is_flushed
             run = await _run_level(send, config, concurrency, rate)
             if server is not None:
                 server.check(_BREAKDOWN_S if _looks_broken(run) else 0.0)
             levels.append(level_report(run, concurrency, rate))
         description = await _server_description(client)
-    return _report(config, model, description, levels, started_here=server is not None)
+    return _report(config, model, description, levels, started_here=server is not None, is_flushed=is_flushed)
 
 
 def _report(
@@ -83,6 +84,7 @@ def _report(
     levels: list[dict[str, Any]],
     *,
     started_here: bool,
+    is_flushed: bool,
 ) -> dict[str, Any]:
     return {
         "model": _last_part(model),
@@ -98,6 +100,7 @@ def _report(
         "ignore_eos": config.ignore_eos,
         "seed": config.seed,
         "prompts": "bundled" if config.prompts is None else config.prompts.name,
+        "cache_flushed": is_flushed,
         "levels": levels,
     }
 
@@ -171,6 +174,19 @@ async def _warm_up(send: Send, count: int) -> None:
             hint = " (leave --ignore-eos out)" if "ignore_eos" in outcome.message else ""
             raise ConfigError(f"the server refuses the requests: {outcome.kind}: {outcome.message}{hint}")
         print(f"a warm-up request failed: {outcome.kind}: {outcome.message}", file=sys.stderr)
+
+
+async def _flush_cache(client: httpx.AsyncClient) -> bool:
+    """Let the server forget what one level would leave to the next, which asks the same. False: it does not do it."""
+    try:
+        response = await client.post("/flush_cache")
+    except httpx.RequestError as error:
+        print(f"the server's prefix cache was not flushed: {type(error).__name__}: {error}", file=sys.stderr)
+        return False
+    if response.status_code not in (httpx.codes.OK, httpx.codes.NOT_FOUND):  # 404: a server of another make
+        failure = failure_of(response)
+        print(f"the server's prefix cache was not flushed: {failure.kind}: {failure.message}", file=sys.stderr)
+    return response.status_code == httpx.codes.OK
 
 
 def _looks_broken(run: Run) -> bool:

@@ -38,8 +38,8 @@ def start_engine(config: TreeTunerConfig) -> LLM:
 
 def check_room(config: TreeTunerConfig, llm: LLM, texts: Sequence[Text]) -> None:
     """Raises ConfigError when the largest batch does not fit all at once: no full batch could be measured."""
-    size, stats = max(config.batch_sizes), llm.engine.stats()
-    longest = max(len(text.prompt) for text in texts) + config.max_tokens + llm.engine.memory_plan.num_slots
+    size, stats, plan = max(config.batch_sizes), llm.engine.stats(), llm.engine.memory_plan
+    longest = max(len(text.prompt) for text in texts) + config.max_tokens + plan.num_slots
     page = llm.engine.config.page_size
     needed = size * -(-longest // page) * page
     if needed > stats.kv_total_tokens:
@@ -47,8 +47,6 @@ def check_room(config: TreeTunerConfig, llm: LLM, texts: Sequence[Text]) -> None
             f"--batch-sizes {size} needs {needed} tokens of KV, but there are {stats.kv_total_tokens}: raise "
             "--max-total-tokens or --mem-fraction-static, or lower --batch-sizes or --max-tokens"
         )
-    if size > stats.state_total_slots:
-        raise ConfigError(
-            f"--batch-sizes {size} needs as many recurrent states, but there are {stats.state_total_slots}: raise "
-            "--max-mamba-cache-size"
-        )
+    if size > plan.num_running_requests:
+        flag = "--max-mamba-cache-size" if plan.num_state_slots < size else "--max-running-requests"
+        raise ConfigError(f"--batch-sizes {size}: only {plan.num_running_requests} requests run together: raise {flag}")

@@ -89,6 +89,7 @@ def _settings(config: TreeTunerConfig, llm: LLM) -> dict[str, Any]:
         "seed": config.seed,
         "speculative_state": config.speculative_state,
         "page_size": llm.engine.config.page_size,
+        "prefix_cache": not config.disable_radix_cache,
         "rounds": config.rounds,
         "max_depth": config.max_depth,
         "max_rank": config.max_rank,

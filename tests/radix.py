@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specmamba.cache.page_allocator import PageAllocator, Pages
+from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.radix_cache import MambaRadixCache
 from specmamba.cache.radix_eviction import Costs, PolicyName
-from specmamba.cache.radix_node import Match, Node
+from specmamba.cache.radix_node import NOTHING, Match, Node, TokenSlots
+from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import CacheShape, DeltaStateShape
 from specmamba.cache.state_pool import PREFIX_CACHE, StatePool
 
 Text = tuple[int, ...]
+NUM_ROWS = 4
 SHAPE = CacheShape(
     num_kv_layers=1,
     num_kv_heads=1,
@@ -33,56 +33,51 @@ def array(text: Sequence[int]) -> NDArray[np.int64]:
     return np.array(text, dtype=np.int64)
 
 
-@dataclass
-class Row:
-    """Pages for positions ``start`` and later, as a row of the request table has them: offsets are position % size."""
-
-    page_size: int
-    start: int
-    pages: Pages
-
-    def slots(self, start: int, end: int) -> NDArray[np.int64]:
-        positions = np.arange(start, end)
-        page = self.pages[positions // self.page_size - self.start // self.page_size]
-        return page * self.page_size + positions % self.page_size
-
-
 class World:
-    """A cache with its pools, and a ledger of what rows hold."""
+    """A cache with its pools and a request table, as the engine has them."""
 
     def __init__(
-        self, page_size: int = 1, num_pages: int = 64, num_states: int = 8, policy: PolicyName = "lru"
+        self,
+        page_size: int = 1,
+        num_pages: int = 64,
+        num_states: int = 8,
+        policy: PolicyName = "lru",
+        max_positions: int | None = None,
     ) -> None:
+        cpu = torch.device("cpu")
         self.page_size = page_size
-        self.allocator = PageAllocator(num_pages)
-        self.states = StatePool(SHAPE, num_states, torch.device("cpu"))
+        kv_pool = KVPool(SHAPE, num_pages, page_size, cpu)
+        self.allocator = kv_pool.allocator
+        self.table = RequestTable(NUM_ROWS, max_positions or (num_pages + 1) * page_size, kv_pool, cpu)
+        self.states = StatePool(SHAPE, num_states, cpu)
         self.cache = MambaRadixCache(self.allocator, page_size, self.states, COSTS, policy)
-        self.row_pages: Counter[int] = Counter()
         self.kv: dict[int, tuple[str | None, Text]] = {}  # by token slot: the text that ends with this token
         self.state: dict[int, tuple[str | None, Text]] = {}  # by state slot: the text that it stands after
 
     def check(self) -> None:
-        self.cache.check(dict(self.row_pages))
+        self.cache.check(self.table.held_pages())
 
-    def row(self, start: int, end: int) -> Row | None:
-        """Pages for positions start..end-1; None, and nothing is taken, where there are not enough."""
-        pages = self.allocator.allocate(-(-end // self.page_size) - start // self.page_size)
-        if pages is None:
+    def row(self, num_positions: int, borrowed: TokenSlots = NOTHING) -> int | None:
+        """A row of the table with room for ``num_positions``, the first of them borrowed; None where that fails."""
+        row = self.table.allocate_row()
+        if row is None:
             return None
-        self.row_pages.update(pages.tolist())
-        return Row(self.page_size, start, pages)
+        self.table.borrow(row, borrowed)
+        if not self.table.ensure(row, num_positions):
+            self.table.release(row)
+            return None
+        return row
 
-    def release(self, row: Row, end: int | None = None) -> None:
-        """Release a row, or only its pages in front of position ``end``."""
-        count = len(row.pages) if end is None else max(0, end // self.page_size - row.start // self.page_size)
-        gone, row.pages = row.pages[:count], row.pages[count:]
-        self.allocator.release(gone, pinned=True)
-        self.row_pages = +(self.row_pages - Counter(gone.tolist()))
-        row.start = max(row.start, (row.start // self.page_size + count) * self.page_size)
+    def slots(self, row: int, start: int, end: int) -> TokenSlots:
+        return self.table.slots_of_positions(row, start, end)
 
-    def write(self, row: Row, salt: str | None, text: Text, start: int, end: int) -> None:
+    def release(self, row: int) -> None:
+        self.table.release(row)
+        assert not self.slots(row, 0, self.table.max_positions).any()
+
+    def write(self, row: int, salt: str | None, text: Text, start: int, end: int) -> None:
         """Run positions start..end-1 of a text."""
-        for position, slot in zip(range(start, end), row.slots(start, end).tolist(), strict=True):
+        for position, slot in zip(range(start, end), self.slots(row, start, end).tolist(), strict=True):
             self.kv[slot] = salt, text[: position + 1]
 
     def new_state(self, salt: str | None, text: Text) -> int | None:
@@ -101,17 +96,18 @@ class World:
         text = tuple(text)
         node = self.cache.root(salt)
         self.cache.lock(node)
-        row = self.row(0, len(text))
+        row = self.row(len(text))
         assert row is not None
         for end in (*ends, len(text)):
             start = node.end
             self.write(row, salt, text, start, end)
             slot = self.new_state(salt, text[:end])
             assert slot is not None
-            insertion = self.cache.insert(node, array(text[start:end]), row.slots(start, end), slot)
+            insertion = self.cache.insert(node, array(text[start:end]), self.slots(row, start, end), slot)
             if not insertion.takes_state:
                 self.free_state(slot)
             self.cache.move_lock(node, insertion.node)
+            self.table.settle(row, start, insertion.slots)
             node = insertion.node
         self.release(row)
         self.cache.unlock(node)

@@ -25,7 +25,7 @@ from specmamba.bench.acceptance_compare import (
     sampled_shift,
 )
 from specmamba.bench.acceptance_report import full_report
-from specmamba.bench.acceptance_run import Result, Sample, Task, measure, run_batch, select_tasks
+from specmamba.bench.acceptance_run import Result, Sample, Task, measure, run_batch, select_tasks, start_engine
 from specmamba.bench.acceptance_shapes import largest_flags, variants_of
 from specmamba.bench.demo import prompts as demo_prompts
 from specmamba.bench.prompts import (
@@ -101,6 +101,7 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 def test_one_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run(tmp_path, "--speculative-num-steps", "2")
     assert set(report) >= FIELDS | {"machine", "rounds", "speedup_range", "threads", "state", "accept"}
+    assert report["prefix_cache"] is False
     assert (report["num_steps"], report["topk"], report["num_draft_tokens"]) == (2, 1, 3)
     assert (report["model"], report["dtype"], report["algorithm"]) == ("specmamba-demo", "float32", "mtp")
     assert report["lossless"] == {"identical": 2, "near_tie": 0, "diverged": 0}
@@ -306,6 +307,19 @@ def test_synthetic_acceptance(
 
 
 # --- replay
+
+
+@pytest.mark.parametrize(("flags", "is_on"), [([], False), (["--no-disable-radix-cache"], True)])
+def test_no_run_finds_what_another_one_left(tiny: Path, flags: list[str], is_on: bool) -> None:
+    config = config_of("--model", str(tiny), *flags)
+    (variant,), _ = variants_of(config)
+    with start_engine(config, largest_flags([variant])) as llm:
+        tasks, _ = select_tasks(config, llm, bundled_texts()[1:2])
+        samples = [run_batch(config, llm, variant, tasks) for _ in range(2)]
+        llm.workbench.use_drafts(**variant.flags)
+        again = llm.generate(tasks[0].prompt, tasks[0].params), llm.generate(tasks[0].prompt, tasks[0].params)
+    assert [sample.outputs[0].num_cached_tokens for sample in samples] == [0, 0]
+    assert (again[1][0].num_cached_tokens > 0) == is_on
 
 
 def test_replay_counts_what_drafts_would_have_fared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

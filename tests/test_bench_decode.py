@@ -24,6 +24,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert rows["mtp"]["accept_length"] >= 1.0
         assert all(row["tokens_per_second"] > 0 for row in rows.values())
     assert report["threads"] == {"transformers": 1, "plain": 1, "mtp": 1}
+    assert report["prefix_cache"] is False
     floor = report["floor"]
     assert floor["weight_bytes"] == 4 * 8_293_296  # fp32, the MTP head not counted
     assert 0 < floor["floor_ms"] < floor["step_ms"]

@@ -242,7 +242,7 @@ def test_what_is_asked() -> None:
     bodies: list[dict[str, Any]] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
-        if request.method == "POST":
+        if request.url.path == "/v1/completions":
             bodies.append(json.loads(request.content))
             assert dict(request.headers.raw)[b"Authorization"] == "Bearer käy".encode()
         return scripted(httpx.Response(200, text=GOOD + DONE))(request)
@@ -302,6 +302,36 @@ def test_a_warm_up_that_fails_in_passing_does_not(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
+    ("answer", "is_flushed", "said"),
+    [
+        (httpx.Response(200, json={"flushed_tokens": 9}), True, ""),
+        (httpx.Response(404, text="nothing here"), False, ""),  # a server of another make
+        (httpx.Response(503, json={"error": {"message": "busy"}}), False, "was not flushed: HTTP 503: busy"),
+        (httpx.ReadTimeout("slow"), False, "was not flushed: ReadTimeout: slow"),
+    ],
+)
+def test_every_level_begins_with_an_empty_cache(
+    answer: httpx.Response | Exception, is_flushed: bool, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    posted: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            posted.append(request.url.path)
+        if request.url.path != "/flush_cache":
+            return scripted(httpx.Response(200, text=GOOD + DONE))(request)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    report = measure(handle, concurrency=(1, 1), num_requests=2, num_warmup=1)
+    assert posted == ["/v1/completions", *(2 * ["/flush_cache", "/v1/completions", "/v1/completions"])]
+    assert report["cache_flushed"] is is_flushed
+    err = capsys.readouterr().err
+    assert err.count(said) == (2 if said else len(err) + 1)
+
+
+@pytest.mark.parametrize(
     ("response", "message"),
     [
         (httpx.Response(401, json={"error": {"message": "who?"}}), "answers HTTP 401: who? (--api-key)"),
@@ -344,6 +374,7 @@ def test_an_open_loop_against_a_running_server(
     with fake_server(FakeEngine(step_s=0.01), api_key="secret") as server:
         connection = ["--base-url", server.url + "/v1/", "--api-key", "secret"]
         assert serving.main([*connection, "--request-rate", "50,100", *arguments]) == 0
+        assert server.engine.num_flushed == 2
         assert [params.seed for params in server.engine.seen_params] == [3, 4, *range(3, 9), *range(3, 9)]
     report = json_of(file)
     assert report["mode"] == "open loop"

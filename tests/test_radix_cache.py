@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from specmamba.cache import radix_check, radix_eviction, radix_tree
 from specmamba.cache.radix_eviction import Costs, PolicyName
 from specmamba.cache.radix_node import MAX_EVICTED_CHILDREN, Node
-from specmamba.cache.state_pool import PREFIX_CACHE, StateOwnershipError
+from specmamba.cache.state_pool import PREFIX_CACHE, Stamp, StateOwnershipError
 from tests.radix import COSTS, World, array
 
 PAGE_SIZES = [1, 3, 16]
@@ -88,10 +90,10 @@ class TestMatch:
         world.match(text(9))
 
     def test_later_changes_of_the_callers_arrays_change_nothing(self, world: World) -> None:
-        row = world.row(0, 6)
+        row = world.row(6)
         slot = world.new_state(None, (1, 2, 3, 4, 5, 6))
         assert row is not None
-        tokens, slots = array((1, 2, 3, 4, 5, 6)), row.slots(0, 6)
+        tokens, slots = array((1, 2, 3, 4, 5, 6)), world.slots(row, 0, 6)
         world.cache.insert(world.cache.root(None), tokens, slots, slot)
         tokens[:], slots[:] = 7, 0
         world.write(row, None, (1, 2, 3, 4, 5, 6), 0, 6)
@@ -152,14 +154,14 @@ class TestInsert:
     def test_known_tokens_keep_the_trees_slots(self, world: World) -> None:
         node = world.store(text(20))
         free = world.allocator.num_free
-        row = world.row(0, 25)
+        row = world.row(25)
         slot = world.new_state(None, text(25))
         assert row is not None
         world.write(row, None, text(25), 0, 25)
-        insertion = world.cache.insert(world.cache.root(None), array(text(25)), row.slots(0, 25), slot)
+        insertion = world.cache.insert(world.cache.root(None), array(text(25)), world.slots(row, 0, 25), slot)
         assert insertion.takes_state
         assert insertion.slots[:20].tolist() == node.slots.tolist()
-        assert insertion.slots[20:].tolist() == row.slots(20, 25).tolist()
+        assert insertion.slots[20:].tolist() == world.slots(row, 20, 25).tolist()
         world.release(row)
         assert free - world.allocator.num_free == len(insertion.node.pages)
         assert world.match(text(25)).length == 25
@@ -196,27 +198,27 @@ class TestInsert:
     @pytest.mark.parametrize("position", [0, 9, 11, 16, 64])
     def test_a_state_is_never_stored_at_a_position_other_than_its_own(self, world: World, position: int) -> None:
         """The published bug: the state after all tokens is filed under a length rounded to a grid, or the reverse."""
-        row, slot = world.row(0, 10), world.new_state(None, (1,) * position)
+        row, slot = world.row(10), world.new_state(None, (1,) * position)
         assert row is not None
         with pytest.raises(
             StateOwnershipError, match=f"state slot 1 should hold 'prefix cache' at 10.*position={position}"
         ):
-            world.cache.insert(world.cache.root(None), array(text(10)), row.slots(0, 10), slot)
+            world.cache.insert(world.cache.root(None), array(text(10)), world.slots(row, 0, 10), slot)
         assert world.cache.stats.num_nodes == 0
         world.check()
 
     def test_what_else_is_refused_changes_nothing(self, world: World) -> None:
         node, root = world.store(text(10)), world.cache.root(None)
-        row, own, cached = world.row(0, 12), world.states.reserve("request"), world.new_state(None, text(6))
+        row, own, cached = world.row(12), world.states.reserve("request"), world.new_state(None, text(6))
         assert row is not None
         assert own is not None
         world.states.end_write(own, 6)
         before = world.cache.render_text()
-        slots = row.slots(0, 6)
+        slots = world.slots(row, 0, 6)
         with pytest.raises(StateOwnershipError, match="should hold 'prefix cache' at 6"):
             world.cache.insert(root, array(text(6)), slots, own)
         with pytest.raises(StateOwnershipError, match=r"offered to 10, but is that of <Node \[0:10\) state 1>"):
-            world.cache.insert(root, array(text(10, seed=1)), row.slots(0, 10), node.state_slot)
+            world.cache.insert(root, array(text(10, seed=1)), world.slots(row, 0, 10), node.state_slot)
         with pytest.raises(ValueError, match="6 tokens cannot lie in 5 slots"):
             world.cache.insert(root, array(text(6)), slots[1:], cached)
         free = world.new_state(None, (*text(6), 5, 5))
@@ -235,9 +237,9 @@ class TestInsert:
                 use(node)
 
     def test_without_a_state_while_locked(self, world: World) -> None:
-        root, row = world.cache.root(None), world.row(0, 8)
+        root, row = world.cache.root(None), world.row(8)
         assert row is not None
-        node = world.cache.insert(root, array(text(8)), row.slots(0, 8), None).node
+        node = world.cache.insert(root, array(text(8)), world.slots(row, 0, 8), None).node
         world.cache.lock(node)
         world.check()
         world.release(row)
@@ -324,6 +326,74 @@ class TestLocks:
         assert world.cache.stats.num_nodes == 1
         world.cache.unlock(node)
         assert world.allocator.num_available == world.allocator.num_pages
+
+
+class TestGiveState:
+    """The last state slot there is goes to the request that hits it."""
+
+    def test_the_request_owns_it_and_the_node_is_a_tombstone(self, world: World) -> None:
+        node = world.store(text(30), ends=[10])
+        world.cache.lock(node)
+        num_free, slot = world.states.num_free, node.state_slot
+        assert world.cache.give_state(node) == slot
+        assert slot is not None
+        world.states.take(slot, "request", 30)
+        assert world.states.stamp(slot) == Stamp("request", 30, is_written=True)
+        assert (node.state_slot, node.lost_state, world.states.num_free) == (None, True, num_free)
+        stats = world.cache.stats
+        assert (stats.num_states, stats.num_tombstones, stats.evicted_states, stats.num_tokens) == (1, 1, 1, 30)
+        assert world.cache.num_evictable_states == 1
+        match = world.match(text(30))
+        assert (match.length, match.kv_length, match.miss) == (10, 30, "evicted")
+        world.check()
+
+    def test_its_kv_lasts_as_long_as_the_lock(self, world: World) -> None:
+        node = world.store(text(30), ends=[10])
+        world.cache.lock(node)
+        slot = world.cache.give_state(node)
+        world.states.take(slot, "request", 30)
+        world.cache.unlock(node)
+        assert world.cache.peek(array(text(30))) == (10, 10)
+        world.states.free(slot, "request")
+        world.check()
+
+    def test_it_can_come_back(self, world: World) -> None:
+        node = world.store(text(30))
+        world.cache.lock(node)
+        slot = world.cache.give_state(node)
+        world.states.take(slot, "request", 30)
+        world.states.donate(slot, "request", 30)
+        assert world.cache.insert(node, array(()), array(()), slot).takes_state
+        world.cache.unlock(node)
+        assert (world.match(text(30)).node, node.lost_state) == (node, False)
+        world.check()
+
+    @pytest.mark.parametrize("case", ["no state", "state lock", "no lock", "root"])
+    def test_not_where_somebody_else_needs_it(self, world: World, case: str) -> None:
+        node = world.store(text(30), ends=[10])
+        if case != "no lock":
+            world.cache.lock(node)
+        if case == "no state":
+            world.cache.evict_states(world.states.num_slots)
+        if case == "state lock":
+            world.cache.lock_state(node)
+        before = world.cache.stats, world.cache.render_text()
+        with pytest.raises(RuntimeError, match="cannot give its state away"):
+            world.cache.give_state(world.cache.root(None) if case == "root" else node)
+        assert (world.cache.stats, world.cache.render_text()) == before
+        world.check()
+
+    def test_only_what_is_the_caches_is_taken(self, world: World) -> None:
+        node = world.store(text(30))
+        world.cache.lock(node)
+        slot = world.cache.give_state(node)
+        with pytest.raises(StateOwnershipError, match="should hold 'prefix cache' at 29"):
+            world.states.take(slot, "request", 29)
+        world.states.take(slot, "request", 30)
+        with pytest.raises(StateOwnershipError, match="should hold 'prefix cache' at 30"):
+            world.states.take(slot, "another", 30)
+        with pytest.raises(StateOwnershipError, match="is free"):
+            world.states.take(slot + 1, "request", 30)
 
 
 class TestEvictPages:
@@ -495,9 +565,30 @@ class TestFlopsPolicy:
         assert bottom.parent is not None
         assert costs.efficiency(bottom, frees_kv=True) == (7.0 * 10 + 900 - 400) / (100 + 10 * 10)
         assert costs.efficiency(bottom.parent, frees_kv=False) == (7.0 * 20 + 400) / 100
-        world.cache.lock(bottom)
         world.cache._tree.drop_state(bottom.parent)
         assert costs.efficiency(bottom, frees_kv=True) == (7.0 * 30 + 900) / (100 + 10 * 30)
+
+    @pytest.mark.parametrize("kept_by", ["another child", "a lock"])
+    def test_kv_of_a_tombstone_that_stays_is_not_freed(self, kept_by: str) -> None:
+        """What the state saves still counts from the state above; the bytes only up to where the branch ends."""
+        world = self.world("flops")
+        bottom = world.store(text(40), ends=[10, 20, 30])
+        (lower, upper) = islice(bottom.path(), 1, 3)
+        for tombstone in (lower, upper):
+            world.cache._tree.drop_state(tombstone)
+        costs = Costs(state_bytes=100, kv_bytes_per_token=10, flops_per_token=7.0, flops_per_token_squared=2.0)
+        saved = 7.0 * 30 + 1600 - 100
+        assert costs.efficiency(bottom, frees_kv=True) == saved / (100 + 10 * 30)
+        if kept_by == "a lock":
+            world.cache.lock(upper)
+        else:
+            world.store((*text(20), 5, 5))
+        assert costs.efficiency(bottom, frees_kv=True) == saved / (100 + 10 * 20)
+        assert costs.efficiency(bottom, frees_kv=False) == saved / 100
+        tokens = world.cache.stats.num_tokens
+        world.cache._remove_branch(bottom)
+        assert tokens - world.cache.stats.num_tokens == 20
+        world.check()
 
     def test_the_policies_agree_where_all_cost_the_same(self) -> None:
         for policy in ("lru", "flops"):
@@ -637,7 +728,7 @@ class TestFaults:
     def test_no_pages_and_no_slot_for_a_request_that_has_matched(self, world: World) -> None:
         node = world.store(text(30))
         world.cache.lock(node)
-        assert world.row(30, 10**4) is None
+        assert world.row(world.table.max_positions) is None
         assert not world.cache.evict_pages(world.allocator.num_pages)
         world.check()
         taken = [world.new_state(None, ()) for _ in range(world.states.num_free)]
@@ -656,7 +747,7 @@ class TestFaults:
 
     def test_holding_pages_fails(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         world.store(text(30))
-        row, slot = world.row(0, 30), world.new_state(None, (*text(20), 5, 5))
+        row, slot = world.row(30), world.new_state(None, (*text(20), 5, 5))
         assert row is not None
         before = world.cache.render_text()
 
@@ -666,7 +757,7 @@ class TestFaults:
         with monkeypatch.context() as patch:
             patch.setattr(world.allocator, "_check_held", fail)
             with pytest.raises(RuntimeError, match="injected"):
-                world.cache.insert(world.cache.root(None), array((*text(20), 5, 5)), row.slots(0, 22), slot)
+                world.cache.insert(world.cache.root(None), array((*text(20), 5, 5)), world.slots(row, 0, 22), slot)
         assert world.cache.render_text() == before
         world.check()
 
@@ -688,6 +779,41 @@ class TestSeeing:
         ]
         assert world.cache.render_text(max_nodes=2).splitlines()[2:] == ["... and 4 more"]
         assert World().cache.render_text() == "empty"
+
+    def test_the_most_recent_branches_first_and_the_rest_counted(self) -> None:
+        world = World(num_pages=200, num_states=40)
+        world.cache.lock(world.store((0, 9)))
+        for token in range(1, 20):
+            world.store((token, 9))
+        world.match((7, 9))
+        for salt in ("a", "b"):
+            world.store((1, 2, 3), salt)
+        world.cache.root("idle")
+        whole = world.cache.render_text().splitlines()
+        assert len(whole) == 3 + 20 + 2
+        assert whole[0] == f"salt {digest('b')}"
+        ages = [int(line.rpartition("age ")[2]) for line in whole[6:]]
+        assert "1 lock" in whole[5]
+        assert ages == sorted(ages)
+        assert world.cache.peek(array((7, 9))) == (2, 2)
+        for max_nodes in range(26):
+            left = [f"... and {25 - max_nodes} more"] if max_nodes < 25 else []
+            assert world.cache.render_text(max_nodes).splitlines() == whole[:max_nodes] + left
+
+    def test_what_is_not_shown_is_not_walked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = World(num_pages=100, num_states=40)
+        for token in range(30):
+            world.store((token, 9))
+        monkeypatch.setattr(radix_tree.RadixTree, "nodes", None)
+        assert world.cache.render_text(max_nodes=3).splitlines()[3:] == ["... and 28 more"]
+
+    def test_half_a_surrogate_pair_in_a_salt(self) -> None:
+        world = World()
+        world.store((1, 2), salt="\ud800")
+        world.store((1, 2), salt="\udfff")
+        lines = world.cache.render_text().splitlines()
+        assert re.fullmatch("salt [0-9a-f]{8}", lines[0])
+        assert lines[0] != lines[2]
 
     def test_a_deep_tree_is_no_recursion(self) -> None:
         world = World(num_pages=1500, num_states=1500)
@@ -772,7 +898,7 @@ class TestCheck:
 
     def test_rows_may_hold_what_it_is_not_told_of(self) -> None:
         world, _ = self.broken()
-        world.row(0, 5)
+        world.row(5)
         world.cache.check()
         with pytest.raises(RuntimeError, match=r"page \d+ has 1 holders and 0 are known"):
             world.cache.check({})
@@ -784,9 +910,9 @@ class TestLongTexts:
         n = 32 * 1024
         tokens = np.random.default_rng(0).integers(0, 50, n)
         world = World(page_size, num_pages=2 * -(-n // page_size) + 2, num_states=80)
-        root, row = world.cache.root(None), world.row(0, n)
+        root, row = world.cache.root(None), world.row(n)
         assert row is not None
-        slots, node = row.slots(0, n), root
+        slots, node = world.slots(row, 0, n), root
         world.cache.lock(root)
         for end in range(512, n + 1, 512):
             slot = world.states.reserve(PREFIX_CACHE)
@@ -812,7 +938,7 @@ class TestLongTexts:
         """Numbers are made of single tokens for the children's dictionary only: once per node on the way."""
         tokens = np.zeros(30_000, dtype=np.int64)
         world = World(num_pages=30_000, num_states=4)
-        row = world.row(0, len(tokens))
+        row = world.row(len(tokens))
         slot = world.states.reserve(PREFIX_CACHE)
         assert row is not None
         assert slot is not None
@@ -825,7 +951,7 @@ class TestLongTexts:
                 Counted.reads += not isinstance(index, slice)
                 return np.asarray(self)[index]  # type: ignore[index]
 
-        world.cache.insert(world.cache.root(None), tokens, row.slots(0, len(tokens)), slot)
+        world.cache.insert(world.cache.root(None), tokens, world.slots(row, 0, len(tokens)), slot)
         assert world.cache.match(tokens.view(Counted)).length == len(tokens)
         assert Counted.reads == 1
 

@@ -354,6 +354,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "seed 0, records, page size" in file.note
     assert (report["seed"], report["speculative_state"], report["page_size"] > 0) == (0, "records", True)
     assert (report["tree_file"], report["prompts"]) == ("tree.json", "prompts.jsonl")
+    assert report["prefix_cache"] is False
     assert report["check_text"] == "text that was not recorded"
     assert np.array(report["acceptance"]["probability"]).shape == (2, 3)
     assert report["acceptance"]["num_samples"] == [32, 30]

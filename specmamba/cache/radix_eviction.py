@@ -78,11 +78,12 @@ class Costs:
 
         Args:
             node: with a state.
-            frees_kv: it goes as a leaf, with the KV up to that state above, and not its state alone.
+            frees_kv: it goes as a leaf, with its KV and the tombstones that are of no use without it, and not its state
+                alone.
         """
-        start = _state_above(node).end
-        num_tokens = node.end - start if frees_kv else 0
-        return self.flops(start, node.end) / (self.state_bytes + self.kv_bytes_per_token * num_tokens)
+        num_tokens = node.end - _kept_above(node).end if frees_kv else 0
+        flops = self.flops(_state_above(node).end, node.end)
+        return flops / (self.state_bytes + self.kv_bytes_per_token * num_tokens)
 
 
 class EvictionPolicy(Protocol):
@@ -162,8 +163,15 @@ def _scaled(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _state_above(node: Node) -> Node:
     """The nearest node above ``node`` that has a state; the root where there is none."""
-    above = node.parent
-    while above is not None and above.parent is not None and above.state_slot is None:
-        above = above.parent
-    assert above is not None
-    return above
+    return next(above for above in _above(node) if above.state_slot is not None or above.parent is None)
+
+
+def _kept_above(node: Node) -> Node:
+    """The nearest node above ``node`` that keeps its KV when ``node`` and all below it are evicted."""
+    above = _state_above(node)
+    return next((each for each in _above(node) if each is above or len(each.children) > 1 or each.kv_locks), above)
+
+
+def _above(node: Node) -> Iterator[Node]:
+    """The nodes above ``node``, from its parent to the root."""
+    return islice(node.path(), 1, None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 from dataclasses import asdict
+from itertools import islice
 
 from specmamba.cache.radix_node import Node, Root
 from specmamba.cache.radix_stats import CacheStats
@@ -13,16 +15,19 @@ from specmamba.cache.radix_tree import RadixTree
 def render_tree(tree: RadixTree, max_nodes: int) -> str:
     """One line per node, indented by depth, the most recent branches first; at most ``max_nodes`` of them.
 
-    A salt is a secret between a client and the server, so only a digest of it is shown.
+    A salt is a secret between a client and the server, so only a digest of it is shown. Nodes below those that are
+    shown are not looked at: the engine waits meanwhile.
     """
-    todo: list[tuple[int, Node]] = [(0, root) for root in tree.roots.values() if root.children or root.kv_locks]
+    roots = (root for root in reversed(tree.roots.values()) if root not in tree.idle_roots)
+    todo: list[tuple[int, Node]] = [(0, root) for root in islice(roots, max_nodes)]
+    todo.reverse()
     lines: list[str] = []
     while todo and len(lines) < max_nodes:
         depth, node = todo.pop()
         lines.append("  " * depth + _line(node, tree.recency.clock))
-        # Locked nodes are in use; the youngest comes last, and so is taken first.
-        todo += ((depth + 1, child) for child in sorted(node.children.values(), key=_recency))
-    left = sum(1 for node in tree.nodes() if not _is_idle(node)) - len(lines)
+        youngest = heapq.nlargest(max_nodes - len(lines), node.children.values(), key=_recency)
+        todo += ((depth + 1, child) for child in reversed(youngest))  # and so the youngest is taken first
+    left = tree.num_nodes + len(tree.roots) - len(tree.idle_roots) - len(lines)
     if left:
         lines.append(f"... and {left} more")
     return "\n".join(lines) if lines else "empty"
@@ -63,12 +68,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def _recency(node: Node) -> tuple[bool, int]:
+    """Locked nodes are in use, and come first."""
     return node.kv_locks > 0, node.last_access
 
 
-def _is_idle(node: Node) -> bool:
-    return isinstance(node, Root) and not node.children and not node.kv_locks
-
-
 def _digest(extra_key: str) -> str:
-    return hashlib.sha256(extra_key.encode()).hexdigest()[:8]
+    # A key from JSON can have half of a surrogate pair in it, which strict UTF-8 has no bytes for.
+    return hashlib.sha256(extra_key.encode("utf-8", "surrogatepass")).hexdigest()[:8]

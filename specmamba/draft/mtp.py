@@ -79,7 +79,7 @@ class MTPDrafter(Drafter):
     def finish(self, batch: Batch) -> None:
         """See ``Drafter``; what the next draft would catch up with is shared too, and that draft never comes."""
         counts = {row: self._num_new[row] for row in batch.rows}
-        self.catch_up(batch)
+        self.catch_up(batch, 1)  # behind the roots there may be no room any more
         for row, count in counts.items():
             self._num_new[row] = count
 
@@ -122,11 +122,14 @@ class MTPDrafter(Drafter):
         for row, count in zip(batch.rows, accepted, strict=True):
             self._num_new[row] += count + 1
 
-    def catch_up(self, batch: Batch) -> Tensor:
-        """Run the head over what was decided since its last forward; its state after the root, [B, 1, H]."""
+    def catch_up(self, batch: Batch, num_entries: int | None = None) -> Tensor:
+        """Run the head over what was decided since its last forward; its state after the root, [B, 1, H].
+
+        The draft that follows may make ``num_entries`` entries, the root's counted; None: as many as any draft does.
+        """
         counts = [self._num_new[row] for row in batch.rows]
         longest, rows = max(counts), RowSet.of(batch.rows, self._device)
-        window = self._window = self._place(batch, counts, longest)
+        window = self._window = self._place(batch, counts, num_entries or self._plan.num_slots)
         tokens, hidden = rows.take(self._tokens)[:, :longest], rows.take(self._hidden)[:, :longest]
         positions, slots = window.positions[:, :longest], window.slots[:, :longest]
         num_keys = batch.max_root_position + 1
@@ -170,9 +173,10 @@ class MTPDrafter(Drafter):
             mask = causal_mask(positions, num_keys, FIRST_KEY)
         return self._forward(batch, tokens, hidden, positions, slots, num_keys, mask)
 
-    def _place(self, batch: Batch, counts: Sequence[int], longest: int) -> Window:
+    def _place(self, batch: Batch, counts: Sequence[int], num_entries: int) -> Window:
         """Positions and slots of everything this draft may run, made at once; padding stands at the root."""
-        offsets = torch.arange(1 - longest, self._plan.num_slots, device=self._device)
+        longest = max(counts)
+        offsets = torch.arange(1 - longest, num_entries, device=self._device)
         if min(counts) == longest:
             positions = batch.root_positions[:, None] + offsets
             return Window(positions, self._table.slots_at(batch.row_index, positions), longest - 1)

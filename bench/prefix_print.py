@@ -1,0 +1,194 @@
+"""The figures of the prefix benchmark as tables and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specmamba.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Figures = Mapping[str, Any]
+WIDTH = 150  # characters that the table needs
+
+
+def print_report(report: Figures) -> None:
+    """A row per workload, then time to first token, costs, and what to beware of."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)  # better a line that the terminal folds than figures that are cut off
+    console.print(title(report), markup=False, soft_wrap=True)
+    if report["workloads"]:
+        console.print(_table(report))
+    for line in (*_about_ttft(report["ttft"]), *_about_costs(report["costs"]), *_remarks(report)):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def title(report: Figures) -> str:
+    """What was run, in one line."""
+    return (
+        f"{report['model']}, {report['dtype']} on {report['device']}, {report['algorithm']} drafts of "
+        f"{report['num_draft_tokens']} nodes, {report['strategy']}, pages of {report['page_size']}, chunks of "
+        f"{report['chunked_prefill_size']}, waves of at least {report['concurrency']} while so many ask, "
+        f"{report['output_tokens']} new tokens each"
+    )
+
+
+def label_of(figures: Figures) -> str:
+    """A workload's name, with the policy where it has been run with both."""
+    name: str = figures["workload"]
+    return f"{name} {figures['cache_eviction']}" if name == "pressure" else name
+
+
+def _table(report: Figures) -> Table:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(
+        *("workload", "requests\n(wave)", "prompt\ntokens", "hit\nrate", "oracle", "ratio"),
+        *("first token, ms\nwith (p50/p90)", "without\n(p50/p90)", "p50\nratio", "missed because"),
+        *("evicted\ntokens/states", "nodes/states\nat the end", "text"),
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
+    for column in table.columns[1:-1]:
+        column.justify, column.no_wrap = "right", True
+    for figures in report["workloads"]:
+        table.add_row(*_cells(figures))
+    return table
+
+
+def _cells(figures: Figures) -> list[str]:
+    misses = [f"{reason} {count}" for reason, count in figures["miss_reasons"].items() if count]
+    different = figures["different_texts"]
+    times = figures["ttft_ms"]
+    return [
+        label_of(figures),
+        f"{figures['requests']} ({figures['largest_wave']})",
+        str(figures["prompt_tokens"]),
+        f"{figures['hit_rate']:.3f}",
+        f"{figures['oracle_hit_rate']:.3f}",
+        _number(figures["ratio_to_oracle"]),
+        *("{p50:.1f}/{p90:.1f}".format(**times[name]) for name in ("with_cache", "without_cache")),
+        _number(figures["ttft_ratio"]),
+        "\n".join(misses) or "-",
+        f"{figures['evicted_tokens']}/{figures['evicted_states']}",
+        f"{figures['num_nodes']}/{figures['num_states']}",
+        "same" if not different else f"{different} DIFFER",
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _about_ttft(ttft: Figures | None) -> list[str]:
+    if ttft is None:
+        return []
+    lines = []
+    for name, who in (("ttft_shared", "from the third user on"), ("ttft_second_user", "second user")):
+        low, high = ttft[f"{name}_ratio_range"]
+        times = ttft[f"{name}_ms"]
+        lines.append(
+            f"first token of a prompt of {ttft['prompt_tokens']} tokens that shares {ttft['shared_tokens']}, {who}: "
+            f"{ttft[f'{name}_ratio']:.3f} of cold ({low:.3f}-{high:.3f}; {times['with_cache']:.1f} of "
+            f"{times['without_cache']:.1f} ms), {ttft[f'{name}_cached_tokens']} tokens cached"
+        )
+    return lines
+
+
+def _about_costs(costs: Figures | None) -> list[str]:
+    if costs is None:
+        return []
+    tree, engine = costs["tree"], costs["engine"]
+    growth = "" if tree["growth"] is None else f", growing as its length to the power of {tree['growth']:.2f}"
+    if tree["last_doubling"] is not None:
+        growth = f", {tree['last_doubling']:.2f}x that of half of it"
+    about_tree = (
+        f"tree: a prompt of {tree['tokens'][-1]} tokens takes {tree['insert_ms'][-1]:.2f} ms to insert in chunks of "
+        f"{tree['chunk_tokens']} and {tree['match_ms'][-1]:.2f} ms to match, {tree['share_of_prefill'][-1]:.3%} of its "
+        f"prefill at {engine['prefill_us_per_token']:.0f} us a token{growth}"
+    )
+    about_engine = (
+        f"engine: of {engine['prefill_ms']:.1f} ms to the first token of a prompt of {engine['tokens']} tokens that "
+        f"finds nothing, the cache takes {engine['share']:.3%} (admission {engine['acquire_ms']:.2f} ms, chunk ends "
+        f"{engine['leave_chunk_ms']:.2f} ms)"
+    )
+    return [about_tree, about_engine, *(_about_decoding(name, each) for name, each in costs["decode"].items())]
+
+
+def _about_decoding(strategy: str, decode: Figures) -> str:
+    shares = ", ".join(f"{name} {share:.2%}" for name, share in decode["shares"].items())
+    interval = decode["track_interval"]
+    left = ""
+    if interval is not None:
+        each = f"{decode['states_left']} in all, {decode['leave_ms_per_state']:.2f} ms each"
+        left = f", a state every {interval} tokens, {each}"
+    return (
+        f"decoding, {strategy}: of a step of {decode['step_ms']:.2f} ms with {decode['requests']} requests, "
+        f"bookkeeping takes {decode['bookkeeping_share']:.2%} ({shares}; {decode['steps']} steps{left})"
+    )
+
+
+def _remarks(report: Figures) -> list[str]:
+    lines = []
+    for figures in report["workloads"]:
+        lost = figures["lost_most"]
+        if lost:
+            worst = lost[0]
+            lines.append(
+                f"{label_of(figures)}: furthest behind the oracle is request {worst['request']} ({worst['kind']}), "
+                f"{worst['hit_tokens']} of {worst['oracle_tokens']} tokens"
+            )
+    if any(figures["workload"] == "pressure" for figures in report["workloads"]):
+        lines.append("pressure: without the cache, the engine has roomy memory: its first tokens wait for no room")
+    if report["different_texts"]:
+        verdict = "an error" if report["dtype"] == "float32" else "rounding, or an error: compare in float32"
+        lines.append(f"DIFFERENT TEXTS: {report['different_texts']}, with the cache and without: {verdict}")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    text = f"{report['prompts']}, {report['text']['tokens']} tokens of {report['text']['documents']} documents"
+    lines.append(f"{report['machine']}, threads: {report['threads']}; {versions}; text: {text}, seed {report['seed']}")
+    return lines
+
+
+def plot_report(path: Path, report: Figures) -> None:
+    """Hit rates beside the oracle's, and time to first token beside that without the cache, by workload.
+
+    Raises:
+        ConfigError: the file cannot be written; the message names ``--plot``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    workloads = report["workloads"]
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    places = range(len(workloads))
+    _bars(left, [each["hit_rate"] for each in workloads], -0.2, "cache")
+    _bars(left, [each["oracle_hit_rate"] for each in workloads], 0.2, "oracle")
+    left.set(ylabel="share of prompt tokens spared", ylim=(0, 1))
+    for name, shift in (("with_cache", -0.2), ("without_cache", 0.2)):
+        times = [each["ttft_ms"][name] for each in workloads]
+        bars = _bars(right, [each["p50"] for each in times], shift, name.replace("_", " "))
+        right.plot([i + shift for i in places], [each["p90"] for each in times], "_", color=bars, markersize=12)
+    right.set(ylabel="time to first token, ms: median, and 90th percentile")
+    for axes in (left, right):
+        axes.set_xticks(list(places), [label_of(each).replace(" ", "\n") for each in workloads])
+        axes.grid(alpha=0.3, axis="y")
+        axes.legend()
+    figure.suptitle(title(report), fontsize=8, wrap=True)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"--plot: {path} cannot be written: {error.strerror}") from None
+
+
+def _bars(axes: Any, values: list[float], shift: float, label: str) -> Any:
+    """Draw bars beside others; their colour."""
+    bars = axes.bar([i + shift for i in range(len(values))], values, width=0.38, label=label)
+    return bars.patches[0].get_facecolor()
