@@ -47,6 +47,7 @@ def _share(config: PrefixBenchConfig, source: TextSource, interval: int | None) 
     draw = random.Random(f"{config.seed}/decode")
     prompts = [source.start + source.cut(PROMPT_TOKENS, draw) for _ in range(count)]
     with start_cost_engine(config, "--cost-requests", **_flags(config, interval)) as llm:
+        _use_all_memory(llm)
         steps = decode_steps(llm, prompts)
     num_states = round(sum(step["states"] for step in steps))
     if not steps or (interval is not None and not num_states):
@@ -80,6 +81,13 @@ def _flags(config: PrefixBenchConfig, interval: int | None) -> dict[str, Any]:
         "max_mamba_cache_size": count * (4 + num_tracked),
         "max_queued_requests": max(count, config.max_queued_requests),
     }
+
+
+def _use_all_memory(llm: LLM) -> None:
+    """The system hands memory out at its first use, which takes longer than the use: once, and not in every step."""
+    pools = llm.engine.pools
+    for memory in (pools.states.recurrent, pools.states.conv, pools.kv.k, pools.kv.v):
+        memory.zero_()
 
 
 def decode_steps(llm: LLM, prompts: list[tuple[int, ...]]) -> list[dict[str, float]]:
