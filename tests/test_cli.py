@@ -78,7 +78,7 @@ def test_a_wrong_command(arguments: list[str], message: str, capsys: pytest.Capt
     assert captured.out == ""
 
 
-@pytest.mark.parametrize(("command", "names"), [("bench", ["acceptance", "serving"]), ("tune", ["tree"])])
+@pytest.mark.parametrize(("command", "names"), [("bench", ["acceptance", "serving", "prefix"]), ("tune", ["tree"])])
 def test_help_of_a_command_with_subcommands(command: str, names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out

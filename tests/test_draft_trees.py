@@ -258,7 +258,7 @@ def test_every_node_of_a_real_tree_is_drafted_from_its_own_path(page_size: int, 
     drafter = engine.runner.drafter
     assert isinstance(drafter, MTPDrafter)
     with torch.inference_mode():
-        batch = engine.runner._batch(requests)
+        batch = engine.runner._batch(requests, [request.root_position for request in requests])
         waiting = list(drafter._num_new)
         tree = drafter.propose(batch)
         assert all(count == 0 for row, count in enumerate(drafter._num_new) if row in batch.rows)
