@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.page_allocator import NO_PAGES, Pages
+from specmamba.cache.radix_node import TokenSlots
 from specmamba.core import Batch, Chunk
-
-TokenSlots = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

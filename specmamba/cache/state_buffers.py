@@ -140,11 +140,7 @@ class StateBuffers(ABC, Generic[PlanT]):
                 written, or the checkpoint of a row.
             ValueError: the state at ``position`` is not to be had (any more).
         """
-        lease, available = self._lease(row), self.positions(row)
-        if position not in available:
-            raise ValueError(
-                f"row {row} has no state at position {position}: only {available[0]} to {available[-1]} can be had"
-            )
+        lease = self._lease_with(row, position)
         for user, other in self._leases.items():
             if other.slot == slot:
                 raise StateOwnershipError(f"state slot {slot} is the checkpoint of row {user}: it cannot be written")
@@ -152,9 +148,7 @@ class StateBuffers(ABC, Generic[PlanT]):
         if not stamp.is_written:
             raise StateOwnershipError(f"state slot {slot} is being written by {stamp.owner!r}")
         self._pool.check(lease.slot, lease.owner, lease.position)
-        self._pool.begin_write(slot, stamp.owner)
-        self._write_state(row, position, slot)
-        self._pool.end_write(slot, position)
+        self._write_stamped(row, position, slot, stamp.owner)
 
     def retire(self, row: int, position: int) -> None:
         """Let a row end with its checkpoint at ``position``, for whoever gets the slot next.
@@ -162,15 +156,25 @@ class StateBuffers(ABC, Generic[PlanT]):
         Raises:
             StateOwnershipError, ValueError: as for ``materialize``.
         """
-        lease, available = self._lease(row), self.positions(row)
-        if position not in available:
-            raise ValueError(f"row {row} cannot end at {position}: only {available[0]} to {available[-1]} can be had")
+        lease = self._lease_with(row, position)
         self._pool.check(lease.slot, lease.owner, lease.position)
         if position != lease.position:
-            self._pool.begin_write(lease.slot, lease.owner)
-            self._write_state(row, position, lease.slot)
-            self._pool.end_write(lease.slot, position)
+            self._write_stamped(row, position, lease.slot, lease.owner)
         self.end(row)
+
+    def _lease_with(self, row: int, position: int) -> Lease:
+        """The lease of a row that has the state at ``position``; errors as for ``materialize``."""
+        lease, available = self._lease(row), self.positions(row)
+        if position not in available:
+            raise ValueError(
+                f"row {row} has no state at position {position}: only {available[0]} to {available[-1]} can be had"
+            )
+        return lease
+
+    def _write_stamped(self, row: int, position: int, slot: int, owner: str) -> None:
+        self._pool.begin_write(slot, owner)
+        self._write_state(row, position, slot)
+        self._pool.end_write(slot, position)
 
     @abstractmethod
     def _write_state(self, row: int, position: int, slot: int) -> None:

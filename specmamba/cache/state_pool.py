@@ -109,11 +109,7 @@ class StatePool:
         Raises:
             StateOwnershipError: the source is not the prefix cache's written state there, or the target is free.
         """
-        self.check(source, PREFIX_CACHE, position)
-        self.begin_write(target, self.stamp(target).owner)
-        for states in self._states:
-            states[:, target] = states[:, source]
-        self.end_write(target, position)
+        self._copy(source, PREFIX_CACHE, target, self.stamp(target).owner, position)
 
     def fork(self, slot: int, owner: str, position: int, target: int) -> None:
         """Copy a request's state at ``position`` into a slot of the prefix cache.
@@ -121,11 +117,7 @@ class StatePool:
         Raises:
             StateOwnershipError: the slot is not ``owner``'s written state there, or the target not the prefix cache's.
         """
-        self.check(slot, owner, position)
-        self.begin_write(target, PREFIX_CACHE)
-        for states in self._states:
-            states[:, target] = states[:, slot]
-        self.end_write(target, position)
+        self._copy(slot, owner, target, PREFIX_CACHE, position)
 
     def donate(self, slot: int, owner: str, position: int) -> None:
         """A request that writes its state no more leaves it, standing at ``position``, to the prefix cache.
@@ -156,3 +148,10 @@ class StatePool:
         del self._stamps[slot]
         self._free.append(slot)
         self._free.sort(reverse=True)
+
+    def _copy(self, source: int, source_owner: str, target: int, target_owner: str, position: int) -> None:
+        self.check(source, source_owner, position)
+        self.begin_write(target, target_owner)
+        for states in self._states:
+            states[:, target] = states[:, source]
+        self.end_write(target, position)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -100,16 +100,8 @@ class Prefixes:
 
     def leave_chunk(self, request: Request) -> None:
         """A request's state stands at the end of a chunk: keep a copy."""
-        slot = self._reserve()
-        if slot is None:
-            return
-        try:
-            self._save_features(request, request.held_slot, request.num_run)
-            self._pools.states.fork(request.held_slot, request.request_id, request.num_run, slot)
-        except BaseException:
-            self._pools.states.free(slot, PREFIX_CACHE)
-            raise
-        self._insert(request, request.num_run, slot)
+        own, position, states = request.held_slot, request.num_run, self._pools.states
+        self._leave_copy(request, position, lambda slot: states.fork(own, request.request_id, position, slot))
 
     def leave_tracked(self, request: Request, previous: int) -> None:
         """Keep the states that are due since the last step; the request had run ``previous`` tokens before it."""
@@ -195,11 +187,16 @@ class Prefixes:
 
     def _leave_at(self, request: Request, position: int) -> None:
         """Materialize a state that the request has just passed."""
+        row, records = request.held_row, self._pools.records
+        self._leave_copy(request, position, lambda slot: records.materialize(row, position, slot))
+
+    def _leave_copy(self, request: Request, position: int, write: Callable[[int], None]) -> None:
+        """Keep the state at a position, which ``write`` puts into a slot; where no slot can be had, do nothing."""
         slot = self._reserve()
         if slot is None:
             return
         try:
-            self._pools.records.materialize(request.held_row, position, slot)
+            write(slot)
             self._save_features(request, slot, position)
         except BaseException:
             self._pools.states.free(slot, PREFIX_CACHE)
