@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from specmamba.kernels.linear import native_ops, torch_ops
 
-__all__ = ["PackedWeight", "pack"]
+__all__ = ["PackedWeight", "WeightForm", "has_fast_int8", "pack"]
+
+WeightForm = Literal["plain", "int8"]  # as it is; a signed byte per weight and a scale per output
 
 
 class PackedWeight(Protocol):
@@ -19,14 +21,28 @@ class PackedWeight(Protocol):
         """[..., K] -> [..., N]."""
 
 
-def pack(weight: Tensor) -> PackedWeight:
-    """Lay out a weight [N, K] for multiplying.
+def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
+    """Lay out a weight [N, K] for multiplying inputs of its dtype.
 
-    bf16 on a CPU is copied into native panels, or oneDNN's blocks where native code cannot be had; everything else
-    stays as it is. Where a copy takes its place, the weight is not kept.
+    ``plain``: bf16 on a CPU is copied into native panels, or oneDNN's blocks where native code cannot be had;
+    everything else stays as it is. ``int8``: rounded, see ``reference.quantize``; bf16 and float32 on a CPU multiply in
+    native code, everything else in PyTorch. An empty weight stays plain. Where a copy takes its place, the weight is
+    not kept.
+
+    Raises:
+        ValueError: no such form.
     """
-    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.numel():
+    if form not in get_args(WeightForm):
+        raise ValueError(f"a weight has no form {form!r}, only {', '.join(get_args(WeightForm))}")
+    is_int8 = form == "int8" and weight.numel() > 0
+    dtypes = (torch.bfloat16, torch.float32) if is_int8 else (torch.bfloat16,)
+    if weight.device.type == "cpu" and weight.dtype in dtypes and weight.numel():
         code = native_ops.code()
         if code is not None:
-            return native_ops.NativeWeight(weight, code)
-    return torch_ops.pack(weight)
+            return native_ops.NativeInt8Weight(weight, code) if is_int8 else native_ops.NativeWeight(weight, code)
+    return torch_ops.Int8Weight(weight) if is_int8 else torch_ops.pack(weight)
+
+
+def has_fast_int8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the int8 form multiplies a few rows of this dtype faster than the plain one; see README.md."""
+    return device.type == "cpu" and dtype is torch.bfloat16 and native_ops.code() is not None

@@ -1,4 +1,4 @@
-"""Matrix product with a packed bf16 weight in native code (native.cpp). See README.md."""
+"""Matrix product with a packed weight, bf16 or int8, in native code (native.cpp). See README.md."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.native import library
 
 SOURCE = Path(__file__).parent / "native.cpp"
@@ -36,10 +37,7 @@ class NativeWeight:
         """
         shape = x.shape
         if x.dtype is not torch.bfloat16 or not shape or shape[-1] != self._k or x.device.type != "cpu":
-            raise ValueError(
-                f"a bfloat16 weight [{self._n}, {self._k}] on the CPU cannot multiply "
-                f"{x.dtype} {list(shape)} on {x.device}"
-            )
+            raise _misfit(self._n, self._k, torch.bfloat16, x)
         x = x.contiguous()
         y = x.new_empty(*shape[:-1], self._n)
         rows = x.numel() // self._k
@@ -47,12 +45,54 @@ class NativeWeight:
         return y
 
 
+class NativeInt8Weight:
+    """An int8 weight in panels of 32 outputs, and a scale per output: ``reference.linear_int8``, bit for bit.
+
+    The result of a row does not depend on the other rows.
+    """
+
+    def __init__(self, weight: Tensor, code: ctypes.CDLL) -> None:
+        """weight: [N, K] bfloat16 or float32 on the CPU, not empty, not kept; code: the loaded native.cpp."""
+        n, k = weight.shape
+        quantized, self._scale = quantize(weight)
+        self._packed = torch.empty(code.linear_packed_size(n, k), dtype=torch.int8)
+        code.linear_pack_int8(quantized.data_ptr(), self._packed.data_ptr(), n, k, torch.get_num_threads())
+        self._multiply = code.linear_multiply_int8
+        self._n, self._k, self._dtype = n, k, weight.dtype
+        self._pointers = c_void_p(self._packed.data_ptr()), c_void_p(self._scale.data_ptr())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] of the weight's dtype on the CPU -> [..., N].
+
+        Raises:
+            ValueError: another dtype, device or width.
+        """
+        shape = x.shape
+        if x.dtype is not self._dtype or not shape or shape[-1] != self._k or x.device.type != "cpu":
+            raise _misfit(self._n, self._k, self._dtype, x)
+        x = x.contiguous()
+        y = x.new_empty(*shape[:-1], self._n)
+        is_bf16 = x.dtype is torch.bfloat16
+        self._multiply(
+            *(x.data_ptr(), x.numel() // self._k, *self._pointers, y.data_ptr()),
+            *(self._n, self._k, is_bf16, torch.get_num_threads()),
+        )
+        return y
+
+
+def _misfit(n: int, k: int, dtype: torch.dtype, x: Tensor) -> ValueError:
+    name = str(dtype).removeprefix("torch.")
+    return ValueError(f"a {name} weight [{n}, {k}] on the CPU cannot multiply {x.dtype} {list(x.shape)} on {x.device}")
+
+
 @cache
 def code() -> ctypes.CDLL | None:
     """The native code of this op; None where there is none."""
     signatures = {
         "linear_pack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
+        "linear_pack_int8": [c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_multiply": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int],
+        "linear_multiply_int8": [c_void_p, c_int64, *3 * [c_void_p], c_int64, c_int64, c_int, c_int],
     }
     loaded = library.load_functions(SOURCE, signatures)
     if loaded is not None:

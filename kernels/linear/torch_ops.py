@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+_ROWS_AT_ONCE = 4096  # of a weight that is quantized: float32 copies of all of it would need several times its memory
+
 
 class PlainWeight:
     """The weight as it is; for every device and dtype."""
@@ -34,6 +36,42 @@ class OneDNNWeight:
         """[..., K] bfloat16 -> [..., N]."""
         y: Tensor = self._multiply(x, self._weight, None, "none", [], "")
         return y
+
+
+class Int8Weight:
+    """An int8 weight as ``quantize`` gives it, for every device and dtype.
+
+    bf16 and float32 on a CPU take PyTorch's own product with int8, which reads one byte per weight. Elsewhere the
+    weight is widened at every use: that saves memory, not time.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: [N, K], not empty, not kept."""
+        self._weight, self._scale = quantize(weight)
+        # a width that PyTorch's product takes; with others it reads beyond the weight
+        self._can_multiply = weight.device.type == "cpu" and weight.shape[1] % 32 == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N]; bf16 and float32 are rounded once before the scale and once after."""
+        if x.dtype not in (torch.bfloat16, torch.float32):  # in float16, sums without their scale could overflow
+            return F.linear(x, (self._weight * self._scale[:, None]).to(x.dtype))
+        if self._can_multiply and x.numel():
+            ones = x.new_ones(len(self._scale))
+            y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]).contiguous(), self._weight, ones)
+            return y.mul_(self._scale).view(*x.shape[:-1], -1)
+        return F.linear(x, self._weight.to(x.dtype)).mul_(self._scale)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``reference.quantize``; weight: not empty, on any device."""
+    q = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    for part, q_part, scale_part in zip(*(t.split(_ROWS_AT_ONCE) for t in (weight, q, scale)), strict=True):
+        values = part.float()
+        scale_part.copy_(values.abs().amax(-1) / 127)
+        ratio = (values / scale_part[:, None]).nan_to_num_(0.0, 0.0, 0.0)
+        q_part.copy_(ratio.round_().clamp_(-127, 127))
+    return q, scale
 
 
 def can_pack(weight: Tensor) -> bool:

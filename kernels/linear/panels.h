@@ -1,0 +1,94 @@
+// What the forms of a packed weight share: panels, passes over rows, parts for threads. See README.md.
+#pragma once
+
+#include <immintrin.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "parallel.h"
+#include "vector.h"
+
+namespace specmamba {
+
+constexpr int kPanel = 2 * kLanes;                  // outputs of one panel
+constexpr int kMaxRows = 12;                        // rows of a pass: 24 sums, 2 weights, 1 input of 32 registers
+constexpr int kPairRows = 4;                        // up to these, a pass takes two panels
+constexpr int kPrefetchRows = 6;                    // with fewer rows the hardware's own prefetching is faster
+constexpr int64_t kPrefetch = 8192;                 // bytes ahead, into L2
+constexpr int64_t kSerialBelow = int64_t{1} << 17;  // products that one thread has done before a second one begins
+constexpr int64_t kPartBytes = int64_t{1} << 18;    // of weight that a thread claims at a time
+
+inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
+inline int64_t even(int64_t k) { return (k + 1) / 2 * 2; }
+inline int64_t panel_size(int64_t k) { return even(k) * kPanel; }
+
+// Rows of similar passes: 13 rows are 7 + 6, not 12 + 1.
+inline int64_t rows_per_pass(int64_t rows) {
+  const int64_t passes = (rows + kMaxRows - 1) / kMaxRows;
+  return (rows + passes - 1) / passes;
+}
+
+// Streaming a weight of many megabytes through 4 KiB pages would miss the TLB at every one of them.
+inline void use_huge_pages(void* data, int64_t size) {
+  constexpr uintptr_t kHuge = uintptr_t{1} << 21;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data), first = (begin + kHuge - 1) & ~(kHuge - 1);
+  const uintptr_t last = (begin + size) & ~(kHuge - 1);
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a wish: failure is fine
+}
+
+// weight [n, k] -> packed, 64-byte aligned; what is beyond n and k is zero.
+template <typename Element>
+void pack(const Element* weight, Element* packed, int64_t n, int64_t k, int num_threads) {
+  use_huge_pages(packed, panels_of(n) * panel_size(k) * static_cast<int64_t>(sizeof(Element)));
+  parallel_for(panels_of(n), 1, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t panel = first; panel < last; ++panel) {
+      Element* out = packed + panel * panel_size(k);
+      for (int64_t pair = 0; pair < even(k); pair += 2)
+        for (int64_t row = panel * kPanel; row < (panel + 1) * kPanel; ++row)
+          for (int64_t at = pair; at < pair + 2; ++at) *out++ = row < n && at < k ? weight[row * k + at] : Element{0};
+    }
+  });
+}
+
+// Calls body(lanes) for those of 16 outputs that there are, of which `columns` are left.
+template <typename Body>
+inline void for_columns(int64_t columns, const Body& body) {
+  if (columns >= kLanes)
+    body(All{});
+  else if (columns > 0)
+    body(First(columns));
+}
+
+// Calls product.tile<rows, Panels>(row, panel), which computes rows x panels of the result. Rows are 0, 1, 2 ...
+template <int Panels, typename Product, int... Rows>
+void tile(const Product& product, int64_t rows, int64_t row, int64_t panel, std::integer_sequence<int, Rows...>) {
+  ((rows == Rows + 1 ? product.template tile<Rows + 1, Panels>(row, panel) : void()), ...);
+}
+
+template <typename Product>
+void multiply_panels(const Product& p, int64_t first, int64_t last) {
+  const int64_t step = rows_per_pass(p.rows);
+  // with few rows one panel's sums wait for each other: an addition takes longer than a load
+  if (p.rows <= kPairRows)
+    for (; first + 2 <= last; first += 2)
+      tile<2>(p, p.rows, 0, first, std::make_integer_sequence<int, kPairRows>{});
+  for (int64_t panel = first; panel < last; ++panel)
+    for (int64_t row = 0; row < p.rows; row += step)
+      tile<1>(p, std::min(step, p.rows - row), row, panel, std::make_integer_sequence<int, kMaxRows>{});
+}
+
+// All of a product with `rows`, `n`, `k`, whose panels have panel_bytes().
+template <typename Product>
+void multiply(const Product& p, int num_threads) {
+  const int64_t num_panels = panels_of(p.n);
+  if (p.rows * p.n * p.k < kSerialBelow) num_threads = 1;
+  // there are several parts for each thread
+  const int64_t part = std::min(kPartBytes / p.panel_bytes(), num_panels / (4 * std::max(num_threads, 1)));
+  parallel_for(num_panels, std::max<int64_t>(1, part), num_threads,
+               [&](int64_t first, int64_t last) { multiply_panels(p, first, last); });
+}
+
+}  // namespace specmamba
