@@ -5,14 +5,14 @@
 
 namespace specmamba {
 
-// y = silu(sum weight[w] taps[w]) over the channels [first, first + size) of inputs taps[w] and weights
-// [width, channels].
+// y = silu(bias + sum weight[w] taps[w]) over the channels [first, first + size) of inputs taps[w], weights
+// [width, channels] and biases, which may be null.
 template <typename T>
-inline void convolve(const T* const* taps, const float* weight, int64_t width, int64_t channels, int64_t first,
-                     int64_t size, float* y) {
+inline void convolve(const T* const* taps, const float* weight, const float* bias, int64_t width, int64_t channels,
+                     int64_t first, int64_t size, float* y) {
   for_vectors(size, [&](int64_t i, auto lanes) {
     const int64_t c = first + i;
-    Vector total = _mm512_setzero_ps();
+    Vector total = bias == nullptr ? _mm512_setzero_ps() : load(bias + c, lanes);
     for (int64_t w = 0; w < width; ++w)
       total = _mm512_fmadd_ps(load(taps[w] + c, lanes), load(weight + w * channels + c, lanes), total);
     store(y + i, silu(total), lanes);

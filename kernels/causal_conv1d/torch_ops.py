@@ -5,7 +5,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def extend(x: Tensor, window: Tensor, weight: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def extend(
+    x: Tensor, window: Tensor, weight: Tensor, lengths: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Convolve runs of known tokens, each behind its stored window, and apply SiLU.
 
     Args:
@@ -13,32 +15,36 @@ def extend(x: Tensor, window: Tensor, weight: Tensor, lengths: Tensor) -> tuple[
         window: [B, W-1, C], the last inputs before x, oldest first; not modified.
         weight: [C, W].
         lengths: [B] int64; tokens from lengths[b] on are padding.
+        bias: [C], added before SiLU.
 
     Returns:
         y [B, L, C] float32 (unspecified on padding) and the new window [B, W-1, C].
     """
     inputs = torch.cat([window.to(x.dtype), x], 1)
-    y = F.conv1d(inputs.transpose(1, 2).float(), weight.float()[:, None], groups=x.shape[2])
+    y = F.conv1d(inputs.transpose(1, 2).float(), weight.float()[:, None], bias, groups=x.shape[2])
     last = lengths[:, None] + torch.arange(window.shape[1], device=x.device)
     new_window = inputs.gather(1, last[..., None].expand(-1, -1, x.shape[2]))
     return F.silu(y).transpose(1, 2), new_window
 
 
-def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Convolve every node of a draft tree over its last W-1 ancestors and apply SiLU.
 
     Args:
         inputs: [B, S, C]: stored window, pending inputs and node inputs of each row.
         index: [B, N, W] int64: the rows of ``inputs`` under each node's kernel, oldest first.
         weight: [C, W].
+        bias: [C], added before SiLU.
 
     Returns:
         y [B, N, C] float32.
     """
-    return _convolve(_gather(inputs, index), weight)
+    return _convolve(_gather(inputs, index), weight, bias)
 
 
-def tree_verify_snapshots(x: Tensor, window: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def tree_verify_snapshots(
+    x: Tensor, window: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Convolve every node of a draft tree over its last W-1 ancestors, and give the window after each node.
 
     Args:
@@ -46,12 +52,13 @@ def tree_verify_snapshots(x: Tensor, window: Tensor, index: Tensor, weight: Tens
         window: [B, W-1, C], the last inputs before the tree, oldest first; not modified.
         index: [B, N, W] int64: the rows of (window, x) under each node's kernel, oldest first, the node itself last.
         weight: [C, W].
+        bias: [C], added before SiLU.
 
     Returns:
         y [B, N, C] float32 and the windows [B, N, W-1, C] that the nodes leave to their children.
     """
     rows = _gather(torch.cat([window.to(x.dtype), x], 1), index)
-    return _convolve(rows, weight), rows[:, :, 1:]
+    return _convolve(rows, weight, bias), rows[:, :, 1:]
 
 
 def _gather(inputs: Tensor, index: Tensor) -> Tensor:
@@ -62,6 +69,7 @@ def _gather(inputs: Tensor, index: Tensor) -> Tensor:
     return inputs[torch.arange(batch, device=index.device)[:, None, None], index]
 
 
-def _convolve(rows: Tensor, weight: Tensor) -> Tensor:
+def _convolve(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Weighted sum over rows [B, N, W, C], then SiLU: [B, N, C] float32."""
-    return F.silu((rows * weight.t().float()).sum(2))
+    total = (rows * weight.t().float()).sum(2)
+    return F.silu(total if bias is None else total + bias)

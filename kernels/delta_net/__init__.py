@@ -2,7 +2,7 @@
 
 from specmamba.kernels.delta_net.native_ops import can_take as can_fuse
 from specmamba.kernels.delta_net.native_ops import tree_verify
-from specmamba.kernels.delta_net.operands import Buffers, Inputs, Trees, Weights
+from specmamba.kernels.delta_net.operands import Inputs, Weights
 from specmamba.kernels.delta_net.torch_ops import compose
 
-__all__ = ["Buffers", "Inputs", "Trees", "Weights", "can_fuse", "compose", "tree_verify"]
+__all__ = ["Inputs", "Weights", "can_fuse", "compose", "tree_verify"]

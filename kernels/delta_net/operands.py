@@ -1,7 +1,7 @@
 """What a gated delta net layer computes with between its projections, told apart by how long it stays the same.
 
-C = 2 Hk K + Hv V channels: queries, keys, values. Operands that stay for several calls compare by identity, so that
-what native code is told of them is worked out once.
+C = 2 Hk K + Hv V channels: queries, keys, values. Weights compare by identity, so that what native code is told of them
+is worked out once. Where records and trees are is in ``state_records.operands``.
 """
 
 from __future__ import annotations
@@ -40,26 +40,3 @@ class Weights:
     @property
     def value_dim(self) -> int:
         return self.norm.shape[0]
-
-
-@dataclass(frozen=True, eq=False)
-class Buffers:
-    """Of one layer: checkpoints by slot, and by row the inputs and records of pending tokens and of nodes."""
-
-    states: Tensor  # [slots, Hv, K, V] float32, only read
-    conv_inputs: Tensor  # [rows, W - 1 + R, C]: the checkpoint's window, then an input per record
-    k: Tensor  # [rows, R, Hk, K] float32
-    u: Tensor  # [rows, R, Hv, V] float32
-    decay: Tensor  # [rows, R, Hv] float32, log decay of the whole path from the checkpoint
-
-
-@dataclass(frozen=True, eq=False)
-class Trees:
-    """Of one verify: where its trees find and leave what they need, and who sees whom."""
-
-    rows: Tensor  # [B] int64, distinct
-    slots: Tensor  # [B] int64
-    conv_index: Tensor  # [B, N, W] int64, the entries of conv_inputs under each node, oldest first
-    num_pending: Tensor | None  # [B] int64; None: node_offset everywhere
-    node_offset: int  # node i leaves record node_offset + i
-    ancestors: Tensor  # [B, N, N] bool, inclusive

@@ -11,9 +11,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from specmamba.kernels.causal_conv1d import reference as conv
-from specmamba.kernels.delta_net.operands import Buffers, Inputs, Trees, Weights
+from specmamba.kernels.delta_net.operands import Inputs, Weights
 from specmamba.kernels.gated_delta_rule import reference as delta
 from specmamba.kernels.rowwise import reference as rowwise
+from specmamba.kernels.state_records.operands import Buffers, Trees
+from specmamba.kernels.state_records.reference import write_nodes
 
 
 def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees) -> Tensor:
@@ -33,7 +35,5 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     records = buffers.k[rows], buffers.u[rows], buffers.decay[rows]
     places = trees.num_pending, trees.node_offset, trees.ancestors
     out = delta.tree_verify(q, k, v, g, beta, buffers.states[trees.slots], *records, *places)
-    written = slice(trees.node_offset, trees.node_offset + nodes)
-    for buffer, x in zip((buffers.k, buffers.u, buffers.decay), records, strict=True):
-        buffer[rows, written] = x[:, written]
+    write_nodes((buffers.k, buffers.u, buffers.decay), records, rows, trees.node_offset, nodes)
     return rowwise.gated_rms_norm(out, inputs.gate, w.norm, w.norm_eps)

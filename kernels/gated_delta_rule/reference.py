@@ -12,6 +12,8 @@ float32 or float64. Shapes are not checked here: a mismatch surfaces as torch's 
 import torch
 from torch import Tensor
 
+from specmamba.kernels.state_records.reference import decay_before, finite, finite_or_nan, fold, parent_of
+
 
 def extend(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, lengths: Tensor
@@ -62,64 +64,34 @@ def tree_verify(
     The path of a node is: checkpoint, the first num_pending[b] records, then the node's ancestors from the root.
     A node without a strict ancestor (the root, a padding node) follows the pending records directly. Records
     between num_pending[b] and node_offset are ignored. Record node_offset + i becomes node i's k, u and the *log
-    decay of the whole path* from the checkpoint to the node inclusive.
+    decay of the whole path* from the checkpoint to the node inclusive, with 0 for what is not finite: that stays in the
+    outputs of the node and its descendants, whose records mean nothing.
 
     Returns out [B, N, Hv, V].
     """
     batch, nodes, value_heads, _ = v.shape
     group = value_heads // k.shape[2]
-    out = torch.empty_like(v)
+    out, g = torch.empty_like(v), finite_or_nan(g)
     if num_pending is None:
         num_pending = torch.full((batch,), node_offset)
     after_pending = fold(state, records_k, records_u, records_decay, num_pending)
     for b in range(batch):
-        pending = int(num_pending[b])
+        pending_decay = decay_before(records_decay[b], int(num_pending[b]))
         for h in range(value_heads):
-            pending_decay = records_decay[b, pending - 1, h].clone() if pending else torch.zeros_like(g[b, 0, h])
             states: list[Tensor] = []
             decays: list[Tensor] = []
             for i in range(nodes):
-                parent = _parent(ancestors[b], i)
+                parent = parent_of(ancestors[b], i)
                 before = after_pending[b, h] if parent is None else states[parent]
-                before_decay = pending_decay if parent is None else decays[parent]
+                before_decay = pending_decay[h] if parent is None else decays[parent]
                 after, u = _step(before, k[b, i, h // group], v[b, i, h], g[b, i, h], beta[b, i, h])
                 states.append(after)
                 decays.append(before_decay + g[b, i, h])
                 out[b, i, h] = after.T @ q[b, i, h // group]
-                records_u[b, node_offset + i, h] = u
-                records_decay[b, node_offset + i, h] = decays[i]
-    records_k[:, node_offset : node_offset + nodes] = k
+                records_u[b, node_offset + i, h] = finite(u)
+                records_decay[b, node_offset + i, h] = finite(decays[i])
+    records_k[:, node_offset : node_offset + nodes] = finite(k)
     return out
-
-
-def fold(
-    state: Tensor,
-    records_k: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Advance the checkpoint over the first ``num_pending[b]`` records of each row.
-
-    state [B, Hv, K, V], records_k [B, R, Hk, K], records_u [B, R, Hv, V], records_decay [B, R, Hv] (log decay from
-    the checkpoint to the record inclusive), num_pending [B] int64.
-
-    Returns the new states [B, Hv, K, V], in ``out`` where it is given (it may be ``state``), else in a new tensor; rows
-    with nothing pending are copied unchanged.
-    """
-    batch, value_heads = state.shape[:2]
-    group = value_heads // records_k.shape[2]
-    new_state = state.clone()
-    for b in range(batch):
-        for h in range(value_heads):
-            before_decay = torch.zeros_like(records_decay[b, 0, h])
-            for j in range(int(num_pending[b])):
-                step_decay = torch.exp(records_decay[b, j, h] - before_decay)
-                update = torch.outer(records_k[b, j, h // group], records_u[b, j, h])
-                new_state[b, h] = step_decay * new_state[b, h] + update
-                before_decay = records_decay[b, j, h]
-    return new_state if out is None else out.copy_(new_state)
 
 
 def tree_verify_snapshots(
@@ -159,9 +131,3 @@ def _step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple
     decayed = torch.exp(g) * state
     u = beta * (v - decayed.T @ k)
     return decayed + torch.outer(k, u), u
-
-
-def _parent(ancestors: Tensor, node: int) -> int | None:
-    """The nearest strict ancestor of a node (ancestors [N, N]); topological order makes it the largest index."""
-    strict = [j for j in range(node) if bool(ancestors[node, j])]
-    return strict[-1] if strict else None

@@ -3,6 +3,17 @@
 import torch
 from torch import Tensor
 
+from specmamba.kernels.state_records.torch_ops import (
+    decay_between,
+    decay_inside,
+    expand_heads,
+    finite,
+    flaw,
+    flaws_inside,
+    path_log_decay,
+    state_before,
+)
+
 CHUNK_SIZE = 64
 
 
@@ -27,9 +38,10 @@ def extend(
     """
     length, num_value_heads = g.shape[1:]
     chunk = min(CHUNK_SIZE, length)
-    is_token = torch.arange(length, device=g.device) < lengths[:, None]
-    g, beta = (x * is_token[..., None] for x in (g, beta))
-    q, k = (_expand_heads(x, num_value_heads) for x in (q, k))
+    is_padding = torch.arange(length, device=g.device) >= lengths[:, None]
+    k, v = (x.masked_fill(is_padding[..., None, None], 0) for x in (k, v))
+    g, beta = (x.masked_fill(is_padding[..., None], 0) for x in (g, beta))
+    q, k = (expand_heads(x, num_value_heads) for x in (q, k))
     q, k, v, g, beta = (_split_chunks(x, chunk) for x in (q, k, v, g[..., None], beta[..., None]))
 
     decay = g.squeeze(-1).cumsum(-1)  # [B, H, chunks, C]
@@ -83,23 +95,25 @@ def tree_verify(
         ancestors: [B, N, N] bool, inclusive.
 
     Returns:
-        Output [B, N, Hv, V].
+        Output [B, N, Hv, V], in heads where a node is not finite NaN for it and its descendants. Records are finite.
     """
     num_nodes, num_value_heads = g.shape[1:]
+    flaws = (expand_heads(flaw(k), num_value_heads) + g * 0 + beta * 0).transpose(1, 2)  # [B, H, N]
+    k, g, beta = finite(k), finite(g), finite(beta)
     nodes = slice(node_offset, node_offset + num_nodes)
     records_k[:, nodes] = k
-    decay = _path_log_decay(g, ancestors, records_decay, num_pending, node_offset)
+    decay = path_log_decay(g, ancestors, records_decay, num_pending, node_offset)
     records_decay[:, nodes] = decay
 
-    keys = _expand_heads(records_k[:, : nodes.stop], num_value_heads).transpose(1, 2)  # [B, H, R', K]
-    q, k = (_expand_heads(x, num_value_heads).transpose(1, 2) for x in (q, k))
+    keys = expand_heads(records_k[:, : nodes.stop], num_value_heads).transpose(1, 2)  # [B, H, R', K]
+    q, k = (expand_heads(x, num_value_heads).transpose(1, 2) for x in (q, k))
     qk = torch.cat([q, k], 2)  # one product reads the checkpoint for both
     both = (2, num_nodes)  # how the joint rows split
     decay = decay.transpose(1, 2)  # [B, H, N]
     read = (qk @ state).unflatten(2, both) * decay.exp()[:, :, None, :, None]
     scores = (qk @ keys.mT).unflatten(2, both)  # [B, H, 2, N, R']
     if node_offset:
-        between = _decay_between(decay, records_decay[:, :node_offset], num_pending)
+        between = decay_between(decay, records_decay[:, :node_offset], num_pending)
         pending = scores[..., :node_offset] * between[:, :, None]
         read = read + (pending.flatten(2, 3) @ records_u[:, :node_offset].transpose(1, 2)).unflatten(2, both)
 
@@ -107,45 +121,14 @@ def tree_verify(
     q_scores, k_scores = scores[..., node_offset:].unbind(2)
     beta = beta.transpose(1, 2)[..., None]
     u = beta * (v.transpose(1, 2) - k_read)
+    flaws, u = flaws + flaw(u), finite(u)
     if num_nodes > 1:
-        inside = _decay_inside(decay, ancestors)
+        inside = decay_inside(decay, ancestors)
         u = torch.linalg.solve_triangular(beta * k_scores * inside, u, upper=False, unitriangular=True)
         q_scores = q_scores * inside
-    records_u[:, nodes] = u.transpose(1, 2)
-    out: Tensor = q_read + q_scores @ u
+    records_u[:, nodes] = finite(u).transpose(1, 2)
+    out: Tensor = q_read + (q_scores + flaws_inside(flaws, ancestors)) @ u
     return out.transpose(1, 2)
-
-
-def fold(
-    state: Tensor,
-    records_k: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Advance checkpoints over their pending records by one rank-m update each.
-
-    Args:
-        state: [B, Hv, K, V] float32; modified only where it is ``out``.
-        records_k, records_u, records_decay: [B, R, Hk, K], [B, R, Hv, V], [B, R, Hv] float32.
-        num_pending: [B] int64; rows with 0 keep their state.
-        out: [B, Hv, K, V] float32, takes the new states; it is ``state`` or does not overlap it. None: a new tensor.
-
-    Returns:
-        New states [B, Hv, K, V].
-    """
-    num_records = records_decay.shape[1]
-    out = torch.empty_like(state) if out is None else out
-    if num_records == 0:
-        return out.copy_(state)
-    is_pending = torch.arange(num_records, device=state.device) < num_pending[:, None]
-    last = (num_pending - 1).clamp(min=0)[:, None, None].expand(-1, 1, records_decay.shape[2])
-    total = records_decay.gather(1, last) * (num_pending > 0)[:, None, None]  # [B, 1, H]
-    weight = (total - records_decay).masked_fill(~is_pending[..., None], -torch.inf).exp()
-    keys = _expand_heads(records_k, state.shape[1]) * weight[..., None]
-    update = keys.permute(0, 2, 3, 1) @ records_u.masked_fill(~is_pending[..., None, None], 0).transpose(1, 2)
-    return torch.mul(state, total.exp().transpose(1, 2)[..., None], out=out).add_(update)
 
 
 def tree_verify_snapshots(
@@ -172,63 +155,18 @@ def tree_verify_snapshots(
         Output [B, N, Hv, V].
     """
     num_nodes, num_value_heads = g.shape[1:]
-    q, k = (_expand_heads(x, num_value_heads) for x in (q, k))
+    q, k = (expand_heads(x, num_value_heads) for x in (q, k))
     qk, q_dot_k = torch.stack([q, k], 3), (q * k).sum(-1, keepdim=True)  # one product reads a state for both
     decay, beta = g.exp()[..., None], beta[..., None]
     out = torch.empty_like(v)
     for i in range(num_nodes):
-        before, after = _state_before(state, snapshots, parents, i), snapshots[:, i]
+        before, after = state_before(state, snapshots, parents, i), snapshots[:, i]
         q_read, k_read = (qk[:, i] @ before * decay[:, i, :, None]).unbind(2)
         u = beta[:, i] * (v[:, i] - k_read)
         torch.mul(before, decay[:, i, :, None], out=after)
         after.addcmul_(k[:, i, :, :, None], u[:, :, None])
         out[:, i] = q_read + q_dot_k[:, i] * u
     return out
-
-
-def _state_before(state: Tensor, snapshots: Tensor, parents: Tensor | None, node: int) -> Tensor:
-    """The state that a node of each row continues, [B, Hv, K, V]: its parent's snapshot or the checkpoint."""
-    if node == 0:
-        return state
-    if parents is None:
-        return snapshots[:, node - 1]
-    parent = parents[:, node]
-    rows = torch.arange(len(parent), device=parent.device)
-    return torch.where(parent[:, None, None, None] < 0, state, snapshots[rows, parent.clamp(min=0)])
-
-
-def _path_log_decay(
-    g: Tensor, ancestors: Tensor, records_decay: Tensor, num_pending: Tensor | None, node_offset: int
-) -> Tensor:
-    """Log decay of the path checkpoint -> pending records -> root -> node, [B, N, H]."""
-    decay = g if g.shape[1] == 1 else ancestors.to(g.dtype) @ g
-    if node_offset == 0:
-        return decay
-    if num_pending is None:
-        return decay + records_decay[:, node_offset - 1 : node_offset]
-    last = (num_pending - 1).clamp(min=0)[:, None, None].expand(-1, 1, g.shape[2])
-    return decay + records_decay.gather(1, last) * (num_pending > 0)[:, None, None]
-
-
-def _decay_between(decay: Tensor, pending_decay: Tensor, num_pending: Tensor | None) -> Tensor:
-    """Decay from each pending record to each node [B, H, N], 0 for holes: [B, H, N, node_offset]."""
-    difference = decay[..., None] - pending_decay.transpose(1, 2)[:, :, None]
-    if num_pending is not None:
-        is_hole = torch.arange(pending_decay.shape[1], device=decay.device) >= num_pending[:, None]
-        difference = difference.masked_fill(is_hole[:, None, None], -torch.inf)
-    return difference.exp()
-
-
-def _decay_inside(decay: Tensor, ancestors: Tensor) -> Tensor:
-    """Decay from ancestor j to node i, 0 elsewhere: [B, H, N, N]. Masked before exp: off-path differences overflow."""
-    difference = decay[..., :, None] - decay[..., None, :]
-    return difference.masked_fill(~ancestors[:, None], -torch.inf).exp()
-
-
-def _expand_heads(x: Tensor, num_value_heads: int) -> Tensor:
-    """[B, L, Hk, K] -> [B, L, Hv, K]: each key head serves consecutive value heads."""
-    group = num_value_heads // x.shape[2]
-    return x if group == 1 else x.repeat_interleave(group, 2)
 
 
 def _split_chunks(x: Tensor, chunk: int) -> Tensor:

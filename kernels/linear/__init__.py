@@ -9,13 +9,15 @@ from torch import Tensor
 
 from specmamba.kernels.linear import native_ops, torch_ops
 
-__all__ = ["PackedWeight", "WeightForm", "has_fast_int8", "pack"]
+__all__ = ["PackedWeight", "WeightForm", "copies", "has_fast_int8", "pack"]
 
 WeightForm = Literal["plain", "int8"]  # as it is; a signed byte per weight and a scale per output
 
 
 class PackedWeight(Protocol):
     """y = x W^T without bias, in x's dtype."""
+
+    nbytes: int  # of what is kept, but for the padding of panels
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """[..., K] -> [..., N]."""
@@ -41,6 +43,15 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
         if code is not None:
             return native_ops.NativeInt8Weight(weight, code) if is_int8 else native_ops.NativeWeight(weight, code)
     return torch_ops.Int8Weight(weight) if is_int8 else torch_ops.pack(weight)
+
+
+def copies(device: torch.device, dtype: torch.dtype, form: WeightForm = "plain") -> bool:
+    """Whether ``pack`` keeps a copy of a weight rather than the weight."""
+    if form == "int8":
+        return True
+    if device.type != "cpu" or dtype is not torch.bfloat16:
+        return False
+    return native_ops.code() is not None or torch_ops.can_pack(torch.empty(1, 1, dtype=dtype))
 
 
 def has_fast_int8(device: torch.device, dtype: torch.dtype) -> bool:

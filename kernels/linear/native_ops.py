@@ -23,6 +23,7 @@ class NativeWeight:
         """weight: [N, K] bfloat16 on the CPU, not empty, not kept; code: the loaded native.cpp."""
         n, k = weight.shape
         weight = weight.contiguous()
+        self.nbytes = weight.nbytes
         self._packed = torch.empty(code.linear_packed_size(n, k), dtype=torch.bfloat16)
         code.linear_pack(weight.data_ptr(), self._packed.data_ptr(), n, k, torch.get_num_threads())
         self._multiply = code.linear_multiply
@@ -55,6 +56,7 @@ class NativeInt8Weight:
         """weight: [N, K] bfloat16 or float32 on the CPU, not empty, not kept; code: the loaded native.cpp."""
         n, k = weight.shape
         quantized, self._scale = quantize(weight)
+        self.nbytes = quantized.nbytes + self._scale.nbytes
         self._packed = torch.empty(code.linear_packed_size(n, k), dtype=torch.int8)
         code.linear_pack_int8(quantized.data_ptr(), self._packed.data_ptr(), n, k, torch.get_num_threads())
         self._multiply = code.linear_multiply_int8

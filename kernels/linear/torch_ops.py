@@ -14,7 +14,7 @@ class PlainWeight:
 
     def __init__(self, weight: Tensor) -> None:
         """weight: [N, K]."""
-        self._weight = weight
+        self._weight, self.nbytes = weight, weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
@@ -31,6 +31,7 @@ class OneDNNWeight:
         """weight: [N, K] bfloat16 on a CPU that ``can_pack``; not kept."""
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self.nbytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., K] bfloat16 -> [..., N]."""
@@ -48,6 +49,7 @@ class Int8Weight:
     def __init__(self, weight: Tensor) -> None:
         """weight: [N, K], not empty, not kept."""
         self._weight, self._scale = quantize(weight)
+        self.nbytes = self._weight.nbytes + self._scale.nbytes
         # a width that PyTorch's product takes; with others it reads beyond the weight
         self._can_multiply = weight.device.type == "cpu" and weight.shape[1] % 32 == 0
 

@@ -52,6 +52,17 @@ inline float to_float(BFloat16 x) {
   return value;
 }
 
+// x, with 0 for NaNs and infinities.
+inline Vector finite_or_zero(Vector x) {
+  constexpr int kNotFinite = 0x99;
+  return _mm512_mask_mov_ps(x, _mm512_fpclass_ps_mask(x, kNotFinite), _mm512_setzero_ps());
+}
+
+template <typename T>
+inline void store_finite(const T* x, T* y, int64_t size) {
+  for_vectors(size, [&](int64_t i, auto lanes) { store(y + i, finite_or_zero(load(x + i, lanes)), lanes); });
+}
+
 inline float sum(Vector x) { return _mm512_reduce_add_ps(x); }
 
 // Within 2 units in the last place; 0 and infinity where float32 ends, NaN for NaN.

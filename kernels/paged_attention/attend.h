@@ -14,7 +14,7 @@ struct Attend {
   const void *q, *k, *v;   // [B, N, Hq, D] and pools [T, Hkv, D]
   const int64_t* indices;  // [B, L] rows of the pools
   const bool* mask;        // [B, N, L], or null: every query sees every key
-  const void* gate;        // [B * N, Hq, D], gate_query from query to query
+  const void* gate;        // [B * N, Hq, D], gate_query from query to query; or null: the sums as they are
   void* out;               // [B, N, Hq, D]
   int64_t batch, queries, query_heads, key_heads, width, length;
   int64_t k_row, v_row, indices_batch, mask_batch, mask_query, gate_query;
@@ -137,19 +137,27 @@ class Task {
     for (int i = 0; i < kTile; ++i) _mm_storeu_ps(&s_.weights[(r + i) * stride_ + j], sums_of(sum_of[i]));
   }
 
-  // Products -> e^(score - largest score); their sum goes to s_.totals.
+  // Products -> e^(score - largest score); their sum goes to s_.totals. Where nothing is seen: 0, and 1.
   void softmax(int64_t r) {
     float* weights = &s_.weights[r * stride_];
     const uint8_t* is_seen = &s_.is_seen[(query(r) - query(0)) * stride_];
     const Vector scale = _mm512_set1_ps(static_cast<float>(p_.scale));
     const Vector hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     Vector largest = hidden, total = _mm512_setzero_ps();
+    __mmask16 sees = 0;
     for_vectors(count_, [&](int64_t j, auto lanes) __attribute__((always_inline)) {
-      const __m128i seen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(is_seen + j));
-      const Vector score = _mm512_mask_mul_ps(hidden, _mm_test_epi8_mask(seen, seen), load(weights + j, lanes), scale);
+      const __m128i flags = _mm_loadu_si128(reinterpret_cast<const __m128i*>(is_seen + j));
+      const __mmask16 seen = _mm_test_epi8_mask(flags, flags);
+      sees |= seen;
+      const Vector score = _mm512_mask_mul_ps(hidden, seen, load(weights + j, lanes), scale);
       store(weights + j, score, lanes);
       largest = in(lanes, _mm512_max_ps(score, largest), largest);
     });
+    if (sees == 0) {
+      std::fill_n(weights, count_, 0.0f);
+      s_.totals[r] = 1.0f;
+      return;
+    }
     const Vector shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
     for_vectors(count_, [&](int64_t j, auto lanes) __attribute__((always_inline)) {
       const Vector weight = exp(_mm512_sub_ps(load(weights + j, lanes), shift));
@@ -186,12 +194,18 @@ class Task {
     }
     for (int i = 0; i < Rows; ++i) {
       const int64_t token = t.b_ * p.queries + t.query(r + i), at = t.query_head(r + i) * p.width + column;
-      const T* gates = static_cast<const T*>(p.gate) + token * p.gate_query + at;
       T* out = static_cast<T*>(p.out) + token * p.query_heads * p.width + at;
       const Vector total = _mm512_set1_ps(t.s_.totals[r + i]);
+      const auto mean = [&](int64_t d) __attribute__((always_inline)) {
+        return _mm512_div_ps(sum_of[i][d / kLanes], total);
+      };
+      if (p.gate == nullptr) {
+        for_vectors(size, [&](int64_t d, auto lanes) __attribute__((always_inline)) { store(out + d, mean(d), lanes); });
+        continue;
+      }
+      const T* gates = static_cast<const T*>(p.gate) + token * p.gate_query + at;
       for_vectors(size, [&](int64_t d, auto lanes) __attribute__((always_inline)) {
-        const Vector x = _mm512_div_ps(sum_of[i][d / kLanes], total), gate = sigmoid(load(gates + d, lanes));
-        store(out + d, _mm512_mul_ps(x, gate), lanes);
+        store(out + d, _mm512_mul_ps(mean(d), sigmoid(load(gates + d, lanes))), lanes);
       });
     }
   }

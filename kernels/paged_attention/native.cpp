@@ -1,4 +1,6 @@
-// A gated attention layer between its two products, over keys and values in a pool; see README.md and reference.py.
+// An attention layer between its two products, over keys and values in a pool; see README.md and reference.py.
+#include <algorithm>
+
 #include "paged_attention/attend.h"
 #include "parallel.h"
 #include "rowwise/heads.h"
@@ -7,65 +9,67 @@ namespace {
 
 using namespace specmamba;
 
-// The projections [B * N, 2 (Hq + Hkv) D] of new tokens: queries, keys, values, gates; and what is made of them.
-struct GatedAttend {
-  const void *projected, *cos, *sin;  // cos, sin [B * N, R]
-  const float* weight;                // [Hq + Hkv, D]
-  const int64_t *write_slots, *indices;
-  const bool* mask;
-  void *k, *v, *out;
-  int64_t batch, queries, query_heads, key_heads, width, length, rotated;
-  int64_t k_row, v_row, indices_batch, mask_batch, mask_query;
+// What stays from call to call.
+struct Form {
+  const float* norm;  // [Hq + Hkv, D], or null: queries and keys are not normalised
+  int64_t query_heads, key_heads, width, has_gate;
   double scale, eps;
 };
 
-// One head, normalised and rotated; rounded after each of the two, as kernels/rowwise does.
+// Of one call. The projections of a token are queries, keys, values and, where there is a gate, gates.
+struct Layer {
+  const void *projected, *cos, *sin;  // [B * N, (Hq + 2 Hkv [+ Hq]) D]; cos, sin [B * N, R], R = 0: nothing turns
+  const int64_t *write_slots, *indices;
+  const bool* mask;
+  void *k, *v, *out;
+  int64_t batch, queries, length, rotated;
+  int64_t k_row, v_row, indices_batch, mask_batch, mask_query;
+};
+
+// One head, normalised and rotated where that is asked for; rounded after each of the two, as kernels/rowwise does.
 template <typename T>
-void prepare(const GatedAttend& p, int64_t token, const T* x, const float* weight, T* y) {
-  normalize<false>(x, static_cast<const T*>(nullptr), weight, p.width, static_cast<float>(p.eps), y);
+void prepare(const Form& form, const Layer& p, int64_t token, const T* x, const float* norm, T* y) {
+  if (norm != nullptr)
+    normalize<false>(x, static_cast<const T*>(nullptr), norm, form.width, static_cast<float>(form.eps), y);
+  else
+    std::copy_n(x, form.width, y);
   const int64_t at = token * p.rotated;
   rotate_head(y, static_cast<const T*>(p.cos) + at, static_cast<const T*>(p.sin) + at, p.rotated, y);
 }
 
-// What is not finite is stored as 0; see torch_ops.write.
 template <typename T>
-void store_finite(const T* x, T* y, int64_t size) {
-  constexpr int kNotFinite = 0x99;  // NaNs and infinities
-  for_vectors(size, [&](int64_t i, auto lanes) {
-    const Vector v = load(x + i, lanes);
-    store(y + i, _mm512_mask_mov_ps(v, _mm512_fpclass_ps_mask(v, kNotFinite), _mm512_setzero_ps()), lanes);
-  });
-}
-
-template <typename T>
-void gated_attend(const GatedAttend& p, int num_threads) {
+void attend_layer(const Form& form, const Layer& p, int num_threads) {
   static thread_local std::vector<T> scratch;
-  const int64_t tokens = p.batch * p.queries, q_size = p.query_heads * p.width, k_size = p.key_heads * p.width;
-  const int64_t size = 2 * (q_size + k_size);
-  scratch.resize(tokens * (q_size + k_size));
+  const int64_t width = form.width, tokens = p.batch * p.queries;
+  const int64_t q_size = form.query_heads * width, k_size = form.key_heads * width, qk_size = q_size + k_size;
+  const int64_t size = qk_size + k_size + (form.has_gate ? q_size : 0);
+  scratch.resize(tokens * qk_size);
   T *queries = scratch.data(), *keys = queries + tokens * q_size;
   const T* projected = static_cast<const T*>(p.projected);
   parallel_for(tokens, 1, tokens * size < kSerialBelow ? 1 : num_threads, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       const T* x = projected + t * size;
-      for (int64_t at = 0; at < q_size; at += p.width)
-        prepare(p, t, x + at, p.weight + at, queries + t * q_size + at);
-      for (int64_t at = 0; at < k_size; at += p.width)
-        prepare(p, t, x + q_size + at, p.weight + q_size + at, keys + t * k_size + at);
+      const auto prepare_heads = [&](int64_t first, int64_t last, T* y) {
+        for (int64_t at = first; at < last; at += width)
+          prepare(form, p, t, x + at, form.norm == nullptr ? nullptr : form.norm + at, y + at - first);
+      };
+      prepare_heads(0, q_size, queries + t * q_size);
+      prepare_heads(q_size, qk_size, keys + t * k_size);
+      // see torch_ops.write
       store_finite(keys + t * k_size, static_cast<T*>(p.k) + p.write_slots[t] * p.k_row, k_size);
-      store_finite(x + q_size + k_size, static_cast<T*>(p.v) + p.write_slots[t] * p.v_row, k_size);
+      store_finite(x + qk_size, static_cast<T*>(p.v) + p.write_slots[t] * p.v_row, k_size);
     }
   });
-  const T* gate = projected + q_size + 2 * k_size;
+  const T* gate = form.has_gate ? projected + qk_size + k_size : nullptr;
   const Attend a{queries, p.k, p.v, p.indices, p.mask, gate, p.out,
-                 p.batch, p.queries, p.query_heads, p.key_heads, p.width, p.length,
+                 p.batch, p.queries, form.query_heads, form.key_heads, width, p.length,
                  p.k_row, p.v_row, p.indices_batch, p.mask_batch, p.mask_query, size,
-                 p.scale};
+                 form.scale};
   attend<T>(a, num_threads);
 }
 
 }  // namespace
 
-extern "C" void paged_gated_attend(const GatedAttend* p, int is_bfloat16, int num_threads) {
-  is_bfloat16 ? gated_attend<BFloat16>(*p, num_threads) : gated_attend<float>(*p, num_threads);
+extern "C" void paged_attend_layer(const Form* form, const Layer* p, int is_bfloat16, int num_threads) {
+  is_bfloat16 ? attend_layer<BFloat16>(*form, *p, num_threads) : attend_layer<float>(*form, *p, num_threads);
 }

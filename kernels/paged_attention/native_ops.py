@@ -1,4 +1,4 @@
-"""A gated attention layer of a few queries over scattered keys in native code (native.cpp). See README.md."""
+"""An attention layer of a few queries over scattered keys in native code (native.cpp). See README.md."""
 
 from __future__ import annotations
 
@@ -6,105 +6,138 @@ import ctypes
 from ctypes import POINTER, c_int
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specmamba.kernels.native import library
 from specmamba.kernels.native.tensors import contiguous_from, is_contiguous_from, is_native, require, struct
+from specmamba.kernels.native.told import told
+from specmamba.kernels.paged_attention.operands import Form
 
 SOURCE = Path(__file__).parent / "native.cpp"
 MAX_QUERIES = 64  # per row: a draft tree's. Longer runs are matrix products, which PyTorch does better
 
-_GatedAttend = struct(
-    "GatedAttend",
-    ["projected", "cos", "sin", "weight", "write_slots", "indices", "mask", "k", "v", "out"],
+_Form = struct("Form", ["norm"], ["query_heads", "key_heads", "width", "has_gate"], ["scale", "eps"])
+_Layer = struct(
+    "Layer",
+    ["projected", "cos", "sin", "write_slots", "indices", "mask", "k", "v", "out"],
     [
-        *("batch", "queries", "query_heads", "key_heads", "width", "length", "rotated"),
+        *("batch", "queries", "length", "rotated"),
         *("k_row", "v_row", "indices_batch", "mask_batch", "mask_query"),
     ],
-    ["scale", "eps"],
 )
 
 
 def can_take(projected: Tensor, k_pool: Tensor, v_pool: Tensor, kv_indices: Tensor) -> bool:
     """Whether native code computes this: float32 or bfloat16 on the CPU, as many queries per row as a tree has."""
-    pools = k_pool, v_pool
     return (
-        is_native(projected)
+        _are_alike(projected, k_pool, v_pool)
         and projected.shape[1] <= MAX_QUERIES
-        and all(pool.dtype is projected.dtype and is_contiguous_from(pool, 1) for pool in pools)
         and kv_indices.shape[1] > 0
         and code() is not None
     )
 
 
-def gated_attend(
+def _are_alike(projected: Tensor, k_pool: Tensor, v_pool: Tensor) -> bool:
+    """Whether all have one dtype, of those that native code reads, on the CPU, and rows of pools are contiguous."""
+    pools = k_pool, v_pool
+    return is_native(projected) and all(
+        pool.dtype is projected.dtype and pool.is_cpu and is_contiguous_from(pool, 1) for pool in pools
+    )
+
+
+def attend_layer(
     projected: Tensor,
-    weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
+    form: Form,
+    cos: Tensor | None,
+    sin: Tensor | None,
     k_pool: Tensor,
     v_pool: Tensor,
     write_slots: Tensor,
     kv_indices: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """``torch_ops.gated_attend`` where ``can_take`` allows it, in one call.
+    """``torch_ops.attend_layer`` where ``can_take`` allows it, in one call.
 
     Raises:
-        ValueError: shapes or dtypes do not belong together. Entries of ``write_slots`` and ``kv_indices`` are trusted.
+        ValueError: shapes, dtypes or devices do not belong together. Entries of ``write_slots`` and ``kv_indices`` are
+            trusted.
     """
-    native = code()
+    native, told_form = code(), told(form, _tell)
     assert native is not None
-    _check_layer(projected, weight, cos, sin, k_pool, v_pool, write_slots)
+    _check_layer(projected, form, k_pool, v_pool, write_slots)
     batch, queries = projected.shape[:2]
-    key_heads, width = k_pool.shape[1:]
-    query_heads, rotated = weight.shape[0] - key_heads, cos.shape[-1]
+    cos, sin, rotated = _angles(projected, form, cos, sin)
     kv_indices, mask, strides = _keys(batch, queries, kv_indices, mask)
-    inputs = [x.contiguous() for x in (projected, cos, sin, weight, write_slots)]
-    out = torch.empty(batch, queries, query_heads * width, dtype=projected.dtype)
-    arguments = _GatedAttend(
-        *(x.data_ptr() for x in (*inputs, kv_indices)),
+    projected, write_slots = projected.contiguous(), write_slots.contiguous()
+    out = torch.empty(batch, queries, form.num_query_heads * form.head_dim, dtype=projected.dtype)
+    layer = _Layer(
+        projected.data_ptr(),
+        None if cos is None else cos.data_ptr(),
+        None if sin is None else sin.data_ptr(),
+        *(write_slots.data_ptr(), kv_indices.data_ptr()),
         None if mask is None else mask.data_ptr(),
-        *(x.data_ptr() for x in (k_pool, v_pool, out)),
-        *(batch, queries, query_heads, key_heads, width, kv_indices.shape[1], rotated),
+        *(k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr()),
+        *(batch, queries, kv_indices.shape[1], rotated),
         *(k_pool.stride(0), v_pool.stride(0), *strides),
-        *(width**-0.5, eps),
     )
-    native.paged_gated_attend(arguments, projected.dtype is torch.bfloat16, torch.get_num_threads())
+    native.paged_attend_layer(told_form, layer, projected.dtype is torch.bfloat16, torch.get_num_threads())
     return out
 
 
-def _check_layer(
-    projected: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, k_pool: Tensor, v_pool: Tensor, write_slots: Tensor
-) -> None:
+def _tell(form: Form) -> Any:
+    """For native code.
+
+    Raises:
+        ValueError: the form's parts do not fit each other, or native code cannot read the norm.
+    """
+    heads, width, norm = (form.num_query_heads, form.num_key_heads), form.head_dim, form.norm
+    require(heads[1] > 0 and heads[0] % heads[1] == 0, "query heads and key heads do not fit each other")
+    if norm is not None:
+        require(norm.shape == (sum(heads), width), "the norm has another shape than the heads")
+        is_read = norm.dtype is torch.float32 and norm.is_cpu and norm.is_contiguous()
+        require(is_read, "the norm's dtype, device or layout is none that native code reads")
+    return _Form(None if norm is None else norm.data_ptr(), *heads, width, form.has_gate, form.scale, form.norm_eps)
+
+
+def _check_layer(projected: Tensor, form: Form, k_pool: Tensor, v_pool: Tensor, write_slots: Tensor) -> None:
     """Native code trusts these; outside of them there is other memory."""
-    batch, queries, projected_width = projected.shape
-    key_heads, width = k_pool.shape[1:]
-    query_heads, rotated = weight.shape[0] - key_heads, cos.shape[-1]
-    fits = v_pool.shape[1:] == (key_heads, width) and weight.shape[1] == width and query_heads % key_heads == 0
-    require(fits and weight.dtype is torch.float32, "keys, values and norms do not fit each other")
-    require(projected_width == 2 * (query_heads + key_heads) * width, "the projections have another width")
+    require(_are_alike(projected, k_pool, v_pool), "projections and pools need one dtype, and whole rows on the CPU")
+    batch, queries, width = projected.shape
+    require(k_pool.shape[1:] == v_pool.shape[1:] == form.key_shape, "keys and values do not fit the heads")
+    require(width == form.projected_width, "the projections have another width")
+    is_list = write_slots.shape == (batch * queries,) and write_slots.dtype is torch.int64 and write_slots.is_cpu
+    require(is_list, "every token needs an int64 slot on the CPU")
+
+
+def _angles(
+    projected: Tensor, form: Form, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, int]:
+    """Cosines and sines as native code takes them, and how many components of a head turn."""
+    if cos is None or sin is None:
+        require(cos is sin, "cos and sin need each other")
+        return None, None, 0
+    rotated = cos.shape[-1]
     require(cos.dtype is sin.dtype is projected.dtype, "projections, cos and sin differ in dtype")
-    require(cos.shape == sin.shape == (batch, queries, 1, rotated), "cos and sin have another shape")
-    require(rotated <= width and rotated % 2 == 0, "so many components cannot rotate")
-    is_list = write_slots.shape == (batch * queries,) and write_slots.dtype is torch.int64
-    require(is_list, "every token needs an int64 slot")
+    require(cos.is_cpu and sin.is_cpu, "cos and sin need to be on the CPU")
+    require(cos.shape == sin.shape == (*projected.shape[:2], 1, rotated), "cos and sin have another shape")
+    require(rotated <= form.head_dim and rotated % 2 == 0, "so many components cannot rotate")
+    return cos.contiguous(), sin.contiguous(), rotated
 
 
 def _keys(
     batch: int, queries: int, kv_indices: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, tuple[int, int, int]]:
     """Which keys are read and seen, as native code takes them, and the strides of both."""
-    is_table = kv_indices.shape[0] == batch and kv_indices.dtype is torch.int64
-    require(is_table, "kv_indices need one row of int64 per row of queries")
+    is_table = kv_indices.shape[0] == batch and kv_indices.dtype is torch.int64 and kv_indices.is_cpu
+    require(is_table, "kv_indices need one row of int64 per row of queries, on the CPU")
     kv_indices = contiguous_from(kv_indices, 1)
     if mask is None:
         return kv_indices, None, (kv_indices.stride(0), 0, 0)
-    fits = mask.shape == (batch, queries, kv_indices.shape[1]) and mask.dtype is torch.bool
-    require(fits, "the mask needs a bool for every query and key")
+    fits = mask.shape == (batch, queries, kv_indices.shape[1]) and mask.dtype is torch.bool and mask.is_cpu
+    require(fits, "the mask needs a bool for every query and key, on the CPU")
     mask = contiguous_from(mask, 2)
     return kv_indices, mask, (kv_indices.stride(0), mask.stride(0), mask.stride(1))
 
@@ -112,4 +145,5 @@ def _keys(
 @cache
 def code() -> ctypes.CDLL | None:
     """The native code of this op; None where there is none."""
-    return library.load_functions(SOURCE, {"paged_gated_attend": [POINTER(_GatedAttend), c_int, c_int]})
+    arguments = [POINTER(_Form), POINTER(_Layer), c_int, c_int]
+    return library.load_functions(SOURCE, {"paged_attend_layer": arguments})

@@ -5,16 +5,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specmamba.kernels import rowwise
+from specmamba.kernels.paged_attention.operands import Form
 
 
-def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, kv_indices: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of N queries per row over L gathered keys, scaled by D**-0.5.
+def attend(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    kv_indices: Tensor,
+    mask: Tensor | None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of N queries per row over L gathered keys.
 
     Args:
         q: [B, N, Hq, D].
         k_pool, v_pool: [T, Hkv, D], Hq a multiple of Hkv; query head h reads key head h // (Hq // Hkv).
         kv_indices: [B, L] int64 rows of the pool; entries that no query may see may point anywhere.
-        mask: [B, N, L] bool, True where a query sees a key (at least one each); None when everything is visible.
+        mask: [B, N, L] bool, True where a query sees a key; None when everything is visible. One that sees none gets 0.
+        scale: of the scores; None: D**-0.5.
 
     Returns:
         Output [B, N, Hq, D].
@@ -28,45 +37,50 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, kv_indices: Tensor, mask: 
         mask = mask[:, None].repeat(1, 1, num_q_heads // num_kv_heads, 1)
     flat = kv_indices.reshape(-1)
     k, v = (pool.index_select(0, flat).unflatten(0, (batch, length)).transpose(1, 2) for pool in (k_pool, v_pool))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).view(batch, num_kv_heads, -1, num_queries, dim)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).view(
+        batch, num_kv_heads, -1, num_queries, dim
+    )
     return out.permute(0, 3, 1, 2, 4).reshape(batch, num_queries, num_q_heads, dim)
 
 
-def gated_attend(
+def attend_layer(
     projected: Tensor,
-    weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
+    form: Form,
+    cos: Tensor | None,
+    sin: Tensor | None,
     k_pool: Tensor,
     v_pool: Tensor,
     write_slots: Tensor,
     kv_indices: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """All of a gated attention layer between its two products: new keys and values are stored, then attended to.
+    """All of an attention layer between its two products: new keys and values are stored, then attended to.
 
     Args:
-        projected: [B, N, 2 (Hq + Hkv) D], in the order queries, keys, values, gates.
-        weight: [Hq + Hkv, D] float32, of the RMS norms of queries and keys.
-        eps: of these norms.
-        cos, sin: [B, N, 1, R], R <= D; see ``rowwise.rotate``.
+        projected: [B, N, (Hq + 2 Hkv) D], with a gate Hq D more, in the order queries, keys, values, gates.
+        form: heads, scale, norm and gate of this layer.
+        cos, sin: [B, N, 1, R], R <= D; see ``rowwise.rotate``. None: positions are not told.
         k_pool, v_pool: [T, Hkv, D], written at ``write_slots``.
         write_slots: [B * N] int64, where the tokens' keys and values go. Several may share a slot that nobody reads.
         kv_indices, mask: as for ``attend``; what is stored here may be among them.
 
     Returns:
-        attend(q, ...) * sigmoid(gate), [B, N, Hq D].
+        [B, N, Hq D].
     """
     batch, length, _ = projected.shape
-    key_heads, dim = k_pool.shape[1:]
-    query_heads = weight.shape[0] - key_heads
+    query_heads, key_heads, dim = form.num_query_heads, form.num_key_heads, form.head_dim
     q_dim, kv_dim = query_heads * dim, key_heads * dim
-    qk, v, gate = torch.split_with_sizes(projected, [q_dim + kv_dim, kv_dim, q_dim], -1)
-    qk = rowwise.rotate(rowwise.rms_norm(qk.view(batch, length, -1, dim), weight, eps), cos, sin)
+    sizes = [q_dim + kv_dim, kv_dim, q_dim if form.has_gate else 0]
+    qk, v, gate = torch.split_with_sizes(projected, sizes, -1)
+    qk = qk.reshape(batch, length, -1, dim)
+    if form.norm is not None:
+        qk = rowwise.rms_norm(qk, form.norm, form.norm_eps)
+    if cos is not None and sin is not None:
+        qk = rowwise.rotate(qk, cos, sin)
     q, k = torch.split_with_sizes(qk, [query_heads, key_heads], 2)
     write(k_pool, v_pool, write_slots, k.flatten(0, 1), v.reshape(-1, key_heads, dim))
-    return attend(q, k_pool, v_pool, kv_indices, mask).flatten(2) * gate.sigmoid()
+    out = attend(q, k_pool, v_pool, kv_indices, mask, form.scale).flatten(2)
+    return out * gate.sigmoid() if form.has_gate else out
 
 
 def write(k_pool: Tensor, v_pool: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:

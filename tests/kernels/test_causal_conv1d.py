@@ -15,6 +15,7 @@ TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
     torch.bfloat16: {"rtol": 1e-2, "atol": 1e-3},
 }
+BIAS = pytest.mark.parametrize("has_bias", [False, True], ids=["no_bias", "bias"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
@@ -23,19 +24,23 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 @DTYPES
+@BIAS
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("channels", [1, 5, 64])
 @pytest.mark.parametrize("lengths", [[1], [0, 2], [1, 2, 3], [63, 17], [5, 0, 9, 4]])
-def test_extend_matches_reference(lengths: list[int], channels: int, width: int, dtype: torch.dtype) -> None:
+def test_extend_matches_reference(
+    lengths: list[int], channels: int, width: int, has_bias: bool, dtype: torch.dtype
+) -> None:
     batch, padded = len(lengths), max(lengths) + 1
     x = normal(batch, padded, channels, seed=1, dtype=dtype)
     counts = torch.tensor(lengths)
     x[torch.arange(padded) >= counts[:, None]] = float("nan")  # padding: must reach neither y nor the window
     window = normal(batch, width - 1, channels, seed=2, dtype=dtype)
     weight = normal(channels, width, seed=3, dtype=dtype)
+    bias = normal(channels, seed=4) if has_bias else None
     before = [t.clone() for t in (x, window, weight)]
-    y, new_window = torch_ops.extend(x, window, weight, counts)
-    want, want_window = reference.extend(x, window, weight, counts)
+    y, new_window = torch_ops.extend(x, window, weight, counts, bias)
+    want, want_window = reference.extend(x, window, weight, counts, bias)
     for b, length in enumerate(lengths):
         torch.testing.assert_close(y[b, :length], want[b, :length], **TOLERANCE[dtype])
     assert torch.equal(new_window, want_window)
@@ -49,10 +54,10 @@ def test_extend_matches_reference(lengths: list[int], channels: int, width: int,
 def test_reference_matches_torch_conv1d() -> None:
     """An outside oracle for the reference: torch's own grouped convolution, in float64."""
     x, window, weight = normal(2, 11, 6, seed=4), normal(2, 3, 6, seed=5), normal(6, 4, seed=6)
-    x, window, weight = x.double(), window.double(), weight.double()
-    y, _ = reference.extend(x, window, weight, torch.tensor([11, 11]))
+    x, window, weight, bias = x.double(), window.double(), weight.double(), normal(6, seed=7).double()
+    y, _ = reference.extend(x, window, weight, torch.tensor([11, 11]), bias)
     padded = torch.cat([window, x], 1).transpose(1, 2)
-    want = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, weight[:, None], groups=6)).transpose(1, 2)
+    want = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=6)).transpose(1, 2)
     torch.testing.assert_close(y, want)
     assert y.dtype == torch.float64
 
@@ -68,17 +73,19 @@ def test_extend_in_two_parts_equals_one(split: int) -> None:
 
 
 @DTYPES
+@BIAS
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (1, 6), (3, 1), (5, 19)])
-def test_tree_verify_matches_reference(batch: int, nodes: int, width: int, dtype: torch.dtype) -> None:
+def test_tree_verify_matches_reference(batch: int, nodes: int, width: int, has_bias: bool, dtype: torch.dtype) -> None:
     channels, rows = 11, width + 3 + nodes
     index = torch.randint(rows, (batch, nodes, width), generator=torch.Generator().manual_seed(nodes))
     inputs = normal(batch, rows, channels, seed=10, dtype=dtype)
     unread = torch.ones(batch, rows, dtype=torch.bool).scatter_(1, index.reshape(batch, -1), False)
     inputs[unread] = float("nan")
     weight = normal(channels, width, seed=11, dtype=dtype)
-    y = torch_ops.tree_verify(inputs, index, weight)
-    torch.testing.assert_close(y, reference.tree_verify(inputs, index, weight), **TOLERANCE[dtype])
+    bias = normal(channels, seed=12) if has_bias else None
+    y = torch_ops.tree_verify(inputs, index, weight, bias)
+    torch.testing.assert_close(y, reference.tree_verify(inputs, index, weight, bias), **TOLERANCE[dtype])
     assert y.dtype == torch.float32
 
 

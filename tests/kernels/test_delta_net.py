@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +12,21 @@ from torch import Tensor
 
 from specmamba.kernels import delta_net
 from specmamba.kernels.causal_conv1d import torch_ops as conv_ops
-from specmamba.kernels.delta_net import Buffers, Inputs, Trees, Weights, native_ops, reference
+from specmamba.kernels.delta_net import Inputs, Weights, native_ops, reference
 from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
-from specmamba.kernels.tree import reference as tree
-from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
+from specmamba.kernels.state_records import Buffers, Trees
+from tests.kernels.layer_case import (
+    NUM_ROWS,
+    check_buffers,
+    copied,
+    first_nodes,
+    make_buffers_and_trees,
+    part_of_rows,
+    run_part_by_part,
+    values,
+)
+from tests.kernels.trees import SHAPES
 
-NUM_ROWS, NUM_SLOTS = 9, 7
 # (Hk, Hv, K, V): equal heads, grouped heads, narrow, odd and wide widths
 HEADS = [(1, 1, 8, 8), (2, 4, 16, 24), (1, 3, 7, 5), (3, 3, 40, 72), (1, 2, 128, 128)]
 TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
@@ -26,8 +35,6 @@ TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
 }
 RECORDS = {"rtol": 5e-5, "atol": 5e-5}
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-
-T = TypeVar("T", Inputs, Weights, Buffers, Trees)
 
 
 class Case:
@@ -43,8 +50,8 @@ class Case:
         shapes: tuple[str, ...] = SHAPES,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        (hk, hv, key_dim, value_dim), batch, offset = heads, len(pending), max(pending)
-        channels, capacity = 2 * hk * key_dim + hv * value_dim, offset + nodes + 2
+        (hk, hv, key_dim, value_dim), batch = heads, len(pending)
+        channels = 2 * hk * key_dim + hv * value_dim
         # one projection, as the layer has it: tokens lie apart, and parts of them are not aligned
         sizes = [channels, hv * value_dim, hv, hv]
         mixed, gate, b, a = torch.split(torch.randn(batch, nodes, sum(sizes)).to(dtype), sizes, -1)
@@ -58,82 +65,34 @@ class Case:
             num_key_heads=hk,
             key_dim=key_dim,
         )
-        rows, slots = torch.randperm(NUM_ROWS)[:batch], torch.randperm(NUM_SLOTS)[:batch]
-        self.buffers = Buffers(
-            states=torch.full((NUM_SLOTS, hv, key_dim, value_dim), torch.nan),
-            conv_inputs=torch.full((NUM_ROWS, width - 1 + capacity, channels), torch.nan, dtype=dtype),
-            k=torch.full((NUM_ROWS, capacity, hk, key_dim), torch.nan),
-            u=torch.full((NUM_ROWS, capacity, hv, value_dim), torch.nan),
-            decay=torch.full((NUM_ROWS, capacity, hv), torch.nan),
+        self.buffers, self.trees = make_buffers_and_trees(
+            heads, nodes, pending, width=width, shapes=shapes, dtype=dtype
         )
-        parents = batch_of_parents(tuple(shapes[b % len(shapes)] for b in range(batch)), nodes, seed=nodes)
-        relative, index = tree.conv_index(parents, width), torch.empty(batch, nodes, width, dtype=torch.int64)
-        for b, (row, slot, count) in enumerate(zip(rows.tolist(), slots.tolist(), pending, strict=True)):
-            self.buffers.states[slot].normal_()
-            self.buffers.conv_inputs[row, : width - 1 + count].normal_()
-            self.buffers.k[row, :count] = torch.nn.functional.normalize(torch.randn(count, hk, key_dim), dim=-1)
-            self.buffers.u[row, :count].normal_()
-            self.buffers.decay[row, :count] = -torch.rand(count, hv).cumsum(0)
-            index[b] = relative[b] + width - 1 + torch.where(relative[b] >= 0, offset, count)
-        self.trees = Trees(rows, slots, index, torch.tensor(pending), offset, mask_of(parents))
 
     def run(self, form: str = "native") -> tuple[Tensor, Buffers]:
         """Outputs, and the buffers afterwards; the case stays as it is."""
         buffers = copied(self.buffers)
-        if form == "torch":
-            return self._run_part_by_part(buffers), buffers
-        assert delta_net.can_fuse(self.inputs, self.weights, buffers)
-        return delta_net.tree_verify(self.inputs, self.weights, buffers, self.trees), buffers
+        if form == "native":
+            assert delta_net.can_fuse(self.inputs, self.weights, buffers)
+            return delta_net.tree_verify(self.inputs, self.weights, buffers, self.trees), buffers
 
-    def _run_part_by_part(self, x: Buffers) -> Tensor:
-        """In PyTorch, which multiplies what masks hide by zero: it must be finite, as the cache keeps it."""
-        t, nodes = self.trees, self.inputs.mixed.shape[1]
-        first, written = self.weights.conv.shape[1] - 1 + t.node_offset, slice(t.node_offset, t.node_offset + nodes)
-        records = [buffer[t.rows].nan_to_num() for buffer in (x.k, x.u, x.decay)]
+        def compose(convolve: Any, delta_rule: Any) -> Tensor:
+            return delta_net.compose(self.inputs, self.weights, convolve, delta_rule)
 
-        def convolve(inputs: Tensor, weight: Tensor) -> Tensor:
-            x.conv_inputs[t.rows, first : first + nodes] = inputs
-            return conv_ops.tree_verify(x.conv_inputs[t.rows], t.conv_index, weight)
-
-        def delta_rule(*qkv_g_beta: Tensor) -> Tensor:
-            places = t.num_pending, t.node_offset, t.ancestors
-            return delta_ops.tree_verify(*qkv_g_beta, x.states[t.slots], *records, *places)
-
-        out = delta_net.compose(self.inputs, self.weights, convolve, delta_rule)
-        for buffer, of_rows in zip((x.k, x.u, x.decay), records, strict=True):
-            buffer[t.rows, written] = of_rows[:, written]
-        return out
+        return run_part_by_part(buffers, self.trees, conv_ops, delta_ops.tree_verify, compose), buffers
 
     def wanted(self) -> tuple[Tensor, Buffers]:
         """The same by the reference in float64."""
         buffers = copied(self.buffers, torch.float64)
-        inputs, weights = (copied(x, torch.float64) for x in (self.inputs, self.weights))
+        inputs, weights = copied(self.inputs, torch.float64), copied(self.weights, torch.float64)
         return reference.tree_verify(inputs, weights, buffers, self.trees), buffers
 
     def check(self, form: str) -> None:
         out, buffers = self.run(form)
         want, wanted = self.wanted()
-        dtype, nodes = self.inputs.gate.dtype, self.inputs.gate.shape[1]
-        assert out.dtype is dtype
-        torch.testing.assert_close(out.double(), want, **TOLERANCE[dtype])
-        for got, right in zip(values(buffers), values(wanted), strict=True):
-            torch.testing.assert_close(got.double(), right, equal_nan=True, **RECORDS)  # NaN: nothing was written there
-        assert torch.equal(buffers.states.nan_to_num(9.0), self.buffers.states.nan_to_num(9.0))
-        first = buffers.conv_inputs.shape[1] - nodes - 2
-        kept = buffers.conv_inputs[self.trees.rows, first : first + nodes]
-        assert torch.equal(kept, self.inputs.mixed)
-
-
-def values(operand: Any) -> list[Tensor]:
-    return [getattr(operand, field.name) for field in fields(operand)]
-
-
-def copied(operand: T, dtype: torch.dtype | None = None) -> T:
-    """With tensors of its own, their layout kept."""
-    tensors = {field.name: getattr(operand, field.name) for field in fields(operand)}
-    return replace(
-        operand, **{name: x.to(dtype or x.dtype, copy=True) for name, x in tensors.items() if isinstance(x, Tensor)}
-    )
+        assert out.dtype is self.inputs.gate.dtype
+        torch.testing.assert_close(out.double(), want, **TOLERANCE[out.dtype])
+        check_buffers(buffers, wanted, self.buffers, self.trees, self.inputs.mixed, RECORDS)
 
 
 needs_native = pytest.mark.usefixtures("needs_native")
@@ -191,10 +150,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(
         case_of_one = Case.__new__(Case)
         case_of_one.weights, case_of_one.buffers = case.weights, case.buffers
         case_of_one.inputs = Inputs(i.mixed[row], i.gate[row], i.b[row], i.a[row])
-        assert t.num_pending is not None
-        case_of_one.trees = Trees(
-            t.rows[row], t.slots[row], t.conv_index[row], t.num_pending[row], t.node_offset, t.ancestors[row]
-        )
+        case_of_one.trees = part_of_rows(t, row)
         alone, left_alone = case_of_one.run()
         assert torch.equal(alone, together[row])
         for mine, theirs in zip(values(left_alone), values(left), strict=True):
@@ -207,11 +163,10 @@ def test_nodes_do_not_depend_on_later_ones() -> None:
     """A chain of 8 says of its first n nodes what a chain of n says, bit for bit."""
     case = Case(HEADS[4], 8, [6], shapes=("chain",))
     whole, _ = case.run()
-    inputs, trees = case.inputs, case.trees
+    inputs, trees = case.inputs, replace(case.trees, num_pending=None)
     for n in range(1, 8):
         case.inputs = Inputs(*(getattr(inputs, field.name)[:, :n] for field in fields(inputs)))
-        index, ancestors = trees.conv_index[:, :n].contiguous(), trees.ancestors[:, :n, :n].contiguous()
-        case.trees = replace(trees, conv_index=index, ancestors=ancestors, num_pending=None)
+        case.trees = first_nodes(trees, n)
         part, _ = case.run()
         assert torch.equal(part, whole[:, :n])
 
@@ -221,7 +176,7 @@ def test_what_is_no_number_stays_in_its_row(form: str) -> None:
     case.inputs.mixed[0, 1] = torch.nan
     out, _ = case.run(form)
     assert out[0, 1:].isnan().all()
-    assert out[0, 0].isfinite().all() or form == "torch"  # there, what masks hide is multiplied by zero
+    assert out[0, 0].isfinite().all()
     assert out[1].isfinite().all()
 
 
@@ -273,6 +228,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     refuse("a and b", inputs=replace(i, a=i.a[..., 1:]))
     refuse("other trees", inputs=Inputs(i.mixed[:1], i.gate[:1], i.b[:1], i.a[:1]))
     refuse("no multiple", weights=replace(w, num_key_heads=3))
+    refuse("no multiple", weights=replace(w, num_key_heads=0))
     refuse("other channels than the heads", weights=replace(w, key_dim=15))
     refuse("decays have", weights=replace(w, dt_bias=w.dt_bias[:1]))
     refuse("the states", buffers=replace(x, states=x.states[:, :1]))

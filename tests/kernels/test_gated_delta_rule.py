@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.gated_delta_rule import reference, torch_ops
+from specmamba.kernels.state_records import reference as records_reference
+from specmamba.kernels.state_records import torch_ops as records_ops
+from tests.kernels.records import HEADS, make_records, make_state
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of, path_to
 
 TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
-# (Hk, Hv, K, V): equal heads, grouped heads, narrow and odd widths
-HEADS = [(1, 1, 8, 8), (2, 4, 16, 24), (1, 3, 7, 5), (4, 4, 32, 32)]
 
 
 class Tokens(NamedTuple):
@@ -32,17 +33,6 @@ class Tokens(NamedTuple):
         return Tokens(*(x.double() for x in self))
 
 
-class Records(NamedTuple):
-    """Record buffers of a batch, in the argument order of the op."""
-
-    k: Tensor  # [B, R, Hk, K]
-    u: Tensor  # [B, R, Hv, V]
-    decay: Tensor  # [B, R, Hv]
-
-    def clone(self, dtype: torch.dtype = torch.float32) -> "Records":
-        return Records(*(x.to(dtype, copy=True) for x in self))
-
-
 def make_tokens(batch: int, length: int, heads: tuple[int, int, int, int], seed: int) -> tuple[Tokens, Tensor]:
     """Random tokens as a model would produce them, and a checkpoint [B, Hv, K, V]."""
     hk, hv, width_k, width_v = heads
@@ -59,20 +49,7 @@ def make_tokens(batch: int, length: int, heads: tuple[int, int, int, int], seed:
         -torch.nn.functional.softplus(normal(batch, length, hv) - 1),
         torch.sigmoid(normal(batch, length, hv)),
     )
-    return tokens, normal(batch, hv, width_k, width_v)
-
-
-def make_records(
-    batch: int, capacity: int, heads: tuple[int, int, int, int], num_pending: Tensor, seed: int
-) -> Records:
-    """Plausible pending records; all the others hold finite rubbish that overflows if it is exponentiated."""
-    tokens, _ = make_tokens(batch, capacity, heads, seed)
-    pending = torch.arange(capacity) < num_pending[:, None]
-    return Records(
-        torch.where(pending[..., None, None], tokens.k, 1e3),
-        torch.where(pending[..., None, None], tokens.v, -1e3),
-        torch.where(pending[..., None], tokens.g.cumsum(1), 500.0),
-    )
+    return tokens, make_state(batch, heads, seed + 1)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -207,44 +184,13 @@ def test_siblings_do_not_mix() -> None:
     assert not torch.allclose(out[:, 4], changed[:, 4])
 
 
-@pytest.mark.parametrize("heads", HEADS)
-def test_fold_matches_reference(heads: tuple[int, int, int, int]) -> None:
-    num_pending = torch.tensor([0, 1, 4, 9])
-    _, state = make_tokens(4, 1, heads, seed=8)
-    records = make_records(4, 9, heads, num_pending, seed=9)
-    before = [x.clone() for x in (state, *records)]
-    new_state = torch_ops.fold(state, *records, num_pending)
-    want = reference.fold(state.double(), *records.clone(torch.float64), num_pending)
-    torch.testing.assert_close(new_state.double(), want, **TOLERANCE)
-    assert torch.equal(new_state[0], state[0])
-    assert new_state.data_ptr() != state.data_ptr()
-    assert all(torch.equal(x, y) for x, y in zip(before, (state, *records), strict=True))
-
-
-@pytest.mark.parametrize("ops", [reference, torch_ops], ids=["reference", "torch_ops"])
-def test_fold_in_place_and_into_another_slot(ops: ModuleType) -> None:
-    check_fold_into(ops)
-
-
-def check_fold_into(ops: Any) -> None:
-    """Slots of a pool, whose layers stand for the batch: what a fold writes, and nothing else."""
-    num_pending, heads = torch.tensor([0, 1, 5]), HEADS[1]
-    _, state = make_tokens(3, 1, heads, seed=18)
-    records = make_records(3, 5, heads, num_pending, seed=19)
-    want = ops.fold(state, *records, num_pending)
-    for target in (1, 2):
-        pool = torch.full((3, 4, *state.shape[1:]), torch.nan)
-        pool[:, 1] = state
-        out = ops.fold(pool[:, 1], *records, num_pending, pool[:, target])
-        assert out.data_ptr() == pool[:, target].data_ptr()
-        assert torch.equal(pool[:, target], want)
-        assert target == 1 or torch.equal(pool[:, 1], state)
-        assert pool[:, [0, 3]].isnan().all()
-
-
-@pytest.mark.parametrize("ops", [reference, torch_ops], ids=["reference", "torch_ops"])
+@pytest.mark.parametrize(
+    ("ops", "of_records"),
+    [(reference, records_reference), (torch_ops, records_ops)],
+    ids=["reference", "torch_ops"],
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_rounds_of_verify_and_commit_equal_the_recurrence(ops: ModuleType, seed: int) -> None:
+def test_rounds_of_verify_and_commit_equal_the_recurrence(ops: ModuleType, of_records: ModuleType, seed: int) -> None:
     """Verify a random tree, accept a random path, fold when it is due, and go on: never apart from plain extend."""
     rng, heads, batch, nodes, node_offset, rounds = random.Random(seed), HEADS[1], 2, 7, 12, 5
     _, checkpoint = make_tokens(batch, 1, heads, seed)
@@ -253,7 +199,7 @@ def test_rounds_of_verify_and_commit_equal_the_recurrence(ops: ModuleType, seed:
     accepted: list[list[Tokens]] = [[] for _ in range(batch)]  # every accepted token so far, per row
     for round_ in range(rounds):
         due = num_pending + nodes > node_offset
-        checkpoint = ops.fold(checkpoint, *records, torch.where(due, num_pending, 0))
+        checkpoint = of_records.fold(checkpoint, *records, torch.where(due, num_pending, 0))
         num_pending = torch.where(due, 0, num_pending)
         parents = batch_of_parents(("bushy", "binary"), nodes, seed=10 * seed + round_)
         tokens, _ = make_tokens(batch, nodes, heads, seed=100 * seed + round_)
@@ -269,5 +215,5 @@ def test_rounds_of_verify_and_commit_equal_the_recurrence(ops: ModuleType, seed:
             for x in records:
                 x[b, moved] = x[b, [node_offset + i for i in path]]
             num_pending[b] += len(path)
-            now = ops.fold(checkpoint, *records, num_pending)
+            now = of_records.fold(checkpoint, *records, num_pending)
             torch.testing.assert_close(now[b].double(), want_state[0], **TOLERANCE)

@@ -1,6 +1,7 @@
 """Attention over scattered rows: torch_ops against the reference and against torch's own attention."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -97,8 +98,15 @@ def test_attend_does_not_write_its_inputs() -> None:
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, inputs, strict=True))
 
 
-def make_gated(
-    batch: int, nodes: int, length: int, heads: tuple[int, int, int], rotated: int, dtype: torch.dtype
+def make_layer(
+    batch: int,
+    nodes: int,
+    length: int,
+    heads: tuple[int, int, int],
+    rotated: int,
+    dtype: torch.dtype,
+    parts: str = "norm rotary gate",
+    scale: float | None = None,
 ) -> dict[str, Any]:
     """A layer's arguments: ``length`` keys a row, of which the last ``nodes`` are those of the tokens themselves."""
     query_heads, kv_heads, width = heads
@@ -107,12 +115,20 @@ def make_gated(
     angles = torch.rand(batch, nodes, 1, rotated, generator=gen) * 7
     mask = torch.rand(batch, nodes, length, generator=gen) < 0.5
     mask[..., -nodes:] = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+    norm = torch.rand(query_heads + kv_heads, width, generator=gen) + 0.5
+    projected = torch.randn(batch, nodes, 2 * (query_heads + kv_heads) * width, generator=gen).to(dtype)
+    has_gate, has_rotary = "gate" in parts, "rotary" in parts
     return {
-        "projected": torch.randn(batch, nodes, 2 * (query_heads + kv_heads) * width, generator=gen).to(dtype),
-        "weight": torch.rand(query_heads + kv_heads, width, generator=gen) + 0.5,
-        "eps": 1e-5,
-        "cos": angles.cos().to(dtype),
-        "sin": angles.sin().to(dtype),
+        "projected": projected if has_gate else projected[..., : (query_heads + 2 * kv_heads) * width],
+        "form": paged_attention.Form(
+            *heads,
+            scale=width**-0.5 if scale is None else scale,
+            norm=norm if "norm" in parts else None,
+            norm_eps=1e-5,
+            has_gate=has_gate,
+        ),
+        "cos": angles.cos().to(dtype) if has_rotary else None,
+        "sin": angles.sin().to(dtype) if has_rotary else None,
         "k_pool": k_pool,
         "v_pool": v_pool,
         "write_slots": indices[:, -nodes:].flatten(),
@@ -121,11 +137,18 @@ def make_gated(
     }
 
 
-def run_gated(form: str | ModuleType, arguments: dict[str, Any], **changes: Any) -> tuple[Tensor, Tensor, Tensor]:
+def run_layer(form: str | ModuleType, arguments: dict[str, Any], **changes: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and the pools, which are not the ones that were given."""
     ops = OPS[form] if isinstance(form, str) else form
     pools = {name: arguments[name].clone() for name in ("k_pool", "v_pool")}
-    return ops.gated_attend(**(arguments | pools | changes)), pools["k_pool"], pools["v_pool"]
+    return ops.attend_layer(**(arguments | pools | changes)), pools["k_pool"], pools["v_pool"]
+
+
+def assert_alike(got: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    for x, y in zip(got, want, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        torch.testing.assert_close(x, y, equal_nan=True, **TOLERANCE[dtype])
+    assert got[0].isfinite().all()
 
 
 @DTYPES
@@ -136,7 +159,7 @@ def run_gated(form: str | ModuleType, arguments: dict[str, Any], **changes: Any)
     ("batch", "nodes", "length"), [(1, 1, 1), (1, 1, 37), (1, 4, 20), (3, 5, 33), (1, 7, 63), (2, 19, 100)]
 )
 @pytest.mark.parametrize("is_masked", [True, False])
-def test_a_gated_layer(
+def test_a_layer(
     form: str,
     batch: int,
     nodes: int,
@@ -146,20 +169,33 @@ def test_a_gated_layer(
     is_masked: bool,
     dtype: torch.dtype,
 ) -> None:
-    arguments = make_gated(batch, nodes, length, heads, rotated, dtype)
+    arguments = make_layer(batch, nodes, length, heads, rotated, dtype)
     changes = {} if is_masked else {"mask": None}
-    got, want = run_gated(form, arguments, **changes), run_gated(reference, arguments, **changes)
-    for x, y in zip(got, want, strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        torch.testing.assert_close(x, y, equal_nan=True, **TOLERANCE[dtype])
-    assert got[0].isfinite().all()
+    assert_alike(run_layer(form, arguments, **changes), run_layer(reference, arguments, **changes), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("scale", [None, 0.015625, 1.3])
+@pytest.mark.parametrize(
+    "parts", ["", "norm", "rotary", "gate", "norm rotary", "norm gate", "rotary gate", "norm rotary gate"]
+)
+@pytest.mark.parametrize("heads", [(6, 2, 8), (4, 2, 67)])
+def test_a_layer_of_any_parts(
+    form: str, heads: tuple[int, int, int], parts: str, scale: float | None, dtype: torch.dtype
+) -> None:
+    arguments = make_layer(2, 5, 21, heads, 6, dtype, parts, scale)
+    got = run_layer(form, arguments)
+    assert_alike(got, run_layer(reference, arguments), dtype)
+    if scale is not None:  # which must show
+        usual = make_layer(2, 5, 21, heads, 6, dtype, parts)
+        assert (run_layer(form, usual)[0] - got[0]).abs().max() > 0.05
 
 
 @DTYPES
 def test_a_layer_over_a_tree_after_ragged_contexts(form: str, dtype: torch.dtype) -> None:
     """Contexts of different lengths, then the nodes' own keys; unseen entries all point at one loud row."""
     batch, nodes, longest = len(SHAPES), 15, 23
-    arguments = make_gated(batch, nodes, longest + nodes, (6, 2, 8), 4, dtype)
+    arguments = make_layer(batch, nodes, longest + nodes, (6, 2, 8), 4, dtype)
     unseen = torch.arange(longest) >= torch.tensor([23, 0, 1, 9, 16])[:, None]
     indices = arguments["kv_indices"]
     loud = int(indices[0, 0])
@@ -167,7 +203,7 @@ def test_a_layer_over_a_tree_after_ragged_contexts(form: str, dtype: torch.dtype
     indices[:, :longest][unseen] = loud
     tree_mask = mask_of(batch_of_parents(SHAPES, nodes, seed=nodes))
     arguments["mask"] = torch.cat([~unseen[:, None].expand(batch, nodes, longest), tree_mask], 2)
-    got, want = run_gated(form, arguments), run_gated(reference, arguments)
+    got, want = run_layer(form, arguments), run_layer(reference, arguments)
     torch.testing.assert_close(got[0][1:], want[0][1:], **TOLERANCE[dtype])
     assert got[0][1:].abs().max() < 100  # the loud row leaked into no row that does not see it
 
@@ -176,8 +212,8 @@ def test_a_layer_over_a_tree_after_ragged_contexts(form: str, dtype: torch.dtype
 def test_a_layer_reads_views_and_many_rows(form: str, dtype: torch.dtype) -> None:
     """Projections cut out of wider ones, indices out of a table, a layer's part of a pool, more rows than a task."""
     gen = torch.Generator().manual_seed(1)
-    arguments = make_gated(3, 33, 50, (8, 2, 16), 8, dtype)
-    want = run_gated(form, arguments)
+    arguments = make_layer(3, 33, 50, (8, 2, 16), 8, dtype)
+    want = run_layer(form, arguments)
     wide = torch.randn(3, 33, 400, generator=gen).to(dtype)
     wide[..., 30:350] = arguments["projected"]
     table, mask = torch.randint(9, (3, 80), generator=gen), torch.zeros(3, 33, 64, dtype=torch.bool)
@@ -185,19 +221,19 @@ def test_a_layer_reads_views_and_many_rows(form: str, dtype: torch.dtype) -> Non
     pools = torch.zeros(2, 5, *arguments["k_pool"].shape, dtype=dtype)
     pools[0, 3], pools[1, 3] = arguments["k_pool"], arguments["v_pool"]
     views = {"projected": wide[..., 30:350], "kv_indices": table[:, 7:57], "mask": mask[..., :50]}
-    out = OPS[form].gated_attend(**(arguments | views | {"k_pool": pools[0, 3], "v_pool": pools[1, 3]}))
+    out = OPS[form].attend_layer(**(arguments | views | {"k_pool": pools[0, 3], "v_pool": pools[1, 3]}))
     for got, expected in zip((out, pools[0, 3], pools[1, 3]), want, strict=True):
         assert torch.equal(got.nan_to_num(9.0), expected.nan_to_num(9.0))
 
 
 @needs_native
 def test_a_native_layer_does_not_read_what_nobody_sees() -> None:
-    arguments = make_gated(2, 3, 9, (4, 2, 8), 4, torch.float32)
+    arguments = make_layer(2, 3, 9, (4, 2, 8), 4, torch.float32)
     arguments["mask"][..., :2] = False
-    want, *_ = run_gated(native_ops, arguments)
+    want, *_ = run_layer(native_ops, arguments)
     nowhere = arguments["kv_indices"][:, :2]
     arguments["k_pool"][nowhere], arguments["v_pool"][nowhere] = torch.nan, torch.nan
-    assert torch.equal(run_gated(native_ops, arguments)[0], want)
+    assert torch.equal(run_layer(native_ops, arguments)[0], want)
     assert want.isfinite().all()
 
 
@@ -205,22 +241,22 @@ def test_a_native_layer_does_not_read_what_nobody_sees() -> None:
 @needs_native
 def test_threads_change_nothing(dtype: torch.dtype, set_threads: Callable[[int], None]) -> None:
     """More projections than one thread takes alone: norms, rotations and writes are dealt with by several too."""
-    arguments = make_gated(2, 30, 64, (12, 4, 128), 64, dtype)
+    arguments = make_layer(2, 30, 64, (12, 4, 128), 64, dtype)
     assert arguments["projected"].numel() >= 1 << 17
     results = []
     for count in (1, 2):
         set_threads(count)
-        results.append(run_gated(native_ops, arguments))
+        results.append(run_layer(native_ops, arguments))
     for one, two in zip(*results, strict=True):
         assert torch.equal(one.nan_to_num(9.0), two.nan_to_num(9.0))
 
 
 @DTYPES
 def test_a_query_that_is_no_number_stays_in_its_row(form: str, dtype: torch.dtype) -> None:
-    arguments = make_gated(2, 5, 9, (4, 2, 8), 4, dtype)
-    want, *_ = run_gated(form, arguments)
+    arguments = make_layer(2, 5, 9, (4, 2, 8), 4, dtype)
+    want, *_ = run_layer(form, arguments)
     arguments["projected"][0, 2, 11] = torch.nan  # of query head 1
-    got, k_pool, v_pool = run_gated(form, arguments)
+    got, k_pool, v_pool = run_layer(form, arguments)
     is_hit = torch.zeros(2, 5, 4, 8, dtype=torch.bool)
     is_hit[0, 2, 1] = True
     is_hit = is_hit.flatten(2)
@@ -232,24 +268,68 @@ def test_a_query_that_is_no_number_stays_in_its_row(form: str, dtype: torch.dtyp
 
 
 @DTYPES
+@pytest.mark.parametrize("ops", [reference, *OPS.values()], ids=["reference", *OPS])
+def test_a_query_that_sees_no_key_gets_zero(
+    ops: ModuleType, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    """In a row beside others that see some, and in a row where nobody sees any."""
+    if ops is native_ops:
+        request.getfixturevalue("needs_native")
+    for parts in ("norm rotary gate", ""):
+        arguments = make_layer(2, 5, 21, (4, 2, 8), 4, dtype, parts)
+        want, *_ = run_layer(ops, arguments)
+        mask = arguments["mask"].clone()
+        mask[0, 2], mask[1] = False, False
+        got, *_ = run_layer(ops, arguments, mask=mask)
+        assert not got[0, 2].any()
+        assert not got[1].any()
+        others = [0, 1, 3, 4]
+        torch.testing.assert_close(got[0, others], want[0, others], **TOLERANCE[dtype])
+
+
+@needs_native
+def test_a_query_that_is_no_number_and_sees_a_key_gets_none() -> None:
+    """All of its scores may be -inf, as if it saw nothing."""
+    arguments = make_layer(1, 2, 9, (4, 2, 8), 4, torch.float32, parts="")
+    arguments["projected"][0, 0, :8] = -torch.inf * arguments["k_pool"][arguments["kv_indices"][0, 0], 0].sign()
+    mask = torch.zeros_like(arguments["mask"])
+    mask[..., 0] = True
+    got, *_ = run_layer(native_ops, arguments, mask=mask)
+    assert got[0, 0, :8].isnan().all()
+    assert got[0, 0, 8:].isfinite().all()
+
+
+@DTYPES
 @needs_native
 def test_a_native_layer_stores_the_same_keys_as_its_parts(dtype: torch.dtype) -> None:
     """Bit for bit: whether a token's keys were made in a long run or in a short one must not show."""
-    arguments = make_gated(2, 5, 9, (4, 2, 67), 34, dtype)
-    _, k_pool, v_pool = run_gated(native_ops, arguments)
+    arguments = make_layer(2, 5, 9, (4, 2, 67), 34, dtype)
+    _, k_pool, v_pool = run_layer(native_ops, arguments)
     heads = arguments["projected"].view(10, -1, 67)
-    qk = rowwise.rms_norm(arguments["projected"].view(2, 5, -1, 67)[:, :, :6], arguments["weight"], 1e-5)
+    qk = rowwise.rms_norm(arguments["projected"].view(2, 5, -1, 67)[:, :, :6], arguments["form"].norm, 1e-5)
     keys = rowwise.rotate(qk, arguments["cos"], arguments["sin"])[:, :, 4:].flatten(0, 1)
     assert torch.equal(k_pool[arguments["write_slots"]], keys)
     assert torch.equal(v_pool[arguments["write_slots"]], heads[:, 6:8])
 
 
+@DTYPES
+def test_keys_that_nothing_is_done_to_are_stored_as_they_are(form: str, dtype: torch.dtype) -> None:
+    arguments = make_layer(2, 5, 9, (4, 2, 67), 34, dtype, parts="")
+    heads = arguments["projected"].view(10, -1, 67)
+    heads[3, 4, 7] = torch.inf
+    _, k_pool, v_pool = run_layer(form, arguments)
+    want = heads[:, 4:6].clone()
+    want[3, 0, 7] = 0
+    assert torch.equal(k_pool[arguments["write_slots"]], want)
+    assert torch.equal(v_pool[arguments["write_slots"]], heads[:, 6:8])
+
+
 def test_a_layer_stores_what_is_not_finite_as_zero(form: str) -> None:
-    arguments = make_gated(1, 3, 9, (4, 2, 8), 4, torch.float32)
+    arguments = make_layer(1, 3, 9, (4, 2, 8), 4, torch.float32)
     heads = arguments["projected"].view(3, 12, 8)
     heads[0, 4, 3] = float("nan")  # of a key: its norm takes all of the head with it
     heads[1, 6, :3] = torch.tensor([float("nan"), float("inf"), float("-inf")])  # of a value
-    _, k_pool, v_pool = run_gated(form, arguments)
+    _, k_pool, v_pool = run_layer(form, arguments)
     slots = arguments["write_slots"]
     assert k_pool[slots].isfinite().all()
     assert not k_pool[slots[0], 0].any()
@@ -259,13 +339,13 @@ def test_a_layer_stores_what_is_not_finite_as_zero(form: str) -> None:
 
 def test_a_layer_whose_padding_shares_a_slot(form: str) -> None:
     """Tokens 2 and 3 are padding: both write slot 0, which nobody reads."""
-    arguments = make_gated(1, 4, 9, (4, 2, 8), 4, torch.float32)
+    arguments = make_layer(1, 4, 9, (4, 2, 8), 4, torch.float32)
     arguments["mask"][..., -2:] = False
     arguments["mask"][:, 2:, 0] = True
-    want, *_ = run_gated(form, arguments)
+    want, *_ = run_layer(form, arguments)
     unused = next(slot for slot in range(9) if slot not in arguments["kv_indices"])
     arguments["write_slots"][2:] = unused
-    got, *_ = run_gated(form, arguments)
+    got, *_ = run_layer(form, arguments)
     assert torch.equal(got, want)
 
 
@@ -273,20 +353,26 @@ def test_a_layer_whose_padding_shares_a_slot(form: str) -> None:
 def test_the_layer_takes_native_code_for_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for ops in (native_ops, torch_ops):
-        monkeypatch.setattr(ops, "gated_attend", lambda *_, ops=ops: taken.append(ops))
+        monkeypatch.setattr(ops, "attend_layer", lambda *_, ops=ops: taken.append(ops))
     for nodes in (1, native_ops.MAX_QUERIES, native_ops.MAX_QUERIES + 1):
-        paged_attention.gated_attend(*make_gated(1, nodes, nodes, (2, 1, 4), 2, torch.float32).values())
+        paged_attention.attend_layer(*make_layer(1, nodes, nodes, (2, 1, 4), 2, torch.float32).values())
     assert taken == [native_ops, native_ops, torch_ops]
 
 
 @needs_native
 def test_a_native_layer_refuses_what_does_not_fit() -> None:
-    arguments = make_gated(2, 3, 9, (4, 2, 8), 4, torch.float32)
-    wide = torch.zeros(2, 3, 1, 10)
+    arguments = make_layer(2, 3, 9, (4, 2, 8), 4, torch.float32)
+    wide, fitting = torch.zeros(2, 3, 1, 10), arguments["form"]
     for wrong in [
         {"projected": arguments["projected"][..., :-8].contiguous()},
-        {"weight": arguments["weight"][:5]},
-        {"weight": arguments["weight"].bfloat16()},
+        {"form": replace(fitting, norm=fitting.norm[:5])},
+        {"form": replace(fitting, norm=fitting.norm.bfloat16())},
+        {"form": replace(fitting, norm=fitting.norm.t().contiguous().t())},
+        {"form": replace(fitting, has_gate=False)},
+        {"form": replace(fitting, num_query_heads=3)},
+        {"form": replace(fitting, num_query_heads=2, num_key_heads=4)},
+        {"form": replace(fitting, head_dim=4)},
+        {"sin": None},
         {"cos": arguments["cos"].bfloat16(), "sin": arguments["sin"].bfloat16()},
         {"cos": arguments["cos"][:, :2]},
         {"cos": wide, "sin": wide},
@@ -296,9 +382,22 @@ def test_a_native_layer_refuses_what_does_not_fit() -> None:
         {"write_slots": arguments["write_slots"].int()},
         {"kv_indices": arguments["kv_indices"][:1]},
         {"mask": arguments["mask"][..., :8]},
+        {"form": replace(fitting, num_query_heads=0, num_key_heads=0)},
+        {"k_pool": arguments["k_pool"].bfloat16()},
+        {"v_pool": arguments["v_pool"].transpose(1, 2).contiguous().transpose(1, 2)},
+        {"cos": arguments["cos"].to("meta"), "sin": arguments["sin"].to("meta")},
+        *(
+            {name: x.to("meta")}
+            for name, x in arguments.items()
+            if isinstance(x, Tensor) and name not in ("cos", "sin")
+        ),
     ]:
         with pytest.raises(ValueError, match=r"fit|need|width|shape|dtype|rotate"):
-            native_ops.gated_attend(**(arguments | wrong))
+            native_ops.attend_layer(**(arguments | wrong))
+    operands = [arguments[name] for name in ("projected", "k_pool", "v_pool", "kv_indices")]
+    assert native_ops.can_take(*operands)
+    for i in range(3):
+        assert not native_ops.can_take(*operands[:i], operands[i].to("meta"), *operands[i + 1 :])
 
 
 def test_reference_matches_torch_attention() -> None:

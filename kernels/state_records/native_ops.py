@@ -59,7 +59,7 @@ def fold(
         *sizes,
         *(x.stride(0) for x in (state, records_k, records_u, records_decay, out)),
     )
-    native.delta_fold(arguments, torch.get_num_threads())
+    native.fold_records(arguments, torch.get_num_threads())
     return out
 
 
@@ -69,7 +69,7 @@ def _check_shapes(
     """Native code trusts these; outside of them there is other memory."""
     batch, key_heads, value_heads, key_dim, value_dim = sizes
     capacity = k.shape[1]
-    require(value_heads % key_heads == 0, "value heads are no multiple of key heads")
+    require(key_heads > 0 and value_heads % key_heads == 0, "value heads are no multiple of key heads")
     require(state.shape == (batch, value_heads, key_dim, value_dim), "the state has another shape")
     require(k.shape == (batch, capacity, key_heads, key_dim), "records_k have another shape")
     require(u.shape == (batch, capacity, value_heads, value_dim), "records_u have another shape")
@@ -80,4 +80,4 @@ def _check_shapes(
 @cache
 def code() -> ctypes.CDLL | None:
     """The native code of this op; None where there is none."""
-    return library.load_functions(SOURCE, {"delta_fold": [POINTER(_Fold), c_int]})
+    return library.load_functions(SOURCE, {"fold_records": [POINTER(_Fold), c_int]})

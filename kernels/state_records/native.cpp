@@ -1,7 +1,9 @@
 // The fold of pending records into checkpoints; see README.md and reference.py.
-#include "gated_delta_rule/tree.h"
+#include <cmath>
+#include <vector>
 
 #include "parallel.h"
+#include "state_records/state.h"
 
 namespace {
 
@@ -92,6 +94,6 @@ void fold(const Fold& p, int64_t b, int64_t h) {
 
 }  // namespace
 
-extern "C" void delta_fold(const Fold* p, int num_threads) {
+extern "C" void fold_records(const Fold* p, int num_threads) {
   for_heads(p->batch, p->value_heads, num_threads, [&](int64_t b, int64_t h) { fold(*p, b, h); });
 }

@@ -1,0 +1,8 @@
+"""A Mamba2 layer between its projections: part by part, or over draft trees in one native call."""
+
+from specmamba.kernels.mamba2.native_ops import can_take as can_fuse
+from specmamba.kernels.mamba2.native_ops import tree_verify
+from specmamba.kernels.mamba2.operands import Inputs, Weights
+from specmamba.kernels.mamba2.torch_ops import compose
+
+__all__ = ["Inputs", "Weights", "can_fuse", "compose", "tree_verify"]

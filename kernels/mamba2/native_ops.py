@@ -1,0 +1,124 @@
+"""A Mamba2 layer between its projections in native code (native.cpp). See README.md."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_int
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmamba.kernels.mamba2.operands import Inputs, Weights
+from specmamba.kernels.native import library
+from specmamba.kernels.native.tensors import is_native, require, struct, tokens_of
+from specmamba.kernels.native.told import told
+from specmamba.kernels.state_records.native_operands import (
+    BuffersStruct,
+    Heads,
+    TreesStruct,
+    check_places,
+    tell_buffers,
+    tell_trees,
+)
+from specmamba.kernels.state_records.operands import Buffers, Trees
+
+SOURCE = Path(__file__).parent / "native.cpp"
+
+_Inputs = struct("Inputs", ["mixed", "gate", "dt", "out", "before_norm"], ["mixed_token", "gate_token", "dt_token"])
+_Weights = struct(
+    "Weights",
+    ["conv", "conv_bias", "negative_a", "dt_bias", "skip", "norm"],
+    ["width", *Heads._fields, "norm_groups", "norm_before_gate"],
+    ["norm_eps", "dt_min", "dt_max"],
+)
+
+
+def can_take(inputs: Inputs, weights: Weights, buffers: Buffers) -> bool:
+    """Whether native code computes on these: activations float32 or bfloat16 on the CPU, rows of buffers contiguous."""
+    return (
+        _are_alike(inputs, buffers)
+        and told(weights, _tell_weights) is not None
+        and told(buffers, tell_buffers) is not None
+        and code() is not None
+    )
+
+
+def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees) -> Tensor:
+    """``reference.tree_verify`` where ``can_take`` allows it; threads share the heads of all rows.
+
+    Raises:
+        ValueError: ``can_take`` does not, or shapes do not fit. Indices are trusted.
+    """
+    native, told_weights, told_buffers = code(), told(weights, _tell_weights), told(buffers, tell_buffers)
+    assert native is not None
+    require(_are_alike(inputs, buffers), "inputs and conv_inputs need one dtype, float32 or bfloat16, on the CPU")
+    is_told = told_weights is not None and told_buffers is not None
+    require(is_told, "weights or buffers have a dtype, device or layout that native code does not take")
+    batch, nodes = inputs.mixed.shape[:2]
+    shape = batch, nodes, weights.num_heads * weights.head_dim
+    require(inputs.mixed.shape[2] == weights.conv.shape[0], "the inputs have other channels than the convolution")
+    require(inputs.gate.shape == shape, "the gate has another shape than the heads")
+    require(inputs.dt.shape == (batch, nodes, weights.num_heads), "dt needs one value per head")
+    require(trees.ancestors.shape == (batch, nodes, nodes), "there are other trees than inputs")
+    check_places(weights, weights.conv, _heads(weights), buffers, trees)
+    out = torch.empty(shape, dtype=inputs.gate.dtype)
+    before_norm = out if out.dtype is torch.float32 else torch.empty(shape)
+    (mixed, of_mixed), (gate, of_gate) = tokens_of(inputs.mixed, 1), tokens_of(inputs.gate, 1)
+    dt, of_dt = tokens_of(inputs.dt, 1)
+    pointers = (x.data_ptr() for x in (mixed, gate, dt, out, before_norm))
+    native.mamba2_tree_verify(
+        _Inputs(*pointers, of_mixed, of_gate, of_dt),
+        told_weights,
+        told_buffers,
+        told(trees, tell_trees),
+        mixed.dtype is torch.bfloat16,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _are_alike(inputs: Inputs, buffers: Buffers) -> bool:
+    """Whether all activations have one dtype, of those that native code reads, where it reaches them."""
+    x, kept, dtype = inputs, buffers.conv_inputs, inputs.mixed.dtype  # spelt out: this runs in every layer and step
+    return (
+        is_native(x.mixed)
+        and x.gate.dtype is x.dt.dtype is kept.dtype is dtype
+        and (x.gate.is_cpu and x.dt.is_cpu and kept.is_cpu)
+    )
+
+
+def _heads(w: Weights) -> Heads:
+    return Heads(w.num_groups, w.num_heads, w.state_dim, w.head_dim)
+
+
+def _tell_weights(w: Weights) -> Any:
+    """None where native code cannot take them.
+
+    Raises:
+        ValueError: they do not fit each other.
+    """
+    given = w.conv_bias, w.negative_a, w.dt_bias, w.skip, w.norm
+    laid_out = w.conv.t(), *(x for x in given if x is not None)
+    if not all(x.is_cpu and x.dtype is torch.float32 and x.is_contiguous() for x in laid_out):
+        return None
+    heads, (channels, width) = _heads(w), w.conv.shape
+    heads.check(w.conv)
+    inner = w.num_heads * w.head_dim
+    require(w.conv_bias is None or w.conv_bias.shape == (channels,), "the convolution's bias has another shape")
+    of_head = (x.shape == (w.num_heads,) for x in (w.negative_a, w.dt_bias, w.skip))
+    require(all(of_head), "decays, step sizes and skips need one value per head")
+    require(w.norm is None or w.norm.shape == (inner,), "the norm has another shape")
+    require(w.dt_limit[0] <= w.dt_limit[1], "the limits of the step size are in no order")
+    require(w.norm_groups > 0 and inner % w.norm_groups == 0, "the norm's groups do not divide the channels")
+    pointers = (None if x is None else x.data_ptr() for x in (w.conv, *given))
+    return _Weights(*pointers, width, *heads, w.norm_groups, w.norm_before_gate, w.norm_eps, *w.dt_limit)
+
+
+@cache
+def code() -> ctypes.CDLL | None:
+    """The native code of this op; None where there is none."""
+    arguments = [POINTER(_Inputs), POINTER(_Weights), POINTER(BuffersStruct), POINTER(TreesStruct), c_int, c_int]
+    return library.load_functions(SOURCE, {"mamba2_tree_verify": arguments})

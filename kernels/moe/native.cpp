@@ -1,0 +1,202 @@
+// Products with the experts that have tokens, and what is around them; see README.md. Panels and loops are linear's.
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "linear/bf16.h"
+#include "linear/int8.h"
+#include "parallel.h"
+#include "vector.h"
+
+using namespace specmamba;
+
+namespace {
+
+constexpr int64_t kBytesPart = 1 << 16;  // of rows that a thread moves or sums at a time
+
+// Rows [first, first + rows) are the tokens of one expert.
+struct Group {
+  int64_t expert, first, rows;
+};
+
+// Elements of the packed weight [n, k] of one expert.
+int64_t packed_size(int64_t n, int64_t k) { return panels_of(n) * panel_size(k); }
+
+template <typename Element>
+void pack_all(const Element* weight, Element* packed, int64_t experts, int64_t n, int64_t k, int num_threads) {
+  use_huge_pages(packed, experts * packed_size(n, k) * static_cast<int64_t>(sizeof(Element)));  // they span experts
+  for (int64_t e = 0; e < experts; ++e)
+    pack(weight + e * n * k, packed + e * packed_size(n, k), n, k, num_threads);
+}
+
+// False where ends do not part the rows.
+bool find_groups(const int32_t* ends, int64_t num_experts, int64_t rows, std::vector<Group>* groups) {
+  int64_t first = 0;
+  for (int64_t expert = 0; expert < num_experts; first = ends[expert++]) {
+    if (ends[expert] < first) return false;
+    if (ends[expert] > first) groups->push_back({expert, first, ends[expert] - first});
+  }
+  return first == rows;
+}
+
+// of(group) is the product of one group; all have the same n and k. A part may end in the middle of an expert.
+template <typename Of>
+void multiply_groups(const std::vector<Group>& groups, const Of& of, int num_threads) {
+  if (groups.empty()) return;
+  const auto any = of(groups.front());
+  const int64_t num_panels = panels_of(any.n), total = num_panels * static_cast<int64_t>(groups.size());
+  const int64_t rows = groups.back().first + groups.back().rows;
+  if (rows * any.n * any.k < kSerialBelow) num_threads = 1;
+  const int64_t part = std::min(kPartBytes / any.panel_bytes(), total / (4 * std::max(num_threads, 1)));
+  parallel_for(total, std::max<int64_t>(1, part), num_threads, [&](int64_t first, int64_t last) {
+    while (first < last) {
+      const int64_t group = first / num_panels, begin = first % num_panels;
+      const int64_t end = std::min(num_panels, begin + last - first);
+      multiply_panels(of(groups[group]), begin, end);
+      first += end - begin;
+    }
+  });
+}
+
+// y = x W^T in float32, W [n, k] in panels of 32 outputs: for each k, 32 weights.
+template <typename W>
+struct Scores {
+  const float* x;   // [rows, k]
+  const W* weight;  // [panels, k, 32]
+  float* y;         // [rows, n]
+  int64_t rows, n, k;
+
+  int64_t panel_bytes() const { return k * kPanel * static_cast<int64_t>(sizeof(W)); }
+
+  // Every sum runs over k in ascending order, whatever Rows and Panels are.
+  template <int Rows, int Panels>
+  void tile(int64_t row, int64_t panel) const {
+    Vector sum[Rows][2 * Panels];
+    for (auto& of_row : sum)
+      for (auto& s : of_row) s = _mm512_setzero_ps();
+    for (int64_t at = 0; at < k; ++at) {
+      Vector w[2 * Panels];
+      for (int j = 0; j < 2 * Panels; ++j)
+        w[j] = load(weight + ((panel + j / 2) * k + at) * kPanel + j % 2 * kLanes, All{});
+#pragma GCC unroll 16
+      for (int i = 0; i < Rows; ++i) {
+        const Vector input = _mm512_set1_ps(x[(row + i) * k + at]);
+        for (int j = 0; j < 2 * Panels; ++j) sum[i][j] = _mm512_fmadd_ps(input, w[j], sum[i][j]);
+      }
+    }
+    for (int i = 0; i < Rows; ++i)
+      for (int j = 0; j < 2 * Panels; ++j) {
+        const int64_t column = panel * kPanel + j * kLanes;
+        for_columns(n - column, [&](auto lanes) { store(y + (row + i) * n + column, sum[i][j], lanes); });
+      }
+  }
+};
+
+template <typename X>
+void combine(const X* y, const int64_t* places, const float* weights, X* out, int64_t tokens, int64_t k, int64_t n,
+             int num_threads) {
+  const int64_t part = std::max<int64_t>(1, kBytesPart / (k * n * static_cast<int64_t>(sizeof(X)) + 1));
+  parallel_for(tokens, part, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t)
+      for_vectors(n, [&](int64_t i, auto lanes) {
+        Vector sum = _mm512_setzero_ps();
+        for (int64_t j = t * k; j < (t + 1) * k; ++j)
+          sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[j]), load(y + places[j] * n + i, lanes), sum);
+        store(out + t * n + i, sum, lanes);
+      });
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t moe_packed_size(int64_t n, int64_t k) { return packed_size(n, k); }
+
+// weight [experts, n, k] -> packed, expert by expert.
+void moe_pack(const uint16_t* weight, uint16_t* packed, int64_t experts, int64_t n, int64_t k, int num_threads) {
+  pack_all(weight, packed, experts, n, k, num_threads);
+}
+
+void moe_pack_int8(const int8_t* weight, int8_t* packed, int64_t experts, int64_t n, int64_t k, int num_threads) {
+  pack_all(weight, packed, experts, n, k, num_threads);
+}
+
+// x [rows, k] times a router's weight in float32 or bfloat16 -> y [rows, n].
+void moe_scores(const float* x, int64_t rows, const void* weight, float* y, int64_t n, int64_t k, int is_bf16,
+                int num_threads) {
+  if (is_bf16)
+    multiply(Scores<BFloat16>{x, static_cast<const BFloat16*>(weight), y, rows, n, k}, num_threads);
+  else
+    multiply(Scores<float>{x, static_cast<const float*>(weight), y, rows, n, k}, num_threads);
+}
+
+// Sorts pairs by expert and copies the rows of x [tokens, row_bytes] that they need; experts [tokens, k].
+// False where there is no such expert: nothing is copied then.
+int moe_dispatch(const char* x, int64_t row_bytes, const int64_t* experts, int64_t tokens, int64_t k,
+                 int64_t num_experts, char* sorted, int64_t* places, int32_t* ends, int num_threads) {
+  const int64_t pairs = tokens * k;
+  std::vector<int64_t> next(num_experts + 1);
+  for (int64_t p = 0; p < pairs; ++p) {
+    if (experts[p] < 0 || experts[p] >= num_experts) return 0;
+    ++next[experts[p] + 1];
+  }
+  for (int64_t e = 0; e < num_experts; ++e) ends[e] = static_cast<int32_t>(next[e + 1] += next[e]);
+  for (int64_t p = 0; p < pairs; ++p) places[p] = next[experts[p]]++;
+  parallel_for(pairs, std::max<int64_t>(1, kBytesPart / (row_bytes + 1)), num_threads, [&](int64_t p, int64_t last) {
+    for (; p < last; ++p) std::memcpy(sorted + places[p] * row_bytes, x + p / k * row_bytes, row_bytes);
+  });
+  return 1;
+}
+
+// x [rows, k], sorted, times the packed weights of their experts -> y [rows, n]. False where ends do not part the rows:
+// nothing is multiplied then.
+int moe_multiply(const uint16_t* x, int64_t rows, const int32_t* ends, const uint16_t* packed, BFloat16* y,
+                 int64_t num_experts, int64_t n, int64_t k, int num_threads) {
+  std::vector<Group> groups;
+  if (!find_groups(ends, num_experts, rows, &groups)) return 0;
+  const auto of = [&](const Group& g) {
+    return Bf16Product{x + g.first * k, packed + g.expert * packed_size(n, k), y + g.first * n, g.rows, n, k};
+  };
+  multiply_groups(groups, of, num_threads);
+  return 1;
+}
+
+// The same for int8 with the scales [num_experts, n] of all outputs; x and y are bfloat16 or float32.
+int moe_multiply_int8(const void* x, int64_t rows, const int32_t* ends, const int8_t* packed, const float* scale,
+                      void* y, int64_t num_experts, int64_t n, int64_t k, int is_bf16, int num_threads) {
+  std::vector<Group> groups;
+  if (!find_groups(ends, num_experts, rows, &groups)) return 0;
+  const std::unique_ptr<int16_t[]> q(new int16_t[rows * even(k)]);
+  const std::unique_ptr<float[]> x_scale(new float[rows]);
+  parallel_for(rows, std::max<int64_t>(1, kQuantizePart / k), num_threads, [&](int64_t row, int64_t last) {
+    for (; row < last; ++row) {
+      int16_t* out = q.get() + row * even(k);
+      x_scale[row] = is_bf16 ? quantize_row(static_cast<const BFloat16*>(x) + row * k, k, out)
+                             : quantize_row(static_cast<const float*>(x) + row * k, k, out);
+    }
+  });
+  const auto of = [&](const Group& g) {
+    char* to = static_cast<char*>(y) + g.first * n * (is_bf16 ? 2 : 4);
+    return Int8Product{q.get() + g.first * even(k), x_scale.get() + g.first,
+                       packed + g.expert * packed_size(n, k), scale + g.expert * n,
+                       to, !is_bf16, g.rows, n, k};
+  };
+  multiply_groups(groups, of, num_threads);
+  return 1;
+}
+
+// out[t] = sum_j weights[t, j] y[places[t, j]]; y [tokens * k, n] and out [tokens, n] are bfloat16 or float32.
+// False where y has no such place: nothing is summed then.
+int moe_combine(const void* y, const int64_t* places, const float* weights, void* out, int64_t tokens, int64_t k,
+                int64_t n, int is_bf16, int num_threads) {
+  for (int64_t p = 0; p < tokens * k; ++p)
+    if (places[p] < 0 || places[p] >= tokens * k) return 0;
+  if (is_bf16)
+    combine(static_cast<const BFloat16*>(y), places, weights, static_cast<BFloat16*>(out), tokens, k, n, num_threads);
+  else
+    combine(static_cast<const float*>(y), places, weights, static_cast<float*>(out), tokens, k, n, num_threads);
+  return 1;
+}
+
+}  // extern "C"

@@ -1,0 +1,182 @@
+"""Products with experts in native code (native.cpp). See README.md."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specmamba.kernels.linear.torch_ops import quantize
+from specmamba.kernels.moe.operands import Groups
+from specmamba.kernels.native import library
+from specmamba.kernels.native.tensors import is_native, require
+
+SOURCE = Path(__file__).parent / "native.cpp"
+PANEL = 32  # outputs
+NO_PARTS = "the groups' ends do not part the rows among the experts"
+
+
+class NativeRouter:
+    """The weight of a router in panels. What it says of a token does not depend on the others, bit for bit."""
+
+    def __init__(self, weight: Tensor, code: ctypes.CDLL) -> None:
+        """weight: [E, H] on the CPU, not empty, not kept; kept as bf16 if that loses nothing."""
+        self._size = weight.shape
+        narrow = weight.bfloat16()
+        self._is_bf16 = torch.equal(narrow.to(weight.dtype), weight)
+        kept = F.pad(narrow if self._is_bf16 else weight.float(), (0, 0, 0, -weight.shape[0] % PANEL))
+        self._panels = kept.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+        self._multiply = code.moe_scores
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, E] float32."""
+        x = x.float().contiguous()
+        n, k = self._size
+        require(x.is_cpu and x.dim() == 2 and x.shape[1] == k, f"a router [{n}, {k}] cannot take {list(x.shape)}")
+        y = x.new_empty(x.shape[0], n)
+        if len(x):
+            weight = self._panels.data_ptr()
+            threads = torch.get_num_threads()
+            self._multiply(x.data_ptr(), len(x), weight, y.data_ptr(), n, k, self._is_bf16, threads)
+        return y
+
+
+class NativeExperts:
+    """The experts' bf16 matrices in panels of 32 outputs. Only those of experts that have tokens are read.
+
+    The result of a row does not depend on the other rows, bit for bit.
+    """
+
+    def __init__(self, weight: Tensor, code: ctypes.CDLL) -> None:
+        """weight: [E, N, K] bfloat16 on the CPU, not empty, not kept."""
+        self._size, self.nbytes = tuple(weight.shape), weight.nbytes
+        weight = weight.contiguous()
+        self._packed = _packed(weight, code)
+        self._multiply = code.moe_multiply
+
+    def __call__(self, x: Tensor, groups: Groups) -> Tensor:
+        """[P, K] bfloat16, sorted by expert -> [P, N]. Raises ValueError: what does not fit."""
+        _require_fit(x, groups, self._size, torch.bfloat16)
+        x, ends = x.contiguous(), groups.ends.contiguous()
+        y = x.new_empty(x.shape[0], self._size[1])
+        pointers = (t.data_ptr() for t in (ends, self._packed, y))
+        is_sound = self._multiply(x.data_ptr(), len(x), *pointers, *self._size, torch.get_num_threads())
+        require(bool(is_sound), NO_PARTS)
+        return y
+
+
+class NativeInt8Experts:
+    """The experts' matrices rounded to int8, in panels, and a scale per output; inputs are rounded to 16 bits.
+
+    As ``linear``'s native int8 weight, for many experts: the result of a row does not depend on the other rows.
+    """
+
+    def __init__(self, weight: Tensor, code: ctypes.CDLL) -> None:
+        """weight: [E, N, K] bfloat16 or float32 on the CPU, not empty, not kept."""
+        self._size, self._dtype = tuple(weight.shape), weight.dtype
+        quantized, self._scale = quantize(weight.flatten(0, 1))
+        self.nbytes = quantized.nbytes + self._scale.nbytes
+        self._packed = _packed(quantized.view(weight.shape), code)
+        self._multiply = code.moe_multiply_int8
+
+    def __call__(self, x: Tensor, groups: Groups) -> Tensor:
+        """[P, K] of the weight's dtype, sorted by expert -> [P, N]. Raises ValueError: what does not fit."""
+        _require_fit(x, groups, self._size, self._dtype)
+        x, ends = x.contiguous(), groups.ends.contiguous()
+        y = x.new_empty(x.shape[0], self._size[1])
+        pointers = (t.data_ptr() for t in (ends, self._packed, self._scale, y))
+        told = x.data_ptr(), len(x), *pointers, *self._size, x.dtype is torch.bfloat16, torch.get_num_threads()
+        require(bool(self._multiply(*told)), NO_PARTS)
+        return y
+
+
+def can_dispatch(x: Tensor) -> bool:
+    """Whether native code sorts and sums rows of x: float32 or bfloat16 on the CPU."""
+    return is_native(x) and code() is not None
+
+
+def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Groups]:
+    """See ``torch_ops.dispatch``. Raises ValueError: there is no such expert, or what does not fit."""
+    are_matrices = x.dim() == 2 and experts.dim() == 2 and len(x) == len(experts)
+    require(
+        are_matrices and x.is_cpu and experts.is_cpu and experts.dtype is torch.int64,
+        f"tokens {list(x.shape)} do not fit experts {list(experts.shape)} {experts.dtype}",
+    )
+    x, experts = x.contiguous(), experts.contiguous()
+    tokens, k = experts.shape
+    ordered = x.new_empty(tokens * k, x.shape[1])
+    places = torch.empty(tokens * k, dtype=torch.int64)
+    ends = torch.empty(num_experts, dtype=torch.int32)
+    is_sound = _native().moe_dispatch(
+        *(x.data_ptr(), x.shape[1] * x.element_size(), experts.data_ptr(), tokens, k, num_experts),
+        *(ordered.data_ptr(), places.data_ptr(), ends.data_ptr(), torch.get_num_threads()),
+    )
+    require(bool(is_sound), f"a token goes to an expert that is none of 0 to {num_experts - 1}")
+    return ordered, Groups(places, ends)
+
+
+def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
+    """See ``torch_ops.combine``. Raises ValueError: what does not fit, or places that y does not have."""
+    places = groups.places
+    is_weighted = weights.dim() == 2 and weights.dtype is torch.float32 and weights.is_cpu
+    are_rows = is_native(y) and y.dim() == 2 and len(y) == len(places) == weights.numel()
+    are_places = places.dim() == 1 and places.dtype is torch.int64 and places.is_cpu
+    complaint = f"{list(y.shape)} rows are not those of weights {list(weights.shape)} {weights.dtype}"
+    require(is_weighted and are_rows, complaint)
+    require(are_places, f"places need a list of int64 on the CPU, not {places.dtype} {list(places.shape)}")
+    tokens, k = weights.shape
+    y, weights, places = y.contiguous(), weights.contiguous(), places.contiguous()
+    out = y.new_empty(tokens, y.shape[1])
+    is_sound = _native().moe_combine(
+        *(t.data_ptr() for t in (y, places, weights, out)),
+        *(tokens, k, y.shape[1], y.dtype is torch.bfloat16, torch.get_num_threads()),
+    )
+    require(bool(is_sound), "a token's rows are at places that there are not")
+    return out
+
+
+def _packed(weight: Tensor, code: ctypes.CDLL) -> Tensor:
+    experts, n, k = weight.shape
+    packed = torch.empty(experts * code.moe_packed_size(n, k), dtype=weight.dtype)
+    pack = code.moe_pack_int8 if weight.dtype is torch.int8 else code.moe_pack
+    pack(weight.data_ptr(), packed.data_ptr(), experts, n, k, torch.get_num_threads())
+    return packed
+
+
+def _require_fit(x: Tensor, groups: Groups, size: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Native code itself looks at what the ends are."""
+    ends = groups.ends
+    fits = x.dtype is dtype and x.is_cpu and x.dim() == 2 and x.shape[1] == size[2] and len(x) == len(groups.places)
+    are_ends = ends.dtype is torch.int32 and ends.is_cpu and ends.shape == (size[0],)
+    require(fits and are_ends, f"experts {list(size)} {dtype} cannot multiply {x.dtype} {list(x.shape)}")
+
+
+def _native() -> ctypes.CDLL:
+    loaded = code()
+    assert loaded is not None
+    return loaded
+
+
+@cache
+def code() -> ctypes.CDLL | None:
+    """The native code of this op; None where there is none."""
+    arguments = {
+        "pack": [c_void_p, c_void_p, *[c_int64] * 3, c_int],
+        "pack_int8": [c_void_p, c_void_p, *[c_int64] * 3, c_int],
+        "scores": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int],
+        "dispatch": [c_void_p, c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 3, c_int],
+        "multiply": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_int],
+        "multiply_int8": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
+        "combine": [*[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
+    }
+    loaded = library.load_functions(SOURCE, {f"moe_{name}": types for name, types in arguments.items()})
+    if loaded is not None:
+        for name in ("dispatch", "multiply", "multiply_int8", "combine"):
+            getattr(loaded, f"moe_{name}").restype = c_int
+        loaded.moe_packed_size.restype, loaded.moe_packed_size.argtypes = c_int64, [c_int64, c_int64]
+    return loaded

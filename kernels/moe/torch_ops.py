@@ -1,0 +1,110 @@
+"""Products with experts in PyTorch: what a GPU runs, and a CPU without native code. See README.md."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specmamba.kernels.linear.torch_ops import quantize
+from specmamba.kernels.moe.operands import Groups
+
+ALIGNMENT = 16  # bytes, of the rows of everything that the GPU's grouped product reads
+
+
+class PlainRouter:
+    """The weight of a router, for every device."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: [E, H]."""
+        self._weight = weight.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, E] float32."""
+        return F.linear(x.float(), self._weight)
+
+
+class GroupedExperts:
+    """The experts' matrices as they are, where PyTorch has one product for all of them."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: [E, N, K] that ``can_group``."""
+        self._weight, self.nbytes = weight.transpose(1, 2), weight.nbytes
+
+    def __call__(self, x: Tensor, groups: Groups) -> Tensor:
+        """[P, K], sorted by expert -> [P, N]."""
+        y: Tensor = torch._grouped_mm(x, self._weight, offs=groups.ends)
+        return y
+
+
+class PlainExperts:
+    """The experts' matrices as they are, one product for each that has a token; for every device and dtype."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: [E, N, K]."""
+        self._weight, self.nbytes = weight, weight.nbytes
+
+    def __call__(self, x: Tensor, groups: Groups) -> Tensor:
+        """[P, K], sorted by expert -> [P, N]."""
+        y = x.new_empty(x.shape[0], self._weight.shape[1])
+        for expert, rows in active(groups):
+            torch.mm(x[rows], self._weight[expert].t(), out=y[rows])
+        return y
+
+
+class Int8Experts:
+    """The experts' matrices rounded to int8; the active ones are widened at every use."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: [E, N, K], not empty, not kept."""
+        q, scale = quantize(weight.flatten(0, 1))
+        self._weight, self._scale = q.view(weight.shape), scale.view(weight.shape[:2])
+        self.nbytes = q.nbytes + scale.nbytes
+
+    def __call__(self, x: Tensor, groups: Groups) -> Tensor:
+        """[P, K], sorted by expert -> [P, N]."""
+        y = x.new_empty(x.shape[0], self._weight.shape[1])
+        for expert, rows in active(groups):
+            weight = self._weight[expert] * self._scale[expert, :, None]
+            torch.mm(x[rows], weight.to(x.dtype).t(), out=y[rows])
+        return y
+
+
+def active(groups: Groups) -> list[tuple[int, slice]]:
+    """The experts that have tokens, and which of the sorted pairs are theirs. Waits for the device."""
+    ends = groups.ends.tolist()
+    starts = [0, *ends[:-1]]
+    return [(e, slice(first, end)) for e, (first, end) in enumerate(zip(starts, ends, strict=True)) if end > first]
+
+
+def can_group(weight: Tensor) -> bool:
+    """Whether PyTorch multiplies by all of these experts [E, N, K] at once."""
+    if not weight.is_cuda or weight.dtype != torch.bfloat16:
+        return False
+    rows = (size * weight.element_size() for size in weight.shape[1:])
+    return all(row % ALIGNMENT == 0 for row in rows) and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+
+
+def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Groups]:
+    """The inputs of all pairs, sorted by expert.
+
+    Args:
+        x: [T, K].
+        experts: [T, k] int64.
+        num_experts: E.
+
+    Returns:
+        [P, K], and where each pair came to stand.
+    """
+    ordered, order = experts.flatten().sort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel(), device=order.device)
+    bounds = torch.arange(num_experts, device=order.device)
+    ends = torch.searchsorted(ordered, bounds, right=True, out_int32=True)
+    return x.index_select(0, order // experts.shape[1]), Groups(places, ends)
+
+
+def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
+    """Sum what each token's experts said: y [P, N], sorted, weights [T, k] float32 -> [T, N], summed in float32."""
+    by_token = y.index_select(0, groups.places).view(*weights.shape, y.shape[1])
+    return (by_token.float() * weights[..., None]).sum(1).to(y.dtype)

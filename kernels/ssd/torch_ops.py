@@ -1,0 +1,147 @@
+"""State space duality (Mamba2) in vectorised PyTorch, on any device. See README.md for the mathematics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specmamba.kernels.state_records.torch_ops import (
+    decay_between,
+    decay_inside,
+    expand_heads,
+    finite,
+    flaw,
+    flaws_inside,
+    path_log_decay,
+    state_before,
+)
+
+CHUNK_SIZE = 64
+
+
+def extend(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Run known tokens through the recurrence, 64 at a time.
+
+    The block decomposition of Mamba2 (arXiv 2405.21060, section 6). What a group's heads share is computed once: the
+    products of C and B, and as one matrix product for all of them what C reads of their states and B adds to them.
+
+    Args:
+        c, b: [B, L, G, N] float32.
+        u: [B, L, H, P] float32, dt x; H a multiple of G.
+        g: [B, L, H] float32, log decay dt A <= 0.
+        state: [B, H, N, P] float32, not modified.
+        lengths: [B] int64; tokens from lengths[b] on are padding and do not touch the state.
+
+    Returns:
+        Output [B, L, H, P] (unspecified on padding) and the new state [B, H, N, P].
+    """
+    length, groups = b.shape[1:3]
+    is_padding = torch.arange(length, device=g.device) >= lengths[:, None]
+    b, u = (x.masked_fill(is_padding[..., None, None], 0) for x in (b, u))
+    g = g.masked_fill(is_padding[..., None], 0)
+    side_by_side = state.unflatten(1, (groups, -1)).transpose(2, 3)  # [B, G, N, H / G, P]
+    outputs = []
+    parts = (x.split(CHUNK_SIZE, 1) for x in (c, b, u, g))
+    for c_part, b_part, u_part, g_part in zip(*parts, strict=True):
+        out, side_by_side = _extend_chunk(c_part, b_part, u_part, g_part, side_by_side)
+        outputs.append(out)
+    return torch.cat(outputs, 1), side_by_side.transpose(2, 3).reshape(state.shape)
+
+
+def _extend_chunk(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """C tokens: arguments [B, C, ...] as for ``extend``, the state [B, G, N, H / G, P] -> output and next state."""
+    batch, length, num_heads = g.shape
+    groups, _, per_group, dim = state.shape[1:]
+    c, b = c.transpose(1, 2), b.transpose(1, 2)  # [B, G, C, N]
+    decay = g.cumsum(1)  # [B, C, H]
+    path_decay = decay.transpose(1, 2)[..., None] - decay.transpose(1, 2)[..., None, :]
+    above = torch.ones(length, length, dtype=torch.bool, device=g.device).triu(1)
+    path_decay = path_decay.masked_fill_(above, -torch.inf).exp_().unflatten(1, (groups, per_group))
+    inside = (path_decay * (c @ b.mT)[:, :, None]).flatten(1, 2) @ u.transpose(1, 2)  # [B, H, C, P]
+
+    left, exp_decay = (decay[:, -1:] - decay).exp()[..., None], decay.exp()
+    read = (c @ state.flatten(3)).view(batch, groups, length, per_group, dim).transpose(1, 2)
+    out = (read.reshape(batch, length, num_heads, dim) * exp_decay[..., None]).add_(inside.transpose(1, 2))
+    added = b.mT @ (u * left).view(batch, length, groups, -1).transpose(1, 2)  # [B, G, N, H / G * P]
+    last = exp_decay[:, -1].view(batch, groups, 1, per_group, 1)
+    return out, added.view(state.shape).addcmul_(state, last)
+
+
+def tree_verify(
+    c: Tensor,
+    b: Tensor,
+    u: Tensor,
+    g: Tensor,
+    state: Tensor,
+    records_b: Tensor,
+    records_u: Tensor,
+    records_decay: Tensor,
+    num_pending: Tensor | None,
+    node_offset: int,
+    ancestors: Tensor,
+) -> Tensor:
+    """Outputs of all nodes of a draft tree from one read of the checkpoint; the nodes' records are written in place.
+
+    Args:
+        c, b: [B, T, G, N] float32, of T nodes.
+        u: [B, T, H, P] float32, dt x.
+        g: [B, T, H] float32, log decay.
+        state: [B, H, N, P] float32, the checkpoint; not modified.
+        records_b: [B, R, G, N] float32.
+        records_u: [B, R, H, P] float32.
+        records_decay: [B, R, H] float32, log decay of the whole path from the checkpoint to the record.
+        num_pending: [B] int64; the first num_pending[i] records of row i are pending and precede the root. None says
+            that every row has exactly ``node_offset`` of them.
+        node_offset: where the nodes' records go, [node_offset, node_offset + T); >= every num_pending.
+        ancestors: [B, T, T] bool, inclusive.
+
+    Returns:
+        Output [B, T, H, P], in heads where a node is not finite NaN for it and its descendants. Records are finite.
+    """
+    num_nodes, num_heads = g.shape[1:]
+    flaws = (expand_heads(flaw(b), num_heads) + flaw(u) + g * 0).transpose(1, 2)  # [B, H, T]
+    b, u, g = finite(b), finite(u), finite(g)
+    nodes = slice(node_offset, node_offset + num_nodes)
+    records_b[:, nodes], records_u[:, nodes] = b, u
+    decay = path_log_decay(g, ancestors, records_decay, num_pending, node_offset)
+    records_decay[:, nodes] = decay
+
+    of_groups = c.transpose(1, 2) @ records_b[:, : nodes.stop].permute(0, 2, 3, 1)  # [B, G, T, R']
+    scores = of_groups.repeat_interleave(num_heads // c.shape[2], 1)  # [B, H, T, R']
+    c, decay = expand_heads(c, num_heads).transpose(1, 2), decay.transpose(1, 2)
+    out = (c @ state) * decay.exp()[..., None]
+    if node_offset:
+        pending = scores[..., :node_offset] * decay_between(decay, records_decay[:, :node_offset], num_pending)
+        out = out + pending @ records_u[:, :node_offset].transpose(1, 2)
+    own = scores[..., node_offset:]
+    if num_nodes > 1:
+        own = own * decay_inside(decay, ancestors)
+    own = own + flaws_inside(flaws, ancestors)
+    return (out + own @ u.transpose(1, 2)).transpose(1, 2)
+
+
+def tree_verify_snapshots(
+    c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, snapshots: Tensor, parents: Tensor | None
+) -> Tensor:
+    """Outputs of all nodes of a draft tree, one node after the other; leaves the whole state after each of them.
+
+    Args:
+        c, b: [B, T, G, N] float32.
+        u: [B, T, H, P] float32, dt x.
+        g: [B, T, H] float32, log decay.
+        state: [B, H, N, P] float32, the checkpoint; not modified.
+        snapshots: [B, T, H, N, P] float32, written.
+        parents: [B, T] int64, topological order; a node with parent -1 starts from the checkpoint. None: chains.
+
+    Returns:
+        Output [B, T, H, P].
+    """
+    num_nodes, num_heads = g.shape[1:]
+    c, b = (expand_heads(x, num_heads) for x in (c, b))
+    decay, out = g.exp()[..., None], torch.empty_like(u)
+    for i in range(num_nodes):
+        before, after = state_before(state, snapshots, parents, i), snapshots[:, i]
+        torch.mul(before, decay[:, i, :, None], out=after)
+        after.addcmul_(b[:, i, :, :, None], u[:, i, :, None])
+        out[:, i] = (c[:, i, :, None] @ after).squeeze(2)
+    return out

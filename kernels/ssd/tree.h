@@ -1,0 +1,101 @@
+// One head's draft tree from one read of its checkpoint; see README.md and reference.py.
+#pragma once
+
+#include <vector>
+
+#include "state_records/paths.h"
+#include "state_records/state.h"
+
+namespace specmamba {
+
+inline float dot(const float* x, const float* y, int64_t size) {
+  Vector total = _mm512_setzero_ps();
+  for_vectors(size, [&](int64_t i, auto lanes) {
+    total = _mm512_fmadd_ps(load(x + i, lanes), load(y + i, lanes), total);
+  });
+  return sum(total);
+}
+
+// The tree of one row in one group, and then under each of its heads.
+//
+// Everything is copied together first: rows of one head lie a power of two apart in the tensors, where most of them
+// would share a few sets of the L1 cache. Row j of b, updates and decays is pending record j, or node j - pending.
+class GroupTree {
+ public:
+  // Room for a tree; b, c and then, for each head, updates, decays of pending rows and log decays of nodes are the
+  // caller's to fill. `ancestors` as for Paths. Memory is kept from tree to tree.
+  void begin(int64_t nodes, int64_t pending, int64_t state_dim, int64_t head_dim, const bool* ancestors) {
+    nodes_ = nodes, pending_ = pending, state_dim_ = state_dim, head_dim_ = head_dim;
+    paths_.begin(nodes, pending, ancestors);
+    b_.resize((pending + nodes) * state_dim);
+    c_.resize(nodes * state_dim);
+    updates_.resize((pending + nodes) * head_dim);
+    for (auto* x : {&outputs_, &read_}) x->resize(nodes * head_dim);
+    weights_.resize(pending + nodes);
+    seen_c_b_.resize(paths_.seen().size());
+    c_b_.resize(nodes);
+    rows_.resize(nodes);
+  }
+
+  float* b(int64_t row) { return b_.data() + row * state_dim_; }
+  float* c(int64_t node) { return c_.data() + node * state_dim_; }
+  float* update(int64_t row) { return updates_.data() + row * head_dim_; }
+  float* output(int64_t node) { return outputs_.data() + node * head_dim_; }
+  float& decay(int64_t row) { return paths_.decay(row); }
+  float& log_decay(int64_t node) { return paths_.log_decay(node); }
+
+  // After b and c: with which weights, before decay, each node takes what it sees.
+  void look() {
+    for (int64_t i = 0; i < nodes_; ++i) {
+      for (int64_t s = paths_.first(i); s < paths_.first(i) + paths_.count(i); ++s)
+        seen_c_b_[s] = dot(c(i), b(paths_.seen()[s]), state_dim_);
+      c_b_[i] = dot(c(i), b(pending_ + i), state_dim_);
+      rows_[i] = c(i);
+    }
+  }
+
+  // After the rest: outputs, and decays of the nodes.
+  void verify(const StateView& state) {
+    read_all(rows_.data(), nodes_, state, read_.data());
+    for (int64_t i = 0; i < nodes_; ++i) {
+      const float whole_decay = paths_.advance(i);
+      for_vectors(paths_.count(i), [&](int64_t j, auto lanes) {
+        const Vector c_b = load(&seen_c_b_[paths_.first(i) + j], lanes);
+        store(&weights_[j], _mm512_mul_ps(load(paths_.between() + j, lanes), c_b), lanes);
+      });
+      for_columns<4>(head_dim_, [&](int64_t column, auto vectors, auto lanes) {
+        sum_up<decltype(vectors)::value>(i, whole_decay, column, lanes);
+      });
+    }
+  }
+
+ private:
+  // y = e^G c S + sum of weights u_j + (c.b) u, on 16 Vectors columns.
+  template <int Vectors, typename Lanes>
+  void sum_up(int64_t node, float whole_decay, int64_t column, Lanes lanes) {
+    const int64_t *seen = paths_.seen().data() + paths_.first(node), count = paths_.count(node);
+    const Vector decay = _mm512_set1_ps(whole_decay);
+    Vector sums[Vectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < Vectors; ++v)
+      sums[v] = _mm512_mul_ps(decay, load(&read_[node * head_dim_ + column + v * kLanes], lanes));
+    auto add = [&](float weight, const float* u) {
+#pragma GCC unroll 8
+      for (int v = 0; v < Vectors; ++v)
+        sums[v] = _mm512_fmadd_ps(_mm512_set1_ps(weight), load(u + column + v * kLanes, lanes), sums[v]);
+    };
+    for (int64_t j = 0; j < count; ++j) add(weights_[j], update(seen[j]));
+    add(c_b_[node], update(pending_ + node));
+#pragma GCC unroll 8
+    for (int v = 0; v < Vectors; ++v) store(output(node) + column + v * kLanes, sums[v], lanes);
+  }
+
+  int64_t nodes_, pending_, state_dim_, head_dim_;
+  Paths paths_;
+  std::vector<float> b_, c_, updates_, outputs_, read_;
+  std::vector<float> c_b_, seen_c_b_;  // c times a node's own b, and times what it sees, numbered as paths_.seen()
+  std::vector<float> weights_;         // of the node at hand
+  std::vector<const float*> rows_;
+};
+
+}  // namespace specmamba

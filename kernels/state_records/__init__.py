@@ -1,0 +1,23 @@
+"""Records from which a recurrent state can be advanced, of gated delta nets and Mamba2 alike: fold, and operands."""
+
+from torch import Tensor
+
+from specmamba.kernels.state_records import native_ops, torch_ops
+from specmamba.kernels.state_records.operands import Buffers, Trees
+
+__all__ = ["Buffers", "Trees", "fold"]
+
+
+def fold(
+    state: Tensor,
+    records_k: Tensor,
+    records_u: Tensor,
+    records_decay: Tensor,
+    num_pending: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Checkpoints advanced over their pending records, in place where ``out`` is state; see ``torch_ops.fold``."""
+    records = records_k, records_u, records_decay
+    if native_ops.can_take(state, *records, *(() if out is None else (out,))):
+        return native_ops.fold(state, *records, num_pending, out)
+    return torch_ops.fold(state, *records, num_pending, out)

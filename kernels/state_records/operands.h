@@ -1,0 +1,32 @@
+// What a verify of a recurrent layer is told, of either kind; see README.md and operands.py. Distances are in elements;
+// what is not named is contiguous.
+#pragma once
+
+#include <cstdint>
+
+namespace specmamba {
+
+struct Heads {
+  int64_t key_heads, value_heads, key_dim, value_dim;
+
+  int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
+  int64_t group() const { return value_heads / key_heads; }
+};
+
+// Of one layer, all slots and all rows of the buffers.
+struct Buffers {
+  const float* states;   // [slots, Hv, K, V]
+  void* conv_inputs;     // [rows, W - 1 + R, C], float32 or bfloat16 as activations are
+  float *k, *u, *decay;  // [rows, R, Hk, K] [rows, R, Hv, V] [rows, R, Hv]
+  int64_t states_slot, conv_inputs_row, k_row, u_row, decay_row;
+};
+
+struct Trees {
+  const int64_t *rows, *slots;  // [B]
+  const int64_t* conv_index;    // [B, N, W], entries of conv_inputs
+  const int64_t* num_pending;   // [B], or null: node_offset everywhere
+  const bool* ancestors;        // [B, N, N], true from each node's ancestors and itself
+  int64_t batch, nodes, node_offset, ancestors_batch;
+};
+
+}  // namespace specmamba

@@ -1,0 +1,69 @@
+"""Records of a state S = sum of decayed outer products, one head and one record at a time: the specification.
+
+Shapes: B batch, N tree nodes, R record capacity, Hk key heads, Hv value heads (a multiple of Hk; value head h reads key
+head h // (Hv // Hk)), K and V head widths. Everything keeps the dtype of its inputs, float32 or float64. Shapes are not
+checked here: a mismatch surfaces as torch's own IndexError or RuntimeError.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def fold(
+    state: Tensor,
+    records_k: Tensor,
+    records_u: Tensor,
+    records_decay: Tensor,
+    num_pending: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Advance the checkpoint over the first ``num_pending[b]`` records of each row.
+
+    state [B, Hv, K, V], records_k [B, R, Hk, K], records_u [B, R, Hv, V], records_decay [B, R, Hv] (log decay from
+    the checkpoint to the record inclusive), num_pending [B] int64.
+
+    Returns the new states [B, Hv, K, V], in ``out`` where it is given (it may be ``state``), else in a new tensor; rows
+    with nothing pending are copied unchanged.
+    """
+    batch, value_heads = state.shape[:2]
+    group = value_heads // records_k.shape[2]
+    new_state = state.clone()
+    for b in range(batch):
+        for h in range(value_heads):
+            before_decay = torch.zeros_like(records_decay[b, 0, h])
+            for j in range(int(num_pending[b])):
+                step_decay = torch.exp(records_decay[b, j, h] - before_decay)
+                update = torch.outer(records_k[b, j, h // group], records_u[b, j, h])
+                new_state[b, h] = step_decay * new_state[b, h] + update
+                before_decay = records_decay[b, j, h]
+    return new_state if out is None else out.copy_(new_state)
+
+
+def parent_of(ancestors: Tensor, node: int) -> int | None:
+    """The nearest strict ancestor of a node (ancestors [N, N]); topological order makes it the largest index."""
+    strict = [j for j in range(node) if bool(ancestors[node, j])]
+    return strict[-1] if strict else None
+
+
+def finite(x: Tensor) -> Tensor:
+    """What is recorded of x: 0 for what is not finite."""
+    return torch.where(x.isfinite(), x, 0)
+
+
+def finite_or_nan(g: Tensor) -> Tensor:
+    """A log decay as it counts: no record can hold that all is forgotten at once, so -inf must show as NaN does."""
+    return torch.where(g.isfinite(), g, torch.nan)
+
+
+def decay_before(records_decay: Tensor, num_pending: int) -> Tensor:
+    """Log decay [Hv] of the path from the checkpoint to the last of a row's pending records [R, Hv]."""
+    return records_decay[num_pending - 1].clone() if num_pending else torch.zeros_like(records_decay[0])
+
+
+def write_nodes(buffers: tuple[Tensor, ...], records: tuple[Tensor, ...], rows: Tensor, first: int, count: int) -> None:
+    """Put records [B, R, ...] of nodes, ``count`` from ``first`` on, into these rows of buffers [rows, R, ...]."""
+    written = slice(first, first + count)
+    for buffer, of_rows in zip(buffers, records, strict=True):
+        buffer[rows, written] = of_rows[:, written]

@@ -1,0 +1,93 @@
+// One row of a verify: where its checkpoint, records and inputs lie, and the convolution of its nodes.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "causal_conv1d/taps.h"
+#include "state_records/operands.h"
+
+namespace specmamba {
+
+struct Convolution {
+  const float *weight, *bias;  // [W, C] [C], or null
+  int64_t width;
+};
+
+// T is the type of activations. A record's number counts from the first pending one; nodes' follow node_offset.
+template <typename T>
+class Row {
+ public:
+  // Inputs of the row's nodes, `mixed` [N, C], lie `distance` apart.
+  void begin(const Buffers& buffers, const Trees& trees, const Heads& heads, const Convolution& convolution, int64_t b,
+             const void* mixed, int64_t distance) {
+    const int64_t row = trees.rows[b];
+    heads_ = heads, convolution_ = convolution, nodes_ = trees.nodes, node_offset_ = trees.node_offset;
+    mixed_ = static_cast<const T*>(mixed) + b * nodes_ * distance, distance_ = distance;
+    conv_inputs_ = static_cast<T*>(buffers.conv_inputs) + row * buffers.conv_inputs_row;
+    k_ = buffers.k + row * buffers.k_row;
+    u_ = buffers.u + row * buffers.u_row;
+    decay_ = buffers.decay + row * buffers.decay_row;
+    states_ = buffers.states + trees.slots[b] * buffers.states_slot;
+    ancestors_ = trees.ancestors + b * trees.ancestors_batch;
+    pending_ = trees.num_pending == nullptr ? trees.node_offset : trees.num_pending[b];
+    find_taps(trees.conv_index + b * nodes_ * convolution.width);
+  }
+
+  int64_t pending() const { return pending_; }
+  const bool* ancestors() const { return ancestors_; }
+  const float* state(int64_t head) const { return states_ + head * heads_.key_dim * heads_.value_dim; }
+  float* key(int64_t record, int64_t head) const {
+    return k_ + (record * heads_.key_heads + head) * heads_.key_dim;
+  }
+  float* update(int64_t record, int64_t head) const {
+    return u_ + (record * heads_.value_heads + head) * heads_.value_dim;
+  }
+  float decay(int64_t record, int64_t head) const { return decay_[record * heads_.value_heads + head]; }
+  int64_t record_of(int64_t node) const { return node_offset_ + node; }
+
+  // y = channels [channel, channel + size) of a node, convolved over its ancestors.
+  void mix(int64_t node, int64_t channel, int64_t size, float* y) const {
+    convolve(&taps_[node * convolution_.width], convolution_.weight, convolution_.bias, convolution_.width,
+             heads_.channels(), channel, size, y);
+  }
+
+  // Leaves these channels of a node's input for the verifies after this one.
+  void keep(int64_t node, int64_t channel, int64_t size) const {
+    T* kept = conv_inputs_ + (convolution_.width - 1 + record_of(node)) * heads_.channels() + channel;
+    std::copy_n(mixed(node) + channel, size, kept);
+  }
+
+  // Leave a node's record. It is finite, whatever the node is: see README.md.
+  void keep_key(int64_t node, int64_t head, const float* k) const {
+    store_finite(k, key(record_of(node), head), heads_.key_dim);
+  }
+  void keep_update(int64_t node, int64_t head, const float* u, float decay) const {
+    const int64_t record = record_of(node);
+    store_finite(u, update(record, head), heads_.value_dim);
+    decay_[record * heads_.value_heads + head] = std::isfinite(decay) ? decay : 0.0f;
+  }
+
+ private:
+  // The inputs under each node's convolution: nodes' where the projection left them, older ones where they are kept.
+  void find_taps(const int64_t* index) {
+    const int64_t first = convolution_.width - 1 + node_offset_;
+    taps_.resize(nodes_ * convolution_.width);
+    for (size_t t = 0; t < taps_.size(); ++t)
+      taps_[t] = index[t] >= first ? mixed(index[t] - first) : conv_inputs_ + index[t] * heads_.channels();
+  }
+
+  const T* mixed(int64_t node) const { return mixed_ + node * distance_; }
+
+  Heads heads_;
+  Convolution convolution_;
+  int64_t nodes_, node_offset_, pending_, distance_;
+  const T* mixed_;
+  T* conv_inputs_;
+  float *k_, *u_, *decay_;
+  const float* states_;
+  const bool* ancestors_;
+  std::vector<const T*> taps_;  // [N, W]
+};
+
+}  // namespace specmamba

@@ -1,0 +1,82 @@
+// Reads of one head's state; see README.md.
+#pragma once
+
+#include <type_traits>
+
+#include "vector.h"
+
+namespace specmamba {
+
+// What a loop over columns does at once: blocks of Widest vectors, of four, then single ones, of which the last may be
+// partial. Calls body(column, number of vectors as a constant, lanes) for parts of [0, size).
+template <int Widest, typename Body>
+inline void for_columns(int64_t size, const Body& body) {
+  int64_t column = 0;
+  for (; column + Widest * kLanes <= size; column += Widest * kLanes)
+    body(column, std::integral_constant<int, Widest>{}, All{});
+  if constexpr (Widest > 4)
+    for (; column + 4 * kLanes <= size; column += 4 * kLanes) body(column, std::integral_constant<int, 4>{}, All{});
+  for (; column + kLanes <= size; column += kLanes) body(column, std::integral_constant<int, 1>{}, All{});
+  if (column < size) body(column, std::integral_constant<int, 1>{}, First(size - column));
+}
+
+// A head's state [key_dim, value_dim].
+struct StateView {
+  const float* data;
+  int64_t key_dim, value_dim;
+};
+
+// read[r] = x[r] S for Rows rows x[r] = rows[r] and 16 Vectors columns of S.
+template <int Rows, int Vectors, typename Lanes>
+inline void read_state(const float* const* rows, const StateView& state, int64_t column, float* read, Lanes lanes) {
+  Vector sums[Rows][Vectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) sums[r][j] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < state.key_dim; ++i) {
+    Vector x[Rows];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) x[r] = _mm512_set1_ps(rows[r][i]);
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) {
+      Vector s = load(state.data + i * state.value_dim + column + j * kLanes, lanes);
+      asm("" : "+v"(s));  // stays in a register: as an operand in memory it would be loaded for every row
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) sums[r][j] = _mm512_fmadd_ps(x[r], s, sums[r][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) store(read + r * state.value_dim + column + j * kLanes, sums[r][j], lanes);
+}
+
+// read[r] = x[r] S for all rows, up to MaxRows rows and 16 Widest columns at a time.
+template <int MaxRows, int Widest>
+inline void read_rows(const float* const* rows, int64_t num_rows, const StateView& state, float* read) {
+  for_columns<Widest>(state.value_dim, [&](int64_t column, auto vectors, auto lanes) {
+    constexpr int V = decltype(vectors)::value;
+    using L = decltype(lanes);
+    using Read = void (*)(const float* const*, const StateView&, int64_t, float*, L);
+    constexpr Read all[6] = {read_state<1, V, L>, read_state<2, V, L>, read_state<3, V, L>,
+                             read_state<std::min(4, MaxRows), V, L>, read_state<std::min(5, MaxRows), V, L>,
+                             read_state<std::min(6, MaxRows), V, L>};
+    for (int64_t r = 0; r < num_rows; r += MaxRows)
+      all[std::min<int64_t>(MaxRows, num_rows - r) - 1](rows + r, state, column, read + r * state.value_dim, lanes);
+  });
+}
+
+// read[r] = x[r] S for all rows. The order of the sums does not depend on how many rows there are.
+//
+// The first rows take S in its own order, as fast as memory delivers it; then it lies in a cache, and the others take
+// fewer columns for more rows at a time, six at best. 24 sums, a vector of S and six inputs fit into 32 registers. A
+// narrow S comes in its own order with six rows at once.
+inline void read_all(const float* const* rows, int64_t num_rows, const StateView& state, float* read) {
+  if (state.value_dim < 8 * kLanes) return read_rows<6, 4>(rows, num_rows, state, read);
+  const int64_t first = std::min<int64_t>(num_rows, num_rows % 6 == 4 ? 2 : 3);
+  read_rows<3, 8>(rows, first, state, read);
+  read_rows<6, 4>(rows + first, num_rows - first, state, read + first * state.value_dim);
+}
+
+}  // namespace specmamba

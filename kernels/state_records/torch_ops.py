@@ -1,0 +1,103 @@
+"""Records of a state S = sum of decayed outer products, in vectorised PyTorch. See README.md."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def fold(
+    state: Tensor,
+    records_k: Tensor,
+    records_u: Tensor,
+    records_decay: Tensor,
+    num_pending: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Advance checkpoints over their pending records by one rank-m update each.
+
+    Args:
+        state: [B, Hv, K, V] float32; modified only where it is ``out``.
+        records_k, records_u, records_decay: [B, R, Hk, K], [B, R, Hv, V], [B, R, Hv] float32.
+        num_pending: [B] int64; rows with 0 keep their state.
+        out: [B, Hv, K, V] float32, takes the new states; it is ``state`` or does not overlap it. None: a new tensor.
+
+    Returns:
+        New states [B, Hv, K, V].
+    """
+    num_records = records_decay.shape[1]
+    out = torch.empty_like(state) if out is None else out
+    if num_records == 0:
+        return out.copy_(state)
+    is_pending = torch.arange(num_records, device=state.device) < num_pending[:, None]
+    last = (num_pending - 1).clamp(min=0)[:, None, None].expand(-1, 1, records_decay.shape[2])
+    total = records_decay.gather(1, last) * (num_pending > 0)[:, None, None]  # [B, 1, H]
+    weight = (total - records_decay).masked_fill(~is_pending[..., None], -torch.inf).exp()
+    keys = expand_heads(records_k, state.shape[1]) * weight[..., None]
+    update = keys.permute(0, 2, 3, 1) @ records_u.masked_fill(~is_pending[..., None, None], 0).transpose(1, 2)
+    return torch.mul(state, total.exp().transpose(1, 2)[..., None], out=out).add_(update)
+
+
+def state_before(state: Tensor, snapshots: Tensor, parents: Tensor | None, node: int) -> Tensor:
+    """The state that a node of each row continues, [B, Hv, K, V]: its parent's snapshot or the checkpoint."""
+    if node == 0:
+        return state
+    if parents is None:
+        return snapshots[:, node - 1]
+    parent = parents[:, node]
+    rows = torch.arange(len(parent), device=parent.device)
+    return torch.where(parent[:, None, None, None] < 0, state, snapshots[rows, parent.clamp(min=0)])
+
+
+def path_log_decay(
+    g: Tensor, ancestors: Tensor, records_decay: Tensor, num_pending: Tensor | None, node_offset: int
+) -> Tensor:
+    """Log decay of the path checkpoint -> pending records -> root -> node, [B, N, H]."""
+    decay = g if g.shape[1] == 1 else ancestors.to(g.dtype) @ g
+    if node_offset == 0:
+        return decay
+    if num_pending is None:
+        return decay + records_decay[:, node_offset - 1 : node_offset]
+    last = (num_pending - 1).clamp(min=0)[:, None, None].expand(-1, 1, g.shape[2])
+    return decay + records_decay.gather(1, last) * (num_pending > 0)[:, None, None]
+
+
+def decay_between(decay: Tensor, pending_decay: Tensor, num_pending: Tensor | None) -> Tensor:
+    """Decay from each pending record to each node [B, H, N], 0 for holes: [B, H, N, node_offset]."""
+    difference = decay[..., None] - pending_decay.transpose(1, 2)[:, :, None]
+    if num_pending is not None:
+        is_hole = torch.arange(pending_decay.shape[1], device=decay.device) >= num_pending[:, None]
+        difference = difference.masked_fill(is_hole[:, None, None], -torch.inf)
+    return difference.exp()
+
+
+def decay_inside(decay: Tensor, ancestors: Tensor) -> Tensor:
+    """Decay from ancestor j to node i, 0 elsewhere: [B, H, N, N]. Masked before exp: off-path differences overflow."""
+    difference = decay[..., :, None] - decay[..., None, :]
+    return difference.masked_fill(~ancestors[:, None], -torch.inf).exp()
+
+
+def finite(x: Tensor) -> Tensor:
+    """x with 0 for what is not finite. Weights that masks make 0 are multiplied all the same, and 0 NaN is NaN."""
+    return x.nan_to_num(0.0, 0.0, 0.0)
+
+
+def flaw(x: Tensor) -> Tensor:
+    """0 where all of the last dimension is finite, else NaN: [..., D] -> [...]."""
+    return (x * 0).sum(-1)
+
+
+def flaws_inside(flaws: Tensor, ancestors: Tensor) -> Tensor:
+    """What a node adds to its weight of node j: NaN where j is its ancestor, or itself, and has a flaw, else 0.
+
+    So values can be ``finite`` for everybody, and who has to feel the flaw still does. ``flaws`` [B, H, N] are 0 or
+    NaN; returns what broadcasts to [B, H, N, N].
+    """
+    weights = flaws[..., None, :]
+    return weights if flaws.shape[2] == 1 else weights.masked_fill(~ancestors[:, None], 0.0)
+
+
+def expand_heads(x: Tensor, num_value_heads: int) -> Tensor:
+    """[B, L, Hk, ...] -> [B, L, Hv, ...]: each key head serves consecutive value heads."""
+    group = num_value_heads // x.shape[2]
+    return x if group == 1 else x.repeat_interleave(group, 2)

@@ -1,0 +1,114 @@
+"""A verify of one recurrent layer for tests: buffers whose unread memory holds NaN, and trees in them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from specmamba.kernels.state_records import Buffers, Trees
+from specmamba.kernels.tree import reference as tree
+from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
+
+NUM_ROWS, NUM_SLOTS = 9, 7
+
+T = TypeVar("T")
+
+
+def make_buffers_and_trees(
+    heads: tuple[int, int, int, int],
+    nodes: int,
+    pending: list[int],
+    *,
+    width: int = 4,
+    shapes: tuple[str, ...] = SHAPES,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Buffers, Trees]:
+    """Of heads (Hk, Hv, K, V), for one tree per entry of ``pending``; rows and slots lie in no order."""
+    (hk, hv, key_dim, value_dim), batch, offset = heads, len(pending), max(pending)
+    channels, capacity = 2 * hk * key_dim + hv * value_dim, offset + nodes + 2
+    rows, slots = torch.randperm(NUM_ROWS)[:batch], torch.randperm(NUM_SLOTS)[:batch]
+    buffers = Buffers(
+        states=torch.full((NUM_SLOTS, hv, key_dim, value_dim), torch.nan),
+        conv_inputs=torch.full((NUM_ROWS, width - 1 + capacity, channels), torch.nan, dtype=dtype),
+        k=torch.full((NUM_ROWS, capacity, hk, key_dim), torch.nan),
+        u=torch.full((NUM_ROWS, capacity, hv, value_dim), torch.nan),
+        decay=torch.full((NUM_ROWS, capacity, hv), torch.nan),
+    )
+    parents = batch_of_parents(tuple(shapes[b % len(shapes)] for b in range(batch)), nodes, seed=nodes)
+    relative, index = tree.conv_index(parents, width), torch.empty(batch, nodes, width, dtype=torch.int64)
+    for b, (row, slot, count) in enumerate(zip(rows.tolist(), slots.tolist(), pending, strict=True)):
+        buffers.states[slot].normal_()
+        buffers.conv_inputs[row, : width - 1 + count].normal_()
+        buffers.k[row, :count] = torch.nn.functional.normalize(torch.randn(count, hk, key_dim), dim=-1)
+        buffers.u[row, :count].normal_()
+        buffers.decay[row, :count] = -torch.rand(count, hv).cumsum(0)
+        index[b] = relative[b] + width - 1 + torch.where(relative[b] >= 0, offset, count)
+    return buffers, Trees(rows, slots, index, torch.tensor(pending), offset, mask_of(parents))
+
+
+def values(operand: Any) -> list[Tensor]:
+    """Its tensors."""
+    found = (getattr(operand, field.name) for field in fields(operand))
+    return [x for x in found if isinstance(x, Tensor)]
+
+
+def moved(operand: T, device: str) -> T:
+    """On a device, its tensors' layout kept."""
+    tensors = {field.name: getattr(operand, field.name) for field in fields(operand)}  # type: ignore[arg-type]
+    there = {name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
+    return replace(operand, **there)  # type: ignore[type-var]
+
+
+def copied(operand: T, dtype: torch.dtype | None = None) -> T:
+    """With tensors of its own, their layout kept."""
+    tensors = {field.name: getattr(operand, field.name) for field in fields(operand)}  # type: ignore[arg-type]
+    own = {name: x.to(dtype or x.dtype, copy=True) for name, x in tensors.items() if isinstance(x, Tensor)}
+    return replace(operand, **own)  # type: ignore[type-var]
+
+
+def part_of_rows(trees: Trees, rows: slice) -> Trees:
+    """Some of the trees."""
+    pending = None if trees.num_pending is None else trees.num_pending[rows]
+    places = trees.rows[rows], trees.slots[rows], trees.conv_index[rows], pending
+    return Trees(*places, trees.node_offset, trees.ancestors[rows])
+
+
+def first_nodes(trees: Trees, count: int) -> Trees:
+    """The first nodes of all trees."""
+    index, ancestors = trees.conv_index[:, :count].contiguous(), trees.ancestors[:, :count, :count].contiguous()
+    return replace(trees, conv_index=index, ancestors=ancestors)
+
+
+def check_buffers(got: Buffers, wanted: Buffers, before: Buffers, trees: Trees, mixed: Tensor, tolerance: Any) -> None:
+    """After a verify: ``wanted`` was written and nothing else; inputs of nodes are kept bit for bit."""
+    for mine, right in zip(values(got), values(wanted), strict=True):
+        torch.testing.assert_close(mine.double(), right, equal_nan=True, **tolerance)  # NaN: nothing was written there
+    assert torch.equal(got.states.nan_to_num(9.0), before.states.nan_to_num(9.0))
+    first = got.conv_inputs.shape[1] - mixed.shape[1] - 2
+    assert torch.equal(got.conv_inputs[trees.rows, first : first + mixed.shape[1]], mixed)
+
+
+def run_part_by_part(buffers: Buffers, trees: Trees, conv_ops: Any, recurrence: Any, compose: Any) -> Tensor:
+    """A layer in PyTorch, which multiplies what masks hide by zero: it must be finite, as the cache keeps it.
+
+    ``recurrence`` is a ``tree_verify``; ``compose(convolve, recur)`` runs the layer over the two.
+    """
+    t, nodes = trees, trees.ancestors.shape[1]
+    first = buffers.conv_inputs.shape[1] - nodes - 2
+    written = slice(t.node_offset, t.node_offset + nodes)
+    records = [buffer[t.rows].nan_to_num() for buffer in (buffers.k, buffers.u, buffers.decay)]
+
+    def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        buffers.conv_inputs[t.rows, first : first + nodes] = inputs
+        return conv_ops.tree_verify(buffers.conv_inputs[t.rows], t.conv_index, weight, bias)
+
+    def recur(*inputs: Tensor) -> Tensor:
+        return recurrence(*inputs, buffers.states[t.slots], *records, t.num_pending, t.node_offset, t.ancestors)
+
+    out: Tensor = compose(convolve, recur)
+    for buffer, of_rows in zip((buffers.k, buffers.u, buffers.decay), records, strict=True):
+        buffer[t.rows, written] = of_rows[:, written]
+    return out
