@@ -86,7 +86,7 @@ def _flags(config: PrefixBenchConfig, interval: int | None) -> dict[str, Any]:
 def _use_all_memory(llm: LLM) -> None:
     """The system hands memory out at its first use, which takes longer than the use: once, and not in every step."""
     pools = llm.engine.pools
-    for memory in (pools.states.recurrent, pools.states.conv, pools.kv.k, pools.kv.v):
+    for memory in (pools.states.recurrent, pools.states.conv, *pools.kv.k, *pools.kv.v):
         memory.zero_()
 
 

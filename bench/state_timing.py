@@ -18,8 +18,9 @@ from torch import Tensor
 
 from specmamba.bench.state_workload import Workload
 from specmamba.errors import SpecmambaError
-from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, state_copy
+from specmamba.kernels import causal_conv1d, delta_net, state_copy, state_records
 from specmamba.kernels.gated_delta_rule import torch_ops
+from specmamba.kernels.state_records import torch_ops as record_ops
 
 if TYPE_CHECKING:
     from specmamba.bench.state_bytes import LayerShape, StateBytesConfig
@@ -41,7 +42,7 @@ class RecordsRun:
             torch.zeros(*rows, work.capacity, s.value_heads),
         )
         of_layers = zip(self.states, self._conv_inputs, *self._records, strict=True)
-        self._layers = [delta_net.Buffers(*of_layer) for of_layer in of_layers]
+        self._layers = [state_records.Buffers(*of_layer) for of_layer in of_layers]
         self._rows = torch.arange(work.batch_size)
 
     @staticmethod
@@ -56,7 +57,7 @@ class RecordsRun:
         for number in range(work.num_verifies):
             offset = number * work.accept_length
             index = work.conv_index + offset  # every record before the nodes is pending
-            trees = delta_net.Trees(self._rows, self._rows, index, None, offset, work.ancestors)
+            trees = state_records.Trees(self._rows, self._rows, index, None, offset, work.ancestors)
             for (inputs, weights), buffers in zip(work.layers, self._layers, strict=True):
                 if self._is_fused:
                     delta_net.tree_verify(inputs, weights, buffers, trees)
@@ -67,7 +68,11 @@ class RecordsRun:
         self._fold(work.num_verifies * work.accept_length)
 
     def _verify_part_by_part(
-        self, inputs: delta_net.Inputs, weights: delta_net.Weights, buffers: delta_net.Buffers, trees: delta_net.Trees
+        self,
+        inputs: delta_net.Inputs,
+        weights: delta_net.Weights,
+        buffers: state_records.Buffers,
+        trees: state_records.Trees,
     ) -> None:
         def convolve(x: Tensor, weight: Tensor) -> Tensor:
             first = self._window + trees.node_offset
@@ -92,7 +97,7 @@ class RecordsRun:
         state_copy.compact(self._conv_inputs, self._rows, *moved, source != target)
 
     def _fold(self, count: int) -> None:
-        fold = gated_delta_rule.fold if self._is_fused else torch_ops.fold
+        fold = state_records.fold if self._is_fused else record_ops.fold
         pending = torch.full((self._work.batch_size,), count)
         for x in self._layers:
             fold(x.states, x.k[:, :count], x.u[:, :count], x.decay[:, :count], pending, x.states)

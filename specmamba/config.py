@@ -13,8 +13,9 @@ from specmamba.core import MinP, Penalty, RepetitionPenalty, Temperature, TopK, 
 
 DEMO_MODEL = Path(__file__).parent / "demo"
 
-Algorithm = Literal["auto", "none", "mtp", "ngram"]
+Algorithm = Literal["auto", "none", "mtp", "eagle", "eagle3", "draft-model", "ngram"]
 MAX_DRAFT_TOKENS = 64
+FORM_FLAG = "--speculative-draft-model-quantization"
 
 
 def _algorithm_name(value: object) -> object:
@@ -38,13 +39,17 @@ class EngineConfig(BaseSettings):
     )
 
     model: Annotated[
-        str | None, Field(description="folder or hub id of a Hugging Face checkpoint; none: the bundled demo")
+        str | None,
+        Field(min_length=1, description="folder or hub id of a Hugging Face checkpoint; none: the bundled demo"),
     ] = None
     revision: Annotated[str | None, Field(description="branch, tag or commit, when --model is a hub id")] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Field(description="type of weights and activations; auto: the checkpoint's own"),
     ] = "auto"
+    quantization: Annotated[
+        Literal["none", "int8"], Field(description="int8: matrices as 8-bit integers with a scale per output")
+    ] = "none"
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
     num_threads: Annotated[
         int | None,
@@ -71,6 +76,10 @@ class EngineConfig(BaseSettings):
     mamba_full_memory_ratio: Annotated[
         float, Field(gt=0, allow_inf_nan=False, description="bytes of recurrent states for every byte of KV")
     ] = 0.9
+    mamba_ssm_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        Field(description="type of recurrent states in the state pool; what is computed from them stays float32"),
+    ] = "float32"
     page_size: Annotated[int, Field(ge=1, le=1024, description="tokens in a page of the KV pool")] = 1
 
     disable_radix_cache: Annotated[bool, Field(description="share no prefixes between requests")] = False
@@ -96,7 +105,21 @@ class EngineConfig(BaseSettings):
     speculative_algorithm: Annotated[
         Algorithm,
         BeforeValidator(_algorithm_name),
-        Field(description="how to draft; auto: mtp if the checkpoint has an MTP head; NEXTN: mtp; ngram: from text"),
+        Field(
+            description="how to draft; auto: with what --speculative-draft-model-path holds, else mtp if the "
+            "checkpoint has an MTP head; NEXTN: mtp; ngram: from text"
+        ),
+    ] = "auto"
+    speculative_draft_model_path: Annotated[
+        str | None,
+        Field(min_length=1, description="folder or hub id of a draft: an EAGLE or EAGLE-3 head, or a small model"),
+    ] = None
+    speculative_draft_model_revision: Annotated[
+        str | None, Field(description="branch, tag or commit, when --speculative-draft-model-path is a hub id")
+    ] = None
+    speculative_draft_model_quantization: Annotated[
+        Literal["auto", "none", "int8"],
+        Field(description="of the draft's matrices; auto: int8 where that is faster (bfloat16 on a CPU)"),
     ] = "auto"
     speculative_num_steps: Annotated[
         int | None, Field(ge=1, le=63, description="depth of the draft below the root; none: 3 (ngram: 4)")
@@ -150,6 +173,7 @@ class EngineConfig(BaseSettings):
             "--speculative-num-draft-tokens": self.speculative_num_draft_tokens,
             "--speculative-tree": self.speculative_tree,
             "--speculative-accept": None if self.speculative_accept == "target" else self.speculative_accept,
+            FORM_FLAG: None if self.speculative_draft_model_quantization == "auto" else "given",
         }
         return [flag for flag, value in given.items() if value is not None]
 
@@ -225,6 +249,8 @@ def _prefix_cache_problem(config: EngineConfig) -> str | None:
 
 def _speculation_problem(config: EngineConfig) -> str | None:
     """What is wrong with the combination of drafting flags, as a sentence that says what to change."""
+    if problem := _draft_model_problem(config):
+        return problem
     given = config.drafting_flags
     if config.speculative_algorithm == "none" and given:
         return f"{' and '.join(given)} need a drafter: drop them, or choose --speculative-algorithm mtp"
@@ -239,9 +265,10 @@ def _speculation_problem(config: EngineConfig) -> str | None:
     if config.ngram_windows[0] > config.ngram_windows[1]:
         return "--speculative-ngram-min-match-window-size is above --speculative-ngram-max-match-window-size"
     if config.speculative_tree is not None:
-        if config.speculative_algorithm == "ngram":
-            return "--speculative-tree: n-gram drafts make their own trees; drop it, or choose mtp"
-        rest = ", ".join(flag for flag in given if flag not in ("--speculative-tree", "--speculative-accept"))
+        if config.speculative_algorithm in ("ngram", "draft-model"):
+            return f"--speculative-tree: {config.speculative_algorithm} makes its own drafts; drop it, or choose mtp"
+        shapeless = "--speculative-tree", "--speculative-accept", FORM_FLAG
+        rest = ", ".join(flag for flag in given if flag not in shapeless)
         return f"--speculative-tree decides the whole shape: drop {rest}" if rest else None
     steps, topk, nodes = config.num_draft_steps, config.draft_topk, config.num_draft_nodes
     if topk == 1 and nodes != steps + 1:
@@ -254,6 +281,22 @@ def _speculation_problem(config: EngineConfig) -> str | None:
             f"{steps} steps of top {topk} give {largest_tree(steps, topk)} nodes with the root, not {nodes}: lower "
             "--speculative-num-draft-tokens, or raise --speculative-num-steps or --speculative-eagle-topk"
         )
+    return None
+
+
+def _draft_model_problem(config: EngineConfig) -> str | None:
+    """What is wrong with the flags around a separate draft."""
+    algorithm, path = config.speculative_algorithm, config.speculative_draft_model_path
+    if algorithm in ("eagle", "eagle3", "draft-model") and path is None:
+        return f"--speculative-algorithm: {algorithm} needs --speculative-draft-model-path"
+    if algorithm in ("none", "ngram") and path is not None:
+        return f"--speculative-draft-model-path: {algorithm} has no use for it; drop it, or choose auto"
+    if config.speculative_draft_model_revision is not None and path is None:
+        return "--speculative-draft-model-revision needs --speculative-draft-model-path"
+    if algorithm in ("none", "ngram") and config.speculative_draft_model_quantization != "auto":
+        return f"{FORM_FLAG}: {algorithm} has no matrices; drop it"
+    if algorithm == "draft-model" and config.draft_topk > 1:
+        return "--speculative-algorithm: draft-model drafts chains: drop --speculative-eagle-topk"
     return None
 
 

@@ -13,17 +13,15 @@ from specmamba.cache.radix_cache import MambaRadixCache
 from specmamba.cache.radix_eviction import Costs, PolicyName
 from specmamba.cache.radix_node import NOTHING, Match, Node, TokenSlots
 from specmamba.cache.request_table import RequestTable
-from specmamba.cache.shapes import CacheShape, DeltaStateShape
+from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.cache.state_pool import PREFIX_CACHE, StatePool
 
 Text = tuple[int, ...]
 NUM_ROWS = 4
 SHAPE = CacheShape(
-    num_kv_layers=1,
-    num_kv_heads=1,
-    head_dim=1,
+    kv=(KVShape(1, 1, 1),),
     num_state_layers=1,
-    state=DeltaStateShape(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, conv_width=2),
+    state=StateShape(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, conv_width=2),
     dtype=torch.float32,
 )
 COSTS = Costs(state_bytes=64, kv_bytes_per_token=8, flops_per_token=100.0, flops_per_token_squared=1.0)

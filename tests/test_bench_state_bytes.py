@@ -11,10 +11,10 @@ from torch import Tensor
 
 from specmamba.bench import state_bytes
 from specmamba.bench.state_bytes import LayerShape
-from specmamba.cache.shapes import CacheShape, DeltaStateShape, pending_capacity
+from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
 from specmamba.draft.base import chain_shape
 from specmamba.errors import SpecmambaError
-from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
+from specmamba.kernels.state_records import torch_ops as record_ops
 from tests.test_state_backends import CPU, Bench
 
 
@@ -24,7 +24,7 @@ def test_memory(num_nodes: int) -> None:
     for sizes in ((4, 4, 64, 64), (2, 6, 10, 14)):
         layer = LayerShape(*sizes)
         for dtype in (torch.float32, torch.bfloat16):
-            shape = CacheShape(1, 1, 2, 1, DeltaStateShape(*sizes, conv_width=layer.conv_width), dtype)
+            shape = CacheShape((KVShape(1, 1, 2),), 1, StateShape(*sizes, conv_width=layer.conv_width), dtype)
             held = [
                 f(layer, num_nodes, dtype.itemsize) for f in (state_bytes.record_memory, state_bytes.snapshot_memory)
             ]
@@ -33,7 +33,7 @@ def test_memory(num_nodes: int) -> None:
 
 @pytest.mark.parametrize(("num_nodes", "accept_length"), [(1, 1), (8, 3), (8, 8), (16, 5), (64, 1)])
 def test_how_often_it_folds(num_nodes: int, accept_length: int) -> None:
-    state = DeltaStateShape(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, conv_width=1)
+    state = StateShape(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, conv_width=1)
     bench = Bench(["records"], 1, num_nodes, state=state)
     bench.begin(1)
     shape, buffers = chain_shape(1, num_nodes, CPU), bench.buffers["records"]
@@ -98,8 +98,8 @@ def test_a_kernel_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) 
     def wrong(*arguments: Tensor) -> Tensor:
         return fold(*arguments).mul_(1.001)
 
-    fold = delta_ops.fold
-    monkeypatch.setattr(delta_ops, "fold", wrong)
+    fold = record_ops.fold
+    monkeypatch.setattr(record_ops, "fold", wrong)
     small = {"timed_shape": "demo", "layers": 1, "rounds": 1, "timed_nodes": 8, "num_threads": 1}
     with pytest.raises(SpecmambaError, match=r"records .* and snapshots end in states that differ by"):
         state_bytes.run(state_bytes.StateBytesConfig(**small))

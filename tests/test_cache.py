@@ -16,7 +16,7 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.page_allocator import PageAllocator, Pages
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
-from specmamba.cache.shapes import CacheShape, DeltaStateShape, pending_capacity
+from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
 from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
 from specmamba.cache.token_counts import TokenCounts
@@ -26,13 +26,11 @@ from tests.kernels.trees import path_to, random_parents
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2
-STATE = DeltaStateShape(num_key_heads=2, num_value_heads=4, key_dim=5, value_dim=3, conv_width=4)
+STATE = StateShape(num_key_heads=2, num_value_heads=4, key_dim=5, value_dim=3, conv_width=4)
 
 
-def cache_shape(state: DeltaStateShape = STATE, dtype: torch.dtype = torch.float32) -> CacheShape:
-    return CacheShape(
-        num_kv_layers=2, num_kv_heads=2, head_dim=3, num_state_layers=NUM_LAYERS, state=state, dtype=dtype
-    )
+def cache_shape(state: StateShape = STATE, dtype: torch.dtype = torch.float32) -> CacheShape:
+    return CacheShape(kv=(KVShape(2, 2, 3),), num_state_layers=NUM_LAYERS, state=state, dtype=dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -125,15 +123,15 @@ class TestKVPool:
         slots = torch.tensor([5, 6, 7, 8, 9])
         k, v = torch.randn(2, 5, 2, 3), torch.randn(2, 5, 2, 3)
         for layer in range(2):
-            pool.k[layer, slots], pool.v[layer, slots] = k[layer], v[layer]
+            pool.k[layer][slots], pool.v[layer][slots] = k[layer], v[layer]
         # a path 0, 2, 4 moves up to 0, 1, 2: every read before any write, also where the two overlap
         pool.move(torch.tensor([7, 9]), torch.tensor([6, 7]))
-        assert torch.equal(pool.k[:, 5:8], k[:, [0, 2, 4]])
-        assert torch.equal(pool.v[:, 5:8], v[:, [0, 2, 4]])
-        assert torch.equal(pool.k[:, 8:10], k[:, 3:5])
-        assert not pool.k[:, :5].any()
+        assert torch.equal(torch.stack(pool.k)[:, 5:8], k[:, [0, 2, 4]])
+        assert torch.equal(torch.stack(pool.v)[:, 5:8], v[:, [0, 2, 4]])
+        assert torch.equal(torch.stack(pool.k)[:, 8:10], k[:, 3:5])
+        assert not torch.stack(pool.k)[:, :5].any()
         pool.move(torch.tensor([5, 6]), torch.tensor([6, 5]))
-        assert torch.equal(pool.k[:, 5:7], k[:, [2, 0]])
+        assert torch.equal(torch.stack(pool.k)[:, 5:7], k[:, [2, 0]])
 
     def test_moving_nothing(self) -> None:
         pool = KVPool(cache_shape(), num_pages=2, page_size=1, device=CPU)
@@ -342,7 +340,7 @@ class TestStatePool:
 class Reference:
     """One request's state the slow way: float64, one token after the other, no records."""
 
-    def __init__(self, state: DeltaStateShape) -> None:
+    def __init__(self, state: StateShape) -> None:
         s = state
         self.group = s.num_value_heads // s.num_key_heads
         self.state = torch.zeros(NUM_LAYERS, s.num_value_heads, s.key_dim, s.value_dim, dtype=torch.float64)
@@ -376,7 +374,7 @@ class Bench:
     """SpecBuffers beside one ``Reference`` per row. Memory that nobody may read holds NaN."""
 
     def __init__(
-        self, num_rows: int, max_nodes: int, seed: int, state: DeltaStateShape = STATE, poison: float = torch.nan
+        self, num_rows: int, max_nodes: int, seed: int, state: StateShape = STATE, poison: float = torch.nan
     ) -> None:
         self.state = state
         self.rng = random.Random(seed)
@@ -412,7 +410,7 @@ class Bench:
         plan = self.buffers.plan(rows, shape)
         layers = [self._tokens(len(rows), shape.num_nodes) for _ in range(NUM_LAYERS)]
         for layer, t in enumerate(layers):
-            mixed = self.buffers.convolve(layer, t["x"], self.weight, plan)
+            mixed = self.buffers.convolve(layer, t["x"], self.weight, None, plan)
             out = self.buffers.delta_rule(layer, t["q"], t["k"], t["v"], t["g"], t["beta"], plan)
             for b, row in enumerate(rows):
                 for node in real_nodes(parents[b]):
@@ -508,7 +506,7 @@ class TestSpecBuffers:
     @pytest.mark.parametrize("width", [1, 2, 7])
     def test_convolution_widths(self, width: int) -> None:
         """Width 1 has no window at all; width 7 reaches past the pending records into the checkpoint's window."""
-        state = DeltaStateShape(num_key_heads=1, num_value_heads=1, key_dim=4, value_dim=4, conv_width=width)
+        state = StateShape(num_key_heads=1, num_value_heads=1, key_dim=4, value_dim=4, conv_width=width)
         bench = Bench(3, 5, seed=width, state=state)
         bench.begin([1, 2, 3])
         for _ in range(12):

@@ -10,7 +10,7 @@ import pytest
 from pydantic import SecretStr
 
 from specmamba import LLM
-from specmamba.cache.shapes import CacheShape, DeltaStateShape
+from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.command_line import describe_validation_error, parse_command_line
 from specmamba.config import DEMO_MODEL, EngineConfig, GenerateConfig, ServerConfig
 from specmamba.errors import ConfigError
@@ -136,11 +136,43 @@ class TestAliases:
         monkeypatch.setenv("SPECMAMBA_SPECULATIVE_ALGORITHM", name)
         assert serve().speculative_algorithm == "mtp"
 
-    @pytest.mark.parametrize("name", ["eagle", "EAGLE3", "medusa", ""])
+    @pytest.mark.parametrize("name", ["medusa", ""])
     def test_what_is_not_built_is_refused(self, name: str) -> None:
         message = refusal("--speculative-algorithm", name)
         assert message.startswith("--speculative-algorithm: ")
-        assert "'auto', 'none', 'mtp' or 'ngram'" in message
+        assert "'auto', 'none', 'mtp', 'eagle', 'eagle3', 'draft-model' or 'ngram'" in message
+
+    @pytest.mark.parametrize("name", ["eagle", "EAGLE3", "draft-model"])
+    def test_drafts_that_are_not_in_the_checkpoint_need_a_path(self, name: str) -> None:
+        message = refusal("--speculative-algorithm", name)
+        assert message == f"--speculative-algorithm: {name.lower()} needs --speculative-draft-model-path"
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (["--speculative-algorithm", "none"], "none has no use for it"),
+            (["--speculative-algorithm", "ngram"], "ngram has no use for it"),
+            (["--speculative-algorithm", "draft-model", "--speculative-eagle-topk", "2"], "drafts chains"),
+        ],
+    )
+    def test_a_path_that_nobody_reads(self, flags: list[str], words: str) -> None:
+        assert words in refusal("--speculative-draft-model-path", "heads", *flags)
+
+    @pytest.mark.parametrize("flag", ["--model", "--speculative-draft-model-path"])
+    def test_a_path_that_is_empty(self, flag: str) -> None:
+        assert refusal(flag, "").startswith(f"{flag}: ")
+
+    def test_the_form_of_a_draft_goes_with_a_tree(self) -> None:
+        flags = ["--speculative-tree", "tree.json", "--speculative-draft-model-quantization", "int8"]
+        assert serve(*flags).drafting_flags == ["--speculative-tree", "--speculative-draft-model-quantization"]
+
+    def test_a_revision_of_nothing(self) -> None:
+        assert "needs --speculative-draft-model-path" in refusal("--speculative-draft-model-revision", "main")
+
+    @pytest.mark.parametrize("algorithm", ["none", "ngram"])
+    def test_a_form_of_nothing(self, algorithm: str) -> None:
+        message = refusal("--speculative-draft-model-quantization", "int8", "--speculative-algorithm", algorithm)
+        assert "has no matrices" in message
 
 
 class TestPrefixCacheFlags:
@@ -350,8 +382,8 @@ def test_shapes_of_a_cache_in_bytes() -> None:
     """The figures that ``--help`` readers plan with: state and records in float32, windows and KV in the dtype."""
     import torch
 
-    state = DeltaStateShape(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=16, conv_width=4)
-    shape = CacheShape(3, 2, 10, 5, state, torch.bfloat16)
+    state = StateShape(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=16, conv_width=4)
+    shape = CacheShape((KVShape(3, 2, 10),), 5, state, torch.bfloat16)
     assert state.conv_channels == 2 * 2 * 8 + 4 * 16
     assert shape.kv_bytes_per_token == 2 * 3 * 2 * 10 * 2
     assert shape.state_bytes_per_slot == 5 * (4 * 4 * 8 * 16 + 3 * state.conv_channels * 2)

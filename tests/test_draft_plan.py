@@ -34,20 +34,20 @@ def flags(**values: Any) -> dict[str, Any]:
     ],
 )
 def test_the_shape_that_flags_ask_for(given: dict[str, int], expected: tuple[int, int, int, int]) -> None:
-    plan = plan_drafts(EngineConfig(**flags(**given)), True, 4096)
+    plan = plan_drafts(EngineConfig(**flags(**given)), "mtp", 4096)
     assert (plan.num_steps, plan.topk, plan.max_nodes, plan.num_slots) == expected
     assert (plan.algorithm, plan.draws_drafts, plan.trees) == ("mtp", False, None)
 
 
 def test_text_gives_trees_without_a_head() -> None:
-    plan = plan_drafts(EngineConfig(**flags(algorithm="ngram")), False, 4096)
+    plan = plan_drafts(EngineConfig(**flags(algorithm="ngram")), None, 4096)
     assert (plan.algorithm, plan.num_steps, plan.topk, plan.max_nodes, plan.num_slots) == ("ngram", 4, 4, 8, 8)
     rejecting = EngineConfig(**flags(algorithm="ngram", accept="rejection"))
-    assert not plan_drafts(rejecting, False, 4096).draws_drafts  # what stands in a text is not drawn
+    assert not plan_drafts(rejecting, None, 4096).draws_drafts  # what stands in a text is not drawn
 
 
 def test_rejection_draws() -> None:
-    assert plan_drafts(EngineConfig(**flags(accept="rejection")), True, 4096).draws_drafts
+    assert plan_drafts(EngineConfig(**flags(accept="rejection")), "mtp", 4096).draws_drafts
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_rejection_draws() -> None:
             {"tree": "t.json", "num_steps": 3},
             "--speculative-tree decides the whole shape: drop --speculative-num-steps",
         ),
-        ({"tree": "t.json", "algorithm": "ngram"}, "n-gram drafts make their own trees"),
+        ({"tree": "t.json", "algorithm": "ngram"}, "ngram makes its own drafts"),
         ({"ngram_corpus": "c.txt"}, "--speculative-ngram-corpus needs --speculative-algorithm ngram"),
         ({"ngram_max_match_window_size": 5}, "max-match-window-size needs --speculative-algorithm ngram"),
         (
@@ -90,6 +90,7 @@ def test_flags_that_contradict_each_other(given: dict[str, Any], sentence: str) 
         ({"algorithm": "mtp"}, "this checkpoint has no MTP head.*choose auto, ngram or none"),
         ({"eagle_topk": 2, "num_steps": 2}, "--speculative-num-steps, --speculative-eagle-topk: this needs a drafter"),
         ({"accept": "rejection"}, "--speculative-accept: this needs a drafter"),
+        ({"draft_model_quantization": "int8"}, "--speculative-draft-model-quantization: this needs a drafter"),
         ({"tree": "t.json"}, "--speculative-tree: this needs a drafter"),
     ],
 )
@@ -101,7 +102,7 @@ def test_a_checkpoint_without_a_head(given: dict[str, Any], sentence: str, tmp_p
 
 def test_more_children_than_tokens() -> None:
     with pytest.raises(ConfigError, match="--speculative-eagle-topk 20 is more than the 10 tokens there are"):
-        plan_drafts(EngineConfig(**flags(num_steps=1, eagle_topk=20)), True, 10)
+        plan_drafts(EngineConfig(**flags(num_steps=1, eagle_topk=20)), "mtp", 10)
 
 
 GOOD = {"parents": [-1, 0, 0, 1], "ranks": [0, 0, 1, 0]}
@@ -166,7 +167,7 @@ def test_a_plan_of_a_file(tmp_path: Path) -> None:
     file.write_text(
         json.dumps({"trees": [GOOD | {"max_batch_size": 2}, {"parents": [-1, 0, 1, 2], "ranks": [0, 3, 0, 0]}]})
     )
-    plan = plan_drafts(EngineConfig(**flags(tree=file)), True, 4096)
+    plan = plan_drafts(EngineConfig(**flags(tree=file)), "mtp", 4096)
     assert (plan.num_steps, plan.topk, plan.max_nodes, plan.num_slots) == (3, 4, 4, 4)
 
 
@@ -232,10 +233,22 @@ class TestWorkbench:
             llm.workbench.use_drafts(speculative_algorithm="none")
             assert llm.engine.draft_plan.max_nodes == 1
 
+    def test_plain_on_an_engine_whose_draft_is_rounded(self) -> None:
+        with LLM(device="cpu", max_total_tokens=512, speculative_draft_model_quantization="int8") as llm:
+            for algorithm, nodes in (("none", None), ("ngram", 4), ("auto", 4)):
+                llm.workbench.use_drafts(speculative_algorithm=algorithm, speculative_num_draft_tokens=nodes)
+                assert llm.engine.config.speculative_draft_model_quantization == "int8"
+            assert llm.engine.draft_plan.algorithm == "mtp"
+
+    def test_ranks_need_a_head(self) -> None:
+        with LLM(device="cpu", max_total_tokens=512, speculative_algorithm="ngram") as llm:
+            with pytest.raises(ConfigError, match="choose auto, mtp, eagle or eagle3"):
+                llm.workbench.record_ranks()
+
     def test_a_head_that_was_not_loaded(self) -> None:
         with (
             LLM(device="cpu", max_total_tokens=512, speculative_algorithm="none") as llm,
-            pytest.raises(ConfigError, match="started without the MTP head"),
+            pytest.raises(ConfigError, match="started without a draft"),
         ):
             llm.workbench.use_drafts(speculative_algorithm="mtp")
 

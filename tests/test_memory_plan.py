@@ -19,24 +19,23 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory_plan import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.memory_table import aligned, readable
 from specmamba.cache.request_table import RequestTable
-from specmamba.cache.shapes import CacheShape, DeltaStateShape, pending_capacity
+from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
 from specmamba.cache.snapshot_buffers import SnapshotBuffers
 from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import StatePool
 from specmamba.cache.token_counts import TokenCounts
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.models.base import LoadOptions
 from specmamba.models.registry import load_model
 from tests.tiny import write_tiny_checkpoint
 
 CPU = torch.device("cpu")
 VOCAB, CONTEXT = 100, 100
 SHAPE = CacheShape(
-    num_kv_layers=2,
-    num_kv_heads=2,
-    head_dim=3,
+    kv=(KVShape(2, 2, 3),),
     num_state_layers=2,
-    state=DeltaStateShape(num_key_heads=2, num_value_heads=4, key_dim=5, value_dim=3, conv_width=4),
+    state=StateShape(num_key_heads=2, num_value_heads=4, key_dim=5, value_dim=3, conv_width=4),
     dtype=torch.float32,
     draft_features=7,
 )
@@ -61,6 +60,8 @@ def arrays_of(thing: object) -> Iterator[Tensor | np.ndarray[Any, Any]]:
         value = vars(thing)[name]
         if isinstance(value, Tensor | np.ndarray):
             yield value
+        elif name == "_groups":  # of a KV pool; its layers are views of these
+            yield from value
 
 
 def num_bytes(thing: object) -> int:
@@ -129,7 +130,9 @@ class TestBytes:
 
     def test_the_draft_heads_kv_counts(self, tmp_path: Path) -> None:
         folder = write_tiny_checkpoint(tmp_path, 3)
-        shapes = [load_model(folder, "float32", CPU, with_head).cache_shape for with_head in (False, True)]
+        shapes = [
+            load_model(folder, LoadOptions(torch.float32, CPU, with_head)).cache_shape for with_head in (False, True)
+        ]
         without, with_head = (plan(shape=shape, max_total_tokens=300) for shape in shapes)
         per_layer = without.kv_bytes // shapes[0].num_kv_layers
         assert with_head.kv_bytes == without.kv_bytes + per_layer
@@ -196,7 +199,7 @@ class TestPlenty:
 
     def test_a_small_model_takes_little(self) -> None:
         """The size of the bundled demo, on a machine with 24 GiB."""
-        shape = CacheShape(3, 2, 64, 6, DeltaStateShape(4, 4, 64, 64, 4), torch.bfloat16, 256)
+        shape = CacheShape((KVShape(3, 2, 64),), 6, StateShape(4, 4, 64, 64, 4), torch.bfloat16, 256)
         made = plan_memory(EngineConfig(), shape, 4096, 4096, 4, 4, 12 << 30, 18 << 20)
         assert made.total_bytes < 400 << 20
 
@@ -421,7 +424,7 @@ class TestErrors:
 
 
 class TestStartUpLines:
-    SHAPE = CacheShape(1, 1, 2, 18, DeltaStateShape(16, 16, 128, 128, 4), torch.bfloat16)
+    SHAPE = CacheShape((KVShape(1, 1, 2),), 18, StateShape(16, 16, 128, 128, 4), torch.bfloat16)
 
     def lines(self, **flags: Any) -> list[str]:
         return plan(1 << 34, 16, self.SHAPE, 3 << 30, **flags).describe_lines()

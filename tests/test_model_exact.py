@@ -407,7 +407,7 @@ class RecordingHead:
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
-        self.forward = head.forward
+        self.forward, self.combine = head.forward, head.combine
         self.said: list[Tensor] = []
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -427,7 +427,7 @@ def record_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
     def propose(batch: Batch) -> DraftTree:
         head.said.clear()
-        num_new = [drafter._num_new[row] for row in batch.rows]
+        num_new = [drafter.backlog.num_new[row] for row in batch.rows]
         tree = real_propose(batch)
         requests = {request.held_row: request for request in engine.scheduler.verifying}
         for i, row in enumerate(batch.rows):

@@ -17,7 +17,7 @@ from torch import Tensor
 from specmamba import LLM, SamplingParams
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
-from specmamba.cache.shapes import CacheShape, DeltaStateShape
+from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, RequestOutput, SamplingBatch, Verdict
 from specmamba.draft.ngram import CORPUS_WEIGHT, MAX_MATCHES, WEIGHT_PER_TOKEN, NgramDrafter
@@ -264,8 +264,8 @@ ROWS, POSITIONS = 6, 200
 def ngram_drafter(
     plan: DraftPlan, corpus: Sequence[int] | None = None, windows: tuple[int, int] = (1, 12)
 ) -> NgramDrafter:
-    state = DeltaStateShape(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, conv_width=2)
-    shape = CacheShape(1, 1, 1, 1, state=state, dtype=torch.float32)
+    state = StateShape(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=1, conv_width=2)
+    shape = CacheShape((KVShape(1, 1, 1),), 1, state=state, dtype=torch.float32)
     config = EngineConfig(
         speculative_algorithm="ngram",
         speculative_ngram_min_match_window_size=windows[0],

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from specmamba.cache.memory_plan import plan_memory
-from specmamba.cache.shapes import CacheShape, DeltaStateShape, pending_capacity
+from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
 from specmamba.cache.snapshot_buffers import SnapshotBuffers
 from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_buffers import StateBuffers
@@ -23,11 +23,12 @@ from specmamba.core import Batch, DraftTree, SamplingParams, TreeShape
 from specmamba.draft.base import Drafter, chain_shape, tree_shape
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
-from specmamba.kernels import delta_net
+from specmamba.kernels import delta_net, mamba2
 from specmamba.kernels.causal_conv1d import reference as conv_reference
 from specmamba.kernels.causal_conv1d import torch_ops as conv_ops
 from specmamba.kernels.gated_delta_rule import reference as delta_reference
 from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
+from specmamba.kernels.ssd import reference as ssd_reference
 from specmamba.kernels.tree import reference as tree_reference
 from tests.kernels.trees import SHAPES, batch_of_parents, path_to, random_parents
 from tests.tiny import write_tiny_checkpoint
@@ -36,14 +37,31 @@ pytestmark = pytest.mark.usefixtures("no_headroom")
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2
-STATE = DeltaStateShape(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=3, conv_width=4)
+STATE = StateShape(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=3, conv_width=4)
 BACKENDS: dict[str, type[StateBuffers[Any]]] = {"records": SpecBuffers, "snapshots": SnapshotBuffers}
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 CACHE_OWNER = "tree"
 
 Tokens = dict[str, Tensor]  # x, q, k, v, g, beta: [layers, B, N, ...]
 
+
+class Recurrence(NamedTuple):
+    """One of the two kinds: a method of ``StateBuffers``, which tokens it takes, and the reference."""
+
+    method: str
+    inputs: tuple[str, ...]
+    extend: Callable[..., tuple[Tensor, Tensor]]
+    has_conv_bias: bool
+
+    def of(self, t: Tokens, layer: int) -> list[Tensor]:
+        return [t[name][layer] for name in self.inputs]
+
+
+DELTA_RULE = Recurrence("delta_rule", ("q", "k", "v", "g", "beta"), delta_reference.extend, has_conv_bias=False)
+SSD = Recurrence("ssd", ("q", "k", "v", "g"), ssd_reference.extend, has_conv_bias=True)  # C, B, dt x
+
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
+each_recurrence = pytest.mark.parametrize("recurrence", [DELTA_RULE, SSD], ids=lambda x: x.method)
 
 
 @pytest.fixture(autouse=True)
@@ -52,13 +70,11 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
-def cache_shape(state: DeltaStateShape = STATE, dtype: torch.dtype = torch.float32) -> CacheShape:
-    return CacheShape(
-        num_kv_layers=1, num_kv_heads=1, head_dim=2, num_state_layers=NUM_LAYERS, state=state, dtype=dtype
-    )
+def cache_shape(state: StateShape = STATE, dtype: torch.dtype = torch.float32) -> CacheShape:
+    return CacheShape(kv=(KVShape(1, 1, 2),), num_state_layers=NUM_LAYERS, state=state, dtype=dtype)
 
 
-def make_tokens(batch: int, nodes: int, s: DeltaStateShape = STATE, layers: int = NUM_LAYERS) -> Tokens:
+def make_tokens(batch: int, nodes: int, s: StateShape = STATE, layers: int = NUM_LAYERS) -> Tokens:
     """What a model would feed to the layers for a batch of trees."""
     unit, size = torch.nn.functional.normalize, (layers, batch, nodes)
     return {
@@ -71,15 +87,11 @@ def make_tokens(batch: int, nodes: int, s: DeltaStateShape = STATE, layers: int 
     }
 
 
-def delta_inputs(t: Tokens, layer: int) -> list[Tensor]:
-    return [t[name][layer] for name in ("q", "k", "v", "g", "beta")]
-
-
 class Sequential:
     """One request by the kernels' reference, in float64, token after token; remembers the latest states."""
 
-    def __init__(self, state: DeltaStateShape = STATE) -> None:
-        s = state
+    def __init__(self, state: StateShape = STATE, recurrence: Recurrence = DELTA_RULE) -> None:
+        s, self.recurrence = state, recurrence
         shape = (NUM_LAYERS, s.num_value_heads, s.key_dim, s.value_dim)
         window = (NUM_LAYERS, s.conv_width - 1, s.conv_channels)
         zeros = torch.zeros(shape, dtype=torch.float64), torch.zeros(window, dtype=torch.float64)
@@ -89,15 +101,15 @@ class Sequential:
     def at(self, position: int) -> tuple[Tensor, Tensor]:
         return self.latest[position - self.position - 1]
 
-    def run(self, tokens: Tokens, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, tokens: Tokens, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Run tokens [layers, T, ...] -> convolved [layers, T, C] and outputs [layers, T, Hv, V]."""
         mixed, outputs = [], []
         one = torch.ones(NUM_LAYERS, dtype=torch.int64)
         for i in range(tokens["g"].shape[1]):
             t = {name: x[:, i : i + 1].double() for name, x in tokens.items()}
             state, window = self.latest[-1]
-            y, window = conv_reference.extend(t["x"], window, weight.double(), one)
-            out, state = delta_reference.extend(t["q"], t["k"], t["v"], t["g"], t["beta"], state, one)
+            y, window = conv_reference.extend(t["x"], window, weight.double(), one, bias)
+            out, state = self.recurrence.extend(*(t[name] for name in self.recurrence.inputs), state, one)
             self.latest.append((state, window))
             self.position += 1
             mixed.append(y)
@@ -109,10 +121,17 @@ class Bench:
     """Backends side by side, each with its own pool, all driven by the same inputs. Unread memory holds NaN."""
 
     def __init__(
-        self, backends: Sequence[str], num_rows: int, max_nodes: int, seed: int = 0, state: DeltaStateShape = STATE
+        self,
+        backends: Sequence[str],
+        num_rows: int,
+        max_nodes: int,
+        seed: int = 0,
+        state: StateShape = STATE,
+        recurrence: Recurrence = DELTA_RULE,
     ) -> None:
-        self.state, self.rng = state, random.Random(seed)
+        self.state, self.recurrence, self.rng = state, recurrence, random.Random(seed)
         self.weight = torch.randn(state.conv_channels, state.conv_width)
+        self.bias = torch.randn(state.conv_channels) if recurrence.has_conv_bias else None
         self.pools = {name: StatePool(cache_shape(state), 2 * num_rows, CPU) for name in backends}
         self.buffers = {
             name: BACKENDS[name](cache_shape(state), pool, num_rows, max_nodes, CPU)
@@ -133,7 +152,7 @@ class Bench:
                 assert slot is not None
                 assert self.slots.setdefault(row, slot) == slot  # the same in every pool
                 self.buffers[name].begin(row, slot, f"request-{row}", 0)
-            self.references[row] = Sequential(self.state)
+            self.references[row] = Sequential(self.state, self.recurrence)
 
     def restart(self, row: int) -> None:
         slot = self.slots.pop(row)
@@ -159,7 +178,7 @@ class Bench:
             for mine, theirs in zip(first, other, strict=True):
                 torch.testing.assert_close(mine[:, is_real], theirs[:, is_real], **TOLERANCE)
         wanted = [
-            self.references[row].run({name: x[:, b, path] for name, x in tokens.items()}, self.weight)
+            self.references[row].run({name: x[:, b, path] for name, x in tokens.items()}, self.weight, self.bias)
             for b, (row, path) in enumerate(zip(rows, paths, strict=True))
         ]
         on_path = [(b, node) for b, path in enumerate(paths) for node in path]
@@ -182,8 +201,9 @@ class Bench:
     ) -> tuple[Tensor, Tensor]:
         plan = buffers.plan(rows, shape)
         layers = range(NUM_LAYERS)
-        mixed = [buffers.convolve(layer, t["x"][layer], self.weight, plan) for layer in layers]
-        out = [buffers.delta_rule(layer, *delta_inputs(t, layer), plan) for layer in layers]
+        recur = getattr(buffers, self.recurrence.method)
+        mixed = [buffers.convolve(layer, t["x"][layer], self.weight, self.bias, plan) for layer in layers]
+        out = [recur(layer, *self.recurrence.of(t, layer), plan) for layer in layers]
         buffers.commit(plan, path, torch.tensor(accepted), accepted)
         return torch.stack(mixed), torch.stack(out)
 
@@ -225,11 +245,12 @@ def real_nodes(parents: list[int]) -> list[int]:
 
 
 class TestSideBySide:
+    @each_recurrence
     @pytest.mark.parametrize(("num_rounds", "shapes"), [(500, SHAPES), (100, ("chain",))], ids=["trees", "chains"])
-    def test_rounds_of_random_trees(self, num_rounds: int, shapes: tuple[str, ...]) -> None:
+    def test_rounds_of_random_trees(self, num_rounds: int, shapes: tuple[str, ...], recurrence: Recurrence) -> None:
         """Rows with gaps that come and go, trees of any size, any accepted depth; row 3 and all padding stay NaN."""
         max_nodes, rows = 9, [1, 2, 4]
-        bench = Bench(list(BACKENDS), 4, max_nodes, seed=num_rounds)
+        bench = Bench(list(BACKENDS), 4, max_nodes, seed=num_rounds, recurrence=recurrence)
         bench.begin(*rows)
         for number in range(num_rounds):
             chosen = sorted(bench.rng.sample(rows, bench.rng.randint(1, len(rows))))
@@ -247,7 +268,7 @@ class TestSideBySide:
 
     @pytest.mark.parametrize("width", [1, 2, 6])
     def test_convolution_widths(self, width: int) -> None:
-        state = DeltaStateShape(num_key_heads=2, num_value_heads=2, key_dim=2, value_dim=2, conv_width=width)
+        state = StateShape(num_key_heads=2, num_value_heads=2, key_dim=2, value_dim=2, conv_width=width)
         bench = Bench(list(BACKENDS), 3, 5, seed=width, state=state)
         bench.begin(1, 2, 3)
         for _ in range(20):
@@ -255,9 +276,10 @@ class TestSideBySide:
             bench.round(rows, [random_parents(bench.rng.choice(SHAPES), 5, bench.rng) for _ in rows])
             bench.check_positions(rows[-1])
 
+    @each_recurrence
     @pytest.mark.parametrize("num_nodes", [1, 3, 8])
-    def test_all_and_nothing_accepted(self, num_nodes: int) -> None:
-        bench = Bench(list(BACKENDS), 2, 8)
+    def test_all_and_nothing_accepted(self, num_nodes: int, recurrence: Recurrence) -> None:
+        bench = Bench(list(BACKENDS), 2, 8, recurrence=recurrence)
         bench.begin(1, 2)
         for _ in range(12):
             bench.round([1, 2], [list(range(-1, num_nodes - 1))] * 2, ends=[num_nodes - 1, 0])
@@ -279,7 +301,7 @@ class TestSideBySide:
             tree = shape_of([[-1, 0, 0, 1, 1, 2]])
             for _ in range(2):
                 plan = buffers.plan([1], tree)
-                mixed = buffers.convolve(0, tokens["x"][0].bfloat16(), weight, plan)
+                mixed = buffers.convolve(0, tokens["x"][0].bfloat16(), weight, None, plan)
                 buffers.commit(plan, torch.tensor([[0, 1, 4, 4, 4, 4]]), torch.tensor([2]), [2])
             found.append(mixed)
         torch.testing.assert_close(found[0], found[1], **TOLERANCE)
@@ -289,7 +311,10 @@ class TestLayer:
     """All of a layer between its projections, which records may do in one call."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_rounds_of_random_trees(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(("method", "op"), [("delta_net", delta_net), ("mamba2", mamba2)])
+    def test_rounds_of_random_trees(
+        self, method: str, op: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Whichever way it is done, and wherever rows and slots lie: the same outputs, states and windows."""
         shape, rng, max_nodes = cache_shape(dtype=dtype), random.Random(1), 6
         names = ("fused", "parts", "snapshots")
@@ -303,7 +328,8 @@ class TestLayer:
                 slot = pool.allocate(f"request-{row}")
                 assert slot is not None
                 buffers[name].begin(row, slot, f"request-{row}", 0)
-        weights, can_fuse = layer_weights(), delta_net.can_fuse
+        can_fuse, (make_weights, make_inputs) = op.can_fuse, LAYERS[method]
+        weights = make_weights()
         for _ in range(25):
             rows = sorted(rng.sample((1, 2, 3), rng.randint(1, 3)))
             num_nodes = rng.randint(1, max_nodes)
@@ -312,11 +338,12 @@ class TestLayer:
             accepted = [len(path) - 1 for path in paths]
             padded = torch.tensor([path + path[-1:] * (num_nodes - len(path)) for path in paths])
             is_real = torch.tensor([[i in real_nodes(tree) for i in range(num_nodes)] for tree in parents])
-            inputs, outputs = [layer_inputs(len(rows), num_nodes, dtype) for _ in range(NUM_LAYERS)], {}
+            inputs, outputs = [make_inputs(len(rows), num_nodes, dtype) for _ in range(NUM_LAYERS)], {}
             for name, backend in buffers.items():
-                monkeypatch.setattr(delta_net, "can_fuse", can_fuse if name == "fused" else lambda *_: False)
+                monkeypatch.setattr(op, "can_fuse", can_fuse if name == "fused" else lambda *_: False)
                 plan = backend.plan(rows, shape_of(parents))
-                out = [backend.delta_net(layer, inputs[layer], weights, plan) for layer in range(NUM_LAYERS)]
+                run = getattr(backend, method)
+                out = [run(layer, inputs[layer], weights, plan) for layer in range(NUM_LAYERS)]
                 backend.commit(plan, padded, torch.tensor(accepted), accepted)
                 outputs[name] = torch.stack(out)[:, is_real]
                 assert outputs[name].dtype is dtype
@@ -335,7 +362,7 @@ class TestLayer:
                 assert torch.equal(window, found[0][1])
 
 
-def layer_weights(s: DeltaStateShape = STATE) -> delta_net.Weights:
+def delta_net_weights(s: StateShape = STATE) -> delta_net.Weights:
     return delta_net.Weights(
         conv=torch.randn(s.conv_width, s.conv_channels).t(),
         negative_a=-torch.rand(s.num_value_heads),
@@ -347,20 +374,51 @@ def layer_weights(s: DeltaStateShape = STATE) -> delta_net.Weights:
     )
 
 
-def layer_inputs(batch: int, nodes: int, dtype: torch.dtype, s: DeltaStateShape = STATE) -> delta_net.Inputs:
+def delta_net_inputs(batch: int, nodes: int, dtype: torch.dtype, s: StateShape = STATE) -> delta_net.Inputs:
     """Parts of one projection."""
     sizes = [s.conv_channels, s.num_value_heads * s.value_dim, s.num_value_heads, s.num_value_heads]
     mixed, gate, b, a = torch.randn(batch, nodes, sum(sizes)).to(dtype).split(sizes, -1)
     return delta_net.Inputs(mixed, gate.view(batch, nodes, s.num_value_heads, s.value_dim), b, a)
 
 
+def mamba2_weights(s: StateShape = STATE) -> mamba2.Weights:
+    return mamba2.Weights(
+        conv=torch.randn(s.conv_width, s.conv_channels).t(),
+        conv_bias=torch.randn(s.conv_channels),
+        negative_a=-torch.rand(s.num_value_heads),
+        dt_bias=torch.randn(s.num_value_heads),
+        skip=torch.randn(s.num_value_heads),
+        norm=torch.rand(s.num_value_heads * s.value_dim),
+        norm_eps=1e-5,
+        norm_groups=s.num_key_heads,
+        norm_before_gate=False,
+        num_groups=s.num_key_heads,
+        state_dim=s.key_dim,
+        head_dim=s.value_dim,
+    )
+
+
+def mamba2_inputs(batch: int, nodes: int, dtype: torch.dtype, s: StateShape = STATE) -> mamba2.Inputs:
+    """Parts of one projection."""
+    sizes = [s.num_value_heads * s.value_dim, s.conv_channels, s.num_value_heads]
+    return mamba2.Inputs(*torch.randn(batch, nodes, sum(sizes)).to(dtype).split(sizes, -1))
+
+
+# By method of StateBuffers.
+LAYERS: dict[str, tuple[Callable[[], Any], Callable[[int, int, torch.dtype], Any]]] = {
+    "delta_net": (delta_net_weights, delta_net_inputs),
+    "mamba2": (mamba2_weights, mamba2_inputs),
+}
+
+
 class TestFolds:
+    @each_recurrence
     @pytest.mark.parametrize("num_nodes", [1, 4, 8])
-    def test_every_fill(self, num_nodes: int) -> None:
+    def test_every_fill(self, num_nodes: int, recurrence: Recurrence) -> None:
         """Row r + 1 has r pending records. All their positions can be had before the fold, and one after it."""
         max_nodes = 8
         capacity = pending_capacity(max_nodes)
-        bench = Bench(["records"], capacity + 1, max_nodes)
+        bench = Bench(["records"], capacity + 1, max_nodes, recurrence=recurrence)
         rows = list(range(1, capacity + 2))
         bench.begin(*rows)
         buffers = bench.buffers["records"]
@@ -388,9 +446,9 @@ class TestFolds:
 
 class TestMaterialize:
     @staticmethod
-    def begun(backend: str) -> tuple[Bench, StateBuffers[Any], StatePool, int]:
+    def begun(backend: str, recurrence: Recurrence = DELTA_RULE) -> tuple[Bench, StateBuffers[Any], StatePool, int]:
         """Rows 1 and 2, row 1 with its last path at positions 3 to 5, and a free slot of the cache's."""
-        bench = Bench([backend], 3, 4)
+        bench = Bench([backend], 3, 4, recurrence=recurrence)
         bench.begin(1, 2)
         bench.round([1], [[-1, 0]], ends=[1])
         bench.round([1], [[-1, 0, 0, 2]], ends=[3])
@@ -486,12 +544,13 @@ class TestMaterialize:
         assert pool.stamp(slot) == Stamp("tree", 0, is_written=True)
 
     @each_backend
-    def test_a_request_goes_on_from_there(self, backend: str) -> None:
+    @each_recurrence
+    def test_a_request_goes_on_from_there(self, recurrence: Recurrence, backend: str) -> None:
         """As a prefix cache would use it: another row starts from the copy, and both go their own ways."""
-        bench, buffers, _, slot = self.begun(backend)
+        bench, buffers, _, slot = self.begun(backend, recurrence)
         buffers.materialize(1, 4, slot)
         buffers.begin(3, slot, "tree", 4)
-        bench.slots[3], branch = slot, Sequential()
+        bench.slots[3], branch = slot, Sequential(recurrence=recurrence)
         branch.latest.append(bench.references[1].at(4))
         branch.position, bench.references[3] = 4, branch
         for _ in range(10):
@@ -546,9 +605,9 @@ class TestKernels:
     @pytest.mark.parametrize("heads", [(1, 1, 4, 4), (2, 4, 5, 3)])
     def test_delta_rule(self, nodes: int, heads: tuple[int, int, int, int]) -> None:
         """torch_ops equals the reference; into a slice of a larger buffer, whose rest stays as it is."""
-        state_shape = DeltaStateShape(*heads, conv_width=4)
+        state_shape = StateShape(*heads, conv_width=4)
         t = make_tokens(len(SHAPES), nodes, state_shape, layers=1)
-        inputs = delta_inputs(t, 0)
+        inputs = DELTA_RULE.of(t, 0)
         state = torch.randn(len(SHAPES), heads[1], heads[2], heads[3])
         parents, before = batch_of_parents(SHAPES, nodes, seed=nodes), state.clone()
         buffer = torch.full((len(SHAPES) + 2, nodes + 3, *state.shape[1:]), torch.nan)
@@ -565,7 +624,7 @@ class TestKernels:
     def test_delta_rule_of_chains(self) -> None:
         """No parents say: chains. Then it is the recurrence that ``extend`` runs."""
         t = make_tokens(3, 6, layers=1)
-        inputs, state = delta_inputs(t, 0), torch.randn(3, 2, 4, 3)
+        inputs, state = DELTA_RULE.of(t, 0), torch.randn(3, 2, 4, 3)
         wanted, end = delta_reference.extend(*inputs, state, torch.full((3,), 6))
         for ops in (delta_ops, delta_reference):
             for parents in (None, batch_of_parents(("chain",) * 3, 6, seed=0)):
@@ -581,7 +640,7 @@ class TestKernels:
         parents, state = torch.tensor([[-1, 0, 1, -1]]), torch.randn(1, 2, 4, 3)
         for ops in (delta_ops, delta_reference):
             snapshots = torch.full((1, 4, *state.shape[1:]), torch.nan)
-            out = ops.tree_verify_snapshots(*delta_inputs(t, 0), state, snapshots, parents)
+            out = ops.tree_verify_snapshots(*DELTA_RULE.of(t, 0), state, snapshots, parents)
             torch.testing.assert_close(out[:, 3], out[:, 0])
             torch.testing.assert_close(snapshots[:, 3], snapshots[:, 0])
 
@@ -623,8 +682,8 @@ class TestMemory:
 
     def test_snapshots_that_do_not_fit(self) -> None:
         """The message says what helps at once."""
-        state = DeltaStateShape(4, 4, 64, 64, 4)
-        shape = CacheShape(1, 1, 2, 6, state, torch.float32)
+        state = StateShape(4, 4, 64, 64, 4)
+        shape = CacheShape((KVShape(1, 1, 2),), 6, state, torch.float32)
         records, snapshots = (EngineConfig(speculative_state=name) for name in ("records", "snapshots"))
         enough = 17 * (shape.record_bytes(16) + shape.state_bytes_per_slot) + (1 << 20)
         plan_memory(records, shape, 100, 100, 16, 16, enough)

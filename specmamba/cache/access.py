@@ -13,9 +13,9 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.cache.state_buffers import StateBuffers, VerifyPlan
-from specmamba.cache.state_pool import StatePool
+from specmamba.cache.state_pool import StatePool, as_stored
 from specmamba.core import Chunk, TreeShape
-from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, paged_attention
+from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, mamba2, paged_attention, ssd
 
 
 class StateAccess(Protocol):
@@ -23,6 +23,9 @@ class StateAccess(Protocol):
 
     def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights) -> Tensor:
         """A gated delta net layer between its projections, behind what came before: [B, L, Hv, V], the gate's dtype."""
+
+    def mamba2(self, layer: int, inputs: mamba2.Inputs, weights: mamba2.Weights) -> Tensor:
+        """A Mamba2 layer between its projections, behind what came before: [B, L, H P], the gate's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,26 @@ class ExtendState:
         """See ``StateAccess``; leaves the new state and window in the slots."""
         return delta_net.compose(inputs, weights, partial(self._convolve, layer), partial(self._delta_rule, layer))
 
-    def _convolve(self, layer: int, inputs: Tensor, weight: Tensor) -> Tensor:
+    def mamba2(self, layer: int, inputs: mamba2.Inputs, weights: mamba2.Weights) -> Tensor:
+        """See ``StateAccess``; leaves the new state and window in the slots."""
+        return mamba2.compose(inputs, weights, partial(self._convolve, layer), partial(self._ssd, layer))
+
+    def _convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         windows = self.pool.conv[layer]
-        y, window = causal_conv1d.extend(inputs, self.slots.take(windows), weight, self.lengths)
+        y, window = causal_conv1d.extend(inputs, self.slots.take(windows), weight, self.lengths, bias)
         self.slots.put(windows, window)
         return y
 
     def _delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         states = self.pool.recurrent[layer]
-        out, state = gated_delta_rule.extend(q, k, v, g, beta, self.slots.take(states), self.lengths)
-        self.slots.put(states, state)
+        out, state = gated_delta_rule.extend(q, k, v, g, beta, self.slots.take(states).float(), self.lengths)
+        self.slots.put(states, as_stored(state, states.dtype))
+        return out
+
+    def _ssd(self, layer: int, c: Tensor, b: Tensor, u: Tensor, g: Tensor) -> Tensor:
+        states = self.pool.recurrent[layer]
+        out, state = ssd.extend(c, b, u, g, self.slots.take(states).float(), self.lengths)
+        self.slots.put(states, as_stored(state, states.dtype))
         return out
 
 
@@ -60,6 +73,10 @@ class VerifyState:
     def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights) -> Tensor:
         """See ``StateAccess``."""
         return self.buffers.delta_net(layer, inputs, weights, self.plan)
+
+    def mamba2(self, layer: int, inputs: mamba2.Inputs, weights: mamba2.Weights) -> Tensor:
+        """See ``StateAccess``."""
+        return self.buffers.mamba2(layer, inputs, weights, self.plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,34 +92,37 @@ class PagedKV:
     def of_chunk(cls, pool: KVPool, table: RequestTable, chunk: Chunk, first_key: int = 0) -> PagedKV:
         """Known tokens: each sees what came before it; ``first_key`` as for ``causal_mask``."""
         read_slots = table.kv_slots[chunk.row_index, : chunk.end]
-        mask = causal_mask(chunk.positions, chunk.end, first_key)
+        mask = causal_mask(chunk.positions, chunk.end, first_key) if pool.k else None
         return cls(pool, table.slots_of(chunk).view(-1), read_slots, mask)
 
-    def gated_attend(self, layer: int, projected: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-        """Make keys and values of new tokens and store them, attend to all that is seen, gate.
+    def attend(
+        self, layer: int, projected: Tensor, form: paged_attention.Form, cos: Tensor | None, sin: Tensor | None
+    ) -> Tensor:
+        """Make keys and values of new tokens and store them, attend to all that is seen, gate where there is a gate.
 
         Args:
             layer: of the KV pool.
-            projected: [B, L, 2 (Hq + Hkv) D], in the order queries, keys, values, gates.
-            norm: [Hq + Hkv, D] float32, weight of the norm of queries and keys; eps: of this norm.
-            cos, sin: [B, L, 1, rotary_dim].
+            projected: [B, L, (Hq + 2 Hkv [+ Hq]) D], in the order queries, keys, values, gates.
+            form: what this layer does besides.
+            cos, sin: [B, L, 1, rotary_dim]; None without rotary embedding.
 
         Returns:
             [B, L, Hq D].
         """
         pools = self.pool.k[layer], self.pool.v[layer]
-        return paged_attention.gated_attend(
-            projected, norm, eps, cos, sin, *pools, self.write_slots, self.read_slots, self.mask
+        return paged_attention.attend_layer(
+            projected, form, cos, sin, *pools, self.write_slots, self.read_slots, self.mask
         )
 
 
 def causal_mask(positions: Tensor, num_keys: int, first_key: int = 0) -> Tensor:
-    """Key at position t is visible to a query at position p when first_key <= t <= p, and always when t = p.
+    """Key at position t is visible to a query at position p when first_key <= t <= p; below first_key, when t <= p.
 
     Args:
         positions: [B, L] int64 positions of the queries.
         num_keys: keys are positions 0..num_keys-1.
-        first_key: 1 for a draft head, which has no entry for the first token (a query there still sees itself).
+        first_key: 1 for a draft head, which has no entry for the first token: what is computed there is nobody's, but
+            a query must see something.
 
     Returns:
         [B, L, num_keys] bool.

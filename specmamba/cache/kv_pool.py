@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -11,16 +13,29 @@ from specmamba.cache.shapes import CacheShape
 
 
 class KVPool:
-    """Keys and values [layers, (num_pages + 1) * page_size, heads, head_dim].
+    """Keys ``k`` and values ``v``: for every layer a tensor [(num_pages + 1) * page_size, heads, head_dim].
 
-    The token slot of an offset in a page is page * page_size + offset.
+    The token slot of an offset in a page is page * page_size + offset. A model without attention has no layers here,
+    and pages that count tokens all the same.
     """
 
     def __init__(self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
-        size = (shape.num_kv_layers, (num_pages + 1) * page_size, shape.num_kv_heads, shape.head_dim)
-        self.k, self.v = (lazy_zeros(size, shape.dtype, device) for _ in range(2))
+        num_slots = (num_pages + 1) * page_size
+        self._groups = tuple(
+            lazy_zeros((group.num_layers, num_slots, group.num_heads, group.head_dim), shape.dtype, device)
+            for _ in range(2)
+            for group in shape.kv
+        )
+        layers = [layer for group in self._groups for layer in group]
+        self.k, self.v = tuple(layers[: shape.num_kv_layers]), tuple(layers[shape.num_kv_layers :])
+
+    def from_layer(self, first: int) -> KVPool:
+        """The same memory for a model that numbers the layers from ``first`` on from 0."""
+        view = copy(self)
+        view.k, view.v = self.k[first:], self.v[first:]
+        return view
 
     @property
     def num_tokens(self) -> int:
@@ -38,5 +53,5 @@ class KVPool:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy tokens between slots [T], in all layers; every read happens before any write."""
-        self.k[:, target] = self.k[:, source]
-        self.v[:, target] = self.v[:, source]
+        for group in self._groups:
+            group[:, target] = group[:, source]

@@ -21,6 +21,8 @@ def explain_shortage(demand: Demand, budget_bytes: int) -> str:
         f"{mib(demand.spec_bytes)} for the speculation of {config.max_running_requests} requests",
         f"{mib(demand.table_bytes(pages))} for their tables",
     ]
+    if demand.draft_bytes:
+        parts.insert(3, f"{mib(demand.draft_bytes)} for the draft model's states")
     if demand.weight_bytes:
         parts.insert(0, f"{mib(demand.weight_bytes)} for the weights")
     return (

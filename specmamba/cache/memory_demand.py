@@ -110,6 +110,15 @@ class Demand:
         per_row = self.shape.record_bytes(self.max_nodes) if is_records else self.shape.snapshot_bytes(self.max_nodes)
         return (self.config.max_running_requests + 1) * per_row
 
+    @property
+    def draft_bytes(self) -> int:
+        """What a draft model keeps beside its KV: states and records, and one state more to copy from."""
+        draft = self.shape.draft_model
+        if draft is None:
+            return 0
+        rows = self.config.max_running_requests + 1
+        return rows * self._draft_model_bytes(self.max_nodes) + draft.state_bytes_per_slot
+
     def table_bytes(self, num_pages: int) -> int:
         """Everything that is kept per row, and the bookkeeping of pages and of cached tokens."""
         config, rows = self.config, self.config.max_running_requests
@@ -128,11 +137,11 @@ class Demand:
         Args:
             spec_bytes: bytes of the speculation state of one running request, by nodes.
         """
-        parts = spec_bytes, self._drafter_bytes, self._distribution_bytes
+        parts = spec_bytes, self._drafter_bytes, self._draft_model_bytes, self._distribution_bytes
         return sum(part(self.max_nodes + 1) - part(self.max_nodes) for part in parts)
 
     def total_bytes(self, num_pages: int, num_state_slots: int) -> int:
-        pools = self.kv_bytes(num_pages) + self.state_bytes(num_state_slots) + self.spec_bytes
+        pools = self.kv_bytes(num_pages) + self.state_bytes(num_state_slots) + self.spec_bytes + self.draft_bytes
         return self.weight_bytes + pools + self.table_bytes(num_pages)
 
     def with_changes(self, **changes: object) -> Demand:
@@ -140,10 +149,15 @@ class Demand:
         return replace(self, config=self.config.model_copy(update=changes))
 
     def _drafter_bytes(self, max_nodes: int) -> int:
-        """What an MTP drafter keeps of one request: tokens up to the root, and the target's states before them."""
-        if not self.shape.draft_features:
+        """What a draft head keeps of one request: tokens up to the root, and the target's states before them."""
+        if not self.shape.draft_features or self.shape.draft_model is not None:
             return 0
         return pending_capacity(max_nodes) * (self.shape.draft_features * self.shape.dtype.itemsize + SLOT_BYTES)
+
+    def _draft_model_bytes(self, max_nodes: int) -> int:
+        """What a draft model keeps of one running request: its state, records that roll it back, tokens to run."""
+        draft = self.shape.draft_model
+        return 0 if draft is None else draft.state_bytes_per_slot + draft.record_bytes(max_nodes) + 2 * SLOT_BYTES
 
     def _distribution_bytes(self, max_nodes: int) -> int:
         """The distributions of one request's step."""
@@ -156,7 +170,8 @@ def size_pools(demand: Demand, budget_bytes: int) -> tuple[int, int]:
     """Pages and state slots: what is given as it is, the rest as large as memory allows and use asks for.
 
     Where neither is given, the states get their ratio of the KV's bytes, and of what the KV has no use for as much as
-    makes a few per running request. ``demand.fewest_bytes`` must fit.
+    makes a few per running request. Without attention tokens take no bytes, and all that is left is the states'.
+    ``demand.fewest_bytes`` must fit.
     """
     pages = demand.given_pages
     if pages is None:
@@ -187,7 +202,8 @@ def _derive_pages(demand: Demand, budget_bytes: int) -> int:
 
 
 def _derive_state_slots(demand: Demand, budget_bytes: int, num_pages: int, has_plenty: bool) -> int:
-    wanted = demand.state_slots_beside(num_pages)
+    has_kv = demand.shape.kv_bytes_per_token > 0
+    wanted = demand.state_slots_beside(num_pages) if has_kv else demand.most_state_slots(num_pages)
     if has_plenty:
         wanted = max(wanted, demand.usual_state_slots)
     fewest = demand.fewest_state_slots

@@ -44,6 +44,7 @@ class MemoryPlan:
     snapshot_bytes_per_request: int
     record_bytes_per_draft_token: int  # what one more draft token would take for one running request
     snapshot_bytes_per_draft_token: int
+    draft_bytes: int = 0  # states and records of a draft model
 
     @property
     def num_kv_tokens(self) -> int:
@@ -62,7 +63,8 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.state_bytes + self.spec_bytes + self.table_bytes
+        pools = self.kv_bytes + self.state_bytes + self.spec_bytes + self.draft_bytes + self.table_bytes
+        return self.weight_bytes + pools
 
     @property
     def spec_bytes_per_request(self) -> int:
@@ -88,6 +90,7 @@ class MemoryPlan:
             [
                 ("weights", readable(self.weight_bytes), ""),
                 *self._pool_rows(),
+                *self._draft_rows(),
                 ("request tables", readable(self.table_bytes), f"{self.num_rows} rows, and the lists of pages"),
                 ("total", readable(self.total_bytes), total),
                 *self._request_rows(),
@@ -98,6 +101,9 @@ class MemoryPlan:
         per_token = self.kv_bytes // ((self.num_pages + 1) * self.page_size)
         per_state = self.state_bytes // (self.num_state_slots + 1)
         shared = ", running and cached" if self.caches_prefixes else ""
+        kv = f"{self.num_kv_tokens:,} tokens of {readable(per_token)}{shared}"
+        if not self.kv_bytes:
+            kv = f"no layer has keys and values; {self.num_kv_tokens:,} tokens are numbered{shared}"
         states = f"{self.num_running_requests} to run"
         if self.caches_prefixes:
             states += f", {self.num_cached_states:,} to cache"
@@ -105,16 +111,21 @@ class MemoryPlan:
         records, snapshots = self.record_bytes_per_request, self.snapshot_bytes_per_request
         per_request = f"{readable(self.spec_bytes_per_request)} per running request {self._other(records, snapshots)}"
         return [
-            ("KV pool", readable(self.kv_bytes), f"{self.num_kv_tokens:,} tokens of {readable(per_token)}{shared}"),
+            ("KV pool", readable(self.kv_bytes), kv),
             ("recurrent states", readable(self.state_bytes), f"{readable(per_state)} each: {states}"),
             ("speculation", readable(self.spec_bytes), f"{self.speculative_state} for {nodes}: {per_request}"),
         ]
+
+    def _draft_rows(self) -> list[TableRow]:
+        if not self.draft_bytes:
+            return []
+        return [("draft model", readable(self.draft_bytes), f"its states and records for {self.num_rows} rows")]
 
     def _request_rows(self) -> list[TableRow]:
         records, snapshots = self.record_bytes_per_draft_token, self.snapshot_bytes_per_draft_token
         per_request = f"{readable(self.draft_token_bytes_per_request)} per running request"
         contexts = self.num_kv_tokens // (self.context_length + self.num_slots)
-        full = f"at once; KV for {contexts} of the full {self.context_length:,} tokens"
+        full = f"at once; {'KV' if self.kv_bytes else 'room'} for {contexts} of the full {self.context_length:,} tokens"
         return [
             ("running requests", f"{self.num_running_requests}", full),
             (
@@ -186,6 +197,7 @@ def plan_memory(
         snapshot_bytes_per_request=shape.snapshot_bytes(max_nodes),
         record_bytes_per_draft_token=demand.draft_token_bytes(shape.record_bytes),
         snapshot_bytes_per_draft_token=demand.draft_token_bytes(shape.snapshot_bytes),
+        draft_bytes=demand.draft_bytes,
     )
 
 

@@ -1,6 +1,8 @@
 """What a model asks of the cache: shapes, and the bytes that follow from them."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -8,8 +10,12 @@ MIN_PENDING_CAPACITY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaStateShape:
-    """The recurrent state of one gated-delta-net layer."""
+class StateShape:
+    """The recurrent state of one layer, of either kind: S = sum of decayed outer products k u^T.
+
+    A gated delta net has Hk key heads of size K and Hv value heads of size V. For Mamba2 the keys are B (groups and
+    state size) and the values dt x (heads and head size).
+    """
 
     num_key_heads: int
     num_value_heads: int
@@ -21,9 +27,18 @@ class DeltaStateShape:
     def conv_channels(self) -> int:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a layer's state in one slot: the recurrent state in float32, the window in the model's dtype."""
-        return 4 * self.num_value_heads * self.key_dim * self.value_dim + self.window_bytes(dtype)
+    @property
+    def num_values(self) -> int:
+        """Numbers in a layer's state: the recurrent state and the window."""
+        return self.num_recurrent_values + (self.conv_width - 1) * self.conv_channels
+
+    @property
+    def num_recurrent_values(self) -> int:
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    def state_bytes(self, dtype: torch.dtype, state_dtype: torch.dtype = torch.float32) -> int:
+        """Bytes of a layer's state: the recurrent state in ``state_dtype``, the window in the model's dtype."""
+        return self.num_recurrent_values * state_dtype.itemsize + self.window_bytes(dtype)
 
     def window_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a layer's last W-1 convolution inputs."""
@@ -36,37 +51,70 @@ class DeltaStateShape:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
-    """Layers that keep something per token or per request. A draft head's attention layers count as KV layers."""
+class KVShape:
+    """Attention layers of one shape."""
 
-    num_kv_layers: int
-    num_kv_heads: int
+    num_layers: int
+    num_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Layers that keep something per token or per request.
+
+    KV layers are numbered through all of ``kv``: the target's first, then a draft's, whose heads may have another
+    shape. A model without attention has none, one without recurrent layers has ``num_state_layers`` 0.
+    """
+
+    kv: tuple[KVShape, ...]
     num_state_layers: int
-    state: DeltaStateShape
+    state: StateShape
     dtype: torch.dtype
     draft_features: int = 0  # numbers that a draft head needs of the last token, beside the target's state
+    state_dtype: torch.dtype = torch.float32  # of recurrent states in slots; what is computed from them is float32
+    draft_model: CacheShape | None = None  # of a draft model; ``kv`` has its layers already
+
+    def with_draft_model(self, draft: CacheShape) -> CacheShape:
+        """This target's with what a draft model keeps: KV beside the target's, its state beside every cached state."""
+        values = draft.num_state_layers * draft.state.num_values
+        return replace(self, kv=(*self.kv, *draft.kv), draft_features=values, draft_model=draft)
+
+    @property
+    def features_dtype(self) -> torch.dtype:
+        """Of what a drafter needs to go on: a draft model's state is kept as exactly as it is computed."""
+        return self.dtype if self.draft_model is None else torch.float32
+
+    @property
+    def num_kv_layers(self) -> int:
+        return sum(group.num_layers for group in self.kv)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * sum(group.num_layers * group.num_heads * group.head_dim for group in self.kv) * self.dtype.itemsize
 
     @property
     def state_bytes_per_slot(self) -> int:
-        return self.num_state_layers * self.state.state_bytes(self.dtype) + self.draft_features * self.dtype.itemsize
+        states = self.num_state_layers * self.state.state_bytes(self.dtype, self.state_dtype)
+        return states + self.draft_features * self.features_dtype.itemsize
 
     @property
     def record_bytes_per_token(self) -> int:
         return self.num_state_layers * self.state.record_bytes(self.dtype)
 
     def record_bytes(self, max_nodes: int) -> int:
-        """Bytes of the records of one running request: a full pending list and the window in front of it."""
+        """Bytes of the records of one running request: a full pending list and the window in front of it.
+
+        A state that is not kept in float32 also needs room to be widened, one layer at a time.
+        """
         records = pending_capacity(max_nodes) * self.record_bytes_per_token
-        return records + self.num_state_layers * self.state.window_bytes(self.dtype)
+        widened = 0 if self.state_dtype is torch.float32 else 4 * self.state.num_recurrent_values
+        return records + self.num_state_layers * self.state.window_bytes(self.dtype) + widened
 
     def snapshot_bytes(self, max_nodes: int) -> int:
-        """Bytes of the snapshots of one running request: a state and a window per node."""
-        return max_nodes * self.state_bytes_per_slot
+        """Bytes of the snapshots of one running request: a state, in float32, and a window per node."""
+        per_node = self.num_state_layers * self.state.state_bytes(self.dtype)
+        return max_nodes * per_node
 
 
 def pending_capacity(max_nodes: int) -> int:

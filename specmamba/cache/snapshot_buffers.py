@@ -6,8 +6,9 @@ as the comparison for ``SpecBuffers``: the same text from N states per row in pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,18 +16,18 @@ from torch import Tensor
 from specmamba.cache.rows import RowSet
 from specmamba.cache.shapes import CacheShape
 from specmamba.cache.state_buffers import StateBuffers, VerifyPlan, conv_index
-from specmamba.cache.state_pool import StatePool
+from specmamba.cache.state_pool import StatePool, as_stored
 from specmamba.core import TreeShape
-from specmamba.kernels import causal_conv1d, gated_delta_rule
+from specmamba.kernels import causal_conv1d, gated_delta_rule, ssd
 
 
 class SnapshotBuffers(StateBuffers[VerifyPlan]):
     """States of every running row and node.
 
-    ``intermediate_ssm`` [layers, rows + 1, N, Hv, K, V] float32 and ``intermediate_conv_window``
-    [layers, rows + 1, N, W-1, C] in the model's dtype hold what a slot would hold after each node. They are read from
-    a verify to its commit, and by ``materialize`` until the next plan. Nothing is ever pending: every commit moves the
-    checkpoint and its stamp.
+    ``intermediate_ssm`` [layers, rows + 1, N, Hv, K, V] float32, whatever type slots have, and
+    ``intermediate_conv_window`` [layers, rows + 1, N, W-1, C] in the model's dtype hold what a slot would hold after
+    each node; a commit rounds what it copies. They are read from a verify to its commit, and by ``materialize`` until
+    the next plan. Nothing is ever pending: every commit moves the checkpoint and its stamp.
     """
 
     def __init__(self, shape: CacheShape, pool: StatePool, num_rows: int, max_nodes: int, device: torch.device) -> None:
@@ -61,25 +62,33 @@ class SnapshotBuffers(StateBuffers[VerifyPlan]):
         index = conv_index(tree, self.window + 1) + self.window  # the kernel puts the window in front of the nodes
         return VerifyPlan(RowSet.of(rows, device), slots, tree, index)
 
-    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, plan: VerifyPlan) -> Tensor:
+    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None, plan: VerifyPlan) -> Tensor:
         """See ``StateBuffers``; leaves a window behind every node."""
         windows = plan.slots.take(self._pool.conv[layer])
-        y, after = causal_conv1d.tree_verify_snapshots(inputs, windows, plan.conv_index, weight)
+        y, after = causal_conv1d.tree_verify_snapshots(inputs, windows, plan.conv_index, weight, bias)
         _put_nodes(self.intermediate_conv_window[layer], plan.rows, after)
         return y
 
     def delta_rule(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: VerifyPlan
     ) -> Tensor:
-        """See ``StateBuffers``; leaves a state behind every node."""
-        state = plan.slots.take(self._pool.recurrent[layer])
+        """See ``StateBuffers``."""
+        return self._verify(layer, plan, partial(gated_delta_rule.tree_verify_snapshots, q, k, v, g, beta))
+
+    def ssd(self, layer: int, c: Tensor, b: Tensor, u: Tensor, g: Tensor, plan: VerifyPlan) -> Tensor:
+        """See ``StateBuffers``."""
+        return self._verify(layer, plan, partial(ssd.tree_verify_snapshots, c, b, u, g))
+
+    def _verify(self, layer: int, plan: VerifyPlan, tree_verify: Callable[..., Tensor]) -> Tensor:
+        """Run all nodes, and leave a state behind every one."""
+        state = plan.slots.take(self._pool.recurrent[layer]).float()
         buffer, num_nodes = self.intermediate_ssm[layer], plan.tree.num_nodes
         if plan.rows.is_range:
             snapshots = plan.rows.take(buffer)[:, :num_nodes]
         else:
             snapshots = buffer.new_empty(len(plan.rows), num_nodes, *buffer.shape[2:])
         parents = None if plan.tree.is_chain else plan.tree.parents
-        out = gated_delta_rule.tree_verify_snapshots(q, k, v, g, beta, state, snapshots, parents)
+        out = tree_verify(state, snapshots, parents)
         if not plan.rows.is_range:
             _put_nodes(buffer, plan.rows, snapshots)
         return out
@@ -92,8 +101,9 @@ class SnapshotBuffers(StateBuffers[VerifyPlan]):
         for lease in leases:
             self._pool.begin_write(lease.slot, lease.owner)
         last = path.gather(1, num_accepted[:, None]).squeeze(1)
-        for layer in range(self.intermediate_ssm.shape[0]):
-            plan.slots.put(self._pool.recurrent[layer], self.intermediate_ssm[layer][plan.rows.index, last])
+        for layer, states in enumerate(self._pool.recurrent):
+            after = self.intermediate_ssm[layer][plan.rows.index, last]
+            plan.slots.put(states, as_stored(after, states.dtype))
             plan.slots.put(self._pool.conv[layer], self.intermediate_conv_window[layer][plan.rows.index, last])
         self._paths[plan.rows.index, : path.shape[1]] = path
         for row, count, lease in zip(plan.rows.rows, accepted, leases, strict=True):
@@ -110,7 +120,8 @@ class SnapshotBuffers(StateBuffers[VerifyPlan]):
             return
         step = self._path_length[row] - 1 - (lease.position - position)
         node = self._paths[row, step : step + 1]
-        self._pool.recurrent[:, slot] = self.intermediate_ssm[:, row].index_select(1, node).squeeze(1)
+        after = self.intermediate_ssm[:, row].index_select(1, node).squeeze(1)
+        self._pool.recurrent[:, slot] = as_stored(after, self._pool.recurrent.dtype)
         self._pool.conv[:, slot] = self.intermediate_conv_window[:, row].index_select(1, node).squeeze(1)
 
 

@@ -7,8 +7,9 @@ batch; commit moves the accepted ones up to the end of the row's own list (for a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from torch import Tensor
 from specmamba.cache.rows import RowSet
 from specmamba.cache.shapes import CacheShape, pending_capacity
 from specmamba.cache.state_buffers import StateBuffers, VerifyPlan, conv_index
-from specmamba.cache.state_pool import StatePool
+from specmamba.cache.state_pool import StatePool, as_stored
 from specmamba.core import TreeShape
-from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, state_copy
+from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, mamba2, ssd, state_copy, state_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class RecordPlan(VerifyPlan):
     pending: tuple[int, ...]  # pending records of each row
     num_pending: Tensor | None  # [B] int64; None when every row has node_offset of them
     node_offset: int
-    trees: delta_net.Trees  # the same as kernels want it
+    trees: state_records.Trees  # the same as kernels want it
 
 
 class SpecBuffers(StateBuffers[RecordPlan]):
@@ -43,6 +44,7 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         super().__init__(pool, max_nodes)
         s, layers = shape.state, shape.num_state_layers
         self.capacity = pending_capacity(max_nodes)
+        self._widened: Tensor | None = None  # [rows, Hv, K, V] float32, the checkpoints of one layer and batch
         size = (layers, num_rows + 1, self.capacity)
         self.k = torch.zeros(*size, s.num_key_heads, s.key_dim, device=device)
         self.u = torch.zeros(*size, s.num_value_heads, s.value_dim, device=device)
@@ -53,10 +55,18 @@ class SpecBuffers(StateBuffers[RecordPlan]):
             layers, num_rows + 1, self.window + size[2], s.conv_channels, dtype=shape.dtype, device=device
         )
         self._layers = [
-            delta_net.Buffers(*of_layer)
-            for of_layer in zip(pool.recurrent, self.conv_inputs, *self._records, strict=True)
+            state_records.Buffers(*of_layer)
+            for of_layer in zip(self._read_states(num_rows), self.conv_inputs, *self._records, strict=True)
         ]
         self._num_pending = [0] * (num_rows + 1)
+
+    def _read_states(self, num_rows: int) -> Sequence[Tensor]:
+        """Where native code finds checkpoints, by layer: it reads float32, so others are copied before every call."""
+        states = self._pool.recurrent
+        if states.dtype is torch.float32:
+            return states.unbind()
+        self._widened = torch.zeros(num_rows + 1, *states.shape[2:], device=states.device)
+        return [self._widened] * len(states)
 
     def begin(self, row: int, slot: int, owner: str, position: int) -> None:
         """See ``StateBuffers``."""
@@ -86,33 +96,54 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         offset = max(pending)
         num_pending = None if min(pending) == offset else torch.tensor(pending, device=device)
         row_set, index = RowSet.of(rows, device), self._conv_index(tree, num_pending, offset).contiguous()
-        trees = delta_net.Trees(row_set.index, slot_set.index, index, num_pending, offset, tree.ancestors)
+        slots = slot_set.index if self._widened is None else torch.arange(len(rows), device=device)
+        trees = state_records.Trees(row_set.index, slots, index, num_pending, offset, tree.ancestors)
         return RecordPlan(row_set, slot_set, tree, index, pending, num_pending, offset, trees)
 
     def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights, plan: RecordPlan) -> Tensor:
         """See ``StateBuffers``; in one native call where there is one for these."""
         if delta_net.can_fuse(inputs, weights, self._layers[layer]):
+            self._widen(layer, plan)
             return delta_net.tree_verify(inputs, weights, self._layers[layer], plan.trees)
         return super().delta_net(layer, inputs, weights, plan)
 
-    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, plan: RecordPlan) -> Tensor:
+    def mamba2(self, layer: int, inputs: mamba2.Inputs, weights: mamba2.Weights, plan: RecordPlan) -> Tensor:
+        """See ``StateBuffers``; in one native call where there is one for these."""
+        if mamba2.can_fuse(inputs, weights, self._layers[layer]):
+            self._widen(layer, plan)
+            return mamba2.tree_verify(inputs, weights, self._layers[layer], plan.trees)
+        return super().mamba2(layer, inputs, weights, plan)
+
+    def _widen(self, layer: int, plan: RecordPlan) -> None:
+        if self._widened is not None:
+            self._widened[: len(plan.slots)] = plan.slots.take(self._pool.recurrent[layer])
+
+    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None, plan: RecordPlan) -> Tensor:
         """See ``StateBuffers``; records the inputs."""
         offset = self.window + plan.node_offset
         stored = plan.rows.take(self.conv_inputs[layer])[:, : offset + inputs.shape[1]]
         stored[:, offset:] = inputs
         if not plan.rows.is_range:  # what was written is a copy
             self._put_nodes(self.conv_inputs[layer], plan, offset, inputs)
-        return causal_conv1d.tree_verify(stored, plan.conv_index, weight)
+        return causal_conv1d.tree_verify(stored, plan.conv_index, weight, bias)
 
     def delta_rule(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: RecordPlan
     ) -> Tensor:
-        """See ``StateBuffers``; one read of the checkpoint, and a record of k, u and the path decay per node."""
-        state = plan.slots.take(self._pool.recurrent[layer])
+        """See ``StateBuffers``."""
+        return self._verify(layer, plan, partial(gated_delta_rule.tree_verify, q, k, v, g, beta))
+
+    def ssd(self, layer: int, c: Tensor, b: Tensor, u: Tensor, g: Tensor, plan: RecordPlan) -> Tensor:
+        """See ``StateBuffers``."""
+        return self._verify(layer, plan, partial(ssd.tree_verify, c, b, u, g))
+
+    def _verify(self, layer: int, plan: RecordPlan, tree_verify: Callable[..., Tensor]) -> Tensor:
+        """One read of the checkpoint, and a record of key, update and path decay per node."""
+        state = plan.slots.take(self._pool.recurrent[layer]).float()
         k_rows, u_rows, decay_rows = (plan.rows.take(x[layer]) for x in self._records)
         records = k_rows, u_rows, decay_rows
         pending = plan.num_pending, plan.node_offset
-        out = gated_delta_rule.tree_verify(q, k, v, g, beta, state, *records, *pending, plan.tree.ancestors)
+        out = tree_verify(state, *records, *pending, plan.tree.ancestors)
         if not plan.rows.is_range:  # what was written is a copy
             nodes = slice(plan.node_offset, plan.node_offset + plan.tree.num_nodes)
             for buffer, written in zip(self._records, records, strict=True):
@@ -133,6 +164,20 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         for row, count in zip(plan.rows.rows, accepted, strict=True):
             self._num_pending[row] += count + 1
 
+    def reserve(self, rows: Sequence[int], num_tokens: int) -> None:
+        """Fold the rows that have no room for so many more records: until they are there, no checkpoint moves."""
+        self._fold([row for row in rows if self._num_pending[row] + num_tokens > self.capacity])
+
+    def roll_back(self, row: int, position: int) -> None:
+        """Drop a row's newest pending records: what came behind ``position`` has never been.
+
+        Raises:
+            StateOwnershipError: the row never began, or has ended.
+            ValueError: the checkpoint stands behind the position already, or the row's state before it.
+        """
+        lease = self._lease_with(row, position)
+        self._num_pending[row] = position - lease.position
+
     def _conv_index(self, tree: TreeShape, num_pending: Tensor | None, offset: int) -> Tensor:
         """Node-relative indices -> entries of conv_inputs: nodes behind the offset, older inputs behind the pending."""
         relative = conv_index(tree, self.window + 1)
@@ -151,7 +196,11 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         count, states = position - lease.position, self._pool.recurrent
         k, u, decay = (x[:, row, :count] for x in self._records)
         counts = torch.full(states.shape[:1], count, device=states.device)
-        gated_delta_rule.fold(states[:, lease.slot], k, u, decay, counts, out=states[:, slot])
+        state, target = states[:, lease.slot].float(), states[:, slot]
+        is_exact = target.dtype is torch.float32
+        folded = state_records.fold(state, k, u, decay, counts, out=target if is_exact else None)
+        if not is_exact:
+            target.copy_(as_stored(folded, target.dtype))
         self._pool.conv[:, slot] = self.conv_inputs[:, row, count : count + self.window]
 
     def _fold(self, rows: list[int]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from specmamba.cache.rows import RowSet
 from specmamba.cache.state_pool import StateOwnershipError, StatePool
 from specmamba.core import TreeShape
-from specmamba.kernels import delta_net
+from specmamba.kernels import delta_net, mamba2
 from specmamba.kernels import tree as tree_ops
 
 
@@ -47,8 +47,8 @@ PlanT = TypeVar("PlanT", bound=VerifyPlan)
 class StateBuffers(ABC, Generic[PlanT]):
     """States between a verify and the checkpoint, for every running row; a row is begun before it is verified.
 
-    One verify is ``plan``, then ``delta_net`` once per layer (or its parts, ``convolve`` and ``delta_rule``), then
-    ``commit``. A plan holds until the next one of the same rows.
+    One verify is ``plan``, then ``delta_net`` or ``mamba2`` once per layer (or their parts: ``convolve``, and
+    ``delta_rule`` or ``ssd``), then ``commit``. A plan holds until the next one of the same rows.
     """
 
     def __init__(self, pool: StatePool, max_nodes: int) -> None:
@@ -97,23 +97,38 @@ class StateBuffers(ABC, Generic[PlanT]):
         """
 
     @abstractmethod
-    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, plan: PlanT) -> Tensor:
-        """Convolve the nodes' inputs [B, N, C] along their own paths, weight [C, W] -> [B, N, C] float32."""
+    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanT) -> Tensor:
+        """Convolve the nodes' inputs [B, N, C] along their own paths, weight [C, W], bias [C] -> [B, N, C] float32."""
 
     @abstractmethod
     def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: PlanT) -> Tensor:
         """Outputs [B, N, Hv, V] of all nodes; arguments as for ``kernels.gated_delta_rule.tree_verify``."""
 
+    @abstractmethod
+    def ssd(self, layer: int, c: Tensor, b: Tensor, u: Tensor, g: Tensor, plan: PlanT) -> Tensor:
+        """Outputs [B, N, H, P] of all nodes; arguments as for ``kernels.ssd.tree_verify``."""
+
     def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights, plan: PlanT) -> Tensor:
         """Outputs [B, N, Hv, V] of all nodes, in the gate's dtype: all of a layer between its projections."""
 
         def convolve(x: Tensor, weight: Tensor) -> Tensor:
-            return self.convolve(layer, x, weight, plan)
+            return self.convolve(layer, x, weight, None, plan)
 
         def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
             return self.delta_rule(layer, q, k, v, g, beta, plan)
 
         return delta_net.compose(inputs, weights, convolve, delta_rule)
+
+    def mamba2(self, layer: int, inputs: mamba2.Inputs, weights: mamba2.Weights, plan: PlanT) -> Tensor:
+        """Outputs [B, N, H P] of all nodes, in the gate's dtype: all of a layer between its projections."""
+
+        def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return self.convolve(layer, x, weight, bias, plan)
+
+        def recur(c: Tensor, b: Tensor, u: Tensor, g: Tensor) -> Tensor:
+            return self.ssd(layer, c, b, u, g, plan)
+
+        return mamba2.compose(inputs, weights, convolve, recur)
 
     @abstractmethod
     def commit(self, plan: PlanT, path: Tensor, num_accepted: Tensor, accepted: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from specmamba.cache.memory import lazy_zeros
 from specmamba.cache.shapes import CacheShape
@@ -27,12 +28,25 @@ class Stamp:
     is_written: bool
 
 
+def as_stored(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 state as slots keep it.
+
+    float16 ends at 65504. What lies beyond becomes that: an infinite number in a state that is shared would spoil the
+    text of everybody who goes on from it.
+    """
+    if dtype is torch.float16:
+        largest = torch.finfo(dtype).max
+        state = state.clamp(-largest, largest)
+    return state.to(dtype)
+
+
 class StatePool:
     """Slots 1..num_slots; slot 0 is padding.
 
-    ``recurrent`` [layers, slots + 1, Hv, K, V] float32; ``conv`` [layers, slots + 1, W-1, C] in the model's dtype, the
-    last convolution inputs, oldest first; ``features`` [1, slots + 1, F] in the model's dtype, what a draft head needs
-    of the last token to go on (F = 0 without one).
+    ``recurrent`` [layers, slots + 1, Hv, K, V] in the shape's ``state_dtype``: whoever writes a slot rounds, whoever
+    reads one goes on in float32. ``conv`` [layers, slots + 1, W-1, C] in the model's dtype, the last convolution
+    inputs, oldest first; ``features`` [1, slots + 1, F] in the shape's ``features_dtype``, what a drafter needs to go
+    on behind the last token (F = 0 where that is nothing).
     """
 
     def __init__(self, shape: CacheShape, num_slots: int, device: torch.device) -> None:
@@ -40,9 +54,9 @@ class StatePool:
         layers = shape.num_state_layers
         self.num_slots = num_slots
         size = layers, num_slots + 1
-        self.recurrent = lazy_zeros((*size, s.num_value_heads, s.key_dim, s.value_dim), torch.float32, device)
+        self.recurrent = lazy_zeros((*size, s.num_value_heads, s.key_dim, s.value_dim), shape.state_dtype, device)
         self.conv = lazy_zeros((*size, s.conv_width - 1, s.conv_channels), shape.dtype, device)
-        self.features = torch.zeros(1, num_slots + 1, shape.draft_features, dtype=shape.dtype, device=device)
+        self.features = lazy_zeros((1, num_slots + 1, shape.draft_features), shape.features_dtype, device)
         self._states = self.recurrent, self.conv, self.features
         self._free = sorted(range(1, num_slots + 1), reverse=True)
         self._stamps: dict[int, Stamp] = {}

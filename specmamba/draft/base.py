@@ -25,13 +25,14 @@ class Drafter(ABC):
     def begin(self, row: int, tokens: Sequence[int]) -> None:  # noqa: B027 - a drafter without state does nothing
         """A request starts (or starts over) in this row; ``tokens`` are all that is known of it, root included."""
 
-    def resume(self, row: int, features: Tensor) -> None:  # noqa: B027
-        """The first tokens of a request that has begun are cached; ``features`` [F] were taken where they end."""
+    def resume(self, row: int, features: Tensor, position: int) -> None:  # noqa: B027
+        """The first ``position`` tokens of a request that has begun are cached; ``features`` [F] were taken there."""
 
-    def features(self, row: int, behind_root: int) -> Tensor | None:
-        """What ``resume`` needs to go on with the token that stands so many behind the newest one; [F].
+    def features(self, row: int, position: int) -> Tensor | None:
+        """What ``resume`` needs to go on behind the first ``position`` tokens of a row; [F].
 
-        Any token that came with the newest step or chunk can be asked for. None: nothing is needed.
+        Every position on the path of the newest step, or the end of the newest chunk, can be asked for. None: nothing
+        is needed.
         """
         return None
 
@@ -42,11 +43,11 @@ class Drafter(ABC):
         nothing. ``features`` gives the same before and after.
         """
 
-    def extend(self, chunk: Chunk, hidden: Tensor) -> None:  # noqa: B027
-        """The target has run these known tokens; ``hidden`` [B, L, H] are its states after the final norm."""
+    def extend(self, chunk: Chunk, features: Tensor) -> None:  # noqa: B027
+        """The target has run these known tokens; ``features`` [B, L, F] are what it says of them."""
 
-    def observe(self, batch: Batch, verdict: Verdict, hidden: Tensor, accepted: Sequence[int]) -> None:  # noqa: B027
-        """The target has decided; ``hidden`` [B, N, H] are its states at the tree's nodes."""
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor, accepted: Sequence[int]) -> None:  # noqa: B027
+        """The target has decided; ``features`` [B, N, F] are what it says of the tree's nodes."""
 
 
 class NoDrafter(Drafter):

@@ -8,17 +8,18 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.config import EngineConfig
 from specmamba.draft.base import Drafter, NoDrafter
+from specmamba.draft.draft_model import ModelDrafter
 from specmamba.draft.mtp import MTPDrafter
 from specmamba.draft.ngram import NgramDrafter
 from specmamba.draft.ngram_corpus import read_corpus
 from specmamba.draft.plan import DraftPlan
-from specmamba.models.base import LoadedModel
+from specmamba.models.base import Models
 
 
 def build_drafter(
     plan: DraftPlan,
     config: EngineConfig,
-    model: LoadedModel,
+    models: Models,
     kv_pool: KVPool,
     table: RequestTable,
     encode: Callable[[str], Sequence[int]],
@@ -32,7 +33,10 @@ def build_drafter(
         return NoDrafter()
     if plan.algorithm == "ngram":
         file = config.speculative_ngram_corpus
-        corpus = None if file is None else read_corpus(file, encode, model.target.vocab_size)
+        corpus = None if file is None else read_corpus(file, encode, models.target.target.vocab_size)
         return NgramDrafter(plan, config, table, corpus)
-    assert model.draft_head is not None
-    return MTPDrafter(model.draft_head, plan, kv_pool, table, model.target.hidden_size)
+    if models.draft is not None:
+        return ModelDrafter(models.draft, plan, kv_pool, table)
+    head = models.target.draft_head
+    assert head is not None
+    return MTPDrafter(head, plan, kv_pool, table, models.target.cache_shape.dtype)

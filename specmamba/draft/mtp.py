@@ -1,9 +1,8 @@
-"""Drafting with an MTP head that is applied to its own output: chains, dynamic trees and static trees."""
+"""Drafting with a head (MTP, EAGLE) from the target's hidden states: chains, dynamic trees and static trees."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,27 +11,22 @@ from specmamba.cache.access import PagedKV, ancestor_mask, causal_mask
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
-from specmamba.core import Batch, Chunk, DraftTree, Verdict
+from specmamba.core import Batch, Chunk, DraftTree, SamplingBatch, SamplingParams, Verdict
+from specmamba.draft.backlog import Backlog
 from specmamba.draft.base import Drafter, chain_shape
+from specmamba.draft.chain import grow_chain
 from specmamba.draft.children import ChildPicker
 from specmamba.draft.dynamic_tree import grow_dynamic_tree
+from specmamba.draft.modules import Descent
 from specmamba.draft.plan import DraftPlan
 from specmamba.draft.static_tree import StaticLayout, grow_static_tree
+from specmamba.draft.window import Window
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import DraftHead
 from specmamba.trees import StaticTree
 
-FIRST_KEY = 1  # entry t needs the hidden state of position t-1, so the first token has no entry
+FIRST_KEY = 1  # entry t needs the hidden state of position t-1, so the first token has none; module d starts d later
 MIN_BACKLOG = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Where the head's entries of one draft stand: first those it catches up with, then the root's and its own."""
-
-    positions: Tensor  # [B, root + E] int64; entry m of a draft stands m behind the root
-    slots: Tensor  # [B, root + E] int64, of keys and values; 0 for padding
-    root: int  # the column of entry 0, which is the root's
 
 
 class MTPDrafter(Drafter):
@@ -41,10 +35,21 @@ class MTPDrafter(Drafter):
     The head's entries for accepted tokens were made from its own hidden states. They are made again from the target's,
     together with the entry of the new root, in the first forward of the next draft: one forward, not two. Steps whose
     tree is the root alone leave their entries to a later one.
+
+    A head may have several modules (DeepSeek-V3, arXiv 2412.19437, section 2.2). Module d guesses at depth d of a
+    draft, d = 0 after the root, and deeper ones go round. Each has an entry of its own for every position t from
+    FIRST_KEY + d on, of known text and of each path of a draft alike, made of the token at t and what the module before
+    it gave at t - 1:
+
+        s[d, t] = module_d(token[t], s[d-1, t-1]; its entries up to t)
+
+    Module 0 takes the target's states; behind the root there are none, and it takes the last module's. A head of one
+    module is the case where that is itself. So known text is run through all modules in turn, and a step of a draft
+    through one of them (see ``Descent``). Modules that lie deeper than any draft are not run.
     """
 
     def __init__(
-        self, head: DraftHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, hidden_size: int
+        self, head: DraftHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, dtype: torch.dtype
     ) -> None:
         self.max_nodes = plan.max_nodes
         self.head = head
@@ -54,42 +59,42 @@ class MTPDrafter(Drafter):
         self._kv_pool = kv_pool
         self._table = table
         self._device = table.kv_slots.device
-        # what the next draft starts from: tokens up to the root, and the target's states before each of them
-        self._backlog = max(MIN_BACKLOG, 2 * plan.max_nodes)
-        size = (table.num_rows + 1, self._backlog)
-        self._tokens = torch.zeros(*size, dtype=torch.int64, device=self._device)
-        self._hidden = torch.zeros(*size, hidden_size, dtype=kv_pool.k.dtype, device=self._device)
-        self._num_new = [1] * size[0]  # the root is always the last of them
+        self._num_modules = max(1, min(head.num_modules, plan.num_steps))
+        capacity = max(MIN_BACKLOG, 2 * plan.max_nodes)
+        self.backlog = Backlog(table.num_rows + 1, capacity, head.num_modules, head.width, dtype, self._device)
         self._window: Window | None = None  # of the draft that is being made
+        self._descent: Descent | None = None  # the same; None for heads of one module
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         """See ``Drafter``."""
-        self._hidden[row].zero_()
-        self._tokens[row, 0] = tokens[-1]
-        self._num_new[row] = 1
+        self.backlog.begin(row, tokens)
 
-    def resume(self, row: int, features: Tensor) -> None:
-        """See ``Drafter``; the features are the target's hidden state after the last cached token."""
-        self._hidden[row, 0] = features
+    def resume(self, row: int, features: Tensor, position: int) -> None:
+        """See ``Drafter``; the features are the states after the last cached token: the target's, then modules'."""
+        self.backlog.resume(row, features)
 
-    def features(self, row: int, behind_root: int) -> Tensor | None:
+    def features(self, row: int, position: int) -> Tensor | None:
         """See ``Drafter``."""
-        return self._hidden[row, self._num_new[row] - 1 - behind_root]
+        # before a row drafts, its root is not run, and what the first column holds stands at the newest chunk's end
+        column = max(0, self.backlog.num_new[row] - 1 - (self.backlog.root[row] - position))
+        if self._num_modules > 1 and column >= self.backlog.num_complete[row]:
+            self._complete(self._batch_of(row))
+        return self.backlog.states_before(row, column)
 
     def finish(self, batch: Batch) -> None:
         """See ``Drafter``; what the next draft would catch up with is shared too, and that draft never comes."""
-        counts = {row: self._num_new[row] for row in batch.rows}
-        self.catch_up(batch, 1)  # behind the roots there may be no room any more
-        for row, count in counts.items():
-            self._num_new[row] = count
+        self._complete(batch)
 
-    def extend(self, chunk: Chunk, hidden: Tensor) -> None:
+    def extend(self, chunk: Chunk, features: Tensor) -> None:
         """Make the head's entries for known tokens. See ``Drafter``."""
-        before = torch.cat([self._hidden[chunk.row_index, :1], hidden[:, :-1]], 1)
-        kv = PagedKV.of_chunk(self._kv_pool, self._table, chunk, FIRST_KEY)
-        self.head.forward(chunk.tokens, before, ForwardContext(kv, None, chunk.positions))
-        last = (chunk.lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
-        self._hidden[chunk.row_index, 0] = hidden.gather(1, last).squeeze(1)
+        states = self.head.combine(features)
+        last = (chunk.lengths - 1)[:, None, None].expand(-1, 1, states.shape[2])
+        for module in range(self._num_modules):
+            stored = self.backlog.before[module]
+            before = torch.cat([stored[chunk.row_index, :1], states[:, :-1]], 1)
+            stored[chunk.row_index, 0] = states.gather(1, last).squeeze(1)
+            kv = PagedKV.of_chunk(self._kv_pool, self._table, chunk, FIRST_KEY + module)
+            states = self.head.forward(chunk.tokens, before, ForwardContext(kv, None, chunk.positions), module)
 
     def propose(self, batch: Batch) -> DraftTree:
         """See ``Drafter``."""
@@ -105,43 +110,29 @@ class MTPDrafter(Drafter):
             return grow_dynamic_tree(self, self._picker, plan, batch, self.catch_up(batch))
         return self._grow_chain(batch, plan.max_nodes)
 
-    def observe(self, batch: Batch, verdict: Verdict, hidden: Tensor, accepted: Sequence[int]) -> None:
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor, accepted: Sequence[int]) -> None:
         """See ``Drafter``."""
-        num_nodes = hidden.shape[1]
+        hidden = self.head.combine(features)
         on_path = hidden.gather(1, verdict.path[..., None].expand_as(hidden))
-        first = [self._num_new[row] for row in batch.rows]
-        rows = RowSet.of(batch.rows, self._device)
-        if rows.is_range and len(set(first)) == 1:
-            columns = slice(first[0], first[0] + num_nodes)
-            rows.take(self._tokens)[:, columns] = verdict.path_tokens[:, :num_nodes]
-            rows.take(self._hidden)[:, columns] = on_path
-        else:
-            places = torch.tensor(first, device=self._device)[:, None] + torch.arange(num_nodes, device=self._device)
-            self._tokens[rows.index[:, None], places] = verdict.path_tokens[:, :num_nodes]
-            self._hidden[rows.index[:, None], places] = on_path
-        for row, count in zip(batch.rows, accepted, strict=True):
-            self._num_new[row] += count + 1
+        tokens = verdict.path_tokens[:, : hidden.shape[1]]
+        self.backlog.add(batch, tokens, on_path, [count + 1 for count in accepted])
 
     def catch_up(self, batch: Batch, num_entries: int | None = None) -> Tensor:
         """Run the head over what was decided since its last forward; its state after the root, [B, 1, H].
 
         The draft that follows may make ``num_entries`` entries, the root's counted; None: as many as any draft does.
         """
-        counts = [self._num_new[row] for row in batch.rows]
-        longest, rows = max(counts), RowSet.of(batch.rows, self._device)
-        window = self._window = self._place(batch, counts, num_entries or self._plan.num_slots)
-        tokens, hidden = rows.take(self._tokens)[:, :longest], rows.take(self._hidden)[:, :longest]
-        positions, slots = window.positions[:, :longest], window.slots[:, :longest]
-        num_keys = batch.max_root_position + 1
-        is_lone = tokens.numel() == 1 and num_keys > FIRST_KEY  # one query at the last key: it sees all from the first
-        mask = None if is_lone else causal_mask(positions, num_keys, FIRST_KEY)
-        out = self._forward(batch, tokens, hidden, positions, slots, num_keys, mask)
-        for row in batch.rows:
-            self._num_new[row] = 0
-        if min(counts) == longest:
-            return out[:, -1:]
-        last = torch.tensor(counts, device=self._device)[:, None, None] - 1
-        return out.gather(1, last.expand(-1, 1, out.shape[2]))
+        counts = self.backlog.counts(batch)
+        given = self._run_backlog(batch, counts, num_entries or self._plan.num_slots)
+        if min(counts) == max(counts):
+            at_roots = [states[:, -1:] for states in given]
+        else:
+            last = torch.tensor(counts, device=self._device)[:, None, None] - 1
+            at_roots = [states.gather(1, last.expand(-1, 1, states.shape[2])) for states in given]
+        self.backlog.clear(batch, at_roots)
+        if self._num_modules > 1:
+            self._descent = Descent(batch.root_tokens[:, None], at_roots)
+        return at_roots[0]
 
     def descend(
         self, batch: Batch, tokens: Tensor, hidden: Tensor, depth: int, ancestors: Tensor | None, first_entry: int
@@ -151,7 +142,7 @@ class MTPDrafter(Drafter):
         Args:
             batch: the roots.
             tokens: [B, F] int64, the nodes.
-            hidden: [B, F, H], the head's states at their parents.
+            hidden: [B, F, H], the head's states at their parents, as this gave them.
             depth: of the nodes, below the root.
             ancestors: [B, F, first_entry + F] bool: which entries each node sees; entry 0 is the root, the nodes
                 themselves are the last F. None: a chain.
@@ -160,6 +151,8 @@ class MTPDrafter(Drafter):
         Returns:
             The head's states at the nodes, [B, F, H].
         """
+        if self._num_modules > 1:
+            return self._descend_modules(batch, tokens, depth, ancestors)
         num_entries = first_entry + tokens.shape[1]
         num_keys = batch.max_root_position + num_entries
         window = self._window
@@ -173,38 +166,65 @@ class MTPDrafter(Drafter):
             mask = causal_mask(positions, num_keys, FIRST_KEY)
         return self._forward(batch, tokens, hidden, positions, slots, num_keys, mask)
 
-    def _place(self, batch: Batch, counts: Sequence[int], num_entries: int) -> Window:
-        """Positions and slots of everything this draft may run, made at once; padding stands at the root."""
-        longest = max(counts)
-        offsets = torch.arange(1 - longest, num_entries, device=self._device)
-        if min(counts) == longest:
-            positions = batch.root_positions[:, None] + offsets
-            return Window(positions, self._table.slots_at(batch.row_index, positions), longest - 1)
-        missing = longest - torch.tensor(counts, device=self._device)[:, None]
-        moved = offsets + missing  # tokens stand at the left of their columns, what follows the root stays
-        positions = batch.root_positions[:, None] + moved.clamp(max=0).maximum(offsets)
-        slots = self._table.slots_at(batch.row_index, positions)
-        slots[:, :longest] *= moved[:, :longest] <= 0
-        return Window(positions, slots, longest - 1)
+    def _descend_modules(self, batch: Batch, tokens: Tensor, depth: int, ancestors: Tensor | None) -> Tensor:
+        """``descend`` for heads of several modules, which hand each other more states than those of the parents."""
+        window, descent = self._window, self._descent
+        assert window is not None
+        assert descent is not None
+        module, hidden = descent.step(tokens, depth, ancestors)
+        entries, first = descent.entries, descent.first
+        num_keys = batch.max_root_position + entries.num_entries
+        slots = window.slots[:, window.root + first : window.root + entries.num_entries]
+        positions = batch.root_positions[:, None] + entries.depth[first:]
+        mask = entries.mask(first, batch.root_positions, num_keys, FIRST_KEY + module)
+        states = self._forward(batch, entries.tokens[:, first:], hidden, positions, slots, num_keys, mask, module)
+        descent.keep(states)
+        return states[:, -tokens.shape[1] :]
+
+    def _run_backlog(self, batch: Batch, counts: Sequence[int], num_entries: int) -> list[Tensor]:
+        """Run known tokens, ``counts`` of each row, through all modules: what each gives, [B, max(counts), H]."""
+        longest, rows = max(counts), RowSet.of(batch.rows, self._device)
+        window = self._window = Window.of(self._table, batch, counts, num_entries)
+        tokens = rows.take(self.backlog.tokens)[:, :longest]
+        positions, slots = window.positions[:, :longest], window.slots[:, :longest]
+        num_keys = batch.max_root_position + 1
+        given: list[Tensor] = []
+        for module in range(self._num_modules):
+            hidden = rows.take(self.backlog.before[module])[:, :longest]
+            if module:
+                hidden = torch.cat([hidden[:, :1], given[-1][:, :-1]], 1)
+            first_key = FIRST_KEY + module
+            is_lone = (
+                tokens.numel() == 1 and num_keys > first_key
+            )  # one query at the last key: it sees all from the first
+            mask = None if is_lone else causal_mask(positions, num_keys, first_key)
+            given.append(self._forward(batch, tokens, hidden, positions, slots, num_keys, mask, module))
+        return given
+
+    def _complete(self, batch: Batch) -> None:
+        """Make the entries of all known tokens, and note the modules' states; the next draft makes them again."""
+        given = self._run_backlog(
+            batch, self.backlog.counts(batch), 1
+        )  # behind the roots there may be no room any more
+        self.backlog.complete(batch, given)
+
+    def _batch_of(self, row: int) -> Batch:
+        """A row alone, for ``_complete``."""
+        root = self.backlog.root[row]
+        index, position = (torch.tensor([x], device=self._device) for x in (row, root))
+        sampling = SamplingBatch.of([SamplingParams()], [0], self._device)
+        return Batch((row,), index, self.backlog.tokens[index, self.backlog.num_new[row] - 1], position, root, sampling)
 
     def _propose_nothing(self, batch: Batch) -> DraftTree:
-        if max(self._num_new[row] for row in batch.rows) + self.max_nodes > self._backlog:
+        if max(self.backlog.counts(batch)) + self.max_nodes > self.backlog.capacity:
             self.catch_up(batch)
         return DraftTree(batch.root_tokens[:, None], chain_shape(len(batch.rows), 1, self._device))
 
     def _grow_chain(self, batch: Batch, num_nodes: int) -> DraftTree:
-        hidden = self.catch_up(batch)
-        token, tokens, probs = batch.root_tokens[:, None], [batch.root_tokens[:, None]], []
-        for depth in range(num_nodes - 1):
-            if depth:
-                hidden = self.descend(batch, token, hidden, depth, None, depth)
-            token, drawn_from = self._picker.pick_one(self.head.logits(hidden), batch, depth)
-            tokens.append(token)
-            if drawn_from is not None:
-                probs.append(drawn_from)
-        draft_probs = torch.cat([*probs, probs[-1]], 1) if probs else None  # the last node has no children: any will do
-        shape = chain_shape(len(batch.rows), num_nodes, self._device)
-        return DraftTree(torch.cat(tokens, 1), shape, draft_probs)
+        def descend(nodes: Tensor, hidden: Tensor, depth: int) -> Tensor:
+            return self.descend(batch, nodes, hidden, depth, None, depth)
+
+        return grow_chain(self._picker, batch, num_nodes, self.catch_up(batch), self.head.logits, descend)
 
     def _layout(self, tree: StaticTree) -> StaticLayout:
         if tree not in self._layouts:
@@ -220,7 +240,8 @@ class MTPDrafter(Drafter):
         slots: Tensor,
         num_keys: int,
         mask: Tensor | None,
+        module: int = 0,
     ) -> Tensor:
-        read_slots = self._table.read_slots(batch, FIRST_KEY if mask is None else 0, num_keys)
+        read_slots = self._table.read_slots(batch, FIRST_KEY + module if mask is None else 0, num_keys)
         kv = PagedKV(self._kv_pool, slots.reshape(-1), read_slots, mask)
-        return self.head.forward(tokens, hidden, ForwardContext(kv, None, positions))
+        return self.head.forward(tokens, hidden, ForwardContext(kv, None, positions), module)

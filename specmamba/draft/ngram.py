@@ -80,7 +80,7 @@ class NgramDrafter(Drafter):
             shape = tree_shape(parents.to(device), self._max_children)
         return DraftTree(torch.cat([batch.root_tokens[:, None], tokens.to(device)], 1), shape)
 
-    def observe(self, batch: Batch, verdict: Verdict, hidden: Tensor, accepted: Sequence[int]) -> None:
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor, accepted: Sequence[int]) -> None:
         """See ``Drafter``."""
         rows = torch.tensor(batch.rows)
         tokens, counts = verdict.path_tokens.cpu(), torch.tensor(accepted) + 1

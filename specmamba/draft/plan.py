@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.models.base import DraftKind
 from specmamba.trees import TreeFile, read_tree_file
 
 
@@ -14,7 +15,7 @@ from specmamba.trees import TreeFile, read_tree_file
 class DraftPlan:
     """The drafter and the shape of its trees."""
 
-    algorithm: Literal["none", "mtp", "ngram"]
+    algorithm: Literal["none", "mtp", "eagle", "eagle3", "draft-model", "ngram"]
     num_steps: int  # depth of the deepest node
     topk: int  # children of a node at the most
     max_nodes: int  # nodes of a tree at the most, the root counted
@@ -26,39 +27,54 @@ class DraftPlan:
 NOTHING = DraftPlan("none", num_steps=0, topk=0, max_nodes=1, num_slots=1)
 
 
-def plan_drafts(config: EngineConfig, has_mtp_head: bool, vocab_size: int) -> DraftPlan:
+def plan_drafts(config: EngineConfig, draft: DraftKind | None, vocab_size: int) -> DraftPlan:
     """Settle what is drafted.
+
+    Args:
+        config: the flags.
+        draft: what there is to draft with, of the checkpoint or beside it.
+        vocab_size: of the target.
 
     Raises:
         ConfigError: the flags ask for what this checkpoint cannot do, or the tree file is not valid.
     """
     algorithm = config.speculative_algorithm
     if algorithm == "auto":
-        algorithm = "mtp" if has_mtp_head else "none"
-    if algorithm == "mtp" and not has_mtp_head:
+        algorithm = draft or "none"
+    if algorithm == "mtp" and draft is None:
         raise ConfigError(
             "--speculative-algorithm mtp: this checkpoint has no MTP head (no mtp.* tensors); "
             "choose auto, ngram or none, or a checkpoint that kept its MTP head"
         )
+    if algorithm not in ("none", "ngram") and algorithm != draft:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}: {config.speculative_draft_model_path} holds a draft of the kind "
+            f"{draft}: choose {draft} or auto"
+        )
     if algorithm == "none":
-        _refuse_orphans(config)
+        if config.speculative_algorithm == "auto":
+            _refuse_orphans(config)
         return NOTHING
-    plan = _plan_of_trees(config) if config.speculative_tree else _plan_of_flags(config, algorithm == "ngram")
-    if plan.topk > vocab_size and plan.algorithm == "mtp":
+    plan = _plan_of_trees(config) if config.speculative_tree else _plan_of_flags(config)
+    plan = replace(plan, algorithm=algorithm, draws_drafts=plan.draws_drafts and algorithm != "ngram")
+    if algorithm == "draft-model" and (plan.topk > 1 or plan.trees is not None):
+        flag = "--speculative-eagle-topk" if plan.trees is None else "--speculative-tree"
+        raise ConfigError(f"--speculative-draft-model-path names a draft model, which drafts chains: drop {flag}")
+    if plan.topk > vocab_size and algorithm != "ngram":
         raise ConfigError(f"--speculative-eagle-topk {plan.topk} is more than the {vocab_size} tokens there are")
     return plan
 
 
-def _plan_of_flags(config: EngineConfig, is_ngram: bool) -> DraftPlan:
+def _plan_of_flags(config: EngineConfig) -> DraftPlan:
     steps, topk, nodes = config.num_draft_steps, config.draft_topk, config.num_draft_nodes
     return DraftPlan(
-        algorithm="ngram" if is_ngram else "mtp",
+        algorithm="none",  # the caller says what it is
         num_steps=steps,
         topk=topk,
         max_nodes=nodes,
         # every step but the last runs topk nodes through the head, and each leaves its keys and values
-        num_slots=nodes if is_ngram else max(nodes, 1 + (steps - 1) * topk),
-        draws_drafts=not is_ngram and config.speculative_accept == "rejection",
+        num_slots=max(nodes, 1 + (steps - 1) * topk) if config.speculative_algorithm != "ngram" else nodes,
+        draws_drafts=config.speculative_accept == "rejection",
     )
 
 
@@ -67,7 +83,7 @@ def _plan_of_trees(config: EngineConfig) -> DraftPlan:
     trees = read_tree_file(config.speculative_tree)
     draws = config.speculative_accept == "rejection"
     return DraftPlan(
-        algorithm="mtp",
+        algorithm="none",  # the caller says what it is
         num_steps=max(max(tree.depths) for tree in trees.trees),
         topk=max(max(tree.ranks) for tree in trees.trees) + 1,
         max_nodes=trees.max_nodes,
@@ -80,6 +96,6 @@ def _plan_of_trees(config: EngineConfig) -> DraftPlan:
 def _refuse_orphans(config: EngineConfig) -> None:
     if flags := config.drafting_flags:
         raise ConfigError(
-            f"{', '.join(flags)}: this needs a drafter, and this checkpoint has no MTP head: drop it, or choose "
-            "--speculative-algorithm ngram"
+            f"{', '.join(flags)}: this needs a drafter, and this checkpoint has no MTP head: drop it, choose "
+            "--speculative-algorithm ngram, or give --speculative-draft-model-path"
         )

@@ -38,25 +38,25 @@ class RankRecorder(Drafter):
         """See ``Drafter``."""
         self.mtp.begin(row, tokens)
 
-    def resume(self, row: int, features: Tensor) -> None:
+    def resume(self, row: int, features: Tensor, position: int) -> None:
         """See ``Drafter``."""
-        self.mtp.resume(row, features)
+        self.mtp.resume(row, features, position)
 
-    def features(self, row: int, behind_root: int) -> Tensor | None:
+    def features(self, row: int, position: int) -> Tensor | None:
         """See ``Drafter``."""
-        return self.mtp.features(row, behind_root)
+        return self.mtp.features(row, position)
 
     def finish(self, batch: Batch) -> None:
         """See ``Drafter``."""
         self.mtp.finish(batch)
 
-    def extend(self, chunk: Chunk, hidden: Tensor) -> None:
+    def extend(self, chunk: Chunk, features: Tensor) -> None:
         """See ``Drafter``."""
-        self.mtp.extend(chunk, hidden)
+        self.mtp.extend(chunk, features)
 
-    def observe(self, batch: Batch, verdict: Verdict, hidden: Tensor, accepted: Sequence[int]) -> None:
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor, accepted: Sequence[int]) -> None:
         """See ``Drafter``."""
-        self.mtp.observe(batch, verdict, hidden, accepted)
+        self.mtp.observe(batch, verdict, features, accepted)
 
     def propose(self, batch: Batch) -> DraftTree:
         """The root alone; what is replayed behind it is ranked first. Requests without a replay are only run."""

@@ -16,14 +16,14 @@ from specmamba.draft.base import Drafter
 from specmamba.draft.build import build_drafter
 from specmamba.draft.plan import DraftPlan, plan_drafts
 from specmamba.engine.describe import describe
+from specmamba.engine.load import load_models, require_target, resolve_device
 from specmamba.engine.prefixes import build_prefixes
 from specmamba.engine.request import Request, Run
 from specmamba.engine.runner import Decision, Pools, Runner
 from specmamba.engine.scheduler import Scheduler, SchedulerLimits
 from specmamba.engine.text import TextStream
-from specmamba.errors import ConfigError, PromptTooLongError, RequestError
+from specmamba.errors import PromptTooLongError, RequestError
 from specmamba.models.checkpoint import resolve_checkpoint
-from specmamba.models.registry import load_model
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 
 logger = logging.getLogger("specmamba")
@@ -57,16 +57,17 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.device = _resolve_device(config.device)
+        self.device = resolve_device(config.device)
         folder = resolve_checkpoint(config.model_path, config.revision)
         budget = int(free_memory(self.device) * config.mem_fraction_static)
+        require_target(folder)
         self.tokenizer = Tokenizer(folder)
         with torch.inference_mode():
-            self.loads_head = config.speculative_algorithm in ("auto", "mtp")
-            self.model = load_model(folder, config.dtype, self.device, self.loads_head)
+            self.models = load_models(folder, config, self.device)
+            self.model = self.models.target
             self.vocab_size = self.model.target.vocab_size
-            self.draft_plan = plan_drafts(config, self.model.draft_head is not None, self.vocab_size)
-            weight_bytes = self.model.num_parameters * self.model.cache_shape.dtype.itemsize
+            self.draft_plan = plan_drafts(config, self.models.draft_kind, self.vocab_size)
+            weight_bytes = self.models.weight_bytes
             self.memory_plan = plan_memory(
                 config,
                 self.model.cache_shape,
@@ -204,7 +205,13 @@ class Engine:
 
     def make_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
         """A drafter on this engine's pools. Raises ConfigError when an n-gram corpus cannot be read."""
-        return build_drafter(plan, config, self.model, self.pools.kv, self.pools.table, self.tokenizer.encode)
+        return build_drafter(plan, config, self.models, self.pools.kv, self.pools.table, self.tokenizer.encode)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's layers that what drafts now reads; none where it reads the last hidden state, or nothing."""
+        drafts_with_head = self.draft_plan.algorithm == self.model.draft_algorithm
+        return getattr(self.model.draft_head, "target_layers", ()) if drafts_with_head else ()
 
     def _limits(self) -> SchedulerLimits:
         config = self.config
@@ -267,14 +274,6 @@ def _delta(
         error=error,
         spec=request.spec,
     )
-
-
-def _resolve_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: this PyTorch sees no CUDA device; leave --device out to run on the CPU")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 def _set_threads(config: EngineConfig, device: torch.device, weight_bytes: int) -> None:

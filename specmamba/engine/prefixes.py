@@ -226,15 +226,17 @@ class Prefixes:
         return self._pools.states.reserve(PREFIX_CACHE)
 
     def _save_features(self, request: Request, slot: int, position: int) -> None:
-        """Keep what a draft head needs to go on at a position beside the state that stands there."""
-        row = request.held_row
-        behind_root = self._pools.records.position(row) - position if request.is_verifying else 0
-        features = self._runner.drafter.features(row, behind_root)
+        """Keep what a drafter needs to go on at a position beside the state that stands there.
+
+        A draft may run into numbers that are not finite where the target does not. Whoever goes on from here then
+        drafts from zeros, rather than from these for as long as its text goes.
+        """
+        features = self._runner.drafter.features(request.held_row, position)
         stored = self._pools.states.features[0, slot]
         if features is None:
             stored.zero_()
         else:
-            stored.copy_(features)
+            stored.copy_(features.where(features.isfinite().all(), 0))
 
 
 def _has_more_than_its_node(request: Request) -> bool:

@@ -24,7 +24,7 @@ from specmamba.draft.base import Drafter
 from specmamba.engine.clock import StepClock
 from specmamba.engine.request import Request, Run
 from specmamba.layers.context import ForwardContext
-from specmamba.models.base import LoadedModel
+from specmamba.models.base import LoadedModel, TargetOutput
 from specmamba.verify.accept import accept
 from specmamba.verify.rules import AcceptRule
 
@@ -57,7 +57,7 @@ class Runner:
     def __init__(
         self, model: LoadedModel, pools: Pools, drafter: Drafter, device: torch.device, rule: AcceptRule = "target"
     ) -> None:
-        self._target = model.target
+        self.target = model.target
         self.drafter = drafter
         self.clock = StepClock(device)
         self.on_logits: Callable[[Tensor], None] | None = None  # sees the logits [B, N, V] of every step
@@ -70,7 +70,8 @@ class Runner:
         """A request got its row: whatever was there before is gone. Its first ``num_run`` tokens are cached."""
         self.drafter.begin(request.held_row, request.known_tokens(0, request.num_tokens))
         if request.num_run:
-            self.drafter.resume(request.held_row, self.pools.states.features[0, request.held_slot])
+            features = self.pools.states.features[0, request.held_slot]
+            self.drafter.resume(request.held_row, features, request.num_run)
 
     def start_verifying(self, request: Request) -> None:
         """All known tokens but the last have been run: its state becomes a checkpoint to verify from."""
@@ -109,8 +110,8 @@ class Runner:
             state=ExtendState(pools.states, slots, chunk.lengths),
             positions=chunk.positions,
         )
-        hidden = self._target.forward(chunk.tokens, context)
-        self.drafter.extend(chunk, hidden)
+        hidden, features = self.target.forward(chunk.tokens, context)
+        self.drafter.extend(chunk, features)
         for run in runs:
             pools.states.end_write(run.request.held_slot, run.start + run.length)
         is_sound: list[bool] = (hidden.isfinite().all(-1) | ~chunk.is_token).all(-1).tolist()
@@ -125,8 +126,8 @@ class Runner:
         tree = self.drafter.propose(batch)
         self.clock.lap("draft")
         plan = self.pools.records.plan(batch.rows, tree.shape)
-        hidden = self._verify(batch, tree, plan)
-        logits = self._target.logits(hidden)
+        hidden, features = self._verify(batch, tree, plan)
+        logits = self.target.logits(hidden)
         if self.on_logits is not None:
             self.on_logits(logits)
         verdict = accept(tree, logits, batch, history, rule=self.rule, synthetic=self.synthetic_acceptance)
@@ -135,27 +136,28 @@ class Runner:
         accepted = [row[0] for row in read]
         self.clock.lap("verify")
         self._commit(batch, plan, verdict, accepted)
-        self.drafter.observe(batch, verdict, hidden, accepted)
+        self.drafter.observe(batch, verdict, features, accepted)
         self.clock.lap("commit")
         return [
             Decision(tuple(tokens[: count + 1]), num_drafted, bool(is_sound))
             for count, is_sound, num_drafted, *tokens in read
         ]
 
-    def _verify(self, batch: Batch, tree: DraftTree, plan: VerifyPlan) -> Tensor:
-        """One target forward over all nodes of all trees; hidden states [B, N, H]."""
+    def _verify(self, batch: Batch, tree: DraftTree, plan: VerifyPlan) -> TargetOutput:
+        """One target forward over all nodes of all trees."""
         table, num_nodes = self.pools.table, tree.shape.num_nodes
         nodes = torch.arange(num_nodes, device=self._device)
         write_slots = table.slots_at(batch.row_index, batch.root_positions[:, None] + nodes)
         num_keys = batch.max_root_position + num_nodes
-        sees_all = len(batch.rows) == num_nodes == 1  # a lone root: no key is another's, none is ahead
+        # a lone root: no key is another's, none is ahead; and a model without attention asks for none
+        sees_all = len(batch.rows) == num_nodes == 1 or not self.pools.kv.k
         mask = None if sees_all else tree_mask(batch.root_positions, tree.shape, num_keys)
         context = ForwardContext(
             kv=PagedKV(self.pools.kv, write_slots.view(-1), table.read_slots(batch, 0, num_keys), mask),
             state=VerifyState(self.pools.records, plan),
             positions=batch.root_positions[:, None] + tree.shape.depth,
         )
-        return self._target.forward(tree.tokens, context)
+        return self.target.forward(tree.tokens, context)
 
     def _commit(self, batch: Batch, plan: VerifyPlan, verdict: Verdict, accepted: Sequence[int]) -> None:
         """Promote the accepted paths: their records become pending, their KV moves to where their positions are."""

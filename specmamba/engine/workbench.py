@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from specmamba.cache.memory_plan import free_memory
 from specmamba.command_line import describe_validation_error
 from specmamba.config import EngineConfig
 from specmamba.core import SamplingParams
+from specmamba.draft.base import Drafter, NoDrafter
 from specmamba.draft.mtp import MTPDrafter
-from specmamba.draft.plan import plan_drafts
+from specmamba.draft.plan import DraftPlan, plan_drafts
 from specmamba.draft.recorder import RankRecorder
 from specmamba.engine.clock import StepClock
 from specmamba.engine.engine import Engine
+from specmamba.engine.target_reader import See, digest_of_checkpoint, read_target
 from specmamba.errors import ConfigError, RequestError
+from specmamba.models.checkpoint import resolve_checkpoint
+from specmamba.models.hybrid import HybridTarget
 
 # what decides how drafts are made; the state backend is not among them: its buffers stay
 DRAFT_FIELDS = {name for name in EngineConfig.model_fields if name.startswith("speculative_")} - {"speculative_state"}
+# what was loaded to draft with, which stays too
+LOADED_FIELDS = {name for name in DRAFT_FIELDS if name.startswith("speculative_draft_model_")}
 
 
 class Workbench:
@@ -40,7 +48,7 @@ class Workbench:
 
         Args:
             flags: ``speculative_*`` fields of the configuration, without the state backend; what is not given is at its
-                default.
+                default, but for the draft that was loaded.
 
         Raises:
             ConfigError: the flags contradict each other, the checkpoint, or what this engine has memory for.
@@ -48,23 +56,28 @@ class Workbench:
         engine = self._idle_engine()
         if others := flags.keys() - DRAFT_FIELDS:
             raise ConfigError(f"{', '.join(sorted(others))}: only the way of drafting can be changed here")
-        wants_head = flags.get("speculative_algorithm", "auto") in ("auto", "mtp")
-        if wants_head and not engine.loads_head:
-            raise ConfigError("this engine was started without the MTP head: start it with auto or mtp")
+        wants_draft = flags.get("speculative_algorithm", "auto") not in ("none", "ngram")
+        if wants_draft and not engine.models.looked_for_draft:
+            raise ConfigError("this engine was started without a draft: start it with auto, or the algorithm itself")
+        loaded = {name: getattr(engine.config, name) for name in LOADED_FIELDS}
+        if any(flags[name] != loaded[name] for name in flags.keys() & LOADED_FIELDS):
+            raise ConfigError("the draft that this engine was started with stays: start another one for another draft")
         defaults = {name: EngineConfig.model_fields[name].default for name in DRAFT_FIELDS}
+        ours = defaults | (loaded if wants_draft else {}) | {k: v for k, v in flags.items() if k not in loaded}
         try:
-            config = EngineConfig(**{**engine.config.model_dump(), **defaults, **flags})
+            config = EngineConfig(**{**engine.config.model_dump(), **ours}).model_copy(update=loaded)
         except ValidationError as error:
             raise ConfigError(describe_validation_error(error)) from None
-        plan = plan_drafts(config, engine.model.draft_head is not None, engine.vocab_size)
+        plan = plan_drafts(config, engine.models.draft_kind, engine.vocab_size)
         room = engine.memory_plan
         if plan.max_nodes > room.max_nodes or plan.num_slots > room.num_slots:
             raise ConfigError(
                 f"a draft of {plan.max_nodes} nodes ({plan.num_slots} slots) does not fit an engine that was started "
                 f"for {room.max_nodes} ({room.num_slots}): start it with its largest draft"
             )
-        engine.runner.drafter = engine.make_drafter(plan, config)
+        engine.runner.drafter = self._make_drafter(plan, config)
         engine.config, engine.draft_plan, engine.runner.rule = config, plan, config.speculative_accept
+        engine.model.target.read_features(engine.feature_layers)
         engine.flush_cache()  # what was left there has nothing for this drafter to go on from
 
     def use_synthetic_acceptance(self, probability: float | None) -> None:
@@ -72,17 +85,17 @@ class Workbench:
         self._idle_engine().runner.synthetic_acceptance = probability
 
     def record_ranks(self) -> RankRecorder:
-        """Draft nothing from here on, and note for every replayed token how the MTP head ranked it.
+        """Draft nothing from here on, and note for every replayed token how the draft head ranked it.
 
         Raises:
-            ConfigError: nothing is drafted by an MTP head here.
+            ConfigError: nothing is drafted by a head here.
         """
         engine = self._idle_engine()
         drafter = engine.runner.drafter
         if isinstance(drafter, RankRecorder):
             drafter = drafter.mtp
         if not isinstance(drafter, MTPDrafter) or not engine.draft_plan.num_steps:
-            raise ConfigError("ranks are recorded from an MTP head: choose --speculative-algorithm mtp")
+            raise ConfigError("ranks are recorded from a draft head: choose auto, mtp, eagle or eagle3")
         recorder = RankRecorder(drafter, engine.draft_plan.num_steps)
         engine.runner.drafter = recorder
         return recorder
@@ -115,6 +128,53 @@ class Workbench:
         finally:
             engine.runner.on_logits = None
             engine.abort("logits")
+
+    def read_target(self, texts: Sequence[Sequence[int]], layers: tuple[int, ...], see: See) -> None:
+        """What the target says of given tokens; see ``target_reader.read_target``.
+
+        Raises:
+            ConfigError: the engine has a prefix cache.
+        """
+        engine = self._idle_engine()
+        if engine.prefixes.is_on:
+            raise ConfigError("what is cached is not run: start the engine with --disable-radix-cache")
+        read_target(engine, texts, layers, see)
+
+    def target_matrices(self) -> tuple[Tensor, Tensor]:
+        """The target's embedding as its checkpoint has it, and its output head with all that logits are multiplied by:
+        both [V, H] float32, on the CPU, and the caller's own."""
+        target = self._engine.model.target
+        assert isinstance(target, HybridTarget)
+        with torch.inference_mode():
+            ones = torch.eye(target.hidden_size, device=self._engine.device, dtype=self._engine.model.cache_shape.dtype)
+            output = target.logits(ones).t()
+        # copies made outside of inference mode: they may be part of a training
+        own = [torch.empty(target.vocab_size, target.hidden_size) for _ in range(2)]
+        return own[0].copy_(target.embedding), own[1].copy_(output)
+
+    @property
+    def target_digest(self) -> str:
+        """Tells this target apart from others, and from the same one in another precision."""
+        config, model = self._engine.config, self._engine.model
+        digest = digest_of_checkpoint(resolve_checkpoint(config.model_path, config.revision))
+        return f"{digest} {model.cache_shape.dtype} {config.quantization}"
+
+    @property
+    def free_memory(self) -> int:
+        """Bytes of the host's memory that are free beside the engine."""
+        return free_memory(torch.device("cpu"))
+
+    def _make_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
+        """A drafter in place of the engine's; where it cannot be had, the engine drafts on as it did."""
+        engine = self._engine
+        if plan.algorithm in ("none", "ngram"):  # these hold no states, and a corpus may be refused
+            return engine.make_drafter(plan, config)
+        engine.runner.drafter = NoDrafter()  # the states of two may not fit: the old one goes first
+        try:
+            return engine.make_drafter(plan, config)
+        except BaseException:
+            engine.runner.drafter = engine.make_drafter(engine.draft_plan, engine.config)
+            raise
 
     def _idle_engine(self) -> Engine:
         if self._engine.has_unfinished_requests:

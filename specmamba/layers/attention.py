@@ -1,36 +1,35 @@
-"""Full attention with normalised queries and keys, partial rotary embedding and a gated output."""
+"""Full attention: grouped heads, with or without norms of queries and keys, rotary embedding, an output gate."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from specmamba.kernels import paged_attention
 from specmamba.layers.context import LayerContext
 from specmamba.layers.linear import Linear
 
 
-class GatedAttention:
-    """Attention whose output is multiplied by sigmoid(gate(x)) before the output projection (Qwen3-Next, Qwen3.5)."""
+class Attention:
+    """One attention layer; its keys and values live at ``kv_layer`` of the KV pool."""
 
     def __init__(
-        self, kv_layer: int, qkvg: Tensor, out: Tensor, q_norm: Tensor, k_norm: Tensor, num_kv_heads: int, eps: float
+        self, kv_layer: int, project: Linear, out: Linear, form: paged_attention.Form, has_rotary: bool = True
     ) -> None:
         """Args:
         kv_layer: where this layer's keys and values live in the KV pool.
-        qkvg: [(2 Hq + 2 Hkv) D, H], rows in the order queries, keys, values, gates.
-        out: [H, Hq D].
-        q_norm, k_norm: [D], ready to multiply.
-        num_kv_heads: Hkv.
-        eps: of the norms.
+        project: H -> (Hq + 2 Hkv) D, with a gate Hq D more; in the order queries, keys, values, gates.
+        out: Hq D -> H.
+        form: what happens between the two.
+        has_rotary: whether queries and keys are rotated by their positions.
         """
         self._kv_layer = kv_layer
-        self._in = Linear(qkvg)
-        self._out = Linear(out)
-        heads = q_norm.expand(out.shape[1] // q_norm.shape[0], -1), k_norm.expand(num_kv_heads, -1)
-        self._qk_norm = torch.cat(heads).float()  # queries and keys in one pass
-        self._eps = eps
+        self._in, self._out = project, out
+        self._form, self._has_rotary = form, has_rotary
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
-        cos, sin = context.rotary.cos, context.rotary.sin
-        return self._out(context.kv.gated_attend(self._kv_layer, self._in(x), self._qk_norm, self._eps, cos, sin))
+        cos = sin = None
+        if self._has_rotary:
+            assert context.rotary is not None
+            cos, sin = context.rotary.cos, context.rotary.sin
+        return self._out(context.kv.attend(self._kv_layer, self._in(x), self._form, cos, sin))

@@ -23,4 +23,4 @@ class LayerContext:
 
     kv: PagedKV
     state: StateAccess | None
-    rotary: RotaryAngles
+    rotary: RotaryAngles | None  # None in models that do not rotate

@@ -2,53 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from specmamba.cache.shapes import DeltaStateShape
+from specmamba.cache.shapes import StateShape
 from specmamba.kernels import delta_net
 from specmamba.layers.context import LayerContext
 from specmamba.layers.linear import Linear
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaNetWeights:
-    """Weights of one layer; C = 2 Hk K + Hv V convolution channels."""
-
-    projection: Tensor  # [C + Hv V + 2 Hv, H]: rows in the order q, k, v, output gate, beta, decay
-    conv: Tensor  # [C, W]
-    a_log: Tensor  # [Hv] float32
-    dt_bias: Tensor  # [Hv]
-    norm: Tensor  # [V]
-    out: Tensor  # [H, Hv V]
-
-
 class GatedDeltaNet:
     """One recurrent layer; its state lives at ``state_layer`` of the state pool."""
 
-    def __init__(self, state_layer: int, shape: DeltaStateShape, weights: DeltaNetWeights, eps: float) -> None:
+    def __init__(
+        self, state_layer: int, shape: StateShape, project: Linear, out: Linear, weights: delta_net.Weights
+    ) -> None:
+        """Args:
+        state_layer: where this layer's state lives in the state pool.
+        shape: of the state; C = 2 Hk K + Hv V convolution channels.
+        project: H -> C + Hv V + 2 Hv, in the order q, k, v, output gate, beta, decay.
+        out: Hv V -> H.
+        weights: of what is between the two.
+        """
         self._state_layer = state_layer
-        self._shape = shape
-        self._in = Linear(weights.projection)
-        self._out = Linear(weights.out)
-        self._weights = delta_net.Weights(
-            conv=weights.conv.float().t().contiguous().t(),  # the kernel reads it by tap
-            negative_a=-weights.a_log.float().exp(),
-            dt_bias=weights.dt_bias.float(),
-            norm=weights.norm.float(),
-            norm_eps=eps,
-            num_key_heads=shape.num_key_heads,
-            key_dim=shape.key_dim,
-        )
+        self._num_heads = shape.num_value_heads
+        value_size = shape.num_value_heads * shape.value_dim
+        self._sizes = [shape.conv_channels, value_size, shape.num_value_heads, shape.num_value_heads]
+        self._in, self._out = project, out
+        self._weights = weights
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
         assert context.state is not None
-        s = self._shape
-        sizes = [s.conv_channels, s.num_value_heads * s.value_dim, s.num_value_heads, s.num_value_heads]
-        mixed, gate, b, a = torch.split_with_sizes(self._in(x), sizes, -1)
-        gate = gate.view(*x.shape[:2], s.num_value_heads, s.value_dim)
+        mixed, gate, b, a = torch.split_with_sizes(self._in(x), self._sizes, -1)
+        gate = gate.unflatten(-1, (self._num_heads, -1))
         out = context.state.delta_net(self._state_layer, delta_net.Inputs(mixed, gate, b, a), self._weights)
         return self._out(out.flatten(-2))

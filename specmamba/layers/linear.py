@@ -18,6 +18,7 @@ class Linear:
             library.preload()
         self._product = linear.pack(weight, form)
         self._bias = bias
+        self.nbytes = self._product.nbytes + (0 if bias is None else bias.nbytes)  # of what is kept
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]; the product is rounded to x's dtype before the bias is added."""

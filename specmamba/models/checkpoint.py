@@ -22,8 +22,13 @@ FLOAT_TYPES = ("F32", "BF16", "F16")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 
-def resolve_checkpoint(model: str, revision: str | None) -> Path:
+def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "--revision") -> Path:
     """The folder of a checkpoint: ``model`` itself, or a download of the hub repository of that name.
+
+    Args:
+        model: a folder or a hub id.
+        revision: on the hub.
+        revision_flag: what the user calls it.
 
     Raises:
         ConfigError: a revision is given for a local folder.
@@ -33,7 +38,9 @@ def resolve_checkpoint(model: str, revision: str | None) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         if revision is not None:
-            raise ConfigError(f"--revision names a version on the hub, but {folder} is a local folder: leave it out")
+            raise ConfigError(
+                f"{revision_flag} names a version on the hub, but {folder} is a local folder: leave it out"
+            )
     elif folder.exists():
         raise CheckpointError(f"{folder} is a file: give the folder of the checkpoint (with its config.json)")
     else:
@@ -61,6 +68,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def read_architecture(folder: Path) -> str:
+    """The name of the model that a checkpoint says it is. Raises CheckpointError where it says none."""
+    names = read_json(folder / "config.json").get("architectures")
+    if not (isinstance(names, list) and names and isinstance(names[0], str)):
+        raise CheckpointError(f'{folder / "config.json"} names no model: it needs "architectures": ["..."]')
+    return names[0]
+
+
 def read_config(folder: Path, supported: Sequence[str]) -> tuple[PretrainedConfig, str]:
     """The config of a checkpoint, and the name of its architecture, which is one of ``supported``.
 
@@ -68,11 +83,7 @@ def read_config(folder: Path, supported: Sequence[str]) -> tuple[PretrainedConfi
         UnsupportedModelError: the architecture is not supported; the message lists those that are.
         CheckpointError: config.json is missing, damaged, names no architecture, or has values that do not fit it.
     """
-    raw = read_json(folder / "config.json")
-    names = raw.get("architectures")
-    if not (isinstance(names, list) and names and isinstance(names[0], str)):
-        raise CheckpointError(f'{folder / "config.json"} names no model: it needs "architectures": ["..."]')
-    architecture: str = names[0]
+    architecture = read_architecture(folder)
     if architecture not in supported:
         raise UnsupportedModelError(
             f"{folder} is a {architecture} model; specmamba has models for: {', '.join(sorted(supported))}"
@@ -137,6 +148,18 @@ class TensorReader:
         """Close the files. Tensors that were taken stay valid."""
         self._stack.close()
 
+    def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        """Some rows of a matrix, [rows, width], whatever kind of reader this is. Raises CheckpointError."""
+        import torch
+        from safetensors import SafetensorError
+
+        tensor = self.stored(name)
+        try:
+            stored = self._handles[tensor.file].get_slice(tensor.stored_name)
+            return torch.cat([stored[row : row + 1] for row in rows])
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{tensor.stored_name} cannot be read from {tensor.file}: {error}") from None
+
     def names(self) -> tuple[str, ...]:
         return tuple(self._tensors)
 
@@ -171,13 +194,16 @@ class TensorReader:
                 f"{tensor.stored_name} is stored as {tensor.dtype} in {tensor.file}: "
                 f"use a checkpoint that is not quantised (specmamba reads {', '.join(FLOAT_TYPES)})"
             )
+        self._taken.add(name)
+        return self._read(tensor)
+
+    def _read(self, tensor: StoredTensor) -> Tensor:
         from safetensors import SafetensorError
 
         try:
             mapped: Tensor = self._handles[tensor.file].get_tensor(tensor.stored_name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{tensor.stored_name} cannot be read from {tensor.file}: {error}") from None
-        self._taken.add(name)
         return mapped.clone()  # else the weights would be a view of the file, and change or crash with it
 
     def finish(self, ignore: tuple[str, ...] = ()) -> None:

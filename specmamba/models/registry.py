@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from specmamba.errors import ConfigError
-from specmamba.models import qwen3_5
-from specmamba.models.base import LoadedModel
+from specmamba.models import falcon_h1, granite_hybrid, mamba2, nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
+from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.checkpoint import TensorReader, read_config, text_config
+from specmamba.models.shape_reader import ShapeReader
 from specmamba.models.tokenizer import read_eos_token_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Loader = Callable[["PretrainedConfig", TensorReader, torch.dtype, torch.device, bool], LoadedModel]
+# from a checkpoint's text config and tensors; raises CheckpointError and UnsupportedModelError
+Loader = Callable[["PretrainedConfig", TensorReader, LoadOptions], LoadedModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +32,45 @@ class Family:
 
 
 ARCHITECTURES = {
+    "FalconH1ForCausalLM": Family(falcon_h1.load, falcon_h1.RENAMES),
+    "GraniteMoeHybridForCausalLM": Family(granite_hybrid.load, granite_hybrid.RENAMES),
+    "Mamba2ForCausalLM": Family(mamba2.load, mamba2.RENAMES),
+    "NemotronHForCausalLM": Family(nemotron_h.load, nemotron_h.RENAMES),
     "Qwen3_5ForCausalLM": Family(qwen3_5.load, qwen3_5.RENAMES),
     "Qwen3_5ForConditionalGeneration": Family(qwen3_5.load, qwen3_5.RENAMES),
+    "Qwen3_5MoeForCausalLM": Family(qwen3_5_moe.load, qwen3_5_moe.RENAMES),
+    "Qwen3_5MoeForConditionalGeneration": Family(qwen3_5_moe.load, qwen3_5_moe.RENAMES),
+    "Qwen3NextForCausalLM": Family(qwen3_next.load, qwen3_next.RENAMES),
 }
 
 
-def load_model(folder: Path, dtype_name: str, device: torch.device, want_draft_head: bool) -> LoadedModel:
+def load_model(folder: Path, options: LoadOptions) -> LoadedModel:
     """Load the checkpoint in ``folder``.
 
     Raises:
         CheckpointError: it is incomplete, damaged or inconsistent.
         UnsupportedModelError: there is no model for its architecture.
-        ConfigError: ``auto`` dtype, and the checkpoint names none that is supported.
     """
     config, architecture = read_config(folder, tuple(ARCHITECTURES))
     family = ARCHITECTURES[architecture]
-    dtype = _resolve_dtype(dtype_name, config)
     text = text_config(config)
     # a multimodal config says it for the whole model, and its text part may not repeat it
     text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
-    with TensorReader(folder, family.renames) as reader:
-        loaded = family.load(text, reader, dtype, device, want_draft_head)
+    reader_class = ShapeReader if options.device.type == "meta" else TensorReader
+    with reader_class(folder, family.renames) as reader:
+        loaded = family.load(text, reader, options)
     return replace(loaded, architecture=architecture, eos_token_ids=read_eos_token_ids(folder, config))
+
+
+def choose_dtype(folder: Path, name: str) -> torch.dtype:
+    """The type of weights and activations that ``name`` (see ``EngineConfig.dtype``) means for a checkpoint.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as for ``load_model``.
+        ConfigError: ``auto``, and the checkpoint names none that is supported.
+    """
+    config, _ = read_config(folder, tuple(ARCHITECTURES))
+    return _resolve_dtype(name, config)
 
 
 def _resolve_dtype(name: str, config: PretrainedConfig) -> torch.dtype:

@@ -18,6 +18,11 @@ REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a checkpoint folder has files of a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
 class Tokenizer:
     """The tokenizer of a checkpoint folder. Safe to share between threads: nothing changes after construction.
 
@@ -26,7 +31,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        if not has_tokenizer(folder):
             raise CheckpointError(f"{folder} has no tokenizer: add its tokenizer.json and tokenizer_config.json")
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -53,6 +58,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """All tokens, the added ones included. The model's embedding may have more rows than that."""
         return len(self._loaded)
+
+    def token_ids(self) -> dict[str, int]:
+        """All tokens, the added ones included, and their numbers."""
+        return dict(self._backend.get_vocab())
 
     @property
     def has_chat_template(self) -> bool:

@@ -1,0 +1,159 @@
+"""Drafting with a small model of its own (arXiv 2211.17192), whose recurrent states follow the text by records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specmamba.cache.access import PagedKV, causal_mask
+from specmamba.cache.draft_states import DraftStates
+from specmamba.cache.kv_pool import KVPool
+from specmamba.cache.request_table import RequestTable
+from specmamba.cache.rows import RowSet
+from specmamba.core import Batch, Chunk, DraftTree, Verdict
+from specmamba.draft.base import Drafter, chain_shape
+from specmamba.draft.chain import grow_chain
+from specmamba.draft.children import ChildPicker
+from specmamba.draft.plan import DraftPlan
+from specmamba.layers.context import ForwardContext
+from specmamba.models.base import LoadedModel
+
+MAX_NEW = 2  # tokens that a draft starts with: the last draft of the step before, which was not run, and the root
+
+
+class ModelDrafter(Drafter):
+    """Drafts chains from a model that runs the same text as the target.
+
+    Keys and values of both stand at the same token slots, so that what is shared of the one is shared of the other. In
+    a step the model runs the root and every draft but the last, one by one; when the target has decided, the records of
+    what it rejected are dropped. Only where all was accepted the last draft is missing: it is run together with the
+    next root, or when the state behind it is asked for. Who goes on from a cached prefix starts from a copy of the
+    whole state.
+    """
+
+    def __init__(self, model: LoadedModel, plan: DraftPlan, kv_pool: KVPool, table: RequestTable) -> None:
+        self.max_nodes = plan.max_nodes
+        self._model = model.target
+        self._picker = ChildPicker(plan.draws_drafts)
+        self._kv_pool = kv_pool.from_layer(len(kv_pool.k) - model.cache_shape.num_kv_layers)
+        self._table = table
+        self._device = table.kv_slots.device
+        # a step runs max_nodes - 1 tokens and perhaps one that the step before left; its own last one may follow
+        self._max_pending = plan.max_nodes + 1
+        self._states = DraftStates(model.cache_shape, table.num_rows, plan.max_nodes, self._device)
+        self._tokens = torch.zeros(table.num_rows + 1, MAX_NEW, dtype=torch.int64, device=self._device)
+        self._num_new = [1] * (table.num_rows + 1)  # tokens that are decided and not run, the root is the last of them
+        self._root = [0] * (table.num_rows + 1)  # positions
+
+    def begin(self, row: int, tokens: Sequence[int]) -> None:
+        """See ``Drafter``."""
+        self._states.begin(row)
+        self._tokens[row, 0] = tokens[-1]
+        self._num_new[row], self._root[row] = 1, len(tokens) - 1
+
+    def resume(self, row: int, features: Tensor, position: int) -> None:
+        """See ``Drafter``; the features are the model's state after the last cached token."""
+        self._states.load(row, features, position)
+
+    def features(self, row: int, position: int) -> Tensor:
+        """See ``Drafter``."""
+        if self._states.is_started(row) and position > self._states.position(row):
+            self._run_last_drafts((row,))
+        return self._states.values(row, position)
+
+    def finish(self, batch: Batch) -> None:
+        """See ``Drafter``; a last draft that was accepted is in the text, and has neither KV nor state here yet."""
+        self._run_last_drafts(batch.rows)
+
+    def extend(self, chunk: Chunk, features: Tensor) -> None:
+        """Run the same known tokens. See ``Drafter``."""
+        kv = PagedKV.of_chunk(self._kv_pool, self._table, chunk)
+        with self._states.extend(chunk) as state:
+            self._model.forward(chunk.tokens, ForwardContext(kv, state, chunk.positions))
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """See ``Drafter``."""
+        for row in batch.rows:
+            self._states.start(row, self._root[row])
+        self._states.reserve(batch.rows, self._max_pending)
+
+        def descend(token: Tensor, _: Tensor, depth: int) -> Tensor:
+            positions = batch.root_positions[:, None] + depth
+            return self._run(batch.rows, token, positions, batch.max_root_position + depth + 1)
+
+        hidden = self._catch_up(batch)
+        return grow_chain(self._picker, batch, self.max_nodes, hidden, self._model.logits, descend)
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor, accepted: Sequence[int]) -> None:
+        """See ``Drafter``."""
+        num_drafts = self.max_nodes - 1
+        first_new = verdict.num_accepted.clamp(max=num_drafts - 1)[:, None] + torch.arange(MAX_NEW, device=self._device)
+        RowSet.of(batch.rows, self._device).put(self._tokens, verdict.path_tokens.gather(1, first_new))
+        for row, count in zip(batch.rows, accepted, strict=True):
+            self._root[row] += count + 1
+            self._num_new[row] = 2 if count == num_drafts else 1
+            self._states.roll_back(row, self._root[row] + 1 - self._num_new[row])
+
+    def _catch_up(self, batch: Batch) -> Tensor:
+        """Run what was decided since the last forward; the model's state after the roots, [B, 1, H]."""
+        counts = [self._num_new[row] for row in batch.rows]
+        longest = max(counts)
+        tokens = RowSet.of(batch.rows, self._device).take(self._tokens)[:, :longest]
+        offsets = torch.arange(1 - longest, 1, device=self._device)
+        if min(counts) == longest:
+            positions = batch.root_positions[:, None] + offsets
+            return self._run(batch.rows, tokens, positions, batch.max_root_position + 1)[:, -1:]
+        count = torch.tensor(counts, device=self._device)[:, None]
+        behind_root = offsets + (longest - count)  # tokens stand at the left of their columns, padding is at the root
+        positions = batch.root_positions[:, None] + behind_root.clamp(max=0)
+        hidden = self._run(batch.rows, tokens, positions, batch.max_root_position + 1, counts, behind_root <= 0)
+        return hidden.gather(1, (count - 1)[..., None].expand(-1, 1, hidden.shape[2]))
+
+    def _run_last_drafts(self, rows: Sequence[int]) -> None:
+        """Of rows that have a token to run besides the root, run it."""
+        rows = [row for row in rows if self._num_new[row] == MAX_NEW]
+        if not rows:
+            return
+        index = torch.tensor(rows, device=self._device)
+        before_root = [self._root[row] - 1 for row in rows]
+        positions = torch.tensor(before_root, device=self._device)[:, None]
+        self._run(rows, self._tokens[index, :1], positions, max(before_root) + 1)
+        self._tokens[index, 0] = self._tokens[index, 1]
+        for row in rows:
+            self._num_new[row] = 1
+
+    def _run(
+        self,
+        rows: Sequence[int],
+        tokens: Tensor,
+        positions: Tensor,
+        num_keys: int,
+        counts: Sequence[int] | None = None,
+        is_token: Tensor | None = None,
+    ) -> Tensor:
+        """Run tokens behind what rows have run.
+
+        Args:
+            rows: ascending.
+            tokens: [B, L] int64.
+            positions: [B, L] int64.
+            num_keys: none of the tokens stands behind it.
+            counts: tokens of each row, the rest is padding; None: all are.
+            is_token: [B, L] bool, the same.
+
+        Returns:
+            Hidden states [B, L, H].
+        """
+        size, length = tokens.shape
+        plan, state = self._states.plan(rows, chain_shape(size, length, self._device))
+        slots = self._table.slots_at(plan.rows.index, positions)
+        if is_token is not None:
+            slots = slots * is_token
+        is_lone = tokens.numel() == 1  # the last token of all that are read
+        mask = None if is_lone else causal_mask(positions, num_keys)
+        kv = PagedKV(self._kv_pool, slots.view(-1), plan.rows.take(self._table.kv_slots)[:, :num_keys], mask)
+        hidden = self._model.forward(tokens, ForwardContext(kv, state, positions)).hidden
+        self._states.commit(plan, counts or [length] * size)
+        return hidden

@@ -1,0 +1,207 @@
+"""What a checkpoint is, what it takes and what can be done with it, from its configs and the shapes of its tensors.
+
+That is quick and needs no memory, whatever the size of the model: of all weights, only the token map of a draft head is
+read, and samples of its embedding, to tell whether it is the target's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from specmamba.cache.memory_plan import free_memory, plan_memory
+from specmamba.cache.shapes import pending_capacity
+from specmamba.config import EngineConfig
+from specmamba.draft.plan import DraftPlan, plan_drafts
+from specmamba.engine.describe import describe_memory
+from specmamba.engine.load import load_models, require_target, resolve_device
+from specmamba.errors import CheckpointError, ConfigError
+from specmamba.kernels.linear import WeightForm
+from specmamba.layers.attention import Attention
+from specmamba.layers.gated_delta_net import GatedDeltaNet
+from specmamba.layers.mamba2 import Mamba2
+from specmamba.layers.mlp import MLP, GatedMLP
+from specmamba.layers.moe import MoE
+from specmamba.models.base import DraftKind, LoadedModel, Models
+from specmamba.models.checkpoint import resolve_checkpoint
+from specmamba.models.tokenizer import Tokenizer
+
+# What layers are called, and in which order they are listed.
+KINDS: dict[type, str] = {
+    Attention: "attention",
+    GatedDeltaNet: "gated_delta_net",
+    Mamba2: "mamba2",
+    MoE: "mixture_of_experts",
+    GatedMLP: "mlp",
+    MLP: "mlp",
+}
+CHAIN, DYNAMIC, STATIC = "chain", "dynamic tree", "static tree"
+DRAFT_SHAPES: dict[DraftKind, tuple[str, ...]] = {
+    "mtp": (CHAIN, DYNAMIC, STATIC),
+    "eagle": (CHAIN, DYNAMIC, STATIC),
+    "eagle3": (CHAIN, DYNAMIC, STATIC),
+    "draft-model": (CHAIN,),
+}
+
+
+def model_info(config: EngineConfig) -> dict[str, Any]:
+    """Everything about a model under given flags, ready for JSON; bytes are those of these flags.
+
+    Raises:
+        CheckpointError: a checkpoint is incomplete, damaged or inconsistent, or cannot be had.
+        UnsupportedModelError: there is no model for an architecture.
+        ConfigError: the draft does not fit the target, or the flags ask for what is not there.
+    """
+    device = resolve_device(config.device)
+    folder = resolve_checkpoint(config.model_path, config.revision)
+    require_target(folder)
+    without = config.model_copy(update={"speculative_algorithm": "none", "speculative_draft_model_path": None})
+    is_looked_for = config.speculative_algorithm not in ("none", "ngram")
+    found_with = config if is_looked_for else config.model_copy(update={"speculative_algorithm": "auto"})
+    with torch.inference_mode():
+        alone = load_models(folder, without, device, only_shapes=True).target
+        found = load_models(folder, found_with, device, only_shapes=True)
+    used = found if is_looked_for else replace(found, target=alone, draft=None)
+    plan = plan_drafts(config, used.draft_kind, alone.target.vocab_size)
+    return {
+        "model": config.model if config.model is not None else "specmamba-demo",
+        "architecture": alone.architecture,
+        "parameters": alone.num_parameters,
+        "layers": {"blocks": alone.num_layers, **_layers(alone.target, set())},
+        "hidden_size": alone.target.hidden_size,
+        "vocab_size": alone.target.vocab_size,
+        "context_length": alone.context_length,
+        "dtype": _name(alone.cache_shape.dtype),
+        "quantization": config.quantization,
+        "mamba_ssm_dtype": _name(alone.cache_shape.state_dtype),
+        "device": str(device),
+        "bytes": _bytes(alone, used, plan),
+        "memory": _memory(config, used, plan, device),
+        "draft": _draft(config, found, alone),
+        "drafts_with": _drafts_with(plan),
+        "supported": _supported(found.draft_kind),
+        "tokenizer": _tokenizer(folder, alone),
+    }
+
+
+def _bytes(alone: LoadedModel, models: Models, plan: DraftPlan) -> dict[str, int]:
+    """Of the target alone, and what its drafts add where they are kept beside it."""
+    shape, both = alone.cache_shape, models.target.cache_shape
+    return {
+        "weights": alone.weight_bytes,
+        "state_per_slot": shape.state_bytes_per_slot,
+        "record_per_token": shape.record_bytes_per_token,
+        "snapshot_per_node": shape.snapshot_bytes(1),
+        "kv_per_token": shape.kv_bytes_per_token,
+        "draft_per_slot": both.state_bytes_per_slot - shape.state_bytes_per_slot,
+        "draft_kv_per_token": both.kv_bytes_per_token - shape.kv_bytes_per_token,
+        "records_per_request": both.record_bytes(plan.max_nodes),
+        "snapshots_per_request": both.snapshot_bytes(plan.max_nodes),
+    }
+
+
+def _memory(config: EngineConfig, models: Models, plan: DraftPlan, device: torch.device) -> dict[str, Any]:
+    """The pools of an engine that would be started now; where none can be, why."""
+    model, free = models.target, free_memory(device)
+    budget = int(free * config.mem_fraction_static)
+    sizes = model.cache_shape, model.context_length, model.target.vocab_size, plan.max_nodes, plan.num_slots
+    try:
+        memory = plan_memory(config, *sizes, budget, models.weight_bytes)
+    except ConfigError as error:
+        return {"free_bytes": free, "problem": str(error)}
+    return {"free_bytes": free, **describe_memory(memory), "table": memory.describe_lines()}
+
+
+def _draft(config: EngineConfig, models: Models, alone: LoadedModel) -> dict[str, Any] | None:
+    """What there is to draft with beside the text itself."""
+    if models.draft_kind is None:
+        return None
+    path = config.speculative_draft_model_path
+    where = {"kind": models.draft_kind, "path": path}
+    draft = models.draft
+    if draft is not None:
+        return where | {
+            "architecture": draft.architecture,
+            "parameters": draft.num_parameters,
+            "weight_bytes": draft.weight_bytes,
+            "layers": {"blocks": draft.num_layers, **_layers(draft.target, set())},
+        }
+    both, seen = models.target, set[int]()
+    _layers(both.target, seen)  # a head may hold on to its target
+    return where | {
+        "parameters": both.num_parameters - alone.num_parameters,
+        "weight_bytes": both.weight_bytes - alone.weight_bytes,
+        "layers": _layers(both.draft_head, seen),
+    }
+
+
+def _drafts_with(plan: DraftPlan) -> dict[str, Any]:
+    """What these flags would do."""
+    return {
+        "algorithm": plan.algorithm,
+        "num_steps": plan.num_steps,
+        "topk": plan.topk,
+        "num_draft_tokens": plan.max_nodes,
+        "pending_records": pending_capacity(plan.max_nodes),
+    }
+
+
+def _supported(draft: DraftKind | None) -> dict[str, Any]:
+    """What can be asked for, with the draft that was found."""
+
+    def choices(field: str) -> list[str]:
+        return list(get_args(EngineConfig.model_fields[field].annotation))
+
+    with_draft = {} if draft is None else {draft: list(DRAFT_SHAPES[draft])}
+    return {
+        "algorithms": {"none": [], "ngram": [CHAIN, DYNAMIC], **with_draft},
+        "dtype": [choice for choice in choices("dtype") if choice != "auto"],
+        "quantization": ["none", *(form for form in get_args(WeightForm) if form != "plain")],
+        "mamba_ssm_dtype": choices("mamba_ssm_dtype"),
+        "speculative_state": choices("speculative_state"),
+        "speculative_accept": choices("speculative_accept"),
+    }
+
+
+def _tokenizer(folder: Path, model: LoadedModel) -> dict[str, Any]:
+    """A model without one can be looked at, but not be served."""
+    try:
+        tokenizer = Tokenizer(folder)
+    except CheckpointError as error:
+        return {"problem": str(error)}
+    return {
+        "tokens": tokenizer.vocab_size,
+        "has_chat_template": tokenizer.has_chat_template,
+        "eos_token_ids": list(model.eos_token_ids),
+    }
+
+
+def _layers(part: object, seen: set[int]) -> dict[str, int]:
+    """Layers of ``part`` by kind; what is in ``seen`` is left out, and what is found is added to it."""
+    found = Counter(KINDS[type(layer)] for layer in _walk(part, seen))
+    return {kind: found[kind] for kind in dict.fromkeys(KINDS.values()) if found[kind]}
+
+
+def _walk(part: object, seen: set[int]) -> Iterator[object]:
+    """The layers below a part of a model; what a layer itself consists of is not looked at."""
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    if type(part) in KINDS:
+        yield part
+    elif isinstance(part, list | tuple):
+        for item in part:
+            yield from _walk(item, seen)
+    elif type(part).__module__.startswith("specmamba."):
+        slots = getattr(type(part), "__slots__", ())
+        for value in (*getattr(part, "__dict__", {}).values(), *(getattr(part, name) for name in slots)):
+            yield from _walk(value, seen)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,167 @@
+"""From flags to models in memory: the target, and what drafts for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from specmamba.config import EngineConfig
+from specmamba.draft.plan import plan_drafts
+from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
+from specmamba.kernels import linear
+from specmamba.kernels.linear import WeightForm
+from specmamba.models.base import LoadedModel, LoadOptions, Models
+from specmamba.models.checkpoint import read_architecture, resolve_checkpoint
+from specmamba.models.draft_heads import is_draft_head, load_draft_head
+from specmamba.models.registry import ARCHITECTURES, choose_dtype, load_model
+from specmamba.models.tokenizer import Tokenizer, has_tokenizer
+
+logger = logging.getLogger("specmamba")
+
+DRAFT_FLAG = "--speculative-draft-model-path"
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that ``--device`` names. Raises ConfigError where there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this PyTorch sees no CUDA device; leave --device out to run on the CPU")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def require_target(folder: Path) -> None:
+    """Raise UnsupportedModelError for a draft head in the target's place; CheckpointError without an architecture."""
+    architecture = read_architecture(folder)
+    if architecture not in ARCHITECTURES and is_draft_head(folder):
+        raise UnsupportedModelError(
+            f"--model {folder}: {architecture} is a draft head and no model: give it as {DRAFT_FLAG}, beside the "
+            "--model that it was trained for"
+        )
+
+
+def load_models(folder: Path, config: EngineConfig, device: torch.device, only_shapes: bool = False) -> Models:
+    """Load the target in ``folder`` and the draft that the flags name, which is refused before any weights are read.
+
+    With ``only_shapes`` no weights are read that are as large as a model: nothing can run, but everything has its size.
+
+    Raises:
+        CheckpointError: a checkpoint is incomplete, damaged or inconsistent, or cannot be had.
+        UnsupportedModelError: there is no model for an architecture.
+        ConfigError: the draft does not fit the target, or is not what the flags ask for.
+    """
+    path = config.speculative_draft_model_path
+    if path is None:
+        return _load(folder, None, config, device, only_shapes)
+    with _naming_the_draft(path):
+        draft_folder = _resolve_draft(path, config.speculative_draft_model_revision)
+    shapes = _load(folder, draft_folder, config, device, only_shapes=True)
+    plan_drafts(config, shapes.draft_kind, shapes.target.target.vocab_size)
+    if shapes.draft is not None:
+        _require_same_tokenizer(folder, draft_folder)
+    return shapes if only_shapes else _load(folder, draft_folder, config, device, only_shapes=False)
+
+
+def _load(
+    folder: Path, draft_folder: Path | None, config: EngineConfig, device: torch.device, only_shapes: bool
+) -> Models:
+    dtype = choose_dtype(folder, config.dtype)
+    options = LoadOptions(
+        dtype=dtype,
+        device=torch.device("meta") if only_shapes else device,
+        want_draft_head=config.speculative_algorithm in ("auto", "mtp") and draft_folder is None,
+        form="int8" if config.quantization == "int8" else "plain",
+        draft_form=_draft_form(config, dtype, device),
+        stands_for=device.type,
+    )
+    target = _keeping_states_as(load_model(folder, options), config)
+    looks = config.speculative_algorithm not in ("none", "ngram")
+    if draft_folder is None:
+        return Models(target, None, looks)
+    with _naming_the_draft(str(draft_folder)):
+        if read_architecture(draft_folder) not in ARCHITECTURES:
+            return Models(load_draft_head(draft_folder, target, options, folder), None, looks)
+        draft = load_model(draft_folder, replace(options, form=options.draft_form, want_draft_head=False))
+        _check_draft_model(draft, target, config.context_length)
+    target = replace(target, cache_shape=target.cache_shape.with_draft_model(draft.cache_shape))
+    return Models(target, draft, looks)
+
+
+@contextmanager
+def _naming_the_draft(path: str) -> Iterator[None]:
+    """Errors in here name the flag and the folder, if they do not yet."""
+    try:
+        yield
+    except SpecmambaError as error:
+        message = str(error)
+        if message.startswith("--"):
+            raise
+        flag = DRAFT_FLAG if path in message else f"{DRAFT_FLAG} {path}"
+        raise type(error)(f"{flag}: {message}") from error
+
+
+def _resolve_draft(path: str, revision: str | None) -> Path:
+    try:
+        return resolve_checkpoint(path, revision, "--speculative-draft-model-revision")
+    except CheckpointError as error:
+        head = Path(path).expanduser() / "head"  # where ``specmamba train draft`` puts it
+        if not (head / "config.json").is_file():
+            raise
+        raise CheckpointError(f"{error}; there is a draft head in {head}: give that folder") from None
+
+
+def _check_draft_model(draft: LoadedModel, target: LoadedModel, context_length: int | None) -> None:
+    """Raise ConfigError where a draft model cannot run the target's texts."""
+    sizes = draft.target.vocab_size, target.target.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"its vocabulary has {sizes[0]} tokens, the target's {sizes[1]}: a draft model needs the target's tokenizer"
+        )
+    context = min(context_length or target.context_length, target.context_length)
+    if draft.context_length < context:
+        raise ConfigError(
+            f"the draft model was made for {draft.context_length} tokens, but texts may have {context}: set "
+            f"--context-length {draft.context_length} or less"
+        )
+
+
+def _require_same_tokenizer(folder: Path, draft_folder: Path) -> None:
+    """Raise ConfigError where a token has another number in the draft model; one without a tokenizer is taken as is."""
+    if not has_tokenizer(draft_folder):
+        logger.warning("%s %s has no tokenizer: it is taken to be the target's", DRAFT_FLAG, draft_folder)
+        return
+    if not has_tokenizer(folder):  # nothing can be served, but looked at
+        return
+    with _naming_the_draft(str(draft_folder)):
+        theirs = Tokenizer(draft_folder).token_ids()
+    ours = Tokenizer(folder).token_ids()
+    others = [token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)]
+    if not others:
+        return
+    first = min(
+        others, key=lambda token: (min(i for i in (ours.get(token), theirs.get(token)) if i is not None), token)
+    )
+    raise ConfigError(
+        f"{DRAFT_FLAG} {draft_folder}: {len(others)} tokens have other numbers than in the target's tokenizer, the "
+        f"first is {first!r}: {theirs.get(first, 'none')} there, {ours.get(first, 'none')} in the target's: a draft "
+        "model needs the same tokenizer"
+    )
+
+
+def _keeping_states_as(loaded: LoadedModel, config: EngineConfig) -> LoadedModel:
+    """A model whose recurrent states are kept in the type that ``--mamba-ssm-dtype`` names."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.mamba_ssm_dtype]
+    return replace(loaded, cache_shape=replace(loaded.cache_shape, state_dtype=dtype))
+
+
+def _draft_form(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightForm:
+    """Drafts decide nothing of the text, so that they may be rounded where that is faster."""
+    chosen = config.speculative_draft_model_quantization
+    if chosen == "auto":
+        return "int8" if linear.has_fast_int8(device, dtype) else "plain"
+    return "int8" if chosen == "int8" else "plain"

@@ -1,0 +1,124 @@
+"""What a target says of given tokens: its states and the features that a draft head would start from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specmamba.core import Chunk, SamplingParams
+from specmamba.draft.base import NoDrafter
+from specmamba.engine.engine import Engine
+from specmamba.errors import RequestError
+from specmamba.layers.context import ForwardContext
+from specmamba.models.base import Target, TargetOutput
+
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # of a file of weights, for its digest
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStates:
+    """Of the first T tokens of a text."""
+
+    hidden: Tensor  # [T, H], after the final norm
+    features: Tensor  # [T, F]
+
+
+See = Callable[[int, TargetStates], None]
+
+
+class _Listener(NoDrafter):
+    """In the target's place, remembers its last forward; in the drafter's place, collects that text by text."""
+
+    def __init__(self, target: Target, texts: Sequence[tuple[int, ...]], see: See) -> None:
+        self.vocab_size, self.hidden_size = target.vocab_size, target.hidden_size
+        self.embed, self.logits, self.read_features = target.embed, target.logits, target.read_features
+        self._target, self._see = target, see
+        self._last: TargetOutput | None = None
+        self._unseen: dict[tuple[int, ...], list[int]] = {}  # equal texts have equal states: any index will do
+        for index in reversed(range(len(texts))):
+            self._unseen.setdefault(texts[index], []).append(index)
+        self._texts: dict[int, tuple[int, ...]] = {}
+        self._heard: dict[int, list[TargetOutput]] = {}
+
+    def forward(self, tokens: Tensor, context: ForwardContext) -> TargetOutput:
+        """See ``Target``."""
+        self._last = self._target.forward(tokens, context)
+        return self._last
+
+    def begin(self, row: int, tokens: Sequence[int]) -> None:
+        """See ``Drafter``."""
+        self._texts[row], self._heard[row] = tuple(tokens), []
+
+    def extend(self, chunk: Chunk, features: Tensor) -> None:
+        """See ``Drafter``."""
+        assert self._last is not None
+        lengths = chunk.lengths.tolist()
+        for i, (row, length) in enumerate(zip(chunk.rows, lengths, strict=True)):
+            parts, text = self._heard[row], self._texts[row]
+            parts.append(TargetOutput(*(x[i, :length].clone() for x in self._last)))
+            if sum(len(part.hidden) for part in parts) == len(text) - 1 and self._unseen[text]:
+                states = TargetStates(*(torch.cat(x) for x in zip(*parts, strict=True)))
+                self._see(self._unseen[text].pop(), states)
+
+
+def read_target(engine: Engine, texts: Sequence[Sequence[int]], layers: tuple[int, ...], see: See) -> None:
+    """Run texts through the target of an idle engine without a prefix cache, which is left as it was.
+
+    Args:
+        engine: the engine.
+        texts: tokens; all but the last one of each are run.
+        layers: ``features`` are the residual streams in front of these; none: the hidden states.
+        see: called with the index of each text and its states, as they come.
+
+    Raises:
+        RequestError: a text has fewer than two tokens, does not fit, or has a token that is not in the vocabulary,
+            before anything is run; or the target's numbers are not finite.
+        UnsupportedModelError: the target has no such layers.
+    """
+    for text in texts:
+        engine.check_prompt(text)
+        if len(text) < 2:
+            raise RequestError("a text needs two tokens: the last one is not run")
+    runner, target = engine.runner, engine.model.target
+    drafter, listener = runner.drafter, _Listener(target, list(map(tuple, texts)), see)
+    target.read_features(layers)
+    runner.drafter, runner.target = listener, listener
+    try:
+        _run(engine, texts)
+    finally:
+        runner.drafter, runner.target = drafter, target
+        target.read_features(engine.feature_layers)
+
+
+def _run(engine: Engine, texts: Sequence[Sequence[int]]) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    names = [f"read-{i}" for i in range(len(texts))]
+    waiting = list(zip(names, texts, strict=True))[::-1]
+    try:
+        while waiting or engine.has_unfinished_requests:
+            while waiting and len(engine.scheduler.waiting) < engine.config.max_queued_requests:
+                engine.add_request(*waiting.pop(), params)
+            for delta in engine.step():
+                if delta.error is not None:
+                    raise RequestError(f"text {names.index(delta.request_id) + 1}: {delta.error}")
+    finally:
+        for name in names:
+            engine.abort(name)
+
+
+def digest_of_checkpoint(folder: Path) -> str:
+    """Tells checkpoints apart by their config and by samples of their weights: all of a large model takes too long."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            for i in range(SAMPLES):
+                stream.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,160 @@
+"""Mixture of experts: a router sends each token to a few of many feed-forward layers (arXiv 1701.06538).
+
+Pairs of a token and an expert are sorted by expert, so that all experts are one product (MegaBlocks, arXiv 2211.15841).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specmamba.kernels import moe
+from specmamba.kernels.linear import WeightForm
+from specmamba.kernels.moe import Routing
+from specmamba.kernels.native import library
+from specmamba.layers.context import LayerContext
+from specmamba.layers.linear import Linear
+
+Router = Callable[[Tensor], Routing]  # [T, H] -> k experts for each token, decided in float32
+
+
+class SoftmaxRouter:
+    """Softmax over all experts, then the k likeliest."""
+
+    def __init__(self, weight: Tensor, k: int, renormalise: bool) -> None:
+        """weight: [E, H]; renormalise: the weights of a token's experts sum to 1."""
+        self._scores, self._k, self._renormalise = moe.pack_router(weight), k, renormalise
+
+    def __call__(self, x: Tensor) -> Routing:
+        """[T, H] -> T x k."""
+        return moe.softmax_routing(self._scores(x), self._k, self._renormalise)
+
+
+class TopKSoftmaxRouter:
+    """The k experts with the largest logits, then softmax over these."""
+
+    def __init__(self, weight: Tensor, k: int) -> None:
+        """weight: [E, H]."""
+        self._scores, self._k = moe.pack_router(weight), k
+
+    def __call__(self, x: Tensor) -> Routing:
+        """[T, H] -> T x k."""
+        return moe.topk_softmax_routing(self._scores(x), self._k)
+
+
+class SigmoidRouter:
+    """The k best experts of the best groups, by sigmoid and a correction bias (arXiv 2412.19437, section 2.1.2)."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor,
+        k: int,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        renormalise: bool = True,
+        scale: float = 1.0,
+    ) -> None:
+        """Args:
+        weight: [E, H].
+        bias: [E], decides who is chosen and does not count in the weights.
+        k: experts of a token.
+        num_groups, topk_groups: equal runs of experts, and how many of them a token may choose from.
+        renormalise: the weights of a token's experts sum to 1 before they are scaled.
+        scale: multiplies the weights.
+        """
+        self._scores, self._bias, self._k = moe.pack_router(weight), bias.float(), k
+        self._num_groups, self._topk_groups = num_groups, topk_groups
+        self._renormalise, self._scale = renormalise, scale
+
+    def __call__(self, x: Tensor) -> Routing:
+        """[T, H] -> T x k."""
+        return moe.sigmoid_routing(
+            self._scores(x),
+            self._bias,
+            self._k,
+            num_groups=self._num_groups,
+            topk_groups=self._topk_groups,
+            renormalise=self._renormalise,
+            scale=self._scale,
+        )
+
+
+class Experts:
+    """down_e(activation(up_e(x))) for the experts e of each token."""
+
+    def __init__(
+        self, up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], form: WeightForm = "plain"
+    ) -> None:
+        """Args:
+        up: [E, I, H], or [E, 2 I, H] for activations that halve the width; not kept when a packed copy takes its place.
+        down: [E, H, I], the same.
+        activation: [..., I or 2 I] -> [..., I].
+        form: of the matrices.
+        """
+        if up.device.type == "cpu":
+            library.preload()
+        self.num_experts, self.device = up.shape[0], up.device
+        self._up, self._down, self._activation = moe.pack(up, form), moe.pack(down, form), activation
+        self.nbytes = self._up.nbytes + self._down.nbytes  # of what is kept
+
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        """[T, H] -> [T, H], the weighted sum of each token's experts."""
+        pairs, groups = moe.dispatch(x, routing.experts, self.num_experts)
+        inner = self._activation(self._up(pairs, groups))
+        return moe.combine(self._down(inner, groups), groups, routing.weights)
+
+
+class MoE:
+    """Routed experts, with or without one that sees every token."""
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        shared: Callable[[Tensor, LayerContext], Tensor] | None = None,
+        shared_gate: Linear | None = None,
+        latent: tuple[Linear, Linear] | None = None,
+    ) -> None:
+        """Args:
+        router: of all tokens.
+        experts: H -> H, or of the latent width.
+        shared: a layer that sees every token, H -> H.
+        shared_gate: H -> 1, how much of ``shared`` counts, by sigmoid.
+        latent: into the experts' smaller width and out of it again.
+        """
+        self._router, self._experts, self._shared = router, experts, shared
+        self._shared_gate, self._latent = shared_gate, latent
+        self.load: Tensor | None = None  # [E] int64, tokens that each expert has seen; None: nobody counts
+
+    def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
+        """[B, L, H] -> [B, L, H]."""
+        tokens = x.flatten(0, -2)
+        routing = self._router(tokens)
+        load = self.load  # read once: another thread may stop the counting
+        if load is not None:
+            chosen = routing.experts.flatten()
+            load.scatter_add_(0, chosen, torch.ones_like(chosen))
+        if self._latent is not None:
+            tokens = self._latent[0](tokens)
+        y = self._experts(tokens, routing)
+        if self._latent is not None:
+            y = self._latent[1](y)
+        return self._with_shared(y.view_as(x), x, context)
+
+    def _with_shared(self, y: Tensor, x: Tensor, context: LayerContext) -> Tensor:
+        if self._shared is None:
+            return y
+        shared = self._shared(x, context)
+        return y + shared if self._shared_gate is None else torch.addcmul(y, self._shared_gate(x).sigmoid(), shared)
+
+    def start_counting(self) -> Tensor:
+        """Count from now on, from nothing; gives ``load``, which goes on counting."""
+        self.load = torch.zeros(self._experts.num_experts, dtype=torch.int64, device=self._experts.device)
+        return self.load
+
+    def stop_counting(self) -> None:
+        """Count no more."""
+        self.load = None

@@ -1,0 +1,169 @@
+"""Draft heads that live in folders of their own, beside any target.
+
+Two layouts are read, both as safetensors with a config.json of the fields of a Llama config, and no layout is
+specmamba's own: ``specmamba train draft`` writes the second one, so that other runtimes can load its heads too.
+
+**EAGLE** (``eagle.py``; ``"architectures": ["LlamaForCausalLMEagle"]`` and others). Tensors: ``fc.weight`` [H, 2 H]
+and perhaps ``fc.bias`` [H], over an embedding and a hidden state in this order; ``layers.i.`` with
+``self_attn.{q,k,v,o}_proj``, ``mlp.{gate,up,down}_proj``, ``post_attention_layernorm`` and, from the second layer on,
+``input_layernorm``; perhaps ``embed_tokens.weight`` and ``lm_head.weight`` [V, H].
+
+**EAGLE-3** (``eagle3.py``; ``LlamaForCausalLMEagle3`` and others). Tensors: ``midlayer.`` or ``layers.0.`` with
+``hidden_norm`` and ``input_layernorm``, its q, k and v over 2 H inputs; ``fc.weight`` [H, 3 H of the target]; ``norm``;
+``lm_head.weight`` [draft vocabulary, H]; ``d2t`` [draft vocabulary] integers, where draft token i is target token
+i + d2t[i]; perhaps ``embed_tokens.weight``. ``t2d`` says the same and is not read.
+
+Any name may begin with ``model.``. Queries and keys may be normed (``self_attn.{q,k}_norm``), projections may have
+biases: both where such tensors are there. What is not stored is the target's: rows of its embedding as its checkpoint
+has them, not multiplied by anything, and its logits, with all that it multiplies them by.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specmamba.cache.shapes import KVShape
+from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specmamba.models.attention_layer import Heads
+from specmamba.models.base import LoadedModel, LoadOptions
+from specmamba.models.checkpoint import TensorReader, read_architecture, read_json
+from specmamba.models.eagle import EMBEDDING, EagleHead, HeadWeights
+from specmamba.models.eagle3 import Eagle3Head
+from specmamba.models.hybrid import HybridTarget
+from specmamba.models.shape_reader import ShapeReader
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+RENAMES = (("model.midlayer.", "layers.0."), ("midlayer.", "layers.0."), ("model.", ""))
+NOT_READ = ("d2t", "t2d")
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NOT_LLAMA = {"model", "transformer_layer_config", "model_type", "auto_map", "dtype", "torch_dtype"}
+TARGET_EMBEDDING = re.compile(r"(?!mtp\.).*\bembed(_tokens|dings?)\.weight")
+NUM_SAMPLES = 64  # rows of an embedding
+
+
+def is_draft_head(folder: Path) -> bool:
+    """Whether a checkpoint says that it is a head, or has what only heads have."""
+    if "eagle" in read_architecture(folder).lower():
+        return True
+    try:
+        with ShapeReader(folder, RENAMES) as reader:
+            return reader.has("fc.weight") or reader.has("layers.0.hidden_norm.weight")
+    except CheckpointError:
+        return False
+
+
+def load_draft_head(folder: Path, target: LoadedModel, options: LoadOptions, target_folder: Path) -> LoadedModel:
+    """The target with the draft head in ``folder`` attached to it. The head's matrices get the draft's form.
+
+    Args:
+        folder: of the head.
+        target: has no draft head.
+        options: where there are shapes only, of the head's weights its token map is read, and samples of its embedding.
+        target_folder: for these samples.
+
+    Raises:
+        CheckpointError: the head is incomplete, damaged or inconsistent.
+        UnsupportedModelError: it is no draft head, or a variant that is not computed here.
+        ConfigError: it was made for another target; the message has both numbers.
+    """
+    architecture, config = read_architecture(folder), read_head_config(folder)
+    body = target.target
+    assert isinstance(body, HybridTarget)
+    is_shape = options.device.type == "meta"
+    with (ShapeReader if is_shape else TensorReader)(folder, RENAMES) as reader:
+        is_eagle3 = "eagle3" in architecture.lower() or reader.has("layers.0.hidden_norm.weight")
+        if not (is_eagle3 or reader.has("fc.weight")):
+            raise UnsupportedModelError(
+                f"{folder} is a {architecture}: neither a model that specmamba has, nor an EAGLE or EAGLE-3 head, "
+                "which would have an fc.weight"
+            )
+        _refuse_other_vocabulary(folder, config.vocab_size, body.vocab_size)
+        shares = is_shape and _shares_embedding(reader, target_folder, options)
+        weights = HeadWeights(config, reader, options, folder, target.cache_shape.num_kv_layers, shares)
+        head = Eagle3Head(weights, body, target.num_layers) if is_eagle3 else EagleHead(weights, body)
+        rotary = (f"layers.{i}.self_attn.rotary_emb." for i in range(config.num_hidden_layers))
+        reader.finish(ignore=(*NOT_READ, *rotary))  # old programs stored what follows from the config
+    if isinstance(head, Eagle3Head) and head.target_layers:
+        body.read_features(head.target_layers)
+    kv = KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    shape = target.cache_shape
+    return replace(
+        target,
+        draft_head=head,
+        draft_algorithm="eagle3" if is_eagle3 else "eagle",
+        cache_shape=replace(shape, kv=(*shape.kv, kv), draft_features=head.width),
+        num_parameters=target.num_parameters + weights.num_parameters,
+        weight_bytes=target.weight_bytes + weights.num_bytes,
+    )
+
+
+def read_head_config(folder: Path) -> PretrainedConfig:
+    """The config of a head, in whichever way it is nested.
+
+    Raises:
+        CheckpointError: a size is missing, or values are not what they should be.
+        UnsupportedModelError: it asks for what the heads here do not compute.
+    """
+    file = folder / "config.json"
+    stored = read_json(file)
+    nested = stored.get("model") or stored.get("transformer_layer_config") or {}
+    fields = {**(nested if isinstance(nested, dict) else {}), **stored}
+    fields = {name: value for name, value in fields.items() if name not in NOT_LLAMA and value is not None}
+    if missing := [name for name in REQUIRED if name not in fields]:
+        raise CheckpointError(f"{file} lacks {', '.join(missing)}: it is not the config of a draft head")
+    from transformers import Qwen3Config  # a Llama's fields; a Llama's hidden size has to be a multiple of its heads
+
+    try:
+        heads = fields["num_attention_heads"]
+        derived = {"num_key_value_heads": heads, "head_dim": fields["hidden_size"] // heads}
+        config: PretrainedConfig = Qwen3Config.from_dict(derived | fields)
+    # The config classes validate what anybody may have written into the file, and raise whatever comes up.
+    except Exception as error:
+        raise CheckpointError(f"{file} is not a config that transformers accepts: {error}") from error
+    _refuse_variants(folder, config)
+    return config
+
+
+def _refuse_variants(folder: Path, config: Any) -> None:
+    """Refuse what would be computed wrongly rather than compute it."""
+    Heads.of(config)
+    if config.hidden_act != "silu":
+        raise UnsupportedModelError(f"{folder}: hidden_act {config.hidden_act!r} is not supported: only silu is")
+    if config.num_hidden_layers < 1:
+        raise CheckpointError(f"{folder}: a draft head has a layer at least, not {config.num_hidden_layers}")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UnsupportedModelError(f"{folder}: sliding attention is not supported in draft heads")
+    variant = getattr(config, "eagle_config", {})
+    if not isinstance(variant, dict):
+        raise CheckpointError(f"{folder}: eagle_config should be an object, but is a {type(variant).__name__}")
+    if variant.get("use_mtp_layernorm"):
+        raise UnsupportedModelError(f"{folder}: use_mtp_layernorm is not supported in draft heads")
+
+
+def _shares_embedding(head: TensorReader, target_folder: Path, options: LoadOptions) -> bool:
+    """Whether a head's embedding is the target's, told from samples of both: reading all of them takes too long."""
+    if not head.has(EMBEDDING):
+        return False
+    with TensorReader(target_folder) as target:
+        shape = head.stored(EMBEDDING).shape
+        names = [n for n in target.names() if TARGET_EMBEDDING.fullmatch(n) and target.stored(n).shape == shape]
+        if len(names) != 1:
+            return False
+        rows = range(0, shape[0], max(1, shape[0] // NUM_SAMPLES))
+        ours, others = (
+            x.to(options.dtype) for x in (head.read_rows(EMBEDDING, rows), target.read_rows(names[0], rows))
+        )
+        return bool(ours.equal(others))
+
+
+def _refuse_other_vocabulary(folder: Path, drafts: int, decides: int) -> None:
+    if drafts != decides:
+        raise ConfigError(
+            f"--speculative-draft-model-path {folder}: the head's vocabulary has {drafts} tokens, the target's "
+            f"{decides}: it was trained for another model"
+        )

@@ -1,0 +1,230 @@
+"""Nemotron-H (2 and 3), and its MTP head: arXiv 2504.03624, 2508.14444.
+
+A block is one norm and one mixer: Mamba2, attention, a feed-forward layer with squared ReLU, or a mixture of such.
+Nothing is rotated: the recurrent layers know the order of the tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specmamba.cache.shapes import CacheShape, KVShape
+from specmamba.errors import UnsupportedModelError
+from specmamba.layers.attention import Attention
+from specmamba.layers.mlp import MLP, squared_relu
+from specmamba.layers.moe import MoE, SigmoidRouter
+from specmamba.layers.norm import RMSNorm
+from specmamba.models.attention_layer import Heads, attention_layer
+from specmamba.models.base import LoadedModel, LoadOptions
+from specmamba.models.checkpoint import TensorReader
+from specmamba.models.hybrid import Block, HybridTarget, Layer
+from specmamba.models.mamba2_layer import mamba2_layer, mamba2_shape
+from specmamba.models.mtp_head import MTPHead, MTPModule
+from specmamba.models.weights import Weights
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+RENAMES = (("backbone.", "model."),)  # the published checkpoints' own name for it
+MAMBA, ATTENTION, MLP_LAYER, MOE_LAYER = "linear_attention", "full_attention", "mlp", "moe"
+MTP_PREFIX = "mtp."
+
+
+def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
+    """Build the model from a checkpoint's config and tensors; see ``registry.Loader``.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over or misshapen.
+        UnsupportedModelError: the config asks for a variant that this class does not compute.
+    """
+    weights = NemotronWeights(config, reader, options)
+    draft_weights = NemotronWeights(config, reader, options, options.draft_form)
+    c = weights.config
+    target, output = _target(weights)
+    has_head = options.want_draft_head and reader.has(f"{MTP_PREFIX}layers.0.eh_proj.weight")
+    head = _mtp_head(draft_weights, target, output) if has_head else None
+    reader.finish(ignore=() if head else (MTP_PREFIX,))
+    heads, num_attention = weights.heads, c.layers_block_type.count(ATTENTION)
+    num_kv_layers = num_attention + (head.num_modules * c.mtp_layers_block_type.count(ATTENTION) if head else 0)
+    return LoadedModel(
+        architecture="",
+        target=target,
+        draft_head=head,
+        cache_shape=CacheShape(
+            kv=(KVShape(num_kv_layers, heads.num_key_heads, heads.head_dim),) if num_kv_layers else (),
+            num_state_layers=c.layers_block_type.count(MAMBA),
+            state=weights.state_shape,
+            dtype=options.dtype,
+            draft_features=head.num_modules * head.width if head else 0,
+        ),
+        context_length=c.max_position_embeddings,
+        num_parameters=weights.num_parameters + draft_weights.num_parameters,
+        weight_bytes=weights.num_bytes + draft_weights.num_bytes,
+        num_layers=c.num_hidden_layers,
+        attention_width=heads.width * num_attention,
+    )
+
+
+def _target(weights: NemotronWeights) -> tuple[HybridTarget, Tensor]:
+    """The target, and the matrix of its output head."""
+    c = weights.config
+    embedding = weights.take("model.embeddings.weight", c.vocab_size, c.hidden_size)
+    blocks = weights.blocks("model.layers.", c.layers_block_type)
+    norm = weights.full_norm("model.norm_f.weight")
+    head = weights.output_head("lm_head.weight", embedding, c.tie_word_embeddings)
+    return HybridTarget(embedding, blocks, norm, weights.linear(head), rotary=None), head
+
+
+def _mtp_head(weights: NemotronWeights, target: HybridTarget, output: Tensor) -> MTPHead:
+    """Modules of the same kinds of blocks, whose layers are numbered through.
+
+    Every published head is one module that is applied again to what it gives.
+    """
+    c = weights.config
+    _refuse_mtp_variants(c)
+    kinds, kv_layer = c.mtp_layers_block_type, c.layers_block_type.count(ATTENTION)
+    modules = [
+        _mtp_module(weights, module * len(kinds), kv_layer + module * kinds.count(ATTENTION))
+        for module in range(max(1, c.num_nextn_predict_layers))
+    ]
+    return MTPHead(target, modules, weights.share_linear(output, target))
+
+
+def _mtp_module(weights: NemotronWeights, first: int, first_kv_layer: int) -> MTPModule:
+    """The first of its blocks has the norms and the product in front, the last has the norm behind."""
+    c, prefix = weights.config, f"{MTP_PREFIX}layers."
+    kinds = c.mtp_layers_block_type
+    input_norms = [weights.full_norm(f"{prefix}{first}.{name}norm.weight").weight for name in ("e", "h")]
+    return MTPModule(
+        RMSNorm(torch.stack(input_norms), c.layer_norm_epsilon),
+        weights.take_linear(f"{prefix}{first}.eh_proj", c.hidden_size, 2 * c.hidden_size),
+        tuple(weights.blocks(prefix, kinds, first, first_kv_layer)),
+        weights.full_norm(f"{prefix}{first + len(kinds) - 1}.final_layernorm.weight"),
+    )
+
+
+class NemotronWeights(Weights):
+    """Makes this family's layers."""
+
+    def __init__(self, config: Any, reader: TensorReader, options: LoadOptions, form: Any = None) -> None:
+        super().__init__(config, reader, options, form)
+        _refuse_variants(config)
+        self.heads = Heads.of(config)
+        c = config
+        self.state_shape = mamba2_shape(
+            c.n_groups, c.ssm_state_size, c.mamba_num_heads, c.mamba_head_dim, c.conv_kernel
+        )
+
+    def full_norm(self, name: str) -> RMSNorm:
+        """Over the whole width."""
+        return self.norm(name, self.config.hidden_size, self.config.layer_norm_epsilon)
+
+    def blocks(self, prefix: str, kinds: list[str], first: int = 0, first_kv_layer: int = 0) -> list[Block]:
+        """Blocks of these kinds, from layer ``first`` on; those that keep something are numbered in the pool of their
+        kind."""
+        index = {MAMBA: 0, ATTENTION: first_kv_layer, MLP_LAYER: 0, MOE_LAYER: 0}
+        blocks = []
+        for i, kind in enumerate(kinds, start=first):
+            norm = self.full_norm(f"{prefix}{i}.norm.weight")
+            blocks.append(Block(((norm, self.mixer(kind, f"{prefix}{i}.mixer.", index[kind])),)))
+            index[kind] += 1
+        return blocks
+
+    def mixer(self, kind: str, prefix: str, index: int) -> Layer:
+        if kind == MAMBA:
+            return self.mamba2(prefix, index)
+        if kind == ATTENTION:
+            return self.attention(prefix, index)
+        return self.moe(prefix) if kind == MOE_LAYER else self.mlp(prefix, self.config.intermediate_size)
+
+    def mamba2(self, prefix: str, state_layer: int) -> Layer:
+        c = self.config
+        return mamba2_layer(
+            self,
+            prefix,
+            state_layer,
+            self.state_shape,
+            eps=c.layer_norm_epsilon,
+            has_proj_bias=c.use_bias,
+            has_out_bias=c.use_bias,
+            has_conv_bias=c.use_conv_bias,
+            norm_groups=c.n_groups,
+            dt_limit=c.time_step_limit,  # time_step_min and time_step_max say how dt_bias was drawn before training
+        )
+
+    def attention(self, prefix: str, kv_layer: int) -> Attention:
+        has_bias = self.config.attention_bias  # transformers has none, the original code does
+        return attention_layer(self, prefix, kv_layer, self.heads, has_bias=has_bias, has_rotary=False)
+
+    def mlp(self, prefix: str, inner: int) -> MLP:
+        c = self.config
+        up = self.take_linear(f"{prefix}up_proj", inner, c.hidden_size, c.mlp_bias)
+        return MLP(up, self.take_linear(f"{prefix}down_proj", c.hidden_size, inner, c.mlp_bias), squared_relu)
+
+    def moe(self, prefix: str) -> MoE:
+        c, num_experts, inner = self.config, self.config.n_routed_experts, self.config.moe_intermediate_size
+        _refuse_routing(c)
+        router = SigmoidRouter(
+            self.take_router(f"{prefix}gate.weight", num_experts),
+            self.take(f"{prefix}gate.e_score_correction_bias", num_experts, dtype=torch.float32),
+            c.num_experts_per_tok,
+            c.n_group,
+            c.topk_group,
+            c.norm_topk_prob,
+            c.routed_scaling_factor,
+        )
+        latent, width = None, c.hidden_size
+        if c.moe_latent_size is not None:
+            width = c.moe_latent_size
+            into = self.take_linear(f"{prefix}fc1_latent_proj", width, c.hidden_size, c.mlp_bias)
+            latent = into, self.take_linear(f"{prefix}fc2_latent_proj", c.hidden_size, width, c.mlp_bias)
+        up = self.all_experts(f"{prefix}experts.", "up_proj", inner, width)
+        down = self.all_experts(f"{prefix}experts.", "down_proj", width, inner)
+        shared = self.mlp(f"{prefix}shared_experts.", c.moe_shared_expert_intermediate_size)
+        return MoE(router, self.experts(up, down, squared_relu), shared, latent=latent)
+
+    def all_experts(self, prefix: str, name: str, out: int, width: int) -> Tensor:
+        """One matrix of all E experts, [E, out, width]: stored as one tensor, or as one for each expert."""
+        num_experts = self.config.n_routed_experts
+        if self.reader.has(f"{prefix}{name}"):
+            return self.take(f"{prefix}{name}", num_experts, out, width)
+        return self.take_experts(prefix, (name,), num_experts, out, width)
+
+
+def _refuse_variants(config: Any) -> None:
+    """Refuse what would be computed wrongly rather than compute it."""
+    c = config
+    if c.mlp_hidden_act != "relu2" or c.mamba_hidden_act != "silu":
+        raise UnsupportedModelError(
+            f"mlp_hidden_act {c.mlp_hidden_act!r} with mamba_hidden_act {c.mamba_hidden_act!r} is not supported: "
+            "only relu2 with silu is"
+        )
+    if c.sliding_window is not None:
+        raise UnsupportedModelError(f"sliding_window {c.sliding_window} is not supported: attention sees all tokens")
+
+
+def _refuse_routing(config: Any) -> None:
+    """Refuse mixtures of experts that say two things, or that cannot be chosen from."""
+    c = config
+    if c.n_shared_experts != 1:
+        raise UnsupportedModelError(f"n_shared_experts {c.n_shared_experts} is not supported: only one is")
+    group, rest = divmod(c.n_routed_experts, c.n_group)
+    is_possible = 1 <= c.topk_group <= c.n_group and 1 <= c.num_experts_per_tok <= c.topk_group * group
+    if rest or group < 2 or not is_possible:  # a group is judged by its two best experts
+        raise UnsupportedModelError(
+            f"{c.n_routed_experts} experts in {c.n_group} groups: a token cannot choose {c.topk_group} groups and "
+            f"{c.num_experts_per_tok} of their experts"
+        )
+
+
+def _refuse_mtp_variants(config: Any) -> None:
+    """Refuse heads that cannot be driven as a ``DraftHead`` is."""
+    kinds = config.mtp_layers_block_type
+    if not kinds or set(kinds) - {ATTENTION, MLP_LAYER, MOE_LAYER}:
+        raise UnsupportedModelError(
+            f"mtp_layers_block_type {kinds}: an MTP head keeps no recurrent state, so its layers must be "
+            f"{ATTENTION}, {MLP_LAYER} or {MOE_LAYER}: serve with --speculative-algorithm none"
+        )

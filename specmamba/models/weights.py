@@ -1,0 +1,150 @@
+"""From the tensors of a checkpoint to the parts that model families are put together from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specmamba.errors import UnsupportedModelError
+from specmamba.kernels import linear, moe
+from specmamba.kernels.linear import WeightForm
+from specmamba.layers.linear import Linear
+from specmamba.layers.moe import Experts
+from specmamba.layers.norm import RMSNorm
+from specmamba.layers.rotary import Rotary
+from specmamba.models.base import LoadOptions
+from specmamba.models.checkpoint import TensorReader
+from specmamba.models.shape_reader import DTYPES, have_same_values
+
+if TYPE_CHECKING:
+    from specmamba.models.hybrid import HybridTarget
+
+
+class Weights:
+    """Takes tensors out of a checkpoint, counts what is kept of them, and makes layers of them."""
+
+    def __init__(self, config: Any, reader: TensorReader, options: LoadOptions, form: WeightForm | None = None) -> None:
+        """config: the text part of the config; form: of the matrices, None: the target's."""
+        self.config = config
+        self.reader = reader
+        self.options = options
+        self.form: WeightForm = options.form if form is None else form
+        self.num_parameters = 0
+        self.num_bytes = 0
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor on the device, in the model's dtype unless another is asked for. Raises CheckpointError."""
+        tensor = self.reader.take(name, shape).to(self.options.device, dtype or self.options.dtype)
+        self.num_parameters += tensor.numel()
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def take_router(self, name: str, num_experts: int) -> Tensor:
+        """A router's weight [E, H], as exact as it is stored, for a rounded one sends near ties to other experts."""
+        stored = DTYPES.get(self.reader.stored(name).dtype, self.options.dtype)  # take refuses what has no such type
+        dtype = moe.router_dtype(self.options.place, stored)
+        return self.take(name, num_experts, self.config.hidden_size, dtype=dtype)
+
+    def instead(self, kept: Tensor, *taken: Tensor) -> Tensor:
+        """A tensor that is kept in place of some that were taken, or beside them."""
+        self._replace(kept.nbytes, *taken)
+        return kept
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A matrix [out, in] that was taken, in the form that was chosen. It is not needed again; else see ``keep``."""
+        made = Linear(weight, bias, self.form)
+        self._replace(made.nbytes, weight, bias)
+        return made
+
+    def keep(self, matrix: Tensor) -> None:
+        """Say that a matrix stays what it is beside what ``linear`` makes of it next, as an embedding does."""
+        if linear.copies(self.options.place, matrix.dtype, self.form):
+            self.num_bytes += matrix.nbytes
+
+    def share_linear(self, matrix: Tensor, target: HybridTarget) -> Linear:
+        """The target's output layer, which is made of ``matrix``, or one of our own in another form."""
+        if self.form == self.options.form:
+            return target.head
+        if matrix is target.embedding:
+            self.keep(matrix)
+        else:
+            self.num_bytes += matrix.nbytes
+        return self.linear(matrix)
+
+    def take_linear(self, name: str, out: int, width: int, has_bias: bool = False, scale: float = 1.0) -> Linear:
+        """``name``.weight [out, width] and, where there is one, ``name``.bias [out]; both times ``scale``."""
+        bias = self.take(f"{name}.bias", out) if has_bias else None
+        weight = self.take(f"{name}.weight", out, width)
+        return self.linear(scaled(weight, scale), None if bias is None else scaled(bias, scale))
+
+    def take_experts(self, prefix: str, names: Sequence[str], num_experts: int, out: int, width: int) -> Tensor:
+        """``prefix``e.name.weight [out, width] of every expert e -> [E, names x out, width], never held twice."""
+        stack = None
+        for expert in range(num_experts):
+            for place, name in enumerate(names):
+                matrix = self.take(f"{prefix}{expert}.{name}.weight", out, width)
+                if stack is None:
+                    stack = matrix.new_empty(num_experts, len(names), out, width)
+                stack[expert, place] = matrix
+        assert stack is not None
+        return stack.flatten(1, 2)
+
+    def experts(self, up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]) -> Experts:
+        """Matrices of all experts that were taken, in the form that was chosen; see ``Experts``."""
+        made = Experts(up, down, activation, self.form)
+        self._replace(made.nbytes, up, down)
+        return made
+
+    def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
+        """``name`` [size]; ``offset`` 1 for families that store w - 1."""
+        return RMSNorm(self.take(name, size, dtype=torch.float32) + offset, eps)
+
+    def rotary(self) -> Rotary:
+        frequencies, scaling = rotary_frequencies(self.config)
+        return Rotary(frequencies.to(self.options.device), scaling)
+
+    def output_head(self, name: str, embedding: Tensor, is_tied: bool) -> Tensor:
+        """The stored head [V, H] where there is one, even if the config says tied: transformers decides so too."""
+        if not is_tied or self.reader.has(name):
+            head = self.take(name, *embedding.shape)
+            if not have_same_values(head, embedding, guess=is_tied):
+                return head
+            self.num_parameters -= head.numel()  # a second copy of the embedding: one is enough
+            self._replace(0, head)
+        self.keep(embedding)
+        return embedding
+
+    def _replace(self, num_bytes: int, *taken: Tensor | None) -> None:
+        """Count what is kept in place of tensors that were counted as they were taken."""
+        self.num_bytes += num_bytes - sum(tensor.nbytes for tensor in taken if tensor is not None)
+
+
+def scaled(x: Tensor, scale: float | Tensor) -> Tensor:
+    """x times a constant, or a tensor of them, in float32, rounded to x's dtype once."""
+    return x if isinstance(scale, float) and scale == 1.0 else (x.float() * scale).to(x.dtype)
+
+
+def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
+    """Inverse frequencies [rotary_dim / 2] and the scaling of cosines and sines.
+
+    For text the three sections of the multimodal embedding carry the same position, so it is the plain one.
+
+    Raises:
+        UnsupportedModelError: a rope type whose frequencies depend on the length of the text.
+    """
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+    if kind not in ("linear", "yarn", "llama3"):
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported (default, linear, yarn, llama3 are)")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return frequencies, float(scaling)

@@ -1,0 +1,19 @@
+"""Tiny checkpoints with random weights of every family, beside the same model in transformers.
+
+Every module has ``VARIANTS``, changes of its tiny config by name; ``HAS_MTP``; and ``build(folder, variant, seed)``,
+which writes the checkpoint and gives the transformers model, float32.
+"""
+
+from types import ModuleType
+
+from tests.families import falcon_h1, granite_hybrid, mamba2, nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
+
+FAMILIES: dict[str, ModuleType] = {
+    "falcon-h1": falcon_h1,
+    "granite-hybrid": granite_hybrid,
+    "mamba2": mamba2,
+    "nemotron-h": nemotron_h,
+    "qwen3.5": qwen3_5,
+    "qwen3.5-moe": qwen3_5_moe,
+    "qwen3-next": qwen3_next,
+}
