@@ -58,7 +58,7 @@ def start_engine(config: AcceptanceBenchConfig, draft_flags: dict[str, Any]) -> 
     """An engine with room for all drafts.
 
     Raises:
-        ConfigError: the checkpoint has no MTP head, or the flags do not allow to start.
+        ConfigError: there is nothing to draft with, or the flags do not allow to start.
     """
     flags = config.model_dump(include=set(EngineConfig.model_fields)) | draft_flags
     try:
@@ -66,7 +66,10 @@ def start_engine(config: AcceptanceBenchConfig, draft_flags: dict[str, Any]) -> 
     except ConfigError as error:
         if "no MTP head" not in str(error):
             raise
-        raise ConfigError("this checkpoint has no MTP head: choose --speculative-algorithm ngram") from None
+        raise ConfigError(
+            "this checkpoint has no MTP head: give a draft with --speculative-draft-model-path, or choose "
+            "--speculative-algorithm ngram"
+        ) from None
 
 
 def select_tasks(config: AcceptanceBenchConfig, llm: LLM, texts: Sequence[PromptText]) -> tuple[list[Task], list[str]]:

@@ -18,7 +18,6 @@ def dynamic_flags() -> dict[str, dict[str, Any]]:
     """The configurations of the dynamic drafter that a static tree has to stand beside, by name."""
     return {
         f"dynamic {','.join(map(str, shape))}": {
-            "speculative_algorithm": "mtp",
             "speculative_num_steps": shape[0],
             "speculative_eagle_topk": shape[1],
             "speculative_num_draft_tokens": shape[2],

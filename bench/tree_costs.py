@@ -153,7 +153,7 @@ def measure(
         shuffler.shuffle(order)
         stretches = {}
         for i in order:
-            llm.workbench.use_drafts(speculative_algorithm="mtp", speculative_tree=files[i])
+            llm.workbench.use_drafts(speculative_tree=files[i])
             stretches[i] = run_full_batch(llm, jobs, clock=True)
         table.append(stretches)
         advance()

@@ -21,7 +21,7 @@ def start_engine(config: TreeTunerConfig) -> LLM:
     """An engine with room for every draft that will be tried.
 
     Raises:
-        ConfigError: the checkpoint has no MTP head, or the flags do not allow to start.
+        ConfigError: there is no draft head, or the flags do not allow to start.
     """
     flags = config.model_dump(include=WITHOUT_SHAPE)
     shape = {"speculative_num_steps": config.max_nodes - 1}  # a chain: the fewest slots for so many nodes
@@ -29,11 +29,21 @@ def start_engine(config: TreeTunerConfig) -> LLM:
         steps, topk, nodes = (max(sizes) for sizes in zip(*DYNAMIC, strict=True))
         shape = dict(zip(SHAPE, (steps, topk, max(nodes, config.max_nodes)), strict=True))
     try:
-        return LLM(**flags, **shape, speculative_algorithm="mtp")
+        llm = LLM(**flags, **shape, speculative_algorithm=config.speculative_algorithm)
     except ConfigError as error:
         if "no MTP head" not in str(error):
             raise
-        raise ConfigError("this checkpoint has no MTP head (no mtp.* tensors), so it has no trees to tune") from None
+        raise ConfigError(
+            "this checkpoint has no MTP head (no mtp.* tensors), so it has no trees to tune: give a head with "
+            "--speculative-draft-model-path"
+        ) from None
+    if llm.engine.draft_plan.algorithm == "draft-model":
+        llm.close()
+        raise ConfigError(
+            f"--speculative-draft-model-path {config.speculative_draft_model_path}: this is a model of its own, and "
+            "only the trees of a draft head can be tuned"
+        )
+    return llm
 
 
 def check_room(config: TreeTunerConfig, llm: LLM, texts: Sequence[Text]) -> None:

@@ -109,12 +109,12 @@ def record_ranks(llm: LLM, texts: Sequence[Text], num_steps: int, batch_size: in
     [T, num_steps].
 
     Args:
-        llm: drafts with an MTP head.
+        llm: drafts with a head.
         texts: what to replay.
         num_steps: how far ahead.
         batch_size: texts that run together.
     """
-    llm.workbench.use_drafts(speculative_algorithm="mtp", speculative_num_steps=num_steps)
+    llm.workbench.use_drafts(speculative_num_steps=num_steps)
     recorder = llm.workbench.record_ranks()
     owners: list[int] = []  # of the rows that were recorded: a step records its batch in the order of its deltas
     for first in range(0, len(texts), batch_size):

@@ -4,7 +4,7 @@
                         [--json FILE] [--plot FILE.png] [any engine flag]
 
 1. Texts are sampled at ``--temperature`` (or taken from the prompts' continuations, ``--replay``) and replayed once,
-   noting how the MTP head ranked every token that came, 1 to ``--max-depth`` places ahead (tree_texts.py).
+   noting how the draft head ranked every token that came, 1 to ``--max-depth`` places ahead (tree_texts.py).
 2. The costs of a step are measured over numbers of nodes, shapes and batch sizes (tree_costs.py).
 3. The best tree of each batch size is searched and written to ``--out``, which ``--speculative-tree`` loads
    (tree_search.py, tree_choice.py).
@@ -88,8 +88,11 @@ def _tuning_problem(config: TreeTunerConfig) -> str | None:
     given = ["--" + name.replace("_", "-") for name in SHAPE_FLAGS if getattr(config, name) is not None]
     if given:
         return f"the shape of the drafts is what is tuned: drop {', '.join(given)}"
-    if config.speculative_algorithm not in ("auto", "mtp"):
-        return f"--speculative-algorithm {config.speculative_algorithm}: only the trees of an MTP head can be tuned"
+    if config.speculative_algorithm not in ("auto", "mtp", "eagle", "eagle3"):
+        return (
+            f"--speculative-algorithm {config.speculative_algorithm}: only the trees of a draft head can be tuned: "
+            "choose auto, mtp, eagle or eagle3"
+        )
     if config.speculative_accept != "target":
         return (
             "--speculative-accept rejection: acceptance is predicted for the target rule only, where it does not "
@@ -181,7 +184,7 @@ def check(
     from specmamba.bench.tree_check import contest, dynamic_flags
     from specmamba.bench.tree_texts import check_jobs
 
-    ours = {"speculative_algorithm": "mtp", "speculative_tree": config.out}
+    ours = {"speculative_tree": config.out}
     contestants = {PLAIN: PLAIN_FLAGS, "tree": ours, **(dynamic_flags() if config.compare else {})}
     showings = {}
     for choice in choices:

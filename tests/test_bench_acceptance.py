@@ -733,4 +733,7 @@ def test_replay_needs_continuations(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_checkpoint_without_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str) -> None:
     bare = write_tiny_checkpoint(tmp_path / "bare", seed=0, vocab_size=4096, with_mtp=False)
     line = refused(capsys, "--model", str(bare), "--speculative-algorithm", algorithm)
-    assert line.endswith("this checkpoint has no MTP head: choose --speculative-algorithm ngram")
+    assert line.endswith(
+        "this checkpoint has no MTP head: give a draft with --speculative-draft-model-path, or choose "
+        "--speculative-algorithm ngram"
+    )

@@ -430,8 +430,8 @@ def test_replayed_texts_and_dynamic_drafts_beside_the_tree(
     ("flags", "complaint"),
     [
         (["--speculative-accept", "rejection"], "the target rule only"),
-        (["--speculative-algorithm", "ngram"], "only the trees of an MTP head"),
-        (["--speculative-algorithm", "none"], "only the trees of an MTP head"),
+        (["--speculative-algorithm", "ngram"], "only the trees of a draft head"),
+        (["--speculative-algorithm", "none"], "only the trees of a draft head"),
         (["--speculative-num-steps", "4"], "drop --speculative-num-steps"),
         (["--speculative-tree", "tree.json"], "drop --speculative-tree"),
         (["--batch-sizes", "1,32"], "raise --max-running-requests"),

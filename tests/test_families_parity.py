@@ -1,0 +1,144 @@
+"""Whatever drafts and whatever keeps the states, alone or in a batch, cold or behind a cached prefix: every family's
+greedy text is that of plain decoding, in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specmamba import LLM, RequestOutput, SamplingParams
+from specmamba.draft.mtp import MTPDrafter
+from specmamba.draft.ngram import NgramDrafter
+from specmamba.draft.ngram_corpus import read_corpus
+from specmamba.models.base import DraftHead
+from tests.families import FAMILIES
+from tests.heads import write_head
+from tests.noise import add_noise
+
+PATTERN = [7, 21, 90, 33, 64, 21, 5]
+PROMPTS = [PATTERN * 4, [11, 42, 3], PATTERN * 2 + [100] + PATTERN]
+NUM_TOKENS = 24
+MEMORY: dict[str, Any] = {"context_length": 96, "max_total_tokens": 2048, "max_running_requests": 4}
+TREE: dict[str, Any] = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 7}
+NOISE = 0.01  # of a draft model's weights: it guesses right mostly, and not always
+DRAFTERS = ("plain", "chain", "tree", "ngram", "draft-model")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny checkpoint, drafts for it, and the texts that plain decoding makes of the prompts."""
+
+    folder: Path
+    has_mtp: bool
+    eagle: Path
+    eagle3: Path
+    draft_model: Path
+    texts: tuple[tuple[int, ...], ...]
+
+    def flags(self, drafter: str) -> dict[str, Any]:
+        if drafter == "plain":
+            return {"speculative_algorithm": "none"}
+        if drafter == "ngram":
+            return {"speculative_algorithm": "ngram"}
+        if drafter == "draft-model":
+            return {"speculative_algorithm": drafter, "speculative_draft_model_path": str(self.draft_model)}
+        shape = TREE if drafter == "tree" else {"speculative_num_steps": 3}
+        if self.has_mtp:
+            return {"speculative_algorithm": "mtp", **shape}
+        algorithm, head = ("eagle3", self.eagle3) if drafter == "tree" else ("eagle", self.eagle)
+        return {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head), **shape}
+
+    def teach(self, llm: LLM, folder: Path) -> None:
+        """Let random heads and n-grams guess from the texts to come: what is never accepted proves little."""
+        engine = llm.engine
+        drafter, whole = (
+            engine.runner.drafter,
+            [prompt + list(text) for prompt, text in zip(PROMPTS, self.texts, strict=True)],
+        )
+        if isinstance(drafter, MTPDrafter):
+            drafter.head = TaughtHead(drafter.head, bigrams(whole, engine.vocab_size))
+        elif isinstance(drafter, NgramDrafter):
+            (folder / "corpus.txt").write_text("any text")
+            tokens = [token for text in whole for token in text]
+            tokens[::6] = [1] * len(tokens[::6])  # not always right
+            corpus = read_corpus(folder / "corpus.txt", lambda _: tokens, engine.vocab_size)
+            engine.runner.drafter = NgramDrafter(engine.draft_plan, engine.config, engine.pools.table, corpus)
+
+
+class TaughtHead:
+    """Runs a head, and says what has followed the same token in known texts. Its states are the tokens themselves."""
+
+    def __init__(self, head: DraftHead, table: Tensor) -> None:
+        self._head, self._table = head, table
+        self.width, self.num_modules, self.combine = head.width, head.num_modules, head.combine
+
+    def forward(self, tokens: Tensor, hidden: Tensor, *context: Any) -> Tensor:
+        states = torch.zeros_like(self._head.forward(tokens, hidden, *context))
+        states[..., 0] = tokens
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._table[hidden[..., 0].long()]
+
+
+def bigrams(texts: list[list[int]], vocab_size: int) -> Tensor:
+    """How often a token follows another, [V, V]; what never did is told apart by a small random number."""
+    table = torch.rand(vocab_size, vocab_size, generator=torch.Generator().manual_seed(0))
+    for text in texts:
+        for first, second in pairwise(text):
+            table[first, second] += 1
+    return table
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    module, folder = FAMILIES[request.param], tmp_path_factory.mktemp(request.param)
+    module.build(folder / "target", seed=3)
+    add_noise(folder / "target", folder / "draft", NOISE)
+    heads = (
+        write_head(folder / name, folder / "target", style, seed=5).folder
+        for name, style in (("eagle", "eagle"), ("eagle3", "eagle3-last"))
+    )
+    with LLM(model=str(folder / "target"), speculative_algorithm="none", disable_radix_cache=True, **MEMORY) as llm:
+        texts = tuple(answer(llm, prompt).token_ids for prompt in PROMPTS)
+    assert all(len(set(text)) > 4 for text in texts)  # a text that says one thing only proves little
+    return Family(folder / "target", module.HAS_MTP, *heads, folder / "draft", texts)
+
+
+def answer(llm: LLM, prompt: list[int]) -> RequestOutput:
+    return llm.generate(prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))[0]
+
+
+@pytest.mark.parametrize("state", ["records", "snapshots"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_text_is_that_of_plain_decoding(family: Family, drafter: str, state: str, tmp_path: Path) -> None:
+    with LLM(model=str(family.folder), speculative_state=state, **family.flags(drafter), **MEMORY) as llm:
+        family.teach(llm, tmp_path)
+        cold, hit = answer(llm, PROMPTS[0]), answer(llm, PROMPTS[0])
+        assert cold.num_cached_tokens == 0 < hit.num_cached_tokens
+        assert cold.token_ids == hit.token_ids == family.texts[0]
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        for _ in ("two of them cold", "all of them cached"):
+            assert tuple(output.token_ids for output in llm.generate(PROMPTS, params)) == family.texts
+        llm.flush_cache()
+        outputs = llm.generate(PROMPTS, params)
+        assert tuple(output.token_ids for output in outputs) == family.texts
+        if drafter != "plain":
+            check_variety(outputs)
+
+
+def check_variety(outputs: list[RequestOutput]) -> None:
+    """Some drafts were rejected at once, some accepted, some more than one deep."""
+    by_depth = [0] * 8
+    for output in outputs:
+        for depth, count in enumerate(output.spec.accepted_histogram):
+            by_depth[depth] += count
+    assert by_depth[0]
+    assert by_depth[1]
+    assert sum(by_depth[2:])
