@@ -29,8 +29,10 @@ Serve hybrid language models (attention mixed with recurrent layers) with specul
 commands:
   serve       an OpenAI-compatible HTTP server, on 127.0.0.1:30000
   generate    continue one prompt, streamed to the terminal
-  bench       measure: acceptance of drafts, a server under load, the prefix cache
+  info        what a model is, what it takes, and what can be done with it
+  bench       measure: acceptance of drafts, a server under load, the prefix cache, drift of rounded states
   tune        choose by measurement: draft trees
+  train       a draft head for a model that has none
 
 options:
   -h, --help  this text; "specmamba COMMAND --help" lists the options of a command
@@ -45,10 +47,12 @@ examples:
   specmamba serve --model ./my-model --speculative-algorithm none
   specmamba generate --prompt "def main():" --max-tokens 64
   specmamba generate --temperature 0.8 --seed 7 < prompt.txt
+  specmamba info --model ./my-model --quantization int8
   specmamba bench acceptance --speculative-num-steps 3
   specmamba bench serving --concurrency 1,4 --plot load.png
   specmamba bench prefix --workloads chat,agent
   specmamba tune tree --help
+  specmamba train draft --model ./my-model --out ./my-head --minutes 30
 """
 
 # name: (module with a main(arguments) -> exit status, what it does)
@@ -60,6 +64,10 @@ SUBCOMMANDS = {
         ),
         "serving": ("specmamba.bench.serving", "throughput and latency of a server, over levels of load"),
         "prefix": ("specmamba.bench.prefix", "what the prefix cache spares, against an oracle, and what it costs"),
+        "state-drift": ("specmamba.bench.state_drift", "how far texts drift with recurrent states in fewer bits"),
+    },
+    "train": {
+        "draft": ("specmamba.bench.train.draft", "an EAGLE-3 head for --speculative-draft-model-path"),
     },
     "tune": {
         "tree": (
@@ -110,6 +118,12 @@ def _generate_command(arguments: list[str]) -> int:
     from specmamba.config import GenerateConfig
 
     return _generate(parse_command_line(GenerateConfig, "specmamba generate", arguments))
+
+
+def _info(arguments: list[str]) -> int:
+    from specmamba.info import main as run
+
+    return run(arguments)
 
 
 def _generate(config: GenerateConfig) -> int:
@@ -239,5 +253,6 @@ def _end_with(prog: str, error: SpecmambaError) -> NoReturn:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "generate": _generate_command,
+    "info": _info,
     **{command: partial(_run_subcommand, command) for command in SUBCOMMANDS},
 }

@@ -43,7 +43,7 @@ def run(*arguments: str, text_in: str = "", timeout_s: float = 60) -> subprocess
 def test_help_is_an_overview(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([argument]) == 0
     text = capsys.readouterr().out
-    for word in ("serve", "generate", "bench", "tune", "examples:", "--help", "SPECMAMBA_"):
+    for word in ("serve", "generate", "info", "bench", "train", "tune", "examples:", "--help", "SPECMAMBA_"):
         assert word in text
     assert max(map(len, text.splitlines())) <= 110
 
@@ -58,7 +58,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "usage: specmamba COMMAND"),
         (["genrate"], "did you mean 'generate'?"),
-        (["xyz"], "there are: serve, generate, bench, tune"),
+        (["xyz"], "there are: serve, generate, info, bench, train, tune"),
         (["--verbose"], "no option '--verbose'"),
         (["bench"], "usage: specmamba bench NAME"),
         (
@@ -78,11 +78,14 @@ def test_a_wrong_command(arguments: list[str], message: str, capsys: pytest.Capt
     assert captured.out == ""
 
 
-@pytest.mark.parametrize(("command", "names"), [("bench", ["acceptance", "serving", "prefix"]), ("tune", ["tree"])])
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [("bench", ["acceptance", "serving", "prefix", "state-drift"]), ("tune", ["tree"]), ("train", ["draft"])],
+)
 def test_help_of_a_command_with_subcommands(command: str, names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
-    assert re.findall(r"^  (\w+) +\S", text, re.MULTILINE) == names
+    assert re.findall(r"^  ([\w-]+) +\S", text, re.MULTILINE) == names
     assert max(map(len, text.splitlines())) <= 110
 
 
@@ -136,7 +139,7 @@ def test_mistakes_end_with_one_message_and_status_2(
 
 ALL_HELPS = [
     ["--version"],
-    *([*words, "--help"] for words in ([], ["serve"], ["generate"], ["bench"], ["tune"])),
+    *([*words, "--help"] for words in ([], ["serve"], ["generate"], ["info"], ["bench"], ["train"], ["tune"])),
     *([command, name, "--help"] for command, names in SUBCOMMANDS.items() for name in names),
 ]
 

@@ -25,6 +25,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("server",),
     ("bench",),
+    ("info",),
     ("cli",),
     ("__main__",),
 )
