@@ -1,0 +1,109 @@
+"""The settings of ``specmamba train draft``, declared once: this class is its command line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from specmamba.config import EngineConfig
+from specmamba.core import Temperature
+
+DEFAULT_MINUTES = 10.0
+PATTERN = "*.py"
+
+
+class TrainDraftConfig(EngineConfig):
+    """Train an EAGLE-3 draft head for a target, on text or on what the target itself writes."""
+
+    disable_radix_cache: Annotated[bool, Field(description="always on here: what is cached would not be run")] = True
+    out: Annotated[Path, Field(description="folder to write; a run found there is resumed")]
+    text: Annotated[
+        list[str],
+        Field(
+            default_factory=list,
+            description="a text file, .jsonl of prompts, or folder to train on; may be given again; none: the Python "
+            "source that is installed here",
+        ),
+    ]
+    pattern: Annotated[str, Field(min_length=1, description="files to read in a folder of --text")] = PATTERN
+    own_outputs: Annotated[
+        int, Field(ge=0, description="train on so many tokens that the target writes behind pieces of the text instead")
+    ] = 0
+    temperature: Annotated[Temperature, Field(description="of --own-outputs")] = 0.8
+    num_tokens: Annotated[int, Field(ge=64, description="tokens of text to train on at the most")] = 200_000
+    seq: Annotated[int, Field(ge=16, description="tokens of one sequence")] = 256
+    batch: Annotated[int, Field(ge=1, description="sequences of one step")] = 2
+    steps_deep: Annotated[
+        int, Field(ge=1, le=8, description="drafts in a row that the head is trained to make from its own states")
+    ] = 3
+    draft_vocab_size: Annotated[
+        int | None, Field(ge=1, description="draft only so many tokens, the most frequent ones of the text; none: all")
+    ] = None
+    num_heads: Annotated[int | None, Field(ge=1, description="query heads; none: of 64 channels each")] = None
+    intermediate_size: Annotated[
+        int | None, Field(ge=1, description="width of the feed-forward layer; none: 3 x the target's hidden size")
+    ] = None
+    lr: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="learning rate at its peak; a cosine takes it to a twentieth; none: 0.77 / hidden size, but "
+            "0.003 at the most",
+        ),
+    ] = None
+    warmup_steps: Annotated[int, Field(ge=0, description="steps of linear warm-up")] = 50
+    minutes: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description=f"length by the clock, resumed runs added up; none: {DEFAULT_MINUTES:g}, or --max-steps",
+        ),
+    ] = None
+    max_steps: Annotated[int | None, Field(ge=1, description="length in optimizer steps")] = None
+    save_every: Annotated[int, Field(ge=1, description="steps between two saves of the state to resume from")] = 200
+    report_prompts: Annotated[int, Field(ge=1, description="held-out texts of the report at the end")] = 8
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> TrainDraftConfig:
+        fields = type(self).model_fields
+        drafting = [n for n in fields if n.startswith("speculative_") and getattr(self, n) != fields[n].default]
+        if drafting:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in drafting)
+            raise ValueError(f"{flags}: what is drafted is decided by the training here: drop it")
+        if not self.disable_radix_cache:
+            raise ValueError("--no-disable-radix-cache: what is cached would not be run: drop it")
+        if self.steps_deep + 2 > self.seq:
+            raise ValueError(f"--steps-deep {self.steps_deep} needs sequences longer than --seq {self.seq}")
+        if self.num_tokens < self.window_length:
+            raise ValueError(f"--num-tokens {self.num_tokens} is less than one sequence of --seq {self.seq} (and two)")
+        if "temperature" in self.model_fields_set and not self.own_outputs:
+            raise ValueError("--temperature is that of --own-outputs: give both or neither")
+        if self.pattern != PATTERN and not any(map(os.path.isdir, self.text)):
+            raise ValueError("--pattern is of the files in a folder: give one with --text")
+        return self
+
+    @property
+    def window_length(self) -> int:
+        """Tokens of a piece of text: S drafted for, one in front of them, and one behind that is never run."""
+        return self.seq + 2
+
+    @property
+    def limit_seconds(self) -> float | None:
+        """None: the run is bounded by its steps alone, which makes its learning rates independent of the clock."""
+        if self.minutes is None and self.max_steps is not None:
+            return None
+        return 60.0 * (DEFAULT_MINUTES if self.minutes is None else self.minutes)
+
+    @property
+    def engine_flags(self) -> dict[str, Any]:
+        """What an engine is started with, but for how it drafts."""
+        names = {name for name in EngineConfig.model_fields if not name.startswith("speculative_")}
+        return self.model_dump(include=names)
+
+    def recipe(self) -> dict[str, Any]:
+        """What must stay the same when a run is resumed. No paths: texts and target are compared by their content."""
+        fields = {"seq", "batch", "steps_deep", "draft_vocab_size", "num_heads", "intermediate_size"}
+        return self.model_dump(mode="json", include=fields | {"lr", "warmup_steps", "seed"})
