@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -37,6 +36,7 @@ from specmamba.errors import ConfigError
 from specmamba.models.checkpoint import StoredTensor, TensorReader
 from specmamba.trees import StaticTree, TreeFile
 from tests.families import FAMILIES, mamba2
+from tests.noise import add_noise
 from tests.test_prefix_exact import check_pools
 from tests.tiny import FULL, LINEAR, write_tiny_checkpoint
 
@@ -67,18 +67,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     small = {"hidden_size": 20, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8}
     small |= {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_key_head_dim": 6}
     write_tiny_checkpoint(root / "other", 2, with_mtp=False, layer_types=[FULL, LINEAR, FULL], **small)
-    _add_noise(root / "target", root / "noisy", 0.03)
+    add_noise(root / "target", root / "noisy", 0.03)
     mamba2.build(root / "mamba2")
     return Checkpoints(root)
-
-
-def _add_noise(source: Path, folder: Path, amount: float) -> None:
-    """A copy of a checkpoint whose weights are a little off."""
-    shutil.copytree(source, folder)
-    generator = torch.Generator().manual_seed(7)
-    tensors = load_file(source / "model.safetensors")
-    noisy = {name: x + amount * x.std() * torch.randn(x.shape, generator=generator) for name, x in tensors.items()}
-    save_file(noisy, folder / "model.safetensors", {"format": "pt"})
 
 
 class Plain:
