@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specmamba.config import DEMO_MODEL
+from specmamba.bench.demo.borrowed_tokenizer import save_with_demo_tokenizer
 
 VOCAB = 32768
 COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 THREE_TO_ONE = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 
 
@@ -168,9 +165,5 @@ def write_family(name: str, folder: Path, seed: int = 0) -> int:
         model = SHAPES[name]()
     finally:
         torch.set_default_dtype(before)
-    model.save_pretrained(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text("utf8")) | {"dtype": "bfloat16"}, indent=2), "utf8")
-    for tokenizer_file in TOKENIZER_FILES:
-        shutil.copy(DEMO_MODEL / tokenizer_file, folder / tokenizer_file)
+    save_with_demo_tokenizer(model, folder, "bfloat16")
     return sum(parameter.numel() for parameter in model.parameters())

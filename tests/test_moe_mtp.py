@@ -18,7 +18,6 @@ from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
 from specmamba.errors import CheckpointError, UnsupportedModelError
 from tests.families import qwen3_5_moe, qwen3_next
-from tests.families.checkpoints import write_config
 from tests.families.qwen import MTPHead, lively, write
 from tests.test_model_exact import (
     TOLERANCE,
@@ -34,6 +33,7 @@ from tests.test_model_exact import (
     run,
     with_probe,
 )
+from tests.tiny import write_config
 
 FAMILIES = {"qwen3.5-moe": qwen3_5_moe, "qwen3-next": qwen3_next}
 CASES = [(family, variant) for family, module in FAMILIES.items() for variant in module.VARIANTS]

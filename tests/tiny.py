@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
+from specmamba.bench.demo.borrowed_tokenizer import copy_demo_tokenizer
 from specmamba.bench.demo.model import MTPHead
-from specmamba.config import DEMO_MODEL
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 LINEAR, FULL = "linear_attention", "full_attention"
 
 # Grouped heads of both kinds, an untied head, and no size that is a power of two.
@@ -84,8 +82,7 @@ def write_config(folder: Path, config: PreTrainedConfig, architecture: str) -> N
     """config.json and the demo's tokenizer."""
     description = {**config.to_dict(), "architectures": [architecture], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(description), "utf8")
-    for name in TOKENIZER_FILES:
-        shutil.copy(DEMO_MODEL / name, folder / name)
+    copy_demo_tokenizer(folder)
 
 
 def mtp_tensors(config: Qwen3_5TextConfig, generator: torch.Generator) -> dict[str, Tensor]:

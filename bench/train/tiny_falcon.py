@@ -8,9 +8,7 @@ The text is the demo's corpus, the tokenizer the demo's. DIR is a Hugging Face c
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from specmamba.bench.demo.borrowed_tokenizer import save_with_demo_tokenizer
 from specmamba.bench.demo.settings import CommandLine
 from specmamba.command_line import exit_with_error, read_flags
 from specmamba.config import DEMO_MODEL
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from specmamba.bench.demo.tokens import WindowSampler
 
 PROG = "python -m specmamba.bench.train.tiny_falcon"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 SHOWN_EVERY_SECONDS = 30.0
 WARMUP_STEPS, FINAL_LR_SHARE = 50, 0.05
 
@@ -77,7 +75,7 @@ def train(settings: TinyFalconSettings, console: Console) -> None:
         if now - shown > SHOWN_EVERY_SECONDS or share >= 1.0:
             shown = now
             console.print(f"step {step}  loss {smoothed:.3f}  {min(share, 1.0):.0%}", highlight=False)
-    write(model, settings.out)
+    save_with_demo_tokenizer(model, settings.out, "float32")
 
 
 def _sampler(settings: TinyFalconSettings, vocab_size: int) -> WindowSampler:
@@ -137,15 +135,6 @@ def new_model(settings: TinyFalconSettings) -> FalconH1ForCausalLM:
         pad_token_id=0,
     )
     return FalconH1ForCausalLM(config)
-
-
-def write(model: FalconH1ForCausalLM, folder: Path) -> None:
-    """The checkpoint, with the demo's tokenizer."""
-    model.save_pretrained(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text("utf8")) | {"dtype": "float32"}, indent=2) + "\n", "utf8")
-    for name in TOKENIZER_FILES:
-        shutil.copy(DEMO_MODEL / name, folder / name)
 
 
 def _make_folder(folder: Path) -> None:

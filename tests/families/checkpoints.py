@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from specmamba.config import DEMO_MODEL
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+from tests.tiny import write_config
 
 
 def write_checkpoint(folder: Path, model: PreTrainedModel, seed: int) -> PreTrainedModel:
@@ -27,14 +23,6 @@ def write_checkpoint(folder: Path, model: PreTrainedModel, seed: int) -> PreTrai
     model.save_pretrained(folder)
     write_config(folder, model.config, type(model).__name__)
     return model
-
-
-def write_config(folder: Path, config: PreTrainedConfig, architecture: str) -> None:
-    """config.json and the demo's tokenizer."""
-    description = {**config.to_dict(), "architectures": [architecture], "dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(description), "utf8")
-    for name in TOKENIZER_FILES:
-        shutil.copy(DEMO_MODEL / name, folder / name)
 
 
 @torch.no_grad()

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tests.families.checkpoints import randomize, write_config
+from tests.families.checkpoints import randomize
+from tests.tiny import write_config
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
