@@ -14,6 +14,12 @@ settings.register_profile("specmamba", deadline=None, derandomize=True)
 settings.load_profile("specmamba")
 
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are imported: they run on the CPU, line by line
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set; its default is this
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it where algorithms are deterministic
+
+
 def pytest_configure() -> None:
     # the operators are small: a second thread gains little, and costs much when anything else wants its core
     torch.set_num_threads(1)

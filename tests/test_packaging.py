@@ -16,7 +16,7 @@ import pytest
 
 from tests.repository import ROOT, copy_tracked, tracked_files
 
-OPERATORS = sorted(file.parent.name for file in (ROOT / "kernels").glob("*/__init__.py"))
+OPERATORS = sorted(file.parent.name for file in (ROOT / "kernels").glob("*/reference.py"))
 LINKED = ("kernels/", "cuda_graphs/", "bench/")
 DEMO = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
@@ -75,13 +75,18 @@ def test_there_are_operators() -> None:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_the_wheel_has_the_whole_operator(wheel_names: set[str], operator: str) -> None:
-    needed = {f"specmamba/kernels/{operator}/{name}" for name in ("reference.py", "torch_ops.py", "README.md")}
+    needed = {f"specmamba/kernels/{operator}/{name}" for name in ("__init__.py", "reference.py", "torch_ops.py", "README.md")}
     assert needed - wheel_names == set()
 
 
 def test_the_wheel_has_the_native_sources(wheel_names: set[str]) -> None:
     sources = {installed_name(name) for name in tracked_files() if name.endswith((".cpp", ".h"))}
     assert {name for name in wheel_names if name.endswith((".cpp", ".h"))} == sources != set()
+
+
+def test_the_wheel_has_the_tables_of_compiled_kernels(wheel_names: set[str]) -> None:
+    tables = {installed_name(name) for name in tracked_files() if name.startswith("kernels/aot/tables/")}
+    assert {name for name in wheel_names if "/aot/tables/" in name} == tables != set()
 
 
 @pytest.mark.parametrize("name", ["py.typed", *(f"demo/{name}" for name in [*DEMO, "prompts.jsonl", "MODEL_CARD.md"])])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.linear import WeightForm
-from specmamba.kernels.moe import native_ops, torch_ops
+from specmamba.kernels.moe import native_ops, tiles, torch_ops
 from specmamba.kernels.moe.operands import Groups, Routing
 from specmamba.kernels.moe.torch_routing import sigmoid_routing, softmax_routing, topk_softmax_routing
 
@@ -62,11 +62,16 @@ def router_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
 def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
     """Lay out the experts' weights [E, N, K] for multiplying inputs of their dtype.
 
-    ``plain``: bf16 is copied into native panels on a CPU, and PyTorch multiplies by all of it at once on a GPU;
-    everything else is one product per active expert. ``int8``: rounded as ``linear``'s are; bf16 and float32 on a CPU
-    multiply in native code, elsewhere active experts are widened at every use, which saves memory and not time.
+    On a GPU Triton multiplies by all experts in one launch and waits for nothing, in either form.
+    ``plain`` elsewhere: bf16 is copied into native panels on a CPU; everything else is one product per active expert.
+    ``int8``: rounded as ``linear``'s are; bf16 and float32 on a CPU multiply in native code, elsewhere active experts
+    are widened at every use, which saves memory and not time.
     """
     is_int8 = form == "int8" and weight.numel() > 0
+    if tiles.can_multiply(weight):
+        from specmamba.kernels.moe import triton_ops
+
+        return triton_ops.TritonInt8Experts(weight) if is_int8 else triton_ops.TritonExperts(weight)
     dtypes = (torch.bfloat16, torch.float32) if is_int8 else (torch.bfloat16,)
     if weight.device.type == "cpu" and weight.dtype in dtypes and weight.numel():
         code = native_ops.code()
@@ -79,6 +84,10 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
 
 def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Groups]:
     """The inputs of all pairs of a token and an expert, sorted by expert; see ``torch_ops.dispatch``."""
+    if tiles.can_dispatch(x, experts):
+        from specmamba.kernels.moe import triton_ops
+
+        return triton_ops.dispatch(x, experts, num_experts)
     if native_ops.can_dispatch(x):
         return native_ops.dispatch(x, experts, num_experts)
     return torch_ops.dispatch(x, experts, num_experts)
@@ -86,6 +95,10 @@ def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Grou
 
 def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
     """What each token's experts said, weighted and summed; see ``torch_ops.combine``."""
+    if tiles.can_combine(y, groups, weights):
+        from specmamba.kernels.moe import triton_ops
+
+        return triton_ops.combine(y, groups, weights)
     if native_ops.can_dispatch(y):
         return native_ops.combine(y, groups, weights)
     return torch_ops.combine(y, groups, weights)

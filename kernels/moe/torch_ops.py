@@ -85,6 +85,15 @@ def can_group(weight: Tensor) -> bool:
     return all(row % ALIGNMENT == 0 for row in rows) and torch.cuda.get_device_capability(weight.device) >= (8, 0)
 
 
+def is_grouped_on_device(weight: Tensor) -> bool:
+    """Whether PyTorch multiplies by experts that ``can_group`` without asking the device where groups end.
+
+    It has such a product for compute capabilities 9 and 10; on others, and on AMD's GPUs, it may loop over experts.
+    """
+    major, _ = torch.cuda.get_device_capability(weight.device)
+    return torch.version.hip is None and major in (9, 10)
+
+
 def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Groups]:
     """The inputs of all pairs, sorted by expert.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 
@@ -30,3 +31,53 @@ class Form:
     def key_shape(self) -> tuple[int, int]:
         """Of a token's keys and of its values."""
         return self.num_key_heads, self.head_dim
+
+
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """Which keys each query of a forward sees; the same for all layers.
+
+    Query q of row b sees the keys at positions first..last[b, q] of the row. A query whose ``last`` stands below
+    ``first`` sees all up to there: it is nobody's (a draft head has no entry for the first tokens), but must see
+    something. With ``roots``, it also sees entry m of a draft tree, at position roots[b] + m, where seen[b, q, m] says
+    so; then ``last`` stands below the roots, and may stand below ``first``: the entry itself is seen.
+
+    Positions from ``num_keys`` on are never seen: it bounds all that the queries of tokens see, and need not be tight.
+    """
+
+    table: Tensor  # [rows, T] int64, the pool's slot of every position of a row
+    rows: Tensor  # [B] int64, rows of the table; 0 is padding, all of whose slots are 0
+    last: Tensor  # [B, Q] int64
+    num_keys: int
+    first: int = 0
+    roots: Tensor | None = None  # [B] int64
+    seen: Tensor | None = None  # [B, Q, M] bool
+    first_row: int | None = None  # the rows are consecutive, beginning with this one; None: nobody knows
+    sees_all: bool = False  # every query sees first..num_keys - 1, all of it
+
+    @cached_property
+    def indices(self) -> Tensor:
+        """[B, L] int64: slots of positions 0..num_keys - 1, or first..num_keys - 1 where the mask is None."""
+        begin = self.first if self.sees_all else 0
+        if self.first_row is not None:
+            return self.table[self.first_row : self.first_row + len(self.rows), begin : self.num_keys]
+        return self.table[self.rows, begin : self.num_keys]
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """[B, Q, num_keys] bool; None: all of ``indices`` is visible."""
+        if self.sees_all:
+            return None
+        keys = torch.arange(self.num_keys, device=self.rows.device)
+        mask = keys <= self.last[..., None]
+        if self.roots is None or self.seen is None:
+            if self.first:
+                mask &= (keys >= self.first) | (self.last[..., None] < self.first)
+            return mask
+        if self.first:
+            mask &= keys >= self.first
+        behind_root = keys - self.roots[:, None]
+        num_entries = self.seen.shape[2]
+        entry = behind_root.clamp(0, num_entries - 1)[:, None].expand(-1, self.seen.shape[1], -1)
+        is_entry = (behind_root >= 0) & (behind_root < num_entries)
+        return mask | (is_entry[:, None] & self.seen.gather(2, entry))

@@ -24,7 +24,7 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
     Returns:
         [B, ...] float32.
     """
-    key = _mix(seeds + _signed(_GOLDEN + stream * _STREAM)).view(-1, *[1] * (positions.ndim - 1))
+    key = _mix(seeds + stream_key(stream)).view(-1, *[1] * (positions.ndim - 1))
     bits = _mix(key + (positions + 1) * _GOLDEN)
     return _shift_right(bits, 40).float() * 2.0**-24
 
@@ -118,7 +118,7 @@ def penalize(
     logits = logits.float()
     counts = output_counts[:, None].to(logits.dtype).repeat(1, tokens.shape[1], 1)
     below_root = ancestors.to(logits.dtype)
-    below_root[..., 0] = 0
+    below_root[..., 0].zero_()
     counts.scatter_add_(2, tokens[:, None].expand_as(ancestors), below_root)
     was_said = counts > 0
     factor = repetition[:, None, None].where(was_said | prompt_mask[:, None], 1)
@@ -138,7 +138,7 @@ def _keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
     mass_before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     keep = (mass_before < top_p[:, None, None]) | (top_p >= 1)[:, None, None]
-    keep[..., 0] = True
+    keep[..., 0].fill_(True)
     return probs.where(torch.zeros_like(keep).scatter_(-1, ids, keep), 0)
 
 
@@ -182,9 +182,9 @@ def draw_from_blocks(blocks: Tensor, masses: Tensor, uniforms: Tensor) -> Tensor
     return (block * blocks.shape[-1] + token).squeeze(-1)
 
 
-def _signed(value: int) -> int:
-    """The lowest 64 bits as torch's signed integer."""
-    return ((value + 2**63) % 2**64) - 2**63
+def stream_key(stream: int) -> int:
+    """What is added to the seeds of a stream, as torch's signed integer."""
+    return ((_GOLDEN + stream * _STREAM + 2**63) % 2**64) - 2**63
 
 
 def _mix(z: Tensor) -> Tensor:

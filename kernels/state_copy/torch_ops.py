@@ -3,15 +3,13 @@
 from torch import Tensor
 
 
-def compact(buffer: Tensor, rows: Tensor, source: Tensor, target: Tensor, valid: Tensor) -> None:
+def compact(buffer: Tensor, rows: Tensor, source: Tensor, target: Tensor) -> None:
     """Move entries inside rows of a buffer, in all layers at once; every read happens before any write.
 
     Args:
         buffer: [layers, rows, R, ...], changed in place.
-        rows: [B] int64, distinct.
-        source, target: [B, J] int64, entries of the row; targets of one row are distinct.
-        valid: [B, J] bool; other moves do not happen.
+        rows: [B] int64, distinct, but for padding: row 0, which is nobody's.
+        source, target: [B, J] int64, entries of the row; moves of one row that share a target share the source.
     """
-    batch, move = valid.nonzero(as_tuple=True)
-    row = rows[batch]
-    buffer[:, row, target[batch, move]] = buffer[:, row, source[batch, move]]
+    row = rows[:, None]
+    buffer[:, row, target] = buffer[:, row, source]

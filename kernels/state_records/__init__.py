@@ -1,11 +1,13 @@
 """Records from which a recurrent state can be advanced, of gated delta nets and Mamba2 alike: fold, and operands."""
 
+import torch
 from torch import Tensor
 
+from specmamba.kernels import gpu
 from specmamba.kernels.state_records import native_ops, torch_ops
 from specmamba.kernels.state_records.operands import Buffers, Trees
 
-__all__ = ["Buffers", "Trees", "fold"]
+__all__ = ["Buffers", "Trees", "as_stored", "fold"]
 
 
 def fold(
@@ -18,6 +20,18 @@ def fold(
 ) -> Tensor:
     """Checkpoints advanced over their pending records, in place where ``out`` is state; see ``torch_ops.fold``."""
     records = records_k, records_u, records_decay
+    if gpu.can_launch(state, *records, num_pending, out):
+        from specmamba.kernels.state_records import triton_ops
+
+        return triton_ops.fold(state, *records, num_pending, out)
     if native_ops.can_take(state, *records, *(() if out is None else (out,))):
         return native_ops.fold(state, *records, num_pending, out)
     return torch_ops.fold(state, *records, num_pending, out)
+
+
+def as_stored(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 state as pools keep it; what float16 cannot hold becomes its largest finite number, NaN stays."""
+    if dtype is torch.float16:
+        largest = torch.finfo(dtype).max
+        state = state.clamp(-largest, largest)
+    return state.to(dtype)

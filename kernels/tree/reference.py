@@ -84,3 +84,38 @@ def accepted_path(
         path[b] = torch.tensor(nodes_of_path + [last] * (nodes - len(nodes_of_path)))
         path_tokens[b] = torch.tensor(chosen + [int(bonus[b])] * (nodes + 1 - len(chosen)))
     return path, num_accepted, path_tokens, bonus
+
+
+def commit_moves(path: Tensor, num_accepted: Tensor, node_offset: int, num_pending: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entry of a row's records goes where when its path is accepted.
+
+    path [B, N] and num_accepted [B] int64 as from ``accepted_path``; the records of the nodes stand from entry
+    node_offset on, those that are pending already are the first num_pending [B] int64.
+
+    Returns source and target [B, N] int64: step s of the path goes from node_offset + path[b, s] to
+    num_pending[b] + s. The steps behind the last accepted one repeat the move of step 0, so that every move can be
+    made: a move that is made twice is made.
+    """
+    source, target = torch.zeros_like(path), torch.zeros_like(path)
+    for b in range(path.shape[0]):
+        for step in range(path.shape[1]):
+            taken = step if step <= int(num_accepted[b]) else 0
+            source[b, step] = node_offset + int(path[b, taken])
+            target[b, step] = int(num_pending[b]) + taken
+    return source, target
+
+
+def kv_moves(path: Tensor, num_accepted: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Which KV slot goes where when a path is accepted.
+
+    path [B, N] and num_accepted [B] int64 as from ``accepted_path``; slots [B, N] int64 of the nodes, in order.
+
+    Returns source and target [B, N] int64: step s of the path goes from slots[b, path[b, s]] to slots[b, s]. The
+    steps behind the last accepted one move slot 0, which is padding, onto itself.
+    """
+    source, target = torch.zeros_like(path), torch.zeros_like(path)
+    for b in range(path.shape[0]):
+        for step in range(int(num_accepted[b]) + 1):
+            source[b, step] = slots[b, path[b, step]]
+            target[b, step] = slots[b, step]
+    return source, target

@@ -81,3 +81,36 @@ def accepted_path(
     bonus = target_tokens.gather(1, leaf)
     drafts = torch.where(nodes[1:] <= num_accepted[:, None], tokens.gather(1, path[:, 1:]), bonus)
     return path, num_accepted, torch.cat([drafts, bonus, bonus], 1), bonus.squeeze(1)
+
+
+def commit_moves(path: Tensor, num_accepted: Tensor, node_offset: int, num_pending: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of a row's records that an accepted path moves, for ``state_copy.compact``.
+
+    Args:
+        path: [B, N] int64, num_accepted: [B] int64; from ``accepted_path``.
+        node_offset: the entry of node 0.
+        num_pending: [B] int64, entries in front that stay.
+
+    Returns:
+        source, target [B, N] int64: step s goes from node_offset + path[b, s] to num_pending[b] + s; the steps behind
+        the last accepted one repeat the move of step 0.
+    """
+    steps = torch.arange(path.shape[1], device=path.device)
+    taken = torch.where(steps <= num_accepted[:, None], steps, 0)
+    return node_offset + path.gather(1, taken), num_pending[:, None] + taken
+
+
+def kv_moves(path: Tensor, num_accepted: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The KV slots that an accepted path moves.
+
+    Args:
+        path: [B, N] int64, num_accepted: [B] int64; from ``accepted_path``.
+        slots: [B, N] int64, of the nodes.
+
+    Returns:
+        source, target [B, N] int64: step s goes from slots[b, path[b, s]] to slots[b, s]; the steps behind the last
+        accepted one move slot 0, which is padding, onto itself.
+    """
+    steps = torch.arange(path.shape[1], device=path.device)
+    is_accepted = steps <= num_accepted[:, None]
+    return torch.where(is_accepted, slots.gather(1, path), 0), torch.where(is_accepted, slots, 0)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from specmamba.kernels.gpu.launch import has_triton
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
@@ -20,3 +22,22 @@ def set_threads() -> Iterator[Callable[[int], None]]:
         yield torch.set_num_threads
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def gpu_device() -> str:
+    """Where Triton kernels run: on the GPU, and where there is none on the CPU, through Triton's interpreter."""
+    if not has_triton():
+        pytest.skip("needs triton: pip install 'specmamba[gpu]'")
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that is not written holds NaN (integers: their largest number)."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

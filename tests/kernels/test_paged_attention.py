@@ -349,13 +349,33 @@ def test_a_layer_whose_padding_shares_a_slot(form: str) -> None:
     assert torch.equal(got, want)
 
 
+def with_keys(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same with ``Keys``, whose queries see the first key, the second one, and so on; and what forms take."""
+    batch, nodes = arguments["projected"].shape[:2]
+    indices = arguments["kv_indices"]
+    table = torch.cat([torch.zeros_like(indices[:1]), indices])
+    last = torch.arange(nodes).expand(batch, nodes)
+    keys = paged_attention.Keys(table, torch.arange(1, batch + 1), last, indices.shape[1], first_row=1)
+    layer = {name: x for name, x in arguments.items() if name not in ("kv_indices", "mask")}
+    return layer | {"keys": keys}, layer | {"kv_indices": keys.indices, "mask": keys.mask}
+
+
+@pytest.mark.parametrize("nodes", [5, native_ops.MAX_QUERIES + 1])
+def test_the_layer_gives_each_form_what_the_keys_say(nodes: int) -> None:
+    layer, wanted = with_keys(make_layer(2, nodes, nodes, (4, 2, 8), 4, torch.float32))
+    pools = {name: layer[name].clone() for name in ("k_pool", "v_pool")}
+    got = paged_attention.attend_layer(**(layer | pools)), pools["k_pool"], pools["v_pool"]
+    assert_alike(got, run_layer(reference, wanted), torch.float32)
+
+
 @needs_native
 def test_the_layer_takes_native_code_for_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for ops in (native_ops, torch_ops):
         monkeypatch.setattr(ops, "attend_layer", lambda *_, ops=ops: taken.append(ops))
     for nodes in (1, native_ops.MAX_QUERIES, native_ops.MAX_QUERIES + 1):
-        paged_attention.attend_layer(*make_layer(1, nodes, nodes, (2, 1, 4), 2, torch.float32).values())
+        layer, _ = with_keys(make_layer(1, nodes, nodes, (2, 1, 4), 2, torch.float32))
+        paged_attention.attend_layer(**layer)
     assert taken == [native_ops, native_ops, torch_ops]
 
 

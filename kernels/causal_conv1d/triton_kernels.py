@@ -1,0 +1,227 @@
+"""Causal depthwise convolution in Triton. See README.md, "On a GPU", and ``triton_ops.py`` for the shapes."""
+
+import triton
+import triton.language as tl
+
+from specmamba.kernels.rowwise.triton_kernels import silu
+
+
+@triton.jit
+def _bias_tile(bias, channels, is_channel, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    """What sums begin with: [ROWS, CHANNELS] float32."""
+    total = tl.zeros((ROWS, CHANNELS), tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit
+def _move_window(source, source_stride, begin, target, target_stride, channels, is_channel, WIDTH: tl.constexpr):
+    """Copy the WIDTH - 1 entries from ``begin`` on to the first ones of ``target``, oldest first.
+
+    Both may be the same memory: no entry is read after it was overwritten, as targets never stand behind sources.
+    """
+    for j in tl.static_range(WIDTH - 1):
+        x = tl.load(source + tl.cast(begin + j, tl.int64) * source_stride + channels, mask=is_channel)
+        tl.store(
+            target + tl.cast(j, tl.int64) * target_stride + channels, x.to(target.dtype.element_ty), mask=is_channel
+        )
+
+
+@triton.jit
+def tree_in_place_kernel(
+    inputs,  # [B, N, C]
+    conv_inputs,  # [rows, W - 1 + R, C]
+    windows,  # [slots, W - 1, C]; None where folds is
+    rows,  # [B]
+    slots,  # [B]
+    index,  # [B, N, W], taps side by side
+    num_pending,  # [B] or None
+    folds,  # [B] or None
+    weight,  # [C, W]
+    bias,  # [C] or None
+    y,  # [B, N, C] contiguous
+    num_nodes,
+    num_channels,
+    node_offset,
+    inputs_stride_b,
+    inputs_stride_n,
+    row_stride,
+    entry_stride,
+    slot_stride,
+    window_stride,
+    index_stride_b,
+    index_stride_n,
+    weight_stride_c,
+    weight_stride_w,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    b = tl.program_id(0)
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_channel = channels < num_channels
+    slot = tl.load(slots + b).to(tl.int64)
+    num_read = tl.where(slot == 0, 0, num_nodes)
+    row = conv_inputs + tl.load(rows + b).to(tl.int64) * row_stride
+    inputs += b.to(tl.int64) * inputs_stride_b
+    index += b.to(tl.int64) * index_stride_b
+    y += b.to(tl.int64) * num_nodes * num_channels
+    first = WIDTH - 1 + node_offset  # entries from here on are nodes of this launch
+
+    for start in range(0, num_nodes, BLOCK_N):
+        nodes = start + tl.arange(0, BLOCK_N)
+        is_node = nodes < num_nodes
+        mask = is_node[:, None] & is_channel[None, :]
+        is_read = mask & (nodes < num_read)[:, None]
+        total = _bias_tile(bias, channels, is_channel, BLOCK_N, BLOCK_C)
+        for w in tl.static_range(WIDTH):
+            entry = tl.load(index + nodes * index_stride_n + w, mask=is_node, other=0)
+            at = entry[:, None] * entry_stride + channels[None, :]
+            old = tl.load(row + at, mask=is_read & (entry < first)[:, None], other=0.0).to(tl.float32)
+            at = (entry - first)[:, None] * inputs_stride_n + channels[None, :]
+            new = tl.load(inputs + at, mask=is_read & (entry >= first)[:, None], other=0.0)
+            taken = old + new.to(conv_inputs.dtype.element_ty).to(tl.float32)  # one of them is 0
+            tap = tl.load(weight + channels * weight_stride_c + w * weight_stride_w, mask=is_channel, other=0.0)
+            total += taken * tap.to(tl.float32)[None, :]
+        at = nodes[:, None] * num_channels + channels[None, :]
+        tl.store(y + at, tl.where(is_read, silu(total), 0.0), mask=mask)
+        own = tl.load(inputs + nodes[:, None] * inputs_stride_n + channels[None, :], mask=is_read, other=0.0)
+        at = (first + nodes).to(tl.int64)[:, None] * entry_stride + channels[None, :]
+        tl.store(row + at, own.to(conv_inputs.dtype.element_ty), mask=is_read)
+
+    if folds is not None:
+        begin = node_offset
+        if num_pending is not None:
+            begin = tl.load(num_pending + b)
+        if tl.load(folds + b) & (slot != 0):
+            _move_window(
+                row, entry_stride, begin, windows + slot * slot_stride, window_stride, channels, is_channel, WIDTH
+            )
+            # other threads' reads of the window that is overwritten are over: what they read, they have stored in y
+            tl.debug_barrier()
+            _move_window(row, entry_stride, begin, row, entry_stride, channels, is_channel, WIDTH)
+
+
+@triton.jit
+def tree_snapshots_kernel(
+    x,  # [B, N, C]
+    window,  # [B, W - 1, C]
+    index,  # [B, N, W], taps side by side
+    weight,  # [C, W]
+    bias,  # [C] or None
+    y,  # [B, N, C] contiguous
+    windows,  # [B, N, W - 1, C] contiguous
+    num_nodes,
+    num_channels,
+    x_stride_b,
+    x_stride_n,
+    window_stride_b,
+    window_stride_w,
+    index_stride_b,
+    index_stride_n,
+    weight_stride_c,
+    weight_stride_w,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    nodes = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_channel, is_node = channels < num_channels, nodes < num_nodes
+    mask = is_node[:, None] & is_channel[None, :]
+    x += b * x_stride_b
+    window += b * window_stride_b
+    total = _bias_tile(bias, channels, is_channel, BLOCK_N, BLOCK_C)
+    for w in tl.static_range(WIDTH):
+        at = index + b * index_stride_b + nodes * index_stride_n + w
+        entry = tl.load(at, mask=is_node, other=0)
+        is_new, is_old = (entry >= WIDTH - 1)[:, None], (entry < WIDTH - 1)[:, None]
+        at = entry[:, None] * window_stride_w + channels[None, :]
+        old = tl.load(window + at, mask=mask & is_old, other=0.0).to(x.dtype.element_ty)
+        at = (entry - (WIDTH - 1))[:, None] * x_stride_n + channels[None, :]
+        taken = tl.where(is_new, tl.load(x + at, mask=mask & is_new, other=0.0), old)
+        tap = tl.load(weight + channels * weight_stride_c + w * weight_stride_w, mask=is_channel, other=0.0)
+        total += taken.to(tl.float32) * tap.to(tl.float32)[None, :]
+        if w > 0:
+            at = ((b * num_nodes + nodes) * (WIDTH - 1) + w - 1)[:, None] * num_channels + channels[None, :]
+            tl.store(windows + at, taken, mask=mask)
+    tl.store(y + (b * num_nodes + nodes)[:, None] * num_channels + channels[None, :], silu(total), mask=mask)
+
+
+@triton.jit
+def extend_kernel(
+    x,  # [B, L, C]
+    windows,  # [slots, W - 1, C]
+    slots,  # [B]
+    lengths,  # [B]
+    weight,  # [C, W]
+    bias,  # [C] or None
+    y,  # [B, L, C] contiguous
+    num_tokens,
+    num_channels,
+    x_stride_b,
+    x_stride_t,
+    slot_stride,
+    window_stride,
+    weight_stride_c,
+    weight_stride_w,
+    WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    channels = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_channel = channels < num_channels
+    slot = tl.load(slots + b).to(tl.int64)
+    length = tl.where(slot == 0, 0, tl.load(lengths + b))
+    is_real = (tokens < length)[:, None] & is_channel[None, :]
+    x += b * x_stride_b
+    windows += slot * slot_stride
+    total = _bias_tile(bias, channels, is_channel, BLOCK_T, BLOCK_C)
+    for w in tl.static_range(WIDTH):
+        source = tokens + (w - (WIDTH - 1))  # below 0: in the window
+        is_old, is_new = (source < 0)[:, None], (source >= 0)[:, None]
+        at = (source + (WIDTH - 1))[:, None] * window_stride + channels[None, :]
+        old = tl.load(windows + at, mask=is_real & is_old, other=0.0).to(x.dtype.element_ty)
+        at = source.to(tl.int64)[:, None] * x_stride_t + channels[None, :]
+        taken = tl.where(is_old, old, tl.load(x + at, mask=is_real & is_new, other=0.0))
+        tap = tl.load(weight + channels * weight_stride_c + w * weight_stride_w, mask=is_channel, other=0.0)
+        total += taken.to(tl.float32) * tap.to(tl.float32)[None, :]
+    at = (b * num_tokens + tokens)[:, None] * num_channels + channels[None, :]
+    is_stored = (tokens < num_tokens)[:, None] & is_channel[None, :]
+    tl.store(y + at, tl.where(is_real, silu(total), 0.0), mask=is_stored)
+
+
+@triton.jit
+def shift_windows_kernel(
+    x,  # [B, L, C]
+    windows,  # [slots, W - 1, C]
+    slots,  # [B]
+    lengths,  # [B]
+    num_channels,
+    x_stride_b,
+    x_stride_t,
+    slot_stride,
+    window_stride,
+    WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Afterwards: a window of the last W - 1 of (window, the row's real tokens)."""
+    b = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_channel = channels < num_channels
+    slot, length = tl.load(slots + b).to(tl.int64), tl.load(lengths + b).to(tl.int64)
+    if (slot != 0) & (length > 0):
+        x += b * x_stride_b
+        windows += slot * slot_stride
+        for j in tl.static_range(WIDTH - 1):  # upwards: no entry is read after it was overwritten
+            source = j + length - (WIDTH - 1)
+            num_old = tl.where(source < 0, num_channels, 0)  # below 0, it is an old one in all channels
+            is_old, is_new = channels < num_old, is_channel & (channels >= num_old)
+            old = tl.load(windows + (j + length) * window_stride + channels, mask=is_old, other=0.0)
+            new = tl.load(x + source * x_stride_t + channels, mask=is_new, other=0.0)
+            moved = tl.where(is_old, old, new.to(windows.dtype.element_ty))
+            tl.store(windows + j * window_stride + channels, moved, mask=is_channel)

@@ -1,0 +1,123 @@
+"""Causal depthwise convolution in Triton, over pools where they lie. See README.md."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specmamba.kernels.causal_conv1d import triton_kernels as kernels
+from specmamba.kernels.causal_conv1d.tiles import WINDOW_TILE, constexprs, tile_for
+from specmamba.kernels.gpu import next_power_of_2
+from specmamba.kernels.state_records.operands import Buffers, Trees
+
+
+def tree_verify_in_place(
+    inputs: Tensor, buffers: Buffers, trees: Trees, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Convolve every node of a verify's trees and apply SiLU; keep the inputs; move the windows of rows that fold.
+
+    Node i's input goes to entry W - 1 + node_offset + i of its row of ``buffers.conv_inputs``, rounded to their dtype.
+    Where ``trees.folds``, the last W - 1 pending inputs become the window, in the row and in ``buffers.windows``.
+    Nothing is read or written for rows of slot 0.
+
+    Args:
+        inputs: [B, N, C].
+        buffers: ``conv_inputs`` and, where a row folds, ``windows``; the others are not looked at.
+        trees: ``ancestors`` are not looked at.
+        weight: [C, W].
+        bias: [C], added before SiLU.
+
+    Returns:
+        y [B, N, C] float32; zeros for rows of slot 0.
+    """
+    inputs, index, (batch, nodes, channels) = _dense(inputs), _dense(trees.conv_index), inputs.shape
+    y = torch.empty(batch, nodes, channels, dtype=torch.float32, device=inputs.device)
+    if y.numel() == 0:
+        return y
+    stored, windows = buffers.conv_inputs, buffers.windows if trees.folds is not None else None
+    assert trees.folds is None or windows is not None, "nowhere to fold the windows to"
+    assert all(x.stride(2) == 1 for x in (stored, windows) if x is not None), "channels lie apart"
+    tile = tile_for(nodes)
+    sizes = constexprs(tile, weight.shape[1], channels, "N")
+    slot_strides = (0, 0) if windows is None else windows.stride()[:2]
+    kernels.tree_in_place_kernel[(batch, _blocks(channels, sizes["BLOCK_C"]))](
+        *(inputs, stored, windows, trees.rows, trees.slots, index, trees.num_pending, trees.folds),
+        *(weight, bias, y, nodes, channels, trees.node_offset),
+        *(*inputs.stride()[:2], *stored.stride()[:2], *slot_strides, *index.stride()[:2], *weight.stride()),
+        **sizes,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+def tree_verify_snapshots(
+    x: Tensor, window: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See ``torch_ops.tree_verify_snapshots``; the windows are a tensor of their own."""
+    x, window, index, (batch, nodes, channels) = _dense(x), _dense(window), _dense(index), x.shape
+    width = weight.shape[1]
+    y = torch.empty(batch, nodes, channels, dtype=torch.float32, device=x.device)
+    windows = torch.empty(batch, nodes, width - 1, channels, dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y, windows
+    tile = tile_for(nodes)
+    sizes = constexprs(tile, width, channels, "N")
+    kernels.tree_snapshots_kernel[(batch, _blocks(channels, sizes["BLOCK_C"]), _blocks(nodes, sizes["BLOCK_N"]))](
+        *(x, window, index, weight, bias, y, windows, nodes, channels),
+        *(*x.stride()[:2], *window.stride()[:2], *index.stride()[:2], *weight.stride()),
+        **sizes,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y, windows
+
+
+def extend_in_place(
+    x: Tensor, windows: Tensor, slots: Tensor, weight: Tensor, lengths: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Convolve runs of known tokens, each behind the window in its slot, apply SiLU, and leave the window after them.
+
+    Args:
+        x: [B, L, C].
+        windows: [slots, W - 1, C]; rows of length 0 and rows of slot 0 leave theirs as it is.
+        slots: [B] int64, distinct but for 0.
+        weight: [C, W].
+        lengths: [B] int64; tokens from lengths[b] on are padding.
+        bias: [C], added before SiLU.
+
+    Returns:
+        y [B, L, C] float32; zeros on padding and for rows of slot 0.
+    """
+    x, (batch, length, channels) = _dense(x), x.shape
+    assert windows.stride(2) == 1, "channels lie apart"
+    y = torch.empty(batch, length, channels, dtype=torch.float32, device=x.device)
+    if y.numel() == 0:
+        return y
+    tile, width = tile_for(length), weight.shape[1]
+    sizes = constexprs(tile, width, channels, "T")
+    strides = (*x.stride()[:2], *windows.stride()[:2])
+    kernels.extend_kernel[(batch, _blocks(length, sizes["BLOCK_T"]), _blocks(channels, sizes["BLOCK_C"]))](
+        *(x, windows, slots, lengths, weight, bias, y, length, channels, *strides, *weight.stride()),
+        **sizes,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    block = min(WINDOW_TILE.channels, next_power_of_2(channels))
+    kernels.shift_windows_kernel[(batch, _blocks(channels, block))](  # all programs above have read the old ones
+        *(x, windows, slots, lengths, channels, *strides),
+        WIDTH=width,
+        BLOCK_C=block,
+        num_warps=WINDOW_TILE.num_warps,
+        num_stages=WINDOW_TILE.num_stages,
+    )
+    return y
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous, as parts of a projection have it."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)

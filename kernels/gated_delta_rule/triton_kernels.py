@@ -1,0 +1,485 @@
+"""The gated delta rule in Triton. One program has a block of one head's values, [all keys, block], of one row."""
+
+import triton
+import triton.language as tl
+
+from specmamba.kernels.state_records.triton_kernels import advance, as_stored, finite, not_finite, path_decay
+
+
+@triton.jit
+def solve(system, u, num_steps):
+    """Solve (I + L) X = u in place of u, L = ``system`` strictly lower triangular: forward substitution.
+
+    What is not finite in a row of u stays there, and is 0 to the rows behind it.
+    """
+    at = tl.arange(0, u.shape[0])
+    for i in range(num_steps):
+        row = tl.sum(tl.where(at[:, None] == i, u, 0.0), 0)
+        column = tl.sum(tl.where(at[None, :] == i, system, 0.0), 1)
+        u -= column[:, None] * finite(row)[None, :]
+    return u
+
+
+@triton.jit
+def decays(log_decay, precedes):
+    """e^(G_i - G_j) where j precedes i, else 0; masked before exp: elsewhere it overflows."""
+    between = tl.where(precedes, log_decay[:, None] - log_decay[None, :], 0.0)
+    return tl.where(precedes, tl.exp(between), 0.0)
+
+
+@triton.jit(do_not_specialize=["node_offset", "padding_slot"])
+def root_kernel(
+    q,  # [B, 1, Hk, K] float32
+    k,  # [B, 1, Hk, K] float32
+    v,  # [B, 1, Hv, V] float32
+    g,  # [B, 1, Hv] float32, contiguous
+    beta,  # [B, 1, Hv] float32, contiguous
+    out,  # [B, 1, Hv, V] float32, contiguous
+    states,  # [slots, Hv, K, V] any float dtype
+    records_k,  # [rows, R, Hk, K] float32
+    records_u,  # [rows, R, Hv, V] float32
+    records_decay,  # [rows, R, Hv] float32
+    rows,  # [B] int64
+    slots,  # [B] int64
+    num_pending,  # [B] int64 or None
+    folds,  # [B] bool or None
+    node_offset,
+    padding_slot,
+    q_row_stride,
+    q_head_stride,
+    k_row_stride,
+    k_head_stride,
+    v_row_stride,
+    v_head_stride,
+    state_slot_stride,
+    state_head_stride,
+    state_key_stride,
+    keys_row_stride,
+    keys_record_stride,
+    keys_head_stride,
+    updates_row_stride,
+    updates_record_stride,
+    updates_head_stride,
+    decay_row_stride,
+    decay_record_stride,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    GROUP: tl.constexpr,  # value heads of one key head
+    BLOCK_KEYS: tl.constexpr,  # all keys
+    BLOCK_VALUES: tl.constexpr,
+    BLOCK_RECORDS: tl.constexpr,
+):
+    """A tree that has only its root: plain decoding. Pending records are read beside the state, not added to it."""
+    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at_k, at_v = tl.arange(0, BLOCK_KEYS), tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
+    is_k, is_v = at_k < KEY_DIM, at_v < VALUE_DIM
+    token = row * tl.num_programs(1) + head
+    slot, ring = tl.load(slots + row), tl.load(rows + row)
+    if slot == padding_slot:
+        tl.store(out + token * VALUE_DIM + at_v, tl.zeros((BLOCK_VALUES,), tl.float32), mask=is_v)
+        return
+    keys = records_k + ring * keys_row_stride + (head // GROUP) * keys_head_stride
+    updates = records_u + ring * updates_row_stride + head * updates_head_stride
+    decay = records_decay + ring * decay_row_stride + head
+    count = node_offset if num_pending is None else tl.load(num_pending + row).to(tl.int32)
+    total = path_decay(decay, count, decay_record_stride)
+
+    state_at = states + slot * state_slot_stride + head * state_head_stride
+    state_at += at_k[:, None] * state_key_stride + at_v[None, :]
+    in_state = is_k[:, None] & is_v[None, :]
+    state = tl.load(state_at, mask=in_state, other=0.0).to(tl.float32)
+    if folds is not None:
+        is_folded = tl.load(folds + row) & (count > 0)
+        if is_folded:
+            state = advance(
+                state,
+                keys,
+                updates,
+                decay,
+                count,
+                total,
+                at_k,
+                at_v,
+                is_k,
+                is_v,
+                keys_record_stride,
+                1,
+                updates_record_stride,
+                1,
+                decay_record_stride,
+                BLOCK_RECORDS,
+            )
+            stored = as_stored(state, states.dtype.element_ty)
+            tl.store(state_at, stored, mask=in_state)
+            state = stored.to(tl.float32)  # nodes see what the next verify will see
+        count, total = tl.where(is_folded, 0, count), tl.where(is_folded, 0.0, total)
+
+    q_root = tl.load(q + row * q_row_stride + (head // GROUP) * q_head_stride + at_k, mask=is_k, other=0.0)
+    k_raw = tl.load(k + row * k_row_stride + (head // GROUP) * k_head_stride + at_k, mask=is_k, other=0.0)
+    v_root = tl.load(v + row * v_row_stride + head * v_head_stride + at_v, mask=is_v, other=0.0)
+    g_raw, beta_raw = tl.load(g + token), tl.load(beta + token)
+    flaws = tl.sum(not_finite(k_raw), 0) + not_finite(g_raw) + not_finite(beta_raw)
+    k_root, g_root = finite(k_raw), finite(g_raw)
+
+    to_root = tl.exp(total)
+    q_read = tl.sum(q_root[:, None] * state, 0) * to_root
+    k_read = tl.sum(k_root[:, None] * state, 0) * to_root
+    for first in range(0, count, BLOCK_RECORDS):
+        at = first + tl.arange(0, BLOCK_RECORDS)
+        is_pending = at < count
+        between = total - tl.load(decay + at * decay_record_stride, mask=is_pending, other=0.0)
+        weight = tl.where(is_pending, tl.exp(tl.where(is_pending, between, 0.0)), 0.0)
+        key_at = keys + at[:, None] * keys_record_stride + at_k[None, :]
+        key = tl.load(key_at, mask=is_pending[:, None] & is_k[None, :], other=0.0)
+        update_at = updates + at[:, None] * updates_record_stride + at_v[None, :]
+        update = tl.load(update_at, mask=is_pending[:, None] & is_v[None, :], other=0.0)
+        q_read += tl.sum((tl.sum(key * q_root[None, :], 1) * weight)[:, None] * update, 0)
+        k_read += tl.sum((tl.sum(key * k_root[None, :], 1) * weight)[:, None] * update, 0)
+
+    step = tl.exp(g_root)
+    u = finite(beta_raw) * (v_root - k_read * step)
+    flaws += tl.sum(not_finite(u), 0)
+    u = finite(u)
+    result = q_read * step + tl.sum(q_root * k_root, 0) * u
+    tl.store(out + token * VALUE_DIM + at_v, tl.where(flaws > 0, float("nan"), result), mask=is_v)
+
+    tl.store(updates + node_offset * updates_record_stride + at_v, u, mask=is_v)
+    if tl.program_id(0) == 0:
+        tl.store(decay + node_offset * decay_record_stride, finite(total + g_root))
+        if head % GROUP == 0:
+            tl.store(keys + node_offset * keys_record_stride + at_k, k_root, mask=is_k)
+
+
+@triton.jit(
+    do_not_specialize=["num_nodes", "node_offset", "padding_slot", "ancestors_row_stride", "ancestors_node_stride"]
+)
+def tree_kernel(
+    q,  # [B, N, Hk, K] float32
+    k,  # [B, N, Hk, K] float32
+    v,  # [B, N, Hv, V] float32
+    g,  # [B, N, Hv] float32, contiguous
+    beta,  # [B, N, Hv] float32, contiguous
+    out,  # [B, N, Hv, V] float32, contiguous
+    states,  # [slots, Hv, K, V] any float dtype
+    records_k,  # [rows, R, Hk, K] float32
+    records_u,  # [rows, R, Hv, V] float32
+    records_decay,  # [rows, R, Hv] float32
+    rows,  # [B] int64
+    slots,  # [B] int64
+    num_pending,  # [B] int64 or None
+    folds,  # [B] bool or None
+    ancestors,  # [B, N, N] bool
+    num_nodes,
+    node_offset,
+    padding_slot,
+    q_row_stride,
+    q_node_stride,
+    q_head_stride,
+    k_row_stride,
+    k_node_stride,
+    k_head_stride,
+    v_row_stride,
+    v_node_stride,
+    v_head_stride,
+    state_slot_stride,
+    state_head_stride,
+    state_key_stride,
+    keys_row_stride,
+    keys_record_stride,
+    keys_head_stride,
+    updates_row_stride,
+    updates_record_stride,
+    updates_head_stride,
+    decay_row_stride,
+    decay_record_stride,
+    ancestors_row_stride,
+    ancestors_node_stride,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    GROUP: tl.constexpr,  # value heads of one key head
+    BLOCK_NODES: tl.constexpr,  # all nodes
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
+    BLOCK_RECORDS: tl.constexpr,
+):
+    """Any tree: one walk down the keys reads the state, advances it over the pending records, and meets all nodes."""
+    row, head, num_heads = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    at_n, at_v = tl.arange(0, BLOCK_NODES), tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
+    is_n, is_v = at_n < num_nodes, at_v < VALUE_DIM
+    in_values = is_n[:, None] & is_v[None, :]
+    token = (row * num_nodes + at_n) * num_heads + head
+    out_at = out + token[:, None] * VALUE_DIM + at_v[None, :]
+    slot, ring = tl.load(slots + row), tl.load(rows + row)
+    if slot == padding_slot:
+        tl.store(out_at, tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32), mask=in_values)
+        return
+    keys = records_k + ring * keys_row_stride + (head // GROUP) * keys_head_stride
+    updates = records_u + ring * updates_row_stride + head * updates_head_stride
+    decay = records_decay + ring * decay_row_stride + head
+    count = node_offset if num_pending is None else tl.load(num_pending + row).to(tl.int32)
+    total = path_decay(decay, count, decay_record_stride)
+    is_folded = False
+    if folds is not None:
+        is_folded = tl.load(folds + row) & (count > 0)
+    record = node_offset + at_n
+
+    seen_at = ancestors + row * ancestors_row_stride + at_n[:, None] * ancestors_node_stride + at_n[None, :]
+    sees = tl.load(seen_at, mask=is_n[:, None] & is_n[None, :], other=0) != 0
+    g_raw, beta_raw = tl.load(g + token, mask=is_n, other=0.0), tl.load(beta + token, mask=is_n, other=0.0)
+    flaws = not_finite(g_raw) + not_finite(beta_raw)
+    log_decay = tl.sum(tl.where(sees, finite(g_raw)[None, :], 0.0), 1)  # from the pending records on
+
+    q_read = tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32)
+    k_read = tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32)
+    q_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
+    k_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
+    num_kept = tl.where(tl.program_id(0) == 0, num_nodes, 0)  # by the first of the programs that have them all
+    is_kept = at_n < tl.where(head % GROUP == 0, num_kept, 0)
+    for first in range(0, KEY_DIM, BLOCK_KEYS):
+        at_k = first + tl.arange(0, BLOCK_KEYS)
+        is_k = at_k < KEY_DIM
+        state_at = states + slot * state_slot_stride + head * state_head_stride
+        state_at += at_k[:, None] * state_key_stride + at_v[None, :]
+        in_state = is_k[:, None] & is_v[None, :]
+        state = tl.load(state_at, mask=in_state, other=0.0).to(tl.float32)
+        state = advance(
+            state,
+            keys,
+            updates,
+            decay,
+            count,
+            total,
+            at_k,
+            at_v,
+            is_k,
+            is_v,
+            keys_record_stride,
+            1,
+            updates_record_stride,
+            1,
+            decay_record_stride,
+            BLOCK_RECORDS,
+        )
+        if is_folded:
+            stored = as_stored(state, states.dtype.element_ty)
+            tl.store(state_at, stored, mask=in_state)
+            state = stored.to(tl.float32)  # nodes see what the next verify will see
+        in_keys = is_n[:, None] & is_k[None, :]
+        q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at_n[:, None] * q_node_stride
+        k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at_n[:, None] * k_node_stride
+        q_part = tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0)
+        k_raw = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
+        flaws += tl.sum(not_finite(k_raw), 1)
+        k_part = finite(k_raw)
+        kept_at = keys + record[:, None] * keys_record_stride + at_k[None, :]
+        tl.store(kept_at, k_part, mask=in_keys & is_kept[:, None])
+        q_read += tl.dot(q_part, state, input_precision="ieee")
+        k_read += tl.dot(k_part, state, input_precision="ieee")
+        q_k += tl.dot(q_part, tl.trans(k_part), input_precision="ieee")
+        k_k += tl.dot(k_part, tl.trans(k_part), input_precision="ieee")
+
+    between = decays(log_decay, sees)
+    of_state = tl.exp(log_decay)[:, None]
+    v_at = v + row * v_row_stride + head * v_head_stride + at_n[:, None] * v_node_stride + at_v[None, :]
+    u = finite(beta_raw)[:, None] * (tl.load(v_at, mask=in_values, other=0.0) - of_state * k_read)
+    is_strict = sees & (at_n[:, None] != at_n[None, :])
+    system = tl.where(is_strict, finite(beta_raw)[:, None] * k_k * between, 0.0)
+    u = solve(system, u, num_nodes - 1)
+    flaws += tl.sum(not_finite(u), 1)
+    u = finite(u)
+    tl.store(updates + record[:, None] * updates_record_stride + at_v[None, :], u, mask=in_values)
+    path = finite(log_decay + tl.where(is_folded, 0.0, total))
+    tl.store(decay + record * decay_record_stride, path, mask=at_n < num_kept)
+
+    result = of_state * q_read + tl.dot(tl.where(sees, q_k * between, 0.0), u, input_precision="ieee")
+    felt = tl.sum(tl.where(sees, flaws[None, :], 0.0), 1)
+    tl.store(out_at, tl.where(felt[:, None] > 0, float("nan"), result), mask=in_values)
+
+
+@triton.jit(do_not_specialize=["num_nodes", "parents_row_stride"])
+def snapshots_kernel(
+    q,  # [B, N, Hk, K] float32
+    k,  # [B, N, Hk, K] float32
+    v,  # [B, N, Hv, V] float32
+    g,  # [B, N, Hv] float32, contiguous
+    beta,  # [B, N, Hv] float32, contiguous
+    out,  # [B, N, Hv, V] float32, contiguous
+    state,  # [B, Hv, K, V] any float dtype
+    snapshots,  # [B, N, Hv, K, V] any float dtype
+    parents,  # [B, N] int64, or None: chains
+    num_nodes,
+    q_row_stride,
+    q_node_stride,
+    q_head_stride,
+    k_row_stride,
+    k_node_stride,
+    k_head_stride,
+    v_row_stride,
+    v_node_stride,
+    v_head_stride,
+    state_row_stride,
+    state_head_stride,
+    state_key_stride,
+    snapshot_row_stride,
+    snapshot_node_stride,
+    snapshot_head_stride,
+    snapshot_key_stride,
+    parents_row_stride,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    GROUP: tl.constexpr,  # value heads of one key head
+    BLOCK_KEYS: tl.constexpr,  # all keys
+    BLOCK_VALUES: tl.constexpr,
+):
+    """The recurrence itself, node after node; what a program reads of snapshots it wrote itself, thread by thread."""
+    row, head, num_heads = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    at_k, at_v = tl.arange(0, BLOCK_KEYS), tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
+    is_k, is_v = at_k < KEY_DIM, at_v < VALUE_DIM
+    in_state = is_k[:, None] & is_v[None, :]
+    state_at = state + row * state_row_stride + head * state_head_stride
+    checkpoint = tl.load(state_at + at_k[:, None] * state_key_stride + at_v[None, :], mask=in_state, other=0.0)
+    checkpoint = checkpoint.to(tl.float32)
+    of_head = snapshots + row * snapshot_row_stride + head * snapshot_head_stride
+    of_head += at_k[:, None] * snapshot_key_stride + at_v[None, :]
+    current = checkpoint
+    for i in range(num_nodes):
+        if parents is not None:
+            parent = tl.load(parents + row * parents_row_stride + i)
+            in_parent = (at_k < tl.where(parent < 0, 0, KEY_DIM))[:, None] & is_v[None, :]
+            read = tl.load(of_head + parent * snapshot_node_stride, mask=in_parent, other=0.0)
+            current = tl.where(parent < 0, checkpoint, read.to(tl.float32))
+        token = (row * num_nodes + i) * num_heads + head
+        q_at = q + row * q_row_stride + i * q_node_stride + (head // GROUP) * q_head_stride
+        k_at = k + row * k_row_stride + i * k_node_stride + (head // GROUP) * k_head_stride
+        v_at = v + row * v_row_stride + i * v_node_stride + head * v_head_stride
+        q_node, k_node = tl.load(q_at + at_k, mask=is_k, other=0.0), tl.load(k_at + at_k, mask=is_k, other=0.0)
+        current *= tl.exp(tl.load(g + token))
+        read_by_k = tl.sum(k_node[:, None] * current, 0)
+        u = tl.load(beta + token) * (tl.load(v_at + at_v, mask=is_v, other=0.0) - read_by_k)
+        current += k_node[:, None] * u[None, :]
+        tl.store(out + token * VALUE_DIM + at_v, tl.sum(q_node[:, None] * current, 0), mask=is_v)
+        stored = as_stored(current, snapshots.dtype.element_ty)
+        tl.store(of_head + tl.cast(i, tl.int64) * snapshot_node_stride, stored, mask=in_state)
+        if parents is not None:
+            tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def extend_kernel(
+    q,  # [B, L, Hk, K] float32
+    k,  # [B, L, Hk, K] float32
+    v,  # [B, L, Hv, V] float32
+    g,  # [B, L, Hv] float32, contiguous
+    beta,  # [B, L, Hv] float32, contiguous
+    out,  # [B, L, Hv, V] float32, contiguous
+    states,  # [slots, Hv, K, V] any float dtype
+    work,  # [B, Hv, K, V] float32, contiguous; None: float32 states are worked on where they are
+    slots,  # [B] int64
+    lengths,  # [B] int64
+    num_tokens,
+    q_row_stride,
+    q_token_stride,
+    q_head_stride,
+    k_row_stride,
+    k_token_stride,
+    k_head_stride,
+    v_row_stride,
+    v_token_stride,
+    v_head_stride,
+    state_slot_stride,
+    state_head_stride,
+    state_key_stride,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    GROUP: tl.constexpr,  # value heads of one key head
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
+):
+    """Known tokens, a chunk at a time: inside it all u solve one triangular system.
+
+    The state of a program stays in memory, which is in a cache: products over all keys at once want too many registers.
+    """
+    row, head, num_heads = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    at_c, at_v = tl.arange(0, BLOCK_TOKENS), tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
+    is_v = at_v < VALUE_DIM
+    slot = tl.load(slots + row)
+    length = tl.where(slot == 0, 0, tl.load(lengths + row))
+    num_keys = tl.where(length > 0, KEY_DIM, 0)  # that are copied
+    kept = states + slot * state_slot_stride + head * state_head_stride + at_v[None, :]
+    if work is None:
+        state_at, key_stride = kept, state_key_stride
+    else:
+        state_at, key_stride = work + (row * num_heads + head) * (KEY_DIM * VALUE_DIM) + at_v[None, :], VALUE_DIM
+        copy_state(kept, state_key_stride, state_at, key_stride, num_keys, is_v, BLOCK_KEYS)
+        tl.debug_barrier()
+    is_below = at_c[:, None] >= at_c[None, :]
+    for first in range(0, length, BLOCK_TOKENS):
+        at = first + at_c
+        is_token = at < length
+        in_values = is_token[:, None] & is_v[None, :]
+        token = (row * num_tokens + at) * num_heads + head
+        q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at[:, None] * q_token_stride
+        k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at[:, None] * k_token_stride
+        v_at = v + row * v_row_stride + head * v_head_stride + at[:, None] * v_token_stride
+        v_chunk = tl.load(v_at + at_v[None, :], mask=in_values, other=0.0)
+        g_chunk = tl.load(g + token, mask=is_token, other=0.0)
+        beta_chunk = tl.load(beta + token, mask=is_token, other=0.0)
+        log_decay = tl.sum(tl.where(is_below, g_chunk[None, :], 0.0), 1)
+        last = tl.sum(g_chunk, 0)
+
+        q_read = tl.zeros((BLOCK_TOKENS, BLOCK_VALUES), tl.float32)
+        k_read = tl.zeros((BLOCK_TOKENS, BLOCK_VALUES), tl.float32)
+        q_k = tl.zeros((BLOCK_TOKENS, BLOCK_TOKENS), tl.float32)
+        k_k = tl.zeros((BLOCK_TOKENS, BLOCK_TOKENS), tl.float32)
+        for first_key in range(0, KEY_DIM, BLOCK_KEYS):
+            at_k = first_key + tl.arange(0, BLOCK_KEYS)
+            is_k = at_k < KEY_DIM
+            in_keys, in_state = is_token[:, None] & is_k[None, :], is_k[:, None] & is_v[None, :]
+            state = tl.load(state_at + at_k[:, None] * key_stride, mask=in_state, other=0.0)
+            q_part = tl.load(q_at + at_k[None, :], mask=in_keys, other=0.0)
+            k_part = tl.load(k_at + at_k[None, :], mask=in_keys, other=0.0)
+            q_read += tl.dot(q_part, state, input_precision="ieee")
+            k_read += tl.dot(k_part, state, input_precision="ieee")
+            q_k += tl.dot(q_part, tl.trans(k_part), input_precision="ieee")
+            k_k += tl.dot(k_part, tl.trans(k_part), input_precision="ieee")
+
+        between = decays(log_decay, is_below)
+        of_state = tl.exp(log_decay)[:, None]
+        system = tl.where(at_c[:, None] > at_c[None, :], beta_chunk[:, None] * k_k * between, 0.0)
+        u = solve(system, beta_chunk[:, None] * (v_chunk - of_state * k_read), BLOCK_TOKENS - 1)
+        result = of_state * q_read + tl.dot(q_k * between, u, input_precision="ieee")
+        tl.store(out + token[:, None] * VALUE_DIM + at_v[None, :], result, mask=in_values)
+
+        tl.debug_barrier()  # all threads have read the state
+        to_last, whole = tl.exp(last - log_decay), tl.exp(last)
+        for first_key in range(0, KEY_DIM, BLOCK_KEYS):
+            at_k = first_key + tl.arange(0, BLOCK_KEYS)
+            is_k = at_k < KEY_DIM
+            in_state = is_k[:, None] & is_v[None, :]
+            k_turned = k + row * k_row_stride + (head // GROUP) * k_head_stride + at[None, :] * k_token_stride
+            k_part = tl.load(k_turned + at_k[:, None], mask=is_k[:, None] & is_token[None, :], other=0.0)
+            state = tl.load(state_at + at_k[:, None] * key_stride, mask=in_state, other=0.0)
+            state = whole * state + tl.dot(k_part * to_last[None, :], u, input_precision="ieee")
+            tl.store(state_at + at_k[:, None] * key_stride, state, mask=in_state)
+        tl.debug_barrier()
+    if work is not None:
+        copy_state(state_at, key_stride, kept, state_key_stride, num_keys, is_v, BLOCK_KEYS)
+
+    for first in range(length, num_tokens, BLOCK_TOKENS):
+        at = first + at_c
+        token = (row * num_tokens + at) * num_heads + head
+        in_values = (at < num_tokens)[:, None] & is_v[None, :]
+        zeros = tl.zeros((BLOCK_TOKENS, BLOCK_VALUES), tl.float32)
+        tl.store(out + token[:, None] * VALUE_DIM + at_v[None, :], zeros, mask=in_values)
+
+
+@triton.jit
+def copy_state(source, source_key_stride, target, target_key_stride, num_keys, is_v, BLOCK_KEYS: tl.constexpr):
+    """A block of values of a head's state into memory of another dtype; pointers are [1, values], the first key's."""
+    for first in range(0, num_keys, BLOCK_KEYS):
+        at_k = first + tl.arange(0, BLOCK_KEYS)
+        in_state = (at_k < num_keys)[:, None] & is_v[None, :]
+        state = tl.load(source + at_k[:, None] * source_key_stride, mask=in_state, other=0.0).to(tl.float32)
+        stored = as_stored(state, target.dtype.element_ty)
+        tl.store(target + at_k[:, None] * target_key_stride, stored, mask=in_state)

@@ -1,0 +1,169 @@
+"""The gated delta rule in Triton, one launch per call. See README.md."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specmamba.kernels.gated_delta_rule import tiles
+from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
+from specmamba.kernels.state_records.operands import Buffers, Trees
+
+PADDING_SLOT, NO_SLOT = 0, -1
+
+
+def tree_verify_in_place(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, buffers: Buffers, trees: Trees
+) -> Tensor:
+    """Outputs of all nodes of draft trees; the nodes' records, and the checkpoints of rows that fold, are written.
+
+    Checkpoints may be of any float dtype; nodes of a row that folds continue the checkpoint as it is written, rounded.
+    Nothing is read or written for rows of slot 0.
+
+    Args:
+        q, k: [B, N, Hk, K] float32; k l2-normalised, q l2-normalised and scaled by K**-0.5.
+        v: [B, N, Hv, V] float32.
+        g, beta: [B, N, Hv] float32.
+        buffers: ``conv_inputs`` and ``windows`` are not looked at. The last dimension of all others must be dense.
+        trees: ``conv_index`` is not looked at.
+
+    Returns:
+        Output [B, N, Hv, V]: zeros for rows of slot 0. What is not finite in a node is NaN for it and its descendants,
+        in every block of values that feels it.
+    """
+    return _tree_verify(q, k, v, g, beta, buffers, trees, PADDING_SLOT)
+
+
+def tree_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    records_k: Tensor,
+    records_u: Tensor,
+    records_decay: Tensor,
+    num_pending: Tensor | None,
+    node_offset: int,
+    ancestors: Tensor,
+) -> Tensor:
+    """See ``torch_ops.tree_verify``; ``state`` may be of any float dtype."""
+    rows = torch.arange(len(state), device=state.device)
+    buffers = Buffers(state, records_k, records_k, records_u, records_decay)  # there is no convolution
+    return _tree_verify(
+        q, k, v, g, beta, buffers, Trees(rows, rows, rows, num_pending, node_offset, ancestors), NO_SLOT
+    )
+
+
+def tree_verify_snapshots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    snapshots: Tensor,
+    parents: Tensor | None,
+) -> Tensor:
+    """See ``torch_ops.tree_verify_snapshots``; ``state`` may be of any float dtype."""
+    q, k, v, g, beta = _inputs(q, k, v, g, beta)
+    _check_inner(state, snapshots, *(() if parents is None else (parents,)))
+    out, (batch, num_nodes, heads, value_dim), key_dim = _empty_outputs(v), v.shape, q.shape[3]
+    if out.numel() == 0:
+        return out
+    kernel, tile = kernels.snapshots_kernel, tiles.root_tile(key_dim, value_dim)
+    kernel[_grid(tile, batch, heads, value_dim)](
+        *(q, k, v, g, beta, out, state, snapshots, parents, num_nodes),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *state.stride()[:3], *snapshots.stride()[:4]),
+        0 if parents is None else parents.stride(0),
+        **tiles.constexprs(kernel, tile, key_dim, value_dim, heads // k.shape[2]),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def extend_in_place(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slots: Tensor, lengths: Tensor
+) -> Tensor:
+    """Run known tokens through the recurrence, from the states in slots, which are left advanced.
+
+    Args:
+        q, k: [B, L, Hk, K] float32; k l2-normalised, q l2-normalised and scaled by K**-0.5.
+        v: [B, L, Hv, V] float32.
+        g, beta: [B, L, Hv] float32.
+        states: [slots, Hv, K, V] of any float dtype, the last dimension dense; what float16 cannot hold becomes its
+            largest finite number.
+        slots: [B] int64, distinct but for 0, which is nobody's: not read, not written.
+        lengths: [B] int64; tokens from lengths[b] on are padding.
+
+    Returns:
+        Output [B, L, Hv, V]; zeros on padding and for rows of slot 0.
+    """
+    q, k, v, g, beta = _inputs(q, k, v, g, beta)
+    _check_inner(states)
+    out, (batch, num_tokens, heads, value_dim), key_dim = _empty_outputs(v), v.shape, q.shape[3]
+    if out.numel() == 0:
+        return out
+    kernel, tile = kernels.extend_kernel, tiles.extend_tile(key_dim, value_dim)
+    is_exact = states.dtype is torch.float32
+    work = None if is_exact else torch.empty(batch, *states.shape[1:], dtype=torch.float32, device=v.device)
+    kernel[_grid(tile, batch, heads, value_dim)](
+        *(q, k, v, g, beta, out, states, work, slots, lengths, num_tokens),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *states.stride()[:3]),
+        **tiles.constexprs(kernel, tile, key_dim, value_dim, heads // k.shape[2]),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def _tree_verify(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, buffers: Buffers, trees: Trees, padding_slot: int
+) -> Tensor:
+    q, k, v, g, beta = _inputs(q, k, v, g, beta)
+    records, states, t = (buffers.k, buffers.u, buffers.decay), buffers.states, trees
+    _check_inner(states, *records)
+    out, (batch, num_nodes, heads, value_dim), key_dim = _empty_outputs(v), v.shape, q.shape[3]
+    if out.numel() == 0:
+        return out
+    operands = q, k, v, g, beta, out, states, *records, t.rows, t.slots, t.num_pending, t.folds
+    of_buffers = (*states.stride()[:3], *buffers.k.stride()[:3], *buffers.u.stride()[:3], *buffers.decay.stride()[:2])
+    group = heads // k.shape[2]
+    if num_nodes == 1:
+        kernel, tile = kernels.root_kernel, tiles.root_tile(key_dim, value_dim)
+        of_tokens = (x.stride(d) for x in (q, k, v) for d in (0, 2))
+        arguments = (*operands, t.node_offset, padding_slot, *of_tokens, *of_buffers)
+    else:
+        kernel, tile = kernels.tree_kernel, tiles.tree_tile(num_nodes, value_dim)
+        ancestors = t.ancestors if t.ancestors.stride(2) == 1 else t.ancestors.contiguous()
+        of_tokens = (x.stride(d) for x in (q, k, v) for d in range(3))
+        sizes = num_nodes, t.node_offset, padding_slot
+        arguments = (*operands, ancestors, *sizes, *of_tokens, *of_buffers, *ancestors.stride()[:2])
+    kernel[_grid(tile, batch, heads, value_dim)](
+        *arguments,
+        **tiles.constexprs(kernel, tile, key_dim, value_dim, group),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    """As kernels want them: heads of q, k and v may be parts of something, the others are dense."""
+    return *(x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)), g.contiguous(), beta.contiguous()
+
+
+def _check_inner(*kept: Tensor) -> None:
+    """Raises ValueError where numbers that kernels read, or write, side by side do not lie so."""
+    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in kept):
+        raise ValueError("the last dimension of states, records and parents must be dense")
+
+
+def _empty_outputs(v: Tensor) -> Tensor:
+    return torch.empty(v.shape, dtype=torch.float32, device=v.device)
+
+
+def _grid(tile: tiles.Tile, batch: int, heads: int, value_dim: int) -> tuple[int, int, int]:
+    return -(-value_dim // tile.values), heads, batch

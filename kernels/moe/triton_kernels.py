@@ -1,0 +1,126 @@
+"""Mixtures of experts in Triton. See README.md."""
+
+import triton
+import triton.language as tl
+
+from specmamba.kernels.linear.triton_kernels import dot_rows, store_rows
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def dispatch(
+    x,  # [T, K]
+    experts,  # [P] int64, of all pairs
+    rows,  # [P, K]
+    places,  # [P] int64
+    ends,  # [E] int32
+    num_pairs,
+    num_chosen,
+    width,
+    x_stride,
+    rows_stride,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A program copies the row of one pair to its place; those after the last pair count for one expert each."""
+    program = tl.program_id(0)
+    if program < num_pairs:
+        place = count_before(experts, tl.load(experts + program), program, num_pairs, BLOCK_P)
+        tl.store(places + program, place.to(tl.int64))
+        of_pair = x + (program // num_chosen).to(tl.int64) * x_stride
+        to = rows + place.to(tl.int64) * rows_stride
+        for first in range(0, width, BLOCK_K):
+            column = first + tl.arange(0, BLOCK_K)
+            tl.store(to + column, tl.load(of_pair + column, mask=column < width), mask=column < width)
+    else:
+        expert = program - num_pairs
+        tl.store(ends + expert, count_before(experts, expert + 1, 0, num_pairs, BLOCK_P))
+
+
+@triton.jit
+def count_before(experts, expert, pair, num_pairs, BLOCK_P: tl.constexpr):
+    """How many pairs a stable sort by expert puts before this pair of this expert; int32."""
+    counts = tl.zeros((BLOCK_P,), tl.int32)
+    for first in range(0, num_pairs, BLOCK_P):
+        other = first + tl.arange(0, BLOCK_P)
+        of_other = tl.load(experts + other, mask=other < num_pairs, other=0)
+        is_before = (of_other < expert) | ((of_other == expert) & (other < pair))
+        counts += (is_before & (other < num_pairs)).to(tl.int32)
+    return tl.sum(counts)
+
+
+@triton.jit
+def multiply(
+    x,  # [P, K], sorted by expert
+    weight,  # [E, N, K], of x's type or int8
+    scale,  # [E, N] float32; None: the weight is as it is
+    ends,  # [E] int32
+    y,  # [P, N]
+    num_experts,
+    N,
+    K,
+    x_stride,
+    expert_stride,
+    weight_stride,
+    scale_stride,
+    y_stride,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+):
+    """y[p] = W[expert of p] x[p]: a program has BLOCK_N outputs of up to BLOCK_M neighbouring rows of one expert.
+
+    Along the second axis there are as many programs as any groups of P pairs can need; those left over do nothing.
+    """
+    expert, first, end = find_rows(ends, tl.program_id(1), num_experts, BLOCK_E, BLOCK_M)
+    if first < end:
+        outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = first + tl.arange(0, BLOCK_M)
+        has_output, has_row = outputs < N, rows < end
+        inputs = x + rows.to(tl.int64)[:, None] * x_stride
+        weights = weight + expert.to(tl.int64) * expert_stride + outputs.to(tl.int64)[:, None] * weight_stride
+        sums = dot_rows(inputs, has_row, weights, has_output, K, BLOCK_M, BLOCK_N, BLOCK_K, IS_EVEN, IS_WIDE)
+        scales = scale
+        if scale is not None:
+            scales = scale + expert.to(tl.int64) * scale_stride
+        store_rows(y, rows, has_row, y_stride, outputs, has_output, sums, scales)
+
+
+@triton.jit
+def find_rows(ends, block, num_experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Which expert has the block-th block of rows, the block's first row, the expert's end; 0, 0, 0: nobody has it."""
+    e = tl.arange(0, BLOCK_E)
+    end = tl.load(ends + e, mask=e < num_experts, other=0)
+    start = tl.load(ends + e - 1, mask=(e > 0) & (e < num_experts), other=0)
+    blocks = (end - start + BLOCK_M - 1) // BLOCK_M
+    until = tl.cumsum(blocks, 0)
+    is_it = (until > block) & (until - blocks <= block)
+    first = start + (block - until + blocks) * BLOCK_M
+    # exactly one expert, or none, is it
+    return tl.sum(tl.where(is_it, e, 0)), tl.sum(tl.where(is_it, first, 0)), tl.sum(tl.where(is_it, end, 0))
+
+
+@triton.jit
+def combine(
+    y,  # [P, N], sorted by expert
+    places,  # [P] int64
+    weights,  # [T, k] float32
+    out,  # [T, N]
+    N,
+    y_stride,
+    weights_stride,
+    out_stride,
+    NUM_CHOSEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out[t] = sum_j weights[t, j] y[place of (t, j)], in ascending order of j; a program has columns of a token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = tl.zeros((BLOCK_N,), tl.float32)
+    for j in tl.static_range(NUM_CHOSEN):
+        place = tl.load(places + token * NUM_CHOSEN + j)
+        said = tl.load(y + place * y_stride + column, mask=column < N, other=0.0)
+        sums += tl.load(weights + token * weights_stride + j) * said.to(tl.float32)
+    tl.store(out + token * out_stride + column, sums.to(out.dtype.element_ty), mask=column < N)

@@ -1,0 +1,211 @@
+"""How the Triton kernels of this op are cut up, and which of them are compiled ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from specmamba.kernels.gpu import Variant, next_power_of_2
+
+MAX_SPLIT_QUERIES = 64  # per row: a draft tree's. Longer runs fill a GPU by themselves
+MAX_SPLITS = 128
+KEYS_OF_A_SPLIT = 128  # fewer are not worth a part of their own
+WANTED_PROGRAMS = 264  # two for each multiprocessor of a large GPU
+STORE_HEADS = 4  # of one token, in one program
+COMBINE_SPLITS = 16  # loaded at once
+NUM_WARPS = 4  # of the kernels without a product
+MIN_BLOCK = 16  # of a product
+PIECE = 16  # of a head in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Of the attention kernel: rows are (query, query head of one key head) pairs."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    piece: int = 0  # components of a head in one product with keys; 0: all
+
+
+def attend_tile(num_rows: int, head_dim: int, dtype: torch.dtype, is_split: bool) -> Tile:
+    """For products of ``num_rows`` rows of one key head.
+
+    Chosen by what fits, and not measured: larger tiles spill registers on sm_80, sm_90 or gfx942, and keys and values
+    of two stages fit into the 64 KiB of a CDNA3 workgroup. float32 has no matrix units here (products are IEEE), so
+    heads are multiplied in pieces.
+    """
+    width = max(MIN_BLOCK, next_power_of_2(head_dim))
+    rows = max(MIN_BLOCK, next_power_of_2(num_rows))
+    if dtype is torch.float32:
+        return Tile(min(rows, 32), 32 if width <= 128 else 16, 4, 1, PIECE)
+    if is_split:
+        rows = min(rows, 64 if width <= 128 else 32)
+        return Tile(rows, 64 if width <= 64 else 32, 8 if rows * width >= 64 * 128 else 4, 2)
+    if width <= 128:
+        return Tile(128, 64 if width <= 64 else 32, 8, 2)
+    return Tile(64, 32, 8, 1)
+
+
+def num_splits(num_programs: int, num_keys: int) -> int:
+    """Into how many parts the keys of every row are cut: never by what the rows really hold, which the device knows.
+
+    Args:
+        num_programs: that one part of all rows and heads takes.
+        num_keys: bound of the keys of a row.
+    """
+    wanted = -(-WANTED_PROGRAMS // num_programs)
+    return max(1, min(wanted, -(-num_keys // KEYS_OF_A_SPLIT), MAX_SPLITS))
+
+
+# (dtype, head size) -> num_queries x num_keys from which on PyTorch's attention over gathered keys is faster for a run
+# of more than MAX_SPLIT_QUERIES queries. Empty, as nothing was measured: it may win where the gather, and the mask of
+# that size, cost little beside the products. The place for what `bench ops` finds on a GPU.
+TORCH_FROM: Mapping[tuple[torch.dtype, int], int] = MappingProxyType({})
+
+
+def prefers_torch(num_queries: int, num_keys: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's attention is taken for a long run; see ``TORCH_FROM``."""
+    least = TORCH_FROM.get((dtype, head_dim))
+    return least is not None and num_queries * num_keys >= least
+
+
+def store_constexprs(query_heads: int, key_heads: int, head_dim: int, rotated: int, has_norm: bool) -> dict[str, Any]:
+    """Of ``store_kernel``; ``rotated`` 0: positions are not told."""
+    return {
+        "QUERY_HEADS": query_heads,
+        "KEY_HEADS": key_heads,
+        "D": head_dim,
+        "ROTATED": rotated,
+        "HAS_NORM": has_norm,
+        "BLOCK_H": STORE_HEADS,
+        "BLOCK_D": next_power_of_2(head_dim),
+    }
+
+
+def attend_constexprs(
+    tile: Tile,
+    key_heads: int,
+    group: int,
+    head_dim: int,
+    has_tree: bool,
+    is_split: bool,
+    has_gate: bool,
+    is_wide: bool = False,
+) -> dict[str, Any]:
+    """Of ``attend_kernel``; ``group`` query heads read a key head. ``is_wide``: for the interpreter."""
+    return {
+        "KEY_HEADS": key_heads,
+        "GROUP": group,
+        "D": head_dim,
+        "HAS_TREE": has_tree,
+        "IS_SPLIT": is_split,
+        "HAS_GATE": has_gate and not is_split,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.keys,
+        "BLOCK_T": MIN_BLOCK,
+        "BLOCK_D": max(MIN_BLOCK, next_power_of_2(head_dim)),
+        "PIECE": tile.piece,
+        "IS_WIDE": is_wide,
+    }
+
+
+def combine_constexprs(query_heads: int, head_dim: int, has_gate: bool) -> dict[str, Any]:
+    """Of ``combine_kernel``."""
+    return {
+        "QUERY_HEADS": query_heads,
+        "D": head_dim,
+        "HAS_GATE": has_gate,
+        "BLOCK_S": COMBINE_SPLITS,
+        "BLOCK_D": next_power_of_2(head_dim),
+    }
+
+
+# strides over queries and positions, which may be few
+UNALIGNED = frozenset({"table_stride", "last_stride_b", "seen_stride_b", "seen_stride_n"})
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def variants() -> list[Variant]:
+    """Layers as the families have them: (query heads, key heads, head size) of Falcon-H1, Granite 4, Qwen3-Next."""
+    return [
+        store_variant(16, 2, 256, 64, torch.bfloat16),
+        attend_variant(1, 8, 2, 64, torch.bfloat16, has_tree=False),
+        attend_variant(16, 32, 8, 128, torch.bfloat16, has_tree=True),
+        attend_variant(64, 16, 2, 256, torch.bfloat16, has_tree=True),
+        attend_variant(8, 32, 8, 128, torch.float32, has_tree=True),
+        attend_variant(2048, 32, 8, 128, torch.bfloat16, has_tree=False),
+        attend_variant(2048, 16, 2, 256, torch.bfloat16, has_tree=False),
+        combine_variant(16, 256, torch.bfloat16),
+    ]
+
+
+def store_variant(query_heads: int, key_heads: int, head_dim: int, rotated: int, dtype: torch.dtype) -> Variant:
+    """With norm and rotation."""
+    from specmamba.kernels.paged_attention import triton_kernels as kernels
+
+    x = _pointer(dtype)
+    types = {
+        **dict.fromkeys(("projected", "cos", "sin", "q", "k_pool", "v_pool"), x),
+        "norm": "*fp32",
+        "write_slots": "*i64",
+        "eps": "fp32",
+    }
+    constexprs = store_constexprs(query_heads, key_heads, head_dim, rotated, has_norm=True)
+    name = f"store {NAMES[dtype]} D={head_dim}"
+    return _variant(name, kernels.store_kernel, types, constexprs, NUM_WARPS, 1)
+
+
+def attend_variant(
+    num_queries: int, query_heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, has_tree: bool
+) -> Variant:
+    """As a launch for so many queries has it, with a gate."""
+    from specmamba.kernels.paged_attention import triton_kernels as kernels
+
+    group, is_split = query_heads // key_heads, num_queries <= MAX_SPLIT_QUERIES
+    tile = attend_tile(num_queries * group, head_dim, dtype, is_split)
+    constexprs = attend_constexprs(tile, key_heads, group, head_dim, has_tree, is_split, has_gate=True)
+    types = {
+        **dict.fromkeys(("q", "k_pool", "v_pool", "gate"), _pointer(dtype)),
+        **dict.fromkeys(("table", "rows", "last", "roots"), "*i64"),
+        **dict.fromkeys(("peaks", "sums"), "*fp32"),
+        "out": "*fp32" if is_split else _pointer(dtype),
+        "seen": "*u8",
+        "scale": "fp32",
+    }
+    absent = ([] if has_tree else ["roots", "seen"]) + (["gate"] if is_split else ["peaks", "sums"])
+    name = f"{'tree' if has_tree else 'causal'} {NAMES[dtype]} N={num_queries} group={group} D={head_dim}"
+    constexprs |= dict.fromkeys(absent)
+    # as callers have them: a column per query or one for all of a tree, a bool beside the next
+    constexprs |= {"seen_stride_m": 1} if has_tree else {"last_stride_n": 1}
+    return _variant(name, kernels.attend_kernel, types, constexprs, tile.num_warps, tile.num_stages)
+
+
+def combine_variant(query_heads: int, head_dim: int, dtype: torch.dtype) -> Variant:
+    """With a gate."""
+    from specmamba.kernels.paged_attention import triton_kernels as kernels
+
+    types = {
+        **dict.fromkeys(("parts", "peaks", "sums"), "*fp32"),
+        **dict.fromkeys(("gate", "out"), _pointer(dtype)),
+        "rows": "*i64",
+    }
+    constexprs = combine_constexprs(query_heads, head_dim, has_gate=True)
+    return _variant(f"combine {NAMES[dtype]} D={head_dim}", kernels.combine_kernel, types, constexprs, NUM_WARPS, 1)
+
+
+def _variant(
+    name: str, kernel: Any, types: Mapping[str, str], constexprs: Mapping[str, Any], num_warps: int, num_stages: int
+) -> Variant:
+    """Arguments that are neither pointers nor constants are sizes and strides."""
+    signature = {x: "constexpr" if x in constexprs else types.get(x, "i32") for x in kernel.arg_names}
+    return Variant(name, kernel, signature, constexprs, num_warps, num_stages, UNALIGNED)
+
+
+def _pointer(dtype: torch.dtype) -> str:
+    return f"*{NAMES[dtype]}"

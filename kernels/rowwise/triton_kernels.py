@@ -1,0 +1,183 @@
+"""What is done to each token on its own, in Triton. See README.md, "On a GPU", and ``triton_ops.py`` for the shapes.
+
+Everything is computed in float32 and rounded once, where it is stored.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x), with no e^ that overflows."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def silu(x):
+    return x * sigmoid(x)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x). Of e = e^-|x|, log(1 + e) = 2 artanh(s) with s = e / (2 + e) <= 1/3: exact where e is tiny, too."""
+    small = tl.exp(-tl.abs(x))
+    s = small / (2.0 + small)
+    z = s * s
+    series = z * (1.0 / 13.0) + 1.0 / 11.0
+    series = series * z + 1.0 / 9.0
+    series = series * z + 1.0 / 7.0
+    series = series * z + 1.0 / 5.0
+    series = series * z + 1.0 / 3.0
+    return tl.maximum(x, 0.0) + 2.0 * s * (series * z + 1.0)
+
+
+@triton.jit
+def _place(rows, num_heads, length, stride_b, stride_t, stride_h):
+    """Offsets of heads that are numbered row by row, token by token: rows [ROWS] -> [ROWS] int64."""
+    tokens, heads = rows // num_heads, rows % num_heads
+    outer, inner = (tokens // length).to(tl.int64), (tokens % length).to(tl.int64)
+    return outer * stride_b + inner * stride_t + heads.to(tl.int64) * stride_h
+
+
+@triton.jit
+def norm_kernel(
+    x,  # [B, L, H, D]
+    gate,  # [B, L, H, D] or None
+    weight,  # [D], or [H, D]
+    y,  # [B, L, H, D] contiguous
+    eps,
+    num_rows,  # B L H
+    length,
+    num_heads,
+    width,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    gate_stride_b,
+    gate_stride_t,
+    gate_stride_h,
+    weight_stride_h,  # 0: all heads have the same
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    is_column = columns < width
+    mask = (rows < num_rows)[:, None] & is_column[None, :]
+    at = _place(rows, num_heads, length, x_stride_b, x_stride_t, x_stride_h)
+    wide = tl.load(x + at[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    at = (rows % num_heads)[:, None] * weight_stride_h + columns[None, :]
+    factor = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / width + eps)[:, None] * factor
+    if gate is not None:
+        at = _place(rows, num_heads, length, gate_stride_b, gate_stride_t, gate_stride_h)
+        normed *= silu(tl.load(gate + at[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32))
+    at = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    tl.store(y + at, normed.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def silu_mul_kernel(
+    gate_up,  # [B, L, 2 I]
+    y,  # [B, L, I] contiguous
+    length,
+    width,  # I
+    stride_b,
+    stride_t,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    gate_up += token // length * stride_b + token % length * stride_t
+    gate = tl.load(gate_up + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + width + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + token * width + columns, (silu(gate) * up).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotate_kernel(
+    x,  # [B, L, H, D]
+    cos,  # [B, L, 1, R]
+    sin,  # [B, L, 1, R]
+    y,  # [B, L, H, D] contiguous
+    num_rows,  # B L H
+    length,
+    num_heads,
+    width,
+    rotary_width,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    cos_stride_b,
+    cos_stride_t,
+    sin_stride_b,
+    sin_stride_t,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns, half = tl.arange(0, BLOCK_D), rotary_width // 2
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    turns = mask & (columns < rotary_width)[None, :]
+    partner = tl.where(columns < half, columns + half, columns - half)
+    at = _place(rows, num_heads, length, x_stride_b, x_stride_t, x_stride_h)[:, None]
+    own = tl.load(x + at + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(x + at + partner[None, :], mask=turns, other=0.0).to(tl.float32)
+    at = _place(rows, num_heads, length, cos_stride_b, cos_stride_t, 0)[:, None]
+    c = tl.load(cos + at + columns[None, :], mask=turns, other=1.0).to(tl.float32)
+    at = _place(rows, num_heads, length, sin_stride_b, sin_stride_t, 0)[:, None]
+    s = tl.load(sin + at + columns[None, :], mask=turns, other=0.0).to(tl.float32)
+    turned = own * c + tl.where(columns < half, -1.0, 1.0)[None, :] * other * s
+    at = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    tl.store(y + at, turned.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def delta_inputs_kernel(
+    mixed,  # [B, L, C]
+    a,  # [B, L, Hv]
+    b,  # [B, L, Hv]
+    negative_a,  # [Hv]
+    dt_bias,  # [Hv]
+    qk,  # [2, B, L, Hk, K] contiguous
+    gates,  # [2, B, L, Hv] contiguous, g and beta
+    num_tokens,  # B L
+    length,
+    num_key_heads,
+    key_dim,
+    num_value_heads,
+    query_scale,
+    eps,
+    mixed_stride_b,
+    mixed_stride_t,
+    a_stride_b,
+    a_stride_t,
+    b_stride_b,
+    b_stride_t,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    outer, inner = token // length, token % length
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # queries', then keys'
+    columns = tl.arange(0, BLOCK_K)
+    mask = (heads < 2 * num_key_heads)[:, None] & (columns < key_dim)[None, :]
+    at = outer * mixed_stride_b + inner * mixed_stride_t + heads[:, None] * key_dim + columns[None, :]
+    x = tl.load(mixed + at, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, 1) + eps) * tl.where(heads < num_key_heads, query_scale, 1.0)
+    at = (heads // num_key_heads * num_tokens + token) * num_key_heads + heads % num_key_heads
+    tl.store(qk + at[:, None] * key_dim + columns[None, :], x * factor[:, None], mask=mask)
+
+    if tl.program_id(1) == 0:
+        values = tl.arange(0, BLOCK_V)
+        is_value = values < num_value_heads
+        decay = tl.load(a + outer * a_stride_b + inner * a_stride_t + values, mask=is_value, other=0.0).to(tl.float32)
+        step = tl.load(b + outer * b_stride_b + inner * b_stride_t + values, mask=is_value, other=0.0).to(tl.float32)
+        decay += tl.load(dt_bias + values, mask=is_value, other=0.0).to(tl.float32)
+        g = tl.load(negative_a + values, mask=is_value, other=0.0).to(tl.float32) * softplus(decay)
+        tl.store(gates + token * num_value_heads + values, g, mask=is_value)
+        tl.store(gates + (num_tokens + token) * num_value_heads + values, sigmoid(step), mask=is_value)

@@ -1,0 +1,319 @@
+"""Random numbers, argmax, penalties, filters and sampling in Triton. See README.md, "On a GPU".
+
+Logits are rows of ``size`` tokens, ``stride`` apart; a row is ``nodes``-th part of a request, whose settings are one
+entry each. Vocabularies are cut into chunks of BLOCK tokens, one program each, that later launches put together.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def uniform_kernel(seeds, positions, out, total, count, key, row_stride, position_stride, BLOCK: tl.constexpr):
+    """See ``torch_ops.uniform``; unsigned integers wrap around, and shift in zeros."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, inside = index // count, index < total
+    entry = row.to(tl.int64) * row_stride + (index % count).to(tl.int64) * position_stride
+    position = tl.load(positions + entry, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    seed = tl.load(seeds + row, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    key = mix(seed + tl.cast(key, tl.int64).to(tl.uint64, bitcast=True))
+    bits = mix(key + (position + 1) * 0x9E3779B97F4A7C15)
+    tl.store(out + index, (bits >> 40).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0), mask=inside)
+
+
+@triton.jit
+def mix(z):
+    """The finalizer of splitmix64."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def chunk_peaks_kernel(logits, peaks, firsts, size, stride, num_chunks, BLOCK: tl.constexpr):
+    """The largest logit of a chunk, and where it first stands; NaN is larger than any number."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
+    peak, is_peak = largest(x)
+    tl.store(peaks + row * num_chunks + chunk, peak)
+    tl.store(firsts + row * num_chunks + chunk, tl.min(tl.where(is_peak, ids, size), 0))
+
+
+@triton.jit
+def row_peaks_kernel(peaks, firsts, tokens, is_sound, size, num_chunks, CHUNKS: tl.constexpr):
+    """The first of the largest logits of a row, and whether it is a finite number."""
+    row, chunk = tl.program_id(0), tl.arange(0, CHUNKS)
+    inside = chunk < num_chunks
+    peak, is_peak = largest(tl.load(peaks + row * num_chunks + chunk, mask=inside, other=float("-inf")))
+    first = tl.load(firsts + row * num_chunks + chunk, mask=is_peak & inside, other=size)
+    tl.store(tokens + row, tl.min(first, 0).to(tl.int64))
+    tl.store(is_sound + row, tl.abs(peak) < float("inf"))
+
+
+@triton.jit
+def largest(x):
+    """The largest of x, and which entries are it."""
+    is_nan = x != x
+    has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
+    peak = tl.max(tl.where(is_nan, float("-inf"), x), 0)
+    return tl.where(has_nan, float("nan"), peak), tl.where(has_nan, is_nan, x == peak)
+
+
+@triton.jit
+def penalize_kernel(
+    logits, counts, prompt_mask, tokens, mask, presence, frequency, repetition, out, nodes, size, stride,
+    counts_stride, prompt_stride, tokens_stride, tree_stride, row_stride, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See ``torch_ops.penalize``; a chunk of a node."""
+    row, batch, node = tl.program_id(0), tl.program_id(0) // nodes, tl.program_id(0) % nodes
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, batch_long = ids < size, batch.to(tl.int64)
+    count = tl.load(counts + batch_long * counts_stride + ids, mask=inside, other=0)
+    tokens, mask = tokens + batch_long * tokens_stride, mask + batch_long * tree_stride + node * row_stride
+    for other in range(1, nodes):
+        if tl.load(mask + other):
+            count += (ids == tl.load(tokens + other)).to(tl.int32)
+    is_prompt = tl.load(prompt_mask + batch_long * prompt_stride + ids, mask=inside, other=0).to(tl.int1)
+    was_said = count > 0
+    factor = tl.where(was_said | is_prompt, tl.load(repetition + batch), 1.0)
+    x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=inside, other=0.0).to(tl.float32)
+    x = tl.where(x > 0, tl.div_rn(x, factor), x * factor)
+    x -= tl.load(frequency + batch) * count.to(tl.float32)
+    x -= tl.load(presence + batch) * was_said.to(tl.float32)
+    tl.store(out + row.to(tl.int64) * size + ids, x, mask=inside)
+
+
+@triton.jit
+def load_logits(logits, ids, size):
+    """Logits as float32, -inf where there are none; what decides nothing (NaN, +inf) counts as -inf."""
+    x = tl.load(logits + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
+    return tl.where(x < float("inf"), x, float("-inf"))
+
+
+@triton.jit
+def load_temperature(temperature, request):
+    """A temperature to divide by, and whether it is 0: greedy."""
+    t = tl.load(temperature + request)
+    return tl.where(t == 0, 1.0, t), t == 0
+
+
+@triton.jit
+def weigh(x, peak, temperature):
+    """e^((x - peak) / temperature), float32; 0 where all are -inf."""
+    return tl.exp((x - tl.where(peak > float("-inf"), peak, 0.0)) / temperature)
+
+
+@triton.jit
+def keys_of(x, SHIFT: tl.constexpr):
+    """Integers in the order of numbers, equal where the numbers are; of bfloat16 (SHIFT 16) of 16 bits."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def row_cutoffs_kernel(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    levels,
+    cuts,
+    nodes,
+    size,
+    stride,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What a row's filters keep: peak and least weight go to ``levels``, least key and last token of it to ``cuts``.
+
+    A token is kept if its key is larger, or equal and the token not behind the last; and if its weight (1 at the peak)
+    is no less than the least.
+    """
+    row = tl.program_id(0)
+    request = row // nodes
+    logits += row.to(tl.int64) * stride
+    t, is_greedy = load_temperature(temperature, request)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, size, BLOCK):
+        best = tl.maximum(best, load_logits(logits, start + tl.arange(0, BLOCK), size))
+    peak = tl.max(best, 0)
+
+    cut = keys_of(tl.full([], float("-inf"), tl.float32), SHIFT).to(tl.int64)
+    end = keys_of(peak, SHIFT).to(tl.int64) + 1
+    last = tl.full([], 0, tl.int32) + size
+    if top_k is not None:
+        k = tl.load(top_k + request)
+        if (k > 0) & (k < size) & (is_greedy == 0):
+            cut, _, _ = find_cut(logits, size, cut, end, k.to(tl.float64), peak, t, False, SHIFT, BLOCK)
+    if top_p is not None:
+        p = tl.load(top_p + request)
+        if (p < 1) & (is_greedy == 0):
+            goal = p.to(tl.float64) * mass_from(logits, size, cut, peak, t, SHIFT, BLOCK)
+            cut, end, above = find_cut(logits, size, cut, end, goal, peak, t, True, SHIFT, BLOCK)
+            if end - cut == 1:
+                last = last_of_ties(logits, size, cut, goal - above, peak, t, SHIFT, BLOCK)
+    least = tl.full([], 0.0, tl.float32)
+    if min_p is not None:
+        least = tl.load(min_p + request)
+    tl.store(levels + 2 * row, peak)
+    tl.store(levels + 2 * row + 1, least)
+    tl.store(cuts + 2 * row, cut.to(tl.int32))
+    tl.store(cuts + 2 * row + 1, last)
+
+
+@triton.jit
+def find_cut(
+    logits, size, low, high, goal, peak, temperature, IS_MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Search for the largest key from which on there are ``goal`` tokens, or that mass; it is in [low, high).
+
+    Quarters the interval until it has one key, or one token. Returns the interval, and what there is from its end on.
+    """
+    above, inside = tl.full([], 0.0, tl.float64), tl.full([], 2, tl.int32)
+    while (high - low > 1) & (inside > 1):
+        first, second = low + tl.maximum((high - low) // 4, 1), low + tl.maximum((high - low) // 2, 1)
+        third = low + tl.maximum((high - low) * 3 // 4, 1)
+        from_first, from_second = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        from_third, count = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+        for start in range(0, size, 2 * BLOCK):
+            for part in tl.static_range(2):  # two loads under way at a time
+                x = load_logits(logits, start + part * BLOCK + tl.arange(0, BLOCK), size)
+                key = keys_of(x, SHIFT)
+                share = tl.full([BLOCK], 1.0, tl.float32)
+                if IS_MASS:
+                    share = weigh(x, peak, temperature)
+                from_first += tl.where(key >= first.to(tl.int32), share, 0.0)
+                from_second += tl.where(key >= second.to(tl.int32), share, 0.0)
+                from_third += tl.where(key >= third.to(tl.int32), share, 0.0)
+                count += ((key >= low.to(tl.int32)) & (key < high.to(tl.int32))).to(tl.int32)
+        # a lane sums a few dozen numbers; the lanes are summed in float64
+        one, two = tl.sum(from_first.to(tl.float64), 0), tl.sum(from_second.to(tl.float64), 0)
+        three = tl.sum(from_third.to(tl.float64), 0)
+        inside = tl.sum(count, 0)
+        above = tl.where(three >= goal, above, tl.where(two >= goal, three, tl.where(one >= goal, two, one)))
+        high = tl.where(three >= goal, high, tl.where(two >= goal, third, tl.where(one >= goal, second, first)))
+        low = tl.where(three >= goal, third, tl.where(two >= goal, second, tl.where(one >= goal, first, low)))
+    return low, high, above
+
+
+@triton.jit
+def mass_from(logits, size, cut, peak, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The mass of all tokens from a key on, float64."""
+    mass = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        x = load_logits(logits, start + tl.arange(0, BLOCK), size)
+        mass += tl.where(keys_of(x, SHIFT) >= cut.to(tl.int32), weigh(x, peak, temperature), 0.0)
+    return tl.sum(mass.to(tl.float64), 0)
+
+
+@triton.jit
+def last_of_ties(logits, size, cut, missing, peak, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Of equal tokens, with the key ``cut``, the last that is needed for a mass; the first at any rate."""
+    last, before = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32)
+    for start in range(0, size, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        x = load_logits(logits, ids, size)
+        is_tie = (keys_of(x, SHIFT) == cut.to(tl.int32)) & (ids < size)
+        rank = before + tl.cumsum(is_tie.to(tl.int32), 0) - 1
+        mass_before = rank.to(tl.float64) * weigh(x, peak, temperature).to(tl.float64)
+        is_kept = is_tie & ((rank == 0) | (mass_before < missing))
+        last = tl.maximum(last, tl.max(tl.where(is_kept, ids, -1), 0))
+        before += tl.sum(is_tie.to(tl.int32), 0)
+    return last
+
+
+@triton.jit
+def keep(weight, x, ids, row, levels, cuts, SHIFT: tl.constexpr):
+    """Weights (1 at the row's peak) without those that the row's filters drop."""
+    key, cut = keys_of(x, SHIFT), tl.load(cuts + 2 * row)
+    is_kept = (key > cut) | ((key == cut) & (ids <= tl.load(cuts + 2 * row + 1)))
+    return tl.where(is_kept & (weight >= tl.load(levels + 2 * row + 1)), weight, 0.0)
+
+
+@triton.jit
+def chunk_masses_kernel(
+    logits, temperature, levels, cuts, peaks, firsts, masses, nodes, size, stride, num_chunks,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The mass of a chunk as float64, and the peak that it is relative to: the row's if filtered, else the chunk's."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    t, _ = load_temperature(temperature, row // nodes)
+    ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = load_logits(logits + row.to(tl.int64) * stride, ids, size)
+    peak = tl.max(x, 0)
+    if levels is not None:
+        peak = tl.load(levels + 2 * row)
+    weight = weigh(x, peak, t)
+    if levels is not None:
+        weight = keep(weight, x, ids, row, levels, cuts, SHIFT)
+    entry = row * num_chunks + chunk
+    tl.store(peaks + entry, peak)
+    tl.store(firsts + entry, tl.min(tl.where(x == peak, ids, size), 0))
+    tl.store(masses + entry, tl.sum(weight.to(tl.float64), 0))
+
+
+@triton.jit
+def load_masses(peaks, firsts, masses, row, temperature, size, num_chunks, CHUNKS: tl.constexpr):
+    """Of a row: the chunks' masses relative to its peak, float64; that peak; the first token that has it."""
+    chunk = tl.arange(0, CHUNKS)
+    entry, inside = row * num_chunks + chunk, chunk < num_chunks
+    peak = tl.load(peaks + entry, mask=inside, other=float("-inf"))
+    top = tl.max(peak, 0)
+    mass = tl.load(masses + entry, mask=inside, other=0.0) * weigh(peak, top, temperature).to(tl.float64)
+    first = tl.load(firsts + entry, mask=inside & (peak == top), other=size)
+    return mass, top, tl.minimum(tl.min(first, 0), size - 1)
+
+
+@triton.jit
+def draw_kernel(
+    logits, temperature, uniforms, levels, cuts, peaks, firsts, masses, tokens, nodes, size, stride, num_chunks,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Invert the cumulative distribution: the chunk, then the token in it; both have mass, where there is any."""
+    row = tl.program_id(0)
+    t, is_greedy = load_temperature(temperature, row // nodes)
+    mass, _, greedy_token = load_masses(peaks, firsts, masses, row, t, size, num_chunks, CHUNKS)
+    threshold = tl.load(uniforms + row).to(tl.float64) * tl.sum(mass, 0)
+    chunk = first_beyond(mass, threshold, CHUNKS)
+    chunks = tl.arange(0, CHUNKS)
+    whole = tl.sum(tl.where(chunks == chunk, mass, 0.0), 0)
+    fraction = (threshold - tl.sum(tl.where(chunks < chunk, mass, 0.0), 0)) / tl.where(whole > 0, whole, 1.0)
+
+    ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = load_logits(logits + row.to(tl.int64) * stride, ids, size)
+    weight = weigh(x, tl.load(peaks + row * num_chunks + chunk), t)
+    if levels is not None:
+        weight = keep(weight, x, ids, row, levels, cuts, SHIFT)
+    inside = weight.to(tl.float64)
+    token = chunk * BLOCK + first_beyond(inside, fraction * tl.sum(inside, 0), BLOCK)
+    tl.store(tokens + row, tl.where(is_greedy, greedy_token, token).to(tl.int64))
+
+
+@triton.jit
+def first_beyond(mass, threshold, SIZE: tl.constexpr):
+    """The first index with mass at which the running sum exceeds the threshold; where none does, the last with mass."""
+    index, has_mass = tl.arange(0, SIZE), mass > 0
+    last = tl.max(tl.where(has_mass, index, 0), 0)
+    return tl.min(tl.where(has_mass & (tl.cumsum(mass, 0) > threshold), index, last), 0)
+
+
+@triton.jit
+def probabilities_kernel(
+    logits, temperature, levels, cuts, peaks, firsts, masses, probs, nodes, size, stride, num_chunks,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The probabilities of a chunk; all on the first of the largest at temperature 0."""
+    row = tl.program_id(0)
+    t, is_greedy = load_temperature(temperature, row // nodes)
+    mass, peak, greedy_token = load_masses(peaks, firsts, masses, row, t, size, num_chunks, CHUNKS)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = load_logits(logits + row.to(tl.int64) * stride, ids, size)
+    weight = weigh(x, peak, t)
+    if levels is not None:
+        weight = keep(weight, x, ids, row, levels, cuts, SHIFT)
+    total = tl.sum(mass, 0)
+    prob = weight / tl.where(total > 0, total, 1.0).to(tl.float32)
+    prob = tl.where(is_greedy, (ids == greedy_token).to(tl.float32), prob)
+    tl.store(probs + row.to(tl.int64) * size + ids, prob, mask=ids < size)

@@ -1,0 +1,162 @@
+"""State space duality as Triton launches, over pools where they lie. See README.md."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specmamba.kernels.ssd import triton_kernels
+from specmamba.kernels.ssd.tiles import MAX_NODES, Tile, constexprs, extend_tile, snapshots_tile, verify_tile
+from specmamba.kernels.state_records.operands import Buffers, Trees
+
+
+def tree_verify_in_place(c: Tensor, b: Tensor, u: Tensor, g: Tensor, buffers: Buffers, trees: Trees) -> Tensor:
+    """Outputs of all nodes of a verify's trees from one read of the checkpoints; leaves their records.
+
+    The records of node i go to entry ``node_offset + i`` of its row. A row that ``folds`` reads its checkpoint advanced
+    over all its pending records, rounded as its slot keeps it, and leaves it there. Nothing is read or written for rows
+    of slot 0.
+
+    Args:
+        c, b: [B, T, G, N] float32, of T <= 64 nodes.
+        u: [B, T, H, P] float32, dt x; H a multiple of G.
+        g: [B, T, H] float32, log decay.
+        buffers: ``states`` [slots, H, N, P] of any float dtype; k [rows, R, G, N], u [rows, R, H, P] and decay
+            [rows, R, H]. Others are not looked at.
+        trees: ``conv_index`` is not looked at.
+
+    Returns:
+        Output [B, T, H, P] float32, zeros for rows of slot 0; of what is not finite, as ``torch_ops.tree_verify``.
+
+    Raises:
+        ValueError: there are more nodes.
+    """
+    records = buffers.k, buffers.u, buffers.decay
+    return _verify((c, b, u, g), buffers.states, records, trees.rows, trees.slots, trees)
+
+
+def tree_verify(
+    c: Tensor,
+    b: Tensor,
+    u: Tensor,
+    g: Tensor,
+    state: Tensor,
+    records_b: Tensor,
+    records_u: Tensor,
+    records_decay: Tensor,
+    num_pending: Tensor | None,
+    node_offset: int,
+    ancestors: Tensor,
+) -> Tensor:
+    """See ``torch_ops.tree_verify``; of T <= 64 nodes, and the state in any float dtype.
+
+    Raises:
+        ValueError: there are more nodes.
+    """
+    nowhere = torch.empty(0, dtype=torch.int64, device=u.device)
+    trees = Trees(nowhere, nowhere, nowhere, num_pending, node_offset, ancestors)
+    return _verify((c, b, u, g), _dense(state), (records_b, records_u, records_decay), None, None, trees)
+
+
+def extend_in_place(
+    c: Tensor, b: Tensor, u: Tensor, g: Tensor, states: Tensor, slots: Tensor, lengths: Tensor
+) -> Tensor:
+    """Run known tokens through the recurrence, from the states in their slots to the states that they leave there.
+
+    Args:
+        c, b: [B, L, G, N] float32.
+        u: [B, L, H, P] float32, dt x; H a multiple of G.
+        g: [B, L, H] float32, log decay dt A <= 0.
+        states: [slots, H, N, P], any float dtype; rows of length 0 and rows of slot 0 leave theirs as it is.
+        slots: [B] int64, distinct but for 0.
+        lengths: [B] int64; tokens from lengths[b] on are padding.
+
+    Returns:
+        Output [B, L, H, P] float32; zeros on padding and for rows of slot 0.
+    """
+    c, b, u, g = (_dense(x) for x in (c, b, u, g))
+    (_, length, heads, head_dim), state_dim = u.shape, b.shape[3]
+    out = torch.empty(u.shape, dtype=torch.float32, device=u.device)
+    if out.numel() == 0:
+        return out
+    assert states.stride(3) == 1, "columns of states lie apart"
+    tile = extend_tile(state_dim, head_dim)
+    triton_kernels.extend[_grid(tile, out)](
+        *(c, b, u, g, out, states, slots, lengths, length, heads // b.shape[2]),
+        *(*c.stride()[:3], *b.stride()[:3], *u.stride()[:3], *g.stride()[:2], *out.stride()[:2], *states.stride()[:3]),
+        **constexprs(tile, state_dim, head_dim),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def tree_verify_snapshots(
+    c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, snapshots: Tensor, parents: Tensor | None
+) -> Tensor:
+    """See ``torch_ops.tree_verify_snapshots``; the state may have any float dtype."""
+    c, b, u, g, state = (_dense(x) for x in (c, b, u, g, state))
+    (_, nodes, heads, head_dim), state_dim = u.shape, b.shape[3]
+    out = torch.empty(u.shape, dtype=torch.float32, device=u.device)
+    if out.numel() == 0:
+        return out
+    assert snapshots.stride(4) == 1, "columns of snapshots lie apart"
+    tile = snapshots_tile(state_dim, head_dim)
+    triton_kernels.tree_verify_snapshots[_grid(tile, out)](
+        *(c, b, u, g, out, state, snapshots, None if parents is None else parents.contiguous()),
+        *(nodes, heads // b.shape[2], *c.stride()[:3], *b.stride()[:3], *u.stride()[:3], *g.stride()[:2]),
+        *(*out.stride()[:2], *state.stride()[:3], *snapshots.stride()[:4]),
+        **constexprs(tile, state_dim, head_dim),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def _verify(
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor],
+    states: Tensor,
+    records: tuple[Tensor, Tensor, Tensor],
+    rows: Tensor | None,
+    slots: Tensor | None,
+    trees: Trees,
+) -> Tensor:
+    """Rows and slots None: the batch's own, and no row is padding."""
+    c, b, u, g = (_dense(x) for x in tokens)
+    (_, nodes, heads, head_dim), state_dim = u.shape, b.shape[3]
+    if nodes > MAX_NODES:
+        raise ValueError(f"a tree of {nodes} nodes; a program has room for {MAX_NODES}")
+    out = torch.empty(u.shape, dtype=torch.float32, device=u.device)
+    if out.numel() == 0:
+        return out
+    assert all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (states, *records)), "columns of pools lie apart"
+    tile, per_group = verify_tile(nodes, state_dim, head_dim), heads // b.shape[2]
+    (kept_b, kept_u, kept_decay), t, of_states = records, trees, states.stride()[:3]
+    sizes = constexprs(tile, state_dim, head_dim) | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    kept = (*kept_b.stride()[:3], *kept_u.stride()[:3], *kept_decay.stride()[:2])
+    if nodes == 1:
+        triton_kernels.root_verify[_grid(tile, out)](
+            *(c, b, u, g, out, states, *records, rows, slots, t.num_pending, t.folds, t.node_offset, per_group),
+            *(c.stride(0), c.stride(2), b.stride(0), b.stride(2), u.stride(0), u.stride(2), g.stride(0)),
+            *(out.stride(0), *of_states, *kept),
+            **sizes,
+        )
+        return out
+    triton_kernels.tree_verify[_grid(tile, out)](
+        *(c, b, u, g, out, states, *records, t.ancestors.contiguous(), rows, slots, t.num_pending, t.folds),
+        *(t.node_offset, nodes, per_group, *c.stride()[:3], *b.stride()[:3], *u.stride()[:3], *g.stride()[:2]),
+        *(*out.stride()[:2], *of_states, *kept),
+        **sizes,
+    )
+    return out
+
+
+def _grid(tile: Tile, out: Tensor) -> tuple[int, int, int]:
+    """A program per block of columns, head and row of out [B, L, H, P]."""
+    batch, _, heads, head_dim = out.shape
+    return -(-head_dim // tile.columns), heads, batch
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous, as parts of a convolution's output have it."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -1,0 +1,139 @@
+"""What kernels of recurrent states share, and the fold. A program has blocks [keys, values] of one head's state."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def not_finite(x):
+    """1.0 for what is not finite, else 0.0."""
+    return tl.where(tl.abs(x) < float("inf"), 0.0, 1.0)
+
+
+@triton.jit
+def finite(x):
+    """x with 0 for what is not finite."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def as_stored(state, dtype: tl.constexpr):
+    """A float32 state as pools keep it: float16 ends at 65504, and what lies beyond becomes that; NaN stays."""
+    if dtype == tl.float16:
+        state = tl.where(state > 65504.0, 65504.0, state)
+        state = tl.where(state < -65504.0, -65504.0, state)
+    return state.to(dtype)
+
+
+@triton.jit
+def path_decay(decay, count, record_stride):
+    """Log decay from a checkpoint to the last of its ``count`` pending records, 0 where nothing is pending."""
+    return tl.load(decay + (count - 1) * record_stride, mask=count > 0, other=0.0)
+
+
+@triton.jit
+def advance(
+    state,  # [BLOCK_KEYS, BLOCK_VALUES] float32
+    keys,  # the first record's, of this head
+    updates,
+    decay,
+    count,
+    total,  # path_decay of the count records
+    at_k,  # [BLOCK_KEYS], which of the head's keys
+    at_v,
+    is_k,
+    is_v,
+    keys_record_stride,
+    keys_dim_stride,
+    updates_record_stride,
+    updates_dim_stride,
+    decay_record_stride,
+    BLOCK_RECORDS: tl.constexpr,
+):
+    """e^total S + sum over the first ``count`` records of e^(total - G_j) k_j u_j^T."""
+    state = state * tl.exp(total)
+    for first in range(0, count, BLOCK_RECORDS):
+        at = first + tl.arange(0, BLOCK_RECORDS)
+        is_pending = at < count
+        to_last = total - tl.load(decay + at * decay_record_stride, mask=is_pending, other=0.0)
+        weight = tl.where(is_pending, tl.exp(tl.where(is_pending, to_last, 0.0)), 0.0)
+        k_at = at_k[:, None] * keys_dim_stride + at[None, :] * keys_record_stride
+        k = tl.load(keys + k_at, mask=is_k[:, None] & is_pending[None, :], other=0.0)
+        u_at = at[:, None] * updates_record_stride + at_v[None, :] * updates_dim_stride
+        u = tl.load(updates + u_at, mask=is_pending[:, None] & is_v[None, :], other=0.0)
+        state += tl.dot(k * weight[None, :], u, input_precision="ieee")
+    return state
+
+
+@triton.jit
+def fold(
+    state,  # [B, Hv, K, V] any float dtype
+    records_k,  # [B, R, Hk, K] float32
+    records_u,  # [B, R, Hv, V] float32
+    records_decay,  # [B, R, Hv] float32
+    num_pending,  # [B] int64
+    out,  # [B, Hv, K, V] any float dtype
+    key_dim,
+    value_dim,
+    group,  # value heads of one key head
+    state_row_stride,
+    state_head_stride,
+    state_key_stride,
+    state_value_stride,
+    keys_row_stride,
+    keys_record_stride,
+    keys_head_stride,
+    keys_dim_stride,
+    updates_row_stride,
+    updates_record_stride,
+    updates_head_stride,
+    updates_dim_stride,
+    decay_row_stride,
+    decay_record_stride,
+    decay_head_stride,
+    out_row_stride,
+    out_head_stride,
+    out_key_stride,
+    out_value_stride,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
+    BLOCK_RECORDS: tl.constexpr,
+):
+    """One program per row, head and block of values; it walks down the keys."""
+    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at_v = tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
+    is_v = at_v < value_dim
+    count = tl.load(num_pending + row).to(tl.int32)
+    keys = records_k + row * keys_row_stride + (head // group) * keys_head_stride
+    updates = records_u + row * updates_row_stride + head * updates_head_stride
+    decay = records_decay + row * decay_row_stride + head * decay_head_stride
+    total = path_decay(decay, count, decay_record_stride)
+    for first in range(0, key_dim, BLOCK_KEYS):
+        at_k = first + tl.arange(0, BLOCK_KEYS)
+        is_k = at_k < key_dim
+        mask = is_k[:, None] & is_v[None, :]
+        read = state + row * state_row_stride + head * state_head_stride
+        block = tl.load(
+            read + at_k[:, None] * state_key_stride + at_v[None, :] * state_value_stride, mask=mask, other=0.0
+        )
+        folded = advance(
+            block.to(tl.float32),
+            keys,
+            updates,
+            decay,
+            count,
+            total,
+            at_k,
+            at_v,
+            is_k,
+            is_v,
+            keys_record_stride,
+            keys_dim_stride,
+            updates_record_stride,
+            updates_dim_stride,
+            decay_record_stride,
+            BLOCK_RECORDS,
+        )
+        write = out + row * out_row_stride + head * out_head_stride
+        stored = as_stored(folded, out.dtype.element_ty)
+        tl.store(write + at_k[:, None] * out_key_stride + at_v[None, :] * out_value_stride, stored, mask=mask)

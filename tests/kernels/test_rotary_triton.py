@@ -1,0 +1,59 @@
+"""Angles of rotary position embedding in Triton against the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from specmamba.kernels import gpu, rotary
+from specmamba.kernels.rotary import native_ops, reference, torch_ops
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+# to bfloat16 the interpreter rounds towards zero
+TOLERANCE = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (2**-7, 1e-6), torch.float16: (2**-10, 1e-6)}
+
+
+@pytest.fixture
+def triton_ops(gpu_device: str) -> Any:
+    from specmamba.kernels.rotary import triton_ops
+
+    return triton_ops
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("half", [1, 3, 32, 300])
+@pytest.mark.parametrize("scaling", [1.0, 1.25])
+def test_angles_match_reference(
+    triton_ops: Any, gpu_device: str, half: int, scaling: float, dtype: torch.dtype
+) -> None:
+    frequencies = (10000.0 ** -(torch.arange(half) / half)).repeat(2)
+    positions = torch.tensor([[0, 1, 2, 77], [5, 262_143, 131_072, 0], [9, 0, 40_000, 1]])[:, ::2]
+    got = triton_ops.angles(positions.to(gpu_device), frequencies.to(gpu_device), scaling, dtype)
+    rtol, atol = TOLERANCE[dtype]
+    for x, y in zip(got, reference.angles(positions, frequencies, scaling, torch.float64), strict=True):
+        assert (x.shape, x.dtype) == ((3, 2, 1, 2 * half), dtype)
+        torch.testing.assert_close(x.cpu().double(), y, rtol=rtol, atol=atol)
+
+
+def test_halves_of_frequencies_may_differ(triton_ops: Any, gpu_device: str) -> None:
+    frequencies, positions = torch.rand(10), torch.arange(70).view(2, 35)
+    got = triton_ops.angles(positions.to(gpu_device), frequencies.to(gpu_device), 1.0, torch.float32)
+    for x, y in zip(got, torch_ops.angles(positions, frequencies, 1.0, torch.float32), strict=True):
+        torch.testing.assert_close(x.cpu(), y, rtol=1e-5, atol=1e-5)
+
+
+def test_no_positions(triton_ops: Any, gpu_device: str) -> None:
+    positions, frequencies = torch.empty(0, 4, dtype=torch.int64, device=gpu_device), torch.ones(6, device=gpu_device)
+    assert [x.shape for x in triton_ops.angles(positions, frequencies, 1.0, torch.float32)] == [(0, 4, 1, 6)] * 2
+
+
+def test_the_op_takes_triton_where_it_can(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for ops in (triton_ops, native_ops, torch_ops):
+        monkeypatch.setattr(ops, "angles", lambda *_, ops=ops: taken.append(ops))
+    monkeypatch.setattr(native_ops, "can_take", lambda *_: False)
+    for can_launch in (True, False):
+        monkeypatch.setattr(gpu, "can_launch", lambda *_, can_launch=can_launch: can_launch)
+        rotary.angles(torch.zeros(1, 2, dtype=torch.int64), torch.ones(4), 1.0, torch.float32)
+    assert taken == [triton_ops, torch_ops]

@@ -1,0 +1,161 @@
+"""Norms, gates and rotations in Triton against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specmamba.kernels import gpu, rowwise
+from specmamba.kernels.rowwise import native_ops, reference, torch_ops
+from tests.kernels.test_rowwise import CASE, EPS, Arguments, normal, outputs
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+# rounded once; to bfloat16 the interpreter rounds towards zero
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-6},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6},
+    torch.float16: {"rtol": 2**-10, "atol": 1e-6},
+}
+
+
+@pytest.fixture
+def triton_ops(gpu_device: str) -> Any:
+    from specmamba.kernels.rowwise import triton_ops
+
+    return triton_ops
+
+
+def on(device: str, arguments: Arguments) -> Arguments:
+    return tuple(x.to(device) if isinstance(x, Tensor) else x for x in arguments)
+
+
+def in_double(arguments: Arguments) -> Arguments:
+    return tuple(x.double() if isinstance(x, Tensor) else x for x in arguments)
+
+
+def check(triton_ops: Any, device: str, name: str, arguments: Arguments, dtype: torch.dtype) -> None:
+    """Against the reference in float64, and in shape and dtype against PyTorch."""
+    want = outputs(getattr(reference, name)(*in_double(arguments)))
+    like = outputs(getattr(torch_ops, name)(*arguments))
+    got = outputs(getattr(triton_ops, name)(*on(device, arguments)))
+    for x, y, z in zip(got, want, like, strict=True):
+        assert (x.shape, x.dtype) == (z.shape, z.dtype)
+        torch.testing.assert_close(x.cpu().double(), y, **TOLERANCE[dtype if z.dtype == dtype else torch.float32])
+
+
+@DTYPES
+@CASE
+@pytest.mark.parametrize(("lead", "width"), [((1, 1), 2), ((2, 5), 37), ((3, 1), 128)])
+def test_matches_reference(
+    triton_ops: Any,
+    gpu_device: str,
+    name: str,
+    make: Callable[..., Arguments],
+    lead: tuple[int, ...],
+    width: int,
+    dtype: torch.dtype,
+) -> None:
+    check(triton_ops, gpu_device, name, make(dtype, lead, width), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(700,), (3, 700), (2, 2, 700), (2, 1, 3, 2, 20)])
+def test_norms_of_whole_tokens(triton_ops: Any, gpu_device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check(
+        triton_ops, gpu_device, "rms_norm", (normal(*shape, seed=1, dtype=dtype), normal(shape[-1], seed=2), EPS), dtype
+    )
+
+
+def test_wide_gates(triton_ops: Any, gpu_device: str) -> None:
+    check(triton_ops, gpu_device, "silu_mul", (normal(2, 2, 2 * 1100, seed=1),), torch.float32)
+    check(triton_ops, gpu_device, "silu_mul", (normal(3, 2 * 40, seed=1),), torch.float32)
+
+
+def test_halves_of_angles_may_differ(triton_ops: Any, gpu_device: str) -> None:
+    check(triton_ops, gpu_device, "rotate", (normal(2, 3, 2, 9, seed=1), *normal(2, 2, 3, 1, 6, seed=2)), torch.float32)
+
+
+@CASE
+@pytest.mark.parametrize("form", ["embedded", "swapped"])
+def test_parts_of_a_projection(
+    triton_ops: Any, gpu_device: str, name: str, make: Callable[..., Arguments], form: str
+) -> None:
+    """Slices of wider tokens with NaN beside them, and tensors whose batch and length have changed places."""
+    arguments = on(gpu_device, make(torch.float32, (2, 5), 37))
+    want = outputs(getattr(triton_ops, name)(*arguments))
+
+    def changed(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.dim() > 2):
+            return x
+        if form == "swapped":
+            return x.transpose(0, 1).contiguous().transpose(0, 1)
+        wide = x.new_full((*x.shape[:2], x[0, 0].numel() + 9), float("nan"))
+        wide[..., 4:-5] = x.flatten(2)
+        return wide[..., 4:-5].view(x.shape)
+
+    for x, y in zip(outputs(getattr(triton_ops, name)(*map(changed, arguments))), want, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("value", [-1e4, -100.0, -20.0, -3.0, 0.0, 1e-3, 2.0, 19.0, 21.0, 100.0, 1e4])
+def test_gates_at_the_ends(triton_ops: Any, gpu_device: str, value: float) -> None:
+    mixed, gates, ones = torch.ones(1, 1, 4), torch.full((1, 1, 2), value), torch.ones(2)
+    _, _, g, beta = triton_ops.delta_inputs(*on(gpu_device, (mixed, gates, gates, -ones, 0 * ones)), 1, 2)
+    want = torch.nn.functional.softplus(gates.double(), threshold=50).float()
+    torch.testing.assert_close(-g.cpu(), want, rtol=1e-5, atol=1e-37)
+    torch.testing.assert_close(beta.cpu(), gates.double().sigmoid().float(), rtol=1e-5, atol=1e-37)
+
+
+def test_zero_heads_stay_finite(triton_ops: Any, gpu_device: str) -> None:
+    zeros, ones = torch.zeros(1, 1, 4), torch.ones(2)
+    given = on(gpu_device, (zeros, zeros[..., :2], zeros[..., :2], ones, ones))
+    q, k, _, _ = triton_ops.delta_inputs(*given, 1, 2)
+    assert torch.equal(q, torch.zeros_like(q))
+    assert torch.equal(k, torch.zeros_like(k))
+    y = triton_ops.rms_norm(given[0], torch.ones(4, device=gpu_device), EPS)
+    assert torch.equal(y, torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter: infinity times 0
+@CASE
+def test_what_is_no_number_stays_in_its_token(
+    triton_ops: Any, gpu_device: str, name: str, make: Callable[..., Arguments], value: float
+) -> None:
+    arguments = make(torch.float32, (2, 3), 8)
+    want = outputs(getattr(triton_ops, name)(*on(gpu_device, arguments)))
+    arguments[0][1, 2].view(-1)[3] = value
+    got = outputs(getattr(triton_ops, name)(*on(gpu_device, arguments)))
+    right = outputs(getattr(torch_ops, name)(*arguments))
+    assert any(not x.isfinite().all() for x in got)
+    for x, y, z in zip(got, want, right, strict=True):
+        assert torch.equal(x.isnan().cpu(), z.isnan())
+        felt = torch.zeros(2, 3, dtype=torch.bool, device=x.device)
+        felt[1, 2] = True
+        assert torch.equal(x[~felt], y[~felt])
+
+
+@CASE
+def test_empty_batches(triton_ops: Any, gpu_device: str, name: str, make: Callable[..., Arguments]) -> None:
+    for x in outputs(getattr(triton_ops, name)(*on(gpu_device, make(torch.float32, (0, 4), 8)))):
+        assert x.shape[:2] == (0, 4)
+
+
+@CASE
+def test_the_op_takes_triton_where_it_can(
+    triton_ops: Any, name: str, make: Callable[..., Arguments], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    for ops in (triton_ops, native_ops, torch_ops):
+        monkeypatch.setattr(ops, name, lambda *_, ops=ops: taken.append(ops))
+    monkeypatch.setattr(native_ops, "can_take", lambda *_: False)
+    for can_launch in (True, False):
+        monkeypatch.setattr(gpu, "can_launch", lambda *_, can_launch=can_launch: can_launch)
+        getattr(rowwise, name)(*make(torch.float32, (1, 2), 8))
+    assert taken == [triton_ops, torch_ops]
