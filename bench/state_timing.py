@@ -89,12 +89,13 @@ class RecordsRun:
         delta_net.compose(inputs, weights, convolve, delta_rule)
 
     def _commit(self, offset: int) -> None:
+        if list(self._work.path) == list(range(self._work.accept_length)):
+            return  # they stand where they stay
         source = offset + torch.tensor([self._work.path] * self._work.batch_size)
         target = offset + torch.arange(self._work.accept_length).expand_as(source)
         for buffer in self._records:
-            state_copy.compact(buffer, self._rows, source, target, source != target)
-        moved = source + self._window, target + self._window
-        state_copy.compact(self._conv_inputs, self._rows, *moved, source != target)
+            state_copy.compact(buffer, self._rows, source, target)
+        state_copy.compact(self._conv_inputs, self._rows, source + self._window, target + self._window)
 
     def _fold(self, count: int) -> None:
         fold = state_records.fold if self._is_fused else record_ops.fold

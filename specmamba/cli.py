@@ -30,7 +30,7 @@ commands:
   serve       an OpenAI-compatible HTTP server, on 127.0.0.1:30000
   generate    continue one prompt, streamed to the terminal
   info        what a model is, what it takes, and what can be done with it
-  bench       measure: acceptance of drafts, a server under load, the prefix cache, drift of rounded states
+  bench       measure: acceptance of drafts, a server under load, the prefix cache, operators, a GPU
   tune        choose by measurement: draft trees
   train       a draft head for a model that has none
 
@@ -65,6 +65,8 @@ SUBCOMMANDS = {
         "serving": ("specmamba.bench.serving", "throughput and latency of a server, over levels of load"),
         "prefix": ("specmamba.bench.prefix", "what the prefix cache spares, against an oracle, and what it costs"),
         "state-drift": ("specmamba.bench.state_drift", "how far texts drift with recurrent states in fewer bits"),
+        "ops": ("specmamba.bench.ops", "operators against PyTorch, other packages and the machine's roofline"),
+        "gpu": ("specmamba.bench.gpu", "all that is to be measured on a machine with a GPU, in ten minutes"),
     },
     "train": {
         "draft": ("specmamba.bench.train.draft", "an EAGLE-3 head for --speculative-draft-model-path"),

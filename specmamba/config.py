@@ -82,6 +82,19 @@ class EngineConfig(BaseSettings):
     ] = "float32"
     page_size: Annotated[int, Field(ge=1, le=1024, description="tokens in a page of the KV pool")] = 1
 
+    disable_cuda_graph: Annotated[bool, Field(description="run every step operator by operator, captured by none")] = (
+        False
+    )
+    cuda_graph_max_bs: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=4096,
+            description="largest batch whose steps are padded to a bucket and captured; none: 64, or all that can run; "
+            "on a CPU nothing is captured, and what is given runs on the same buffers and padding, to check them",
+        ),
+    ] = None
+
     disable_radix_cache: Annotated[bool, Field(description="share no prefixes between requests")] = False
     mamba_radix_cache_strategy: Annotated[
         Literal["no_buffer", "extra_buffer"],
@@ -159,7 +172,7 @@ class EngineConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _flags_go_together(self) -> EngineConfig:
-        problem = _speculation_problem(self) or _prefix_cache_problem(self)
+        problem = _speculation_problem(self) or _prefix_cache_problem(self) or _graph_problem(self)
         if problem is not None:
             raise ValueError(problem)
         return self
@@ -244,6 +257,19 @@ def _prefix_cache_problem(config: EngineConfig) -> str | None:
         return "--mamba-track-interval needs --mamba-radix-cache-strategy extra_buffer"
     if config.schedule_policy == "fcfs" and is_given("schedule_max_overtakes"):
         return "--schedule-max-overtakes needs --schedule-policy lpm"
+    return None
+
+
+def _graph_problem(config: EngineConfig) -> str | None:
+    """What is wrong with the combination of flags around captured steps, likewise."""
+    largest = config.cuda_graph_max_bs
+    if largest is not None and config.disable_cuda_graph:
+        return "--cuda-graph-max-bs: nothing is captured with --disable-cuda-graph: drop one of them"
+    if largest is not None and largest > config.max_running_requests:
+        return (
+            f"--cuda-graph-max-bs {largest}: only {config.max_running_requests} requests run together; lower it, or "
+            "raise --max-running-requests"
+        )
     return None
 
 

@@ -193,16 +193,42 @@ class TreeShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """The requests of one verify, by row of the request table. Each has its root: decided, not yet run."""
+class Backlogs:
+    """What a draft head has yet to be told of the rows of a batch: so many tokens of each, the root counted."""
 
-    rows: tuple[int, ...]  # ascending
-    row_index: Tensor  # [B] int64, the same rows
+    longest: int  # no row has more
+    counts: Tensor | None  # [B] int64; None: ``longest`` everywhere
+    is_kept: bool = False  # this step tells nothing: what it decides stands behind these tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The requests of one verify, by row of the request table. Each has its root: decided, not yet run.
+
+    What shapes depend on are numbers of the host. In a step that is replayed they are bounds that hold for every batch,
+    what is exact stands in tensors, and the host does not look at those: ``is_exact`` is False there.
+    """
+
+    rows: tuple[int, ...]  # ascending; empty in a step that is replayed
+    row_index: Tensor  # [B] int64, the same rows; 0 is padding
     root_tokens: Tensor  # [B] int64
     root_positions: Tensor  # [B] int64
-    max_root_position: int
+    max_root_position: int  # no root stands behind it
     sampling: SamplingBatch
     forced_tokens: Tensor | None = None  # [B, F] int64, replayed at root + 1, root + 2, ...; -1: the target chooses
+    backlogs: Backlogs | None = None  # None: nobody has any
+    is_exact: bool = True
+
+    @property
+    def size(self) -> int:
+        """B, padding counted."""
+        return self.row_index.shape[0]
+
+    @property
+    def first_row(self) -> int | None:
+        """The first of consecutive rows; None where they are not, or where nobody knows."""
+        is_range = bool(self.rows) and self.rows[-1] - self.rows[0] == len(self.rows) - 1
+        return self.rows[0] if is_range else None
 
 
 @dataclass(frozen=True, slots=True)

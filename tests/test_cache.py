@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import ancestor_mask, causal_mask, tree_mask
+from specmamba.cache.access import causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.page_allocator import PageAllocator, Pages
 from specmamba.cache.request_table import RequestTable
@@ -20,7 +21,7 @@ from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capa
 from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
 from specmamba.cache.token_counts import TokenCounts
-from specmamba.core import TreeShape
+from specmamba.core import Batch, SamplingBatch, SamplingParams, TreeShape
 from specmamba.draft.base import chain_shape, tree_shape
 from tests.kernels.trees import path_to, random_parents
 
@@ -145,6 +146,28 @@ class TestKVPool:
 
 
 class TestRequestTable:
+    def test_a_copy_on_the_device_follows(self) -> None:
+        """What a GPU has is told of changes when somebody looks; rows that were given back meanwhile are empty."""
+        rng = random.Random(5)
+        pool = KVPool(cache_shape(), num_pages=20, page_size=2, device=CPU)
+        mirrored = RequestTable(3, 16, pool, CPU, is_mirrored=True)
+        plain = RequestTable(3, 16, KVPool(cache_shape(), num_pages=20, page_size=2, device=CPU), CPU)
+        stays = mirrored.kv_slots
+        for _ in range(300):
+            rows = [row for row in range(1, 4) if row in mirrored._holdings]
+            if mirrored.num_free_rows and rng.random() < 0.3:
+                assert mirrored.allocate_row() == plain.allocate_row()
+            elif rows and rng.random() < 0.3:
+                row = rng.choice(rows)
+                mirrored.release(row)
+                plain.release(row)
+            elif rows:
+                row, wanted = rng.choice(rows), rng.randint(0, 16)
+                assert mirrored.ensure(row, wanted) == plain.ensure(row, wanted)
+            if rng.random() < 0.4:
+                assert torch.equal(mirrored.kv_slots, plain.kv_slots)
+        assert mirrored.kv_slots.data_ptr() == stays.data_ptr()
+
     @pytest.mark.parametrize("page_size", [1, 3, 16])
     def test_random_use(self, page_size: int) -> None:
         """Rows never share a slot, a refusal changes nothing, and what is released is free again."""
@@ -662,17 +685,15 @@ class TestRowSet:
         assert x.tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
 
 
-class TestMasks:
-    def test_causal(self) -> None:
-        positions = torch.tensor([[2, 3], [0, 1]])
-        assert causal_mask(positions, 4).int().tolist() == [
-            [[1, 1, 1, 0], [1, 1, 1, 1]],
-            [[1, 0, 0, 0], [1, 1, 0, 0]],
-        ]
-        assert causal_mask(positions, 4, first_key=1).int().tolist() == [
-            [[0, 1, 1, 0], [0, 1, 1, 1]],
-            [[1, 0, 0, 0], [0, 1, 0, 0]],
-        ]
+class TestKeys:
+    """What attention sees of a row; ``Keys`` itself is tested beside its kernels."""
+
+    table = RequestTable(4, 20, KVPool(cache_shape(), 8, 1, CPU), CPU)
+
+    def batch(self, roots: list[int]) -> Batch:
+        rows, size = tuple(range(1, 1 + len(roots))), len(roots)
+        sampling = SamplingBatch.of([SamplingParams()] * size, [0] * size, CPU)
+        return Batch(rows, torch.tensor(rows), torch.zeros(size), torch.tensor(roots), max(roots), sampling)
 
     @pytest.mark.parametrize("shape", ANY_TREE)
     @pytest.mark.parametrize("extra_keys", [0, 3])
@@ -681,11 +702,12 @@ class TestMasks:
         roots, num_nodes = [0, 4, 2], 6
         parents = [random_parents(shape, num_nodes, rng) for _ in roots]
         num_keys = max(roots) + num_nodes + extra_keys
-        mask = tree_mask(torch.tensor(roots), shape_of(parents), num_keys)
+        keys = tree_keys(self.table, self.batch(roots), shape_of(parents).ancestors, num_keys)
+        assert keys.mask is not None
         for b, root in enumerate(roots):
             for node in range(num_nodes):
                 visible = {*range(root), *(root + i for i in path_to(parents[b], node))}
-                assert mask[b, node].nonzero().flatten().tolist() == sorted(visible)
+                assert keys.mask[b, node].nonzero().flatten().tolist() == sorted(visible)
 
     @pytest.mark.parametrize("first_key", [0, 1, 3])
     @pytest.mark.parametrize("queries", [slice(0, 6), slice(2, 6), slice(5, 6)])
@@ -694,8 +716,18 @@ class TestMasks:
         roots, num_entries = [0, 1, 7], 6
         parents = [random_parents("bushy", num_entries, rng) for _ in roots]
         ancestors = shape_of(parents).ancestors[:, queries]
-        mask = ancestor_mask(torch.tensor(roots), ancestors, max(roots) + num_entries + 2, first_key)
+        num_keys = max(roots) + num_entries + 2
+        mask = tree_keys(self.table, self.batch(roots), ancestors, num_keys, first_key).mask
+        assert mask is not None
         for b, root in enumerate(roots):
             for q, entry in enumerate(range(num_entries)[queries]):
                 visible = [*range(first_key, root), *(root + i for i in path_to(parents[b], entry))]
                 assert mask[b, q].nonzero().flatten().tolist() == visible
+
+    def test_all_is_seen_only_where_positions_are_exact(self) -> None:
+        batch, positions = self.batch([5]), torch.tensor([[5]])
+        assert causal_keys(self.table, batch, positions, 6, sees_all=True).mask is None
+        bound = replace(batch, is_exact=False, max_root_position=9)
+        mask = causal_keys(self.table, bound, positions, 10, sees_all=True).mask
+        assert mask is not None
+        assert mask.flatten().tolist() == [True] * 6 + [False] * 4

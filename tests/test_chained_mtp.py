@@ -400,9 +400,9 @@ def test_entries_of_a_tree() -> None:
     assert entries.levels == (0, 1, 3)
     assert entries.depth.tolist() == [0, 1, 1, 2, 2]
     assert entries.parents.tolist() == [[0, 0, 0, 2, 2]] * 2
-    mask = entries.mask(3, torch.tensor([1, 4]), 9, first_key=3)
-    keys = [[row.nonzero().flatten().tolist() for row in of_batch] for of_batch in mask]
-    assert keys == [[[4], [5]], [[3, 4, 6, 7], [3, 4, 6, 8]]]  # root + entry
+    seen = entries.seen(3, torch.tensor([1, 4]), first_key=3)
+    of_rows = [[row.nonzero().flatten().tolist() for row in of_batch] for of_batch in seen]
+    assert of_rows == [[[3], [4]], [[0, 2, 3], [0, 2, 4]]]
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------

@@ -258,14 +258,12 @@ def test_every_node_of_a_real_tree_is_drafted_from_its_own_path(page_size: int, 
     drafter = engine.runner.drafter
     assert isinstance(drafter, MTPDrafter)
     with torch.inference_mode():
-        batch = engine.runner._batch(requests, [request.root_position for request in requests])
-        waiting = list(drafter.backlog.num_new)
+        rows = tuple(request.held_row for request in requests)
+        batch = engine.runner._batch_of(requests, drafter.prepare(rows, len(rows)).on(torch.device("cpu")))
         tree = drafter.propose(batch)
-        assert all(count == 0 for row, count in enumerate(drafter.backlog.num_new) if row in batch.rows)
         parents = tree.shape.parents[:, :].tolist()
         for row in range(len(requests)):
             for path in [p for p in paths_of(tree, row) if len(p) < 4]:
-                drafter.backlog.num_new = list(waiting)
                 hidden = drafter.catch_up(batch)
                 for depth, token in enumerate(path, start=1):
                     chosen = torch.full((len(requests), 1), token)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specmamba import LLM, RequestOutput, SamplingParams
+from specmamba.cuda_graphs import EagerReplay
 from specmamba.draft.mtp import MTPDrafter
 from specmamba.draft.ngram import NgramDrafter
 from specmamba.draft.ngram_corpus import read_corpus
@@ -115,11 +116,16 @@ def answer(llm: LLM, prompt: list[int]) -> RequestOutput:
     return llm.generate(prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))[0]
 
 
-@pytest.mark.parametrize("state", ["records", "snapshots"])
+# "replayed": three requests in a bucket of four, on inputs that stay, with the shapes that a captured step has
+@pytest.mark.parametrize("state", ["records", "snapshots", "records replayed", "snapshots replayed"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_text_is_that_of_plain_decoding(family: Family, drafter: str, state: str, tmp_path: Path) -> None:
-    with LLM(model=str(family.folder), speculative_state=state, **family.flags(drafter), **MEMORY) as llm:
+    backend, _, replayed = state.partition(" ")
+    flags = family.flags(drafter) | ({"cuda_graph_max_bs": 4} if replayed else {})
+    with LLM(model=str(family.folder), speculative_state=backend, **flags, **MEMORY) as llm:
         family.teach(llm, tmp_path)
+        if llm.engine.runner.replays is not None:
+            llm.engine.runner.replays.replay = EagerReplay(has_fixed_shapes=True)
         cold, hit = answer(llm, PROMPTS[0]), answer(llm, PROMPTS[0])
         assert cold.num_cached_tokens == 0 < hit.num_cached_tokens
         assert cold.token_ids == hit.token_ids == family.texts[0]

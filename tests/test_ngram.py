@@ -19,7 +19,7 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.config import EngineConfig
-from specmamba.core import Batch, DraftTree, RequestOutput, SamplingBatch, Verdict
+from specmamba.core import Batch, DraftTree, RequestOutput, SamplingBatch
 from specmamba.draft.ngram import CORPUS_WEIGHT, MAX_MATCHES, WEIGHT_PER_TOKEN, NgramDrafter
 from specmamba.draft.ngram_corpus import CorpusIndex, read_corpus
 from specmamba.draft.ngram_match import NO_TOKEN, MatchRule, match_history
@@ -293,15 +293,6 @@ def batch_of(texts_of_rows: dict[int, list[int]]) -> Batch:
     )
 
 
-def verdict_of(new_tokens: Sequence[list[int]], num_nodes: int) -> Verdict:
-    """The target decided on these; the tokens behind them must not be read."""
-    counts = torch.tensor([len(tokens) - 1 for tokens in new_tokens])
-    path_tokens = torch.tensor([tokens + [99] * (num_nodes + 1 - len(tokens)) for tokens in new_tokens])
-    path = torch.zeros(len(new_tokens), num_nodes, dtype=torch.int64)
-    bonus = torch.tensor([tokens[-1] for tokens in new_tokens])
-    return Verdict(path, counts, path_tokens, bonus, torch.ones(len(new_tokens), dtype=torch.bool))
-
-
 def check_tree(tree: DraftTree, batch: Batch, max_children: int) -> list[list[Edge]]:
     """What holds for every tree; its drafts, row by row."""
     tokens, parents, shape = tree.tokens, tree.shape.parents, tree.shape
@@ -344,7 +335,7 @@ class TestDrafter:
             width = tree.shape.num_nodes
             widths.add(width)
             new = [[rng.randrange(3) for _ in range(rng.randint(1, width))] for _ in members]
-            drafter.observe(batch, verdict_of(new, width), torch.zeros(1), [len(tokens) - 1 for tokens in new])
+            drafter.advance(members, new)
             for row, tokens in zip(members, new, strict=True):
                 known[row].extend(tokens)
         assert {1, nodes} <= widths
@@ -395,7 +386,7 @@ class TestDrafter:
         drafter.begin(1, text[: POSITIONS - 9])
         batch = batch_of({1: text[: POSITIONS - 9]})
         assert drafter.propose(batch).shape.num_nodes == 5
-        drafter.observe(batch, verdict_of([text[POSITIONS - 9 :]], 8), torch.zeros(1), [8])
+        drafter.advance((1,), [text[POSITIONS - 9 :]])
         batch = batch_of({1: text})
         assert check_tree(drafter.propose(batch), batch, 4) == [[(0, 1), (1, 2), (2, 1), (3, 2)]]
 

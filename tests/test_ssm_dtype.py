@@ -15,7 +15,7 @@ from specmamba.cache.shapes import CacheShape, StateShape
 from specmamba.cache.snapshot_buffers import SnapshotBuffers
 from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_buffers import StateBuffers
-from specmamba.cache.state_pool import StatePool, as_stored
+from specmamba.cache.state_pool import StatePool
 from specmamba.config import EngineConfig
 from specmamba.core import OutputDelta, SamplingParams
 from specmamba.draft.base import chain_shape, tree_shape
@@ -23,6 +23,7 @@ from specmamba.engine.engine import Engine
 from specmamba.engine.load import load_models
 from specmamba.engine.workbench import Workbench
 from specmamba.kernels import delta_net, gated_delta_rule, mamba2, ssd, state_records
+from specmamba.kernels.state_records import as_stored
 from tests.families import FAMILIES
 from tests.tiny import write_tiny_checkpoint
 

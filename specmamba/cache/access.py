@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.cache.state_buffers import StateBuffers, VerifyPlan
-from specmamba.cache.state_pool import StatePool, as_stored
-from specmamba.core import Chunk, TreeShape
-from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, mamba2, paged_attention, ssd
+from specmamba.cache.state_pool import StatePool
+from specmamba.core import Batch, Chunk
+from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, gpu, mamba2, paged_attention, ssd
+from specmamba.kernels.state_records import as_stored
 
 
 class StateAccess(Protocol):
@@ -46,18 +46,24 @@ class ExtendState:
 
     def _convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         windows = self.pool.conv[layer]
+        if gpu.can_launch(inputs, windows):
+            return causal_conv1d.extend_in_place(inputs, windows, self.slots.index, weight, self.lengths, bias)
         y, window = causal_conv1d.extend(inputs, self.slots.take(windows), weight, self.lengths, bias)
         self.slots.put(windows, window)
         return y
 
     def _delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         states = self.pool.recurrent[layer]
+        if gpu.can_launch(q, states):
+            return gated_delta_rule.extend_in_place(q, k, v, g, beta, states, self.slots.index, self.lengths)
         out, state = gated_delta_rule.extend(q, k, v, g, beta, self.slots.take(states).float(), self.lengths)
         self.slots.put(states, as_stored(state, states.dtype))
         return out
 
     def _ssd(self, layer: int, c: Tensor, b: Tensor, u: Tensor, g: Tensor) -> Tensor:
         states = self.pool.recurrent[layer]
+        if gpu.can_launch(c, states):
+            return ssd.extend_in_place(c, b, u, g, states, self.slots.index, self.lengths)
         out, state = ssd.extend(c, b, u, g, self.slots.take(states).float(), self.lengths)
         self.slots.put(states, as_stored(state, states.dtype))
         return out
@@ -81,19 +87,17 @@ class VerifyState:
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Keys and values of one forward: where the new ones go, which ones are read, and who sees whom."""
+    """Keys and values of one forward: where the new ones go, and who sees whom."""
 
     pool: KVPool
     write_slots: Tensor  # [B * L] int64; 0 for padding
-    read_slots: Tensor  # [B, K] int64
-    mask: Tensor | None  # [B, L, K] bool; None: everything is visible
+    keys: paged_attention.Keys
 
     @classmethod
     def of_chunk(cls, pool: KVPool, table: RequestTable, chunk: Chunk, first_key: int = 0) -> PagedKV:
-        """Known tokens: each sees what came before it; ``first_key`` as for ``causal_mask``."""
-        read_slots = table.kv_slots[chunk.row_index, : chunk.end]
-        mask = causal_mask(chunk.positions, chunk.end, first_key) if pool.k else None
-        return cls(pool, table.slots_of(chunk).view(-1), read_slots, mask)
+        """Known tokens: each sees what came before it, from position ``first_key`` on (see ``Keys``)."""
+        keys = paged_attention.Keys(table.kv_slots, chunk.row_index, chunk.positions, chunk.end, first_key)
+        return cls(pool, table.slots_of(chunk).view(-1), keys)
 
     def attend(
         self, layer: int, projected: Tensor, form: paged_attention.Form, cos: Tensor | None, sin: Tensor | None
@@ -110,54 +114,54 @@ class PagedKV:
             [B, L, Hq D].
         """
         pools = self.pool.k[layer], self.pool.v[layer]
-        return paged_attention.attend_layer(
-            projected, form, cos, sin, *pools, self.write_slots, self.read_slots, self.mask
-        )
+        return paged_attention.attend_layer(projected, form, cos, sin, *pools, self.write_slots, self.keys)
 
 
-def causal_mask(positions: Tensor, num_keys: int, first_key: int = 0) -> Tensor:
-    """Key at position t is visible to a query at position p when first_key <= t <= p; below first_key, when t <= p.
+def causal_keys(
+    table: RequestTable, batch: Batch, positions: Tensor, num_keys: int, first_key: int = 0, sees_all: bool = False
+) -> paged_attention.Keys:
+    """Each query, at positions [B, Q], sees its row from position ``first_key`` (see ``Keys``) up to itself.
 
     Args:
-        positions: [B, L] int64 positions of the queries.
-        num_keys: keys are positions 0..num_keys-1.
-        first_key: 1 for a draft head, which has no entry for the first token: what is computed there is nobody's, but
-            a query must see something.
-
-    Returns:
-        [B, L, num_keys] bool.
+        table: has the slots.
+        batch: the rows.
+        positions: [B, Q] int64.
+        num_keys: no query stands behind it.
+        first_key: 1 for a draft head, which has no entry for the first token.
+        sees_all: every query is the last of all keys, and there are keys from ``first_key`` on.
     """
-    keys = torch.arange(num_keys, device=positions.device)
-    mask = keys <= positions[..., None]
-    if first_key:
-        mask &= (keys >= first_key) | (positions[..., None] < first_key)
-    return mask
+    return paged_attention.Keys(
+        table.kv_slots,
+        batch.row_index,
+        positions,
+        num_keys,
+        first_key,
+        first_row=batch.first_row,
+        sees_all=sees_all and batch.is_exact,
+    )
 
 
-def ancestor_mask(root_positions: Tensor, ancestors: Tensor, num_keys: int, first_key: int = 0) -> Tensor:
-    """Visibility of keys to entries of a tree; entry m's key stands at table position root + m.
+def tree_keys(
+    table: RequestTable, batch: Batch, ancestors: Tensor, num_keys: int, first_key: int = 0
+) -> paged_attention.Keys:
+    """Each query sees its row from ``first_key`` to before the root, and entries of a tree behind that.
 
     Args:
-        root_positions: [B] int64.
+        table: has the slots.
+        batch: the rows and their roots; entry m's key stands at position root + m.
         ancestors: [B, Q, M] bool, which of the M entries each query sees, itself included where it is one of them;
             Q may be smaller than M: a step of drafting asks for its newest entries only.
-        num_keys: keys are table positions 0..num_keys-1.
+        num_keys: no entry stands behind it.
         first_key: 1 for a draft head, which has no entry for the first token; the tree's own entries do not mind.
-
-    Returns:
-        [B, Q, num_keys] bool: positions first_key..root-1, and the entries that ``ancestors`` says.
     """
-    num_entries = ancestors.shape[2]
-    keys = torch.arange(num_keys, device=root_positions.device)
-    behind_root = keys - root_positions[:, None]
-    entry = behind_root.clamp(0, num_entries - 1)[:, None].expand(-1, ancestors.shape[1], -1)
-    is_entry = (behind_root >= 0) & (behind_root < num_entries)
-    is_before_root = (behind_root < 0) & (keys >= first_key)
-    return is_before_root[:, None] | (is_entry[:, None] & ancestors.gather(2, entry))
-
-
-def tree_mask(root_positions: Tensor, tree: TreeShape, num_keys: int) -> Tensor:
-    """Visibility of keys to all nodes of a verify's trees, [B, N, num_keys] bool; see ``ancestor_mask``."""
-    if tree.is_chain:
-        return causal_mask(root_positions[:, None] + tree.depth, num_keys)
-    return ancestor_mask(root_positions, tree.ancestors, num_keys)
+    before_root = (batch.root_positions - 1)[:, None].expand(-1, ancestors.shape[1])
+    return paged_attention.Keys(
+        table.kv_slots,
+        batch.row_index,
+        before_root,
+        num_keys,
+        first_key,
+        batch.root_positions,
+        ancestors,
+        batch.first_row,
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.page_allocator import NO_PAGES, Pages
 from specmamba.cache.radix_node import TokenSlots
-from specmamba.core import Batch, Chunk
+from specmamba.core import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,40 @@ class RequestTable:
     copied: the price is the beginning of that page.
     """
 
-    def __init__(self, num_rows: int, max_positions: int, kv_pool: KVPool, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_positions: int, kv_pool: KVPool, device: torch.device, is_mirrored: bool | None = None
+    ) -> None:
+        """Args:
+        num_rows: requests that hold memory at the same time.
+        max_positions: of one row.
+        kv_pool: has the pages.
+        device: where kernels read the table.
+        is_mirrored: the device has a copy of its own, as it must have everywhere but on a CPU, which None means.
+        """
         self.num_rows = num_rows
         self.max_positions = max_positions
         self._host = np.zeros((num_rows + 1, max_positions), dtype=np.int64)
         on_host = torch.from_numpy(self._host)
-        self.kv_slots = on_host if device.type == "cpu" else on_host.to(device)
+        self._is_mirrored = device.type != "cpu" if is_mirrored is None else is_mirrored
+        self._on_device = on_host.to(device, copy=True) if self._is_mirrored else on_host
+        self._changes: list[tuple[int, int, int]] = []  # row, start, end of what the device has not been told
         self._kv_pool = kv_pool
         self._holdings: dict[int, _Holding] = {}
         self._free_rows = sorted(range(1, num_rows + 1), reverse=True)
+
+    @property
+    def kv_slots(self) -> Tensor:
+        """[rows + 1, positions] int64 on the device, told of all that has changed: one copy, however many rows."""
+        if self._changes:
+            places = [row * self.max_positions + np.arange(start, end) for row, start, end in self._changes]
+            values = [self._host[row, start:end] for row, start, end in self._changes]
+            told = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(values)]))
+            if self._on_device.is_cuda:
+                told = told.pin_memory()
+            index, slots = told.to(self._on_device.device, non_blocking=True)
+            self._on_device.view(-1).index_copy_(0, index, slots)
+            self._changes.clear()
+        return self._on_device
 
     @property
     def num_free_rows(self) -> int:
@@ -113,8 +138,9 @@ class RequestTable:
         """Free a row and its hold of its pages."""
         self._kv_pool.allocator.release(self._holdings.pop(row).pages, pinned=True)
         self._host[row] = 0
-        if self.kv_slots.device.type != "cpu":
-            self.kv_slots[row].zero_()
+        if self._is_mirrored:
+            self._changes = [change for change in self._changes if change[0] != row]
+            self._on_device[row].zero_()
         self._free_rows.append(row)
         self._free_rows.sort(reverse=True)
 
@@ -127,12 +153,6 @@ class RequestTable:
     def slots_at(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Token slots of positions [B, N] of rows [B]."""
         return self.kv_slots[rows[:, None], positions]
-
-    def read_slots(self, batch: Batch, first: int, end: int) -> Tensor:
-        """Token slots [B, end - first] of positions [first, end); a view where the rows are consecutive."""
-        if batch.rows[-1] - batch.rows[0] == len(batch.rows) - 1:
-            return self.kv_slots[batch.rows[0] : batch.rows[-1] + 1, first:end]
-        return self.kv_slots[batch.row_index, first:end]
 
     def slots_of(self, chunk: Chunk) -> Tensor:
         """Token slots [B, L] of a chunk's tokens; 0, which is nobody's, for its padding."""
@@ -150,9 +170,7 @@ class RequestTable:
         self._put(row, first, slots[first - begin : self.max_positions - begin])
 
     def _put(self, row: int, start: int, slots: TokenSlots) -> None:
-        self._host[row, start : start + len(slots)] = slots
-        if len(slots) and self.kv_slots.device.type != "cpu":
-            self.kv_slots[row, start : start + len(slots)] = self._to_device(slots)
-
-    def _to_device(self, slots: TokenSlots) -> Tensor:
-        return torch.from_numpy(slots).to(self.kv_slots.device)
+        end = start + len(slots)
+        self._host[row, start:end] = slots
+        if self._is_mirrored and len(slots):
+            self._changes.append((row, start, end))

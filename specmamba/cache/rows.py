@@ -9,27 +9,41 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specmamba.core import Batch
+
 
 @dataclass(frozen=True)
 class RowSet:
-    """Distinct rows. Where they are consecutive, ``take`` is a view: no copy of the states of a whole batch."""
+    """Distinct rows. Where they are consecutive, ``take`` is a view: no copy of the states of a whole batch.
 
-    rows: tuple[int, ...]
+    Inside a step that is replayed the host does not know them, and padding repeats row 0, which is nobody's.
+    """
+
+    rows: tuple[int, ...]  # empty where the host does not know them
     is_range: bool
     _device: torch.device
+    _index: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[int], device: torch.device) -> RowSet:
-        is_range = all(row == rows[0] + i for i, row in enumerate(rows))
-        return cls(tuple(rows), is_range, device)
+    def of(cls, rows: Sequence[int], device: torch.device, index: Tensor | None = None) -> RowSet:
+        """``index``: the same rows on the device, where there is such a tensor already."""
+        is_range = bool(rows) and all(row == rows[0] + i for i, row in enumerate(rows))
+        return cls(tuple(rows), is_range, device, index)
+
+    @classmethod
+    def of_batch(cls, batch: Batch) -> RowSet:
+        """The rows of a batch in the request table."""
+        return cls.of(batch.rows, batch.row_index.device, batch.row_index)
 
     @cached_property
     def index(self) -> Tensor:
         """The rows as a tensor [B] int64; made at first use, which for consecutive rows seldom comes."""
+        if self._index is not None:
+            return self._index
         return torch.tensor(self.rows, dtype=torch.int64, device=self._device)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.rows) if self._index is None else len(self._index)
 
     def take(self, x: Tensor) -> Tensor:
         """x[rows]: a view when the rows are consecutive, a copy when they are not."""

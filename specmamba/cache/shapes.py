@@ -74,6 +74,7 @@ class CacheShape:
     draft_features: int = 0  # numbers that a draft head needs of the last token, beside the target's state
     state_dtype: torch.dtype = torch.float32  # of recurrent states in slots; what is computed from them is float32
     draft_model: CacheShape | None = None  # of a draft model; ``kv`` has its layers already
+    folds_in_verify: bool = False  # kernels fold full rows while they read their states; else it is done before
 
     def with_draft_model(self, draft: CacheShape) -> CacheShape:
         """This target's with what a draft model keeps: KV beside the target's, its state beside every cached state."""
@@ -105,10 +106,11 @@ class CacheShape:
     def record_bytes(self, max_nodes: int) -> int:
         """Bytes of the records of one running request: a full pending list and the window in front of it.
 
-        A state that is not kept in float32 also needs room to be widened, one layer at a time.
+        A state that is not kept in float32 also needs room to be widened, one layer at a time, for native code.
         """
-        records = pending_capacity(max_nodes) * self.record_bytes_per_token
-        widened = 0 if self.state_dtype is torch.float32 else 4 * self.state.num_recurrent_values
+        records = pending_capacity(max_nodes, self.folds_in_verify) * self.record_bytes_per_token
+        is_read_as_it_is = self.state_dtype is torch.float32 or self.folds_in_verify
+        widened = 0 if is_read_as_it_is else 4 * self.state.num_recurrent_values
         return records + self.num_state_layers * self.state.window_bytes(self.dtype) + widened
 
     def snapshot_bytes(self, max_nodes: int) -> int:
@@ -117,6 +119,10 @@ class CacheShape:
         return max_nodes * per_node
 
 
-def pending_capacity(max_nodes: int) -> int:
-    """Records that may be pending: room for two deepest trees, so that a fold is rare even when all is accepted."""
-    return max(MIN_PENDING_CAPACITY, 2 * max_nodes)
+def pending_capacity(max_nodes: int, folds_in_verify: bool = False) -> int:
+    """Records that a row may have: room for two deepest trees, so that a fold is rare even when all is accepted.
+
+    A verify that folds writes the records of its nodes while others of its threads still read the pending ones, so
+    there they never share a place, and a third tree needs room.
+    """
+    return max(MIN_PENDING_CAPACITY, (3 if folds_in_verify else 2) * max_nodes)

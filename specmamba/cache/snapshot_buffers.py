@@ -15,10 +15,11 @@ from torch import Tensor
 
 from specmamba.cache.rows import RowSet
 from specmamba.cache.shapes import CacheShape
-from specmamba.cache.state_buffers import StateBuffers, VerifyPlan, conv_index
-from specmamba.cache.state_pool import StatePool, as_stored
+from specmamba.cache.state_buffers import HostPlaces, Places, StateBuffers, VerifyPlan, conv_index
+from specmamba.cache.state_pool import StatePool
 from specmamba.core import TreeShape
 from specmamba.kernels import causal_conv1d, gated_delta_rule, ssd
+from specmamba.kernels.state_records import as_stored
 
 
 class SnapshotBuffers(StateBuffers[VerifyPlan]):
@@ -52,15 +53,18 @@ class SnapshotBuffers(StateBuffers[VerifyPlan]):
         end = self._lease(row).position + 1
         return range(end - max(1, self._path_length[row]), end)
 
-    def plan(self, rows: Sequence[int], tree: TreeShape) -> VerifyPlan:
+    def place(self, rows: Sequence[int], num_nodes: int) -> HostPlaces:
         """See ``StateBuffers``; from here on the snapshots of the verify before are gone."""
-        self._check_size(tree)
-        device = self._paths.device
-        slots = self._checked_slots(rows, device)
+        self._check_size(num_nodes)
+        slots = self._checked_slots(rows)
         for row in rows:
             self._path_length[row] = 0
+        return HostPlaces(tuple(rows), slots)
+
+    def plan_at(self, places: Places, tree: TreeShape) -> VerifyPlan:
+        """See ``StateBuffers``."""
         index = conv_index(tree, self.window + 1) + self.window  # the kernel puts the window in front of the nodes
-        return VerifyPlan(RowSet.of(rows, device), slots, tree, index)
+        return VerifyPlan(places, tree, index)
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None, plan: VerifyPlan) -> Tensor:
         """See ``StateBuffers``; leaves a window behind every node."""
@@ -93,20 +97,21 @@ class SnapshotBuffers(StateBuffers[VerifyPlan]):
             _put_nodes(buffer, plan.rows, snapshots)
         return out
 
-    def commit(self, plan: VerifyPlan, path: Tensor, num_accepted: Tensor, accepted: Sequence[int]) -> None:
+    def promote(self, plan: VerifyPlan, path: Tensor, num_accepted: Tensor) -> None:
         """See ``StateBuffers``; copies the state after each path's last node into the row's slot."""
-        leases = [self._lease(row) for row in plan.rows.rows]
-        for lease in leases:
-            self._pool.check(lease.slot, lease.owner, lease.position)
-        for lease in leases:
-            self._pool.begin_write(lease.slot, lease.owner)
         last = path.gather(1, num_accepted[:, None]).squeeze(1)
         for layer, states in enumerate(self._pool.recurrent):
             after = self.intermediate_ssm[layer][plan.rows.index, last]
             plan.slots.put(states, as_stored(after, states.dtype))
             plan.slots.put(self._pool.conv[layer], self.intermediate_conv_window[layer][plan.rows.index, last])
         self._paths[plan.rows.index, : path.shape[1]] = path
-        for row, count, lease in zip(plan.rows.rows, accepted, leases, strict=True):
+
+    def advance(self, places: HostPlaces, accepted: Sequence[int]) -> None:
+        """See ``StateBuffers``."""
+        for row, count in zip(places.rows, accepted, strict=True):
+            lease = self._lease(row)
+            self._pool.check(lease.slot, lease.owner, lease.position)
+            self._pool.begin_write(lease.slot, lease.owner)
             position = lease.position + count + 1
             self._pool.end_write(lease.slot, position)
             self._leases[row] = replace(lease, position=position)

@@ -3,6 +3,7 @@
 A row's buffers hold first its pending records (accepted, not folded into the checkpoint yet), oldest first, then free
 space. A verify writes the records of its N nodes at one common ``node_offset`` behind the longest pending list of the
 batch; commit moves the accepted ones up to the end of the row's own list (for a chain they mostly stand there already).
+In a step that is replayed the offset is always the same: that of the longest list there may be.
 """
 
 from __future__ import annotations
@@ -14,22 +15,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specmamba.cache.rows import RowSet
 from specmamba.cache.shapes import CacheShape, pending_capacity
-from specmamba.cache.state_buffers import StateBuffers, VerifyPlan, conv_index
-from specmamba.cache.state_pool import StatePool, as_stored
+from specmamba.cache.state_buffers import HostPlaces, Places, StateBuffers, VerifyPlan, conv_index
+from specmamba.cache.state_pool import StatePool
 from specmamba.core import TreeShape
-from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, mamba2, ssd, state_copy, state_records
+from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, gpu, mamba2, ssd, state_copy, state_records
+from specmamba.kernels import tree as tree_ops
 
 
 @dataclass(frozen=True, slots=True)
 class RecordPlan(VerifyPlan):
     """Where one verify finds pending records and leaves its own; ``conv_index`` counts entries of ``conv_inputs``."""
 
-    pending: tuple[int, ...]  # pending records of each row
-    num_pending: Tensor | None  # [B] int64; None when every row has node_offset of them
-    node_offset: int
-    trees: state_records.Trees  # the same as kernels want it
+    trees: state_records.Trees  # places and tree as kernels want them
 
 
 class SpecBuffers(StateBuffers[RecordPlan]):
@@ -43,7 +41,8 @@ class SpecBuffers(StateBuffers[RecordPlan]):
     def __init__(self, shape: CacheShape, pool: StatePool, num_rows: int, max_nodes: int, device: torch.device) -> None:
         super().__init__(pool, max_nodes)
         s, layers = shape.state, shape.num_state_layers
-        self.capacity = pending_capacity(max_nodes)
+        self.capacity = pending_capacity(max_nodes, shape.folds_in_verify)
+        self.folds_in_verify = shape.folds_in_verify
         self._widened: Tensor | None = None  # [rows, Hv, K, V] float32, the checkpoints of one layer and batch
         size = (layers, num_rows + 1, self.capacity)
         self.k = torch.zeros(*size, s.num_key_heads, s.key_dim, device=device)
@@ -56,14 +55,14 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         )
         self._layers = [
             state_records.Buffers(*of_layer)
-            for of_layer in zip(self._read_states(num_rows), self.conv_inputs, *self._records, strict=True)
+            for of_layer in zip(self._read_states(num_rows), self.conv_inputs, *self._records, pool.conv, strict=True)
         ]
         self._num_pending = [0] * (num_rows + 1)
 
     def _read_states(self, num_rows: int) -> Sequence[Tensor]:
-        """Where native code finds checkpoints, by layer: it reads float32, so others are copied before every call."""
+        """Where kernels find checkpoints, by layer. Native code reads float32: others are copied before every call."""
         states = self._pool.recurrent
-        if states.dtype is torch.float32:
+        if states.dtype is torch.float32 or gpu.runs_on(states.device):
             return states.unbind()
         self._widened = torch.zeros(num_rows + 1, *states.shape[2:], device=states.device)
         return [self._widened] * len(states)
@@ -86,19 +85,29 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         first = self._lease(row).position
         return range(first, first + self._num_pending[row] + 1)
 
-    def plan(self, rows: Sequence[int], tree: TreeShape) -> RecordPlan:
-        """See ``StateBuffers``; folds first where the pending list might overflow."""
-        self._check_size(tree)
-        device = self.conv_inputs.device
-        slot_set = self._checked_slots(rows, device)
-        self._fold([row for row in rows if self._num_pending[row] + tree.num_nodes > self.capacity])
-        pending = tuple(self._num_pending[row] for row in rows)
-        offset = max(pending)
-        num_pending = None if min(pending) == offset else torch.tensor(pending, device=device)
-        row_set, index = RowSet.of(rows, device), self._conv_index(tree, num_pending, offset).contiguous()
-        slots = slot_set.index if self._widened is None else torch.arange(len(rows), device=device)
-        trees = state_records.Trees(row_set.index, slots, index, num_pending, offset, tree.ancestors)
-        return RecordPlan(row_set, slot_set, tree, index, pending, num_pending, offset, trees)
+    def node_offset(self, num_nodes: int) -> int:
+        """See ``StateBuffers``: no row ever has more pending records in front of a tree."""
+        return self.capacity - num_nodes
+
+    def place(self, rows: Sequence[int], num_nodes: int) -> HostPlaces:
+        """See ``StateBuffers``; rows whose pending list might overflow are folded: now, or by the verify."""
+        self._check_size(num_nodes)
+        slots = self._checked_slots(rows)
+        room = self.capacity - (2 * num_nodes if self.folds_in_verify else num_nodes)
+        full = tuple(row for row in rows if self._num_pending[row] > room)
+        if not self.folds_in_verify:
+            self._fold(full)
+            full = ()
+        return HostPlaces(tuple(rows), slots, tuple(self._num_pending[row] for row in rows), full)
+
+    def plan_at(self, places: Places, tree: TreeShape) -> RecordPlan:
+        """See ``StateBuffers``."""
+        rows, slots, num_pending, offset = places.rows, places.slots, places.num_pending, places.node_offset
+        index = self._conv_index(tree, num_pending, offset).contiguous()
+        slot_index = slots.index if self._widened is None else torch.arange(len(slots), device=index.device)
+        ancestors = tree.ancestors
+        trees = state_records.Trees(rows.index, slot_index, index, num_pending, offset, ancestors, places.folds)
+        return RecordPlan(places, tree, index, trees)
 
     def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights, plan: RecordPlan) -> Tensor:
         """See ``StateBuffers``; in one native call where there is one for these."""
@@ -120,7 +129,7 @@ class SpecBuffers(StateBuffers[RecordPlan]):
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None, plan: RecordPlan) -> Tensor:
         """See ``StateBuffers``; records the inputs."""
-        offset = self.window + plan.node_offset
+        offset = self.window + plan.places.node_offset
         stored = plan.rows.take(self.conv_inputs[layer])[:, : offset + inputs.shape[1]]
         stored[:, offset:] = inputs
         if not plan.rows.is_range:  # what was written is a copy
@@ -142,26 +151,34 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         state = plan.slots.take(self._pool.recurrent[layer]).float()
         k_rows, u_rows, decay_rows = (plan.rows.take(x[layer]) for x in self._records)
         records = k_rows, u_rows, decay_rows
-        pending = plan.num_pending, plan.node_offset
-        out = tree_verify(state, *records, *pending, plan.tree.ancestors)
+        offset = plan.places.node_offset
+        out = tree_verify(state, *records, plan.places.num_pending, offset, plan.tree.ancestors)
         if not plan.rows.is_range:  # what was written is a copy
-            nodes = slice(plan.node_offset, plan.node_offset + plan.tree.num_nodes)
+            nodes = slice(offset, offset + plan.tree.num_nodes)
             for buffer, written in zip(self._records, records, strict=True):
                 self._put_nodes(buffer[layer], plan, nodes.start, written[:, nodes])
         return out
 
-    def commit(self, plan: RecordPlan, path: Tensor, num_accepted: Tensor, accepted: Sequence[int]) -> None:
+    def promote(self, plan: RecordPlan, path: Tensor, num_accepted: Tensor) -> None:
         """See ``StateBuffers``; makes the records of the paths pending."""
-        steps = torch.arange(plan.tree.num_nodes, device=path.device)
-        if not (plan.tree.is_chain and plan.num_pending is None):
-            base = torch.tensor(plan.pending, device=path.device)[:, None]
-            source, target = plan.node_offset + path, base + steps
-            valid = (steps <= num_accepted[:, None]) & (source != target)
-            for buffer in self._records:
-                state_copy.compact(buffer, plan.rows.index, source, target, valid)
-            shift = self.window
-            state_copy.compact(self.conv_inputs, plan.rows.index, source + shift, target + shift, valid)
-        for row, count in zip(plan.rows.rows, accepted, strict=True):
+        places, rows = plan.places, plan.rows.index
+        if plan.tree.is_chain and places.num_pending is None:
+            return
+        base = places.num_pending
+        if base is None:
+            base = torch.full_like(rows, places.node_offset)
+        elif places.folds is not None:
+            base = base.masked_fill(places.folds, 0)
+        source, target = tree_ops.commit_moves(path, num_accepted, places.node_offset, base)
+        for buffer in self._records:
+            state_copy.compact(buffer, rows, source, target)
+        state_copy.compact(self.conv_inputs, rows, source + self.window, target + self.window)
+
+    def advance(self, places: HostPlaces, accepted: Sequence[int]) -> None:
+        """See ``StateBuffers``."""
+        for row in places.folded:
+            self._move_checkpoint(row)
+        for row, count in zip(places.rows, accepted, strict=True):
             self._num_pending[row] += count + 1
 
     def reserve(self, rows: Sequence[int], num_tokens: int) -> None:
@@ -200,16 +217,21 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         is_exact = target.dtype is torch.float32
         folded = state_records.fold(state, k, u, decay, counts, out=target if is_exact else None)
         if not is_exact:
-            target.copy_(as_stored(folded, target.dtype))
+            target.copy_(state_records.as_stored(folded, target.dtype))
         self._pool.conv[:, slot] = self.conv_inputs[:, row, count : count + self.window]
 
-    def _fold(self, rows: list[int]) -> None:
+    def _fold(self, rows: Sequence[int]) -> None:
         """Advance the checkpoints of rows over all their pending records, each row's layers as one batch."""
         for row in rows:
-            lease, end = self._leases[row], self.position(row)
-            self._pool.begin_write(lease.slot, lease.owner)
-            self._write_state(row, end, lease.slot)
-            self._pool.end_write(lease.slot, end)
+            lease = self._leases[row]
+            self._write_state(row, self.position(row), lease.slot)
             self.conv_inputs[:, row, : self.window] = self._pool.conv[:, lease.slot]
-            self._leases[row] = replace(lease, position=end)
-            self._num_pending[row] = 0
+            self._move_checkpoint(row)
+
+    def _move_checkpoint(self, row: int) -> None:
+        """A row's checkpoint stands where its pending records end, and none is pending any more."""
+        lease, end = self._leases[row], self.position(row)
+        self._pool.begin_write(lease.slot, lease.owner)
+        self._pool.end_write(lease.slot, end)
+        self._leases[row] = replace(lease, position=end)
+        self._num_pending[row] = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Generic, TypeVar
 
 import torch
@@ -23,13 +23,50 @@ from specmamba.kernels import tree as tree_ops
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyPlan:
-    """Where one verify finds and leaves everything; the same for all layers. Each backend adds what it needs."""
+class HostPlaces:
+    """What the host knows of a verify before the tree is there: rows, their checkpoints, what is pending."""
+
+    rows: tuple[int, ...]
+    slots: tuple[int, ...]
+    pending: tuple[int, ...] = ()  # pending records of each row; empty where nothing ever is
+    folded: tuple[int, ...] = ()  # rows whose pending records the verify folds
+
+    def on(self, device: torch.device) -> Places:
+        """As a verify needs it, with records right behind the longest pending list."""
+        rows, slots = RowSet.of(self.rows, device), RowSet.of(self.slots, device)
+        offset = max(self.pending, default=0)
+        folds = torch.tensor([row in self.folded for row in self.rows], device=device) if self.folded else None
+        is_ragged = folds is not None or min(self.pending, default=0) < offset
+        num_pending = torch.tensor(self.pending, device=device) if is_ragged else None
+        return Places(rows, slots, offset, num_pending, folds)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The same on the device. In a step that is replayed these tensors stay, and padding has row and slot 0."""
 
     rows: RowSet
     slots: RowSet
+    node_offset: int  # of records: no row has more pending ones
+    num_pending: Tensor | None = None  # [B] int64; None when every row has node_offset of them
+    folds: Tensor | None = None  # [B] bool, rows whose pending records the verify folds; None: no row's
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPlan:
+    """Where one verify finds and leaves everything; the same for all layers. Each backend adds what it needs."""
+
+    places: Places
     tree: TreeShape
     conv_index: Tensor  # [B, N, W] int64, the inputs under each node's convolution, in the backend's own numbering
+
+    @property
+    def rows(self) -> RowSet:
+        return self.places.rows
+
+    @property
+    def slots(self) -> RowSet:
+        return self.places.slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +86,19 @@ class StateBuffers(ABC, Generic[PlanT]):
 
     One verify is ``plan``, then ``delta_net`` or ``mamba2`` once per layer (or their parts: ``convolve``, and
     ``delta_rule`` or ``ssd``), then ``commit``. A plan holds until the next one of the same rows.
+
+    ``plan`` is two things, and so is ``commit``. ``place`` and ``advance`` are the host's part: stamps, and how many
+    records are pending. ``plan_at`` and ``promote`` work on the device alone and never wait for it, so that they can be
+    captured and replayed, with everything in between.
     """
+
+    folds_in_verify = False  # kernels fold full rows while they read their states; else ``place`` does it
 
     def __init__(self, pool: StatePool, max_nodes: int) -> None:
         self.max_nodes = max_nodes
         self._pool = pool
         self._leases: dict[int, Lease] = {}
+        self._placed = HostPlaces((), ())  # by the last ``plan``, for its ``commit``
 
     def begin(self, row: int, slot: int, owner: str, position: int) -> None:
         """Start verifying for a request whose checkpoint stands in ``slot`` at ``position``.
@@ -87,14 +131,27 @@ class StateBuffers(ABC, Generic[PlanT]):
             StateOwnershipError: the row never began, or has ended.
         """
 
-    @abstractmethod
     def plan(self, rows: Sequence[int], tree: TreeShape) -> PlanT:
-        """Prepare a verify of ``tree`` for rows.
+        """Prepare a verify of ``tree`` for rows; errors as for ``place``."""
+        self._placed = self.place(rows, tree.num_nodes)
+        return self.plan_at(self._placed.on(tree.parents.device), tree)
+
+    @abstractmethod
+    def place(self, rows: Sequence[int], num_nodes: int) -> HostPlaces:
+        """Prepare a verify of trees of ``num_nodes`` nodes for rows, on the host.
 
         Raises:
             StateOwnershipError: a row never began, or its slot no longer holds the checkpoint that it continues.
             ValueError: the tree has more nodes than these buffers are made for.
         """
+
+    def node_offset(self, num_nodes: int) -> int:
+        """``Places.node_offset`` of all steps that are replayed with trees of so many nodes."""
+        return 0
+
+    @abstractmethod
+    def plan_at(self, places: Places, tree: TreeShape) -> PlanT:
+        """The plan of a verify of ``tree``; on the device alone."""
 
     @abstractmethod
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanT) -> Tensor:
@@ -130,7 +187,6 @@ class StateBuffers(ABC, Generic[PlanT]):
 
         return mamba2.compose(inputs, weights, convolve, recur)
 
-    @abstractmethod
     def commit(self, plan: PlanT, path: Tensor, num_accepted: Tensor, accepted: Sequence[int]) -> None:
         """Advance every row of a plan over its accepted path.
 
@@ -139,6 +195,16 @@ class StateBuffers(ABC, Generic[PlanT]):
             path: [B, N] int64 node indices from the root down.
             num_accepted: [B] int64 drafts accepted; ``accepted`` are the same numbers on the host.
         """
+        self.promote(plan, path, num_accepted)
+        self.advance(self._placed, accepted)
+
+    @abstractmethod
+    def promote(self, plan: PlanT, path: Tensor, num_accepted: Tensor) -> None:
+        """Move what the accepted paths leave behind to where it stays; on the device alone. Arguments as above."""
+
+    @abstractmethod
+    def advance(self, places: HostPlaces, accepted: Sequence[int]) -> None:
+        """Note, on the host, how far every row has come: ``accepted`` drafts and the root."""
 
     def materialize(self, row: int, position: int, slot: int) -> None:
         """Write the state of a row at ``position`` (recurrent state and window) into another slot of the pool.
@@ -200,16 +266,16 @@ class StateBuffers(ABC, Generic[PlanT]):
             raise StateOwnershipError(f"row {row} has no checkpoint to verify from: it never began, or has ended")
         return self._leases[row]
 
-    def _check_size(self, tree: TreeShape) -> None:
-        if tree.num_nodes > self.max_nodes:
-            raise ValueError(f"a tree of {tree.num_nodes} nodes does not fit buffers for {self.max_nodes}")
+    def _check_size(self, num_nodes: int) -> None:
+        if num_nodes > self.max_nodes:
+            raise ValueError(f"a tree of {num_nodes} nodes does not fit buffers for {self.max_nodes}")
 
-    def _checked_slots(self, rows: Sequence[int], device: torch.device) -> RowSet:
+    def _checked_slots(self, rows: Sequence[int]) -> tuple[int, ...]:
         """The slots of rows, whose stamps say that they still hold the rows' checkpoints."""
         leases = [self._lease(row) for row in rows]
         for lease in leases:
             self._pool.check(lease.slot, lease.owner, lease.position)
-        return RowSet.of([lease.slot for lease in leases], device)
+        return tuple(lease.slot for lease in leases)
 
 
 def conv_index(tree: TreeShape, width: int) -> Tensor:
@@ -219,7 +285,7 @@ def conv_index(tree: TreeShape, width: int) -> Tensor:
     return tree_ops.conv_index(tree.parents, width)
 
 
-@lru_cache(maxsize=1024)
+@cache
 def _chain_conv_index(batch_size: int, num_nodes: int, width: int, device: torch.device) -> Tensor:
     """Of chains it is always the same, so made once."""
     nodes = torch.arange(num_nodes, device=device)[:, None]

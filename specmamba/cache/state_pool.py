@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from specmamba.cache.memory import lazy_zeros
 from specmamba.cache.shapes import CacheShape
@@ -26,18 +25,6 @@ class Stamp:
     owner: str
     position: int
     is_written: bool
-
-
-def as_stored(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 state as slots keep it.
-
-    float16 ends at 65504. What lies beyond becomes that: an infinite number in a state that is shared would spoil the
-    text of everybody who goes on from it.
-    """
-    if dtype is torch.float16:
-        largest = torch.finfo(dtype).max
-        state = state.clamp(-largest, largest)
-    return state.to(dtype)
 
 
 class StatePool:

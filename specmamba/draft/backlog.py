@@ -36,9 +36,9 @@ class Backlog:
         self.num_complete = [1] * num_rows
         self.root = [0] * num_rows  # positions
 
-    def counts(self, batch: Batch) -> list[int]:
-        """Tokens of each row of a batch."""
-        return [self.num_new[row] for row in batch.rows]
+    def counts(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Tokens of each of these rows."""
+        return tuple(self.num_new[row] for row in rows)
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         """A request starts in this row; ``tokens`` are all that is known of it, root included."""
@@ -57,33 +57,39 @@ class Backlog:
         """The target's state in front of a token, then those of modules: [D H]."""
         return torch.cat([before[row, column] for before in self.before])
 
-    def add(self, batch: Batch, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> None:
-        """Tokens have been decided: the first ``counts[b]`` of tokens [B, N], behind the target's states [B, N, H]."""
-        first, num_columns = self.counts(batch), tokens.shape[1]
-        rows = RowSet.of(batch.rows, self._device)
-        if rows.is_range and len(set(first)) == 1:
-            columns = slice(first[0], first[0] + num_columns)
+    def add(self, batch: Batch, tokens: Tensor, states: Tensor) -> None:
+        """Tokens [B, N] have been decided, those beyond what was accepted do not matter, behind states [B, N, H]."""
+        assert batch.backlogs is not None
+        rows, num_columns = RowSet.of_batch(batch), tokens.shape[1]
+        first = batch.backlogs.longest if batch.backlogs.is_kept else 0
+        if rows.is_range and not (batch.backlogs.is_kept and batch.backlogs.counts is not None):
+            columns = slice(first, first + num_columns)
             rows.take(self.tokens)[:, columns] = tokens
             rows.take(self.before[0])[:, columns] = states
-        else:
-            places = torch.tensor(first, device=self._device)[:, None] + torch.arange(num_columns, device=self._device)
-            self.tokens[rows.index[:, None], places] = tokens
-            self.before[0][rows.index[:, None], places] = states
-        for row, count in zip(batch.rows, counts, strict=True):
+            return
+        places = torch.arange(num_columns, device=self._device)[None]
+        if batch.backlogs.is_kept:
+            places = places + (first if batch.backlogs.counts is None else batch.backlogs.counts[:, None])
+        self.tokens[rows.index[:, None], places] = tokens
+        self.before[0][rows.index[:, None], places] = states
+
+    def advance(self, rows: Sequence[int], counts: Sequence[int], is_kept: bool) -> None:
+        """So many tokens of each row have been added; unless the old ones were kept, they had been told before."""
+        for row, count in zip(rows, counts, strict=True):
+            if not is_kept:
+                self.num_new[row], self.num_complete[row] = 0, 1
             self.num_new[row] += count
             self.root[row] += count
 
     def complete(self, batch: Batch, given: Sequence[Tensor]) -> None:
         """What modules gave for all tokens, [B, longest, H] each, stands in front of the tokens that follow these."""
-        counts = self.counts(batch)
+        counts = self.counts(batch.rows)
         for before, states in zip(self.before[1:], given[:-1], strict=False):
             before[batch.row_index, 1 : max(counts)] = states[:, :-1]
         for row, count in zip(batch.rows, counts, strict=True):
             self.num_complete[row] = count
 
-    def clear(self, batch: Batch, at_roots: Sequence[Tensor]) -> None:
+    def tell(self, batch: Batch, at_roots: Sequence[Tensor]) -> None:
         """All has been told; what modules gave at the roots, [B, 1, H] each, stands in front of what comes next."""
         for before, states in zip(self.before[1:], at_roots[:-1], strict=False):
             before[batch.row_index, 0] = states[:, 0]
-        for row in batch.rows:
-            self.num_new[row], self.num_complete[row] = 0, 1

@@ -4,23 +4,50 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from specmamba.core import Batch, Chunk, DraftTree, TreeShape, Verdict
+from specmamba.core import Backlogs, Batch, Chunk, DraftTree, TreeShape, Verdict
 from specmamba.kernels import tree as tree_ops
 
 
+@dataclass(frozen=True, slots=True)
+class HostBacklogs:
+    """What the host knows of the ``Backlogs`` of a batch's rows."""
+
+    counts: tuple[int, ...]
+    is_kept: bool
+
+    def on(self, device: torch.device) -> Backlogs:
+        """As a batch has them."""
+        is_ragged = min(self.counts) < max(self.counts)
+        counts = torch.tensor(self.counts, device=device) if is_ragged else None
+        return Backlogs(max(self.counts), counts, self.is_kept)
+
+
 class Drafter(ABC):
-    """Proposes trees. Whatever it proposes, the text stays the target's: a drafter can only cost time."""
+    """Proposes trees. Whatever it proposes, the text stays the target's: a drafter can only cost time.
+
+    A step is ``prepare`` on the host, ``propose`` and ``observe`` on the device, and ``advance`` on the host again.
+    """
 
     max_nodes: int  # nodes of a tree at the most, root included
+    is_capturable = False  # ``propose`` and ``observe`` never look at the device or at rows, and can be replayed
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree:
         """A tree for every row of the batch, on its root. KV slots behind the roots are free for the drafter to use."""
+
+    def num_nodes(self, batch_size: int) -> int:
+        """Nodes of the trees that batches of this size get, at the most."""
+        return self.max_nodes
+
+    def prepare(self, rows: Sequence[int], batch_size: int) -> HostBacklogs | None:
+        """A step of these rows begins, padded to ``batch_size``. None: what is drafted follows from the batch alone."""
+        return None
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:  # noqa: B027 - a drafter without state does nothing
         """A request starts (or starts over) in this row; ``tokens`` are all that is known of it, root included."""
@@ -46,21 +73,25 @@ class Drafter(ABC):
     def extend(self, chunk: Chunk, features: Tensor) -> None:  # noqa: B027
         """The target has run these known tokens; ``features`` [B, L, F] are what it says of them."""
 
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor, accepted: Sequence[int]) -> None:  # noqa: B027
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:  # noqa: B027
         """The target has decided; ``features`` [B, N, F] are what it says of the tree's nodes."""
+
+    def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:  # noqa: B027
+        """The step is over; ``decided`` are the tokens behind each root: accepted drafts and the target's own."""
 
 
 class NoDrafter(Drafter):
     """Plain decoding: the tree is its root."""
 
     max_nodes = 1
+    is_capturable = True
 
     def propose(self, batch: Batch) -> DraftTree:
         """See ``Drafter``."""
-        return DraftTree(batch.root_tokens[:, None], chain_shape(len(batch.rows), 1, batch.root_tokens.device))
+        return DraftTree(batch.root_tokens[:, None], chain_shape(batch.size, 1, batch.root_tokens.device))
 
 
-@lru_cache(maxsize=1024)
+@cache
 def chain_shape(batch_size: int, num_nodes: int, device: torch.device) -> TreeShape:
     """The shape of a batch of chains; always the same, so made once."""
     nodes = torch.arange(num_nodes, device=device)

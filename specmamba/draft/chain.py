@@ -40,5 +40,5 @@ def grow_chain(
         if drawn_from is not None:
             probs.append(drawn_from)
     draft_probs = torch.cat([*probs, probs[-1]], 1) if probs else None  # the last node has no children: any will do
-    shape = chain_shape(len(batch.rows), num_nodes, token.device)
+    shape = chain_shape(batch.size, num_nodes, token.device)
     return DraftTree(torch.cat(tokens, 1), shape, draft_probs)

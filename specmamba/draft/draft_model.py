@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import PagedKV, causal_mask
+from specmamba.cache.access import PagedKV
 from specmamba.cache.draft_states import DraftStates
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
@@ -17,6 +17,7 @@ from specmamba.draft.base import Drafter, chain_shape
 from specmamba.draft.chain import grow_chain
 from specmamba.draft.children import ChildPicker
 from specmamba.draft.plan import DraftPlan
+from specmamba.kernels import paged_attention
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import LoadedModel
 
@@ -86,21 +87,24 @@ class ModelDrafter(Drafter):
         hidden = self._catch_up(batch)
         return grow_chain(self._picker, batch, self.max_nodes, hidden, self._model.logits, descend)
 
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor, accepted: Sequence[int]) -> None:
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """See ``Drafter``."""
         num_drafts = self.max_nodes - 1
         first_new = verdict.num_accepted.clamp(max=num_drafts - 1)[:, None] + torch.arange(MAX_NEW, device=self._device)
-        RowSet.of(batch.rows, self._device).put(self._tokens, verdict.path_tokens.gather(1, first_new))
-        for row, count in zip(batch.rows, accepted, strict=True):
-            self._root[row] += count + 1
-            self._num_new[row] = 2 if count == num_drafts else 1
+        RowSet.of_batch(batch).put(self._tokens, verdict.path_tokens.gather(1, first_new))
+
+    def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
+        """See ``Drafter``."""
+        for row, tokens in zip(rows, decided, strict=True):
+            self._root[row] += len(tokens)
+            self._num_new[row] = 2 if len(tokens) == self.max_nodes else 1
             self._states.roll_back(row, self._root[row] + 1 - self._num_new[row])
 
     def _catch_up(self, batch: Batch) -> Tensor:
         """Run what was decided since the last forward; the model's state after the roots, [B, 1, H]."""
         counts = [self._num_new[row] for row in batch.rows]
         longest = max(counts)
-        tokens = RowSet.of(batch.rows, self._device).take(self._tokens)[:, :longest]
+        tokens = RowSet.of_batch(batch).take(self._tokens)[:, :longest]
         offsets = torch.arange(1 - longest, 1, device=self._device)
         if min(counts) == longest:
             positions = batch.root_positions[:, None] + offsets
@@ -151,9 +155,11 @@ class ModelDrafter(Drafter):
         slots = self._table.slots_at(plan.rows.index, positions)
         if is_token is not None:
             slots = slots * is_token
+        first_row = plan.rows.rows[0] if plan.rows.is_range else None
         is_lone = tokens.numel() == 1  # the last token of all that are read
-        mask = None if is_lone else causal_mask(positions, num_keys)
-        kv = PagedKV(self._kv_pool, slots.view(-1), plan.rows.take(self._table.kv_slots)[:, :num_keys], mask)
+        table, index = self._table.kv_slots, plan.rows.index
+        keys = paged_attention.Keys(table, index, positions, num_keys, first_row=first_row, sees_all=is_lone)
+        kv = PagedKV(self._kv_pool, slots.view(-1), keys)
         hidden = self._model.forward(tokens, ForwardContext(kv, state, positions)).hidden
         self._states.commit(plan, counts or [length] * size)
         return hidden

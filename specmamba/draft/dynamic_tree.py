@@ -58,7 +58,7 @@ def grow_dynamic_tree(
         batch: the roots.
         hidden: [B, 1, H], the head's states after the roots.
     """
-    size, k, device = len(batch.rows), plan.topk, hidden.device
+    size, k, device = batch.size, plan.topk, hidden.device
     children = picker.pick(runner.head.logits(hidden), k, batch, 0)
     nothing = torch.zeros(size, 1, device=device)
     steps = [_candidates(children, nothing, nothing, torch.zeros(size, 1, dtype=torch.int64, device=device))]

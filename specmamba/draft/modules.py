@@ -9,8 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import ancestor_mask
-
 
 @dataclass(frozen=True)
 class DraftEntries:
@@ -50,17 +48,16 @@ class DraftEntries:
         places = torch.arange(self.num_entries, device=self.depth.device)
         return (self.ancestors & (places < places[:, None])).mul(places).amax(-1)
 
-    def mask(self, first: int, root_positions: Tensor, num_keys: int, first_key: int) -> Tensor:
-        """Visibility of keys to the entries from ``first`` on, [B, E - first, num_keys] bool.
+    def seen(self, first: int, root_positions: Tensor, first_key: int) -> Tensor:
+        """Which entries those from ``first`` on see, [B, E - first, E] bool.
 
-        Those of text and draft that are no entries of a module, as they stand below its ``first_key``, see themselves
-        only and are seen by nobody; see ``ancestor_mask``.
+        Those that are no entries of a module, as they stand below its ``first_key``, see themselves only and nobody
+        sees them.
         """
         places = torch.arange(self.num_entries, device=self.depth.device)
         is_itself = places == places[first:, None]
         is_entry = root_positions[:, None] + self.depth >= first_key
-        seen = self.ancestors[:, first:] & (is_entry[:, None] | is_itself)
-        return ancestor_mask(root_positions, seen, num_keys, first_key)
+        return self.ancestors[:, first:] & (is_entry[:, None] | is_itself)
 
 
 class Descent:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import PagedKV, ancestor_mask, causal_mask
+from specmamba.cache.access import PagedKV, causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
-from specmamba.core import Batch, Chunk, DraftTree, SamplingBatch, SamplingParams, Verdict
+from specmamba.core import Backlogs, Batch, Chunk, DraftTree, SamplingBatch, SamplingParams, Verdict
 from specmamba.draft.backlog import Backlog
-from specmamba.draft.base import Drafter, chain_shape
+from specmamba.draft.base import Drafter, HostBacklogs, chain_shape
 from specmamba.draft.chain import grow_chain
 from specmamba.draft.children import ChildPicker
 from specmamba.draft.dynamic_tree import grow_dynamic_tree
@@ -21,6 +21,7 @@ from specmamba.draft.modules import Descent
 from specmamba.draft.plan import DraftPlan
 from specmamba.draft.static_tree import StaticLayout, grow_static_tree
 from specmamba.draft.window import Window
+from specmamba.kernels import paged_attention
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import DraftHead
 from specmamba.trees import StaticTree
@@ -48,6 +49,8 @@ class MTPDrafter(Drafter):
     through one of them (see ``Descent``). Modules that lie deeper than any draft are not run.
     """
 
+    is_capturable = True
+
     def __init__(
         self, head: DraftHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, dtype: torch.dtype
     ) -> None:
@@ -62,6 +65,7 @@ class MTPDrafter(Drafter):
         self._num_modules = max(1, min(head.num_modules, plan.num_steps))
         capacity = max(MIN_BACKLOG, 2 * plan.max_nodes)
         self.backlog = Backlog(table.num_rows + 1, capacity, head.num_modules, head.width, dtype, self._device)
+        self._is_kept = False  # of the step that is being made
         self._window: Window | None = None  # of the draft that is being made
         self._descent: Descent | None = None  # the same; None for heads of one module
 
@@ -96,11 +100,27 @@ class MTPDrafter(Drafter):
             kv = PagedKV.of_chunk(self._kv_pool, self._table, chunk, FIRST_KEY + module)
             states = self.head.forward(chunk.tokens, before, ForwardContext(kv, None, chunk.positions), module)
 
+    def num_nodes(self, batch_size: int) -> int:
+        """See ``Drafter``."""
+        trees = self._plan.trees
+        return self.max_nodes if trees is None else trees.for_batch(batch_size).num_nodes
+
+    def prepare(self, rows: Sequence[int], batch_size: int) -> HostBacklogs:
+        """See ``Drafter``; the head is told nothing where it has nothing to guess, as long as there is room."""
+        counts = self.backlog.counts(rows)
+        has_room = max(counts) + self.max_nodes <= self.backlog.capacity
+        return self.prepare_told(rows, is_kept=has_room and self.num_nodes(batch_size) == 1)
+
+    def prepare_told(self, rows: Sequence[int], is_kept: bool) -> HostBacklogs:
+        """``prepare``, for whoever knows whether it will catch up."""
+        self._is_kept = is_kept
+        return HostBacklogs(self.backlog.counts(rows), is_kept)
+
     def propose(self, batch: Batch) -> DraftTree:
         """See ``Drafter``."""
-        plan, size = self._plan, len(batch.rows)
+        plan = self._plan
         if plan.trees is not None:
-            tree = plan.trees.for_batch(size)
+            tree = plan.trees.for_batch(batch.size)
             if tree.num_nodes == 1:
                 return self._propose_nothing(batch)
             if tree.is_greedy_chain:
@@ -110,26 +130,30 @@ class MTPDrafter(Drafter):
             return grow_dynamic_tree(self, self._picker, plan, batch, self.catch_up(batch))
         return self._grow_chain(batch, plan.max_nodes)
 
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor, accepted: Sequence[int]) -> None:
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """See ``Drafter``."""
         hidden = self.head.combine(features)
         on_path = hidden.gather(1, verdict.path[..., None].expand_as(hidden))
-        tokens = verdict.path_tokens[:, : hidden.shape[1]]
-        self.backlog.add(batch, tokens, on_path, [count + 1 for count in accepted])
+        self.backlog.add(batch, verdict.path_tokens[:, : hidden.shape[1]], on_path)
+
+    def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
+        """See ``Drafter``."""
+        self.backlog.advance(rows, [len(tokens) for tokens in decided], self._is_kept)
 
     def catch_up(self, batch: Batch, num_entries: int | None = None) -> Tensor:
         """Run the head over what was decided since its last forward; its state after the root, [B, 1, H].
 
         The draft that follows may make ``num_entries`` entries, the root's counted; None: as many as any draft does.
         """
-        counts = self.backlog.counts(batch)
-        given = self._run_backlog(batch, counts, num_entries or self._plan.num_slots)
-        if min(counts) == max(counts):
+        backlogs = batch.backlogs
+        assert backlogs is not None
+        given = self._run_backlog(batch, backlogs, num_entries or self._plan.num_slots)
+        if backlogs.counts is None:
             at_roots = [states[:, -1:] for states in given]
         else:
-            last = torch.tensor(counts, device=self._device)[:, None, None] - 1
+            last = backlogs.counts[:, None, None] - 1
             at_roots = [states.gather(1, last.expand(-1, 1, states.shape[2])) for states in given]
-        self.backlog.clear(batch, at_roots)
+        self.backlog.tell(batch, at_roots)
         if self._num_modules > 1:
             self._descent = Descent(batch.root_tokens[:, None], at_roots)
         return at_roots[0]
@@ -159,12 +183,11 @@ class MTPDrafter(Drafter):
         assert window is not None
         slots = window.slots[:, window.root + first_entry : window.root + num_entries]
         positions = window.positions[:, window.root + depth, None].expand(-1, tokens.shape[1])
-        mask = None
         if ancestors is not None:
-            mask = ancestor_mask(batch.root_positions, ancestors, num_keys, FIRST_KEY)
-        elif len(batch.rows) > 1:
-            mask = causal_mask(positions, num_keys, FIRST_KEY)
-        return self._forward(batch, tokens, hidden, positions, slots, num_keys, mask)
+            keys = tree_keys(self._table, batch, ancestors, num_keys, FIRST_KEY)
+        else:  # the newest entry of a lone row is the last of all keys
+            keys = causal_keys(self._table, batch, positions, num_keys, FIRST_KEY, sees_all=batch.size == 1)
+        return self._forward(tokens, hidden, positions, slots, keys)
 
     def _descend_modules(self, batch: Batch, tokens: Tensor, depth: int, ancestors: Tensor | None) -> Tensor:
         """``descend`` for heads of several modules, which hand each other more states than those of the parents."""
@@ -176,15 +199,16 @@ class MTPDrafter(Drafter):
         num_keys = batch.max_root_position + entries.num_entries
         slots = window.slots[:, window.root + first : window.root + entries.num_entries]
         positions = batch.root_positions[:, None] + entries.depth[first:]
-        mask = entries.mask(first, batch.root_positions, num_keys, FIRST_KEY + module)
-        states = self._forward(batch, entries.tokens[:, first:], hidden, positions, slots, num_keys, mask, module)
+        seen = entries.seen(first, batch.root_positions, FIRST_KEY + module)
+        keys = tree_keys(self._table, batch, seen, num_keys, FIRST_KEY + module)
+        states = self._forward(entries.tokens[:, first:], hidden, positions, slots, keys, module)
         descent.keep(states)
         return states[:, -tokens.shape[1] :]
 
-    def _run_backlog(self, batch: Batch, counts: Sequence[int], num_entries: int) -> list[Tensor]:
-        """Run known tokens, ``counts`` of each row, through all modules: what each gives, [B, max(counts), H]."""
-        longest, rows = max(counts), RowSet.of(batch.rows, self._device)
-        window = self._window = Window.of(self._table, batch, counts, num_entries)
+    def _run_backlog(self, batch: Batch, backlogs: Backlogs, num_entries: int) -> list[Tensor]:
+        """Run known tokens through all modules: what each gives, [B, longest, H]."""
+        longest, rows = backlogs.longest, RowSet.of_batch(batch)
+        window = self._window = Window.of(self._table, batch, backlogs, num_entries)
         tokens = rows.take(self.backlog.tokens)[:, :longest]
         positions, slots = window.positions[:, :longest], window.slots[:, :longest]
         num_keys = batch.max_root_position + 1
@@ -194,18 +218,15 @@ class MTPDrafter(Drafter):
             if module:
                 hidden = torch.cat([hidden[:, :1], given[-1][:, :-1]], 1)
             first_key = FIRST_KEY + module
-            is_lone = (
-                tokens.numel() == 1 and num_keys > first_key
-            )  # one query at the last key: it sees all from the first
-            mask = None if is_lone else causal_mask(positions, num_keys, first_key)
-            given.append(self._forward(batch, tokens, hidden, positions, slots, num_keys, mask, module))
+            is_lone = tokens.numel() == 1 and num_keys > first_key  # it stands at the last of all keys
+            keys = causal_keys(self._table, batch, positions, num_keys, first_key, sees_all=is_lone)
+            given.append(self._forward(tokens, hidden, positions, slots, keys, module))
         return given
 
     def _complete(self, batch: Batch) -> None:
         """Make the entries of all known tokens, and note the modules' states; the next draft makes them again."""
-        given = self._run_backlog(
-            batch, self.backlog.counts(batch), 1
-        )  # behind the roots there may be no room any more
+        backlogs = HostBacklogs(self.backlog.counts(batch.rows), is_kept=True).on(self._device)
+        given = self._run_backlog(batch, backlogs, 1)  # behind the roots there may be no room any more
         self.backlog.complete(batch, given)
 
     def _batch_of(self, row: int) -> Batch:
@@ -216,9 +237,10 @@ class MTPDrafter(Drafter):
         return Batch((row,), index, self.backlog.tokens[index, self.backlog.num_new[row] - 1], position, root, sampling)
 
     def _propose_nothing(self, batch: Batch) -> DraftTree:
-        if max(self.backlog.counts(batch)) + self.max_nodes > self.backlog.capacity:
+        assert batch.backlogs is not None
+        if not batch.backlogs.is_kept:
             self.catch_up(batch)
-        return DraftTree(batch.root_tokens[:, None], chain_shape(len(batch.rows), 1, self._device))
+        return DraftTree(batch.root_tokens[:, None], chain_shape(batch.size, 1, self._device))
 
     def _grow_chain(self, batch: Batch, num_nodes: int) -> DraftTree:
         def descend(nodes: Tensor, hidden: Tensor, depth: int) -> Tensor:
@@ -233,15 +255,12 @@ class MTPDrafter(Drafter):
 
     def _forward(
         self,
-        batch: Batch,
         tokens: Tensor,
         hidden: Tensor,
         positions: Tensor,
         slots: Tensor,
-        num_keys: int,
-        mask: Tensor | None,
+        keys: paged_attention.Keys,
         module: int = 0,
     ) -> Tensor:
-        read_slots = self._table.read_slots(batch, FIRST_KEY + module if mask is None else 0, num_keys)
-        kv = PagedKV(self._kv_pool, slots.reshape(-1), read_slots, mask)
+        kv = PagedKV(self._kv_pool, slots.reshape(-1), keys)
         return self.head.forward(tokens, hidden, ForwardContext(kv, None, positions), module)

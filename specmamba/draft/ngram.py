@@ -10,7 +10,7 @@ from torch import Tensor
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.config import EngineConfig
-from specmamba.core import Batch, DraftTree, Verdict
+from specmamba.core import Batch, DraftTree
 from specmamba.draft.base import Drafter, chain_shape, tree_shape
 from specmamba.draft.ngram_corpus import CorpusIndex
 from specmamba.draft.ngram_match import MatchRule, match_history
@@ -80,13 +80,12 @@ class NgramDrafter(Drafter):
             shape = tree_shape(parents.to(device), self._max_children)
         return DraftTree(torch.cat([batch.root_tokens[:, None], tokens.to(device)], 1), shape)
 
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor, accepted: Sequence[int]) -> None:
+    def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
         """See ``Drafter``."""
-        rows = torch.tensor(batch.rows)
-        tokens, counts = verdict.path_tokens.cpu(), torch.tensor(accepted) + 1
-        index, step = (torch.arange(tokens.shape[1]) < counts[:, None]).nonzero(as_tuple=True)
-        self._history[rows[index], self._lengths[rows][index] + step] = tokens[index, step].int()
-        self._lengths[rows] += counts
+        for row, tokens in zip(rows, decided, strict=True):
+            begin = int(self._lengths[row])
+            self._history[row, begin : begin + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+            self._lengths[row] += len(tokens)
 
     def _drafts(self, rows: RowSet) -> tuple[Tensor, Tensor]:
         """Tokens and parents of each row's drafts, as ``merge`` gives them."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specmamba.core import Batch, Chunk, DraftTree, Verdict
-from specmamba.draft.base import Drafter, chain_shape
+from specmamba.draft.base import Drafter, HostBacklogs, chain_shape
 from specmamba.draft.mtp import MTPDrafter
 
 
@@ -54,16 +54,24 @@ class RankRecorder(Drafter):
         """See ``Drafter``."""
         self.mtp.extend(chunk, features)
 
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor, accepted: Sequence[int]) -> None:
+    def prepare(self, rows: Sequence[int], batch_size: int) -> HostBacklogs:
         """See ``Drafter``."""
-        self.mtp.observe(batch, verdict, features, accepted)
+        return self.mtp.prepare_told(rows, is_kept=False)
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        """See ``Drafter``."""
+        self.mtp.observe(batch, verdict, features)
+
+    def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
+        """See ``Drafter``."""
+        self.mtp.advance(rows, decided)
 
     def propose(self, batch: Batch) -> DraftTree:
         """The root alone; what is replayed behind it is ranked first. Requests without a replay are only run."""
         hidden = self.mtp.catch_up(batch)
         if batch.forced_tokens is not None:
             self._ranks.append(self._rank(batch, hidden, batch.forced_tokens))
-        return DraftTree(batch.root_tokens[:, None], chain_shape(len(batch.rows), 1, hidden.device))
+        return DraftTree(batch.root_tokens[:, None], chain_shape(batch.size, 1, hidden.device))
 
     def _rank(self, batch: Batch, hidden: Tensor, forced: Tensor) -> Tensor:
         columns = []

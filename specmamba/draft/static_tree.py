@@ -113,7 +113,7 @@ def grow_static_tree(
     runner: HeadRunner, picker: ChildPicker, layout: StaticLayout, batch: Batch, hidden: Tensor
 ) -> DraftTree:
     """Draft tokens for a static tree on every root; ``hidden`` [B, 1, H] are the head's states after the roots."""
-    size = len(batch.rows)
+    size = batch.size
     tokens = batch.root_tokens[:, None].repeat(1, layout.one.num_nodes)
     is_drawn = torch.ones_like(tokens, dtype=torch.bool) if picker.draws_for(batch) else None
     probs = []

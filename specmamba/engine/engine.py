@@ -16,10 +16,12 @@ from specmamba.draft.base import Drafter
 from specmamba.draft.build import build_drafter
 from specmamba.draft.plan import DraftPlan, plan_drafts
 from specmamba.engine.describe import describe
+from specmamba.engine.graphs import build_replays, capture
 from specmamba.engine.load import load_models, require_target, resolve_device
+from specmamba.engine.outcome import Decision
 from specmamba.engine.prefixes import build_prefixes
 from specmamba.engine.request import Request, Run
-from specmamba.engine.runner import Decision, Pools, Runner
+from specmamba.engine.runner import Pools, Runner
 from specmamba.engine.scheduler import Scheduler, SchedulerLimits
 from specmamba.engine.text import TextStream
 from specmamba.errors import PromptTooLongError, RequestError
@@ -88,10 +90,13 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_added = 0
         self._spec = SpecStats()
-        for line in self.memory_plan.describe_lines():
-            logger.info(line)
         self._threads_before = torch.get_num_threads()
         _set_threads(config, self.device, weight_bytes)
+        self.runner.replays = build_replays(config, self.pools, self.memory_plan, self.device)
+        with torch.inference_mode():
+            graph_lines = capture(self.runner)
+        for line in (*self.memory_plan.describe_lines(), *graph_lines):
+            logger.info(line)
 
     def add_request(
         self,

@@ -83,7 +83,7 @@ def model_info(config: EngineConfig) -> dict[str, Any]:
         "bytes": _bytes(alone, used, plan),
         "memory": _memory(config, used, plan, device),
         "draft": _draft(config, found, alone),
-        "drafts_with": _drafts_with(plan),
+        "drafts_with": _drafts_with(plan, used.target.cache_shape.folds_in_verify),
         "supported": _supported(found.draft_kind),
         "tokenizer": _tokenizer(folder, alone),
     }
@@ -140,14 +140,14 @@ def _draft(config: EngineConfig, models: Models, alone: LoadedModel) -> dict[str
     }
 
 
-def _drafts_with(plan: DraftPlan) -> dict[str, Any]:
+def _drafts_with(plan: DraftPlan, folds_in_verify: bool) -> dict[str, Any]:
     """What these flags would do."""
     return {
         "algorithm": plan.algorithm,
         "num_steps": plan.num_steps,
         "topk": plan.topk,
         "num_draft_tokens": plan.max_nodes,
-        "pending_records": pending_capacity(plan.max_nodes),
+        "pending_records": pending_capacity(plan.max_nodes, folds_in_verify),
     }
 
 

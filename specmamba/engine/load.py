@@ -13,7 +13,7 @@ import torch
 from specmamba.config import EngineConfig
 from specmamba.draft.plan import plan_drafts
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
-from specmamba.kernels import linear
+from specmamba.kernels import gpu, linear
 from specmamba.kernels.linear import WeightForm
 from specmamba.models.base import LoadedModel, LoadOptions, Models
 from specmamba.models.checkpoint import read_architecture, resolve_checkpoint
@@ -79,7 +79,7 @@ def _load(
         draft_form=_draft_form(config, dtype, device),
         stands_for=device.type,
     )
-    target = _keeping_states_as(load_model(folder, options), config)
+    target = _keeping_states(load_model(folder, options), config, device)
     looks = config.speculative_algorithm not in ("none", "ngram")
     if draft_folder is None:
         return Models(target, None, looks)
@@ -153,10 +153,11 @@ def _require_same_tokenizer(folder: Path, draft_folder: Path) -> None:
     )
 
 
-def _keeping_states_as(loaded: LoadedModel, config: EngineConfig) -> LoadedModel:
-    """A model whose recurrent states are kept in the type that ``--mamba-ssm-dtype`` names."""
+def _keeping_states(loaded: LoadedModel, config: EngineConfig, device: torch.device) -> LoadedModel:
+    """A model whose recurrent states are kept in the type that ``--mamba-ssm-dtype`` names, and as the device wants."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.mamba_ssm_dtype]
-    return replace(loaded, cache_shape=replace(loaded.cache_shape, state_dtype=dtype))
+    shape = replace(loaded.cache_shape, state_dtype=dtype, folds_in_verify=gpu.runs_on(device))
+    return replace(loaded, cache_shape=shape)
 
 
 def _draft_form(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightForm:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import ExtendState, PagedKV, VerifyState, tree_mask
+from specmamba.cache.access import ExtendState, PagedKV, VerifyState, causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory_plan import MemoryPlan
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.cache.snapshot_buffers import SnapshotBuffers
 from specmamba.cache.spec_buffers import SpecBuffers
-from specmamba.cache.state_buffers import StateBuffers, VerifyPlan
+from specmamba.cache.state_buffers import HostPlaces, Places, StateBuffers, VerifyPlan
 from specmamba.cache.state_pool import StatePool
 from specmamba.cache.token_counts import TokenCounts
-from specmamba.core import Batch, Chunk, DraftTree, SamplingBatch, Verdict
+from specmamba.core import Backlogs, Batch, Chunk, DraftTree, SamplingBatch, Verdict
 from specmamba.draft.base import Drafter
+from specmamba.draft.mtp import MTPDrafter
 from specmamba.engine.clock import StepClock
+from specmamba.engine.outcome import Decision, Outcome
+from specmamba.engine.replayed_step import ReplayedSteps
 from specmamba.engine.request import Request, Run
+from specmamba.engine.step_buffers import Sampling
+from specmamba.kernels import tree as tree_ops
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import LoadedModel, TargetOutput
 from specmamba.verify.accept import accept
@@ -42,15 +47,6 @@ class Pools:
         self.counts = TokenCounts(plan.num_rows, model.target.vocab_size, device)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What one step decided for one request, on the host."""
-
-    tokens: tuple[int, ...]  # accepted drafts, then the bonus token
-    num_drafted: int
-    is_sound: bool  # False: the target's logits are not finite, and the tokens mean nothing
-
-
 class Runner:
     """Runs chunks and steps on a model, its pools and a drafter."""
 
@@ -58,13 +54,24 @@ class Runner:
         self, model: LoadedModel, pools: Pools, drafter: Drafter, device: torch.device, rule: AcceptRule = "target"
     ) -> None:
         self.target = model.target
-        self.drafter = drafter
+        self._drafter = drafter
+        self.replays: ReplayedSteps | None = None  # None: every step has the shapes of its batch
         self.clock = StepClock(device)
         self.on_logits: Callable[[Tensor], None] | None = None  # sees the logits [B, N, V] of every step
         self.rule = rule
         self.synthetic_acceptance: float | None = None
         self.pools, self._device = pools, device
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
+
+    @property
+    def drafter(self) -> Drafter:
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        if self.replays is not None:
+            self.replays.replay.forget()  # they are steps of the drafter before
 
     def admit(self, request: Request) -> None:
         """A request got its row: whatever was there before is gone. Its first ``num_run`` tokens are cached."""
@@ -119,57 +126,113 @@ class Runner:
 
     def step(self, requests: Sequence[Request]) -> list[Decision]:
         """Draft, verify, accept, commit: one to N new tokens for every request."""
-        batch = self._batch(requests, [request.root_position for request in requests])
-        history = None if batch.sampling.penalties is None else self.pools.counts.of(batch.row_index)
+        rows = tuple(request.held_row for request in requests)
+        self.clock.start(len(rows))
+        places, outcome = self._run_step(requests, rows)
+        read = outcome.packed.tolist()  # the one read of a step
+        decisions = [Decision.read(row) for row in read]
+        self.pools.records.advance(places, [len(decision.tokens) - 1 for decision in decisions])
+        self.drafter.advance(rows, [decision.tokens for decision in decisions])
+        self.clock.lap("commit")
+        return decisions
 
-        self.clock.start(len(batch.rows))
-        tree = self.drafter.propose(batch)
+    def capture(self) -> None:
+        """Capture the steps that are needed most: of every bucket, greedy and with a temperature."""
+        replays, drafter = self.replays, self.drafter
+        if replays is None or not drafter.is_capturable or not replays.replay.has_fixed_shapes:
+            return
+        has_backlogs = isinstance(drafter, MTPDrafter)
+        for bucket in reversed(replays.buckets):  # the largest first: the others find room in its memory
+            for is_drawn in (False, True):
+                replays.capture(bucket, Sampling(is_drawn), drafter, self.decide, self._settings, has_backlogs)
+
+    @property
+    def _settings(self) -> Hashable:
+        """What ``decide`` depends on besides its arguments."""
+        return self.rule, self.synthetic_acceptance
+
+    def _run_step(self, requests: Sequence[Request], rows: tuple[int, ...]) -> tuple[HostPlaces, Outcome]:
+        """Replayed where it can be, else with the shapes of this batch."""
+        replays, drafter = self.replays, self.drafter
+        # whoever wants the times of phases, or logits, wants them of steps that run operator by operator
+        is_watched = self.clock.is_on or self.on_logits is not None
+        bucket = None if replays is None or is_watched else replays.bucket(requests)
+        backlogs = drafter.prepare(rows, bucket or len(rows))
+        if replays is None or bucket is None or not replays.can_tell(backlogs, drafter):
+            return self._run_directly(requests, rows)
+        if drafter.is_capturable:
+            return replays.run(requests, drafter, self.decide, self._settings, backlogs, None)
+        batch = self._batch_of(requests)
+        tree = drafter.propose(batch)
+        if tree.draft_probs is not None:
+            return self._run_directly(requests, rows, (batch, tree))
+        places, outcome = replays.run(requests, drafter, self.decide, self._settings, backlogs, tree)
+        drafter.observe(batch, outcome.verdict, outcome.features)
+        return places, outcome
+
+    def _run_directly(
+        self, requests: Sequence[Request], rows: tuple[int, ...], drafted: tuple[Batch, DraftTree] | None = None
+    ) -> tuple[HostPlaces, Outcome]:
+        """A step with the shapes of this batch; ``drafted``: what has been drafted for it already."""
+        if drafted is None:
+            backlogs = self.drafter.prepare(rows, len(rows))
+            batch = self._batch_of(requests, None if backlogs is None else backlogs.on(self._device))
+            drafted = batch, self.drafter.propose(batch)
+        batch, tree = drafted
         self.clock.lap("draft")
-        plan = self.pools.records.plan(batch.rows, tree.shape)
+        places = self.pools.records.place(rows, tree.shape.num_nodes)
+        outcome = self.decide(batch, tree, places.on(self._device))
+        self.drafter.observe(batch, outcome.verdict, outcome.features)
+        return places, outcome
+
+    def decide(self, batch: Batch, tree: DraftTree, places: Places) -> Outcome:
+        """Verify, accept, commit, on the device alone: nothing here waits for it."""
+        history = None if batch.sampling.penalties is None else self.pools.counts.of(batch.row_index)
+        plan = self.pools.records.plan_at(places, tree.shape)
         hidden, features = self._verify(batch, tree, plan)
         logits = self.target.logits(hidden)
         if self.on_logits is not None:
             self.on_logits(logits)
         verdict = accept(tree, logits, batch, history, rule=self.rule, synthetic=self.synthetic_acceptance)
-        columns = verdict.num_accepted, verdict.is_sound, (tree.shape.parents >= 0).sum(1)
-        read = torch.cat([torch.stack(columns, 1), verdict.path_tokens], 1).tolist()  # the one read of a step
-        accepted = [row[0] for row in read]
         self.clock.lap("verify")
-        self._commit(batch, plan, verdict, accepted)
-        self.drafter.observe(batch, verdict, features, accepted)
-        self.clock.lap("commit")
-        return [
-            Decision(tuple(tokens[: count + 1]), num_drafted, bool(is_sound))
-            for count, is_sound, num_drafted, *tokens in read
-        ]
+        self._commit(batch, plan, verdict)
+        num_drafted = (tree.shape.parents >= 0).sum(1)
+        columns = torch.stack([verdict.num_accepted, verdict.is_sound, num_drafted], 1)
+        return Outcome(verdict, features, torch.cat([columns, verdict.path_tokens], 1))
 
     def _verify(self, batch: Batch, tree: DraftTree, plan: VerifyPlan) -> TargetOutput:
         """One target forward over all nodes of all trees."""
-        table, num_nodes = self.pools.table, tree.shape.num_nodes
-        nodes = torch.arange(num_nodes, device=self._device)
-        write_slots = table.slots_at(batch.row_index, batch.root_positions[:, None] + nodes)
+        table, num_nodes, shape = self.pools.table, tree.shape.num_nodes, tree.shape
+        write_slots = self._node_slots(batch, num_nodes)
         num_keys = batch.max_root_position + num_nodes
-        # a lone root: no key is another's, none is ahead; and a model without attention asks for none
-        sees_all = len(batch.rows) == num_nodes == 1 or not self.pools.kv.k
-        mask = None if sees_all else tree_mask(batch.root_positions, tree.shape, num_keys)
+        positions = batch.root_positions[:, None] + shape.depth
+        if shape.is_chain:
+            is_lone = batch.size == num_nodes == 1  # no key is another's, none is ahead
+            keys = causal_keys(table, batch, positions, num_keys, sees_all=is_lone)
+        else:
+            keys = tree_keys(table, batch, shape.ancestors, num_keys)
         context = ForwardContext(
-            kv=PagedKV(self.pools.kv, write_slots.view(-1), table.read_slots(batch, 0, num_keys), mask),
+            kv=PagedKV(self.pools.kv, write_slots.view(-1), keys),
             state=VerifyState(self.pools.records, plan),
-            positions=batch.root_positions[:, None] + tree.shape.depth,
+            positions=positions,
         )
         return self.target.forward(tree.tokens, context)
 
-    def _commit(self, batch: Batch, plan: VerifyPlan, verdict: Verdict, accepted: Sequence[int]) -> None:
+    def _commit(self, batch: Batch, plan: VerifyPlan, verdict: Verdict) -> None:
         """Promote the accepted paths: their records become pending, their KV moves to where their positions are."""
-        self.pools.records.commit(plan, verdict.path, verdict.num_accepted, accepted)
-        if plan.tree.is_chain:
-            return
-        steps = torch.arange(plan.tree.num_nodes, device=self._device)
-        moves = (steps <= verdict.num_accepted[:, None]) & (verdict.path != steps)
-        table, root = self.pools.table, batch.root_positions[:, None]
-        source = table.slots_at(batch.row_index, root + verdict.path)
-        target = table.slots_at(batch.row_index, root + steps)
-        self.pools.kv.move(source[moves], target[moves])
+        self.pools.records.promote(plan, verdict.path, verdict.num_accepted)
+        if not plan.tree.is_chain and self.pools.kv.k:
+            slots = self._node_slots(batch, plan.tree.num_nodes)
+            source, target = tree_ops.kv_moves(verdict.path, verdict.num_accepted, slots)
+            self.pools.kv.move(source.flatten(), target.flatten())
+
+    def _node_slots(self, batch: Batch, num_nodes: int) -> Tensor:
+        """[B, N] KV slots of the nodes of trees: they stand behind the root, one after the other."""
+        nodes = torch.arange(num_nodes, device=self._device)
+        return self.pools.table.slots_at(batch.row_index, batch.root_positions[:, None] + nodes)
+
+    def _batch_of(self, requests: Sequence[Request], backlogs: Backlogs | None = None) -> Batch:
+        return replace(self._batch(requests, [request.root_position for request in requests]), backlogs=backlogs)
 
     def _batch(self, requests: Sequence[Request], positions: Sequence[int]) -> Batch:
         rows = tuple(request.held_row for request in requests)

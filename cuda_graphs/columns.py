@@ -1,0 +1,45 @@
+"""Inputs of a step that stay where they are: numbers per row of a batch, written together and read by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Columns:
+    """Named columns of up to ``num_rows`` numbers, of one dtype, in one tensor on the device.
+
+    ``write`` is one copy from the host for all of them, which does not wait where the host's memory is pinned. The host
+    may write again only after something has waited for the device: a step's one read does.
+    """
+
+    def __init__(self, padding: Mapping[str, float], num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Args:
+        padding: what rows of padding have, by column.
+        num_rows: of the largest batch.
+        dtype: of all columns.
+        device: where they are read.
+        """
+        self._names = {name: place for place, name in enumerate(padding)}
+        self._padding = torch.tensor(list(padding.values()), dtype=dtype)[:, None]
+        self._host = torch.empty(len(padding), num_rows, dtype=dtype, pin_memory=device.type == "cuda")
+        self._device = torch.empty(len(padding), num_rows, dtype=dtype, device=device)
+        self.write({})
+
+    def write(self, columns: Mapping[str, Sequence[float]]) -> None:
+        """Fill columns from their first row on; all else becomes padding.
+
+        Raises:
+            KeyError: there is no such column.
+        """
+        self._host.copy_(self._padding.expand_as(self._host))
+        for name, numbers in columns.items():
+            row = self._host[self._names[name]]
+            row[: len(numbers)] = torch.tensor(numbers, dtype=row.dtype)
+        self._device.copy_(self._host, non_blocking=True)
+
+    def read(self, name: str, num_rows: int) -> Tensor:
+        """The first rows of a column, [num_rows]: a view that stays, on the device."""
+        return self._device[self._names[name], :num_rows]

@@ -1,0 +1,105 @@
+"""Running the same operators on the same memory again: captured on a GPU, eagerly on a CPU."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries take their workspaces
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureCost:
+    """What one capture took."""
+
+    seconds: float
+    num_bytes: int  # that the pool of all graphs grew by
+
+
+class Replay(ABC, Generic[T]):
+    """Runs functions by key. A function gets its inputs from memory that stays, and gives tensors that the next run of
+    the same key overwrites."""
+
+    has_fixed_shapes: bool  # every run of a key has the shapes of its first one, whatever its inputs
+
+    @abstractmethod
+    def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
+        """Run a function on inputs.
+
+        Args:
+            key: tells functions apart; one key always stands for the same function.
+            function: touches nothing of the host.
+            clear: makes all inputs padding, on which a function leaves nothing behind that anyone reads.
+            fill: writes the inputs.
+        """
+
+    def forget(self) -> None:
+        """Drop everything that was captured: the functions are others from here on."""
+
+
+class EagerReplay(Replay[T]):
+    """Runs the function every time. The same inputs and padding as for a graph, on any device: it finds what is wrong
+    with them where there is no GPU."""
+
+    def __init__(self, has_fixed_shapes: bool = False) -> None:
+        self.has_fixed_shapes = has_fixed_shapes
+
+    def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
+        """See ``Replay``."""
+        fill()
+        return function()
+
+
+class GraphReplay(Replay[T]):
+    """Captures a function at its first run, and from then on replays it with one launch.
+
+    All graphs share one memory pool: they never run at the same time, and what one leaves is read before the next runs.
+    """
+
+    has_fixed_shapes = True
+
+    def __init__(self, device: torch.device) -> None:
+        """``device``: a CUDA device."""
+        self._device = device
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
+        self._pool: Any = None  # torch gives no type to the handle of a pool
+        self.costs: dict[Hashable, CaptureCost] = {}
+
+    def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
+        """See ``Replay``."""
+        if key not in self._graphs:
+            clear()
+            self._graphs[key] = self._capture(key, function)
+        fill()
+        graph, result = self._graphs[key]
+        graph.replay()
+        return result
+
+    def forget(self) -> None:
+        """See ``Replay``."""
+        self._graphs.clear()
+        self.costs.clear()
+        self._pool = None
+
+    def _capture(self, key: Hashable, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        start, before = time.perf_counter(), torch.cuda.memory_reserved(self._device)
+        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                function()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # other threads of a server may use the device while this one captures
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = function()
+        self._pool = graph.pool()
+        grown = torch.cuda.memory_reserved(self._device) - before
+        self.costs[key] = CaptureCost(time.perf_counter() - start, grown)
+        return graph, result

@@ -1,0 +1,107 @@
+"""Looks on while a step runs, and notes what could not be captured, or would come out otherwise when it is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# operators that give the host a number, or a tensor whose size depends on numbers
+HOST_READS = frozenset(
+    {
+        "aten::_local_scalar_dense",
+        "aten::bincount",
+        "aten::equal",
+        "aten::is_nonzero",
+        "aten::masked_select",
+        "aten::nonzero",
+        "aten::repeat_interleave.Tensor",
+        "aten::_unique2",
+        "aten::unique_consecutive",
+        "aten::unique_dim",
+    }
+)
+HOST_WRITES = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy"})  # tensors made of numbers of the host
+# methods that read memory behind the dispatcher's back
+HOST_CALLS = frozenset({"tolist", "numpy", "cpu", "__array__"})
+INDEXING = ("aten::index.", "aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index")
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One call: its name, and what it was called with but for the numbers in tensors."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass
+class Trace:
+    """What a function did."""
+
+    operators: list[Operator] = field(default_factory=list)
+    host_reads: list[str] = field(default_factory=list)
+    host_writes: list[str] = field(default_factory=list)
+
+
+class StepWatch(TorchDispatchMode):
+    """Notes every operator that PyTorch runs inside of it. Two runs that can be one captured graph leave equal traces:
+    the same operators, shapes and strides, the same memory where it stays, and the same numbers of the host."""
+
+    def __init__(self, stays: Mapping[str, Tensor] | None = None) -> None:
+        """``stays``: tensors that have to be the same memory in every run, by name; views of them are told apart."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace()
+        self._calls = _HostCalls(self.trace)
+        self._owners = {x.untyped_storage().data_ptr(): name for name, x in (stays or {}).items()}
+
+    def __enter__(self) -> StepWatch:
+        self._calls.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._calls.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.name(), kwargs or {}
+        if name in HOST_READS or (name.startswith(INDEXING) and _has_mask(args[1])):
+            self.trace.host_reads.append(name)
+        if name in HOST_WRITES:
+            self.trace.host_writes.append(name)
+        leaves = tree_leaves((args, kwargs))
+        self.trace.operators.append(Operator(name, tuple(self._describe(leaf) for leaf in leaves)))
+        return func(*args, **kwargs)
+
+    def _describe(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        owner = self._owners.get(leaf.untyped_storage().data_ptr())
+        place = None if owner is None else (owner, leaf.storage_offset())
+        return str(leaf.dtype), tuple(leaf.shape), leaf.stride(), place
+
+
+class _HostCalls(TorchFunctionMode):
+    """Notes the methods of tensors that no dispatcher sees."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in HOST_CALLS:
+            self._trace.host_reads.append(f"Tensor.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    """Whether an index is a mask: how much it takes depends on its content."""
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)

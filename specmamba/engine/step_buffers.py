@@ -1,0 +1,147 @@
+"""The inputs of steps that are replayed: memory that stays, for batches that are padded to a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from specmamba.cache.rows import RowSet
+from specmamba.cache.state_buffers import HostPlaces, Places
+from specmamba.core import Backlogs, Batch, DraftTree, Penalties, SamplingBatch, SamplingParams
+from specmamba.cuda_graphs import Columns
+from specmamba.draft.base import HostBacklogs, chain_shape, tree_shape
+from specmamba.engine.request import Request
+
+# what rows of padding have: row 0 of every table and slot 0 of every pool belong to nobody
+INTEGERS = {
+    **dict.fromkeys(("row", "slot", "root_token", "root_position", "num_pending", "folds"), 0),
+    "backlog": 1,
+    "seed": 0,
+    "top_k": 0,
+}
+FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
+
+
+class Sampling(NamedTuple):
+    """Which parts of sampling a step runs: what nobody in the batch uses costs nothing."""
+
+    is_drawn: bool = False  # some row has a temperature
+    is_filtered: bool = False  # and some such row a top-k, top-p or min-p
+    is_penalized: bool = False
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> Sampling:
+        """What these requests need together."""
+        drawn = [p for p in params if not p.is_greedy]
+        return cls(bool(drawn), any(p.has_filters for p in drawn), any(p.has_penalties for p in params))
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What tells one replayed step from another, besides what decides and drafts."""
+
+    batch_size: int  # a bucket
+    num_nodes: int
+    sampling: Sampling
+    max_root_position: int
+    is_kept: bool = False  # the backlogs of a draft head; see ``Backlogs``
+    is_chain: bool = False  # of trees that were drafted outside of the step
+    max_children: int = 1  # the same
+
+
+class StepBuffers:
+    """The inputs of all steps, whatever their kind. A step reads the first rows of them, its bucket."""
+
+    def __init__(self, num_rows: int, max_nodes: int, device: torch.device) -> None:
+        """Args:
+        num_rows: of the largest bucket.
+        max_nodes: of a tree.
+        device: where steps run.
+        """
+        self.integers = Columns(INTEGERS, num_rows, torch.int64, device)
+        self.floats = Columns(FLOATS, num_rows, torch.float32, device)
+        self.tokens = torch.zeros(num_rows, max_nodes, dtype=torch.int64, device=device)  # drafted outside of the step
+        self.parents = torch.full_like(self.tokens, -1)
+        self.max_nodes = max_nodes
+
+    def clear(self) -> None:
+        """Nothing but padding."""
+        self.integers.write({})
+        self.floats.write({})
+        self.tokens.zero_()
+        self.parents.fill_(-1)
+
+    def write(self, requests: Sequence[Request], places: HostPlaces, backlogs: HostBacklogs | None) -> None:
+        """The inputs of a step of these requests; the rows behind them become padding."""
+        params = [request.params for request in requests]
+        columns = {
+            "row": places.rows,
+            "slot": places.slots,
+            "root_token": [request.root_token for request in requests],
+            "root_position": [request.root_position for request in requests],
+            "num_pending": places.pending,
+            "folds": [row in places.folded for row in places.rows],
+            "seed": [request.seed for request in requests],
+            "top_k": [p.top_k for p in params],
+        }
+        self.integers.write(columns | ({} if backlogs is None else {"backlog": backlogs.counts}))
+        own = {name: [getattr(p, name) for p in params] for name in ("temperature", "top_p", "min_p")}
+        penalties = {name: [getattr(p, f"{name}_penalty") for p in params] for name in FLOATS.keys() - own.keys()}
+        self.floats.write(own | penalties)
+
+    def write_tree(self, tree: DraftTree) -> None:
+        """Trees that were drafted outside; nodes and rows that they lack become padding."""
+        size, num_nodes = tree.tokens.shape
+        self.tokens.zero_()
+        self.parents.fill_(-1)
+        self.tokens[:size, :num_nodes] = tree.tokens
+        self.parents[:size, :num_nodes] = tree.shape.parents
+
+    def batch(self, kind: StepKind, longest_backlog: int | None) -> Batch:
+        """The batch that a step of this kind works on; ``longest_backlog``: of a draft head, None: there is none."""
+        size, column = kind.batch_size, self.integers.read
+        backlogs = None
+        if longest_backlog is not None:
+            backlogs = Backlogs(longest_backlog, column("backlog", size), kind.is_kept)
+        return Batch(
+            rows=(),
+            row_index=column("row", size),
+            root_tokens=column("root_token", size),
+            root_positions=column("root_position", size),
+            max_root_position=kind.max_root_position,
+            sampling=self._sampling(kind),
+            backlogs=backlogs,
+            is_exact=False,
+        )
+
+    def places(self, kind: StepKind, node_offset: int, folds: bool, device: torch.device) -> Places:
+        """Where it finds and leaves states; ``folds``: some rows may be folded by the verify."""
+        size, column = kind.batch_size, self.integers.read
+        rows, slots = (RowSet.of((), device, column(name, size)) for name in ("row", "slot"))
+        flags = column("folds", size) > 0 if folds else None
+        return Places(rows, slots, node_offset, column("num_pending", size), flags)
+
+    def tree(self, kind: StepKind) -> DraftTree:
+        """The trees that were drafted outside."""
+        size, num_nodes = kind.batch_size, kind.num_nodes
+        tokens = self.tokens[:size, :num_nodes].clone()
+        tokens[:, 0] = self.integers.read("root_token", size)
+        if kind.is_chain:
+            return DraftTree(tokens, chain_shape(size, num_nodes, tokens.device))
+        return DraftTree(tokens, tree_shape(self.parents[:size, :num_nodes], kind.max_children))
+
+    def _sampling(self, kind: StepKind) -> SamplingBatch:
+        size, used = kind.batch_size, kind.sampling
+        filters = used.is_drawn and used.is_filtered
+        strengths = (self.floats.read(name, size) for name in ("presence", "frequency", "repetition"))
+        return SamplingBatch(
+            temperature=self.floats.read("temperature", size) if used.is_drawn else None,
+            top_k=self.integers.read("top_k", size) if filters else None,
+            top_p=self.floats.read("top_p", size) if filters else None,
+            min_p=self.floats.read("min_p", size) if filters else None,
+            seeds=self.integers.read("seed", size),
+            penalties=Penalties(*strengths) if used.is_penalized else None,
+        )

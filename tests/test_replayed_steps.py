@@ -1,0 +1,295 @@
+"""Steps on padded inputs that stay: the same text as without them, and nothing in them that could not be captured."""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specmamba import LLM, SamplingParams
+from specmamba.core import RequestOutput
+from specmamba.cuda_graphs import EagerReplay, StepWatch
+from specmamba.engine.graphs import capture
+from specmamba.engine.outcome import Outcome
+from specmamba.engine.step_buffers import StepKind
+from specmamba.errors import ConfigError
+from specmamba.trees import StaticTree, TreeFile
+from tests.tiny import write_tiny_checkpoint
+
+BUCKET = 4
+MEMORY: dict[str, Any] = {"context_length": 160, "max_total_tokens": 2048, "max_running_requests": BUCKET + 1}
+TREE: dict[str, Any] = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 7}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "plain": {"speculative_algorithm": "none"},
+    "chain": {"speculative_num_steps": 3},
+    "tree": TREE,
+    "drawn tree": TREE | {"speculative_accept": "rejection"},
+    "ngram": {"speculative_algorithm": "ngram"},
+    "snapshots": TREE | {"speculative_state": "snapshots"},
+}
+PROMPTS = ["def main():", "import os\n\n", "x = [1, 2", "for i in range(10):\n    print(", "class A:\n    def __init__"]
+SETTINGS: dict[str, list[SamplingParams]] = {
+    "greedy": [SamplingParams(max_tokens=9 + i, temperature=0.0) for i in range(5)],
+    "drawn": [SamplingParams(max_tokens=9 + i, temperature=0.9 * (i != 1), seed=i) for i in range(5)],
+    "filtered and penalized": [
+        SamplingParams(
+            max_tokens=9 + i,
+            temperature=0.8,
+            seed=i,
+            top_k=9 * i,
+            top_p=1 - i / 9,
+            min_p=0.01 * i,
+            frequency_penalty=i / 9,
+        )
+        for i in range(5)
+    ],
+}
+
+
+def new_llm(drafts: str, **flags: Any) -> LLM:
+    return LLM(**({"dtype": "float32"} | MEMORY | DRAFTS[drafts] | flags))
+
+
+def answer_all(llm: LLM, settings: str, size: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Tokens, and how many drafts were accepted, of a batch."""
+    outputs: list[RequestOutput] = llm.generate(PROMPTS[:size], SETTINGS[settings][:size])
+    return [(output.token_ids, output.spec.accepted_histogram) for output in outputs]
+
+
+class Watched(EagerReplay[Outcome]):
+    """Watches every step with the shapes that a captured one has; ``stays``: memory that every one must find again."""
+
+    def __init__(self, stays: dict[str, torch.Tensor]) -> None:
+        super().__init__(has_fixed_shapes=True)
+        self.traces: dict[Hashable, list[Any]] = defaultdict(list)
+        self._stays = stays
+
+    def run(
+        self, key: Hashable, function: Callable[[], Outcome], clear: Callable[[], None], fill: Callable[[], None]
+    ) -> Outcome:
+        if key not in self.traces:  # as before a capture
+            clear()
+            function()
+        fill()
+        with StepWatch(self._stays) as watch:
+            outcome = function()
+        self.traces[key].append(watch.trace)
+        return outcome
+
+
+def memory_that_stays(llm: LLM) -> dict[str, torch.Tensor]:
+    """All of the pools, tables and inputs."""
+    pools, replays = llm.engine.pools, llm.engine.runner.replays
+    assert replays is not None
+    found = {"table": pools.table.kv_slots, "tokens": replays.buffers.tokens, "parents": replays.buffers.parents}
+    found |= {f"{name}[{i}]": x for name, side in (("k", pools.kv.k), ("v", pools.kv.v)) for i, x in enumerate(side)}
+    for owner in (pools.states, pools.records, replays.buffers.integers, replays.buffers.floats):
+        named = {f"{type(owner).__name__}.{key}": value for key, value in vars(owner).items()}
+        found |= {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    return found
+
+
+@pytest.fixture
+def in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code runs behind PyTorch's back; here nothing does."""
+    folder = Path(str(importlib.import_module("specmamba.kernels").__path__[0]))
+    for file in sorted(folder.glob("*/native_ops.py")):
+        module = importlib.import_module(f"specmamba.kernels.{file.parent.name}.native_ops")
+        for name in ("code", "_code"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda: None)
+
+
+class TestText:
+    @pytest.mark.parametrize("drafts", DRAFTS)
+    def test_is_the_same_for_every_batch_size(self, drafts: str) -> None:
+        with new_llm(drafts) as plain, new_llm(drafts, cuda_graph_max_bs=BUCKET) as replayed:
+            replays = replayed.engine.runner.replays
+            assert replays is not None
+            assert replays.buckets == (1, 2, BUCKET)
+            for size in range(1, BUCKET + 2):
+                assert answer_all(replayed, "greedy", size) == answer_all(plain, "greedy", size)
+            for settings in ("drawn", "filtered and penalized"):
+                assert answer_all(replayed, settings, 3) == answer_all(plain, settings, 3)
+
+    @pytest.mark.parametrize("drafts", DRAFTS)
+    def test_does_not_depend_on_bounds(self, drafts: str) -> None:
+        """With the shapes of a captured step: keys up to the longest context, a head told of a whole tree."""
+        with new_llm(drafts) as plain, new_llm(drafts, cuda_graph_max_bs=BUCKET) as replayed:
+            assert replayed.engine.runner.replays is not None
+            replayed.engine.runner.replays.replay = EagerReplay(has_fixed_shapes=True)
+            for size, settings in ((1, "greedy"), (3, "filtered and penalized"), (BUCKET, "greedy")):
+                assert answer_all(replayed, settings, size) == answer_all(plain, settings, size)
+
+    @pytest.mark.usefixtures("no_headroom")
+    @pytest.mark.parametrize("drafts", ["plain", "chain", "tree"])
+    def test_is_the_same_when_memory_is_short(self, drafts: str) -> None:
+        tight: dict[str, Any] = {"max_total_tokens": 112, "context_length": 96, "page_size": 16}
+        with new_llm(drafts, **tight) as plain, new_llm(drafts, cuda_graph_max_bs=5, **tight) as replayed:
+            params = SamplingParams(max_tokens=40, temperature=0.0)
+            texts = [[o.token_ids for o in llm.generate(PROMPTS, params)] for llm in (replayed, plain)]
+            assert texts[0] == texts[1]
+            assert replayed.engine.stats().num_preemptions > 0
+
+    def test_a_tree_file_goes_by_the_size_of_the_bucket(self, tmp_path: Path) -> None:
+        """Trees of several sizes, one of them a root alone, so that the head is told of several steps at once."""
+        sizes = ((1, (-1, 0, 0, 1)), (2, (-1,)), (4, (-1, 0, 1)))
+        trees = tuple(
+            StaticTree(
+                max_batch_size=size, parents=parents, ranks=tuple(parents[:i].count(p) for i, p in enumerate(parents))
+            )
+            for size, parents in sizes
+        )
+        file = tmp_path / "trees.json"
+        file.write_text(TreeFile(trees=trees).model_dump_json(exclude_none=True))
+        with (
+            new_llm("plain") as plain,
+            LLM(dtype="float32", speculative_tree=file, cuda_graph_max_bs=BUCKET, **MEMORY) as replayed,
+        ):
+            for size in range(1, BUCKET + 2):
+                got = [text for text, _ in answer_all(replayed, "greedy", size)]
+                assert got == [text for text, _ in answer_all(plain, "greedy", size)]
+
+    def test_of_requests_that_come_and_go(self) -> None:
+        """Rows leave holes, so that no batch is a run of rows, and buckets change from step to step."""
+        params = [SamplingParams(max_tokens=3 + 9 * (i % 3), temperature=0.0) for i in range(12)]
+        prompts = [PROMPTS[i % 5] + " " * (i // 5) for i in range(12)]
+        with new_llm("tree") as plain, new_llm("tree", cuda_graph_max_bs=BUCKET) as replayed:
+            texts = [[o.token_ids for o in llm.generate(prompts, params)] for llm in (replayed, plain)]
+        assert texts[0] == texts[1]
+
+
+class TestWhatIsReplayed:
+    def counted(self, llm: LLM) -> list[StepKind]:
+        kinds: list[StepKind] = []
+
+        class Counting(EagerReplay[Outcome]):
+            def run(self, key: Any, *rest: Any) -> Outcome:
+                kinds.append(key[0])
+                return super().run(key, *rest)
+
+        assert llm.engine.runner.replays is not None
+        llm.engine.runner.replays.replay = Counting()
+        return kinds
+
+    def test_every_step_up_to_the_largest_bucket(self) -> None:
+        with new_llm("chain", cuda_graph_max_bs=BUCKET) as llm:
+            kinds = self.counted(llm)
+            outputs = llm.generate(PROMPTS[:3], SamplingParams(max_tokens=20, temperature=0.0))
+            steps = max(output.spec.num_verify_steps for output in outputs)
+            assert len(kinds) >= steps
+            assert {kind.batch_size for kind in kinds} <= {1, 2, BUCKET}
+            assert kinds[0].batch_size == BUCKET
+            llm.generate(PROMPTS, SamplingParams(max_tokens=1, temperature=0.0))  # one step of five
+            assert len(kinds) < steps + 8
+
+    def test_not_what_is_watched_or_given(self) -> None:
+        with new_llm("chain", cuda_graph_max_bs=BUCKET) as llm:
+            kinds = self.counted(llm)
+            params = SamplingParams(max_tokens=6, temperature=0.0)
+            llm.engine.runner.clock.is_on = True
+            llm.generate(PROMPTS[:2], params)
+            llm.engine.runner.clock.is_on = False
+            llm.generate(PROMPTS[:2], params, replay=[[1, 2, 3, 4, 5, 6]] * 2)
+            assert not kinds
+
+    def test_another_drafter_drops_what_was_captured(self) -> None:
+        with new_llm("chain", cuda_graph_max_bs=BUCKET) as llm:
+            assert llm.engine.runner.replays is not None
+            forgotten = []
+            llm.engine.runner.replays.replay.forget = lambda: forgotten.append(1)  # type: ignore[method-assign]
+            llm.workbench.use_drafts(speculative_algorithm="none")
+            assert forgotten
+
+    def test_a_cpu_pads_only_where_buckets_are_asked_for(self) -> None:
+        with new_llm("chain") as llm:
+            assert llm.engine.runner.replays is None
+            assert capture(llm.engine.runner) == []
+        with new_llm("chain", cuda_graph_max_bs=3) as llm:
+            assert capture(llm.engine.runner) == ["steps are padded to batches of 1, 2, 3 and run operator by operator"]
+
+    @pytest.mark.parametrize(
+        ("flags", "complaint"),
+        [
+            ({"cuda_graph_max_bs": 6}, "only 5 requests run together"),
+            ({"cuda_graph_max_bs": 2, "disable_cuda_graph": True}, "drop one of them"),
+        ],
+    )
+    def test_flags_that_contradict_each_other(self, flags: dict[str, Any], complaint: str) -> None:
+        with pytest.raises(ConfigError, match=complaint):
+            new_llm("chain", **flags)
+
+
+class TestNothingThatCannotBeCaptured:
+    @pytest.mark.usefixtures("in_pytorch")
+    @pytest.mark.parametrize("drafts", DRAFTS)
+    def test_every_step_of_a_kind_is_the_same_program(self, drafts: str) -> None:
+        """The same operators on the same memory, whatever was drafted, accepted, folded or moved; and no step asks the
+        device for a number, or brings it one."""
+        with new_llm(drafts, cuda_graph_max_bs=2, max_running_requests=2) as llm:
+            assert llm.engine.runner.replays is not None
+            watched = Watched(memory_that_stays(llm))
+            llm.engine.runner.replays.replay = watched
+            for settings in SETTINGS:
+                answer_all(llm, settings, 2)
+            assert sum(map(len, watched.traces.values())) > 10
+            for traces in watched.traces.values():
+                assert all(trace.operators == traces[0].operators for trace in traces)
+                assert not any(trace.host_reads or trace.host_writes for trace in traces)
+
+    @pytest.mark.usefixtures("in_pytorch")
+    def test_of_other_families(self, tmp_path: Path) -> None:
+        folder = write_tiny_checkpoint(tmp_path / "model", seed=2)
+        with new_llm("tree", model=str(folder), cuda_graph_max_bs=2, max_running_requests=2) as llm:
+            assert llm.engine.runner.replays is not None
+            watched = Watched(memory_that_stays(llm))
+            llm.engine.runner.replays.replay = watched
+            params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+            llm.generate([[5, 6, 7], [8, 9]], params)
+            for traces in watched.traces.values():
+                assert all(trace == traces[0] for trace in traces)
+
+
+@pytest.mark.gpu
+class TestOnAGPU:
+    @pytest.mark.parametrize("drafts", DRAFTS)
+    def test_text_is_that_of_the_cpu(self, drafts: str) -> None:
+        with new_llm(drafts, device="cpu") as plain, new_llm(drafts, device="cuda") as captured:
+            for size, settings in ((1, "greedy"), (3, "drawn"), (BUCKET, "filtered and penalized"), (5, "greedy")):
+                assert answer_all(captured, settings, size) == answer_all(plain, settings, size)
+
+    def test_a_replay_neither_waits_nor_allocates(self) -> None:
+        with new_llm("tree", device="cuda") as llm:
+            answer_all(llm, "greedy", 3)
+            replays = llm.engine.runner.replays
+            assert replays is not None
+            inner = replays.replay
+            grown: list[int] = []
+
+            class Strict(EagerReplay[Outcome]):
+                has_fixed_shapes = True
+
+                def run(self, key: Any, function: Any, clear: Any, fill: Any) -> Outcome:
+                    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+                    torch.cuda.set_sync_debug_mode("error")
+                    try:
+                        outcome = inner.run(key, function, clear, fill)
+                    finally:
+                        torch.cuda.set_sync_debug_mode("default")
+                    grown.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+                    return outcome
+
+            replays.replay = Strict(True)
+            answer_all(llm, "greedy", 3)
+            assert grown
+            assert not any(grown)
+
+    def test_capture_is_told(self) -> None:
+        with new_llm("chain", device="cuda") as llm:
+            [line] = capture(llm.engine.runner)
+            assert "graphs in" in line
