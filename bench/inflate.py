@@ -1,6 +1,6 @@
 """Write a large Qwen3.5 checkpoint that computes the same function as a small one.
 
-    python -m specmamba.bench.inflate --out DIR [--model CHECKPOINT] [--like qwen3.5-0.8b] [sizes]
+    python -m specmamba.bench.inflate --out DIR [--model CHECKPOINT] [--like qwen3.5-0.8b|qwen3.5-4b|qwen3.5-9b] [sizes]
 
 A small trained model has real acceptance lengths, a large one real weight and state traffic; this makes a model that
 has both, without any download. It gets more heads and neurons whose contribution is cancelled, wider heads and a wider
@@ -12,6 +12,11 @@ show is random, so that no traffic can be skipped. inflate_shape.py has the alge
 they can be widened exactly. Two things stay the small model's: the vocabulary, because the logit of a new token could
 not be kept below all others (so the published 248320 x 1024 output matrix is the traffic that is missing), and the
 number of rotated components per head. Explicit sizes go before ``--like``.
+
+``--like qwen3.5-9b`` and ``--like qwen3.5-4b`` likewise, with 32 layers of 16 query and 4 key/value heads, delta nets
+with 32 value heads, and hidden 4096 and 2560, MLP 12288 and 9216. Out of the demo, 2560 is no power of 4 times its
+size, so that 4b in 16 bits asks for ``--rounded``: the function is then the small one's but for a rounding per weight.
+Billions of random numbers take minutes; ``--repeat-noise`` makes those of one period of layers and repeats them.
 
 Rounding: matrices are scaled by powers of two only (float32 output may take any factor), so a bf16 checkpoint stays
 what it was, bit for bit. Norms that are rescaled (the last ones, those of keys, the delta nets') are stored as float32,
@@ -44,7 +49,10 @@ class InflateConfig(CommandLine):
 
     out: Annotated[Path, Field(description="folder to write")]
     model: Annotated[Path, Field(description="folder of the small checkpoint; default: the bundled demo")] = DEMO_MODEL
-    like: Annotated[Literal["qwen3.5-0.8b"] | None, Field(description="take the sizes of a published model")] = None
+    like: Annotated[
+        Literal["qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-9b"] | None,
+        Field(description="take the sizes of a published model"),
+    ] = None
     hidden_factor: Annotated[Count | None, Field(description="hidden size, as a multiple of the checkpoint's")] = None
     layers: Annotated[Count | None, Field(description="layers, in the checkpoint's pattern")] = None
     mlp: Annotated[Count | None, Field(description="intermediate size")] = None
@@ -61,7 +69,11 @@ class InflateConfig(CommandLine):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Field(description="type to store; auto: the checkpoint's own")
     ] = "auto"
+    rounded: Annotated[bool, Field(description="sizes may scale 16-bit weights by what rounds them")] = False
     seed: Annotated[int, Field(ge=0, lt=2**63, description="seeds the weights that do not show")] = 0
+    repeat_noise: Annotated[
+        bool, Field(description="layers that add nothing repeat each other's weights: faster to write")
+    ] = False
     max_shard_mb: Annotated[Count, Field(description="a file with more megabytes of tensors is split")] = 1000
     force: Annotated[bool, Field(description="write into a folder that is not empty, in place of its weights")] = False
 
@@ -111,7 +123,7 @@ def inflate(config: InflateConfig) -> dict[str, tuple[int, int]]:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     stored = dtype or files.matrix_dtype(small)
     scales = Scales.between(source, target, tied)
-    if stored != torch.float32:
+    if stored != torch.float32 and not config.rounded:
         scales.check_exact()
 
     files.prepare_folder(config.out)
@@ -119,7 +131,7 @@ def inflate(config: InflateConfig) -> dict[str, tuple[int, int]]:
     for name, tensor in small.items():
         before.add(name, tensor)
     maker = WeightMaker(source, target, model_config.vocab_size, scales, config.seed)
-    for name, tensor in maker.tensors(small, dtype):
+    for name, tensor in maker.tensors(small, dtype, config.repeat_noise):
         writer.add(name, tensor)
     writer.finish()
     files.copy_companions(config.model, config.out)

@@ -70,8 +70,10 @@ class Shape:
         return next(p for p in range(1, len(types) + 1) if all(t == types[i % p] for i, t in enumerate(types)))
 
 
-# config.json of Qwen/Qwen3.5-0.8B, text part: three delta nets and an attention, six times; the embedding is tied. Its
-# 64 rotated components per head and its 248320 tokens are not taken: see the docstring of inflate.py.
+# config.json of Qwen/Qwen3.5-0.8B, -4B and -9B, text part: three delta nets and an attention, six or eight times. Their
+# 64 rotated components per head and their 248320 tokens are not taken: see the docstring of inflate.py.
+_WIDTHS = {"head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_LARGE = {"num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_value_heads": 32}
 PUBLISHED: Mapping[str, Mapping[str, int]] = {
     "qwen3.5-0.8b": {
         "hidden_size": 1024,
@@ -79,12 +81,11 @@ PUBLISHED: Mapping[str, Mapping[str, int]] = {
         "intermediate_size": 3584,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
         "linear_num_value_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    }
+        **_WIDTHS,
+    },
+    "qwen3.5-4b": {"hidden_size": 2560, "intermediate_size": 9216, **_LARGE, **_WIDTHS},
+    "qwen3.5-9b": {"hidden_size": 4096, "intermediate_size": 12288, **_LARGE, **_WIDTHS},
 }
 
 FLAGS = {
@@ -195,7 +196,8 @@ class Scales:
         raise ConfigError(
             "these sizes scale 16-bit weights by factors that are no powers of two, which rounds them: let "
             "--hidden-factor, the product of the growth of --gdn-key-dim and --gdn-value-dim, and that product times "
-            "the growth of --head-dim be powers of 4 (1, 4, 16), or store float32 with --dtype float32"
+            "the growth of --head-dim be powers of 4 (1, 4, 16), store float32 with --dtype float32, or take it as it "
+            "is with --rounded"
         )
 
 

@@ -100,10 +100,13 @@ class WeightMaker:
         self._rules = make_rules(source, scales)
         self._generator = torch.Generator().manual_seed(seed)
 
-    def tensors(self, small: Mapping[str, Tensor], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(
+        self, small: Mapping[str, Tensor], dtype: torch.dtype | None, repeat_noise: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the large model; ``dtype`` None: each as in the small one.
 
-        A_log, and norms that are rescaled, are float32 in any case.
+        With ``repeat_noise``, layers that have no source are copies of the first of their kind. A_log, and norms that
+        are rescaled, are float32 in any case.
 
         Raises:
             CheckpointError: the small model has a tensor that Qwen3.5 does not have, or one of another shape.
@@ -111,12 +114,18 @@ class WeightMaker:
         axes = make_axes(self._source, self._target, self._vocab_size)
         for name, tensor in small.items():
             yield name, self._make(name, tensor.float(), axes).to(self._stored(name, dtype or tensor.dtype))
-        axes = as_noise(axes)
+        axes, made = as_noise(axes), dict[str, Tensor]()
         for i in range(len(self._source.layer_types), len(self._target.layer_types)):
             like, layer = f"model.layers.{i % self._source.period}.", f"model.layers.{i}."
             for old_name in [name for name in small if name.startswith(like)]:
                 name = layer + old_name.removeprefix(like)
-                yield name, self._make(name, None, axes).to(self._stored(name, dtype or small[old_name].dtype))
+                if old_name in made:
+                    yield name, made[old_name].clone()  # files hold no tensor twice
+                    continue
+                tensor = self._make(name, None, axes).to(self._stored(name, dtype or small[old_name].dtype))
+                if repeat_noise:
+                    made[old_name] = tensor
+                yield name, tensor
 
     def _stored(self, name: str, dtype: torch.dtype) -> torch.dtype:
         rule = self._rules.get(_part(name))

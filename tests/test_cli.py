@@ -80,7 +80,11 @@ def test_a_wrong_command(arguments: list[str], message: str, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("command", "names"),
-    [("bench", ["acceptance", "serving", "prefix", "state-drift"]), ("tune", ["tree"]), ("train", ["draft"])],
+    [
+        ("bench", ["acceptance", "serving", "prefix", "state-drift", "ops", "gpu"]),
+        ("tune", ["tree"]),
+        ("train", ["draft"]),
+    ],
 )
 def test_help_of_a_command_with_subcommands(command: str, names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0

@@ -1,0 +1,36 @@
+"""All operators of the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specmamba.bench import op_attention, op_conv, op_layers, op_recurrent, op_rows, op_tokens
+from specmamba.bench.op_case import Operator
+from specmamba.errors import ConfigError
+
+OPERATORS: tuple[Operator, ...] = (
+    *op_recurrent.OPERATORS,
+    *op_layers.OPERATORS,
+    *op_conv.OPERATORS,
+    *op_attention.OPERATORS,
+    *op_rows.OPERATORS,
+    *op_tokens.OPERATORS,
+)
+
+
+def chosen_operators(names: Sequence[str]) -> list[Operator]:
+    """By name, or by what a name begins with: ``ssd`` is all of Mamba2's recurrence. None given: all.
+
+    Raises:
+        ConfigError: a name is nobody's.
+    """
+    if not names:
+        return list(OPERATORS)
+    for name in names:
+        if not any(_is_called(operator, name) for operator in OPERATORS):
+            raise ConfigError(f"--op: there is no operator {name!r}, only {', '.join(o.name for o in OPERATORS)}")
+    return [operator for operator in OPERATORS if any(_is_called(operator, name) for name in names)]
+
+
+def _is_called(operator: Operator, name: str) -> bool:
+    return operator.name == name or operator.name.split(".")[0] == name
