@@ -39,9 +39,6 @@ class Replay(ABC, Generic[T]):
             fill: writes the inputs.
         """
 
-    def forget(self) -> None:
-        """Drop everything that was captured: the functions are others from here on."""
-
 
 class EagerReplay(Replay[T]):
     """Runs the function every time. The same inputs and padding as for a graph, on any device: it finds what is wrong
@@ -66,7 +63,7 @@ class GraphReplay(Replay[T]):
 
     def __init__(self, device: torch.device) -> None:
         """``device``: a CUDA device."""
-        self._device = device
+        self._device, self._side = device, torch.cuda.Stream(device)
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
         self._pool: Any = None  # torch gives no type to the handle of a pool
         self.costs: dict[Hashable, CaptureCost] = {}
@@ -81,20 +78,16 @@ class GraphReplay(Replay[T]):
         graph.replay()
         return result
 
-    def forget(self) -> None:
-        """See ``Replay``."""
-        self._graphs.clear()
-        self.costs.clear()
-        self._pool = None
-
     def _capture(self, key: Hashable, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        start, before = time.perf_counter(), torch.cuda.memory_reserved(self._device)
-        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+        start, current = time.perf_counter(), torch.cuda.current_stream(self._device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
             for _ in range(WARM_UPS):
                 function()
-        current.wait_stream(side)
+        current.wait_stream(self._side)
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # as a capture does, so that only what it takes itself counts
+        before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         # other threads of a server may use the device while this one captures
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

@@ -133,5 +133,3 @@ class TestGraphs:
             assert out.tolist() == [2 * n for n in numbers] + [0] * (4 - len(numbers))
         assert total.item() == 1 + 2 + 3 + 4 + 5 + 6 + 7
         assert list(replay.costs) == ["step"]
-        replay.forget()
-        assert not replay.costs

@@ -144,8 +144,8 @@ class Probe(Drafter):
             self._open.append(opened)
         return tree
 
-    def observe(self, batch: Batch, verdict: Verdict, hidden: Tensor, accepted: Sequence[int]) -> None:
-        logits = self._engine.model.target.logits(hidden)
+    def observe(self, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
+        logits, accepted = self._engine.model.target.logits(hidden), verdict.num_accepted.tolist()
         for i, opened in enumerate(self._open):
             opened.logits, opened.num_accepted = logits[i].clone(), accepted[i]
             opened.path = tuple(verdict.path[i, : accepted[i] + 1].tolist())

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from specmamba import LLM, SamplingParams
+from specmamba.cache.request_table import RequestTable
+from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
 from specmamba.cuda_graphs import EagerReplay, StepWatch
 from specmamba.engine.graphs import capture
@@ -31,6 +33,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "drawn tree": TREE | {"speculative_accept": "rejection"},
     "ngram": {"speculative_algorithm": "ngram"},
     "snapshots": TREE | {"speculative_state": "snapshots"},
+    "draft model": {"speculative_draft_model_path": str(DEMO_MODEL)},
 }
 PROMPTS = ["def main():", "import os\n\n", "x = [1, 2", "for i in range(10):\n    print(", "class A:\n    def __init__"]
 SETTINGS: dict[str, list[SamplingParams]] = {
@@ -188,23 +191,61 @@ class TestWhatIsReplayed:
             llm.generate(PROMPTS, SamplingParams(max_tokens=1, temperature=0.0))  # one step of five
             assert len(kinds) < steps + 8
 
-    def test_not_what_is_watched_or_given(self) -> None:
+    def test_not_what_is_watched(self) -> None:
         with new_llm("chain", cuda_graph_max_bs=BUCKET) as llm:
-            kinds = self.counted(llm)
+            kinds, runner = self.counted(llm), llm.engine.runner
             params = SamplingParams(max_tokens=6, temperature=0.0)
-            llm.engine.runner.clock.is_on = True
+            runner.clock.is_on = True
             llm.generate(PROMPTS[:2], params)
-            llm.engine.runner.clock.is_on = False
-            llm.generate(PROMPTS[:2], params, replay=[[1, 2, 3, 4, 5, 6]] * 2)
+            runner.clock.is_on, runner.target.is_watched = False, True
+            llm.generate(PROMPTS[:2], params)
             assert not kinds
 
-    def test_another_drafter_drops_what_was_captured(self) -> None:
+    def test_given_tokens_too(self) -> None:
+        given = [[262, 285, 16, 17, 18, 19, 20, 21], [5, 6, 7, 8], []]
+        params = SamplingParams(max_tokens=8, temperature=0.0)
+        with new_llm("tree") as plain, new_llm("tree", cuda_graph_max_bs=BUCKET) as llm:
+            kinds = self.counted(llm)
+            outputs = llm.generate(PROMPTS[:3], params, replay=given)
+            assert any(kind.is_forced for kind in kinds)
+            assert [list(o.token_ids[: len(text)]) for o, text in zip(outputs, given, strict=True)] == given
+            assert [o.token_ids for o in outputs] == [
+                o.token_ids for o in plain.generate(PROMPTS[:3], params, replay=given)
+            ]
+
+    def test_a_drafter_that_was_used_before_is_used_again(self) -> None:
+        """Graphs are of a drafter: benchmarks that go to and fro must not capture them anew each time."""
+        with new_llm("tree", cuda_graph_max_bs=BUCKET) as llm:
+            bench, runner, drafters = llm.workbench, llm.engine.runner, []
+            for flags in (TREE, {"speculative_algorithm": "none"}, TREE, {"speculative_num_steps": 2}):
+                bench.use_drafts(**flags)
+                drafters.append(runner.drafter)
+            assert drafters[0] is drafters[2]
+            assert len({id(drafter) for drafter in drafters}) == 3
+
+    def test_ranks_are_recorded_of_steps_that_are_not(self) -> None:
         with new_llm("chain", cuda_graph_max_bs=BUCKET) as llm:
+            recorder, kinds = llm.workbench.record_ranks(), self.counted(llm)
+            params = SamplingParams(max_tokens=5, temperature=0.0)
+            llm.generate(PROMPTS[:2], params, replay=[[5, 6, 7, 8, 9], []])
+            assert recorder.ranks.shape == (10, 3)
+            assert not kinds
+
+    def test_the_table_is_told_before_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A graph reads the device's copy of the table, and nothing in it asks for news."""
+        with new_llm("tree") as plain, new_llm("tree", cuda_graph_max_bs=BUCKET) as llm:
+            table = llm.engine.pools.table
+            table._is_mirrored, table._on_device = True, table._on_device.clone()
+
+            class Deaf(EagerReplay[Outcome]):
+                def run(self, *arguments: Any) -> Outcome:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(RequestTable, "kv_slots", property(lambda self: self._on_device))
+                        return super().run(*arguments)
+
             assert llm.engine.runner.replays is not None
-            forgotten = []
-            llm.engine.runner.replays.replay.forget = lambda: forgotten.append(1)  # type: ignore[method-assign]
-            llm.workbench.use_drafts(speculative_algorithm="none")
-            assert forgotten
+            llm.engine.runner.replays.replay = Deaf(has_fixed_shapes=True)
+            assert answer_all(llm, "greedy", 3) == answer_all(plain, "greedy", 3)
 
     def test_a_cpu_pads_only_where_buckets_are_asked_for(self) -> None:
         with new_llm("chain") as llm:
@@ -258,10 +299,18 @@ class TestNothingThatCannotBeCaptured:
 @pytest.mark.gpu
 class TestOnAGPU:
     @pytest.mark.parametrize("drafts", DRAFTS)
-    def test_text_is_that_of_the_cpu(self, drafts: str) -> None:
-        with new_llm(drafts, device="cpu") as plain, new_llm(drafts, device="cuda") as captured:
+    def test_text_is_that_of_steps_that_are_not_captured(self, drafts: str) -> None:
+        eager = {"device": "cuda", "disable_cuda_graph": True}
+        with new_llm(drafts, **eager) as plain, new_llm(drafts, device="cuda") as captured:
             for size, settings in ((1, "greedy"), (3, "drawn"), (BUCKET, "filtered and penalized"), (5, "greedy")):
                 assert answer_all(captured, settings, size) == answer_all(plain, settings, size)
+
+    @pytest.mark.parametrize("drafts", DRAFTS)
+    def test_greedy_text_is_that_of_the_cpu(self, drafts: str) -> None:
+        with new_llm(drafts, device="cpu") as plain, new_llm(drafts, device="cuda") as captured:
+            for size in (1, 5):
+                texts = [[text for text, _ in answer_all(llm, "greedy", size)] for llm in (captured, plain)]
+                assert texts[0] == texts[1]
 
     def test_a_replay_neither_waits_nor_allocates(self) -> None:
         with new_llm("tree", device="cuda") as llm:

@@ -16,7 +16,8 @@ class Variant:
 
     Triton makes other, better code where it finds that a pointer or an integer is a multiple of 16. What is compiled
     ahead of time takes this to be so for every pointer and for every argument with "stride" in its name, as it is at a
-    real model's sizes, and for no other. Names in ``unaligned`` are exceptions: a stride over heads or taps, say.
+    real model's sizes, and for no other. Names in ``unaligned`` are exceptions: a stride over heads or taps, say; and
+    so is what a kernel does not specialize, ever: numbers that change from call to call.
     """
 
     name: str  # unique within the operator: what tells it apart, for example "tree_verify bf16 N=16 K=128 V=128"

@@ -4,8 +4,9 @@ from torch import Tensor
 
 from specmamba.kernels import gpu
 from specmamba.kernels.state_copy import torch_ops
+from specmamba.kernels.state_copy.torch_ops import needed
 
-__all__ = ["compact"]
+__all__ = ["compact", "needed"]
 
 
 def compact(buffer: Tensor, rows: Tensor, source: Tensor, target: Tensor) -> None:

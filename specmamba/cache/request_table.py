@@ -60,17 +60,22 @@ class RequestTable:
 
     @property
     def kv_slots(self) -> Tensor:
-        """[rows + 1, positions] int64 on the device, told of all that has changed: one copy, however many rows."""
-        if self._changes:
-            places = [row * self.max_positions + np.arange(start, end) for row, start, end in self._changes]
-            values = [self._host[row, start:end] for row, start, end in self._changes]
-            told = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(values)]))
-            if self._on_device.is_cuda:
-                told = told.pin_memory()
-            index, slots = told.to(self._on_device.device, non_blocking=True)
-            self._on_device.view(-1).index_copy_(0, index, slots)
-            self._changes.clear()
+        """[rows + 1, positions] int64 on the device, told of all that has changed."""
+        self.tell()
         return self._on_device
+
+    def tell(self) -> None:
+        """Tell the device what has changed, in one copy however many rows; a step that is replayed does not ask."""
+        if not self._changes:
+            return
+        places = [row * self.max_positions + np.arange(start, end) for row, start, end in self._changes]
+        values = [self._host[row, start:end] for row, start, end in self._changes]
+        told = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(values)]))
+        if self._on_device.is_cuda:
+            told = told.pin_memory()
+        index, slots = told.to(self._on_device.device, non_blocking=True)
+        self._on_device.view(-1).index_copy_(0, index, slots)
+        self._changes.clear()
 
     @property
     def num_free_rows(self) -> int:

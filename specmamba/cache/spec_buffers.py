@@ -43,6 +43,8 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         s, layers = shape.state, shape.num_state_layers
         self.capacity = pending_capacity(max_nodes, shape.folds_in_verify)
         self.folds_in_verify = shape.folds_in_verify
+        # on a CPU, to look at what is to be moved costs nothing, and to copy what stays does
+        self._can_look = device.type == "cpu" and not gpu.runs_on(device)
         self._widened: Tensor | None = None  # [rows, Hv, K, V] float32, the checkpoints of one layer and batch
         size = (layers, num_rows + 1, self.capacity)
         self.k = torch.zeros(*size, s.num_key_heads, s.key_dim, device=device)
@@ -93,7 +95,8 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         """See ``StateBuffers``; rows whose pending list might overflow are folded: now, or by the verify."""
         self._check_size(num_nodes)
         slots = self._checked_slots(rows)
-        room = self.capacity - (2 * num_nodes if self.folds_in_verify else num_nodes)
+        # a verify that folds leaves room for its own nodes, behind all that is pending, and for those of the next one
+        room = self.capacity - (2 * self.max_nodes if self.folds_in_verify else num_nodes)
         full = tuple(row for row in rows if self._num_pending[row] > room)
         if not self.folds_in_verify:
             self._fold(full)
@@ -170,6 +173,8 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         elif places.folds is not None:
             base = base.masked_fill(places.folds, 0)
         source, target = tree_ops.commit_moves(path, num_accepted, places.node_offset, base)
+        if places.is_exact and self._can_look:
+            rows, source, target = state_copy.needed(rows, source, target)
         for buffer in self._records:
             state_copy.compact(buffer, rows, source, target)
         state_copy.compact(self.conv_inputs, rows, source + self.window, target + self.window)

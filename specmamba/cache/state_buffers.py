@@ -51,6 +51,11 @@ class Places:
     num_pending: Tensor | None = None  # [B] int64; None when every row has node_offset of them
     folds: Tensor | None = None  # [B] bool, rows whose pending records the verify folds; None: no row's
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the host knows the rows: not in a step that is replayed."""
+        return bool(self.rows.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyPlan:

@@ -36,6 +36,7 @@ class Drafter(ABC):
 
     max_nodes: int  # nodes of a tree at the most, root included
     is_capturable = False  # ``propose`` and ``observe`` never look at the device or at rows, and can be replayed
+    has_backlogs = False  # ``prepare`` gives some
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree:

@@ -50,6 +50,7 @@ class MTPDrafter(Drafter):
     """
 
     is_capturable = True
+    has_backlogs = True
 
     def __init__(
         self, head: DraftHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, dtype: torch.dtype

@@ -82,10 +82,12 @@ class NgramDrafter(Drafter):
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
         """See ``Drafter``."""
-        for row, tokens in zip(rows, decided, strict=True):
-            begin = int(self._lengths[row])
-            self._history[row, begin : begin + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-            self._lengths[row] += len(tokens)
+        index, counts = torch.tensor(rows), torch.tensor([len(tokens) for tokens in decided])
+        of_row = index.repeat_interleave(counts)
+        step = torch.cat([torch.arange(len(tokens)) for tokens in decided])
+        new = torch.tensor([token for tokens in decided for token in tokens], dtype=torch.int32)
+        self._history[of_row, self._lengths[of_row] + step] = new
+        self._lengths[index] += counts
 
     def _drafts(self, rows: RowSet) -> tuple[Tensor, Tensor]:
         """Tokens and parents of each row's drafts, as ``merge`` gives them."""

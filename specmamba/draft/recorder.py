@@ -19,6 +19,8 @@ class RankRecorder(Drafter):
     the ranks above it are the ones that were noted.
     """
 
+    has_backlogs = True
+
     def __init__(self, mtp: MTPDrafter, num_steps: int) -> None:
         self.max_nodes = num_steps + 1
         self.mtp = mtp

@@ -38,6 +38,7 @@ def describe(engine: Engine) -> dict[str, object]:
         **describe_memory(plan),
         "state_bytes_per_request": model.cache_shape.state_bytes_per_slot,
         "record_bytes_per_token": model.cache_shape.record_bytes_per_token,
+        "cuda_graph_batch_sizes": [] if engine.runner.replays is None else list(engine.runner.replays.buckets),
         "prefix_cache": engine.prefixes.is_on,
         "prefix_cache_strategy": engine.config.mamba_radix_cache_strategy,
         "prefix_cache_eviction": engine.config.cache_eviction,

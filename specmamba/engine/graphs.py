@@ -32,12 +32,13 @@ def build_replays(config: EngineConfig, pools: Pools, plan: MemoryPlan, device: 
         return None
     if device.type == "cuda" and not gpu.runs_on(device):
         raise ConfigError(
-            "steps can only be captured with the kernels in Triton: pip install 'specmamba[gpu]', or give "
-            "--disable-cuda-graph"
+            "steps can only be captured with the kernels in Triton: pip install 'specmamba[gpu]' and leave "
+            "SPECMAMBA_TRITON alone, or give --disable-cuda-graph"
         )
     replay: Replay[Outcome] = GraphReplay(device) if device.type == "cuda" else EagerReplay()
-    buckets = bucket_sizes(config.cuda_graph_max_bs or min(DEFAULT_LARGEST, plan.num_rows))
-    return ReplayedSteps(replay, buckets, pools.records, plan.max_nodes, plan.context_length, device)
+    largest = min(config.cuda_graph_max_bs or DEFAULT_LARGEST, plan.num_running_requests)
+    table, longest = pools.table, plan.context_length
+    return ReplayedSteps(replay, bucket_sizes(largest), pools.records, table, plan.max_nodes, longest, device)
 
 
 def capture(runner: Runner) -> list[str]:
@@ -48,8 +49,16 @@ def capture(runner: Runner) -> list[str]:
     sizes = ", ".join(map(str, replays.buckets))
     if not isinstance(replays.replay, GraphReplay):
         return [f"steps are padded to batches of {sizes} and run operator by operator"]
+    if not runner.drafter.is_capturable:
+        return [f"steps are captured for batches of {sizes}, each when it is first needed"]
     start = time.perf_counter()
-    runner.capture()
+    try:
+        runner.capture()
+    except torch.cuda.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the memory beside weights and pools is too small to capture steps for batches of {sizes}: lower "
+            "--cuda-graph-max-bs or --mem-fraction-static, or give --disable-cuda-graph"
+        ) from error
     costs = replays.replay.costs.values()
     took = f"{len(costs)} graphs in {time.perf_counter() - start:.1f} s, {readable(sum(c.num_bytes for c in costs))}"
     return [f"steps are captured for batches of {sizes}: {took}"]

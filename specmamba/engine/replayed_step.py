@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from specmamba.cache.request_table import RequestTable
 from specmamba.cache.state_buffers import HostPlaces, Places, StateBuffers
 from specmamba.core import Batch, DraftTree
 from specmamba.cuda_graphs import Replay, bucket_for
@@ -32,6 +33,7 @@ class ReplayedSteps:
         replay: Replay[Outcome],
         buckets: tuple[int, ...],
         records: StateBuffers[Any],
+        table: RequestTable,
         max_nodes: int,
         max_root_position: int,
         device: torch.device,
@@ -40,23 +42,29 @@ class ReplayedSteps:
         replay: runs steps by kind.
         buckets: batch sizes, rising.
         records: of the states.
+        table: of the rows.
         max_nodes: of a tree.
         max_root_position: no root ever stands behind it.
         device: of the pools.
         """
         self.replay, self.buckets = replay, buckets
         self.buffers = StepBuffers(buckets[-1], max_nodes, device)
-        self._records, self._device = records, device
+        self._records, self._table, self._device = records, table, device
         self._max_root_position = max_root_position
 
-    def bucket(self, requests: Sequence[Request]) -> int | None:
-        """What a batch is padded to. None: it cannot be replayed, as it is too large or its tokens are given."""
-        return None if any(request.forced for request in requests) else bucket_for(len(requests), self.buckets)
+    def bucket(self, batch_size: int) -> int | None:
+        """What a batch is padded to. None: it is too large."""
+        return bucket_for(batch_size, self.buckets)
 
     @staticmethod
     def can_tell(backlogs: HostBacklogs | None, drafter: Drafter) -> bool:
-        """Whether what a draft head has to be told fits a replayed step: no more than what one step decides."""
-        return backlogs is None or backlogs.is_kept or max(backlogs.counts) <= drafter.max_nodes
+        """Whether what a draft head has to be told fits a replayed step: no more than what one step decides.
+
+        Whoever drafts outside of the step is told there, with the shapes of the batch.
+        """
+        if backlogs is None:
+            return True
+        return drafter.is_capturable and (backlogs.is_kept or max(backlogs.counts) <= drafter.max_nodes)
 
     def run(
         self,
@@ -78,6 +86,7 @@ class ReplayedSteps:
             tree: what it drafted outside of the step, without distributions; None: the step drafts.
         """
         kind = self._kind(requests, drafter, backlogs, tree)
+        self._table.tell()
         places = self._records.place([request.held_row for request in requests], kind.num_nodes)
 
         def fill() -> None:
@@ -86,26 +95,27 @@ class ReplayedSteps:
                 self.buffers.write_tree(tree)
 
         def step() -> Outcome:
-            return self._step(kind, drafter, decide, backlogs is not None, tree is None)
+            return self._step(kind, drafter, decide, drafts=tree is None)
 
-        outcome = self.replay.run((kind, settings), step, self.buffers.clear, fill)
+        outcome = self.replay.run((kind, settings, drafter), step, self.buffers.clear, fill)
         return places, outcome.first(len(requests))
 
-    def capture(
-        self, bucket: int, sampling: Sampling, drafter: Drafter, decide: Decide, settings: Hashable, has_backlogs: bool
-    ) -> None:
+    def capture(self, bucket: int, sampling: Sampling, drafter: Drafter, decide: Decide, settings: Hashable) -> None:
         """Run a step on nothing but padding, so that it is there when it is needed."""
-        kind = StepKind(bucket, drafter.num_nodes(bucket), sampling, self._max_root_position)
+        num_nodes = drafter.num_nodes(bucket)
+        keeps = (False, True) if drafter.has_backlogs and num_nodes == 1 else (False,)
+        for is_kept in keeps:
+            kind = StepKind(bucket, num_nodes, sampling, self._max_root_position, is_kept)
 
-        def step() -> Outcome:
-            return self._step(kind, drafter, decide, has_backlogs, drafts=True)
+            def step(kind: StepKind = kind) -> Outcome:
+                return self._step(kind, drafter, decide, drafts=True)
 
-        self.replay.run((kind, settings), step, self.buffers.clear, self.buffers.clear)
+            self.replay.run((kind, settings, drafter), step, self.buffers.clear, self.buffers.clear)
 
     def _kind(
         self, requests: Sequence[Request], drafter: Drafter, backlogs: HostBacklogs | None, tree: DraftTree | None
     ) -> StepKind:
-        size = self.bucket(requests)
+        size = self.bucket(len(requests))
         assert size is not None
         last = max(request.root_position for request in requests)
         num_nodes = drafter.num_nodes(size)
@@ -117,13 +127,14 @@ class ReplayedSteps:
             sampling=Sampling.of([request.params for request in requests]),
             max_root_position=self._max_root_position if self.replay.has_fixed_shapes else last,
             is_kept=backlogs is not None and backlogs.is_kept,
+            is_forced=any(request.forced for request in requests),
             is_chain=tree is not None and tree.shape.is_chain and tree.shape.num_nodes == num_nodes,
             max_children=1 if tree is None else tree.shape.max_children,
         )
 
-    def _step(self, kind: StepKind, drafter: Drafter, decide: Decide, has_backlogs: bool, drafts: bool) -> Outcome:
+    def _step(self, kind: StepKind, drafter: Drafter, decide: Decide, drafts: bool) -> Outcome:
         """All of it, on the buffers."""
-        batch = self.buffers.batch(kind, drafter.max_nodes if has_backlogs else None)
+        batch = self.buffers.batch(kind, drafter.max_nodes if drafter.has_backlogs else None)
         offset = self._records.node_offset(kind.num_nodes)
         places = self.buffers.places(kind, offset, self._records.folds_in_verify, self._device)
         tree = drafter.propose(batch) if drafts else self.buffers.tree(kind)

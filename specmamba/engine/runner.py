@@ -20,8 +20,7 @@ from specmamba.cache.state_buffers import HostPlaces, Places, StateBuffers, Veri
 from specmamba.cache.state_pool import StatePool
 from specmamba.cache.token_counts import TokenCounts
 from specmamba.core import Backlogs, Batch, Chunk, DraftTree, SamplingBatch, Verdict
-from specmamba.draft.base import Drafter
-from specmamba.draft.mtp import MTPDrafter
+from specmamba.draft.base import Drafter, HostBacklogs
 from specmamba.engine.clock import StepClock
 from specmamba.engine.outcome import Decision, Outcome
 from specmamba.engine.replayed_step import ReplayedSteps
@@ -54,7 +53,7 @@ class Runner:
         self, model: LoadedModel, pools: Pools, drafter: Drafter, device: torch.device, rule: AcceptRule = "target"
     ) -> None:
         self.target = model.target
-        self._drafter = drafter
+        self.drafter = drafter
         self.replays: ReplayedSteps | None = None  # None: every step has the shapes of its batch
         self.clock = StepClock(device)
         self.on_logits: Callable[[Tensor], None] | None = None  # sees the logits [B, N, V] of every step
@@ -62,16 +61,6 @@ class Runner:
         self.synthetic_acceptance: float | None = None
         self.pools, self._device = pools, device
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
-
-    @property
-    def drafter(self) -> Drafter:
-        return self._drafter
-
-    @drafter.setter
-    def drafter(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        if self.replays is not None:
-            self.replays.replay.forget()  # they are steps of the drafter before
 
     def admit(self, request: Request) -> None:
         """A request got its row: whatever was there before is gone. Its first ``num_run`` tokens are cached."""
@@ -137,14 +126,16 @@ class Runner:
         return decisions
 
     def capture(self) -> None:
-        """Capture the steps that are needed most: of every bucket, greedy and with a temperature."""
+        """Capture the steps that are needed most: of every bucket, greedy and with a temperature.
+
+        Those of drafters that look at the host are captured when they are first needed.
+        """
         replays, drafter = self.replays, self.drafter
-        if replays is None or not drafter.is_capturable or not replays.replay.has_fixed_shapes:
+        if replays is None or not drafter.is_capturable:
             return
-        has_backlogs = isinstance(drafter, MTPDrafter)
         for bucket in reversed(replays.buckets):  # the largest first: the others find room in its memory
             for is_drawn in (False, True):
-                replays.capture(bucket, Sampling(is_drawn), drafter, self.decide, self._settings, has_backlogs)
+                replays.capture(bucket, Sampling(is_drawn), drafter, self.decide, self._settings)
 
     @property
     def _settings(self) -> Hashable:
@@ -154,31 +145,32 @@ class Runner:
     def _run_step(self, requests: Sequence[Request], rows: tuple[int, ...]) -> tuple[HostPlaces, Outcome]:
         """Replayed where it can be, else with the shapes of this batch."""
         replays, drafter = self.replays, self.drafter
-        # whoever wants the times of phases, or logits, wants them of steps that run operator by operator
-        is_watched = self.clock.is_on or self.on_logits is not None
-        bucket = None if replays is None or is_watched else replays.bucket(requests)
+        # whoever wants the times of phases, or looks on, wants steps that run operator by operator
+        is_watched = self.clock.is_on or self.on_logits is not None or self.target.is_watched
+        bucket = None if replays is None or is_watched else replays.bucket(len(requests))
         backlogs = drafter.prepare(rows, bucket or len(rows))
         if replays is None or bucket is None or not replays.can_tell(backlogs, drafter):
-            return self._run_directly(requests, rows)
+            if bucket is not None:
+                backlogs = drafter.prepare(rows, len(rows))
+            return self._run_directly(requests, rows, backlogs)
         if drafter.is_capturable:
             return replays.run(requests, drafter, self.decide, self._settings, backlogs, None)
         batch = self._batch_of(requests)
         tree = drafter.propose(batch)
         if tree.draft_probs is not None:
-            return self._run_directly(requests, rows, (batch, tree))
-        places, outcome = replays.run(requests, drafter, self.decide, self._settings, backlogs, tree)
+            return self._decide_directly(batch, tree, rows)
+        places, outcome = replays.run(requests, drafter, self.decide, self._settings, None, tree)
         drafter.observe(batch, outcome.verdict, outcome.features)
         return places, outcome
 
     def _run_directly(
-        self, requests: Sequence[Request], rows: tuple[int, ...], drafted: tuple[Batch, DraftTree] | None = None
+        self, requests: Sequence[Request], rows: tuple[int, ...], backlogs: HostBacklogs | None
     ) -> tuple[HostPlaces, Outcome]:
-        """A step with the shapes of this batch; ``drafted``: what has been drafted for it already."""
-        if drafted is None:
-            backlogs = self.drafter.prepare(rows, len(rows))
-            batch = self._batch_of(requests, None if backlogs is None else backlogs.on(self._device))
-            drafted = batch, self.drafter.propose(batch)
-        batch, tree = drafted
+        """A step with the shapes of this batch."""
+        batch = self._batch_of(requests, None if backlogs is None else backlogs.on(self._device))
+        return self._decide_directly(batch, self.drafter.propose(batch), rows)
+
+    def _decide_directly(self, batch: Batch, tree: DraftTree, rows: tuple[int, ...]) -> tuple[HostPlaces, Outcome]:
         self.clock.lap("draft")
         places = self.pools.records.place(rows, tree.shape.num_nodes)
         outcome = self.decide(batch, tree, places.on(self._device))
@@ -224,6 +216,9 @@ class Runner:
         if not plan.tree.is_chain and self.pools.kv.k:
             slots = self._node_slots(batch, plan.tree.num_nodes)
             source, target = tree_ops.kv_moves(verdict.path, verdict.num_accepted, slots)
+            if batch.is_exact and source.is_cpu:  # to look costs nothing there, to copy what stays does
+                is_moved = source != target
+                source, target = source[is_moved], target[is_moved]
             self.pools.kv.move(source.flatten(), target.flatten())
 
     def _node_slots(self, batch: Batch, num_nodes: int) -> Tensor:

@@ -29,14 +29,17 @@ class Sampling(NamedTuple):
     """Which parts of sampling a step runs: what nobody in the batch uses costs nothing."""
 
     is_drawn: bool = False  # some row has a temperature
-    is_filtered: bool = False  # and some such row a top-k, top-p or min-p
+    has_top_k: bool = False  # and some such row this
+    has_top_p: bool = False
+    has_min_p: bool = False
     is_penalized: bool = False
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> Sampling:
         """What these requests need together."""
         drawn = [p for p in params if not p.is_greedy]
-        return cls(bool(drawn), any(p.has_filters for p in drawn), any(p.has_penalties for p in params))
+        filters = (any(p.top_k > 0 for p in drawn), any(p.top_p < 1 for p in drawn), any(p.min_p > 0 for p in drawn))
+        return cls(bool(drawn), *filters, any(p.has_penalties for p in params))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class StepKind:
     sampling: Sampling
     max_root_position: int
     is_kept: bool = False  # the backlogs of a draft head; see ``Backlogs``
+    is_forced: bool = False  # some tokens are given instead of chosen
     is_chain: bool = False  # of trees that were drafted outside of the step
     max_children: int = 1  # the same
 
@@ -65,7 +69,9 @@ class StepBuffers:
         self.floats = Columns(FLOATS, num_rows, torch.float32, device)
         self.tokens = torch.zeros(num_rows, max_nodes, dtype=torch.int64, device=device)  # drafted outside of the step
         self.parents = torch.full_like(self.tokens, -1)
-        self.max_nodes = max_nodes
+        self.forced = torch.full_like(self.tokens, -1)
+        self._max_nodes = max_nodes
+        self._members: tuple[int, ...] | None = None  # whose sampling settings were written last
 
     def clear(self) -> None:
         """Nothing but padding."""
@@ -73,6 +79,8 @@ class StepBuffers:
         self.floats.write({})
         self.tokens.zero_()
         self.parents.fill_(-1)
+        self.forced.fill_(-1)
+        self._members = None
 
     def write(self, requests: Sequence[Request], places: HostPlaces, backlogs: HostBacklogs | None) -> None:
         """The inputs of a step of these requests; the rows behind them become padding."""
@@ -88,9 +96,21 @@ class StepBuffers:
             "top_k": [p.top_k for p in params],
         }
         self.integers.write(columns | ({} if backlogs is None else {"backlog": backlogs.counts}))
-        own = {name: [getattr(p, name) for p in params] for name in ("temperature", "top_p", "min_p")}
-        penalties = {name: [getattr(p, f"{name}_penalty") for p in params] for name in FLOATS.keys() - own.keys()}
-        self.floats.write(own | penalties)
+        members = tuple(request.sequence_number for request in requests)
+        if members != self._members:
+            own = {name: [getattr(p, name) for p in params] for name in ("temperature", "top_p", "min_p")}
+            penalties = {name: [getattr(p, f"{name}_penalty") for p in params] for name in FLOATS.keys() - own.keys()}
+            self.floats.write(own | penalties)
+            self._members = members
+        if any(request.forced for request in requests):
+            self._write_forced(requests)
+
+    def _write_forced(self, requests: Sequence[Request]) -> None:
+        depth = self._max_nodes
+        pieces = [r.forced[len(r.output) : len(r.output) + depth] for r in requests]
+        rows = torch.tensor([[*piece, *[-1] * (depth - len(piece))] for piece in pieces])
+        self.forced.fill_(-1)
+        self.forced[: len(requests)] = rows.to(self.forced.device)
 
     def write_tree(self, tree: DraftTree) -> None:
         """Trees that were drafted outside; nodes and rows that they lack become padding."""
@@ -113,6 +133,7 @@ class StepBuffers:
             root_positions=column("root_position", size),
             max_root_position=kind.max_root_position,
             sampling=self._sampling(kind),
+            forced_tokens=self.forced[:size] if kind.is_forced else None,
             backlogs=backlogs,
             is_exact=False,
         )
@@ -135,13 +156,12 @@ class StepBuffers:
 
     def _sampling(self, kind: StepKind) -> SamplingBatch:
         size, used = kind.batch_size, kind.sampling
-        filters = used.is_drawn and used.is_filtered
         strengths = (self.floats.read(name, size) for name in ("presence", "frequency", "repetition"))
         return SamplingBatch(
             temperature=self.floats.read("temperature", size) if used.is_drawn else None,
-            top_k=self.integers.read("top_k", size) if filters else None,
-            top_p=self.floats.read("top_p", size) if filters else None,
-            min_p=self.floats.read("min_p", size) if filters else None,
+            top_k=self.integers.read("top_k", size) if used.has_top_k else None,
+            top_p=self.floats.read("top_p", size) if used.has_top_p else None,
+            min_p=self.floats.read("min_p", size) if used.has_min_p else None,
             seeds=self.integers.read("seed", size),
             penalties=Penalties(*strengths) if used.is_penalized else None,
         )

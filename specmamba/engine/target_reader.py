@@ -38,6 +38,7 @@ class _Listener(NoDrafter):
         self.vocab_size, self.hidden_size = target.vocab_size, target.hidden_size
         self.embed, self.logits, self.read_features = target.embed, target.logits, target.read_features
         self._target, self._see = target, see
+        self.is_watched = True
         self._last: TargetOutput | None = None
         self._unseen: dict[tuple[int, ...], list[int]] = {}  # equal texts have equal states: any index will do
         for index in reversed(range(len(texts))):

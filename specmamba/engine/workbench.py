@@ -18,6 +18,7 @@ from specmamba.draft.plan import DraftPlan, plan_drafts
 from specmamba.draft.recorder import RankRecorder
 from specmamba.engine.clock import StepClock
 from specmamba.engine.engine import Engine
+from specmamba.engine.graphs import capture
 from specmamba.engine.target_reader import See, digest_of_checkpoint, read_target
 from specmamba.errors import ConfigError, RequestError
 from specmamba.models.checkpoint import resolve_checkpoint
@@ -37,6 +38,12 @@ class Workbench:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._kept: dict[str, Drafter] = {}  # by flags, those of whose steps there are graphs
+
+    @property
+    def replays_steps(self) -> bool:
+        """Whether steps are replayed while the clock is off; phases of a step cannot be told apart then."""
+        return self._engine.runner.replays is not None
 
     @property
     def clock(self) -> StepClock:
@@ -78,6 +85,8 @@ class Workbench:
         engine.runner.drafter = self._make_drafter(plan, config)
         engine.config, engine.draft_plan, engine.runner.rule = config, plan, config.speculative_accept
         engine.model.target.read_features(engine.feature_layers)
+        with torch.inference_mode():
+            capture(engine.runner)
         engine.flush_cache()  # what was left there has nothing for this drafter to go on from
 
     def use_synthetic_acceptance(self, probability: float | None) -> None:
@@ -165,7 +174,17 @@ class Workbench:
         return free_memory(torch.device("cpu"))
 
     def _make_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
-        """A drafter in place of the engine's; where it cannot be had, the engine drafts on as it did."""
+        """A drafter in place of the engine's; where it cannot be had, the engine drafts on as it did.
+
+        Where steps are replayed, one that was used before is used again: graphs are of a drafter.
+        """
+        flags = config.model_dump_json(include=DRAFT_FIELDS)
+        drafter = self._kept.get(flags) or self._new_drafter(plan, config)
+        if self.replays_steps and drafter.is_capturable:
+            self._kept[flags] = drafter
+        return drafter
+
+    def _new_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
         engine = self._engine
         if plan.algorithm in ("none", "ngram"):  # these hold no states, and a corpus may be refused
             return engine.make_drafter(plan, config)

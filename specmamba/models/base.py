@@ -45,6 +45,7 @@ class Target(Protocol):
 
     vocab_size: int
     hidden_size: int
+    is_watched: bool  # somebody notes what is run: no step is replayed, for that would note nothing
 
     def forward(self, tokens: Tensor, context: ForwardContext) -> TargetOutput:
         """Run tokens [B, L] int64."""

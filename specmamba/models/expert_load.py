@@ -32,9 +32,11 @@ def record_expert_load(target: Target) -> Iterator[dict[int, Tensor]]:
         raise ConfigError("the load of experts cannot be recorded: this model has none")
     if any(layer.load is not None for layer in layers.values()):
         raise ConfigError("the load of this model's experts is being recorded already")
+    target.is_watched = True
     try:
         yield {block: layer.start_counting() for block, layer in layers.items()}
     finally:
+        target.is_watched = False
         for layer in layers.values():
             layer.stop_counting()
 

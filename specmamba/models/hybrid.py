@@ -60,6 +60,7 @@ class HybridTarget:
         self.blocks, self._norm = tuple(blocks), norm
         self._embedding_scale, self._logits_scale = embedding_scale, logits_scale
         self._feature_layers: tuple[int, ...] = ()
+        self.is_watched = False
 
     def read_features(self, layers: tuple[int, ...]) -> None:
         """See ``Target``."""
