@@ -19,16 +19,18 @@ def _bias_tile(bias, channels, is_channel, ROWS: tl.constexpr, CHANNELS: tl.cons
 def _move_window(source, source_stride, begin, target, target_stride, channels, is_channel, WIDTH: tl.constexpr):
     """Copy the WIDTH - 1 entries from ``begin`` on to the first ones of ``target``, oldest first.
 
-    Both may be the same memory: no entry is read after it was overwritten, as targets never stand behind sources.
+    Both may be the same memory: no entry is read after it was overwritten, as targets never stand behind sources, and
+    as no thread begins a step before all have read what the steps before it move. What was read before is over, too.
     """
     for j in tl.static_range(WIDTH - 1):
         x = tl.load(source + tl.cast(begin + j, tl.int64) * source_stride + channels, mask=is_channel)
         tl.store(
             target + tl.cast(j, tl.int64) * target_stride + channels, x.to(target.dtype.element_ty), mask=is_channel
         )
+        tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_nodes", "node_offset", "index_stride_b"])
 def tree_in_place_kernel(
     inputs,  # [B, N, C]
     conv_inputs,  # [rows, W - 1 + R, C]
@@ -98,12 +100,10 @@ def tree_in_place_kernel(
             _move_window(
                 row, entry_stride, begin, windows + slot * slot_stride, window_stride, channels, is_channel, WIDTH
             )
-            # other threads' reads of the window that is overwritten are over: what they read, they have stored in y
-            tl.debug_barrier()
             _move_window(row, entry_stride, begin, row, entry_stride, channels, is_channel, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_nodes", "index_stride_b"])
 def tree_snapshots_kernel(
     x,  # [B, N, C]
     window,  # [B, W - 1, C]
@@ -150,7 +150,7 @@ def tree_snapshots_kernel(
     tl.store(y + (b * num_nodes + nodes)[:, None] * num_channels + channels[None, :], silu(total), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def extend_kernel(
     x,  # [B, L, C]
     windows,  # [slots, W - 1, C]
@@ -225,3 +225,4 @@ def shift_windows_kernel(
             new = tl.load(x + source * x_stride_t + channels, mask=is_new, other=0.0)
             moved = tl.where(is_old, old, new.to(windows.dtype.element_ty))
             tl.store(windows + j * window_stride + channels, moved, mask=is_channel)
+            tl.debug_barrier()  # a later step overwrites what another thread may still have to read in this one

@@ -18,7 +18,7 @@ def _silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_nodes", "dt_batch_stride"])
 def step(
     dt, mixed, dt_bias, negative_a, u, g, dt_min, dt_max,
     dt_batch_stride, dt_node_stride, mixed_batch_stride, mixed_node_stride, num_nodes,
@@ -46,7 +46,7 @@ def _skipped(recurred, mixed, skip, channels, mask, HEAD_DIM: tl.constexpr):
     return y + tl.load(skip + channels // HEAD_DIM, mask=mask, other=0.0) * x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_nodes"])
 def gate_and_norm(
     recurred, mixed, gate, skip, norm, slots, out, norm_eps,
     mixed_batch_stride, mixed_node_stride, gate_batch_stride, gate_node_stride, num_nodes,

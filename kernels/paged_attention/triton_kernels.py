@@ -62,7 +62,12 @@ def _scaled(x, inverse, weights, mask):
     return (x.to(tl.float32) * inverse * tl.load(weights, mask=mask, other=0.0)).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "first", "num_entries"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_queries", "num_keys", "first", "num_entries"),
+        *("table_stride", "last_stride_b", "seen_stride_b", "seen_stride_n"),
+    ]
+)
 def attend_kernel(
     q, k_pool, v_pool, table, rows, last, roots, seen, gate, out, peaks, sums,
     scale, num_queries, num_keys, first, num_entries,

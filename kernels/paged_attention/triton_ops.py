@@ -58,6 +58,8 @@ def store(
     q = torch.empty(
         *(batch, num_queries, form.num_query_heads, form.head_dim), dtype=projected.dtype, device=projected.device
     )
+    if q.numel() == 0:
+        return q
     num_heads = form.num_query_heads + 2 * form.num_key_heads
     kernels.store_kernel[batch * num_queries, -(-num_heads // tiles.STORE_HEADS)](
         *(projected, norm, cos, sin, write_slots, q, k_pool, v_pool),
@@ -93,6 +95,8 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, keys: Keys, scale: float |
 def _attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, keys: Keys, scale: float | None, gate: Tensor | None) -> Tensor:
     """``attend``, then times the sigmoid of the gate [B, N, Hq D]."""
     _check_pools(k_pool, v_pool)
+    if q.numel() == 0:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
     num_queries, dim = q.shape[1], q.shape[3]
     num_keys = min(keys.num_keys, keys.table.shape[1])
     if num_queries > tiles.MAX_SPLIT_QUERIES and tiles.prefers_torch(num_queries, num_keys, dim, q.dtype):
@@ -116,7 +120,7 @@ def _attend_in_parts(
     tile = tiles.attend_tile(num_rows, dim, q.dtype, is_split=True)
     splits = tiles.num_splits(batch * key_heads * -(-num_rows // tile.rows), num_keys)
     parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
-    peaks, sums = torch.empty(2, *parts.shape[:-1], dtype=torch.float32, device=q.device)
+    peaks, sums = (torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
     _launch(q, k_pool, v_pool, keys, num_keys, scale, None, parts, peaks, sums)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernels.combine_kernel[batch * num_queries, query_heads](

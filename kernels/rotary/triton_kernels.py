@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "length", "stride_b"])
 def angles_kernel(
     positions,  # [B, L]
     frequencies,  # [R]

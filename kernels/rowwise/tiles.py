@@ -71,7 +71,7 @@ def _delta(name: str, key_dim: int, num_heads: int, num_value_heads: int) -> Var
     from specmamba.kernels.rowwise.triton_kernels import delta_inputs_kernel
 
     pointers = {"mixed": "fp32", "a": "bf16", "b": "bf16", **dict.fromkeys(("negative_a", "dt_bias"), "fp32")}
-    results, blocks = {"qk": "fp32", "gates": "fp32"}, ("BLOCK_HEADS", "BLOCK_K")
+    results, blocks = dict.fromkeys(("q", "k", "g", "beta"), "fp32"), ("BLOCK_HEADS", "BLOCK_K")
     more = {"BLOCK_V": next_power_of_2(num_value_heads)}
     return _variant(name, delta_inputs_kernel, {**pointers, **results}, row_tile(key_dim, num_heads), blocks, more)
 

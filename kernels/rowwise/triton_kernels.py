@@ -41,7 +41,7 @@ def _place(rows, num_heads, length, stride_b, stride_t, stride_h):
     return outer * stride_b + inner * stride_t + heads.to(tl.int64) * stride_h
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "length"])
 def norm_kernel(
     x,  # [B, L, H, D]
     gate,  # [B, L, H, D] or None
@@ -78,7 +78,7 @@ def norm_kernel(
     tl.store(y + at, normed.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def silu_mul_kernel(
     gate_up,  # [B, L, 2 I]
     y,  # [B, L, I] contiguous
@@ -97,7 +97,7 @@ def silu_mul_kernel(
     tl.store(y + token * width + columns, (silu(gate) * up).to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "length"])
 def rotate_kernel(
     x,  # [B, L, H, D]
     cos,  # [B, L, 1, R]
@@ -135,16 +135,17 @@ def rotate_kernel(
     tl.store(y + at, turned.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "a_stride_b", "b_stride_b"])
 def delta_inputs_kernel(
     mixed,  # [B, L, C]
     a,  # [B, L, Hv]
     b,  # [B, L, Hv]
     negative_a,  # [Hv]
     dt_bias,  # [Hv]
-    qk,  # [2, B, L, Hk, K] contiguous
-    gates,  # [2, B, L, Hv] contiguous, g and beta
-    num_tokens,  # B L
+    q,  # [B, L, Hk, K] contiguous
+    k,  # [B, L, Hk, K] contiguous
+    g,  # [B, L, Hv] contiguous
+    beta,  # [B, L, Hv] contiguous
     length,
     num_key_heads,
     key_dim,
@@ -169,8 +170,10 @@ def delta_inputs_kernel(
     at = outer * mixed_stride_b + inner * mixed_stride_t + heads[:, None] * key_dim + columns[None, :]
     x = tl.load(mixed + at, mask=mask, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, 1) + eps) * tl.where(heads < num_key_heads, query_scale, 1.0)
-    at = (heads // num_key_heads * num_tokens + token) * num_key_heads + heads % num_key_heads
-    tl.store(qk + at[:, None] * key_dim + columns[None, :], x * factor[:, None], mask=mask)
+    at = (token * num_key_heads + heads % num_key_heads)[:, None] * key_dim + columns[None, :]
+    is_query = (heads < num_key_heads)[:, None]
+    tl.store(q + at, x * factor[:, None], mask=mask & is_query)
+    tl.store(k + at, x * factor[:, None], mask=mask & (is_query == 0))
 
     if tl.program_id(1) == 0:
         values = tl.arange(0, BLOCK_V)
@@ -178,6 +181,7 @@ def delta_inputs_kernel(
         decay = tl.load(a + outer * a_stride_b + inner * a_stride_t + values, mask=is_value, other=0.0).to(tl.float32)
         step = tl.load(b + outer * b_stride_b + inner * b_stride_t + values, mask=is_value, other=0.0).to(tl.float32)
         decay += tl.load(dt_bias + values, mask=is_value, other=0.0).to(tl.float32)
-        g = tl.load(negative_a + values, mask=is_value, other=0.0).to(tl.float32) * softplus(decay)
-        tl.store(gates + token * num_value_heads + values, g, mask=is_value)
-        tl.store(gates + (num_tokens + token) * num_value_heads + values, sigmoid(step), mask=is_value)
+        rate = tl.load(negative_a + values, mask=is_value, other=0.0).to(tl.float32)
+        own = token * num_value_heads + values
+        tl.store(g + own, rate * softplus(decay), mask=is_value)
+        tl.store(beta + own, sigmoid(step), mask=is_value)

@@ -85,13 +85,13 @@ def delta_inputs(
     batch, length, value_heads = a.shape
     assert a.shape == b.shape == (*mixed.shape[:2], value_heads), "mixed, a and b do not fit"
     assert mixed.shape[2] >= 2 * num_key_heads * key_dim, "there are fewer channels than queries and keys"
-    qk = torch.empty(2, batch, length, num_key_heads, key_dim, device=mixed.device)
-    gates = torch.empty(2, batch, length, value_heads, device=mixed.device)
+    q, k = (torch.empty(batch, length, num_key_heads, key_dim, device=mixed.device) for _ in range(2))
+    g, beta = (torch.empty(batch, length, value_heads, device=mixed.device) for _ in range(2))
     mixed, a, b = _dense(mixed), _dense(a), _dense(b)
     if batch * length > 0:
         tile = row_tile(key_dim, 2 * num_key_heads)
         kernels.delta_inputs_kernel[(batch * length, _blocks(2 * num_key_heads, tile.rows))](
-            *(mixed, a, b, _dense(negative_a), _dense(dt_bias), qk, gates, batch * length, length),
+            *(mixed, a, b, _dense(negative_a), _dense(dt_bias), q, k, g, beta, length),
             *(num_key_heads, key_dim, value_heads, key_dim**-0.5, L2_EPS),
             *(*mixed.stride()[:2], *a.stride()[:2], *b.stride()[:2]),
             BLOCK_HEADS=tile.rows,
@@ -100,7 +100,7 @@ def delta_inputs(
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-    return qk[0], qk[1], gates[0], gates[1]
+    return q, k, g, beta
 
 
 def _heads(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "count", "key", "row_stride", "position_stride"])
 def uniform_kernel(seeds, positions, out, total, count, key, row_stride, position_stride, BLOCK: tl.constexpr):
     """See ``torch_ops.uniform``; unsigned integers wrap around, and shift in zeros."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -60,7 +60,7 @@ def largest(x):
     return tl.where(has_nan, float("nan"), peak), tl.where(has_nan, is_nan, x == peak)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "tokens_stride", "tree_stride", "row_stride"])
 def penalize_kernel(
     logits, counts, prompt_mask, tokens, mask, presence, frequency, repetition, out, nodes, size, stride,
     counts_stride, prompt_stride, tokens_stride, tree_stride, row_stride, BLOCK: tl.constexpr,
@@ -111,7 +111,7 @@ def keys_of(x, SHIFT: tl.constexpr):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def row_cutoffs_kernel(
     logits,
     temperature,
@@ -232,7 +232,7 @@ def keep(weight, x, ids, row, levels, cuts, SHIFT: tl.constexpr):
     return tl.where(is_kept & (weight >= tl.load(levels + 2 * row + 1)), weight, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def chunk_masses_kernel(
     logits, temperature, levels, cuts, peaks, firsts, masses, nodes, size, stride, num_chunks,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
@@ -266,7 +266,7 @@ def load_masses(peaks, firsts, masses, row, temperature, size, num_chunks, CHUNK
     return mass, top, tl.minimum(tl.min(first, 0), size - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def draw_kernel(
     logits, temperature, uniforms, levels, cuts, peaks, firsts, masses, tokens, nodes, size, stride, num_chunks,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -299,7 +299,7 @@ def first_beyond(mass, threshold, SIZE: tl.constexpr):
     return tl.min(tl.where(has_mass & (tl.cumsum(mass, 0) > threshold), index, last), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def probabilities_kernel(
     logits, temperature, levels, cuts, peaks, firsts, masses, probs, nodes, size, stride, num_chunks,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,

@@ -127,7 +127,7 @@ def _keep(
         tl.store(place, of_b, mask=in_record)
 
 
-@triton.jit(do_not_specialize=["node_offset", "num_nodes"])
+@triton.jit(do_not_specialize=["node_offset", "num_nodes", "g_batch_stride"])
 def tree_verify(
     c, b, u, g, out, states, kept_b, kept_u, kept_decay, ancestors, rows, slots, num_pending, folds,
     node_offset, num_nodes, heads_per_group,
@@ -215,7 +215,7 @@ def tree_verify(
     tl.store(out, total, mask=in_out)
 
 
-@triton.jit(do_not_specialize=["node_offset"])
+@triton.jit(do_not_specialize=["node_offset", "g_batch_stride"])
 def root_verify(
     c, b, u, g, out, states, kept_b, kept_u, kept_decay, rows, slots, num_pending, folds,
     node_offset, heads_per_group,
@@ -287,7 +287,7 @@ def _sliced(base, index, stride, lanes, length, num_lanes):
     return tl.load(base + (index * stride)[None, :, None] + lanes[:, None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["max_length"])
+@triton.jit(do_not_specialize=["max_length", "g_batch_stride"])
 def extend(
     c, b, u, g, out, states, slots, lengths, max_length, heads_per_group,
     c_batch_stride, c_token_stride, c_group_stride, b_batch_stride, b_token_stride, b_group_stride,
@@ -339,7 +339,7 @@ def extend(
     tl.store(place, _as_stored(state, states.dtype.element_ty), mask=in_state)
 
 
-@triton.jit(do_not_specialize=["num_nodes"])
+@triton.jit(do_not_specialize=["num_nodes", "g_batch_stride"])
 def tree_verify_snapshots(
     c, b, u, g, out, state, snapshots, parents, num_nodes, heads_per_group,
     c_batch_stride, c_node_stride, c_group_stride, b_batch_stride, b_node_stride, b_group_stride,

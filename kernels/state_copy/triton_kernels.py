@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["moves"])
 def compact_kernel(
     buffer,  # [layers, rows, R, size]
     rows,  # [B]

@@ -24,6 +24,8 @@ def fold(
     """
     batch, heads, key_dim, value_dim = state.shape
     out = torch.empty_like(state) if out is None else out
+    if out.numel() == 0:
+        return out
     tile = fold_tile(key_dim, value_dim)
     grid = -(-value_dim // tile.values), heads, batch
     triton_kernels.fold[grid](

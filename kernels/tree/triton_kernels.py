@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "parents_stride"])
 def ancestors_kernel(parents, mask, nodes, parents_stride, BLOCK_N: tl.constexpr):
     """Walk up from all nodes at once; the ancestors of a node are the bits of an integer."""
     tree = tl.program_id(0)
@@ -27,7 +27,7 @@ def parent_of(parents, node):
     return tl.where((parent >= 0) & (parent < node), parent, -1).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "tree_stride", "row_stride"])
 def depth_kernel(mask, depths, nodes, tree_stride, row_stride, BLOCK_N: tl.constexpr):
     """Count the ancestors of every node."""
     tree = tl.program_id(0)
@@ -43,7 +43,7 @@ def load_mask(mask, nodes, row_stride, BLOCK_N: tl.constexpr):
     return tl.load(mask + row * row_stride + column, mask=(row < nodes) & (column < nodes), other=0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "parents_stride"])
 def conv_index_kernel(parents, index, nodes, width, parents_stride, BLOCK_N: tl.constexpr):
     """Walk up from all nodes at once, and on into the inputs before the root."""
     tree = tl.program_id(0)
@@ -55,7 +55,9 @@ def conv_index_kernel(parents, index, nodes, width, parents_stride, BLOCK_N: tl.
         position = tl.where(position >= 0, parent_of(parents + tree * parents_stride, position), position - 1)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["nodes", "tokens_stride", "parents_stride", "tree_stride", "row_stride", "targets_stride"]
+)
 def accepted_path_kernel(
     tokens, parents, mask, targets, path, num_accepted, path_tokens, bonus, nodes, tokens_stride, parents_stride,
     tree_stride, row_stride, targets_stride, BLOCK_N: tl.constexpr,
@@ -92,7 +94,7 @@ def accepted_path_kernel(
     tl.store(bonus + tree, gained)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "node_offset", "path_stride"])
 def commit_moves_kernel(
     path, num_accepted, num_pending, source, target, nodes, node_offset, path_stride, BLOCK_N: tl.constexpr
 ):
@@ -105,7 +107,7 @@ def commit_moves_kernel(
     tl.store(target + tree * nodes + step, tl.load(num_pending + tree) + taken, mask=step < nodes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "path_stride", "slots_stride"])
 def kv_moves_kernel(path, num_accepted, slots, source, target, nodes, path_stride, slots_stride, BLOCK_N: tl.constexpr):
     """KV slots; steps that are not taken move slot 0 onto itself."""
     tree = tl.program_id(0)

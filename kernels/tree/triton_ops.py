@@ -42,7 +42,7 @@ def accepted_path(
     tokens, parents, target_tokens = _dense(tokens), _dense(parents), _dense(target_tokens)
     mask, (batch, nodes) = _dense(ancestors), tokens.shape
     path, path_tokens = tokens.new_empty(batch, nodes), tokens.new_empty(batch, nodes + 1)
-    num_accepted, bonus = tokens.new_empty(2, batch)
+    num_accepted, bonus = tokens.new_empty(batch), tokens.new_empty(batch)
     strides = tokens.stride(0), parents.stride(0), *mask.stride()[:2], target_tokens.stride(0)
     inputs, outputs = (tokens, parents, mask, target_tokens), (path, num_accepted, path_tokens, bonus)
     _launch(kernels.accepted_path_kernel, batch, nodes, *inputs, *outputs, nodes, *strides)
@@ -53,7 +53,7 @@ def commit_moves(path: Tensor, num_accepted: Tensor, node_offset: int, num_pendi
     """See ``torch_ops.commit_moves``."""
     path, (batch, nodes) = _dense(path), path.shape
     counts = num_accepted.contiguous(), num_pending.contiguous()
-    source, target = path.new_empty(2, batch, nodes)
+    source, target = path.new_empty(batch, nodes), path.new_empty(batch, nodes)
     _launch(
         kernels.commit_moves_kernel, batch, nodes, path, *counts, source, target, nodes, node_offset, path.stride(0)
     )
@@ -63,7 +63,7 @@ def commit_moves(path: Tensor, num_accepted: Tensor, node_offset: int, num_pendi
 def kv_moves(path: Tensor, num_accepted: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """See ``torch_ops.kv_moves``."""
     path, slots, (batch, nodes) = _dense(path), _dense(slots), path.shape
-    source, target = path.new_empty(2, batch, nodes)
+    source, target = path.new_empty(batch, nodes), path.new_empty(batch, nodes)
     strides = path.stride(0), slots.stride(0)
     _launch(
         kernels.kv_moves_kernel, batch, nodes, path, num_accepted.contiguous(), slots, source, target, nodes, *strides

@@ -335,6 +335,27 @@ def test_views(triton_ops: Any, gpu_device: str) -> None:
         triton_ops.attend_layer(**(there | {"keys": keys, "v_pool": pools[0, 1].transpose(1, 2)}))
 
 
+@pytest.mark.parametrize(("batch", "num_queries"), [(0, 5), (0, 70), (2, 0)])
+def test_nothing_to_attend(triton_ops: Any, gpu_device: str, batch: int, num_queries: int) -> None:
+    """No row, or no query of any: an empty output, and pools as they were."""
+    layer = make_layer(make_keys([9, 21], 5, num_entries=7), (4, 2, 16), 8, FP32, "norm rotary gate")
+    layer["write_slots"] = layer["write_slots"][:0]
+    for name in ("projected", "cos", "sin"):
+        layer[name] = layer[name][:batch, :1].expand(-1, num_queries, *layer[name].shape[2:])
+    keys = layer["keys"]
+    layer["keys"] = replace(
+        keys,
+        rows=keys.rows[:batch],
+        last=keys.last[:batch, :1].expand(-1, num_queries),
+        roots=keys.roots[:batch],
+        seen=keys.seen[:batch, :1].expand(-1, num_queries, -1),
+    )
+    out, *pools = run_layer(triton_ops, gpu_device, layer)
+    assert out.shape == (batch, num_queries, 4 * 16)
+    for pool, before in zip(pools, (layer["k_pool"], layer["v_pool"]), strict=True):
+        assert torch.equal(pool.view(torch.int32), before.view(torch.int32))
+
+
 def test_the_choice_of_torch(triton_ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = make_keys([6, 0], 65, first=1)
     keys = replace(keys, rows=torch.tensor([int(keys.rows[0]), 0]))

@@ -103,6 +103,12 @@ def test_any_layout(gpu_device: str) -> None:
     torch.testing.assert_close(out.cpu().double(), want, **TOLERANCE)
 
 
+def test_no_rows(gpu_device: str) -> None:
+    state, records = make_state(2, HEADS[1], seed=1), make_records(2, 9, HEADS[1], torch.tensor([3, 3]), seed=2)
+    got = fold(state[:0], Records(*(x[:0] for x in records)), [], gpu_device)
+    assert got.shape == (0, *state.shape[1:])
+
+
 def test_tiles_cover_what_they_are_for() -> None:
     for key_dim, value_dim in ((7, 5), (64, 64), (128, 128), (256, 100)):
         tile = tiles.fold_tile(key_dim, value_dim)
