@@ -2,8 +2,9 @@
 
 transformers answers all prompts once, in one batch padded on the left; for some of them it is asked alone too. What
 chunks do to a prompt is over once the prompt has been run, and it is the same for any number of draft steps; so
-requests in chunks of 7 go on for a few tokens only, alone in chunks is tried without drafts and with three, and one
-page size per algorithm meets preemption. ``SPECMAMBA_TEST_FULL=1`` takes none of these short cuts, in 12 minutes.
+requests in chunks of 7 go on for a few tokens only; all prompts alone, and chunks, are tried without drafts and with
+three; and one page size per algorithm meets preemption. ``SPECMAMBA_TEST_FULL=1`` takes none of these short cuts, in 12
+minutes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {"plain": {"speculative_algorithm": "non
 }
 SHORT_LENGTHS = (1, 2, 3, 4, 6)  # 1, 2, and num_steps + 1 for each of the above
 
-CHUNKED_ALONE = tuple(ALGORITHMS) if IS_FULL else ("plain", "mtp-3")
+SOME_ALGORITHMS = tuple(ALGORITHMS) if IS_FULL else ("plain", "mtp-3")
+BATCHES_OF_8 = [(algorithm, 512) for algorithm in ALGORITHMS] + [
+    (algorithm, chunk_size) for algorithm in SOME_ALGORITHMS for chunk_size in (7, 64)
+]
 PREEMPTED = [
     (algorithm, page_size)
     for i, algorithm in enumerate(ALGORITHMS)
@@ -157,7 +161,7 @@ def test_the_oracle_does_not_mind_padding(oracle: Oracle, prompts: list[list[int
 
 
 class TestEveryPrompt:
-    @each_algorithm
+    @pytest.mark.parametrize("algorithm", SOME_ALGORITHMS)
     def test_alone(self, algorithm: str, oracle: Oracle, prompts: list[list[int]], expected: list[Tokens]) -> None:
         with new_llm(algorithm, max_running_requests=1) as llm:
             outputs = llm.generate(prompts, greedy())
@@ -165,7 +169,7 @@ class TestEveryPrompt:
         oracle.check(outputs, expected)
 
     @pytest.mark.parametrize("chunk_size", [7, 64])
-    @pytest.mark.parametrize("algorithm", CHUNKED_ALONE)
+    @pytest.mark.parametrize("algorithm", SOME_ALGORITHMS)
     def test_alone_in_chunks(
         self, algorithm: str, chunk_size: int, oracle: Oracle, prompts: list[list[int]], expected: list[Tokens]
     ) -> None:
@@ -177,8 +181,7 @@ class TestEveryPrompt:
         check_lengths(outputs, NUM_TOKENS_BEHIND_CHUNKS)
         oracle.check(outputs, [expected[i] for i in chosen])
 
-    @pytest.mark.parametrize("chunk_size", [512, 7, 64])
-    @each_algorithm
+    @pytest.mark.parametrize(("algorithm", "chunk_size"), BATCHES_OF_8)
     def test_in_a_batch_of_8(
         self, algorithm: str, chunk_size: int, oracle: Oracle, prompts: list[list[int]], expected: list[Tokens]
     ) -> None:

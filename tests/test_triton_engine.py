@@ -56,13 +56,11 @@ def run(folder: Path, interpreted: bool, **flags: Any) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("state", ["records", "snapshots"])
-def test_a_gated_delta_net_with_a_draft_tree(state: str, tmp_path: Path) -> None:
+def test_a_gated_delta_net_with_a_draft_tree(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     folder = write_tiny_checkpoint(tmp_path / "model", seed=2, layer_types=[LINEAR, FULL])
-    flags = TREE | {"speculative_state": state}
-    tokens = run(folder, interpreted=False, **flags)["tokens"]
-    assert run(folder, interpreted=True, cuda_graph_max_bs=2, **flags)["tokens"] == tokens
+    tokens = run(folder, interpreted=False, **TREE)["tokens"]
+    assert run(folder, interpreted=True, cuda_graph_max_bs=2, **TREE)["tokens"] == tokens
 
 
 def test_mamba2(tmp_path: Path) -> None:
