@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from specmamba.cache.radix_node import Node
 from specmamba.core import SamplingParams, SpecStats
@@ -93,6 +96,12 @@ class Request:
         """The state slot, likewise."""
         assert self.slot is not None
         return self.slot
+
+
+def forced_ahead(requests: Sequence[Request], depth: int) -> Tensor:
+    """The next ``depth`` tokens that are replayed, [B, depth] int64 on the host; -1 where the target chooses."""
+    pieces = [r.forced[len(r.output) : len(r.output) + depth] for r in requests]
+    return torch.tensor([[*piece, *[-1] * (depth - len(piece))] for piece in pieces])
 
 
 @dataclass(frozen=True, slots=True)

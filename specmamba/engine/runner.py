@@ -24,7 +24,7 @@ from specmamba.draft.base import Drafter, HostBacklogs
 from specmamba.engine.clock import StepClock
 from specmamba.engine.outcome import Decision, Outcome
 from specmamba.engine.replayed_step import ReplayedSteps
-from specmamba.engine.request import Request, Run
+from specmamba.engine.request import Request, Run, forced_ahead
 from specmamba.engine.step_buffers import Sampling
 from specmamba.kernels import tree as tree_ops
 from specmamba.layers.context import ForwardContext
@@ -181,21 +181,21 @@ class Runner:
         """Verify, accept, commit, on the device alone: nothing here waits for it."""
         history = None if batch.sampling.penalties is None else self.pools.counts.of(batch.row_index)
         plan = self.pools.records.plan_at(places, tree.shape)
-        hidden, features = self._verify(batch, tree, plan)
+        node_slots = self._node_slots(batch, tree.shape.num_nodes)
+        hidden, features = self._verify(batch, tree, plan, node_slots)
         logits = self.target.logits(hidden)
         if self.on_logits is not None:
             self.on_logits(logits)
         verdict = accept(tree, logits, batch, history, rule=self.rule, synthetic=self.synthetic_acceptance)
         self.clock.lap("verify")
-        self._commit(batch, plan, verdict)
+        self._commit(batch, plan, verdict, node_slots)
         num_drafted = (tree.shape.parents >= 0).sum(1)
         columns = torch.stack([verdict.num_accepted, verdict.is_sound, num_drafted], 1)
         return Outcome(verdict, features, torch.cat([columns, verdict.path_tokens], 1))
 
-    def _verify(self, batch: Batch, tree: DraftTree, plan: VerifyPlan) -> TargetOutput:
+    def _verify(self, batch: Batch, tree: DraftTree, plan: VerifyPlan, node_slots: Tensor) -> TargetOutput:
         """One target forward over all nodes of all trees."""
         table, num_nodes, shape = self.pools.table, tree.shape.num_nodes, tree.shape
-        write_slots = self._node_slots(batch, num_nodes)
         num_keys = batch.max_root_position + num_nodes
         positions = batch.root_positions[:, None] + shape.depth
         if shape.is_chain:
@@ -204,18 +204,17 @@ class Runner:
         else:
             keys = tree_keys(table, batch, shape.ancestors, num_keys)
         context = ForwardContext(
-            kv=PagedKV(self.pools.kv, write_slots.view(-1), keys),
+            kv=PagedKV(self.pools.kv, node_slots.view(-1), keys),
             state=VerifyState(self.pools.records, plan),
             positions=positions,
         )
         return self.target.forward(tree.tokens, context)
 
-    def _commit(self, batch: Batch, plan: VerifyPlan, verdict: Verdict) -> None:
+    def _commit(self, batch: Batch, plan: VerifyPlan, verdict: Verdict, node_slots: Tensor) -> None:
         """Promote the accepted paths: their records become pending, their KV moves to where their positions are."""
         self.pools.records.promote(plan, verdict.path, verdict.num_accepted)
         if not plan.tree.is_chain and self.pools.kv.k:
-            slots = self._node_slots(batch, plan.tree.num_nodes)
-            source, target = tree_ops.kv_moves(verdict.path, verdict.num_accepted, slots)
+            source, target = tree_ops.kv_moves(verdict.path, verdict.num_accepted, node_slots)
             if batch.is_exact and source.is_cpu:  # to look costs nothing there, to copy what stays does
                 is_moved = source != target
                 source, target = source[is_moved], target[is_moved]
@@ -244,9 +243,7 @@ class Runner:
     def _forced_tokens(self, requests: Sequence[Request]) -> Tensor | None:
         if not any(request.forced for request in requests):
             return None
-        depth = self.drafter.max_nodes
-        pieces = [r.forced[len(r.output) : len(r.output) + depth] for r in requests]
-        return torch.tensor([[*piece, *[-1] * (depth - len(piece))] for piece in pieces], device=self._device)
+        return forced_ahead(requests, self.drafter.max_nodes).to(self._device)
 
     def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
         """Settings change with the members of the batch only, so they are kept until those change."""

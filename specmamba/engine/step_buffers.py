@@ -13,7 +13,7 @@ from specmamba.cache.state_buffers import HostPlaces, Places
 from specmamba.core import Backlogs, Batch, DraftTree, Penalties, SamplingBatch, SamplingParams
 from specmamba.cuda_graphs import Columns
 from specmamba.draft.base import HostBacklogs, chain_shape, tree_shape
-from specmamba.engine.request import Request
+from specmamba.engine.request import Request, forced_ahead
 
 # what rows of padding have: row 0 of every table and slot 0 of every pool belong to nobody
 INTEGERS = {
@@ -70,15 +70,13 @@ class StepBuffers:
         self.tokens = torch.zeros(num_rows, max_nodes, dtype=torch.int64, device=device)  # drafted outside of the step
         self.parents = torch.full_like(self.tokens, -1)
         self.forced = torch.full_like(self.tokens, -1)
-        self._max_nodes = max_nodes
         self._members: tuple[int, ...] | None = None  # whose sampling settings were written last
 
     def clear(self) -> None:
         """Nothing but padding."""
         self.integers.write({})
         self.floats.write({})
-        self.tokens.zero_()
-        self.parents.fill_(-1)
+        self._clear_tree()
         self.forced.fill_(-1)
         self._members = None
 
@@ -103,22 +101,19 @@ class StepBuffers:
             self.floats.write(own | penalties)
             self._members = members
         if any(request.forced for request in requests):
-            self._write_forced(requests)
-
-    def _write_forced(self, requests: Sequence[Request]) -> None:
-        depth = self._max_nodes
-        pieces = [r.forced[len(r.output) : len(r.output) + depth] for r in requests]
-        rows = torch.tensor([[*piece, *[-1] * (depth - len(piece))] for piece in pieces])
-        self.forced.fill_(-1)
-        self.forced[: len(requests)] = rows.to(self.forced.device)
+            self.forced.fill_(-1)
+            self.forced[: len(requests)] = forced_ahead(requests, self.forced.shape[1]).to(self.forced.device)
 
     def write_tree(self, tree: DraftTree) -> None:
         """Trees that were drafted outside; nodes and rows that they lack become padding."""
         size, num_nodes = tree.tokens.shape
-        self.tokens.zero_()
-        self.parents.fill_(-1)
+        self._clear_tree()
         self.tokens[:size, :num_nodes] = tree.tokens
         self.parents[:size, :num_nodes] = tree.shape.parents
+
+    def _clear_tree(self) -> None:
+        self.tokens.zero_()
+        self.parents.fill_(-1)
 
     def batch(self, kind: StepKind, longest_backlog: int | None) -> Batch:
         """The batch that a step of this kind works on; ``longest_backlog``: of a draft head, None: there is none."""
