@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(arguments: list[str]) -> int:
     from specmamba.command_line import parse_command_line
-    from specmamba.config import ServerConfig
+    from specmamba.server_config import ServerConfig
 
     config = parse_command_line(ServerConfig, "specmamba serve", arguments)
     from specmamba.server.run import run_server

@@ -15,8 +15,9 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from specmamba.config import EngineConfig, GenerateConfig, ServerConfig
+from specmamba.config import EngineConfig, GenerateConfig
 from specmamba.errors import ConfigError
+from specmamba.server_config import ServerConfig
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
@@ -90,7 +91,7 @@ def _take_repeated(config_class: type[EngineConfig], arguments: list[str]) -> tu
     """
     taken: dict[str, list[str]] = {}
     for name, field in config_class.model_fields.items():
-        if field.annotation == list[str]:
+        if field.annotation in (list[str], tuple[str, ...]):
             values, arguments = _take_flag("--" + name.replace("_", "-"), arguments)
             taken |= {name: values} if values else {}
     return taken, arguments

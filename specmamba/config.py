@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from specmamba.core import MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
@@ -324,30 +324,6 @@ def _draft_model_problem(config: EngineConfig) -> str | None:
     if algorithm == "draft-model" and config.draft_topk > 1:
         return "--speculative-algorithm: draft-model drafts chains: drop --speculative-eagle-topk"
     return None
-
-
-class ServerConfig(EngineConfig):
-    """``specmamba serve``: the engine and the HTTP server in front of it."""
-
-    host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 30000
-    api_key: Annotated[
-        SecretStr | None, Field(min_length=1, description="ask every client for this key (Authorization: Bearer ...)")
-    ] = None
-    served_model_name: Annotated[
-        str | None, Field(min_length=1, description="the model's name in the API; none: its path")
-    ] = None
-    shutdown_timeout: Annotated[
-        float, Field(ge=0, le=3600, description="seconds that running requests get to finish after SIGTERM")
-    ] = 30.0
-    max_request_bytes: Annotated[int, Field(ge=1024, description="size of a request body at the most")] = 8 << 20
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-
-    @property
-    def model_name(self) -> str:
-        if self.served_model_name is not None:
-            return self.served_model_name
-        return "specmamba-demo" if self.model is None else self.model
 
 
 class GenerateConfig(EngineConfig):

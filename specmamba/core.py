@@ -25,6 +25,23 @@ RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100.0, allow_inf_nan=Fals
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 MAX_STOP_STRINGS, MAX_STOP_IDS = 16, 256
+MAX_LOGPROBS, MAX_BIASES, MAX_GRAMMAR_CHARACTERS = 20, 1024, 65_536
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+LogitBias = Annotated[
+    dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]],
+    Field(max_length=MAX_BIASES, description="added to the logits of tokens, by token id"),
+]
+
+
+class GrammarSpec(BaseModel):
+    """What every output of a request must be a text of; the end-of-text token is allowed where such a text is whole."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["json_object", "json_schema", "regex", "ebnf"]
+    text: Annotated[
+        str, Field(max_length=MAX_GRAMMAR_CHARACTERS, description="schema, expression or rules; empty for json_object")
+    ] = ""
 
 
 class SamplingParams(BaseModel):
@@ -37,7 +54,7 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_tokens: Annotated[int, Field(ge=1, description="new tokens at the most")] = 16
+    max_tokens: Annotated[int, Field(ge=0, description="new tokens at the most; 0: the prompt is only run")] = 16
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = 0
@@ -49,6 +66,10 @@ class SamplingParams(BaseModel):
     stop: Annotated[tuple[StopString, ...], Field(max_length=MAX_STOP_STRINGS)] = ()
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MAX_STOP_IDS)] = ()
     ignore_eos: bool = False
+    logit_bias: LogitBias = {}
+    logprobs: Annotated[NumLogprobs | None, Field(description="likeliest tokens to list beside each new one")] = None
+    prompt_logprobs: Annotated[NumLogprobs | None, Field(description="the same of the prompt's tokens")] = None
+    grammar: GrammarSpec | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -104,8 +125,24 @@ class SpecStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model found a token, given those before it: natural logarithms of its own distribution, before
+    temperature, filters, penalties, biases and grammars."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, the likeliest first
+
+
+@dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What one engine step adds to one request. ``finish_reason`` is set on the last delta and only there."""
+    """What one engine step adds to one request. ``finish_reason`` is set on the last delta and only there.
+
+    ``depths`` has for every new token how deep in its step's draft it stood: 1 for the first draft below the root; 0
+    for a token that was not drafted, the step's own. ``logprobs`` has one entry for every new token of requests that
+    ask for them. ``prompt_logprobs`` is on the first delta of requests that ask for it: one entry for every token of
+    the prompt, None for the first one, which follows nothing.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -116,6 +153,20 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     spec: SpecStats = field(default_factory=SpecStats)
+    depths: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftView:
+    """The draft of one request in one step, on the host, for people who look on. Nodes in topological order."""
+
+    request_id: str
+    tokens: tuple[int, ...]  # the root first
+    parents: tuple[int, ...]  # -1 for the root
+    path: tuple[int, ...]  # accepted nodes, the root first
+    bonus: int  # the target's own token after the path
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +180,8 @@ class RequestOutput:
     num_cached_tokens: int
     spec: SpecStats
     error: str | None = None  # what went wrong, when the finish reason is "error"
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,13 @@ from typing import Any
 import httpx
 
 from specmamba.cache.radix_stats import CacheStats
-from specmamba.config import ServerConfig
 from specmamba.core import OutputDelta, SamplingParams, SpecStats
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
+from specmamba.grammar import CompiledGrammar
 from specmamba.server.app import create_app
 from specmamba.server.run import ApiServer, bind, url_of
+from specmamba.server_config import ServerConfig
 
 TEXT = "def main() -> None:\n    print('héllo → 世界 🙂')\n    return None\n"
 
@@ -118,6 +119,7 @@ class FakeEngine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         extra_key: str | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("the prompt is empty", param="prompt")

@@ -12,8 +12,9 @@ from pydantic import SecretStr
 from specmamba import LLM
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.command_line import describe_validation_error, parse_command_line
-from specmamba.config import DEMO_MODEL, EngineConfig, GenerateConfig, ServerConfig
+from specmamba.config import DEMO_MODEL, EngineConfig, GenerateConfig
 from specmamba.errors import ConfigError
+from specmamba.server_config import ServerConfig
 
 # DESIGN section 10, as far as it is built
 ENGINE_FLAGS = {

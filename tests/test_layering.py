@@ -15,22 +15,29 @@ PACKAGE = Path(__file__).parents[1] / "specmamba"
 # Lowest first. A room may import every room of a lower storey, itself, and nothing else.
 STOREYS: tuple[tuple[str, ...], ...] = (
     ("kernels", "cuda_graphs", "demo"),
-    ("core", "config", "command_line", "errors", "trees"),
+    ("core", "config", "server_config", "command_line", "errors", "trees"),
     ("cache",),
     ("layers",),
     ("models",),
-    ("draft", "verify"),
+    ("draft", "verify", "grammar"),
     ("engine",),
     ("llm",),
     ("__init__",),
     ("server",),
     ("bench",),
-    ("info",),
+    ("info", "doctor"),
     ("cli",),
     ("__main__",),
 )
 STOREY_OF = {room: level for level, rooms in enumerate(STOREYS) for room in rooms}
-FOUNDATION = {"core", "config", "command_line", "errors", "trees"}  # one storey, and they may know each other
+FOUNDATION = {
+    "core",
+    "config",
+    "server_config",
+    "command_line",
+    "errors",
+    "trees",
+}  # one storey, and they may know each other
 FACES = {"llm", "__init__", "server"}
 # What these two may import from outside the package; the other rooms are free.
 THIRD_PARTY_OF = {"kernels": {"torch", "triton"}, "cuda_graphs": {"torch", "triton"}}

@@ -16,11 +16,12 @@ from pydantic import ValidationError
 
 from specmamba import LLM, SamplingParams
 from specmamba.command_line import parse_command_line
-from specmamba.config import EngineConfig, GenerateConfig, ServerConfig
+from specmamba.config import EngineConfig, GenerateConfig
 from specmamba.core import OutputDelta
 from specmamba.engine.engine import Engine
 from specmamba.errors import QueueFullError
 from specmamba.kernels import sampling
+from specmamba.server_config import ServerConfig
 from tests.test_server_process import ROOT
 
 
@@ -212,7 +213,7 @@ def test_sigterm_while_the_model_loads_ends_quietly() -> None:
 
 SLOW = """
 import sys, time
-from specmamba.config import ServerConfig
+from specmamba.server_config import ServerConfig
 from specmamba.server.run import run_server
 def build():
     print("loading", flush=True)

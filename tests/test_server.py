@@ -15,8 +15,9 @@ import openai
 import pytest
 
 from specmamba.core import OutputDelta, SpecStats
+from specmamba.server.chat_protocol import ChatCompletionRequest
 from specmamba.server.metrics import accepted_per_position
-from specmamba.server.protocol import ChatCompletionRequest, CompletionRequest
+from specmamba.server.protocol import CompletionRequest
 from tests.fake_engine import TEXT, FakeEngine, Served, serving, wait_until
 
 NUM_TOKENS = len(TEXT.encode())

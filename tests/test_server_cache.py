@@ -15,7 +15,8 @@ import specmamba.server.prefix_cache
 from specmamba.config import EngineConfig
 from specmamba.core import OutputDelta
 from specmamba.engine.engine import Engine
-from specmamba.server.protocol import ChatCompletionRequest, CompletionRequest
+from specmamba.server.chat_protocol import ChatCompletionRequest
+from specmamba.server.protocol import CompletionRequest
 from specmamba.server.responses import CacheReport
 from tests.fake_engine import CACHE_STATS, FakeEngine, Served, serving, wait_until
 

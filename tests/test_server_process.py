@@ -23,7 +23,7 @@ from tests.fake_engine import wait_until
 ROOT = Path(__file__).parents[1]
 FAKE = """
 import sys
-from specmamba.config import ServerConfig
+from specmamba.server_config import ServerConfig
 from specmamba.server.run import run_server
 from tests.fake_engine import FakeEngine
 config = ServerConfig(port=0, **{settings!r})

@@ -25,6 +25,7 @@ from specmamba.engine.runner import Pools, Runner
 from specmamba.engine.scheduler import Scheduler, SchedulerLimits
 from specmamba.engine.text import TextStream
 from specmamba.errors import PromptTooLongError, RequestError
+from specmamba.grammar import CompiledGrammar
 from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 
@@ -105,6 +106,7 @@ class Engine:
         params: SamplingParams,
         replay: Sequence[int] = (),
         extra_key: str | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         """Queue a request.
 
@@ -114,6 +116,7 @@ class Engine:
             params: how tokens are chosen, and when the request ends.
             replay: output tokens that are taken instead of chosen, as far as they go.
             extra_key: cached prefixes are shared among requests of the same key only.
+            grammar: ``params.grammar``, compiled.
 
         Raises:
             RequestError: the prompt is empty or has an unknown token, or the id is in use.

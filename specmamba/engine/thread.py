@@ -17,6 +17,7 @@ from specmamba.errors import EngineStoppedError
 
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine
+    from specmamba.grammar import CompiledGrammar
     from specmamba.models.tokenizer import Tokenizer
 
 logger = logging.getLogger("specmamba")
@@ -33,6 +34,7 @@ class EngineRequest:
     params: SamplingParams
     on_delta: Callable[[OutputDelta], None]
     extra_key: str | None = None  # cached prefixes are shared with requests of the same key only
+    grammar: CompiledGrammar | None = None  # of ``params.grammar``
 
 
 @dataclass(slots=True)
@@ -231,7 +233,11 @@ class EngineThread:
         try:
             for request in requests:
                 engine.add_request(
-                    request.request_id, request.prompt_token_ids, request.params, extra_key=request.extra_key
+                    request.request_id,
+                    request.prompt_token_ids,
+                    request.params,
+                    extra_key=request.extra_key,
+                    grammar=request.grammar,
                 )
                 added.append(request.request_id)
         except BaseException:

@@ -12,7 +12,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 import specmamba
-from specmamba.config import ServerConfig
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import EngineStoppedError
 from specmamba.server.chat import chat_routes
@@ -23,6 +22,7 @@ from specmamba.server.openapi import drop_unused, errors
 from specmamba.server.prefix_cache import prefix_cache_routes
 from specmamba.server.responses import Health, ModelCard, ModelList, ServerInfo
 from specmamba.server.service import Service
+from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from specmamba.engine.engine import EngineStats

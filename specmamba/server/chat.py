@@ -11,20 +11,21 @@ from starlette.responses import Response
 
 from specmamba.core import OutputDelta
 from specmamba.errors import PromptTooLongError, RequestError
-from specmamba.server.completions import end_reason
-from specmamba.server.errors import ApiError, as_api_error
-from specmamba.server.openapi import answers
-from specmamba.server.protocol import ChatCompletionRequest
-from specmamba.server.responses import (
+from specmamba.server.chat_protocol import ChatCompletionRequest
+from specmamba.server.chat_responses import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatDelta,
-    Usage,
 )
-from specmamba.server.service import Service, new_id
+from specmamba.server.completions import end_reason
+from specmamba.server.errors import ApiError, as_api_error
+from specmamba.server.openapi import answers
+from specmamba.server.responses import Usage
+from specmamba.server.service import Service
+from specmamba.server.streams import Ask
 
 
 class ChatFormat:
@@ -70,18 +71,17 @@ def chat_routes(service: Service) -> APIRouter:
     )
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation, written out by the checkpoint's own chat template."""
-        arrived_at = time.perf_counter()
+        call = service.begin(request, "chatcmpl")
         service.check_model(body.model)
         if not service.tokenizer.has_chat_template:
             raise ApiError(
                 400, "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
             )
-        call_id = new_id("chatcmpl")
-        answer_format = ChatFormat(call_id, service.model_names[0])
+        answer_format = ChatFormat(call.call_id, service.model_names[0])
         try:
             prompt = await _token_prompt(service, body)
             params = service.sampling_params(body, _max_tokens(service, body, len(prompt)))
-            return await service.answer(request, body, [prompt], params, answer_format, call_id, arrived_at)
+            return await service.answer(request, body, [Ask(prompt, params)], answer_format, call)
         except RequestError as error:
             raise _about_messages(error) from None
 

@@ -14,7 +14,8 @@ from specmamba.server.errors import ApiError
 from specmamba.server.openapi import answers
 from specmamba.server.protocol import CompletionRequest
 from specmamba.server.responses import Completion, CompletionChoice, EndReason, Usage
-from specmamba.server.service import Service, new_id
+from specmamba.server.service import Service
+from specmamba.server.streams import Ask
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -60,14 +61,14 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", responses=answers(Completion, Completion), response_model=Completion)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
-        arrived_at = time.perf_counter()
+        call = service.begin(request, "cmpl")
         service.check_model(body.model)
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         params = service.sampling_params(body, max_tokens)
         prompts = await _token_prompts(service, body)
-        call_id = new_id("cmpl")
-        answer_format = CompletionFormat(call_id, service.model_names[0])
-        return await service.answer(request, body, prompts, params, answer_format, call_id, arrived_at)
+        answer_format = CompletionFormat(call.call_id, service.model_names[0])
+        asks = [Ask(prompt, params) for prompt in prompts]
+        return await service.answer(request, body, asks, answer_format, call)
 
     return router
 

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from specmamba.core import FinishReason, OutputDelta, SpecStats
+from specmamba.server.observers import CallContext
 
 if TYPE_CHECKING:
     from specmamba.cache.radix_stats import CacheStats
@@ -54,6 +55,10 @@ class ServerMetrics:
         )
         self._engine = _EngineCollector()
         self.registry.register(self._engine)
+
+    def observe(self, context: CallContext, index: int) -> RequestTimer:
+        """The observer of a request."""
+        return RequestTimer(self, context.arrived_at)
 
     def render(self, stats: EngineStats | None) -> bytes:
         """The text that Prometheus reads; without statistics the last ones known are given."""

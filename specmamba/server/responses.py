@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from specmamba.core import OutputDelta
 
 EndReason = Literal["stop", "length"]
-_LeftOutWhenNone = Field(exclude_if=lambda value: value is None)
+LeftOutWhenNone = Field(exclude_if=lambda value: value is None)
 
 
 class PromptTokensDetails(BaseModel):
@@ -72,61 +72,6 @@ class Completion(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class AssistantMessage(BaseModel):
-    """The model's message."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    """One answer of the model."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: None = None
-    finish_reason: EndReason | None
-
-
-class ChatCompletion(BaseModel):
-    """The answer to POST /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage | None = None
-
-
-class ChatDelta(BaseModel):
-    """What a chunk adds to the message."""
-
-    role: Annotated[Literal["assistant"] | None, _LeftOutWhenNone] = None
-    content: Annotated[str | None, _LeftOutWhenNone] = None
-
-
-class ChatChunkChoice(BaseModel):
-    """What a chunk adds to one choice."""
-
-    index: int
-    delta: ChatDelta
-    logprobs: None = None
-    finish_reason: EndReason | None = None
-
-
-class ChatCompletionChunk(BaseModel):
-    """One event of a streamed chat completion."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import FastAPI
 
-from specmamba.config import ServerConfig
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import ConfigError
 from specmamba.server.app import create_app
+from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine

@@ -12,14 +12,15 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
-from specmamba.config import ServerConfig
 from specmamba.core import OutputDelta, SamplingParams
 from specmamba.engine.thread import EngineThread
 from specmamba.server.errors import ApiError, api_error_of_validation
 from specmamba.server.metrics import ServerMetrics
+from specmamba.server.observers import CallContext, ObserverFactory
 from specmamba.server.protocol import GenerationRequest
 from specmamba.server.responses import Usage
-from specmamba.server.streams import Call, EventStream, until_client_gone
+from specmamba.server.streams import Ask, Call, EventStream, until_client_gone
+from specmamba.server_config import ServerConfig
 
 # Shorter text is encoded at once: handing it to a thread would take longer.
 _INLINE_CHARACTERS = 1000
@@ -43,6 +44,7 @@ class Service:
         self.tokenizer = engine.constants.tokenizer
         self.context_length = engine.constants.context_length
         self.metrics = ServerMetrics()
+        self.observers: list[ObserverFactory] = [self.metrics.observe]
         self.model_names = (config.model_name,)  # the first is the one that answers carry
         self.created = int(time.time())
 
@@ -69,15 +71,19 @@ class Service:
         except ValidationError as error:
             raise api_error_of_validation(error.errors()) from None
 
+    def begin(self, request: Request, prefix: str) -> CallContext:
+        """What is known of a call when it arrives; answers carry its id, which begins with ``prefix``."""
+        return CallContext(
+            call_id=f"{prefix}-{uuid.uuid4().hex}", path=request.url.path, arrived_at=time.perf_counter()
+        )
+
     async def answer(
         self,
         request: Request,
         body: GenerationRequest,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
+        asks: Sequence[Ask],
         answer_format: AnswerFormat,
-        call_id: str,
-        arrived_at: float,
+        context: CallContext,
     ) -> Response:
         """Generate, and answer whole or as a stream. A client that hangs up takes its engine requests along.
 
@@ -85,9 +91,9 @@ class Service:
             RequestError, QueueFullError, EngineStoppedError: the engine does not take the prompts.
             ApiError: the engine failed before a whole answer was there.
         """
-        call = await Call.start(self.engine, self.metrics, call_id, prompts, params, arrived_at, body.prefix_cache_key)
+        call = await Call.start(self.engine, self.observers, context, asks, body.prefix_cache_key)
         if body.stream:
-            return EventStream(_events(call, answer_format, len(prompts), body.wants_stream_usage), call.abort)
+            return EventStream(_events(call, answer_format, len(asks), body.wants_stream_usage), call.abort)
         try:
             outputs = await until_client_gone(request.receive, asyncio.create_task(call.collect()))
         finally:
@@ -108,7 +114,3 @@ async def _events(call: Call, answer_format: AnswerFormat, num_choices: int, wit
             yield chunk.model_dump_json(exclude=without)
     if with_usage:
         yield answer_format.usage_chunk(Usage.of(list(call.last_deltas.values()))).model_dump_json()
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"

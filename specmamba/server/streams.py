@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,16 +15,35 @@ from specmamba.core import OutputDelta, SamplingParams
 from specmamba.engine.thread import EngineRequest, EngineThread
 from specmamba.errors import EngineStoppedError
 from specmamba.server.errors import SERVER, ApiError, as_api_error
-from specmamba.server.metrics import RequestTimer, ServerMetrics
+from specmamba.server.observers import CallContext, ObserverFactory, RequestObserver
+
+if TYPE_CHECKING:
+    from specmamba.grammar import CompiledGrammar
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a call asks the engine for: one choice of its answer."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    grammar: CompiledGrammar | None = None
 
 
 def merge(earlier: OutputDelta | None, later: OutputDelta) -> OutputDelta:
     """Two deltas of one request as if the engine had given them at once."""
     if earlier is None:
         return later
-    return replace(later, token_ids=earlier.token_ids + later.token_ids, text=earlier.text + later.text)
+    return replace(
+        later,
+        token_ids=earlier.token_ids + later.token_ids,
+        text=earlier.text + later.text,
+        depths=earlier.depths + later.depths,
+        logprobs=earlier.logprobs + later.logprobs,
+        prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs,
+    )
 
 
 class Call:
@@ -42,18 +60,16 @@ class Call:
         self._pending: dict[int, OutputDelta] = {}
         self._waking = False
         self._arrived = asyncio.Event()
-        self._timers: list[RequestTimer] = []
+        self._observers: list[list[RequestObserver]] = []
         self.last_deltas: dict[int, OutputDelta] = {}  # of the choices that have ended
 
     @classmethod
     async def start(
         cls,
         engine: EngineThread,
-        metrics: ServerMetrics,
-        call_id: str,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        arrived_at: float | None = None,
+        observers: Sequence[ObserverFactory],
+        context: CallContext,
+        asks: Sequence[Ask],
         extra_key: str | None = None,
     ) -> Call:
         """Hand prompts to the engine, all or none. They share cached prefixes with calls of the same ``extra_key``.
@@ -61,12 +77,11 @@ class Call:
         Raises:
             RequestError, QueueFullError, EngineStoppedError: as ``EngineThread.submit``.
         """
-        call = cls(engine, call_id, len(prompts))
-        began = time.perf_counter() if arrived_at is None else arrived_at
-        call._timers = [RequestTimer(metrics, began) for _ in prompts]
+        call = cls(engine, context.call_id, len(asks))
+        call._observers = [[observe(context, index) for observe in observers] for index in range(len(asks))]
         requests = [
-            EngineRequest(call._ids[index], prompt, params, call._listener(index), extra_key)
-            for index, prompt in enumerate(prompts)
+            EngineRequest(call._ids[index], ask.prompt, ask.params, call._listener(index), extra_key, ask.grammar)
+            for index, ask in enumerate(asks)
         ]
         future = engine.submit(requests)
         try:
@@ -82,7 +97,8 @@ class Call:
         if left:
             self._engine.abort([self._ids[index] for index in left])
         for index in left:
-            self._timers[index].record_abort()
+            for observer in self._observers[index]:
+                observer.record_abort()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, OutputDelta]]:
         """The deltas with the index of their choice, until every choice has ended.
@@ -111,10 +127,11 @@ class Call:
         return [whole[index] for index in range(len(self._ids))]
 
     def _listener(self, index: int) -> Callable[[OutputDelta], None]:
-        timer = self._timers[index]
+        observers = self._observers[index]
 
         def take(delta: OutputDelta) -> None:  # on the engine thread
-            timer.record(delta)
+            for observer in observers:
+                observer.record(delta)
             with self._lock:
                 self._pending[index] = merge(self._pending.get(index), delta)
                 must_wake, self._waking = not self._waking, True
