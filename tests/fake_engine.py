@@ -86,6 +86,7 @@ class FakeEngine:
     """Gives every request the bytes of ``text``, ``chunk`` of them a step, as drafts that are all accepted but one."""
 
     vocab_size = 256
+    eos_token_ids = (0,)
 
     def __init__(
         self,

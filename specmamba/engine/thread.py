@@ -67,6 +67,8 @@ class EngineConstants:
 
     tokenizer: Tokenizer
     context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
     description: dict[str, object]
 
 
@@ -184,7 +186,13 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._build_engine()
-            constants = EngineConstants(engine.tokenizer, engine.context_length, engine.describe())
+            constants = EngineConstants(
+                engine.tokenizer,
+                engine.context_length,
+                engine.vocab_size,
+                engine.eos_token_ids,
+                engine.describe(),
+            )
         except BaseException as error:  # noqa: BLE001 -- start() raises it
             self._failed = error
             self._refuse_commands()

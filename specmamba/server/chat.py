@@ -22,6 +22,7 @@ from specmamba.server.chat_responses import (
 )
 from specmamba.server.completions import end_reason
 from specmamba.server.errors import ApiError, as_api_error
+from specmamba.server.observers import CallContext
 from specmamba.server.openapi import answers
 from specmamba.server.responses import Usage
 from specmamba.server.service import Service
@@ -71,7 +72,7 @@ def chat_routes(service: Service) -> APIRouter:
     )
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation, written out by the checkpoint's own chat template."""
-        call = service.begin(request, "chatcmpl")
+        call = CallContext.of(request, "chatcmpl")
         service.check_model(body.model)
         if not service.tokenizer.has_chat_template:
             raise ApiError(

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from specmamba.core import OutputDelta
 from specmamba.server.errors import ApiError
+from specmamba.server.observers import CallContext
 from specmamba.server.openapi import answers
 from specmamba.server.protocol import CompletionRequest
 from specmamba.server.responses import Completion, CompletionChoice, EndReason, Usage
@@ -61,7 +62,7 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", responses=answers(Completion, Completion), response_model=Completion)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
-        call = service.begin(request, "cmpl")
+        call = CallContext.of(request, "cmpl")
         service.check_model(body.model)
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         params = service.sampling_params(body, max_tokens)

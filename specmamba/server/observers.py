@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+from fastapi import Request
 
 from specmamba.core import OutputDelta
 
@@ -16,6 +20,11 @@ class CallContext:
     call_id: str
     path: str
     arrived_at: float  # time.perf_counter()
+
+    @classmethod
+    def of(cls, request: Request, prefix: str) -> CallContext:
+        """Of a call that has just arrived; its id begins with ``prefix``."""
+        return cls(f"{prefix}-{uuid.uuid4().hex}", request.url.path, time.perf_counter())
 
 
 class RequestObserver(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
@@ -19,7 +18,7 @@ from specmamba.server.metrics import ServerMetrics
 from specmamba.server.observers import CallContext, ObserverFactory
 from specmamba.server.protocol import GenerationRequest
 from specmamba.server.responses import Usage
-from specmamba.server.streams import Ask, Call, EventStream, until_client_gone
+from specmamba.server.streams import Ask, Call, CallLimits, EventStream, until_client_gone
 from specmamba.server_config import ServerConfig
 
 # Shorter text is encoded at once: handing it to a thread would take longer.
@@ -44,6 +43,7 @@ class Service:
         self.tokenizer = engine.constants.tokenizer
         self.context_length = engine.constants.context_length
         self.metrics = ServerMetrics()
+        self.limits = CallLimits.of(config)
         self.observers: list[ObserverFactory] = [self.metrics.observe]
         self.model_names = (config.model_name,)  # the first is the one that answers carry
         self.created = int(time.time())
@@ -71,12 +71,6 @@ class Service:
         except ValidationError as error:
             raise api_error_of_validation(error.errors()) from None
 
-    def begin(self, request: Request, prefix: str) -> CallContext:
-        """What is known of a call when it arrives; answers carry its id, which begins with ``prefix``."""
-        return CallContext(
-            call_id=f"{prefix}-{uuid.uuid4().hex}", path=request.url.path, arrived_at=time.perf_counter()
-        )
-
     async def answer(
         self,
         request: Request,
@@ -91,9 +85,10 @@ class Service:
             RequestError, QueueFullError, EngineStoppedError: the engine does not take the prompts.
             ApiError: the engine failed before a whole answer was there.
         """
-        call = await Call.start(self.engine, self.observers, context, asks, body.prefix_cache_key)
+        call = await Call.start(self.engine, self.observers, context, asks, body.prefix_cache_key, self.limits)
         if body.stream:
-            return EventStream(_events(call, answer_format, len(asks), body.wants_stream_usage), call.abort)
+            events = _events(call, answer_format, len(asks), body.wants_stream_usage)
+            return EventStream(events, call.abort, self.limits.write_timeout)
         try:
             outputs = await until_client_gone(request.receive, asyncio.create_task(call.collect()))
         finally:

@@ -16,6 +16,7 @@ from specmamba.engine.thread import EngineRequest, EngineThread
 from specmamba.errors import EngineStoppedError
 from specmamba.server.errors import SERVER, ApiError, as_api_error
 from specmamba.server.observers import CallContext, ObserverFactory, RequestObserver
+from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from specmamba.grammar import CompiledGrammar
@@ -30,6 +31,19 @@ class Ask:
     prompt: Sequence[int]
     params: SamplingParams
     grammar: CompiledGrammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Seconds that a call may take; None: any."""
+
+    queue_timeout: float | None  # to its first delta
+    request_timeout: float | None  # to its end
+    write_timeout: float  # for a client to take what is written for it
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> CallLimits:
+        return cls(config.queue_timeout, config.request_timeout, config.write_timeout)
 
 
 def merge(earlier: OutputDelta | None, later: OutputDelta) -> OutputDelta:
@@ -52,8 +66,8 @@ class Call:
     Deltas that nobody has read yet are merged, so a slow reader costs no more than the text of its own answer.
     """
 
-    def __init__(self, engine: EngineThread, call_id: str, num_choices: int) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineThread, call_id: str, num_choices: int, limits: CallLimits | None = None) -> None:
+        self._engine, self._limits = engine, limits
         self._ids = [f"{call_id}-{index}" for index in range(num_choices)]
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # guards the two fields below
@@ -71,13 +85,14 @@ class Call:
         context: CallContext,
         asks: Sequence[Ask],
         extra_key: str | None = None,
+        limits: CallLimits | None = None,
     ) -> Call:
         """Hand prompts to the engine, all or none. They share cached prefixes with calls of the same ``extra_key``.
 
         Raises:
             RequestError, QueueFullError, EngineStoppedError: as ``EngineThread.submit``.
         """
-        call = cls(engine, context.call_id, len(asks))
+        call = cls(engine, context.call_id, len(asks), limits)
         call._observers = [[observe(context, index) for observe in observers] for index in range(len(asks))]
         requests = [
             EngineRequest(call._ids[index], ask.prompt, ask.params, call._listener(index), extra_key, ask.grammar)
@@ -171,12 +186,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None], write_timeout: float) -> None:
         # Nothing on the way may hold events back to compress or to collect them.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
         self._events = events
         self._on_close = on_close
+        self._write_timeout = write_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
