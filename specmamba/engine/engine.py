@@ -69,7 +69,7 @@ class Engine:
             self.models = load_models(folder, config, self.device)
             self.model = self.models.target
             self.vocab_size = self.model.target.vocab_size
-        self.eos_token_ids = self.model.eos_token_ids
+            self.eos_token_ids = self.model.eos_token_ids
             self.draft_plan = plan_drafts(config, self.models.draft_kind, self.vocab_size)
             weight_bytes = self.models.weight_bytes
             self.memory_plan = plan_memory(
