@@ -70,6 +70,7 @@ class SamplingParams(BaseModel):
     logprobs: Annotated[NumLogprobs | None, Field(description="likeliest tokens to list beside each new one")] = None
     prompt_logprobs: Annotated[NumLogprobs | None, Field(description="the same of the prompt's tokens")] = None
     grammar: GrammarSpec | None = None
+    speculative: Annotated[bool, Field(description="false: decode this request plainly, without drafts")] = True
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -87,8 +88,9 @@ class SamplingParams(BaseModel):
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
-    def has_filters(self) -> bool:
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+    def is_special(self) -> bool:
+        """Whether a step has more to do than to draft and choose; then it runs operator by operator."""
+        return bool(self.logit_bias or self.grammar) or self.logprobs is not None or not self.speculative
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,28 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True)
+class Biases:
+    """What is added to logits: ``values`` [K] float32 to tokens [K] of rows [K], both int64."""
+
+    rows: Tensor
+    tokens: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Biases:
+        """Collect the biases of a batch's requests."""
+        import torch
+
+        found = [(row, *item) for row, p in enumerate(params) for item in p.logit_bias.items()]
+        rows, tokens, values = zip(*found, strict=True)
+        return cls(
+            torch.tensor(rows, device=device),
+            torch.tensor(tokens, device=device),
+            torch.tensor(values, dtype=torch.float32, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """Settings of a batch, all [B]; None where no row uses them, so that their work is skipped."""
 
@@ -203,6 +227,7 @@ class SamplingBatch:
     min_p: Tensor | None  # float32
     seeds: Tensor  # int64
     penalties: Penalties | None
+    biases: Biases | None = None
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> SamplingBatch:
@@ -223,6 +248,7 @@ class SamplingBatch:
             min_p=column("min_p") if any(p.min_p > 0 for p in sampled) else None,
             seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
             penalties=penalties,
+            biases=Biases.of(params, device) if any(p.logit_bias for p in params) else None,
         )
 
 
@@ -270,6 +296,8 @@ class Batch:
     sampling: SamplingBatch
     forced_tokens: Tensor | None = None  # [B, F] int64, replayed at root + 1, root + 2, ...; -1: the target chooses
     backlogs: Backlogs | None = None  # None: nobody has any
+    num_logprobs: int | None = None  # of the likeliest tokens, listed beside each that is decided; None: no figures
+    allowed: Tensor | None = None  # [B, N, ceil(V/32)] int32, by node of the trees: tokens that may follow, as bits
     is_exact: bool = True
 
     @property

@@ -51,3 +51,7 @@ class QueueFullError(SpecmambaError):
 
 class EngineStoppedError(SpecmambaError):
     """The engine is draining or has failed and takes no more requests."""
+
+
+class GrammarError(SpecmambaError):
+    """A text cannot go on within its grammar."""

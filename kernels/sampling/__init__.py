@@ -4,6 +4,7 @@ from torch import Tensor
 
 from specmamba.kernels import gpu
 from specmamba.kernels.sampling import native_ops, torch_ops
+from specmamba.kernels.sampling.torch_constraints import add_bias, allow_tokens, token_logprobs
 from specmamba.kernels.sampling.torch_rejection import draw_children, residual_choice, sibling_rank
 
 # What random numbers are for; the counters of a stream are its user's.
@@ -14,6 +15,8 @@ __all__ = [
     "CHOICE_STREAM",
     "DRAFT_STREAM",
     "SYNTHETIC_STREAM",
+    "add_bias",
+    "allow_tokens",
     "argmax",
     "draw_children",
     "has_largest",
@@ -22,6 +25,7 @@ __all__ = [
     "residual_choice",
     "sample",
     "sibling_rank",
+    "token_logprobs",
     "uniform",
 ]
 

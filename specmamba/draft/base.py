@@ -46,8 +46,16 @@ class Drafter(ABC):
         """Nodes of the trees that batches of this size get, at the most."""
         return self.max_nodes
 
-    def prepare(self, rows: Sequence[int], batch_size: int) -> HostBacklogs | None:
-        """A step of these rows begins, padded to ``batch_size``. None: what is drafted follows from the batch alone."""
+    def propose_nothing(self, batch: Batch) -> DraftTree:
+        """The roots alone, for a batch that wants no drafts; a drafter that must keep up does so here."""
+        self.propose(batch)
+        return root_tree(batch)
+
+    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostBacklogs | None:
+        """A step of these rows begins, padded to ``batch_size``; without ``drafts``, ``propose_nothing`` follows.
+
+        None: what is drafted follows from the batch alone.
+        """
         return None
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:  # noqa: B027 - a drafter without state does nothing
@@ -89,7 +97,12 @@ class NoDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree:
         """See ``Drafter``."""
-        return DraftTree(batch.root_tokens[:, None], chain_shape(batch.size, 1, batch.root_tokens.device))
+        return root_tree(batch)
+
+
+def root_tree(batch: Batch) -> DraftTree:
+    """Trees that are their roots."""
+    return DraftTree(batch.root_tokens[:, None], chain_shape(batch.size, 1, batch.root_tokens.device))
 
 
 @cache

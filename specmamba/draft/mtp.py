@@ -13,7 +13,7 @@ from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.core import Backlogs, Batch, Chunk, DraftTree, SamplingBatch, SamplingParams, Verdict
 from specmamba.draft.backlog import Backlog
-from specmamba.draft.base import Drafter, HostBacklogs, chain_shape
+from specmamba.draft.base import Drafter, HostBacklogs, root_tree
 from specmamba.draft.chain import grow_chain
 from specmamba.draft.children import ChildPicker
 from specmamba.draft.dynamic_tree import grow_dynamic_tree
@@ -106,11 +106,12 @@ class MTPDrafter(Drafter):
         trees = self._plan.trees
         return self.max_nodes if trees is None else trees.for_batch(batch_size).num_nodes
 
-    def prepare(self, rows: Sequence[int], batch_size: int) -> HostBacklogs:
+    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostBacklogs:
         """See ``Drafter``; the head is told nothing where it has nothing to guess, as long as there is room."""
         counts = self.backlog.counts(rows)
         has_room = max(counts) + self.max_nodes <= self.backlog.capacity
-        return self.prepare_told(rows, is_kept=has_room and self.num_nodes(batch_size) == 1)
+        guesses = drafts and self.num_nodes(batch_size) > 1
+        return self.prepare_told(rows, is_kept=has_room and not guesses)
 
     def prepare_told(self, rows: Sequence[int], is_kept: bool) -> HostBacklogs:
         """``prepare``, for whoever knows whether it will catch up."""
@@ -123,13 +124,20 @@ class MTPDrafter(Drafter):
         if plan.trees is not None:
             tree = plan.trees.for_batch(batch.size)
             if tree.num_nodes == 1:
-                return self._propose_nothing(batch)
+                return self.propose_nothing(batch)
             if tree.is_greedy_chain:
                 return self._grow_chain(batch, tree.num_nodes)
             return grow_static_tree(self, self._picker, self._layout(tree), batch, self.catch_up(batch))
         if plan.topk > 1:
             return grow_dynamic_tree(self, self._picker, plan, batch, self.catch_up(batch))
         return self._grow_chain(batch, plan.max_nodes)
+
+    def propose_nothing(self, batch: Batch) -> DraftTree:
+        """See ``Drafter``."""
+        assert batch.backlogs is not None
+        if not batch.backlogs.is_kept:
+            self.catch_up(batch)
+        return root_tree(batch)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """See ``Drafter``."""
@@ -236,12 +244,6 @@ class MTPDrafter(Drafter):
         index, position = (torch.tensor([x], device=self._device) for x in (row, root))
         sampling = SamplingBatch.of([SamplingParams()], [0], self._device)
         return Batch((row,), index, self.backlog.tokens[index, self.backlog.num_new[row] - 1], position, root, sampling)
-
-    def _propose_nothing(self, batch: Batch) -> DraftTree:
-        assert batch.backlogs is not None
-        if not batch.backlogs.is_kept:
-            self.catch_up(batch)
-        return DraftTree(batch.root_tokens[:, None], chain_shape(batch.size, 1, self._device))
 
     def _grow_chain(self, batch: Batch, num_nodes: int) -> DraftTree:
         def descend(nodes: Tensor, hidden: Tensor, depth: int) -> Tensor:

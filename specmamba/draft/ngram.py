@@ -11,7 +11,7 @@ from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree
-from specmamba.draft.base import Drafter, chain_shape, tree_shape
+from specmamba.draft.base import Drafter, chain_shape, root_tree, tree_shape
 from specmamba.draft.ngram_corpus import CorpusIndex
 from specmamba.draft.ngram_match import MatchRule, match_history
 from specmamba.draft.ngram_tree import merge
@@ -79,6 +79,10 @@ class NgramDrafter(Drafter):
             parents = torch.cat([parents.new_full((size, 1), -1), parents], 1)
             shape = tree_shape(parents.to(device), self._max_children)
         return DraftTree(torch.cat([batch.root_tokens[:, None], tokens.to(device)], 1), shape)
+
+    def propose_nothing(self, batch: Batch) -> DraftTree:
+        """See ``Drafter``."""
+        return root_tree(batch)
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
         """See ``Drafter``."""

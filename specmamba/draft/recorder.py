@@ -56,7 +56,7 @@ class RankRecorder(Drafter):
         """See ``Drafter``."""
         self.mtp.extend(chunk, features)
 
-    def prepare(self, rows: Sequence[int], batch_size: int) -> HostBacklogs:
+    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostBacklogs:
         """See ``Drafter``."""
         return self.mtp.prepare_told(rows, is_kept=False)
 

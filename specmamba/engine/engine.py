@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from specmamba.cache.memory_plan import free_memory, plan_memory
 from specmamba.cache.radix_stats import CacheStats
 from specmamba.config import EngineConfig
-from specmamba.core import FinishReason, OutputDelta, SamplingParams, SpecStats
+from specmamba.core import DraftView, FinishReason, OutputDelta, SamplingParams, SpecStats
 from specmamba.draft.base import Drafter
 from specmamba.draft.build import build_drafter
 from specmamba.draft.plan import DraftPlan, plan_drafts
@@ -24,14 +25,16 @@ from specmamba.engine.request import Request, Run
 from specmamba.engine.runner import Pools, Runner
 from specmamba.engine.scheduler import Scheduler, SchedulerLimits
 from specmamba.engine.text import TextStream
-from specmamba.errors import PromptTooLongError, RequestError
-from specmamba.grammar import CompiledGrammar
+from specmamba.errors import GrammarError, PromptTooLongError, RequestError
+from specmamba.grammar import CompiledGrammar, GrammarMatcher
 from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 
 logger = logging.getLogger("specmamba")
 
 SMALL_MODEL_BYTES = 64 << 20
+MAX_VIEWS = 64  # drafts that are kept for whoever looks on
+NOT_FINITE = "the model's numbers are not finite for this request: try --dtype bfloat16 or float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class Engine:
         self.context_length = self.memory_plan.context_length
         self._requests: dict[str, Request] = {}
         self._num_added = 0
+        self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
         self._spec = SpecStats()
         self._threads_before = torch.get_num_threads()
         _set_threads(config, self.device, weight_bytes)
@@ -124,8 +128,9 @@ class Engine:
             PromptTooLongError: no output token fits behind the prompt.
             QueueFullError: too many requests are waiting.
         """
-        self.check_prompt(prompt_token_ids)
+        self.check_prompt(prompt_token_ids, params.max_tokens)
         self.check_tokens(replay, "replay")
+        self.check_tokens(params.logit_bias, "logit_bias")
         if request_id in self._requests:
             raise RequestError(f"a request with the id {request_id!r} is running already", "request_id")
         prompt = tuple(prompt_token_ids)
@@ -134,20 +139,22 @@ class Engine:
         text = TextStream(Detokenizer(self.tokenizer), params.stop, stop_ids, max_output)
         number = self._num_added
         seed = params.seed if params.seed is not None else _seed_of_request(self.config.seed, number)
-        request = Request(request_id, number, prompt, params, seed, text, tuple(replay), extra_key)
+        matcher = self._matcher(params, grammar)
+        request = Request(request_id, number, prompt, params, seed, text, tuple(replay), extra_key, matcher=matcher)
         self.scheduler.add(request)
         self._requests[request_id] = request
         self._num_added += 1
 
-    def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+    def check_prompt(self, prompt_token_ids: Sequence[int], max_tokens: int = 1) -> None:
         """Raise what ``add_request`` would raise about this prompt: RequestError or PromptTooLongError."""
         if not prompt_token_ids:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
-        if len(prompt_token_ids) >= self.context_length:
-            raise PromptTooLongError(len(prompt_token_ids), self.context_length - 1)
+        longest = self.context_length - min(max_tokens, 1)
+        if len(prompt_token_ids) > longest:
+            raise PromptTooLongError(len(prompt_token_ids), longest)
         self.check_tokens(prompt_token_ids, "prompt")
 
-    def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
+    def check_tokens(self, token_ids: Iterable[int], param: str) -> None:
         """Raise RequestError for a token that is not in the vocabulary."""
         for token in token_ids:
             if not 0 <= token < self.vocab_size:
@@ -163,12 +170,13 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """Run at most one chunk of known tokens, then one verify of every request that is ready for it."""
         self.scheduler.make_room()  # before newcomers take what those that run already need
+        deltas: list[OutputDelta] = []
         for request in self.scheduler.admit():
             self.runner.admit(request)
             if not request.num_to_extend:
-                self.runner.start_verifying(request)
+                deltas += self._start([request])
         runs = self.scheduler.next_runs()
-        deltas = self._extend(runs) if runs else []
+        deltas += self._extend(runs) if runs else []
         batch = sorted(self.scheduler.verifying, key=lambda request: request.held_row)
         decisions = self.runner.step(batch) if batch else []
         advanced = [self._advance(request, decision) for request, decision in zip(batch, decisions, strict=True)]
@@ -183,9 +191,19 @@ class Engine:
         for run, sound in zip(runs, is_sound, strict=True):
             if sound:
                 self.prefixes.leave_chunk(run.request)
-        for request in ready:
-            self.runner.start_verifying(request)
-        return [self._fail(run.request) for run, sound in zip(runs, is_sound, strict=True) if not sound]
+        failed = [self._fail(run.request) for run, sound in zip(runs, is_sound, strict=True) if not sound]
+        return failed + self._start([request for request in ready if request.row is not None])
+
+    def _start(self, requests: Iterable[Request]) -> list[OutputDelta]:
+        """All known tokens but the last have been run; the last deltas of requests that want no more than that."""
+        deltas = []
+        for request in requests:
+            if request.is_only_run:
+                deltas.append(_delta(request, (), "", "length"))
+                self.abort(request.request_id)
+            else:
+                self.runner.start_verifying(request)
+        return deltas
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -208,6 +226,17 @@ class Engine:
             prefix_cache=self.prefixes.cache.stats,
         )
 
+    def watch_drafts(self, on: bool) -> None:
+        """Keep the first draft of every step from now on, or stop it: one read of the device more in each."""
+        self._views.clear()
+        self.runner.on_draft = self._views.append if on else None
+
+    def last_drafts(self) -> tuple[DraftView, ...]:
+        """The drafts of the steps since this was last asked, the newest of them."""
+        views = tuple(self._views)
+        self._views.clear()
+        return views
+
     def flush_cache(self) -> int:
         """Forget every cached prefix that no running request stands on; the number of tokens that were forgotten."""
         return self.prefixes.cache.reset()
@@ -221,6 +250,13 @@ class Engine:
         """The target's layers that what drafts now reads; none where it reads the last hidden state, or nothing."""
         drafts_with_head = self.draft_plan.algorithm == self.model.draft_algorithm
         return getattr(self.model.draft_head, "target_layers", ()) if drafts_with_head else ()
+
+    def _matcher(self, params: SamplingParams, grammar: CompiledGrammar | None) -> GrammarMatcher | None:
+        if params.grammar is None:
+            return None
+        if grammar is None or grammar.spec != params.grammar:
+            raise RequestError("the grammar of this request has not been compiled", "grammar")
+        return GrammarMatcher(grammar, self.vocab_size)
 
     def _limits(self) -> SchedulerLimits:
         config = self.config
@@ -244,9 +280,15 @@ class Engine:
 
     def _advance(self, request: Request, decision: Decision) -> OutputDelta:
         """Give a request its new tokens; the delta says whether they end it."""
-        if not decision.is_sound:
-            return self._fail(request)
+        if not decision.is_sound or decision.error is not None:
+            return self._fail(request, decision.error or NOT_FINITE)
+        is_first = not request.output
         count, text, reason = request.text.push(decision.tokens)
+        if request.matcher is not None and reason is None:
+            try:
+                request.matcher.advance(decision.tokens)
+            except GrammarError as error:  # tokens that were given instead of chosen
+                return self._fail(request, str(error))
         request.spec = request.spec.after_step(decision.num_drafted, count - 1)
         self._spec = self._spec.after_step(decision.num_drafted, count - 1)
         tokens = decision.tokens[:count]
@@ -254,7 +296,9 @@ class Engine:
         previous, request.num_run = request.num_run, request.root_position
         self.pools.counts.add(request.held_row, tokens)
         self.prefixes.leave_tracked(request, previous)
-        return _delta(request, tokens, text, reason)
+        depths = (*range(1, len(decision.tokens)), 0)
+        delta = _delta(request, tokens, text, reason, is_first=is_first)
+        return replace(delta, depths=depths[:count], logprobs=decision.logprobs[:count])
 
     def _end(self, requests: list[Request]) -> None:
         """Requests that are done leave what they have computed, and give everything back."""
@@ -262,16 +306,21 @@ class Engine:
         for request in requests:
             self.abort(request.request_id)
 
-    def _fail(self, request: Request) -> OutputDelta:
-        """End a request whose numbers went wrong; the others do not notice."""
+    def _fail(self, request: Request, error: str = NOT_FINITE) -> OutputDelta:
+        """End a request that cannot go on; the others do not notice."""
         self.abort(request.request_id)
-        error = "the model's numbers are not finite for this request: try --dtype bfloat16 or float32"
         return _delta(request, (), "", "error", error)
 
 
 def _delta(
-    request: Request, tokens: tuple[int, ...], text: str, reason: FinishReason | None, error: str | None = None
+    request: Request,
+    tokens: tuple[int, ...],
+    text: str,
+    reason: FinishReason | None,
+    error: str | None = None,
+    is_first: bool = True,
 ) -> OutputDelta:
+    wants_prompt = is_first and request.params.prompt_logprobs is not None and error is None
     return OutputDelta(
         request_id=request.request_id,
         token_ids=tokens,
@@ -282,6 +331,7 @@ def _delta(
         finish_reason=reason,
         error=error,
         spec=request.spec,
+        prompt_logprobs=tuple(request.prompt_logprobs) if wants_prompt else None,
     )
 
 

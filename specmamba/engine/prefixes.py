@@ -61,7 +61,7 @@ class Prefixes:
         request.node, request.num_run = match.node, match.length
         if match.kv_length > match.length:
             request.chunk_ends.add(match.kv_length)  # others part here: a state is worth it
-        if self.is_on and request.num_admissions == 0:
+        if self.is_on and request.num_admissions == 0 and not request.must_read_prompt:
             # what does not fit beside the cached prefix gives that prefix up
             self.cache.count_request(request.num_tokens - 1, match if use_cache else replace(match, miss="evicted"))
             request.num_cached_tokens = match.length

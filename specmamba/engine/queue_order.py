@@ -36,7 +36,7 @@ def is_computed_by_another(request: Request, extending: Sequence[Request], prefi
 
 def _find_leader(request: Request, extending: Sequence[Request], prefixes: Prefixes) -> tuple[Request, int] | None:
     """The request that computes the most of another's tokens, and how many; it is told to leave a state there."""
-    if not prefixes.is_on or not extending:
+    if not prefixes.is_on or not extending or request.must_read_prompt:
         return None
     key = request.key()
     shared = {other: _num_common(key, other.key()) for other in extending if other.extra_key == request.extra_key}

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specmamba.cache.radix_node import Node
-from specmamba.core import SamplingParams, SpecStats
+from specmamba.core import SamplingParams, SpecStats, TokenLogprob
 from specmamba.engine.text import TextStream
+from specmamba.grammar import GrammarMatcher
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +40,23 @@ class Request:
     is_verifying: bool = False  # its state is a checkpoint with pending records
     chunk_ends: set[int] = field(default_factory=set)  # where a chunk ends, so that a state is left for others
     leader: tuple[Request, int] | None = None  # who computes its first tokens, and how many, while it waits for that
+    matcher: GrammarMatcher | None = None  # where the output stands in its grammar
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # of the prompt, as far as known
     must_compute: bool = False  # it does not fit beside the cached prefix it would borrow
     prompt_array: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_array = np.array(self.prompt, dtype=np.int64)
+
+    @property
+    def must_read_prompt(self) -> bool:
+        """Whether somebody wants to know how likely its prompt is, and not all of that is known yet."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt)
+
+    @property
+    def is_only_run(self) -> bool:
+        """Whether nothing is generated: it ends when its known tokens have been run."""
+        return self.params.max_tokens == 0
 
     @property
     def num_tokens(self) -> int:

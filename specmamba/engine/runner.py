@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_buffers import HostPlaces, Places, StateBuffers, VerifyPlan
 from specmamba.cache.state_pool import StatePool
 from specmamba.cache.token_counts import TokenCounts
-from specmamba.core import Backlogs, Batch, Chunk, DraftTree, SamplingBatch, Verdict
-from specmamba.draft.base import Drafter, HostBacklogs
+from specmamba.core import Backlogs, Batch, Chunk, DraftTree, DraftView, SamplingBatch, Verdict
+from specmamba.draft.base import Drafter
 from specmamba.engine.clock import StepClock
+from specmamba.engine.constraints import restrict
+from specmamba.engine.logprobs import PathLogprobs, of_known_tokens
 from specmamba.engine.outcome import Decision, Outcome
 from specmamba.engine.replayed_step import ReplayedSteps
 from specmamba.engine.request import Request, Run, forced_ahead
@@ -46,6 +48,24 @@ class Pools:
         self.counts = TokenCounts(plan.num_rows, model.target.vocab_size, device)
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a step has made, on the device; the requests that cannot go on, by place in the batch."""
+
+    places: HostPlaces
+    outcome: Outcome
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+def _with_extras(made: _Made, decisions: list[Decision], requests: Sequence[Request]) -> list[Decision]:
+    """Decisions with the log probabilities that requests ask for, and with what went wrong."""
+    if made.outcome.logprobs is not None:
+        tokens, counts = [d.tokens for d in decisions], [r.params.logprobs for r in requests]
+        figures = made.outcome.logprobs.read(tokens, counts)
+        decisions = [replace(d, logprobs=found) for d, found in zip(decisions, figures, strict=True)]
+    return [replace(d, error=made.errors.get(place)) for place, d in enumerate(decisions)] if made.errors else decisions
+
+
 class Runner:
     """Runs chunks and steps on a model, its pools and a drafter."""
 
@@ -57,6 +77,7 @@ class Runner:
         self.replays: ReplayedSteps | None = None  # None: every step has the shapes of its batch
         self.clock = StepClock(device)
         self.on_logits: Callable[[Tensor], None] | None = None  # sees the logits [B, N, V] of every step
+        self.on_draft: Callable[[DraftView], None] | None = None  # sees the first draft of every step
         self.rule = rule
         self.synthetic_acceptance: float | None = None
         self.pools, self._device = pools, device
@@ -108,6 +129,8 @@ class Runner:
         )
         hidden, features = self.target.forward(chunk.tokens, context)
         self.drafter.extend(chunk, features)
+        for place, run in enumerate(runs):
+            self._read_prompt(run, hidden[place])
         for run in runs:
             pools.states.end_write(run.request.held_slot, run.start + run.length)
         is_sound: list[bool] = (hidden.isfinite().all(-1) | ~chunk.is_token).all(-1).tolist()
@@ -117,13 +140,15 @@ class Runner:
         """Draft, verify, accept, commit: one to N new tokens for every request."""
         rows = tuple(request.held_row for request in requests)
         self.clock.start(len(rows))
-        places, outcome = self._run_step(requests, rows)
-        read = outcome.packed.tolist()  # the one read of a step
+        made = self._run_step(requests, rows)
+        read = made.outcome.packed.tolist()  # the one read of a step
         decisions = [Decision.read(row) for row in read]
-        self.pools.records.advance(places, [len(decision.tokens) - 1 for decision in decisions])
+        self.pools.records.advance(made.places, [len(decision.tokens) - 1 for decision in decisions])
         self.drafter.advance(rows, [decision.tokens for decision in decisions])
         self.clock.lap("commit")
-        return decisions
+        if self.on_draft is not None:
+            self.on_draft(made.outcome.draft_of(0, requests[0].request_id, decisions[0].tokens))
+        return _with_extras(made, decisions, requests)
 
     def capture(self) -> None:
         """Capture the steps that are needed most: of every bucket, greedy and with a temperature.
@@ -142,40 +167,46 @@ class Runner:
         """What ``decide`` depends on besides its arguments."""
         return self.rule, self.synthetic_acceptance
 
-    def _run_step(self, requests: Sequence[Request], rows: tuple[int, ...]) -> tuple[HostPlaces, Outcome]:
+    def _run_step(self, requests: Sequence[Request], rows: tuple[int, ...]) -> _Made:
         """Replayed where it can be, else with the shapes of this batch."""
         replays, drafter = self.replays, self.drafter
         # whoever wants the times of phases, or looks on, wants steps that run operator by operator
         is_watched = self.clock.is_on or self.on_logits is not None or self.target.is_watched
-        bucket = None if replays is None or is_watched else replays.bucket(len(requests))
-        backlogs = drafter.prepare(rows, bucket or len(rows))
-        if replays is None or bucket is None or not replays.can_tell(backlogs, drafter):
-            if bucket is not None:
-                backlogs = drafter.prepare(rows, len(rows))
-            return self._run_directly(requests, rows, backlogs)
+        if replays is None or is_watched or any(request.params.is_special for request in requests):
+            return self._run_directly(requests, rows)
+        bucket = replays.bucket(len(requests))
+        backlogs = None if bucket is None else drafter.prepare(rows, bucket)
+        if bucket is None or not replays.can_tell(backlogs, drafter):
+            return self._run_directly(requests, rows)
         if drafter.is_capturable:
-            return replays.run(requests, drafter, self.decide, self._settings, backlogs, None)
+            return _Made(*replays.run(requests, drafter, self.decide, self._settings, backlogs, None))
         batch = self._batch_of(requests)
         tree = drafter.propose(batch)
         if tree.draft_probs is not None:
             return self._decide_directly(batch, tree, rows)
         places, outcome = replays.run(requests, drafter, self.decide, self._settings, None, tree)
         drafter.observe(batch, outcome.verdict, outcome.features)
-        return places, outcome
+        return _Made(places, outcome)
 
-    def _run_directly(
-        self, requests: Sequence[Request], rows: tuple[int, ...], backlogs: HostBacklogs | None
-    ) -> tuple[HostPlaces, Outcome]:
+    def _run_directly(self, requests: Sequence[Request], rows: tuple[int, ...]) -> _Made:
         """A step with the shapes of this batch."""
+        drafts = any(request.params.speculative for request in requests)
+        backlogs = self.drafter.prepare(rows, len(rows), drafts)
         batch = self._batch_of(requests, None if backlogs is None else backlogs.on(self._device))
-        return self._decide_directly(batch, self.drafter.propose(batch), rows)
+        tree = self.drafter.propose(batch) if drafts else self.drafter.propose_nothing(batch)
+        errors: dict[int, str] = {}
+        if any(request.matcher is not None or not request.params.speculative for request in requests):
+            batch, tree, errors = restrict(requests, batch, tree)
+        wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
+        made = self._decide_directly(replace(batch, num_logprobs=max(wanted, default=None)), tree, rows)
+        return replace(made, errors=errors)
 
-    def _decide_directly(self, batch: Batch, tree: DraftTree, rows: tuple[int, ...]) -> tuple[HostPlaces, Outcome]:
+    def _decide_directly(self, batch: Batch, tree: DraftTree, rows: tuple[int, ...]) -> _Made:
         self.clock.lap("draft")
         places = self.pools.records.place(rows, tree.shape.num_nodes)
         outcome = self.decide(batch, tree, places.on(self._device))
         self.drafter.observe(batch, outcome.verdict, outcome.features)
-        return places, outcome
+        return _Made(places, outcome)
 
     def decide(self, batch: Batch, tree: DraftTree, places: Places) -> Outcome:
         """Verify, accept, commit, on the device alone: nothing here waits for it."""
@@ -191,7 +222,19 @@ class Runner:
         self._commit(batch, plan, verdict, node_slots)
         num_drafted = (tree.shape.parents >= 0).sum(1)
         columns = torch.stack([verdict.num_accepted, verdict.is_sound, num_drafted], 1)
-        return Outcome(verdict, features, torch.cat([columns, verdict.path_tokens], 1))
+        packed = torch.cat([columns, verdict.path_tokens], 1)
+        figures = None if batch.num_logprobs is None else PathLogprobs.of(logits, verdict, batch.num_logprobs)
+        return Outcome(verdict, features, packed, tree.tokens, tree.shape.parents, figures)
+
+    def _read_prompt(self, run: Run, hidden: Tensor) -> None:
+        """Note how likely the tokens behind a run are, where a request asks for it of its prompt."""
+        request = run.request
+        first, end = run.start + 1, min(run.start + run.length + 1, len(request.prompt))
+        if not request.must_read_prompt or first != len(request.prompt_logprobs):
+            return
+        count = request.params.prompt_logprobs or 0
+        tokens, vocab_size = request.prompt[first:end], self.target.vocab_size
+        request.prompt_logprobs += of_known_tokens(hidden, tokens, self.target.logits, vocab_size, count)
 
     def _verify(self, batch: Batch, tree: DraftTree, plan: VerifyPlan, node_slots: Tensor) -> TargetOutput:
         """One target forward over all nodes of all trees."""

@@ -133,7 +133,8 @@ class Scheduler:
 
     def _acquire(self, request: Request) -> bool:
         positions = request.num_tokens + self._limits.num_slots
-        if self._prefixes.acquire(request, positions, HEADROOM * self.num_running, not request.must_compute):
+        use_cache = not request.must_compute and not request.must_read_prompt
+        if self._prefixes.acquire(request, positions, HEADROOM * self.num_running, use_cache):
             return True
         # a request fits alone, but perhaps not beside what it would borrow: then all that is cached can go
         return not self.num_running and self._prefixes.acquire(request, positions, 0, use_cache=False)

@@ -28,7 +28,7 @@ def accept(
     Args:
         tree: the drafts.
         logits: [B, N, V], the target's, after every node.
-        batch: where the roots stand and how the rows choose; forced tokens overrule the choice.
+        batch: where the roots stand, how the rows choose, and what grammars allow; forced tokens overrule the choice.
         history: output counts [B, V] and prompt mask [B, V]; needed when there are penalties.
         rule: how a token is chosen after a node; see ``choose``.
         synthetic: pretend that a first child is right with this probability, for studies of cost; the text is
@@ -39,10 +39,15 @@ def accept(
     """
     shape, penalties = tree.shape, batch.sampling.penalties
     can_choose = sampling_ops.has_largest(logits)
+    if batch.sampling.biases is not None:
+        biases = batch.sampling.biases
+        logits = sampling_ops.add_bias(logits, biases.rows, biases.tokens, biases.values)
     if penalties is not None:
         assert history is not None
         strengths = penalties.presence, penalties.frequency, penalties.repetition
         logits = sampling_ops.penalize(logits, *history, tree.tokens, shape.ancestors, *strengths)
+    if batch.allowed is not None:
+        logits = sampling_ops.allow_tokens(logits, batch.allowed)
     choice = choose(tree, logits, batch, rule)
     if batch.forced_tokens is not None:
         forced = batch.forced_tokens.gather(1, shape.depth)
