@@ -1,0 +1,179 @@
+"""Log probabilities of prompts and outputs, biases, requests without drafts, prompts that are only run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from specmamba import LLM, SamplingParams
+from specmamba.core import TokenLogprob
+from specmamba.errors import PromptTooLongError, RequestError
+from specmamba.kernels import sampling as sampling_ops
+from specmamba.kernels.sampling import reference_constraints
+
+PROMPT = "import os\n\ndef read_file(path):\n    "
+OTHER = "class Stack:\n    def __init__(self):\n"
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+CLOSE = 2e-4
+KINDS = {
+    "plain": {"speculative_algorithm": "none"},
+    "chain": {"speculative_num_steps": 3},
+    "tree": {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 6},
+    "ngram": {"speculative_algorithm": "ngram"},
+    "snapshots": {"speculative_num_steps": 3, "speculative_state": "snapshots"},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(dtype="float32", max_total_tokens=2048, chunked_prefill_size=7, **KINDS[request.param]) as llm:
+        yield llm
+
+
+def logits_of(llm: LLM, tokens: list[int]) -> Tensor:
+    """The target's logits after every token but the last, [L - 1, V], led along them step by step."""
+    seen: list[Tensor] = []
+    llm.engine.runner.on_logits = lambda logits: seen.append(logits[0, 0].clone())
+    try:
+        params = SamplingParams(max_tokens=len(tokens) - 1, temperature=0.0, ignore_eos=True, speculative=False)
+        llm.generate([tokens[:1]], params, replay=[tokens[1:]])
+    finally:
+        llm.engine.runner.on_logits = None
+    return torch.stack(seen)
+
+
+def assert_agree(found: tuple[TokenLogprob | None, ...], logits: Tensor, tokens: list[int], num_top: int) -> None:
+    expected = logits.log_softmax(-1)
+    assert len(found) == len(tokens)
+    for entry, token, row in zip(found, tokens, expected, strict=True):
+        assert entry is not None
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(row[token].item(), abs=CLOSE)
+        assert [value for _, value in entry.top] == pytest.approx(row.topk(num_top).values.tolist(), abs=CLOSE)
+        assert all(value == pytest.approx(row[which].item(), abs=CLOSE) for which, value in entry.top)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_figures_are_those_of_the_target(llm: LLM, temperature: float) -> None:
+    params = SamplingParams(
+        max_tokens=24, temperature=temperature, seed=3, top_p=0.9, frequency_penalty=0.5, logprobs=3, prompt_logprobs=2
+    )
+    out, silent = llm.generate([PROMPT, OTHER], [params, GREEDY])
+    assert silent.logprobs == ()
+    assert silent.prompt_logprobs is None
+    logits = logits_of(llm, [*out.prompt_token_ids, *out.token_ids])
+    start = len(out.prompt_token_ids)
+    assert out.prompt_logprobs is not None
+    assert out.prompt_logprobs[0] is None
+    assert_agree(out.prompt_logprobs[1:], logits[: start - 1], list(out.prompt_token_ids[1:]), 2)
+    assert_agree(out.logprobs, logits[start - 1 :], list(out.token_ids), 3)
+
+
+def test_a_cached_prompt_has_the_same_figures(llm: LLM) -> None:
+    params = GREEDY.model_copy(update={"prompt_logprobs": 1, "max_tokens": 2})
+    first, second = (llm.generate([PROMPT], params)[0] for _ in range(2))
+    assert second.num_cached_tokens == 0
+    assert first.prompt_logprobs == second.prompt_logprobs
+    plain = llm.generate([PROMPT], GREEDY)[0]  # what scoring leaves is of use to others
+    assert plain.num_cached_tokens == len(plain.prompt_token_ids) - 1
+
+
+def test_asking_changes_no_text(llm: LLM) -> None:
+    silent = llm.generate([PROMPT, OTHER], GREEDY)
+    asked = llm.generate([PROMPT, OTHER], GREEDY.model_copy(update={"logprobs": 0, "prompt_logprobs": 0}))
+    assert [out.token_ids for out in silent] == [out.token_ids for out in asked]
+
+
+def test_without_drafts_the_text_is_the_same(llm: LLM) -> None:
+    plainly = GREEDY.model_copy(update={"speculative": False})
+    expected = llm.generate([PROMPT, OTHER], GREEDY)
+    alone = [llm.generate([prompt], plainly)[0] for prompt in (PROMPT, OTHER)]
+    mixed = llm.generate([PROMPT, OTHER], [plainly, GREEDY])
+    for out in (*alone, mixed[0]):
+        assert out.spec.num_draft_tokens == 0
+    assert [out.token_ids for out in expected] == [out.token_ids for out in alone] == [out.token_ids for out in mixed]
+    # a head that was told nothing for many steps catches up when drafts are wanted again
+    long = SamplingParams(max_tokens=40, temperature=0.0, speculative=False, ignore_eos=True)
+    assert llm.generate([PROMPT], long)[0].token_ids[:24] == expected[0].token_ids[:24]
+
+
+def test_depths_tell_drafts_from_the_targets_own_tokens(llm: LLM) -> None:
+    num_accepted = num_steps = 0
+    for delta in llm.stream(PROMPT, GREEDY):
+        assert len(delta.depths) == len(delta.token_ids)
+        assert delta.depths == (*range(1, len(delta.depths)), 0) or delta.finish_reason is not None
+        num_accepted, num_steps = delta.spec.num_accepted_tokens, delta.spec.num_verify_steps
+    assert num_accepted + num_steps == 24
+
+
+def test_drafts_can_be_looked_at(llm: LLM) -> None:
+    llm.engine.watch_drafts(True)
+    out = llm.generate([PROMPT], GREEDY)[0]
+    views = llm.engine.last_drafts()
+    llm.engine.watch_drafts(False)
+    assert len(views) == out.spec.num_verify_steps
+    assert llm.engine.last_drafts() == ()
+    tokens = [token for view in views for token in (*(view.tokens[node] for node in view.path[1:]), view.bonus)]
+    assert tuple(tokens[:24]) == out.token_ids
+    for view in views:
+        assert all(parent < node for node, parent in enumerate(view.parents))
+        assert all(view.parents[b] == a for a, b in zip(view.path, view.path[1:], strict=False))
+
+
+def test_biases(llm: LLM) -> None:
+    forced = SamplingParams(max_tokens=4, temperature=0.0, logit_bias={77: 100.0}, ignore_eos=True)
+    free, biased = llm.generate([PROMPT, PROMPT], [GREEDY, forced])
+    assert biased.token_ids == (77,) * 4
+    assert free.token_ids == llm.generate([PROMPT], GREEDY)[0].token_ids
+    banned = {token: -100.0 for token in set(free.token_ids)}
+    out = llm.generate([PROMPT], GREEDY.model_copy(update={"logit_bias": banned, "logprobs": 0}))[0]
+    assert not set(out.token_ids) & set(free.token_ids)
+    with pytest.raises(RequestError, match="token id 4096"):
+        llm.generate([PROMPT], SamplingParams(logit_bias={4096: 1.0}))
+
+
+def test_a_prompt_that_is_only_run(llm: LLM) -> None:
+    length = llm.engine.context_length
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    for prompt in ([5], [5, 6], [7] * 40):
+        out = llm.generate([prompt], params)[0]
+        assert (out.text, out.finish_reason) == ("", "length")
+        assert out.prompt_logprobs is not None
+        assert len(out.prompt_logprobs) == len(prompt)
+    with pytest.raises(PromptTooLongError):
+        llm.generate([[5] * (length + 1)], params)
+    stats = llm.engine.stats()
+    assert (stats.num_running, stats.kv_used_tokens, stats.state_used_slots) == (0, 0, 0)
+
+
+def test_a_preempted_request_keeps_its_figures() -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    with LLM(dtype="float32", max_total_tokens=96, max_running_requests=3) as llm:
+        outs = llm.generate([PROMPT, OTHER, "def f(x):\n"], params)
+        assert llm.engine.stats().num_preemptions > 0
+        for out in outs:
+            tokens = [*out.prompt_token_ids, *out.token_ids]
+            logits = logits_of(llm, tokens)
+            assert out.prompt_logprobs is not None
+            assert_agree((*out.prompt_logprobs[1:], *out.logprobs), logits, tokens[1:], 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_operators_agree_with_their_references(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, 4, 70, generator=generator) * 4
+    rows, tokens, values = torch.tensor([0, 0, 2]), torch.tensor([5, 69, 31]), torch.tensor([1.5, -100.0, 3.0])
+    assert torch.equal(
+        sampling_ops.add_bias(logits, rows, tokens, values),
+        reference_constraints.add_bias(logits, rows, tokens, values),
+    )
+    bits = torch.randint(-(2**31), 2**31 - 1, (3, 4, 3), generator=generator).to(torch.int32)
+    assert torch.equal(sampling_ops.allow_tokens(logits, bits), reference_constraints.allow_tokens(logits, bits))
+    which = torch.randint(0, 70, (3, 4), generator=generator)
+    for found, expected in zip(
+        sampling_ops.token_logprobs(logits, which, 5), reference_constraints.token_logprobs(logits, which, 5), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
