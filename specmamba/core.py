@@ -105,6 +105,7 @@ class SpecStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_histogram: tuple[int, ...] = ()
+    num_drafts: int = 0  # verify steps that had a draft
 
     @property
     def accept_length(self) -> float:
@@ -123,6 +124,7 @@ class SpecStats:
             self.num_draft_tokens + num_drafted,
             self.num_accepted_tokens + num_accepted,
             tuple(histogram),
+            self.num_drafts + (num_drafted > 0),
         )
 
 

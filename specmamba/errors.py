@@ -53,5 +53,17 @@ class EngineStoppedError(SpecmambaError):
     """The engine is draining or has failed and takes no more requests."""
 
 
+class EngineFailedError(EngineStoppedError):
+    """The engine failed while this request was on its way to it."""
+
+
 class GrammarError(SpecmambaError):
     """A text cannot go on within its grammar."""
+
+
+class GrammarQueueFullError(QueueFullError):
+    """Too many grammars wait to be compiled; the caller should retry later."""
+
+    def __init__(self, num_waiting: int) -> None:
+        super().__init__(num_waiting)
+        self.args = (f"{num_waiting} grammars are waiting to be compiled already: try again later",)

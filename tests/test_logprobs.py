@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,10 @@ PROMPT = "import os\n\ndef read_file(path):\n    "
 OTHER = "class Stack:\n    def __init__(self):\n"
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 CLOSE = 2e-4
-KINDS = {
-    "plain": {"speculative_algorithm": "none"},
+KINDS: dict[str, dict[str, Any]] = {
     "chain": {"speculative_num_steps": 3},
-    "tree": {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 6},
+    "tree": {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_state": "snapshots"},
     "ngram": {"speculative_algorithm": "ngram"},
-    "snapshots": {"speculative_num_steps": 3, "speculative_state": "snapshots"},
 }
 
 
@@ -81,6 +80,15 @@ def test_a_cached_prompt_has_the_same_figures(llm: LLM) -> None:
     assert plain.num_cached_tokens == len(plain.prompt_token_ids) - 1
 
 
+def test_prompts_that_are_run_together(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    prompts = [[9] * 3, [8] * 7, list(range(20, 31))]
+    together = llm.generate(prompts, params)
+    for prompt, out in zip(prompts, together, strict=True):
+        assert out.prompt_logprobs is not None
+        assert_agree(out.prompt_logprobs[1:], logits_of(llm, prompt), prompt[1:], 1)
+
+
 def test_asking_changes_no_text(llm: LLM) -> None:
     silent = llm.generate([PROMPT, OTHER], GREEDY)
     asked = llm.generate([PROMPT, OTHER], GREEDY.model_copy(update={"logprobs": 0, "prompt_logprobs": 0}))
@@ -128,7 +136,7 @@ def test_biases(llm: LLM) -> None:
     free, biased = llm.generate([PROMPT, PROMPT], [GREEDY, forced])
     assert biased.token_ids == (77,) * 4
     assert free.token_ids == llm.generate([PROMPT], GREEDY)[0].token_ids
-    banned = {token: -100.0 for token in set(free.token_ids)}
+    banned = dict.fromkeys(set(free.token_ids), -100.0)
     out = llm.generate([PROMPT], GREEDY.model_copy(update={"logit_bias": banned, "logprobs": 0}))[0]
     assert not set(out.token_ids) & set(free.token_ids)
     with pytest.raises(RequestError, match="token id 4096"):
@@ -174,6 +182,8 @@ def test_operators_agree_with_their_references(seed: int) -> None:
     assert torch.equal(sampling_ops.allow_tokens(logits, bits), reference_constraints.allow_tokens(logits, bits))
     which = torch.randint(0, 70, (3, 4), generator=generator)
     for found, expected in zip(
-        sampling_ops.token_logprobs(logits, which, 5), reference_constraints.token_logprobs(logits, which, 5), strict=True
+        sampling_ops.token_logprobs(logits, which, 5),
+        reference_constraints.token_logprobs(logits, which, 5),
+        strict=True,
     ):
         torch.testing.assert_close(found, expected)

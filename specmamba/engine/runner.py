@@ -234,7 +234,7 @@ class Runner:
             return
         count = request.params.prompt_logprobs or 0
         tokens, vocab_size = request.prompt[first:end], self.target.vocab_size
-        request.prompt_logprobs += of_known_tokens(hidden, tokens, self.target.logits, vocab_size, count)
+        request.prompt_logprobs += of_known_tokens(hidden[: len(tokens)], tokens, self.target.logits, vocab_size, count)
 
     def _verify(self, batch: Batch, tree: DraftTree, plan: VerifyPlan, node_slots: Tensor) -> TargetOutput:
         """One target forward over all nodes of all trees."""
