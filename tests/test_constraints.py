@@ -29,7 +29,7 @@ class Refuses:
     refused: tuple[int, ...] = ()
     is_at_its_end: bool = False
 
-    def mask(self, tokens: Sequence[int], parents: Sequence[int]) -> TreeMask:
+    def mask(self, tokens: Sequence[int], parents: Sequence[int], may_prune: bool = False) -> TreeMask:
         if self.is_at_its_end:
             raise GrammarError("nothing may follow")
         allowed = [True]

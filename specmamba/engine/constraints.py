@@ -57,7 +57,7 @@ def _row(request: Request, tokens: Sequence[int], parents: Sequence[int], is_dra
         real = real[:1]
     kept, bits = real, None
     if request.matcher is not None:
-        mask = request.matcher.mask([tokens[node] for node in real], _renumbered(real, parents))
+        mask = request.matcher.mask([tokens[node] for node in real], _renumbered(real, parents), may_prune=not is_drawn)
         if not is_drawn:
             kept = [node for node, allowed in zip(real, mask.is_allowed.tolist(), strict=True) if allowed]
         bits = mask.bits if is_drawn else mask.bits[mask.is_allowed]

@@ -64,7 +64,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.device = resolve_device(config.device)
-        folder = resolve_checkpoint(config.model_path, config.revision)
+        self.folder = folder = resolve_checkpoint(config.model_path, config.revision)
         budget = int(free_memory(self.device) * config.mem_fraction_static)
         require_target(folder)
         self.tokenizer = Tokenizer(folder)
@@ -254,6 +254,10 @@ class Engine:
     def _matcher(self, params: SamplingParams, grammar: CompiledGrammar | None) -> GrammarMatcher | None:
         if params.grammar is None:
             return None
+        if params.ignore_eos:
+            raise RequestError(
+                "a grammar ends with the end-of-text token: drop ignore_eos, or the grammar", "ignore_eos"
+            )
         if grammar is None or grammar.spec != params.grammar:
             raise RequestError("the grammar of this request has not been compiled", "grammar")
         return GrammarMatcher(grammar, self.vocab_size)

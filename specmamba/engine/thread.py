@@ -2,74 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
-from specmamba.core import FinishReason, OutputDelta, SamplingParams
-from specmamba.errors import EngineStoppedError
+from specmamba.core import FinishReason, OutputDelta
+from specmamba.engine.commands import CommandQueue
+from specmamba.engine.exchange import EngineConstants, EngineRequest, OpenRequest
+from specmamba.errors import EngineFailedError, EngineStoppedError
 
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine
-    from specmamba.grammar import CompiledGrammar
-    from specmamba.models.tokenizer import Tokenizer
+
+__all__ = ["EngineConstants", "EngineRequest", "EngineThread"]
 
 logger = logging.getLogger("specmamba")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """One prompt for the engine. ``on_delta`` is called on the engine thread, so it must be quick and never block."""
-
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    on_delta: Callable[[OutputDelta], None]
-    extra_key: str | None = None  # cached prefixes are shared with requests of the same key only
-    grammar: CompiledGrammar | None = None  # of ``params.grammar``
-
-
-@dataclass(slots=True)
-class _OpenRequest:
-    """A request that still owes its caller a last delta."""
-
-    request: EngineRequest
-    latest: OutputDelta
-
-    @classmethod
-    def just_added(cls, request: EngineRequest) -> _OpenRequest:
-        return cls(request, OutputDelta(request.request_id, (), "", len(request.prompt_token_ids), 0, 0))
-
-    def last_delta(self, finish_reason: FinishReason, error: str) -> OutputDelta:
-        return replace(self.latest, token_ids=(), text="", finish_reason=finish_reason, error=error)
-
-
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """Something to do between two steps. ``must_succeed``: an exception means that the engine cannot go on."""
-
-    function: Callable[[Engine], Any]
-    future: Future[Any]
-    must_succeed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConstants:
-    """What does not change while an engine lives, and so may be read from any thread."""
-
-    tokenizer: Tokenizer
-    context_length: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    description: dict[str, object]
 
 
 class EngineThread:
@@ -82,12 +37,13 @@ class EngineThread:
     def __init__(self, build_engine: Callable[[], Engine]) -> None:
         self._build_engine = build_engine
         self._loaded: Future[EngineConstants] = Future()
-        self._commands: SimpleQueue[_Command] = SimpleQueue()
-        self._open: dict[str, _OpenRequest] = {}  # only touched on the engine thread
+        self._commands = CommandQueue(self._refusal)
+        self._open: dict[str, OpenRequest] = {}  # only touched on the engine thread, and by ``give_up``
+        self._wakes: dict[asyncio.AbstractEventLoop, list[Callable[[], object]]] = {}  # only on the engine thread
         self._lock = threading.Lock()  # guards the fields below
-        self._taking_commands = True
         self._draining = False
         self._deadline = float("inf")
+        self._has_stopped = False
         self._stop_callbacks: list[Callable[[], None]] = []
         self._failed: BaseException | None = None
         # A daemon, so that a step that never returns cannot keep the process from exiting.
@@ -113,11 +69,11 @@ class EngineThread:
     @property
     def has_stopped(self) -> bool:
         """Whether the thread has ended, drained or failed."""
-        return not self._taking_commands
+        return not self._commands.is_open
 
     @property
     def is_accepting(self) -> bool:
-        return self._taking_commands and not self._draining and self._failed is None
+        return self._commands.is_open and not self._draining and self._failed is None
 
     def submit(self, requests: Sequence[EngineRequest]) -> Future[None]:
         """Add requests, all or none of them. The future raises what ``Engine.add_request`` raises.
@@ -133,7 +89,7 @@ class EngineThread:
         """Forget requests and free what they hold. Their callbacks are not called again once this has taken effect."""
         ids = tuple(request_ids)
         with suppress(EngineStoppedError):  # then nothing runs any more
-            self._put(_Command(lambda engine: self._abort(engine, ids), Future(), must_succeed=True))
+            self._commands.put(lambda engine: self._abort(engine, ids), must_succeed=True)
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Run a function on the engine thread, between two steps: statistics, and what later operations need.
@@ -141,9 +97,15 @@ class EngineThread:
         Raises:
             EngineStoppedError: the thread has ended (also through the future).
         """
-        future: Future[T] = Future()
-        self._put(_Command(function, future))
-        return future
+        return self._commands.put(function)
+
+    def call_in_loop(self, loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+        """For ``on_delta`` alone: have a function called on an event loop when all deltas of this step are out.
+
+        An event loop is woken once a step for all of them, not once for each: every wake-up may take the interpreter
+        away from the engine.
+        """
+        self._wakes.setdefault(loop, []).append(function)
 
     def drain(self, deadline_s: float) -> None:
         """Take no more requests; end when the running ones have finished, or at the deadline. Does not wait.
@@ -162,19 +124,20 @@ class EngineThread:
         self._thread.join(deadline_s + grace_s)
         return not self._thread.is_alive()
 
+    def give_up(self) -> None:
+        """For a step that hangs: fail as the thread would, from outside of it, so that nobody waits for ever."""
+        if self._commands.is_open:
+            self._fail(TimeoutError("a step does not end"))
+            for callback in self._tell_everybody():
+                self._attempt(callback)
+
     def on_stop(self, callback: Callable[[], None]) -> None:
         """Have a function called when the thread ends, drained or failed (at once if it has ended already)."""
         with self._lock:
-            if self._taking_commands:
+            if not self._has_stopped:
                 self._stop_callbacks.append(callback)
                 return
         callback()
-
-    def _put(self, command: _Command) -> None:
-        with self._lock:
-            if not self._taking_commands:
-                raise self._refusal()
-            self._commands.put(command)
 
     def _refusal(self) -> EngineStoppedError:
         if self._failed is not None:
@@ -195,20 +158,24 @@ class EngineThread:
             )
         except BaseException as error:  # noqa: BLE001 -- start() raises it
             self._failed = error
-            self._refuse_commands()
+            self._commands.close()
             self._loaded.set_exception(error)
             return
         self._loaded.set_result(constants)
         try:
             self._step_until_drained(engine)
-        except BaseException as error:
-            logger.critical("the engine failed", exc_info=error)
-            self._failed = error
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, clients wait for answers
+            self._fail(error)
         self._end(engine)
 
+    def _fail(self, error: BaseException) -> None:
+        if self._failed is None:
+            logger.critical("the engine failed", exc_info=error)
+            self._failed = error
+
     def _step_until_drained(self, engine: Engine) -> None:
-        while True:
-            self._run_commands(engine)
+        while self._failed is None:
+            self._commands.run(engine, wait=not engine.has_unfinished_requests and not self._draining)
             if self._draining and (not self._open or time.monotonic() >= self._deadline):
                 return
             if engine.has_unfinished_requests:
@@ -216,23 +183,6 @@ class EngineThread:
             if self._open and not engine.has_unfinished_requests:
                 # Waiting for a delta that cannot come would leave a client hanging for ever.
                 raise RuntimeError(f"the engine lost track of {', '.join(self._open)}")
-
-    def _run_commands(self, engine: Engine) -> None:
-        idle = not engine.has_unfinished_requests and not self._draining
-        try:
-            while True:
-                command = self._commands.get(block=idle)
-                idle = False
-                if not command.future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    command.future.set_result(command.function(engine))
-                except BaseException as error:
-                    command.future.set_exception(error)
-                    if command.must_succeed or not isinstance(error, Exception):
-                        raise
-        except Empty:
-            return
 
     def _add(self, engine: Engine, requests: Sequence[EngineRequest]) -> None:
         if self._draining:
@@ -252,7 +202,7 @@ class EngineThread:
             for request_id in added:  # not those it failed on: an id in use is another request's
                 engine.abort(request_id)
             raise
-        self._open.update((request.request_id, _OpenRequest.just_added(request)) for request in requests)
+        self._open.update((request.request_id, OpenRequest.just_added(request)) for request in requests)
 
     def _abort(self, engine: Engine, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -265,48 +215,60 @@ class EngineThread:
             if entry is None:
                 continue  # aborted since
             entry.latest = delta
-            if delta.finish_reason is not None:
-                del self._open[delta.request_id]
             try:
                 entry.request.on_delta(delta)
             except Exception:  # its listener is gone; the other requests go on
                 logger.debug("nobody takes the output of %s", delta.request_id, exc_info=True)
                 self._abort(engine, [delta.request_id])
+            # Only now: a thread that dies in a callback owes this request its end, and gives it.
+            if delta.finish_reason is not None:
+                self._open.pop(delta.request_id, None)
+        self._wake_loops()
+
+    def _wake_loops(self) -> None:
+        for loop in list(self._wakes):
+            with suppress(RuntimeError):  # a loop that is closed has nobody waiting
+                loop.call_soon_threadsafe(_call_all, self._wakes[loop])
+            del self._wakes[loop]  # only now: a thread that dies here wakes it once more, not once too few
 
     def _end(self, engine: Engine) -> None:
-        """Give every open request its last delta, refuse what still waits in the queue, and close the engine."""
+        """Tell everybody who waits, then close the engine. Each part runs whatever becomes of the others."""
+        if self._failed is None:
+            for request_id in list(self._open):
+                self._attempt(partial(engine.abort, request_id))
+        callbacks = self._tell_everybody()
+        self._attempt(engine.close)
+        for callback in callbacks:
+            self._attempt(callback)
+
+    def _tell_everybody(self) -> list[Callable[[], None]]:
+        """Give every open request its last delta and refuse what waits in the queue; the callbacks left to call."""
         failed = self._failed
         reason: FinishReason = "abort" if failed is None else "error"
         message = "the server is shutting down" if failed is None else f"the engine failed: {_one_line(failed)}"
-        self._deliver_last(engine, reason, message)
-        callbacks = self._refuse_commands()
-        try:
-            engine.close()
-        except Exception as error:
-            logger.error("closing the engine failed", exc_info=error)
-            self._failed = self._failed or error
-        for callback in callbacks:
-            callback()
-
-    def _deliver_last(self, engine: Engine, reason: FinishReason, message: str) -> None:
-        entries, self._open = list(self._open.values()), {}
-        for entry in entries:
+        for request_id, entry in list(self._open.items()):
             try:
-                if self._failed is None:
-                    engine.abort(entry.request.request_id)
                 entry.request.on_delta(entry.last_delta(reason, message))
-            except Exception:
-                logger.debug("nobody takes the end of %s", entry.request.request_id, exc_info=True)
-
-    def _refuse_commands(self) -> list[Callable[[], None]]:
-        with self._lock:  # after this nothing can be put in the queue
-            self._taking_commands = False
+            except BaseException:  # the others still wait for theirs
+                logger.debug("nobody takes the end of %s", request_id, exc_info=True)
+        self._open.clear()
+        self._wake_loops()
+        self._commands.close(None if failed is None else partial(EngineFailedError, message))
+        with self._lock:
+            self._has_stopped = True
             callbacks, self._stop_callbacks = self._stop_callbacks, []
-        while not self._commands.empty():
-            future = self._commands.get().future
-            if future.set_running_or_notify_cancel():
-                future.set_exception(self._refusal())
         return callbacks
+
+    def _attempt(self, function: Callable[[], object]) -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 -- what comes after it must come all the same
+            self._fail(error)
+
+
+def _call_all(functions: Iterable[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
 
 
 def _one_line(error: BaseException) -> str:
