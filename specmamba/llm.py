@@ -6,18 +6,21 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import ValidationError
 
 from specmamba.command_line import describe_validation_error
 from specmamba.config import EngineConfig
-from specmamba.core import OutputDelta, RequestOutput, SamplingParams
+from specmamba.core import GrammarSpec, OutputDelta, RequestOutput, SamplingParams
 from specmamba.engine.engine import Engine
 from specmamba.engine.workbench import Workbench
 from specmamba.errors import ConfigError, RequestError
+from specmamba.grammar import CompiledGrammar, GrammarCompiler
 
 Prompt = str | Sequence[int]
+
+GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES = 30.0, 256 << 20
 
 
 class LLM:
@@ -35,6 +38,7 @@ class LLM:
         except ValidationError as error:
             raise ConfigError(describe_validation_error(error)) from None
         self.engine = Engine(config)
+        self._grammars: GrammarCompiler | None = None
         self._num_calls = 0
         self._inboxes: dict[str, deque[OutputDelta]] = {}  # of every open request, whichever call steps the engine
 
@@ -53,22 +57,26 @@ class LLM:
         Prefixes that earlier prompts of the same ``extra_key`` have left in the cache are not computed again.
 
         Raises:
-            RequestError: a prompt is empty, too long, or has a token that is not in the vocabulary, or the numbers of
-                prompts and sampling parameters (or replays) differ. Nothing is run then.
+            RequestError: a prompt is empty, too long, or has a token that is not in the vocabulary, the numbers of
+                prompts and sampling parameters (or replays) differ, or a grammar cannot be used. Nothing is run then.
         """
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         params = _one_each(sampling_params, len(token_ids))
         replays = [()] * len(token_ids) if replay is None else [tuple(tokens) for tokens in replay]
         if len(replays) != len(token_ids):
             raise RequestError(f"{len(replays)} replays were given for {len(token_ids)} prompts")
-        for ids, replayed in zip(token_ids, replays, strict=True):
-            self.engine.check_prompt(ids)
+        for ids, own, replayed in zip(token_ids, params, replays, strict=True):
+            self.engine.check_prompt(ids, own.max_tokens)
             self.engine.check_tokens(replayed, "replay")
+        grammars = self._compile(params)
         self._num_calls += 1
         names = [f"generate-{self._num_calls}-{i}" for i in range(len(token_ids))]
         deltas: dict[str, list[OutputDelta]] = {name: [] for name in names}
         for delta in self._run(
-            [(*request, extra_key) for request in zip(names, token_ids, params, replays, strict=True)]
+            [
+                _Ask(name, ids, own, replayed, extra_key, grammars.get(own.grammar))
+                for name, ids, own, replayed in zip(names, token_ids, params, replays, strict=True)
+            ]
         ):
             deltas[delta.request_id].append(delta)
         return [_output(ids, deltas[name]) for name, ids in zip(names, token_ids, strict=True)]
@@ -79,11 +87,13 @@ class LLM:
         """Answer one prompt piece by piece. Leaving the iterator early aborts the request.
 
         Raises:
-            RequestError: the prompt is empty, too long, or has a token that is not in the vocabulary.
+            RequestError: the prompt is empty, too long, or has a token that is not in the vocabulary, or the grammar
+                cannot be used.
         """
         self._num_calls += 1
         params = sampling_params or SamplingParams()
-        yield from self._run([(f"stream-{self._num_calls}", self._encode(prompt), params, (), extra_key)])
+        grammar = self._compile([params]).get(params.grammar)
+        yield from self._run([_Ask(f"stream-{self._num_calls}", self._encode(prompt), params, (), extra_key, grammar)])
 
     def flush_cache(self) -> int:
         """Forget cached prefixes that no running request stands on; the number of tokens that were forgotten."""
@@ -96,6 +106,8 @@ class LLM:
 
     def close(self) -> None:
         """Drop whatever still runs. The object is of no use afterwards."""
+        if self._grammars is not None:
+            self._grammars.close()
         self.engine.close()
 
     def __enter__(self) -> Self:
@@ -114,10 +126,19 @@ class LLM:
             raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}", "prompt")
         return [int(token) for token in tokens]
 
-    def _run(
-        self, requests: list[tuple[str, list[int], SamplingParams, tuple[int, ...], str | None]]
-    ) -> Iterator[OutputDelta]:
-        waiting, names = requests[::-1], [name for name, *_ in requests]
+    def _compile(self, params: Sequence[SamplingParams]) -> dict[GrammarSpec | None, CompiledGrammar]:
+        """The grammars of these requests, each compiled once. Raises RequestError."""
+        specs = dict.fromkeys(own.grammar for own in params if own.grammar is not None)
+        if not specs:
+            return {}
+        if any(own.grammar is not None and own.ignore_eos for own in params):
+            raise RequestError("ignore_eos cannot be used with a grammar: nothing follows where it ends", "ignore_eos")
+        if self._grammars is None:
+            self._grammars = _grammar_compiler(self.engine)
+        return {spec: self._grammars.compile(spec).result() for spec in specs}  # one by one: the queue has a bound
+
+    def _run(self, requests: list[_Ask]) -> Iterator[OutputDelta]:
+        waiting, names = requests[::-1], [request.name for request in requests]
         unfinished = set(names)
         self._inboxes.update({name: deque() for name in names})
         try:
@@ -149,6 +170,26 @@ class LLM:
                 yield self._inboxes[name].popleft()
 
 
+class _Ask(NamedTuple):
+    """What ``Engine.add_request`` is given."""
+
+    name: str
+    token_ids: list[int]
+    params: SamplingParams
+    replay: tuple[int, ...]
+    extra_key: str | None
+    grammar: CompiledGrammar | None
+
+
+def _grammar_compiler(engine: Engine) -> GrammarCompiler:
+    try:
+        return GrammarCompiler(
+            engine.tokenizer, engine.vocab_size, engine.eos_token_ids, GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES
+        )
+    except ImportError as error:
+        raise RequestError(str(error), "grammar") from None
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
@@ -178,4 +219,6 @@ def _output(prompt: list[int], deltas: list[OutputDelta]) -> RequestOutput:
         num_cached_tokens=last.num_cached_tokens,
         spec=last.spec,
         error=last.error,
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
     )

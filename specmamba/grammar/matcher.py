@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specmamba.grammar.compiler import CompiledGrammar
+from specmamba.errors import GrammarError
+from specmamba.grammar.compiled import CompiledGrammar
+
+MASK_SECONDS = 0.01  # for the masks of one tree; nodes that are not reached in it need not be verified
+NO_LIMIT = -1.0
+_ALL = np.int32(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +22,8 @@ class TreeMask:
     """What a grammar says of one draft tree of N nodes.
 
     ``bits`` [N, ceil(V / 32)] int32: bit t % 32 of word t // 32 is set where token t may follow the node. Rows of nodes
-    that the grammar refuses, and of all below them, allow everything: nobody gets there. ``is_allowed`` [N] bool:
-    the node itself and all above it keep to the grammar.
+    that the grammar refuses, of all below them, and of end-of-text tokens allow everything: nobody goes on from there.
+    ``is_allowed`` [N] bool: the node itself and all above it keep to the grammar.
     """
 
     bits: NDArray[np.int32]
@@ -28,15 +34,90 @@ class GrammarMatcher:
     """The grammar of one request, after all tokens of its output. Used on the engine thread alone."""
 
     def __init__(self, grammar: CompiledGrammar, vocab_size: int) -> None:
-        raise NotImplementedError
+        import xgrammar
 
-    def mask(self, tokens: Sequence[int], parents: Sequence[int]) -> TreeMask:
+        self._matcher: Any = xgrammar.GrammarMatcher(grammar.compiled)
+        self._handle: Any = self._matcher._handle  # takes NumPy arrays, which the public face has no words for
+        self._stop_ids = frozenset(self._matcher.stop_token_ids)
+        self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // 32)
+        self._output: list[int] = []
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the output has its end-of-text token."""
+        return bool(self._matcher.is_terminated())
+
+    def mask(self, tokens: Sequence[int], parents: Sequence[int], may_prune: bool = False) -> TreeMask:
         """Of a draft tree in topological order, whose root ``tokens[0]`` is the last token of prompt or output.
 
-        Leaves the matcher where it was. Raises GrammarError when nothing at all may follow the root.
+        Leaves the matcher where it was. Parents other than the root's may be -1: such nodes are nobody's, and not
+        allowed. With ``may_prune``, nodes that it would take too long to look at are not allowed either, and must not
+        be verified; the root always has its row.
+
+        Raises:
+            GrammarError: nothing at all may follow the root.
         """
-        raise NotImplementedError
+        bits = np.zeros((len(tokens), self._num_words), np.int32)
+        self._traverse(tokens, parents, bits, MASK_SECONDS if may_prune else NO_LIMIT)
+        has_row: NDArray[np.bool_] = np.logical_or.reduce(bits, axis=1)
+        if not has_row[0]:
+            raise GrammarError("the grammar allows no token here: no text of it begins with what was written")
+        is_allowed = np.zeros(len(tokens), np.bool_)
+        is_allowed[0] = True
+        for node in range(1, len(tokens)):
+            parent, token = parents[node], tokens[node]
+            if parent < 0 or not has_row[parent] or not is_allowed[parent]:
+                continue
+            if bits[parent, token >> 5] >> (token & 31) & 1:
+                is_allowed[node] = has_row[node] or token in self._stop_ids
+        bits[~has_row] = _ALL
+        return TreeMask(bits, is_allowed)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """The output goes on with these tokens. Raises GrammarError for a token that the grammar does not allow."""
-        raise NotImplementedError
+        """The output goes on with these tokens; what stands behind an end-of-text token is not part of it.
+
+        Raises:
+            GrammarError: the grammar does not allow one of them. The matcher stands before it then.
+        """
+        for token in tokens:
+            if self.is_finished:
+                return
+            if not self._handle.accept_token(token, False):
+                raise GrammarError(f"token {token} is not what the grammar allows here")
+            self._output.append(token)
+
+    def _traverse(self, tokens: Sequence[int], parents: Sequence[int], bits: NDArray[np.int32], seconds: float) -> None:
+        """Fill the rows of all nodes that keep to the grammar; zeros where nothing follows, or nobody looked."""
+        if self.is_finished:
+            return
+        children, siblings = _links(parents)
+        ids = np.asarray(tokens, np.int64)
+        try:
+            self._handle.traverse_draft_tree(children, siblings, ids, bits, seconds, None)
+            if not bits[0].any():  # no time even for the root
+                self._handle.fill_next_token_bitmask(bits[:1], 0, False)
+        # Native code throws under several types, and may have left the matcher somewhere in the tree.
+        except Exception as error:
+            self._return_to_output()
+            raise GrammarError(f"the grammar failed: {type(error).__name__}: {error}") from error
+
+    def _return_to_output(self) -> None:
+        self._matcher.reset()
+        for token in self._output:
+            self._handle.accept_token(token, False)
+
+
+def _links(parents: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First child and next sibling of every node [N], [N]; -1: none."""
+    children, siblings = [-1] * len(parents), [-1] * len(parents)
+    last: dict[int, int] = {}
+    for node, parent in enumerate(parents):
+        if node == 0 or parent < 0:
+            continue
+        if parent in last:
+            siblings[last[parent]] = node
+        else:
+            children[parent] = node
+        last[parent] = node
+    return np.array(children, np.int64), np.array(siblings, np.int64)

@@ -1,0 +1,126 @@
+"""Rules in the notation that xgrammar reads: literals, character classes, choices, and a list that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from specmamba.errors import RequestError
+
+Ranges = list[tuple[int, int]]  # of code points, both ends included; ascending and apart
+
+MAX_RULES_CHARACTERS = 1_000_000
+LAST_CODE_POINT = 0x10FFFF
+SCALARS: Ranges = [(0, 0xD7FF), (0xE000, LAST_CODE_POINT)]  # halves of surrogate pairs cannot be written in UTF-8
+
+
+class Rules:
+    """A grammar that is being written. Equal bodies share one rule."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[str, str] = {}
+        self._name_of: dict[str, str] = {}
+        self._num_characters = 0
+
+    def add(self, body: str) -> str:
+        """The name of a rule with this body."""
+        if body not in self._name_of:
+            self._name_of[body] = self.reserve()
+            self.define(self._name_of[body], body)
+        return self._name_of[body]
+
+    def add_recursive(self, body: str) -> str:
+        """The name of a rule that stands in its own body, wherever that has ``{}``."""
+        if body not in self._name_of:
+            self._name_of[body] = self.reserve()
+            self.define(self._name_of[body], body.replace("{}", self._name_of[body]))
+        return self._name_of[body]
+
+    def reserve(self) -> str:
+        """A name whose body follows later, so that rules can speak of themselves."""
+        name = f"r{len(self._bodies)}"
+        self._bodies[name] = ""
+        return name
+
+    def define(self, name: str, body: str) -> None:
+        """Give a name its body.
+
+        Raises:
+            RequestError: the grammar has grown too large.
+        """
+        self._num_characters += len(body)
+        if self._num_characters > MAX_RULES_CHARACTERS:
+            raise RequestError("the grammar grows too large: use a smaller schema or expression", "grammar")
+        self._bodies[name] = body
+
+    def text(self, root: str) -> str:
+        """The whole grammar, for texts of ``root``."""
+        lines = [f"root ::= {root}", *(f"{name} ::= {body}" for name, body in self._bodies.items())]
+        return "\n".join(lines)
+
+
+def literal(text: str) -> str:
+    """Exactly this text."""
+    return '"' + "".join(map(_escaped, text)) + '"'
+
+
+def one_of(choices: Iterable[str]) -> str:
+    """Any of these expressions, of which there is at least one."""
+    distinct = list(dict.fromkeys(choices))
+    return distinct[0] if len(distinct) == 1 else "(" + " | ".join(distinct) + ")"
+
+
+def repeated(expression: str, least: int, most: int | None) -> str:
+    """So many of an expression, one after the other."""
+    if most == 0:
+        return '""'
+    return f"({expression}){{{least},{'' if most is None else most}}}"
+
+
+def char_class(ranges: Ranges) -> str:
+    """One character of these."""
+    return "[" + "".join(f"{_in_class(low)}-{_in_class(high)}" for low, high in ranges) + "]"
+
+
+def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
+    """What is in any of the sets."""
+    merged: Ranges = []
+    for low, high in sorted(r for ranges in sets for r in ranges):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def complement(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """All code points that are not in the set."""
+    gaps, start = [], 0
+    for low, high in union(ranges):
+        if low > start:
+            gaps.append((start, low - 1))
+        start = high + 1
+    return [*gaps, (start, LAST_CODE_POINT)] if start <= LAST_CODE_POINT else gaps
+
+
+def minus(ranges: Sequence[tuple[int, int]], taken: Sequence[tuple[int, int]]) -> Ranges:
+    """What is in the first set and not in the second."""
+    return complement(union(complement(ranges), taken))
+
+
+_QUOTING = '"\\'
+
+
+def _escaped(char: str) -> str:
+    if char in _QUOTING:
+        return f"\\{char}"
+    if not char.isascii() or not char.isprintable():
+        return _code(ord(char))
+    return char
+
+
+def _in_class(point: int) -> str:
+    return chr(point) if chr(point).isascii() and chr(point).isalnum() else _code(point)
+
+
+def _code(point: int) -> str:
+    return f"\\U{point:08x}"  # \\x takes whatever digits follow
