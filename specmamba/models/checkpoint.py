@@ -11,6 +11,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specmamba.models.checkpoint_limits import (
+    MAX_JSON_BYTES,
+    MAX_TENSORS,
+    require_bounded_folder,
+    require_bounded_header,
+    require_bounded_layers,
+    require_file,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +41,7 @@ def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "-
     Raises:
         ConfigError: a revision is given for a local folder.
         CheckpointError: ``model`` is neither a folder nor a hub id, the hub or the repository cannot be reached, or
-            there are no safetensors in it.
+            there are no safetensors in it, or a file is larger than any of its kind.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -46,6 +54,7 @@ def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "-
     else:
         folder = _download(model, revision)
     _require_safetensors(folder)
+    require_bounded_folder(folder)
     return folder
 
 
@@ -53,9 +62,10 @@ def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in ``file``.
 
     Raises:
-        CheckpointError: the file is missing or unreadable, or holds anything but a JSON object.
+        CheckpointError: the file is missing, unreadable or too large, or holds anything but a JSON object.
     """
     try:
+        require_file(file, MAX_JSON_BYTES)
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent} has no {file.name}: it is not a complete checkpoint") from None
@@ -70,9 +80,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def read_architecture(folder: Path) -> str:
     """The name of the model that a checkpoint says it is. Raises CheckpointError where it says none."""
-    names = read_json(folder / "config.json").get("architectures")
+    file = folder / "config.json"
+    config = read_json(file)
+    require_bounded_layers(file, config)
+    names = config.get("architectures")
     if not (isinstance(names, list) and names and isinstance(names[0], str)):
-        raise CheckpointError(f'{folder / "config.json"} names no model: it needs "architectures": ["..."]')
+        raise CheckpointError(f'{file} names no model: it needs "architectures": ["..."]')
     return names[0]
 
 
@@ -248,9 +261,12 @@ class TensorReader:
         from safetensors import SafetensorError, safe_open
 
         try:
+            require_bounded_header(file)
             handle = self._stack.enter_context(safe_open(file, framework="pt"))
             self._handles[file] = handle
             names = handle.keys()
+            if len(names) > MAX_TENSORS:
+                raise CheckpointError(f"{file} has {len(names)} tensors; {MAX_TENSORS} is the most that is read")
             slices = {name: handle.get_slice(name) for name in names}
             return [StoredTensor(name, file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()]
         except FileNotFoundError:
