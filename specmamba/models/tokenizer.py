@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmamba.errors import CheckpointError, RequestError
+from specmamba.models.chat_template import render
 from specmamba.models.checkpoint import read_json, text_config
+from specmamba.models.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Some checkpoints call these special, but what a model writes between them is part of its answer.
+TOOL_TOKENS = frozenset({"<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"})
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -50,9 +54,12 @@ class Tokenizer:
         self._backend = loaded.backend_tokenizer
         self._backend.no_padding()
         self._backend.no_truncation()
-        self._special_ids = frozenset(i for i, token in loaded.added_tokens_decoder.items() if token.special)
+        self._special_ids = frozenset(
+            i for i, token in loaded.added_tokens_decoder.items() if token.special and token.content not in TOOL_TOKENS
+        )
         vocab: dict[str, int] = self._backend.get_vocab()
         self._byte_ids = frozenset(i for token, i in vocab.items() if BYTE_TOKEN.fullmatch(token))
+        self._bytes = TokenBytes(self._backend)
 
     @property
     def vocab_size(self) -> int:
@@ -67,33 +74,51 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._loaded.chat_template)
 
-    def encode(self, text: str) -> list[int]:
+    def chat_template(self, with_tools: bool = False) -> str | None:
+        """The program that writes a conversation out (Jinja); some checkpoints have one of its own for tools."""
+        try:
+            template: str = self._loaded.get_chat_template(tools=[] if with_tools else None)
+        except ValueError:  # it has none, or none for conversations without tools
+            return None
+        return template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a plain prompt, with the special tokens that the checkpoint's own settings add to one.
 
         Raises:
             RequestError: the text is not valid Unicode (it holds half of a surrogate pair).
         """
-        return self._encode(text, "prompt", add_special_tokens=True)
+        return self._encode(text, "prompt", add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids without a token are left out."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens:
+            token_ids = [i for i in token_ids if i not in self._special_ids]
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
         return text
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What one token stands for inside a text, be it special or part of a character; None: no such token."""
+        return self._bytes.of(token_id)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """The tokens of a conversation, up to where the assistant's answer begins.
 
+        The template may come from anywhere and the messages do: it runs in Jinja's sandbox. ``variables`` are for the
+        template alone (``enable_thinking``, say).
+
         Raises:
-            RequestError: the checkpoint has no chat template, or the template refuses these messages.
+            RequestError: the checkpoint has no chat template, it refuses these messages, or it has no such variable.
         """
-        if not self.has_chat_template:
+        template = self.chat_template(with_tools=tools is not None)
+        if template is None:
             raise RequestError("this model has no chat template: send a prompt to /v1/completions instead", "messages")
-        try:
-            text: str = self._loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # A template is a program over what the client sent: any error of it is the answer to that client.
-        except Exception as error:
-            reason = str(error) or type(error).__name__
-            raise RequestError(f"the model's chat template refuses these messages: {reason}", "messages") from error
+        text = render(template, self._loaded.special_tokens_map, messages, tools, variables or {})
         # The template writes the special tokens itself.
         return self._encode(text, "messages", add_special_tokens=False)
 

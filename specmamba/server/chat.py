@@ -3,65 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from specmamba.core import OutputDelta
 from specmamba.errors import PromptTooLongError, RequestError
+from specmamba.server.chat_format import ChatFormat, ChatWishes
+from specmamba.server.chat_messages import ChatMessage
 from specmamba.server.chat_protocol import ChatCompletionRequest
-from specmamba.server.chat_responses import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-)
-from specmamba.server.completions import end_reason
+from specmamba.server.chat_responses import ChatCompletion, ChatCompletionChunk
 from specmamba.server.errors import ApiError, as_api_error
+from specmamba.server.fields import shortened
 from specmamba.server.observers import CallContext
 from specmamba.server.openapi import answers
-from specmamba.server.responses import Usage
 from specmamba.server.service import Service
-from specmamba.server.streams import Ask
-
-
-class ChatFormat:
-    """Answers in the shape of ``chat.completion``, chunks in that of ``chat.completion.chunk``."""
-
-    def __init__(self, call_id: str, model: str) -> None:
-        self._id = call_id
-        self._model = model
-        self._created = int(time.time())
-
-    def whole(self, outputs: Sequence[OutputDelta], usage: Usage) -> ChatCompletion:
-        choices = [
-            ChatChoice(index=i, message=AssistantMessage(content=output.text), finish_reason=end_reason(output))
-            for i, output in enumerate(outputs)
-        ]
-        return ChatCompletion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
-
-    def opening(self, num_choices: int) -> Sequence[ChatCompletionChunk]:
-        role = ChatDelta(role="assistant", content="")
-        return [self._chunk([ChatChunkChoice(index=index, delta=role)]) for index in range(num_choices)]
-
-    def chunks(self, index: int, delta: OutputDelta) -> Sequence[ChatCompletionChunk]:
-        chunks = []
-        if delta.text:
-            chunks.append(self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(content=delta.text))]))
-        if delta.finish_reason is not None:
-            last = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=end_reason(delta))
-            chunks.append(self._chunk([last]))
-        return chunks
-
-    def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
-        return self._chunk([], usage)
-
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
-        return ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+from specmamba.server.token_pieces import TokenPieces
+from specmamba.server.tools.plan import ToolPlan, plan_tools
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -74,24 +33,60 @@ def chat_routes(service: Service) -> APIRouter:
         """Answer a conversation, written out by the checkpoint's own chat template."""
         call = CallContext.of(request, "chatcmpl")
         service.check_model(body.model)
-        if not service.tokenizer.has_chat_template:
-            raise ApiError(
-                400, "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
-            )
-        answer_format = ChatFormat(call.call_id, service.model_names[0])
+        check_template(service)
+        plan = await asyncio.to_thread(_plan, service, body) if body.tools else ToolPlan()
+        prompt = await chat_prompt(service, body.messages, plan.template_tools, body.chat_template_kwargs)
+        wishes = ChatWishes(plan, body.num_logprobs, _new_pieces(service, body))
+        answer_format = ChatFormat(call.call_id, service.model_names[0], service.tokenizer, wishes)
         try:
-            prompt = await _token_prompt(service, body)
-            params = service.sampling_params(body, _max_tokens(service, body, len(prompt)))
-            return await service.answer(request, body, [Ask(prompt, params)], answer_format, call)
+            choices = await service.choices(
+                body, [prompt], _max_tokens(service, body, len(prompt)), grammar=plan.grammar
+            )
+            return await service.answer(request, body, choices, answer_format, call)
         except RequestError as error:
             raise _about_messages(error) from None
 
     return router
 
 
-async def _token_prompt(service: Service, body: ChatCompletionRequest) -> list[int]:
-    messages = [message.for_template() for message in body.messages]
-    return await asyncio.to_thread(service.tokenizer.apply_chat_template, messages)
+def check_template(service: Service) -> None:
+    """Raises ApiError 400 where the checkpoint cannot write conversations out."""
+    if not service.tokenizer.has_chat_template:
+        raise ApiError(
+            400, "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
+        )
+
+
+async def chat_prompt(
+    service: Service,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The tokens of a conversation, up to where the answer begins.
+
+    Raises:
+        ApiError: 400; there is no chat template, or it refuses the messages, tools or variables.
+    """
+    check_template(service)
+    written = [message.for_template() for message in messages]
+    try:
+        return await asyncio.to_thread(service.tokenizer.apply_chat_template, written, tools, variables)
+    except RequestError as error:
+        raise _about_messages(error) from None
+
+
+def _plan(service: Service, body: ChatCompletionRequest) -> ToolPlan:
+    template = service.tokenizer.chat_template(with_tools=True) or ""
+    parallel = body.parallel_tool_calls is not False
+    return plan_tools(body.tools or (), body.effective_tool_choice, parallel, template, service.config.tool_call_parser)
+
+
+def _new_pieces(service: Service, body: ChatCompletionRequest) -> Callable[[], TokenPieces] | None:
+    if not body.return_tokens:
+        return None
+    hidden = service.hidden_ids(body)
+    return lambda: TokenPieces(service.tokenizer, hidden)
 
 
 def _max_tokens(service: Service, body: ChatCompletionRequest, num_prompt_tokens: int) -> int:
@@ -104,4 +99,4 @@ def _about_messages(error: RequestError) -> ApiError:
     """The engine speaks of a prompt; a chat has messages."""
     named = as_api_error(error)
     param = "messages" if error.param == "prompt" or isinstance(error, PromptTooLongError) else error.param
-    return ApiError(named.status, str(error), param=param, code=named.detail.code)
+    return ApiError(named.status, shortened(str(error)), param=param, code=named.detail.code)

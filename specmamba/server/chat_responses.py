@@ -4,16 +4,55 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from specmamba.server.responses import EndReason, LeftOutWhenNone, Usage
+from specmamba.server.responses import LeftOutWhenNone, TokenPiece, Usage
+
+ChatEndReason = Literal["stop", "length", "tool_calls"]
+
+
+class FunctionCall(BaseModel):
+    """The function to call, and what to call it with."""
+
+    name: str
+    arguments: Annotated[str, Field(description="a JSON object, written out; cut off where the answer is")]
+
+
+class ToolCall(BaseModel):
+    """A call that the model asks the client to make."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
 
 class AssistantMessage(BaseModel):
     """The model's message."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: Annotated[str | None, Field(description="null where there are tool calls and nothing else")]
+    refusal: None = None
+    tool_calls: Annotated[list[ToolCall] | None, LeftOutWhenNone] = None
+
+
+class TopLogprob(BaseModel):
+    """One of the likeliest tokens at a place. Natural logarithms; -9999 stands for impossible."""
+
+    token: str
+    bytes: list[int] | None
+    logprob: float
+
+
+class ChatTokenLogprob(TopLogprob):
+    """A token of the answer, and the likeliest ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """The tokens of an answer, calls included."""
+
+    content: list[ChatTokenLogprob]
     refusal: None = None
 
 
@@ -22,8 +61,9 @@ class ChatChoice(BaseModel):
 
     index: int
     message: AssistantMessage
-    logprobs: None = None
-    finish_reason: EndReason | None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatEndReason | None
+    tokens: Annotated[list[TokenPiece] | None, LeftOutWhenNone] = None
 
 
 class ChatCompletion(BaseModel):
@@ -37,11 +77,28 @@ class ChatCompletion(BaseModel):
     usage: Usage | None = None
 
 
+class FunctionCallDelta(BaseModel):
+    """What a chunk adds to a call: the name first, then pieces of the arguments."""
+
+    name: Annotated[str | None, LeftOutWhenNone] = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """The place of a call among those of its message, and what a chunk adds to it."""
+
+    index: int
+    id: Annotated[str | None, LeftOutWhenNone] = None
+    type: Annotated[Literal["function"] | None, LeftOutWhenNone] = None
+    function: FunctionCallDelta
+
+
 class ChatDelta(BaseModel):
     """What a chunk adds to the message."""
 
     role: Annotated[Literal["assistant"] | None, LeftOutWhenNone] = None
     content: Annotated[str | None, LeftOutWhenNone] = None
+    tool_calls: Annotated[list[ToolCallDelta] | None, LeftOutWhenNone] = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -49,8 +106,9 @@ class ChatChunkChoice(BaseModel):
 
     index: int
     delta: ChatDelta
-    logprobs: None = None
-    finish_reason: EndReason | None = None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatEndReason | None = None
+    tokens: Annotated[list[TokenPiece] | None, LeftOutWhenNone] = None
 
 
 class ChatCompletionChunk(BaseModel):

@@ -1,0 +1,105 @@
+"""Structured output and forced tool calls of the demo, which on its own knows neither: the grammar makes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from specmamba.config import EngineConfig
+from specmamba.engine.engine import Engine
+from tests.fake_engine import Served, serving, wait_until
+
+pytest.importorskip("xgrammar", reason="structured output needs specmamba[grammar]")
+
+POINT = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer", "minimum": 0, "maximum": 99},
+        "name": {"enum": ["a", "b"]},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "maxItems": 2},
+    },
+    "required": ["x", "name", "tags"],
+    "additionalProperties": False,
+    "$defs": {"tag": {"type": "boolean"}},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "move", "parameters": POINT, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
+MESSAGES: Any = [{"role": "user", "content": "import json\n"}]
+BODY: dict[str, Any] = {"model": "specmamba-demo", "messages": MESSAGES, "max_tokens": 200, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    engine = Engine(EngineConfig(dtype="float32", max_running_requests=4, max_total_tokens=4096, context_length=1024))
+    with serving(engine) as served:
+        yield served
+        wait_until(lambda: not engine.has_unfinished_requests)
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_used_tokens) == (0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_an_answer_keeps_to_its_schema(client: openai.OpenAI) -> None:
+    asked: Any = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT, "strict": True}}
+    answer = client.chat.completions.create(**BODY, n=3, response_format=asked)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content or ""), POINT)
+    assert len({choice.message.content for choice in answer.choices}) == 3
+
+
+def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
+    body = {**BODY, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "move"}}}
+    choice = client.chat.completions.create(**body).choices[0]
+    (call,) = choice.message.tool_calls or ()
+    assert (choice.finish_reason, choice.message.content, call.type) == ("stop", None, "function")
+    assert call.function.name == "move"  # type: ignore[union-attr]
+    arguments = call.function.arguments  # type: ignore[union-attr]
+    jsonschema.validate(json.loads(arguments), POINT)
+    pieces = [
+        call.function.arguments
+        for chunk in client.chat.completions.create(**body, stream=True)
+        for call in chunk.choices[0].delta.tool_calls or ()
+        if call.function is not None
+    ]
+    assert "".join(piece or "" for piece in pieces) == arguments
+    assert len(pieces) > 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_some_tool_is_called(client: openai.OpenAI, temperature: float) -> None:
+    body = {**BODY, "tools": TOOLS, "tool_choice": "required", "temperature": temperature}
+    choice = client.chat.completions.create(**body).choices[0]
+    (call,) = choice.message.tool_calls or ()
+    assert choice.finish_reason == "tool_calls"
+    assert call.type == "function"
+    arguments = json.loads(call.function.arguments)
+    jsonschema.validate(arguments, {"move": POINT, "now": {"maxProperties": 0}}[call.function.name])
+
+
+def test_a_call_that_is_cut_off_gives_what_there_is(client: openai.OpenAI) -> None:
+    body = {**BODY, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "move"}}, "max_tokens": 3}
+    choice = client.chat.completions.create(**body).choices[0]
+    (call,) = choice.message.tool_calls or ()
+    assert choice.finish_reason == "length"
+    assert call.function.arguments.startswith("{")  # type: ignore[union-attr]
+
+
+def test_a_schema_that_cannot_be_kept_is_refused_by_name(client: openai.OpenAI) -> None:
+    wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "number", "multipleOf": 7}}}
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(**BODY, response_format=wrong)
+    assert (refusal.value.param, refusal.value.code) == ("response_format", "invalid_grammar")
+    assert "multipleOf" in refusal.value.message
