@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from specmamba.cache.radix_stats import CacheStats
-from specmamba.core import OutputDelta, SamplingParams, SpecStats
+from specmamba.core import FinishReason, OutputDelta, SamplingParams, SpecStats, TokenLogprob
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar
@@ -24,21 +24,36 @@ TEXT = "def main() -> None:\n    print('héllo → 世界 🙂')\n    return Non
 
 
 class FakeTokenizer:
-    """One token per UTF-8 byte."""
+    """One token per UTF-8 byte; 0 is special and written ``<0>``, 1 is no token."""
 
     def __init__(self, has_chat_template: bool = True) -> None:
         self.has_chat_template = has_chat_template
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
-            return list(text.encode())
+            return [*([0] if add_special_tokens and text.startswith("<bos>") else []), *text.encode()]
         except UnicodeEncodeError:
             raise RequestError("the text is not valid Unicode", param="prompt") from None
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode(errors="replace")
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        shown = (token for token in token_ids if not self.is_silent(token, skip_special_tokens))
+        return b"".join(self.token_bytes(token) or b"" for token in shown).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return b"<0>" if token_id == 0 else None if token_id == 1 else bytes([token_id])
+
+    def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
+        return token_id == 1 or (skip_special_tokens and token_id == 0)
+
+    def is_byte(self, token_id: int) -> bool:
+        return False
+
+    def chat_template(self, with_tools: bool = False) -> str:
+        return ""
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: object = None, variables: object = None
+    ) -> list[int]:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
 
 
@@ -80,6 +95,14 @@ class _Running:
     tokens: list[int] = field(default_factory=list)
     held: bytes = b""
     spec: SpecStats = field(default_factory=SpecStats)
+
+
+def fake_logprob(token: int, seed: int | None, num_top: int) -> TokenLogprob:
+    """Of any token: the likelier the higher the seed. Spaces are not among the likeliest, others are the first."""
+    chosen = -4.0 if token == ord(" ") else -0.5 + 0.01 * (seed or 0)
+    others = [((token + 1 + i) % 256, -1.0 - i) for i in range(num_top)]
+    top = others if token == ord(" ") else [(token, chosen), *others]
+    return TokenLogprob(token, chosen, tuple(top[:num_top]))
 
 
 class FakeEngine:
@@ -146,12 +169,13 @@ class FakeEngine:
         return [self._advance(request_id, request) for request_id, request in list(self.running.items())]
 
     def _advance(self, request_id: str, request: _Running) -> OutputDelta:
-        done, limit = len(request.tokens), min(request.params.max_tokens, self.context_length - len(request.prompt))
+        params, done = request.params, len(request.tokens)
+        limit = min(params.max_tokens, self.context_length - len(request.prompt))
         new = list(self.text[done : min(done + self.chunk, limit)])
         request.tokens += new
         request.spec = request.spec.after_step(self.chunk, max(len(new) - 1, 0))
         self.spec = self.spec.after_step(self.chunk, max(len(new) - 1, 0))
-        reason = None
+        reason: FinishReason | None = None
         if len(request.tokens) >= limit:
             reason = "length"
         elif len(request.tokens) == len(self.text):
@@ -159,9 +183,11 @@ class FakeEngine:
         text, request.held = _whole_characters(request.held + bytes(new), final=reason is not None)
         if reason is not None:
             del self.running[request_id]
-        return OutputDelta(
+        delta = OutputDelta(
             request_id, tuple(new), text, len(request.prompt), 3, len(request.tokens), reason, None, request.spec
         )
+        drafted = (*range(1, len(new)), 0)[: len(new)]
+        return replace(delta, depths=drafted, **_logprobs(request, new, is_first=done == 0))
 
     def stats(self) -> FakeStats:
         return FakeStats(num_running=len(self.running), num_waiting=0, spec=self.spec)
@@ -176,6 +202,16 @@ class FakeEngine:
     def close(self) -> None:
         self.num_closed += 1
         self.running.clear()
+
+
+def _logprobs(request: _Running, new: list[int], is_first: bool) -> dict[str, Any]:
+    params, found = request.params, {}
+    if (num := params.logprobs) is not None:
+        found["logprobs"] = tuple(fake_logprob(token, params.seed, num) for token in new)
+    if (num := params.prompt_logprobs) is not None and is_first:
+        rest = (fake_logprob(token, None, num) for token in request.prompt[1:])
+        found["prompt_logprobs"] = (None, *rest)
+    return found
 
 
 def _whole_characters(data: bytes, final: bool) -> tuple[str, bytes]:

@@ -10,13 +10,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from specmamba.core import OutputDelta
-from specmamba.server.errors import ApiError
+from specmamba.server.choices import check_number
+from specmamba.server.completion_choices import ChoiceWriter, EchoedPrompt, end_reason
 from specmamba.server.observers import CallContext
 from specmamba.server.openapi import answers
 from specmamba.server.protocol import CompletionRequest
-from specmamba.server.responses import Completion, CompletionChoice, EndReason, Usage
+from specmamba.server.responses import Completion, CompletionChoice, Usage
 from specmamba.server.service import Service
-from specmamba.server.streams import Ask
+
+__all__ = ["CompletionFormat", "completion_routes", "end_reason"]
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -24,36 +26,30 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionFormat:
     """Answers in the shape of ``text_completion``; a chunk has the shape of the whole."""
 
-    def __init__(self, call_id: str, model: str) -> None:
+    def __init__(self, call_id: str, model: str, writers: Sequence[ChoiceWriter]) -> None:
         self._id = call_id
         self._model = model
+        self._writers = writers
         self._created = int(time.time())
 
     def whole(self, outputs: Sequence[OutputDelta], usage: Usage) -> Completion:
-        return self._completion([_choice(index, output) for index, output in enumerate(outputs)], usage)
+        choices = [self._writers[index].write(index, output) for index, output in enumerate(outputs)]
+        return self._completion(choices, usage)
 
     def opening(self, num_choices: int) -> Sequence[Completion]:
         return ()
 
     def chunks(self, index: int, delta: OutputDelta) -> Sequence[Completion]:
-        if not delta.text and delta.finish_reason is None:
+        choice = self._writers[index].write(index, delta)
+        if not (choice.text or choice.finish_reason or choice.logprobs or choice.tokens):
             return ()  # a token in the middle of a character
-        return (self._completion([_choice(index, delta)]),)
+        return (self._completion([choice]),)
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return self._completion([], usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
-
-
-def _choice(index: int, delta: OutputDelta) -> CompletionChoice:
-    return CompletionChoice(index=index, text=delta.text, finish_reason=end_reason(delta))
-
-
-def end_reason(delta: OutputDelta) -> EndReason | None:
-    """The reason as OpenAI knows it; "abort" and "error" have become errors before they get here."""
-    return delta.finish_reason if delta.finish_reason in ("stop", "length") else None
 
 
 def completion_routes(service: Service) -> APIRouter:
@@ -64,22 +60,30 @@ def completion_routes(service: Service) -> APIRouter:
         """Continue one prompt or several."""
         call = CallContext.of(request, "cmpl")
         service.check_model(body.model)
+        prompts = _as_list(body.prompt)
+        # before a text is encoded for nothing
+        check_number(body.num_asked, "n" if body.best_of is None else "best_of", len(prompts), service.config)
+        tokens = [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        params = service.sampling_params(body, max_tokens)
-        prompts = await _token_prompts(service, body)
-        answer_format = CompletionFormat(call.call_id, service.model_names[0])
-        asks = [Ask(prompt, params) for prompt in prompts]
-        return await service.answer(request, body, asks, answer_format, call)
+        choices = await service.choices(body, tokens, max_tokens, per_prompt=body.num_asked)
+        writers = [
+            ChoiceWriter(service.tokenizer, body, service.hidden_ids(body), echo)
+            for echo in _echoes(service, body, prompts, tokens)
+            for _ in range(choices.kept)
+        ]
+        answer_format = CompletionFormat(call.call_id, service.model_names[0], writers)
+        return await service.answer(request, body, choices, answer_format, call)
 
     return router
 
 
-async def _token_prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
-    prompts = _as_list(body.prompt)
-    most = service.config.max_running_requests + service.config.max_queued_requests
-    if len(prompts) > most:
-        raise ApiError(400, f"prompt: {len(prompts)} prompts in a call, but at most {most} fit in", param="prompt")
-    return [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+def _echoes(
+    service: Service, body: CompletionRequest, prompts: Sequence[str | list[int]], tokens: Sequence[list[int]]
+) -> list[EchoedPrompt | None]:
+    """What stands in front of the answers to each prompt."""
+    if not body.echo:
+        return [None] * len(prompts)
+    return [EchoedPrompt(service.tokenizer, *pair) for pair in zip(prompts, tokens, strict=True)]
 
 
 def _as_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:

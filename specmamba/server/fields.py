@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from specmamba.core import MAX_STOP_STRINGS, StopString
+from specmamba.core import MAX_BIASES, MAX_STOP_STRINGS, StopString
+
+
+def shortened(text: str, most: int = 300) -> str:
+    """Text that quotes a client, cut to what an error message can bear."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class StrictModel(BaseModel):
@@ -22,8 +37,9 @@ class StrictModel(BaseModel):
     def _fields_are_known(cls, value: Any) -> Any:
         # Pydantic would report each unknown field by itself: a body of a million of them would cost gigabytes.
         names = value if isinstance(value, dict) else ()
+        known = {field.alias or name for name, field in cls.model_fields.items()} if names else set()
         for name in names:
-            if name not in cls.model_fields:
+            if name not in known:
                 # Half of a surrogate pair must not get into an error: pydantic cannot write it out.
                 field = name[:100].encode("utf8", "replace").decode("utf8")
                 raise PydanticCustomError("unknown_field", "there is no such field", {"field": field})
@@ -47,6 +63,35 @@ def only(*neutral: object) -> BeforeValidator:
 STRING, STRINGS, TOKENS, TOKEN_LISTS, PARTS = "(string)", "(strings)", "(tokens)", "(token lists)", "(parts)"
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+_BIASED_TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+def _bias_keys(value: object) -> object:
+    """JSON has no keys but strings; they must be token ids, each in the one way to write it."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_BIASES:
+        raise PydanticCustomError("too_long", "at most {most} tokens can be biased", {"most": MAX_BIASES})
+    wrong = next((key for key in value if not _BIASED_TOKEN.fullmatch(str(key))), None)
+    if wrong is not None:
+        raise PydanticCustomError("bias_key", "{key} is not a token id", {"key": repr(shortened(str(wrong), 40))})
+    return {int(key): bias for key, bias in value.items()}
+
+
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]],
+    BeforeValidator(_bias_keys),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -100.0, "maximum": 100.0},
+            "propertyNames": {"pattern": f"^({_BIASED_TOKEN.pattern})$"},
+            "maxProperties": MAX_BIASES,
+        }
+    ),
+]
 
 
 def _kind_of_prompt(value: object) -> str | None:

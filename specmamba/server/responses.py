@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -27,7 +27,7 @@ class CompletionTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """The tokens of a call, all its choices together."""
+    """The tokens of a call: each prompt once, and of all answers that were generated for it."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -36,9 +36,10 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(cls, last_deltas: Sequence[OutputDelta]) -> Usage:
-        """The usage of a call whose requests ended with these deltas."""
-        prompt = sum(delta.num_prompt_tokens for delta in last_deltas)
+    def of(cls, last_deltas: Sequence[OutputDelta], of_prompts: Sequence[OutputDelta] | None = None) -> Usage:
+        """The usage of a call whose requests ended with these deltas; ``of_prompts`` has one for each prompt."""
+        of_prompts = last_deltas if of_prompts is None else of_prompts
+        prompt = sum(delta.num_prompt_tokens for delta in of_prompts)
         completion = sum(delta.num_output_tokens for delta in last_deltas)
         accepted = sum(delta.spec.num_accepted_tokens for delta in last_deltas)
         return cls(
@@ -46,7 +47,7 @@ class Usage(BaseModel):
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptTokensDetails(
-                cached_tokens=sum(delta.num_cached_tokens for delta in last_deltas)
+                cached_tokens=sum(delta.num_cached_tokens for delta in of_prompts)
             ),
             completion_tokens_details=CompletionTokensDetails(
                 accepted_prediction_tokens=accepted,
@@ -55,13 +56,34 @@ class Usage(BaseModel):
         )
 
 
+class TokenPiece(BaseModel):
+    """One token of an answer. The texts of all of them, joined, are the answer, before a stop string cuts it."""
+
+    id: int
+    text: Annotated[str, Field(description="empty in the middle of a character, and for tokens that do not show")]
+    depth: Annotated[int, Field(description="how deep it stood in an accepted draft; 0: it was not drafted")]
+
+
+class CompletionLogprobs(BaseModel):
+    """Natural logarithms of the model's own distribution, token by token."""
+
+    tokens: Annotated[list[str], Field(description=r"a token that is no text by itself is written bytes:\xe4")]
+    token_logprobs: Annotated[list[float | None], Field(description="null: the first token of a prompt follows none")]
+    top_logprobs: Annotated[
+        list[dict[str, float] | None] | None,
+        Field(description="the likeliest tokens in the place of each, and the token itself; null for logprobs 0"),
+    ]
+    text_offset: Annotated[list[int], Field(description="characters of the choice's text before each token")]
+
+
 class CompletionChoice(BaseModel):
     """The text that continues one prompt, or a piece of it."""
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: EndReason | None
+    tokens: Annotated[list[TokenPiece] | None, LeftOutWhenNone] = None
 
 
 class Completion(BaseModel):
@@ -79,6 +101,7 @@ class ModelCard(BaseModel):
     """A model that can be named in requests."""
 
     id: str
+    root: Annotated[str | None, Field(description="where its checkpoint and tokenizer are")] = None
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "specmamba"
@@ -96,17 +119,6 @@ class Health(BaseModel):
     """Whether the engine runs."""
 
     status: Literal["ok", "draining"]
-
-
-class ServerInfo(BaseModel):
-    """What runs here and how it is doing."""
-
-    version: str
-    uptime_seconds: float
-    served_model_names: list[str]
-    context_length: int
-    engine: dict[str, Any]
-    stats: dict[str, Any]
 
 
 class CacheReport(BaseModel):

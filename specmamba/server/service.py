@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from typing import Protocol, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
-from specmamba.core import OutputDelta, SamplingParams
+from specmamba.core import GrammarSpec, OutputDelta
 from specmamba.engine.thread import EngineThread
+from specmamba.server.choices import Choices, check_number
 from specmamba.server.errors import ApiError, api_error_of_validation
+from specmamba.server.fields import shortened
 from specmamba.server.metrics import ServerMetrics
-from specmamba.server.observers import CallContext, ObserverFactory
+from specmamba.server.observers import CallContext, build_observers
 from specmamba.server.protocol import GenerationRequest
 from specmamba.server.responses import Usage
-from specmamba.server.streams import Ask, Call, CallLimits, EventStream, until_client_gone
+from specmamba.server.streams import Call, CallLimits, EventStream, until_client_gone
+from specmamba.server.structured import Grammars
 from specmamba.server_config import ServerConfig
 
-# Shorter text is encoded at once: handing it to a thread would take longer.
-_INLINE_CHARACTERS = 1000
+T = TypeVar("T")
+
+# Characters or tokens that are worked on at once: handing fewer to a thread would take longer.
+_INLINE_SIZE = 1000
 
 
 class AnswerFormat(Protocol):
@@ -42,9 +47,10 @@ class Service:
         self.engine = engine
         self.tokenizer = engine.constants.tokenizer
         self.context_length = engine.constants.context_length
-        self.metrics = ServerMetrics()
+        self.metrics = ServerMetrics(config)
+        self.grammars = Grammars(config, engine.constants)
         self.limits = CallLimits.of(config)
-        self.observers: list[ObserverFactory] = [self.metrics.observe]
+        self.observers = build_observers(self.metrics)
         self.model_names = (config.model_name,)  # the first is the one that answers carry
         self.created = int(time.time())
 
@@ -53,29 +59,60 @@ class Service:
         if name is not None and name not in self.model_names:
             raise ApiError(
                 404,
-                f"there is no model {name!r} here; served: {', '.join(self.model_names)}",
+                f"there is no model {shortened(name)!r} here; served: {', '.join(self.model_names)}",
                 param="model",
                 code="model_not_found",
             )
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, without holding up other clients while a long one is encoded."""
-        if len(text) <= _INLINE_CHARACTERS:
-            return self.tokenizer.encode(text)
-        return await asyncio.to_thread(self.tokenizer.encode, text)
+        return await off_loop(len(text), self.tokenizer.encode, text, add_special_tokens)
 
-    def sampling_params(self, body: GenerationRequest, max_tokens: int) -> SamplingParams:
-        """Raises ApiError 400 that names the field."""
+    def hidden_ids(self, body: GenerationRequest) -> frozenset[int]:
+        """The tokens that end an answer and do not show in it."""
+        own = () if body.ignore_eos else self.engine.constants.eos_token_ids
+        return frozenset((*own, *(body.stop_token_ids or ())))
+
+    async def choices(
+        self,
+        body: GenerationRequest,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        per_prompt: int | None = None,
+        grammar: GrammarSpec | None = None,
+    ) -> Choices:
+        """What to ask the engine: each prompt ``per_prompt`` times (by default n times), within the grammar that is
+        given or else the one that the request asks for.
+
+        Raises:
+            ApiError: a field asks for what this server does not give; the error names it.
+        """
+        kept = body.n or 1
+        per_prompt = kept if per_prompt is None else per_prompt
+        check_number(per_prompt, "n" if per_prompt == kept else "best_of", len(prompts), self.config)
+        self.check_token_ids("logit_bias", body.logit_bias or ())
+        self.check_token_ids("stop_token_ids", body.stop_token_ids or ())
+        param, spec = ("tools", grammar) if grammar else (body.grammar_field, body.grammar_spec)
         try:
-            return body.sampling_params(max_tokens)
+            params = body.sampling_params(max_tokens, spec)
         except ValidationError as error:
             raise api_error_of_validation(error.errors()) from None
+        compiled = None if spec is None else await self.grammars.compile(spec, param)
+        return Choices.of(prompts, params, compiled, per_prompt=per_prompt, kept=kept)
+
+    def check_token_ids(self, param: str, ids: Collection[int]) -> None:
+        """Raises ApiError 400 that names the field, for tokens that the model does not have."""
+        num_tokens = self.engine.constants.vocab_size
+        if (highest := max(ids, default=0)) >= num_tokens:
+            message = f"{param}: there is no token {highest}: the vocabulary has {num_tokens}"
+            raise ApiError(400, message, param=param)
 
     async def answer(
         self,
         request: Request,
         body: GenerationRequest,
-        asks: Sequence[Ask],
+        choices: Choices,
         answer_format: AnswerFormat,
         context: CallContext,
     ) -> Response:
@@ -85,27 +122,46 @@ class Service:
             RequestError, QueueFullError, EngineStoppedError: the engine does not take the prompts.
             ApiError: the engine failed before a whole answer was there.
         """
-        call = await Call.start(self.engine, self.observers, context, asks, body.prefix_cache_key, self.limits)
+        call = await Call.start(self.engine, self.observers, context, choices.asks, body.prefix_cache_key, self.limits)
         if body.stream:
-            events = _events(call, answer_format, len(asks), body.wants_stream_usage)
-            return EventStream(events, call.abort, self.limits.write_timeout)
+            return EventStream(_events(call, answer_format, choices, body), call.abort)
         try:
             outputs = await until_client_gone(request.receive, asyncio.create_task(call.collect()))
         finally:
             call.abort()
         if outputs is None:
             return Response(status_code=499)  # nobody reads it; nginx's number for this case in the logs
-        whole = answer_format.whole(outputs, Usage.of(outputs))
-        return Response(whole.model_dump_json(), media_type="application/json")
+        given, usage = choices.best(outputs), choices.usage(call.last_deltas)
+        content = await off_loop(sum(map(_size, given)), lambda: answer_format.whole(given, usage).model_dump_json())
+        return Response(content, media_type="application/json")
 
 
-async def _events(call: Call, answer_format: AnswerFormat, num_choices: int, with_usage: bool) -> AsyncIterator[str]:
+async def off_loop(size: int, function: Callable[..., T], *args: object) -> T:
+    """Call a function: at once where it has little to do, else on a thread, so that other clients need not wait."""
+    return function(*args) if size <= _INLINE_SIZE else await asyncio.to_thread(function, *args)
+
+
+def _size(delta: OutputDelta) -> int:
+    return len(delta.token_ids) + len(delta.prompt_logprobs or ())
+
+
+async def _events(
+    call: Call, answer_format: AnswerFormat, choices: Choices, body: GenerationRequest
+) -> AsyncIterator[str]:
     # With include_usage OpenAI's chunks carry "usage": null, without it they have no such field.
-    without = None if with_usage else {"usage"}
-    for chunk in answer_format.opening(num_choices):
+    without = None if body.wants_stream_usage or body.wants_running_usage else {"usage"}
+    latest: dict[int, OutputDelta] = {}
+    for chunk in answer_format.opening(len(choices.asks)):
         yield chunk.model_dump_json(exclude=without)
     async for index, delta in call:
-        for chunk in answer_format.chunks(index, delta):
+        latest[index] = delta
+        if _size(delta) <= _INLINE_SIZE:  # most are, and a coroutine for each would cost more than its chunk
+            chunks = answer_format.chunks(index, delta)
+        else:
+            chunks = await asyncio.to_thread(answer_format.chunks, index, delta)
+        for chunk in chunks:
+            if body.wants_running_usage:
+                chunk = chunk.model_copy(update={"usage": choices.usage(latest)})
             yield chunk.model_dump_json(exclude=without)
-    if with_usage:
-        yield answer_format.usage_chunk(Usage.of(list(call.last_deltas.values()))).model_dump_json()
+    if body.wants_stream_usage:
+        yield answer_format.usage_chunk(choices.usage(latest)).model_dump_json()

@@ -1,0 +1,70 @@
+"""The bytes that single tokens stand for, by what the decoder of a tokenizer does to its vocabulary."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_of_character() -> dict[str, int]:
+    """How byte-level BPE writes bytes: those that print in Latin-1 as themselves, the rest from U+0100 on."""
+    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in prints]
+    return {chr(byte): byte for byte in prints} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+class TokenBytes:
+    """Bytes of the tokens of a backend (``tokenizers.Tokenizer``), each as it stands inside a text.
+
+    Knows byte-level vocabularies, and those that write a space as "▁" and unknown characters as ``<0xE4>``. Added
+    tokens are written as they are. Safe to share between threads.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._added: dict[int, str] = {i: str(token.content) for i, token in backend.get_added_tokens_decoder().items()}
+        steps = _decoder_steps(backend)
+        self._byte_of = _byte_of_character() if any(step["type"] == "ByteLevel" for step in steps) else None
+        self._replacements = [pair for step in steps if (pair := _replacement(step)) is not None]
+
+    def of(self, token_id: int) -> bytes | None:
+        """The bytes of a token; None where the vocabulary has no such token."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token: str | None = self._backend.id_to_token(token_id)
+        if token is None:
+            return None
+        if self._byte_of is not None:
+            return _joined(self._byte_of, token)
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(byte[1], 16)])
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        return token.encode()
+
+
+def _joined(byte_of: dict[str, int], token: str) -> bytes:
+    """A character that stands for no byte is written as itself, as the decoder does."""
+    return b"".join(bytes([byte_of[c]]) if c in byte_of else c.encode() for c in token)
+
+
+def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return steps
+
+
+def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
+    match step:
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return old, new
+        case {"type": "Metaspace", "replacement": old}:
+            return old, " "
+        case {"type": "WordPiece", "prefix": old}:
+            return old, ""
+    return None
