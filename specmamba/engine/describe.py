@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specmamba.models.checkpoint import read_json
+
 if TYPE_CHECKING:
     from specmamba.cache.memory_plan import MemoryPlan
     from specmamba.engine.engine import Engine
@@ -20,6 +22,7 @@ def describe(engine: Engine) -> dict[str, object]:
     return {
         "model": engine.config.model_path if engine.config.model is not None else "specmamba-demo",
         "architecture": model.architecture,
+        "model_type": read_json(engine.folder / "config.json").get("model_type"),
         "parameters": model.num_parameters,
         "layers": model.num_layers,
         "dtype": str(model.cache_shape.dtype).removeprefix("torch."),

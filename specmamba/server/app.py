@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import Response
 
 import specmamba
 from specmamba.engine.thread import EngineThread
-from specmamba.errors import EngineStoppedError
+from specmamba.server.calls import CallRecord, RecordCalls
 from specmamba.server.chat import chat_routes
 from specmamba.server.completions import completion_routes
-from specmamba.server.errors import SERVER, ApiError, install_error_handlers
-from specmamba.server.guards import LimitBody, RequireApiKey
+from specmamba.server.errors import install_error_handlers
+from specmamba.server.events import event_routes
+from specmamba.server.guards import install_guards
+from specmamba.server.health import health_routes
+from specmamba.server.info import info_routes
+from specmamba.server.logs import log_call
 from specmamba.server.openapi import drop_unused, errors
+from specmamba.server.page import page_routes
 from specmamba.server.prefix_cache import prefix_cache_routes
-from specmamba.server.responses import Health, ModelCard, ModelList, ServerInfo
+from specmamba.server.responses import ModelCard, ModelList
 from specmamba.server.service import Service
+from specmamba.server.tokenize import tokenize_routes
+from specmamba.server.tracing import build_tracer
 from specmamba.server_config import ServerConfig
-
-if TYPE_CHECKING:
-    from specmamba.engine.engine import EngineStats
-
-# A scrape does not wait longer than this for a step to end; it gets the figures of the last one instead.
-_STATS_TIMEOUT_S = 2.0
 
 
 def create_app(config: ServerConfig, engine_thread: EngineThread) -> FastAPI:
-    """The HTTP interface of an engine thread that has been started."""
+    """The HTTP interface of an engine thread that has been started. Raises ConfigError as ``build_tracer`` does."""
     service = Service(config, engine_thread)
     app = FastAPI(
         title="specmamba",
@@ -42,16 +39,39 @@ def create_app(config: ServerConfig, engine_thread: EngineThread) -> FastAPI:
         redoc_url=None,
     )
     install_error_handlers(app)
-    app.include_router(completion_routes(service))
-    app.include_router(chat_routes(service))
-    app.include_router(_model_routes(service))
-    app.include_router(_operator_routes(service))
-    app.include_router(prefix_cache_routes(service))
+    for router in _routers(service):
+        app.include_router(router)
     _describe_truly(app)
-    app.add_middleware(LimitBody, max_bytes=config.max_request_bytes)
-    if config.api_key is not None:  # added last, so that it is asked first
-        app.add_middleware(RequireApiKey, api_key=config.api_key.get_secret_value())
+    install_guards(app, config)
+    # Added last, so that it sees every call first, and every answer last: those of the guards too.
+    app.add_middleware(RecordCalls, at_end=_at_end(service))
     return app
+
+
+def _routers(service: Service) -> list[APIRouter]:
+    routers = [
+        completion_routes(service),
+        chat_routes(service),
+        tokenize_routes(service),
+        _model_routes(service),
+        health_routes(service),
+        info_routes(service),
+        prefix_cache_routes(service),
+    ]
+    if not service.config.disable_page:
+        routers += [page_routes(), event_routes(service)]
+    return routers
+
+
+def _at_end(service: Service) -> list[Callable[[CallRecord], None]]:
+    """Who is told of every call that is over."""
+    config, tracer = service.config, build_tracer(service.config)
+    tell: list[Callable[[CallRecord], None]] = [service.metrics.record_call]
+    if not config.disable_log_requests:
+        tell.append(log_call)
+    if tracer is not None:
+        tell.append(tracer.record_call)
+    return tell
 
 
 def _describe_truly(app: FastAPI) -> None:
@@ -67,7 +87,8 @@ def _model_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     def card(name: str) -> ModelCard:
-        return ModelCard(id=name, created=service.created, max_model_len=service.context_length)
+        root = service.config.model or name
+        return ModelCard(id=name, created=service.created, max_model_len=service.context_length, root=root)
 
     @router.get("/v1/models", responses=errors(401))
     async def list_models() -> ModelList:
@@ -81,45 +102,3 @@ def _model_routes(service: Service) -> APIRouter:
         return card(name)
 
     return router
-
-
-def _operator_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-    started = time.monotonic()
-
-    @router.get("/health", responses=errors(503))
-    async def health() -> Health:
-        """200 while the engine runs, 503 once it has failed or stopped."""
-        if service.engine.failed is not None:
-            raise ApiError(503, "the engine has failed", kind=SERVER, code="engine_failed")
-        if service.engine.has_stopped:
-            raise ApiError(503, "the engine has stopped", kind=SERVER, code="engine_stopped")
-        return Health(status="ok" if service.engine.is_accepting else "draining")
-
-    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def metrics() -> Response:
-        """Figures for Prometheus."""
-        return Response(service.metrics.render(await _stats(service.engine)), media_type=CONTENT_TYPE_LATEST)
-
-    @router.get("/server_info", responses=errors(401))
-    async def server_info() -> ServerInfo:
-        """What runs here and how it is doing."""
-        stats = await _stats(service.engine)
-        return ServerInfo(
-            version=specmamba.__version__,
-            uptime_seconds=time.monotonic() - started,
-            served_model_names=list(service.model_names),
-            context_length=service.context_length,
-            engine=service.engine.constants.description,
-            stats={} if stats is None else dataclasses.asdict(stats),
-        )
-
-    return router
-
-
-async def _stats(engine: EngineThread) -> EngineStats | None:
-    """The engine's statistics, or None when it has stopped or is in a long step."""
-    try:
-        return await asyncio.wait_for(asyncio.wrap_future(engine.call(lambda engine: engine.stats())), _STATS_TIMEOUT_S)
-    except (EngineStoppedError, TimeoutError):
-        return None

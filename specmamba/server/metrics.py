@@ -1,7 +1,7 @@
 """What the server measures, for Prometheus.
 
-Latencies and token counts are recorded as deltas come from the engine. Figures that the engine keeps itself are read
-from its statistics when somebody asks, so that they cost a running request nothing.
+Latencies and token counts are recorded as deltas come from the engine, calls when they end. Each figure has one thread
+that writes it, so that none needs a lock.
 """
 
 from __future__ import annotations
@@ -9,62 +9,97 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from specmamba.core import FinishReason, OutputDelta, SpecStats
-from specmamba.server.observers import CallContext
+from specmamba.core import FinishReason, OutputDelta
+from specmamba.server.calls import CallRecord
+from specmamba.server.engine_metrics import EngineCollector, accepted_per_position
+from specmamba.server.histogram import Histogram
+from specmamba.server.observers import AbortReason, CallContext
+from specmamba.server.vllm_metrics import vllm_counters
+from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
-    from specmamba.cache.radix_stats import CacheStats
     from specmamba.engine.engine import EngineStats
+
+__all__ = ["RequestTimer", "ServerMetrics", "accepted_per_position"]
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 1.0, 2.5)
+_WHOLE_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class ServerMetrics:
     """The metrics of one application, in a registry of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: ServerConfig | None = None) -> None:
         self.registry = CollectorRegistry()
         self.time_to_first_token = Histogram(
             "specmamba_time_to_first_token_seconds",
             "From the arrival of a request to its first token",
-            buckets=_FIRST_TOKEN_BUCKETS,
-            registry=self.registry,
+            _FIRST_TOKEN_BUCKETS,
         )
         self.inter_token_latency = Histogram(
             "specmamba_inter_token_latency_seconds",
             "Time per token after the first; the tokens of one step share its time",
-            buckets=_INTER_TOKEN_BUCKETS,
-            registry=self.registry,
+            _INTER_TOKEN_BUCKETS,
         )
-        self.prompt_tokens = Counter(
-            "specmamba_prompt_tokens", "Prompt tokens of requests that gave a token", registry=self.registry
+        self.call_latency = Histogram(
+            "specmamba_e2e_request_latency_seconds",
+            "From the arrival of a call to the end of its whole answer",
+            _WHOLE_BUCKETS,
         )
-        self.generation_tokens = Counter(
-            "specmamba_generation_tokens", "Tokens generated for requests", registry=self.registry
-        )
-        self.requests = Counter(
+        self.prompt_tokens = self.generation_tokens = 0
+        requests = Counter(
             "specmamba_requests", "Requests that ended, by reason", ["finish_reason"], registry=self.registry
         )
-        self._engine = _EngineCollector()
-        self.registry.register(self._engine)
+        self._requests = {reason: requests.labels(reason) for reason in get_args(FinishReason)}
+        self._errors = Counter(
+            "specmamba_request_errors",
+            "Calls that got no whole answer: refused, timed out, failed, or left by their client",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._engine = EngineCollector()
+        self._vllm_name = config.model_name if config is not None and config.metrics_compat == "vllm" else None
+        self.registry.register(_Collected(self))
 
     def observe(self, context: CallContext, index: int) -> RequestTimer:
         """The observer of a request."""
         return RequestTimer(self, context.arrived_at)
+
+    def count_end(self, reason: FinishReason) -> None:
+        self._requests[reason].inc()
+
+    def record_call(self, call: CallRecord) -> None:
+        """Of a call that is over; on the event loop."""
+        outcome = call.outcome
+        if outcome is not None:
+            self._errors.labels(_bounded(outcome, call.status)).inc()
+        elif call.num_choices:
+            self.call_latency.observe(call.total_s)
 
     def render(self, stats: EngineStats | None) -> bytes:
         """The text that Prometheus reads; without statistics the last ones known are given."""
         if stats is not None:
             self._engine.stats = stats
         return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """What has no metric object of prometheus_client's own."""
+        for histogram in (self.time_to_first_token, self.inter_token_latency, self.call_latency):
+            yield from histogram.collect()
+        prompts = "Prompt tokens of requests that gave a token"
+        yield CounterMetricFamily("specmamba_prompt_tokens", prompts, value=self.prompt_tokens)
+        generated = "Tokens generated for requests"
+        yield CounterMetricFamily("specmamba_generation_tokens", generated, value=self.generation_tokens)
+        yield from self._engine.collect()
+        if self._vllm_name is not None and self._engine.stats is not None:
+            yield from vllm_counters(self._engine.stats.spec, self._vllm_name)
 
 
 class RequestTimer:
@@ -84,101 +119,40 @@ class RequestTimer:
         if delta.finish_reason is not None:
             self._record_end(delta.finish_reason)
 
-    def record_abort(self) -> None:
-        """The client left. Counts once, and not at all when the request had ended already."""
+    def record_abort(self, reason: AbortReason = "disconnect") -> None:
+        """The request was given up. Counts once, and not at all when it had ended already."""
         self._record_end("abort")
 
     def _record_end(self, reason: FinishReason) -> None:
         with self._lock:
             had_ended, self._has_ended = self._has_ended, True
         if not had_ended:
-            self._metrics.requests.labels(reason).inc()
+            self._metrics.count_end(reason)
 
     def _record_tokens(self, delta: OutputDelta, num_tokens: int) -> None:
         now = time.perf_counter()
         elapsed, self._latest_at = now - self._latest_at, now
-        self._metrics.generation_tokens.inc(num_tokens)
-        if not self._has_token:
-            self._has_token = True
-            self._metrics.time_to_first_token.observe(elapsed)
-            self._metrics.prompt_tokens.inc(delta.num_prompt_tokens)
+        metrics = self._metrics
+        metrics.generation_tokens += num_tokens
+        if self._has_token:
+            metrics.inter_token_latency.observe(elapsed / num_tokens, num_tokens)
             return
-        for _ in range(num_tokens):
-            self._metrics.inter_token_latency.observe(elapsed / num_tokens)
+        self._has_token = True
+        metrics.time_to_first_token.observe(elapsed)
+        metrics.prompt_tokens += delta.num_prompt_tokens
 
 
-class _EngineCollector(Collector):
-    """The engine's own statistics as metrics."""
-
-    def __init__(self) -> None:
-        self.stats: EngineStats | None = None
+class _Collected(Collector):
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self._metrics = metrics
 
     def describe(self) -> list[Metric]:
         return []  # so that registering does not collect
 
     def collect(self) -> Iterator[Metric]:
-        if self.stats is None:
-            return
-        stats = self.stats
-        gauges = {
-            "running_requests": ("Requests in the batch", stats.num_running),
-            "waiting_requests": ("Requests in the queue", stats.num_waiting),
-            "kv_used_tokens": ("Places in the KV pool that requests need", stats.kv_used_tokens),
-            "kv_cached_tokens": ("Places in the KV pool that only the prefix cache holds", stats.kv_cached_tokens),
-            "kv_total_tokens": ("Places in the KV pool", stats.kv_total_tokens),
-            "state_used_slots": ("Recurrent states that requests need", stats.state_used_slots),
-            "state_cached_slots": ("Recurrent states that only the prefix cache holds", stats.state_cached_slots),
-            "state_total_slots": ("Recurrent states that the pool has room for", stats.state_total_slots),
-            "spec_accept_length": (
-                "Tokens gained per verify since the start, the bonus token included; 1 without drafts",
-                stats.spec.accept_length,
-            ),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"specmamba_{name}", text, value=value)
-        yield CounterMetricFamily(
-            "specmamba_preemptions", "Requests that gave up their memory to older ones", value=stats.num_preemptions
-        )
-        yield from _spec_counters(stats.spec)
-        yield from _cache_counters(stats.prefix_cache)
+        return self._metrics.collect()
 
 
-def _cache_counters(cache: CacheStats) -> Iterator[Metric]:
-    counters = {
-        "query_tokens": ("Tokens of admitted requests that a cached prefix could have spared", cache.query_tokens),
-        "hit_tokens": ("Tokens that a cached prefix did spare", cache.hit_tokens),
-        "evicted_tokens": ("Tokens that left the prefix cache for want of room", cache.evicted_tokens),
-        "evicted_states": ("Recurrent states that left the prefix cache for want of room", cache.evicted_states),
-    }
-    for name, (text, value) in counters.items():
-        yield CounterMetricFamily(f"specmamba_prefix_cache_{name}", text, value=value)
-    by_reason = CounterMetricFamily(
-        "specmamba_prefix_cache_miss", "Requests by why their cached prefix was not longer", labels=["reason"]
-    )
-    for reason, count in cache.misses.items():
-        by_reason.add_metric([reason], count)
-    yield by_reason
-
-
-def _spec_counters(spec: SpecStats) -> Iterator[Metric]:
-    counters = {
-        "num_drafts": ("Verify steps of drafts", spec.num_verify_steps if spec.num_draft_tokens else 0),
-        "num_draft_tokens": ("Tokens drafted, roots not counted", spec.num_draft_tokens),
-        "num_accepted_tokens": ("Drafted tokens that the model agreed with", spec.num_accepted_tokens),
-    }
-    for name, (text, value) in counters.items():
-        yield CounterMetricFamily(f"specmamba_spec_decode_{name}", text, value=value)
-    by_position = CounterMetricFamily(
-        "specmamba_spec_decode_num_accepted_tokens_per_pos",
-        "Accepted drafts by their depth below the root; position 0 is the first drafted token",
-        labels=["position"],
-    )
-    for position, count in enumerate(accepted_per_position(spec)):
-        by_position.add_metric([str(position)], count)
-    yield by_position
-
-
-def accepted_per_position(spec: SpecStats) -> list[int]:
-    """How often the draft at each depth was accepted: a step that accepted d drafts accepted positions 0 to d - 1."""
-    at_least = list(accumulate(reversed(spec.accepted_histogram)))[::-1]
-    return at_least[1:]
+def _bounded(reason: str, status: int) -> str:
+    """A label of few values: a wrong field has a code for each way to be wrong."""
+    return "invalid_request" if status in (400, 422) and reason != "context_length_exceeded" else reason

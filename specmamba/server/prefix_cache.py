@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import PlainTextResponse, Response
 
 from specmamba.engine.thread import EngineThread
+from specmamba.server.cors import is_allowed_origin
 from specmamba.server.errors import SERVER, ApiError
 from specmamba.server.fields import StrictModel
 from specmamba.server.openapi import errors
@@ -46,9 +47,9 @@ def prefix_cache_routes(service: Service) -> APIRouter:
     @router.post("/flush_cache", responses=errors(401, 403, 503))
     async def flush_cache(request: Request) -> Flushed:
         """Forget every cached prefix that no running request stands on."""
-        if "origin" in request.headers:
-            # Browsers send a request without a body for any page; a page of this server's own does not exist.
-            raise ApiError(403, "this is no address for web pages: the request has an Origin header", code="forbidden")
+        if not is_allowed_origin(request.headers, service.config.cors_allow_origins):
+            # A browser sends a request without a body for any page.
+            raise ApiError(403, "web pages of other servers may not do this (--cors-allow-origins)", code="forbidden")
         num_tokens = await _between_steps(service.engine, lambda engine: engine.flush_cache())
         return Flushed(flushed_tokens=num_tokens)
 
