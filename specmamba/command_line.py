@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -21,6 +21,9 @@ from specmamba.server_config import ServerConfig
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+
+# Fields whose values appear in no message.
+_SECRETS = frozenset({"api_key"})
 
 
 def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[str]) -> ConfigT:
@@ -68,7 +71,8 @@ def describe_validation_error(error: ValidationError) -> str:
     lines = []
     for problem in error.errors(include_url=False):
         flag = "--" + str(problem["loc"][0]).replace("_", "-") + ": " if problem["loc"] else ""
-        got = f" (got {problem['input']!r})" if problem["loc"] and problem["type"] != "missing" else ""
+        is_shown = problem["loc"] and problem["loc"][0] not in _SECRETS and problem["type"] != "missing"
+        got = f" (got {problem['input']!r})" if is_shown else ""
         lines.append(flag + problem["msg"].removeprefix("Value error, ") + got)
     return "\n".join(lines)
 
@@ -91,7 +95,7 @@ def _take_repeated(config_class: type[EngineConfig], arguments: list[str]) -> tu
     """
     taken: dict[str, list[str]] = {}
     for name, field in config_class.model_fields.items():
-        if field.annotation in (list[str], tuple[str, ...]):
+        if field.annotation in (list[str], tuple[str, ...], tuple[SecretStr, ...]):
             values, arguments = _take_flag("--" + name.replace("_", "-"), arguments)
             taken |= {name: values} if values else {}
     return taken, arguments

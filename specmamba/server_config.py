@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from specmamba.config import EngineConfig
 
+_ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+def _split(value: object) -> object:
+    """``a,b`` in the environment or a file is a list."""
+    return value.split(",") if isinstance(value, str) else value
+
+
+def _checked_keys(keys: Sequence[SecretStr]) -> Sequence[SecretStr]:
+    """Keys that a header can carry and a list with commas can hold."""
+    for key in keys:
+        text = key.get_secret_value()
+        if not text or not text.isprintable() or "," in text or " " in text:
+            raise ValueError("a key is printable text without commas and spaces; give the flag again for another key")
+    return keys
+
+
+def _checked_origins(origins: Sequence[str]) -> tuple[str, ...]:
+    """Origins as browsers write them. What no browser would ever send is refused."""
+    for origin in origins:
+        if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+            raise ValueError("an origin is written like https://example.com:8080, without a path, or is * for any")
+    return tuple(origin.lower() for origin in origins)
 
 
 class ServerConfig(EngineConfig):
     """``specmamba serve``: the engine and the HTTP server in front of it."""
 
+    model_config = SettingsConfigDict(hide_input_in_errors=True)  # it may be a key
+
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 30000
     api_key: Annotated[
-        SecretStr | None, Field(min_length=1, description="ask every client for this key (Authorization: Bearer ...)")
-    ] = None
+        tuple[SecretStr, ...],
+        NoDecode,
+        BeforeValidator(_split),
+        AfterValidator(_checked_keys),
+        Field(description="ask every client for this key (Authorization: Bearer ...); may be given again"),
+    ] = ()
     served_model_name: Annotated[
         str | None, Field(min_length=1, description="the model's name in the API; none: its path")
     ] = None
@@ -27,7 +59,11 @@ class ServerConfig(EngineConfig):
     ] = 30.0
     disable_page: Annotated[bool, Field(description="serve no page at / and no events for it")] = False
     cors_allow_origins: Annotated[
-        tuple[str, ...], Field(description="web pages of this origin may use the API; may be given again")
+        tuple[str, ...],
+        NoDecode,
+        BeforeValidator(_split),
+        AfterValidator(_checked_origins),
+        Field(description="web pages of this origin may use the API; may be given again"),
     ] = ()
 
     max_request_bytes: Annotated[int, Field(ge=1024, description="size of a request body at the most")] = 8 << 20

@@ -62,6 +62,8 @@ class TestFlags:
     def test_serve(self, flag: str, value: str) -> None:
         for arguments in ([flag, value], [f"{flag}={value}"]):
             set_to = getattr(serve(*arguments), flag[2:].replace("-", "_"))
+            if isinstance(set_to, tuple):
+                (set_to,) = set_to
             assert (set_to.get_secret_value() if isinstance(set_to, SecretStr) else str(set_to)) == value
 
     @pytest.mark.parametrize(("flag", "value"), (ENGINE_FLAGS | GENERATE_FLAGS).items())

@@ -9,10 +9,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specmamba.errors import (
+    EngineFailedError,
     EngineStoppedError,
     PromptTooLongError,
     QueueFullError,
@@ -69,6 +71,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(400, str(error), param=error.param)
         case QueueFullError():
             return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
+        case EngineFailedError():
+            return ApiError(500, str(error), kind=SERVER, code="engine_error")
         case EngineStoppedError():
             return ApiError(503, str(error), kind=SERVER, code="engine_stopped")
         case RequestValidationError():
@@ -114,6 +118,8 @@ class _AnswerUnforeseen:
 
 
 def _of_http_exception(error: HTTPException) -> ApiError:
+    if isinstance(error.__cause__, ClientDisconnect):
+        return ApiError(499, "the client hung up before its request was whole", code="disconnect")  # nobody reads it
     messages = {
         400: "the body is not valid JSON in UTF-8",  # the only 400 that is raised as an HTTPException
         404: "there is nothing at this address",

@@ -1,90 +1,79 @@
-"""What stands before the application: the key, the size of the body, its type."""
+"""What stands before the application: where a request may come from, its key, its share, the size of its body."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+from collections.abc import Sequence
 
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specmamba.server.cors import cors_middleware, is_allowed_origin
 from specmamba.server.errors import ApiError
+from specmamba.server.limits import CALLER, LimitBody, LimitCalls
+from specmamba.server_config import ServerConfig
 
-# Probes and scrapers rarely carry a key, and learn no more than load figures.
-OPEN_PATHS = frozenset({"/health", "/metrics"})
+__all__ = ["RequireApiKey", "install_guards", "is_allowed_origin"]
+
+# Probes and scrapers rarely carry a key, and learn no more than load figures. The page's files hold nothing of the
+# model: it asks its user for a key.
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
+_OPEN_PREFIX = "/page/"
+
+
+def install_guards(app: FastAPI, config: ServerConfig) -> None:
+    """Put the guards before an application. What is added to it later sees requests before they do.
+
+    Outermost first: cross-origin questions (which carry no key), the key, calls at a time, the body.
+    """
+    app.add_middleware(LimitBody, max_bytes=config.max_request_bytes)
+    if config.max_calls_per_key is not None:
+        app.add_middleware(LimitCalls, max_calls=config.max_calls_per_key)
+    if config.api_key:
+        app.add_middleware(RequireApiKey, keys=[key.get_secret_value() for key in config.api_key])
+    if config.cors_allow_origins:
+        app.add_middleware(cors_middleware, origins=config.cors_allow_origins)
 
 
 class RequireApiKey:
-    """Asks for ``Authorization: Bearer KEY``."""
+    """Asks for ``Authorization: Bearer KEY`` with one of ``keys``."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
-        self._key = api_key.encode()
+        self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
-            error = ApiError(
-                401,
-                "the API key is missing or wrong: send the header 'Authorization: Bearer KEY'",
-                kind="authentication_error",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-            await error.response()(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or scope["path"].startswith(_OPEN_PREFIX):
+            await self.app(scope, receive, send)
             return
+        index = self._index_of_key(scope)
+        if index is None:
+            await _refusal().response()(scope, receive, send)
+            return
+        scope[CALLER] = f"key {index}"
         await self.app(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
-        # Bytes as they came: a header need not be ASCII, and compare_digest refuses text that is not.
+    def _index_of_key(self, scope: Scope) -> int | None:
+        """Which of the keys a request carries, found in a time that tells nothing of them."""
+        # Bytes as they came: a header need not be ASCII.
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         values = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return matches.index(True) if any(matches) and scheme.lower() == b"bearer" else None
 
 
-class LimitBody:
-    """Refuses bodies that are too large, announced or not, and those that are not JSON."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        announced = headers.get("content-length", "")
-        has_body = announced not in ("", "0") or "transfer-encoding" in headers
-        if announced.isdecimal() and int(announced) > self._max_bytes:
-            await self._too_large().response()(scope, receive, send)
-        elif has_body and not _is_json(headers.get("content-type", "")):
-            # Also keeps the forms of foreign web pages out, which browsers send without asking.
-            error = ApiError(415, "send JSON, with the header 'Content-Type: application/json'", code="not_json")
-            await error.response()(scope, receive, send)
-        else:
-            await self.app(scope, self._counted(receive), send)
-
-    def _counted(self, receive: Receive) -> Receive:
-        received = 0
-
-        async def receive_counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                # Only an HTTPException passes through the reading of a body unchanged.
-                raise HTTPException(413, str(self._too_large()))
-            return message
-
-        return receive_counted
-
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413, f"the body is larger than {self._max_bytes} bytes (--max-request-bytes)", code="request_too_large"
-        )
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()  # of one length, which a comparison would give away
 
 
-def _is_json(content_type: str) -> bool:
-    media_type = content_type.partition(";")[0].strip().lower()
-    return media_type == "application/json" or (media_type.startswith("application/") and media_type.endswith("+json"))
+def _refusal() -> ApiError:
+    return ApiError(
+        401,
+        "the API key is missing or wrong: send the header 'Authorization: Bearer KEY'",
+        kind="authentication_error",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )

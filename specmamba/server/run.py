@@ -17,6 +17,9 @@ from fastapi import FastAPI
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import ConfigError
 from specmamba.server.app import create_app
+from specmamba.server.connections import FLUSH_TIMEOUT_S, ConnectionConfig, ConnectionLimits
+from specmamba.server.logs import configure_logging
+from specmamba.server.tracing import check_tracing
 from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -24,8 +27,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("specmamba")
 
-# After the engine has ended, clients get this long to take what has been written for them.
-_FLUSH_TIMEOUT_S = 5
+# Connections end by themselves before this; what does not end even then is cancelled.
+_GRACEFUL_TIMEOUT_S = int(FLUSH_TIMEOUT_S) + 2
+# The kernel keeps no more for a client that does not read; left to itself it may keep megabytes.
+_SEND_BUFFER_BYTES = 128 << 10
 # A step that takes longer than this past the deadline is given up.
 _HANG_TIMEOUT_S = 10.0
 
@@ -34,10 +39,11 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
     """Serve until a signal or a failure of the engine. Returns the exit status: 0 after a signal, 1 after a failure.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address cannot be listened on, or a package is missing for what is asked for.
         SpecmambaError: what building the engine raises.
     """
-    _configure_logging(config.log_level)
+    configure_logging(config)
+    check_tracing(config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes over: nothing runs yet
     with bind(config.host, config.port) as listener:  # before the slow part, so that a port in use shows at once
         engine_thread = EngineThread(build_engine)
@@ -46,15 +52,9 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
         server.run(sockets=[listener])
         stopped = engine_thread.shutdown(0.0, grace_s=_HANG_TIMEOUT_S)
     if engine_thread.failed is not None or not stopped:
-        print("specmamba: the engine failed" if stopped else "specmamba: the engine hangs", file=sys.stderr)
+        logger.error("the engine failed" if stopped else "the engine hangs")
         return 1
     return 0
-
-
-def _configure_logging(level: str) -> None:
-    """This package speaks at the chosen level, others only of trouble."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("specmamba").setLevel(level.upper())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -68,6 +68,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host: cannot resolve {host!r}: {error.strerror}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # its connections inherit it
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -90,16 +91,16 @@ class ApiServer(uvicorn.Server):
         self, app: FastAPI, config: ServerConfig, engine_thread: EngineThread, listener: socket.socket
     ) -> None:
         super().__init__(
-            uvicorn.Config(
+            ConnectionConfig(
                 app,
+                ConnectionLimits.of(config),
                 lifespan="off",
-                ws="none",
                 log_config=None,
                 log_level="debug" if config.log_level == "debug" else "warning",
                 access_log=config.log_level == "debug",
                 proxy_headers=False,
                 server_header=False,
-                timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
+                timeout_graceful_shutdown=_GRACEFUL_TIMEOUT_S,
             )
         )
         self._engine_thread = engine_thread
@@ -127,11 +128,15 @@ class ApiServer(uvicorn.Server):
         first = self._num_signals == 1
         deadline_s = self._shutdown_timeout if first else 0.0
         text = f"finishing the running requests, for {deadline_s:g} s at the most" if first else "ending now"
-        print(f"specmamba: {name}: {text}", file=sys.stderr, flush=True)
+        logger.warning("%s: %s", name, text)
         self.force_exit = self._num_signals > 2
         self._engine_thread.drain(deadline_s)
         # A step that hangs must not keep the process: the end of the engine does this in every other case.
-        self._loop.call_later(deadline_s + _HANG_TIMEOUT_S, self._stop)
+        self._loop.call_later(deadline_s + _HANG_TIMEOUT_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._engine_thread.give_up()
+        self._stop()
 
     def _stop(self) -> None:
         self.should_exit = True  # read by uvicorn ten times a second, so any thread may set it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -14,12 +15,14 @@ from starlette.types import Receive, Scope, Send
 from specmamba.core import OutputDelta, SamplingParams
 from specmamba.engine.thread import EngineRequest, EngineThread
 from specmamba.errors import EngineStoppedError
+from specmamba.server.deadlines import CallLimits, Deadline
 from specmamba.server.errors import SERVER, ApiError, as_api_error
-from specmamba.server.observers import CallContext, ObserverFactory, RequestObserver
-from specmamba.server_config import ServerConfig
+from specmamba.server.observers import AbortReason, CallContext, ObserverFactory, RequestObserver
 
 if TYPE_CHECKING:
     from specmamba.grammar import CompiledGrammar
+
+__all__ = ["Ask", "Call", "CallLimits", "EventStream", "client_gone", "merge", "until_client_gone"]
 
 T = TypeVar("T")
 
@@ -31,19 +34,6 @@ class Ask:
     prompt: Sequence[int]
     params: SamplingParams
     grammar: CompiledGrammar | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """Seconds that a call may take; None: any."""
-
-    queue_timeout: float | None  # to its first delta
-    request_timeout: float | None  # to its end
-    write_timeout: float  # for a client to take what is written for it
-
-    @classmethod
-    def of(cls, config: ServerConfig) -> CallLimits:
-        return cls(config.queue_timeout, config.request_timeout, config.write_timeout)
 
 
 def merge(earlier: OutputDelta | None, later: OutputDelta) -> OutputDelta:
@@ -66,8 +56,15 @@ class Call:
     Deltas that nobody has read yet are merged, so a slow reader costs no more than the text of its own answer.
     """
 
-    def __init__(self, engine: EngineThread, call_id: str, num_choices: int, limits: CallLimits | None = None) -> None:
-        self._engine, self._limits = engine, limits
+    def __init__(
+        self,
+        engine: EngineThread,
+        call_id: str,
+        num_choices: int,
+        limits: CallLimits | None = None,
+        waited_s: float = 0,
+    ) -> None:
+        self._engine = engine
         self._ids = [f"{call_id}-{index}" for index in range(num_choices)]
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # guards the two fields below
@@ -75,6 +72,8 @@ class Call:
         self._waking = False
         self._arrived = asyncio.Event()
         self._observers: list[list[RequestObserver]] = []
+        self._is_aborted = False
+        self._deadline = Deadline(limits or CallLimits(), waited_s, self._arrived.set)
         self.last_deltas: dict[int, OutputDelta] = {}  # of the choices that have ended
 
     @classmethod
@@ -91,36 +90,46 @@ class Call:
 
         Raises:
             RequestError, QueueFullError, EngineStoppedError: as ``EngineThread.submit``.
+            ApiError: a step of the engine did not end in time.
         """
-        call = cls(engine, context.call_id, len(asks), limits)
+        call = cls(engine, context.call_id, len(asks), limits, time.perf_counter() - context.arrived_at)
         call._observers = [[observe(context, index) for observe in observers] for index in range(len(asks))]
         requests = [
             EngineRequest(call._ids[index], ask.prompt, ask.params, call._listener(index), extra_key, ask.grammar)
             for index, ask in enumerate(asks)
         ]
-        future = engine.submit(requests)
         try:
-            await asyncio.wrap_future(future)
+            await call._until_taken(asyncio.wrap_future(engine.submit(requests)))
         except BaseException:
+            call._deadline.cancel()
             engine.abort(call._ids)  # when this coroutine is cancelled the engine may have taken them all the same
             raise
         return call
 
-    def abort(self) -> None:
+    async def _until_taken(self, taken: asyncio.Future[None]) -> None:
+        """Wait for the engine thread, which takes requests between two steps."""
+        try:
+            async with asyncio.timeout_at(self._deadline.at):
+                await taken
+        except TimeoutError:
+            raise self._deadline.error() from None
+
+    def abort(self, reason: AbortReason = "disconnect") -> None:
         """Give up the choices that have not ended. Harmless when all have, and when called again."""
         left = [index for index in range(len(self._ids)) if index not in self.last_deltas]
-        if left:
+        self._deadline.cancel()
+        if left and not self._is_aborted:
+            self._is_aborted = True
             self._engine.abort([self._ids[index] for index in left])
-        for index in left:
-            for observer in self._observers[index]:
-                observer.record_abort()
+            for observer in (observer for index in left for observer in self._observers[index]):
+                observer.record_abort(reason)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, OutputDelta]]:
         """The deltas with the index of their choice, until every choice has ended.
 
         Raises:
             EngineStoppedError: the engine gave a choice up because the server stops.
-            ApiError: the engine failed.
+            ApiError: the engine failed, or time ran out; then the engine has been told to stop already.
         """
         while len(self.last_deltas) < len(self._ids):
             await self._arrived.wait()
@@ -132,7 +141,12 @@ class Call:
                 if delta.finish_reason is not None:
                     self.last_deltas[index] = delta
                 _raise_if_broken(delta)
+                self._deadline.note_begin()
                 yield index, delta
+            if self._deadline.is_past and len(self.last_deltas) < len(self._ids):
+                self.abort(self._deadline.reason)
+                raise self._deadline.error()
+        self._deadline.cancel()
 
     async def collect(self) -> list[OutputDelta]:
         """Wait for the end: one delta per choice, with all of its text. Raises as the iteration does."""
@@ -150,8 +164,9 @@ class Call:
             with self._lock:
                 self._pending[index] = merge(self._pending.get(index), delta)
                 must_wake, self._waking = not self._waking, True
-            if must_wake:
-                self._loop.call_soon_threadsafe(self._arrived.set)
+            # The last delta wakes in any case: the thread may have died between taking the lock and waking.
+            if must_wake or delta.finish_reason is not None:
+                self._engine.call_in_loop(self._loop, self._arrived.set)
 
         return take
 
@@ -186,13 +201,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None], write_timeout: float) -> None:
+    def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
         # Nothing on the way may hold events back to compress or to collect them.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
         self._events = events
         self._on_close = on_close
-        self._write_timeout = write_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

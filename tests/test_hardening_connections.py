@@ -1,0 +1,301 @@
+"""Clients that send slowly, read slowly, come in crowds or speak no HTTP: each costs its own connection and no more."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPResponse
+from typing import Any
+
+import pytest
+
+from tests.fake_engine import FakeEngine, Served, serving, wait_until
+
+LONG_TEXT = "x" * (1 << 18)  # more than the kernel keeps for a client that does not read, see ``narrow``
+GOOD = {"prompt": "x", "max_tokens": 2}
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(read_timeout=0.3, write_timeout=0.4, max_connections=12) as server:
+        yield server
+        wait_until(lambda: not server.engine.running)
+
+
+@contextmanager
+def client(served: Served, receive_buffer: int | None = None) -> Iterator[socket.socket]:
+    address = (served.http.base_url.host, served.http.base_url.port)
+    with socket.socket() as connection:
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(10)
+        connection.connect(address)
+        yield connection
+
+
+@contextmanager
+def narrow(**settings: Any) -> Iterator[Served]:
+    """A server with a long answer, to connections that hold little of it on their way."""
+    engine = FakeEngine(text=LONG_TEXT, chunk=1 << 12, context_length=len(LONG_TEXT) + 64)
+    with serving(engine, **settings) as served:
+        served.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        yield served
+
+
+def post(body: object, path: str = "/v1/completions", headers: str = "") -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    return f"{head}{headers}\r\n".encode() + data
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the server closes; a reset is an end too."""
+    data = b""
+    try:
+        while piece := connection.recv(65536):
+            data += piece
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def status_of_next(connection: socket.socket) -> int:
+    """Of one answer, taken whole from a connection that stays open."""
+    answer = HTTPResponse(connection)
+    answer.begin()
+    answer.read()
+    return answer.status
+
+
+def error_of(answer: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"Content-Type: application/json" in head
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+def num_connections(served: Served) -> int:
+    return len(served.server.server_state.connections)
+
+
+def is_answering(served: Served) -> bool:
+    with client(served) as fresh:
+        fresh.sendall(post(GOOD))
+        return status_of_next(fresh) == 200
+
+
+@pytest.fixture(autouse=True)
+def _everything_comes_back(served: Served) -> Iterator[None]:
+    yield
+    wait_until(lambda: num_connections(served) == 0)
+    assert not served.server.config.lingering
+    assert not served.engine.running
+    assert is_answering(served)
+
+
+# ---- slow to send ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pieces", [post({"prompt": "x"})[:40], post({"prompt": "x" * 200})[:-100]])
+def test_a_request_that_trickles_in_gets_a_408(served: Served, pieces: bytes) -> None:
+    with client(served) as slow:
+        stop = threading.Event()
+
+        def trickle() -> None:
+            slow.sendall(pieces)
+            while not stop.wait(0.05):
+                try:
+                    slow.sendall(b"a")
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        answer = read_all(slow)
+        stop.set()
+        thread.join()
+    assert error_of(answer) == (
+        408,
+        {
+            "message": "the request was not complete after 0.3 s (--read-timeout)",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "read_timeout",
+        },
+    )
+
+
+def test_a_connection_without_a_request_is_closed_without_a_word(served: Served) -> None:
+    with client(served) as silent:
+        assert read_all(silent) == b""
+
+
+def test_the_time_of_a_request_begins_with_its_first_byte(served: Served) -> None:
+    """A connection that is kept alive may rest for longer than a request may take, and each request has all of it."""
+    with client(served) as patient:
+        for _ in range(3):
+            time.sleep(0.2)
+            patient.sendall(post({"prompt": "x", "max_tokens": 1}))
+            assert status_of_next(patient) == 200
+        time.sleep(0.5)
+        patient.sendall(post({"prompt": "x", "max_tokens": 1}))
+        assert status_of_next(patient) == 200
+
+
+def test_an_answer_may_take_longer_than_its_request() -> None:
+    with serving(FakeEngine(step_s=0.05), read_timeout=0.2) as slow_engine:
+        assert slow_engine.complete(prompt="x", max_tokens=20).status_code == 200
+
+
+def test_a_refused_body_that_never_ends_is_cut_off(served: Served) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: 9999\r\n\r\n"
+    with client(served) as endless:
+        endless.sendall(head + b"x")
+        answer = read_all(endless)
+    assert answer.startswith(b"HTTP/1.1 415")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_pipelined_request_has_its_own_time(served: Served) -> None:
+    with client(served) as eager:
+        eager.sendall(post({"prompt": "x", "max_tokens": 1}) + post({"prompt": "x"})[:50])
+        answer = read_all(eager)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"HTTP/1.1 408" in answer
+
+
+# ---- slow to read ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_stops_reading_is_dropped(stream: bool) -> None:
+    with narrow(write_timeout=0.3) as served, client(served, receive_buffer=4096) as stuck:
+        stuck.sendall(post({"prompt": "x", "max_tokens": len(LONG_TEXT), "stream": stream}))
+        wait_until(lambda: num_connections(served) == 1)
+        assert is_answering(served)
+        wait_until(lambda: num_connections(served) == 0)  # though the client has closed nothing
+        assert 0 < len(read_all(stuck)) < len(LONG_TEXT)
+        wait_until(lambda: not served.engine.running)
+
+
+def test_a_client_that_reads_slowly_and_steadily_gets_all() -> None:
+    with narrow(write_timeout=0.3) as served, client(served, receive_buffer=4096) as slow:
+        slow.sendall(post({"prompt": "x", "max_tokens": len(LONG_TEXT)}, headers="Connection: close\r\n"))
+        data, num_rests = b"", 0
+        while piece := slow.recv(1 << 16):
+            data += piece
+            if len(data) > num_rests << 15:
+                num_rests += 1
+                time.sleep(0.1)
+        assert num_rests > 5
+        assert json.loads(data.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == LONG_TEXT
+
+
+def test_what_a_slow_reader_has_not_taken_is_merged() -> None:
+    """A step gives one event to whoever keeps up; all that came while a client did not read is one event."""
+    with narrow(write_timeout=5) as served, client(served, receive_buffer=4096) as slow:
+        body = {"prompt": "x", "max_tokens": len(LONG_TEXT), "stream": True}
+        slow.sendall(post(body, headers="Connection: close\r\n"))
+        wait_until(lambda: served.engine.num_steps == len(LONG_TEXT) >> 12)
+        answer = read_all(slow)
+    events = [line for line in answer.split(b"\n") if line.startswith(b"data: {")]
+    assert 1 < len(events) < served.engine.num_steps
+    assert sum(len(json.loads(event[6:])["choices"][0]["text"]) for event in events) == len(LONG_TEXT)
+
+
+# ---- crowds ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_connection_too_many_gets_a_503_and_the_others_are_served() -> None:
+    with serving(max_connections=2) as served:
+        assert served.complete(prompt="x", max_tokens=1).status_code == 200  # keeps its connection
+        with client(served) as second:
+            second.sendall(b"GET /health HT")
+            wait_until(lambda: num_connections(served) == 2)
+            for _ in range(3):
+                with client(served) as third:
+                    third.sendall(post({"prompt": "x"}))
+                    status, error = error_of(read_all(third))
+                    assert (status, error["code"]) == (503, "too_many_connections")
+                assert served.complete(prompt="x", max_tokens=1).status_code == 200
+        wait_until(lambda: num_connections(served) == 1)
+        assert is_answering(served)
+
+
+def test_a_flood_of_connections_is_refused_and_leaves_nothing(served: Served) -> None:
+    with ExitStack() as stack:
+        for _ in range(150):
+            stack.enter_context(client(served))
+        limits, lingering = served.server.config.limits, 64
+        wait_until(lambda: 12 <= num_connections(served) <= limits.max_connections + lingering)
+        assert limits.max_connections == 12
+
+
+# ---- broken connections ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("how", ["half", "reset"])
+def test_a_half_closed_or_reset_connection_frees_the_engine(how: str, stream: bool) -> None:
+    with serving(FakeEngine(step_s=0.02, chunk=1)) as served:
+        with client(served) as leaving:
+            leaving.sendall(post({"prompt": "x", "max_tokens": 70, "stream": stream}))
+            wait_until(lambda: served.engine.running)
+            if how == "half":
+                leaving.shutdown(socket.SHUT_WR)
+            else:
+                leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                leaving.close()
+            wait_until(lambda: served.engine.aborted)
+        wait_until(lambda: num_connections(served) == 0)
+
+
+@pytest.mark.parametrize("length", [20, -5])
+def test_half_a_request_is_told_that_the_server_ends(length: int, caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as served, client(served) as slow, client(served) as silent:
+        slow.sendall(post(GOOD)[:length])
+        wait_until(lambda: num_connections(served) == 2)
+        served.thread.drain(0.0)
+        status, error = error_of(read_all(slow))
+        assert (status, error["code"]) == (503, "engine_stopped")
+        assert read_all(silent) == b""
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),  # TLS
+        (b"hello\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),  # no Host
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nBad Header: 1\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
+        (b"GET /" + b"a" * 40_000, 431),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 40_000, 431),
+        (b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 10_000, 431),
+        (CHUNKED + b"zz\r\n", 400),
+    ],
+)
+def test_what_is_not_http_is_answered_and_closed(served: Served, data: bytes, status: int) -> None:
+    with client(served) as odd:
+        odd.sendall(data)
+        answered, error = error_of(read_all(odd))
+    assert (answered, error["code"]) == (status, "invalid_http")
+
+
+def test_pipelined_requests_are_answered_in_turn(served: Served) -> None:
+    with client(served) as eager:
+        eager.sendall(b"".join(post({"prompt": "x", "max_tokens": n}) for n in (1, 2, 3)) + b"garbage\r\n\r\n")
+        answers = read_all(eager).split(b"HTTP/1.1 ")[1:]
+    assert [answer[:3] for answer in answers] == [b"200", b"200", b"200", b"400"]
+    counts = [json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] for answer in answers[:3]]
+    assert counts == [1, 2, 3]
