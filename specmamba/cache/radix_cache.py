@@ -18,6 +18,7 @@ from specmamba.cache.radix_node import (
     follow,
     slots_between,
 )
+from specmamba.cache.radix_outline import Outline, outline
 from specmamba.cache.radix_stats import CacheStats, Counters
 from specmamba.cache.radix_text import render_tree, summarize
 from specmamba.cache.radix_tree import RadixTree
@@ -234,6 +235,10 @@ class MambaRadixCache:
     def render_text(self, max_nodes: int = 200) -> str:
         """The tree for people, the most recent branches first."""
         return render_tree(self._tree, max_nodes)
+
+    def outline(self, max_nodes: int = 200) -> Outline:
+        """The tree for pictures, the most recent branches first."""
+        return outline(self._tree, max_nodes)
 
     def summary(self) -> dict[str, object]:
         """Statistics and sizes, ready for JSON."""

@@ -87,6 +87,16 @@ class SpecBuffers(StateBuffers[RecordPlan]):
         first = self._lease(row).position
         return range(first, first + self._num_pending[row] + 1)
 
+    @property
+    def num_pending(self) -> int:
+        """Records of all rows that no checkpoint has in it yet."""
+        return sum(self._num_pending)
+
+    @property
+    def num_records(self) -> int:
+        """Records that the buffers have room for, those of padding not counted."""
+        return self.capacity * (len(self._num_pending) - 1)
+
     def node_offset(self, num_nodes: int) -> int:
         """See ``StateBuffers``: no row ever has more pending records in front of a tree."""
         return self.capacity - num_nodes

@@ -1,0 +1,94 @@
+// The way to the server: keys, errors, and streams of server-sent events.
+const KEY_NAME = "specmamba-api-key";
+let key = readKey();
+
+function readKey() {
+  try {
+    return sessionStorage.getItem(KEY_NAME) ?? "";
+  } catch {
+    return "";
+  }
+}
+
+/** Kept until the tab is closed. */
+export function setKey(value) {
+  key = value;
+  try {
+    sessionStorage.setItem(KEY_NAME, value);
+  } catch {
+    // then it is kept until the page is left
+  }
+}
+
+/** An answer that is no success, in the server's own words. */
+export class ApiError extends Error {
+  constructor(status, { message, param = null, code = null }) {
+    super(message);
+    Object.assign(this, { status, param, code });
+  }
+}
+
+/** A response whose status is a success. Throws ApiError, and what fetch throws when nobody answers. */
+export async function request(path, { body, signal } = {}) {
+  const headers = key ? { Authorization: `Bearer ${key}` } : {};
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  const response = await fetch(path, {
+    method: body === undefined ? "GET" : "POST",
+    body: body === undefined ? undefined : JSON.stringify(body),
+    headers,
+    signal,
+    cache: "no-store",
+  });
+  if (!response.ok) throw new ApiError(response.status, await errorOf(response));
+  return response;
+}
+
+async function errorOf(response) {
+  try {
+    const { error } = await response.json();
+    if (typeof error.message === "string") return error;
+  } catch {
+    // something between the server and this page has answered
+  }
+  return { message: `the server answered ${response.status} ${response.statusText}`.trim() };
+}
+
+/** The events of a stream: {name, data}. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const blocks = (text + value).split("\n\n");
+      text = blocks.pop();
+      for (const block of blocks) yield parse(block);
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function parse(block) {
+  const event = { name: "message", data: "" };
+  for (const line of block.split("\n")) {
+    if (line.startsWith("event: ")) event.name = line.slice(7);
+    else if (line.startsWith("data: ")) event.data += line.slice(6);
+  }
+  return event;
+}
+
+/** Chunks of a completion as they come. Throws ApiError, also when the stream breaks off. */
+export async function* complete(body, signal) {
+  const response = await request("v1/completions", { body: { ...body, stream: true }, signal });
+  let isDone = false;
+  for await (const { data } of events(response)) {
+    isDone = data === "[DONE]";
+    if (isDone) continue;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(200, chunk.error);
+    yield chunk;
+  }
+  if (!isDone) throw new ApiError(200, { message: "the connection was lost before the answer was complete" });
+}

@@ -1,0 +1,49 @@
+// The prefix cache's tree, the most recent branches first: where KV lies, and where a text can go on from.
+import { count, html, number } from "./ui.js";
+
+const MAX_INDENT = 12;
+
+const kindOf = (node) => (node.depth === 0 ? "root" : node.has_state ? "state" : "tombstone");
+
+function Row({ node, longest }) {
+  const kind = kindOf(node);
+  const length = node.end - node.start;
+  const left = `${(100 * node.start) / longest}%`;
+  const width = `${Math.max((100 * length) / longest, 0.6)}%`;
+  const facts = [
+    node.hits && ["hit", kind === "root" ? `${count(node.hits, "request")} began here` : count(node.hits, "hit")],
+    node.locks && ["lock", count(node.locks, "lock")],
+    node.depth && !node.locks && ["age", `age ${number(node.age)}`],
+  ].filter(Boolean);
+  return html`<li class="radix-row ${kind}" data-kind=${kind}>
+    <span class="name" style=${{ paddingLeft: `${12 * Math.min(Math.max(node.depth - 1, 0), MAX_INDENT)}px` }}>
+      <i class="mark" aria-hidden="true"></i>
+      <span>${kind === "root" ? "start of a text" : `${number(node.start)}–${number(node.end)}`}</span>
+      ${kind !== "root" && html`<span class="kind">${kind === "state" ? "state" : "tombstone"}, ${count(length, "token")}</span>`}
+    </span>
+    <span class="span" aria-hidden="true">${kind !== "root" && html`<i style=${{ left, width }}></i>`}</span>
+    <span class="facts">${facts.map(([name, text]) => html`<b key=${name} class=${name}>${text}</b>`)}</span>
+  </li>`;
+}
+
+export function RadixTree({ tree, stats }) {
+  const nodes = tree?.nodes ?? [];
+  const longest = Math.max(1, ...nodes.map((node) => node.end));
+  const cache = stats?.cache;
+  const note = cache ? `${count(cache.num_nodes, "node")}, ${count(cache.num_tombstones, "tombstone")}, ${count(cache.num_tokens, "token")}` : "";
+  return html`<section class="card" aria-labelledby="radix-title">
+    <h2 id="radix-title">Prefix cache <small>${note}</small></h2>
+    ${
+      nodes.length
+        ? html`<ol class="radix scroll" tabindex="0" aria-label="Nodes of the prefix tree">
+            ${nodes.map((node, index) => html`<${Row} key=${index} node=${node} longest=${longest} />`)}
+          </ol>`
+        : html`<p class="empty">Nothing is cached yet.</p>`
+    }
+    ${tree?.num_left > 0 && html`<p class="muted">and ${number(tree.num_left)} more</p>`}
+    <ul class="legend">
+      <li><i class="mark state"></i> a state: texts can go on from here</li>
+      <li><i class="mark tombstone"></i> a tombstone: KV without a state</li>
+    </ul>
+  </section>`;
+}

@@ -1,0 +1,62 @@
+// One answer as it comes in, and what was measured of it.
+import { complete } from "./api.js";
+
+export const newRun = (prompt) => ({ prompt, tokens: [], state: "waiting", error: null, usage: null, finish: null });
+
+/** Streams a completion into a run; ``onChange`` sees it after every chunk, at most once a frame. */
+export async function stream(run, body, signal, onChange) {
+  const started = performance.now();
+  run.state = "running";
+  onChange();
+  try {
+    for await (const chunk of complete(body, signal)) take(run, chunk, started);
+    run.state = "done";
+  } catch (error) {
+    run.state = error.name === "AbortError" ? "cancelled" : "failed";
+    if (run.state === "failed") run.error = describe(error);
+  }
+  onChange();
+
+  function take(run, chunk, started) {
+    const choice = chunk.choices[0];
+    if (chunk.usage) run.usage = chunk.usage;
+    if (!choice) return;
+    if (choice.tokens?.length) {
+      const now = (performance.now() - started) / 1000;
+      run.firstAt ??= now;
+      run.firstCount ??= choice.tokens.length;
+      run.lastAt = now;
+      run.tokens.push(...choice.tokens);
+    }
+    run.finish = choice.finish_reason ?? run.finish;
+    onChange();
+  }
+}
+
+function describe(error) {
+  if (error.status === 401) return "The server asks for its API key.";
+  if (error.status === undefined) return "The server does not answer.";
+  return error.message;
+}
+
+/** Seconds and rates as the browser saw them; null where there is nothing to say yet. */
+export function measure(run) {
+  const count = run.tokens.length;
+  const steps = run.tokens.filter((token) => token.depth === 0).length;
+  const elapsed = run.lastAt - run.firstAt;
+  return {
+    count,
+    steps,
+    drafted: count - steps,
+    perStep: steps ? count / steps : null,
+    firstToken: run.firstAt ?? null,
+    perSecond: elapsed > 0 ? (count - run.firstCount) / elapsed : null,
+  };
+}
+
+/** The first token at which two runs differ; null where one is the beginning of the other. */
+export function parting(a, b) {
+  const length = Math.min(a.tokens.length, b.tokens.length);
+  for (let index = 0; index < length; index += 1) if (a.tokens[index].id !== b.tokens[index].id) return index;
+  return null;
+}

@@ -1,0 +1,33 @@
+// What every part of the page uses: templates, hooks, and how things are written.
+import { h } from "./vendor/preact.js";
+import htm from "./vendor/htm.js";
+
+export { render } from "./vendor/preact.js";
+export { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/preact-hooks.js";
+export const html = htm.bind(h);
+
+const NONE = "–";
+
+export const number = (value, digits = 0) =>
+  value == null || !Number.isFinite(value)
+    ? NONE
+    : value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+
+export const percent = (value) => (value == null ? NONE : `${number(100 * value)} %`);
+
+export function duration(seconds) {
+  if (seconds == null || !Number.isFinite(seconds)) return NONE;
+  if (seconds < 0.00995) return `${number(1000 * seconds, 1)} ms`;
+  return seconds < 0.9995 ? `${number(1000 * seconds)} ms` : `${number(seconds, 2)} s`;
+}
+
+export const count = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
+
+/** Text with what nobody could see made visible. */
+export const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+
+/** Depths beyond the last colour share it. */
+export const MAX_COLOUR = 6;
+export const depthClass = (depth) => `d${Math.min(depth, MAX_COLOUR)}`;
+export const depthColour = (depth) => cssValue(`--d${Math.min(depth, MAX_COLOUR)}`);
+export const cssValue = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
