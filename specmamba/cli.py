@@ -30,6 +30,7 @@ commands:
   serve       an OpenAI-compatible HTTP server, on 127.0.0.1:30000
   generate    continue one prompt, streamed to the terminal
   info        what a model is, what it takes, and what can be done with it
+  doctor      whether this installation works: packages, device, kernels, and a self-test
   bench       measure: acceptance of drafts, a server under load, the prefix cache, operators, a GPU
   tune        choose by measurement: draft trees
   train       a draft head for a model that has none
@@ -48,6 +49,7 @@ examples:
   specmamba generate --prompt "def main():" --max-tokens 64
   specmamba generate --temperature 0.8 --seed 7 < prompt.txt
   specmamba info --model ./my-model --quantization int8
+  specmamba doctor
   specmamba bench acceptance --speculative-num-steps 3
   specmamba bench serving --concurrency 1,4 --plot load.png
   specmamba bench prefix --workloads chat,agent
@@ -63,6 +65,11 @@ SUBCOMMANDS = {
             "acceptance length and speed-up, text compared with the plain run",
         ),
         "serving": ("specmamba.bench.serving", "throughput and latency of a server, over levels of load"),
+        "http-overhead": ("specmamba.bench.http_overhead", "tokens/s through HTTP over those of LLM.generate"),
+        "soak": (
+            "specmamba.bench.soak",
+            "good clients beside bad ones: all is given back, and good ones do not feel it",
+        ),
         "prefix": ("specmamba.bench.prefix", "what the prefix cache spares, against an oracle, and what it costs"),
         "state-drift": ("specmamba.bench.state_drift", "how far texts drift with recurrent states in fewer bits"),
         "ops": ("specmamba.bench.ops", "operators against PyTorch, other packages and the machine's roofline"),
@@ -124,6 +131,12 @@ def _generate_command(arguments: list[str]) -> int:
 
 def _info(arguments: list[str]) -> int:
     from specmamba.info import main as run
+
+    return run(arguments)
+
+
+def _doctor(arguments: list[str]) -> int:
+    from specmamba.doctor import main as run
 
     return run(arguments)
 
@@ -222,7 +235,7 @@ def _run_subcommand(command: str, arguments: list[str]) -> int:
 
 
 def _subcommand_help(command: str, subcommands: Mapping[str, tuple[str, str]]) -> str:
-    lines = [f"  {name:<12}{what}" for name, (_, what) in subcommands.items()]
+    lines = [f"  {name:<15}{what}" for name, (_, what) in subcommands.items()]
     usage = f"usage: specmamba {command} NAME [OPTIONS]"
     options = f'"specmamba {command} NAME --help" lists the options.'
     return "\n".join([usage, "", "names:", *lines, "", options, ""])
@@ -256,5 +269,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "generate": _generate_command,
     "info": _info,
+    "doctor": _doctor,
     **{command: partial(_run_subcommand, command) for command in SUBCOMMANDS},
 }

@@ -43,7 +43,7 @@ def run(*arguments: str, text_in: str = "", timeout_s: float = 60) -> subprocess
 def test_help_is_an_overview(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([argument]) == 0
     text = capsys.readouterr().out
-    for word in ("serve", "generate", "info", "bench", "train", "tune", "examples:", "--help", "SPECMAMBA_"):
+    for word in ("serve", "generate", "info", "doctor", "bench", "train", "tune", "examples:", "--help", "SPECMAMBA_"):
         assert word in text
     assert max(map(len, text.splitlines())) <= 110
 
@@ -58,7 +58,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "usage: specmamba COMMAND"),
         (["genrate"], "did you mean 'generate'?"),
-        (["xyz"], "there are: serve, generate, info, bench, train, tune"),
+        (["docter"], "did you mean 'doctor'?"),
+        (["xyz"], "there are: serve, generate, info, doctor, bench, train, tune"),
         (["--verbose"], "no option '--verbose'"),
         (["bench"], "usage: specmamba bench NAME"),
         (
@@ -81,7 +82,7 @@ def test_a_wrong_command(arguments: list[str], message: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("command", "names"),
     [
-        ("bench", ["acceptance", "serving", "prefix", "state-drift", "ops", "gpu"]),
+        ("bench", ["acceptance", "serving", "http-overhead", "soak", "prefix", "state-drift", "ops", "gpu"]),
         ("tune", ["tree"]),
         ("train", ["draft"]),
     ],
@@ -143,7 +144,10 @@ def test_mistakes_end_with_one_message_and_status_2(
 
 ALL_HELPS = [
     ["--version"],
-    *([*words, "--help"] for words in ([], ["serve"], ["generate"], ["info"], ["bench"], ["train"], ["tune"])),
+    *(
+        [*words, "--help"]
+        for words in ([], ["serve"], ["generate"], ["info"], ["doctor"], ["bench"], ["train"], ["tune"])
+    ),
     *([command, name, "--help"] for command, names in SUBCOMMANDS.items() for name in names),
 ]
 

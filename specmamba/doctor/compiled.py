@@ -1,0 +1,101 @@
+"""Whether the fast forms of operators run here: native code on a CPU, Triton on a GPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from specmamba.doctor.problems import Facts, Problem, error, warning
+from specmamba.kernels import rowwise
+from specmamba.kernels.gpu.launch import has_triton, runs_on
+from specmamba.kernels.native.build import KERNELS, NativeUnavailableError, cache_folder
+from specmamba.kernels.native.library import open_library
+from specmamba.kernels.rowwise import torch_ops
+
+TRITON_SWITCH = "SPECMAMBA_TRITON"
+NO_COMPILER = "install a C++ compiler (Debian's package g++); until then PyTorch does the same work, only slower"
+
+
+def examine_kernels(device: torch.device) -> tuple[Facts, list[Problem]]:
+    """{"native": {...}, "triton": {...}}: what runs, or why not, and where compiled code lies."""
+    native, native_problems = examine_native()
+    triton, triton_problems = examine_triton(device)
+    return {"native": native, "triton": triton}, native_problems + triton_problems
+
+
+def examine_native() -> tuple[Facts, list[Problem]]:
+    """Build all native kernels that are not built yet, and load them."""
+    sources = sorted(KERNELS.glob("*/native.cpp"))
+    with ThreadPoolExecutor() as pool:
+        reasons = list(pool.map(_why_not, sources))
+    failed = [reason for reason in reasons if reason is not None]
+    facts: Facts = {
+        "built": [source.parent.name for source, reason in zip(sources, reasons, strict=True) if reason is None],
+        "reason": str(failed[0]) if failed else None,
+        "folder": None,
+    }
+    if not failed:
+        facts["folder"] = str(cache_folder())
+        return facts, []
+    return facts, _native_problems(failed[0])
+
+
+def _why_not(source: Path) -> NativeUnavailableError | None:
+    try:
+        open_library(source)
+        return None
+    except NativeUnavailableError as reason:
+        return reason
+
+
+def _native_problems(reason: NativeUnavailableError) -> list[Problem]:
+    """A CPU that cannot run them is as it is, and whoever turned them off knows; the rest can be helped."""
+    what = f"no native kernels: {reason}"
+    if reason.level >= logging.WARNING:
+        return [warning(what, "remove the cause, or set SPECMAMBA_NATIVE=0 to do without them for good")]
+    return [warning(what, NO_COMPILER)] if "compiler" in str(reason) else []
+
+
+def examine_triton(device: torch.device) -> tuple[Facts, list[Problem]]:
+    """Run one kernel where Triton is meant to run on this device."""
+    facts: Facts = {"installed": has_triton(), "runs": False, "reason": None, "folder": None}
+    if not has_triton():
+        facts["reason"] = "not installed; only GPUs need it"
+        advice = "pip install 'specmamba[gpu]'; until then PyTorch does the same work, only slower"
+        return facts, [warning("Triton is not installed", advice)] if device.type == "cuda" else []
+    if not runs_on(device):
+        off = os.environ.get(TRITON_SWITCH) == "0"
+        facts["reason"] = f"{TRITON_SWITCH}=0 turns it off" if off else "no GPU for it to run on"
+        return facts, []
+    facts["reason"] = why_triton_fails(device)
+    if facts["reason"] is None:
+        facts |= {"runs": True, "folder": str(triton_folder())}
+        return facts, []
+    advice = (
+        "Triton needs a C compiler and Python's headers (Debian's packages gcc and python3-dev) and a folder to write "
+        f"to ($TRITON_CACHE_DIR); {TRITON_SWITCH}=0 does without it"
+    )
+    return facts, [error(f"Triton does not run: {facts['reason']}", advice)]
+
+
+def why_triton_fails(device: torch.device) -> str | None:
+    """Compile and run a norm. None when its result is that of PyTorch."""
+    x = torch.linspace(-2, 2, 4 * 64, device=device).view(4, 64)
+    weight = torch.linspace(0.5, 1.5, 64, device=device)
+    try:
+        got = rowwise.rms_norm(x, weight, 1e-6)
+        expected = torch_ops.rms_norm(x, weight, 1e-6)
+        difference = (got - expected).abs().amax().item()
+    except Exception as failure:  # noqa: BLE001  # Triton, the driver and the C compiler fail in many ways
+        return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else 'no message'}"
+    return None if difference < 1e-4 else f"a norm is off by {difference:.3g}"
+
+
+def triton_folder() -> Path:
+    """Where Triton keeps what it compiled."""
+    chosen = os.environ.get("TRITON_CACHE_DIR")
+    return Path(chosen) if chosen else Path.home() / ".triton" / "cache"

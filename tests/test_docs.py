@@ -1,0 +1,206 @@
+"""What the documentation says exists: links, flags, metrics, defaults and figures."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic_settings import BaseSettings
+
+from specmamba.cli import COMMANDS, SUBCOMMANDS
+from specmamba.config import EngineConfig, GenerateConfig
+from specmamba.server.metrics import ServerMetrics
+from specmamba.server_config import ServerConfig
+from tests.fake_engine import FakeEngine, serving
+from tests.repository import ROOT, tracked_files
+
+PAGES = sorted(name for name in tracked_files() if re.fullmatch(r"(docs|deploy)/.*\.md", name))
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FLAG = re.compile(r"--[a-z][a-z-]+")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text("utf8")
+
+
+def blocks(page: str) -> Iterator[tuple[str, str]]:
+    yield from FENCE.findall(text_of(page))
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def anchors(file: Path) -> set[str]:
+    return {anchor(line.lstrip("#")) for line in file.read_text("utf8").splitlines() if line.startswith("#")}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    broken = []
+    for target in LINK.findall(FENCE.sub("", text_of(page))):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, fragment = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if not file.exists() or (fragment and fragment not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_the_index_has_every_page() -> None:
+    linked = {(ROOT / "docs" / target).resolve() for target in LINK.findall(text_of("docs/index.md"))}
+    assert {(ROOT / page).resolve() for page in PAGES if page != "docs/index.md"} <= linked
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_in_the_docs_is_python(page: str) -> None:
+    for language, code in blocks(page):
+        if language == "python":
+            ast.parse(textwrap.dedent(code), page)
+
+
+# Flags
+
+
+def flags_of(*classes: type[BaseSettings]) -> set[str]:
+    names = {name.replace("_", "-") for settings in classes for name in settings.model_fields}
+    return {f"--{name}" for name in names} | {f"--no-{name}" for name in names} | {"--help", "--version", "--config"}
+
+
+def tool_flags() -> set[str]:
+    """The flags of the tools, which have their configurations in modules that are slow to import."""
+    found: set[str] = set()
+    for name in tracked_files():
+        if re.fullmatch(r"(bench/.*|specmamba/doctor/.*)\.py", name):
+            tree = ast.parse((ROOT / name).read_text("utf8"))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    found.add("--" + node.target.id.replace("_", "-"))
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and FLAG.fullmatch(node.value):
+                    found.add(node.value)  # argparse's
+    return found
+
+
+@pytest.fixture(scope="module")
+def every_flag() -> set[str]:
+    return flags_of(EngineConfig, ServerConfig, GenerateConfig) | tool_flags()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_in_the_text_exist(page: str, every_flag: set[str]) -> None:
+    """In a line's code; that of another tool begins with its name."""
+    spans = re.findall(r"`([^`]+)`", FENCE.sub("", text_of(page)))
+    ours = [span for span in spans if span.startswith(("--", "specmamba "))]
+    used = {flag for span in ours for flag in FLAG.findall(span)}
+    assert used - every_flag - FOREIGN.get(page, set()) == set()
+
+
+FOREIGN = {
+    "deploy/README.md": {"--publish", "--env", "--stop-timeout", "--read-only", "--tmpfs", "--user"},  # Docker's
+    "docs/benchmarking_clients.md": {"--tokenizer", "--data", "--backend", "--endpoint"},  # load generators'
+    "docs/prefix_cache.md": {"--enable-cache-report"},  # SGLang's, which does not exist here
+}
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """The words of every command line of ours."""
+    for _, code in blocks(page):
+        for line in code.replace("\\\n", " ").splitlines():
+            if re.match(r"(\.venv/bin/)?specmamba ", line):
+                yield shlex.split(line, comments=True)[1:]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_exist_with_their_flags(page: str, every_flag: set[str]) -> None:
+    for words in commands(page):
+        command, *rest = words
+        assert command in COMMANDS, words
+        if command in SUBCOMMANDS:
+            assert rest[0] in SUBCOMMANDS[command], words
+        allowed = {"serve": flags_of(ServerConfig), "generate": flags_of(GenerateConfig)}.get(command, every_flag)
+        assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= allowed, words
+
+
+def as_written(value: Any) -> str:
+    """A default as the table has it."""
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, bool):
+        return "off"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def test_operations_has_every_flag_of_the_server_with_its_default() -> None:
+    table = dict(re.findall(r"^\| (`--[^|]+) \| ([^|]+) \|", text_of("docs/operations.md"), re.MULTILINE))
+    said = {}
+    for names, defaults in table.items():
+        for name, default in zip(FLAG.findall(names), defaults.split(", "), strict=True):
+            said[name] = default.removesuffix(" s").removesuffix(" MiB")
+    own = {name: field for name, field in ServerConfig.model_fields.items() if name not in EngineConfig.model_fields}
+    expected = {"--" + name.replace("_", "-"): as_written(field.default) for name, field in own.items()}
+    expected["--served-model-name"] = "the model's path"
+    assert said == expected
+
+
+# Metrics, figures
+
+
+def test_operations_has_every_metric() -> None:
+    rendered = ServerMetrics().render(FakeEngine().stats()).decode()
+    real = {
+        name + ("_total" if kind == "counter" and not name.endswith("_total") else "")
+        for name, kind in re.findall(r"^# TYPE (specmamba_\w+) (\w+)$", rendered, re.MULTILINE)
+        if not name.endswith("_created")
+    }
+    documented = set(re.findall(r"`(specmamba_[a-z0-9_]+)(?:\{\w+\})?`", text_of("docs/operations.md")))
+    assert documented == real
+
+
+def test_operations_has_every_address() -> None:
+    with serving() as served:
+        paths = {path.partition("{")[0].rstrip("/") for path in served.http.get("/openapi.json").json()["paths"]}
+    documented = set(re.findall(r"`(?:GET|POST) (/[\w/.]*)`", text_of("docs/operations.md")))
+    assert documented == paths | {"/", "/events", "/openapi.json"}
+
+
+def test_operations_has_codes_that_exist() -> None:
+    sources = [
+        (ROOT / name).read_text("utf8") for name in tracked_files() if re.match(r"specmamba/server/\w+\.py", name)
+    ]
+    codes = set(re.findall(r'code="(\w+)"', "".join(sources)))
+    documented = set(re.findall(r"^\| \d{3} (`[^|]+) \|", text_of("docs/operations.md"), re.MULTILINE))
+    named = {code for cell in documented for code in re.findall(r"`(\w+)`", cell)}
+    assert named
+    assert named <= codes
+
+
+def figures(run: str) -> dict[str, tuple[str, str]]:
+    report = json.loads((ROOT / "bench/results/cpu/2026-11-20-acceptance.json").read_text("utf8"))["runs"][run]
+    return {
+        f"{each['num_steps']}, {each['topk']}, {each['num_draft_tokens']}": (
+            f"{each['accept_length']:.2f}",
+            f"{each['speedup']:.2f}x",
+        )
+        for each in report["configurations"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("first_row", "runs"),
+    [(0, ["infl-replay-b1", "infl-t0.8-b1", "infl-t0-b1"]), (5, ["infl-t0.8-b8", "infl-t0-b8"])],
+)
+def test_the_tables_of_speculation_are_what_was_measured(first_row: int, runs: list[str]) -> None:
+    rows = re.findall(r"^\| (\d, \d, \d+) \| (.*) \|$", text_of("docs/speculation.md"), re.MULTILINE)
+    for shape, cells in rows[first_row : first_row + 5]:
+        measured = [figure for run in runs for figure in figures(run)[shape]]
+        assert cells.split(" | ")[: len(measured)] == measured, shape
