@@ -68,6 +68,7 @@ class LLM:
         for ids, own, replayed in zip(token_ids, params, replays, strict=True):
             self.engine.check_prompt(ids, own.max_tokens)
             self.engine.check_tokens(replayed, "replay")
+            self.engine.check_tokens(own.logit_bias, "logit_bias")
         grammars = self._compile(params)
         self._num_calls += 1
         names = [f"generate-{self._num_calls}-{i}" for i in range(len(token_ids))]

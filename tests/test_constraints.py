@@ -28,8 +28,9 @@ class Refuses:
 
     refused: tuple[int, ...] = ()
     is_at_its_end: bool = False
+    seconds_per_node: float = 0.0
 
-    def mask(self, tokens: Sequence[int], parents: Sequence[int], may_prune: bool = False) -> TreeMask:
+    def mask(self, tokens: Sequence[int], parents: Sequence[int], seconds: float | None = None) -> TreeMask:
         if self.is_at_its_end:
             raise GrammarError("nothing may follow")
         allowed = [True]
@@ -128,6 +129,14 @@ def test_drawn_drafts_are_masked_and_not_pruned(tree: DraftTree) -> None:
     assert without.tree.shape.parents[0].tolist() == [-1] * 5
     assert without.tree.draft_probs is not None
     assert torch.equal(without.tree.draft_probs[1, :5], probs[1, :5])
+
+
+def test_drawn_drafts_of_a_slow_grammar_are_left_out_together(tree: DraftTree) -> None:
+    drawn = DraftTree(tree.tokens, tree.shape, torch.rand(2, 6, 40))
+    made = run(drawn, request(Refuses((11,), seconds_per_node=1.0)), request(Refuses()))
+    assert made.tree.shape.parents.tolist() == [[-1] * 5, PARENTS[1][:5]]
+    assert made.batch.allowed is not None
+    assert made.batch.allowed[0].tolist() == [[110, 7], *[[-1, -1]] * 4]
 
 
 def test_the_end_of_a_grammar_concerns_its_request_alone(tree: DraftTree) -> None:

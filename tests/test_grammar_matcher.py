@@ -151,10 +151,9 @@ def test_without_time_only_the_root_is_looked_at(
     a = vocab.index(b"a")
     tree = ([a] * 5, [-1, 0, 1, 2, 3])
     matcher = GrammarMatcher(grammars[2], VOCAB)
-    full = matcher.mask(*tree, may_prune=True)
+    full = matcher.mask(*tree, 60.0)
     assert full.is_allowed.all()
-    monkeypatch.setattr("specmamba.grammar.matcher.MASK_SECONDS", 1e-9)
-    cut = matcher.mask(*tree, may_prune=True)
+    cut = matcher.mask(*tree, 1e-9)
     assert (cut.bits[0] == full.bits[0]).all()
     assert not cut.is_allowed[2:].any()
     assert (matcher.mask(*tree).bits == full.bits).all()  # asked for everything, and left where it was

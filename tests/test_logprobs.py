@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from specmamba import LLM, SamplingParams
+from specmamba.config import DEMO_MODEL
 from specmamba.core import TokenLogprob
+from specmamba.draft.draft_model import ModelDrafter
 from specmamba.errors import PromptTooLongError, RequestError
 from specmamba.kernels import sampling as sampling_ops
 from specmamba.kernels.sampling import reference_constraints
@@ -173,11 +175,11 @@ def test_a_preempted_request_keeps_its_figures() -> None:
 def test_operators_agree_with_their_references(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, 4, 70, generator=generator) * 4
-    rows, tokens, values = torch.tensor([0, 0, 2]), torch.tensor([5, 69, 31]), torch.tensor([1.5, -100.0, 3.0])
-    assert torch.equal(
-        sampling_ops.add_bias(logits, rows, tokens, values),
-        reference_constraints.add_bias(logits, rows, tokens, values),
-    )
+    rows, tokens, values = torch.tensor([0, 0, 2]), torch.tensor([5, 69, 31]), torch.tensor([0.0625, -100.0, 3.0])
+    for x in (logits, (logits * 5).bfloat16()):
+        biased = sampling_ops.add_bias(x, rows, tokens, values)
+        assert torch.equal(biased, reference_constraints.add_bias(x, rows, tokens, values))
+        assert biased[0, 0, 5] == x[0, 0, 5].float() + 0.0625
     bits = torch.randint(-(2**31), 2**31 - 1, (3, 4, 3), generator=generator).to(torch.int32)
     assert torch.equal(sampling_ops.allow_tokens(logits, bits), reference_constraints.allow_tokens(logits, bits))
     which = torch.randint(0, 70, (3, 4), generator=generator)
@@ -187,3 +189,54 @@ def test_operators_agree_with_their_references(seed: int) -> None:
         strict=True,
     ):
         torch.testing.assert_close(found, expected)
+
+
+def test_a_prompt_whose_second_pass_ends_its_chunks_elsewhere_is_scored_whole() -> None:
+    prompt = [i * 37 % 3000 + 10 for i in range(100)]
+    scored = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    with LLM(dtype="float32", speculative_algorithm="none", max_total_tokens=512, chunked_prefill_size=16) as llm:
+        engine = llm.engine
+        engine.add_request("scored", prompt, scored)
+        for _ in range(3):
+            engine.step()
+        with torch.inference_mode():
+            engine.scheduler.preempt(next(iter(engine.scheduler.extending)))
+        engine.flush_cache()
+        engine.add_request("follower", [*prompt[:24], *[7] * 40], GREEDY)  # wants a chunk to end where the two part
+        deltas = []
+        while engine.has_unfinished_requests:
+            deltas += engine.step()
+        found = next(delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None)
+        assert_agree(found[1:], logits_of(llm, prompt), prompt[1:], 0)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_figures_that_are_not_finite_are_no_answer(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
+    with LLM(dtype="float32", speculative_algorithm="none", max_total_tokens=256) as llm:
+        logits = llm.engine.model.target.logits
+        is_seven = torch.arange(4096) == 7
+        monkeypatch.setattr(
+            llm.engine.model.target, "logits", lambda hidden: logits(hidden).masked_fill(is_seven, torch.inf)
+        )
+        out = llm.generate([PROMPT], SamplingParams(max_tokens=max_tokens, prompt_logprobs=1))[0]
+        assert (out.finish_reason, out.prompt_logprobs) == ("error", None)
+        monkeypatch.undo()
+        assert llm.generate([PROMPT], GREEDY)[0].finish_reason != "error"
+
+
+def test_a_draft_model_that_is_not_asked_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    plainly = GREEDY.model_copy(update={"speculative": False})
+    flags = {"speculative_algorithm": "draft-model", "speculative_draft_model_path": str(DEMO_MODEL)}
+    with LLM(dtype="float32", max_total_tokens=512, **flags) as llm:
+        first = llm.generate([PROMPT, OTHER], [plainly, GREEDY])
+        assert first[0].spec.num_draft_tokens == 0
+        runs: list[int] = []
+        drafter = llm.engine.runner.drafter
+        assert isinstance(drafter, ModelDrafter)
+        forward = drafter._model.forward
+        monkeypatch.setattr(drafter._model, "forward", lambda *given: runs.append(0) or forward(*given))
+        alone = llm.generate([PROMPT], plainly)[0]
+        assert alone.token_ids == first[0].token_ids
+        assert len(runs) <= 24 + 2  # the roots, one by one, and the prompt; no drafts
+        again = llm.generate([PROMPT + alone.text], GREEDY)[0]
+        assert again.spec.accept_length > 2  # it drafts for itself: nearly all is accepted

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Tensor:
     """See ``torch_constraints.add_bias``."""
-    biased = logits.clone()
+    biased = logits.clone().float()
     for row, token, value in zip(rows.tolist(), tokens.tolist(), values.tolist(), strict=True):
         for node in range(logits.shape[1]):
             biased[row, node, token] += value

@@ -12,7 +12,7 @@ def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Te
     """Logits with something added to some tokens of some rows, at every node.
 
     Args:
-        logits: [B, N, V].
+        logits: [B, N, V]; sums are float32 at least, so that a small bias is not rounded away.
         rows: [K] int64.
         tokens: [K] int64; a pair of row and token stands there once.
         values: [K] float32.
@@ -20,8 +20,8 @@ def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Te
     Returns:
         [B, N, V], new memory.
     """
-    biased = logits.clone()
-    added = values.to(logits.dtype)[:, None].expand(-1, logits.shape[1])
+    biased = logits.clone() if logits.dtype == torch.float32 else logits.float()
+    added = values[:, None].expand(-1, logits.shape[1])
     biased.transpose(1, 2).index_put_((rows, tokens), added, accumulate=True)
     return biased
 

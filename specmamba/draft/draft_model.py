@@ -13,7 +13,7 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.core import Batch, Chunk, DraftTree, Verdict
-from specmamba.draft.base import Drafter, chain_shape
+from specmamba.draft.base import Drafter, chain_shape, root_tree
 from specmamba.draft.chain import grow_chain
 from specmamba.draft.children import ChildPicker
 from specmamba.draft.plan import DraftPlan
@@ -76,9 +76,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree:
         """See ``Drafter``."""
-        for row in batch.rows:
-            self._states.start(row, self._root[row])
-        self._states.reserve(batch.rows, self._max_pending)
+        self._start(batch)
 
         def descend(token: Tensor, _: Tensor, depth: int) -> Tensor:
             positions = batch.root_positions[:, None] + depth
@@ -86,6 +84,12 @@ class ModelDrafter(Drafter):
 
         hidden = self._catch_up(batch)
         return grow_chain(self._picker, batch, self.max_nodes, hidden, self._model.logits, descend)
+
+    def propose_nothing(self, batch: Batch) -> DraftTree:
+        """See ``Drafter``; the model runs the roots all the same, so that it stays beside the target."""
+        self._start(batch)
+        self._catch_up(batch)
+        return root_tree(batch)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """See ``Drafter``."""
@@ -99,6 +103,11 @@ class ModelDrafter(Drafter):
             self._root[row] += len(tokens)
             self._num_new[row] = 2 if len(tokens) == self.max_nodes else 1
             self._states.roll_back(row, self._root[row] + 1 - self._num_new[row])
+
+    def _start(self, batch: Batch) -> None:
+        for row in batch.rows:
+            self._states.start(row, self._root[row])
+        self._states.reserve(batch.rows, self._max_pending)
 
     def _catch_up(self, batch: Batch) -> Tensor:
         """Run what was decided since the last forward; the model's state after the roots, [B, 1, H]."""

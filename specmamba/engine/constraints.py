@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -24,6 +25,10 @@ class Restricted(NamedTuple):
     errors: dict[int, str]
 
 
+MASK_SECONDS = 0.02  # for the masks of all drafts of a step; the roots have theirs, however long they take
+LEAST_SECONDS = 1e-4
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     """Which nodes of a row are kept, rising; and what may follow each of them, [n, words] int32."""
@@ -37,13 +42,16 @@ def restrict(requests: Sequence[Request], batch: Batch, tree: DraftTree) -> Rest
     """Take the nodes out of trees that requests refuse, and say what may follow the others.
 
     Trees whose tokens were drawn keep refused nodes: which of a node's children were drawn first matters to the rule
-    that accepts them, and a token that must not follow has no probability to be accepted with.
+    that accepts them, and a token that must not follow has no probability to be accepted with. For the same reason what
+    was drawn must not decide whether there is time to look at it; there it is the last step's time that does.
     """
     tokens, parents = tree.tokens.tolist(), tree.shape.parents.tolist()
     rows, errors = [], {}
+    end = time.perf_counter() + MASK_SECONDS
     for place, request in enumerate(requests):
+        seconds = max(end - time.perf_counter(), LEAST_SECONDS) / (len(requests) - place)
         try:
-            rows.append(_row(request, tokens[place], parents[place], is_drawn=tree.draft_probs is not None))
+            rows.append(_row(request, tokens[place], parents[place], tree.draft_probs is not None, seconds))
         except GrammarError as error:
             rows.append(_Row([0], [-1]))
             errors[place] = str(error)
@@ -51,17 +59,20 @@ def restrict(requests: Sequence[Request], batch: Batch, tree: DraftTree) -> Rest
     return Restricted(replace(batch, allowed=_allowed(rows, kept)), kept, errors)
 
 
-def _row(request: Request, tokens: Sequence[int], parents: Sequence[int], is_drawn: bool) -> _Row:
+def _row(request: Request, tokens: Sequence[int], parents: Sequence[int], is_drawn: bool, seconds: float) -> _Row:
     real = [node for node, parent in enumerate(parents) if parent >= 0 or node == 0]
-    if not request.params.speculative:
+    matcher = request.matcher
+    is_slow = is_drawn and matcher is not None and matcher.seconds_per_node * len(real) > seconds
+    if is_slow or not request.params.speculative:
         real = real[:1]
-    kept, bits = real, None
-    if request.matcher is not None:
-        mask = request.matcher.mask([tokens[node] for node in real], _renumbered(real, parents), may_prune=not is_drawn)
-        if not is_drawn:
-            kept = [node for node, allowed in zip(real, mask.is_allowed.tolist(), strict=True) if allowed]
-        bits = mask.bits if is_drawn else mask.bits[mask.is_allowed]
-    return _Row(kept, _renumbered(kept, parents), bits)
+    if matcher is None:
+        return _Row(real, _renumbered(real, parents))
+    limit = None if is_drawn else seconds
+    mask = matcher.mask([tokens[node] for node in real], _renumbered(real, parents), limit)
+    if is_drawn:
+        return _Row(real, _renumbered(real, parents), mask.bits)
+    kept = [node for node, allowed in zip(real, mask.is_allowed.tolist(), strict=True) if allowed]
+    return _Row(kept, _renumbered(kept, parents), mask.bits[mask.is_allowed])
 
 
 def _renumbered(nodes: Sequence[int], parents: Sequence[int]) -> list[int]:

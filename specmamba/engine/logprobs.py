@@ -51,15 +51,20 @@ def _listed(
 
 def of_known_tokens(
     hidden: Tensor, tokens: Sequence[int], logits: Callable[[Tensor], Tensor], vocab_size: int, num_top: int
-) -> list[TokenLogprob]:
-    """Of tokens that are given: hidden states [L, H] in front of each of the ``tokens``, which are L."""
+) -> tuple[list[TokenLogprob], bool]:
+    """Of tokens that are given: hidden states [L, H] in front of each of the ``tokens``, which are L.
+
+    Returns:
+        The figures, and whether all logits had a largest, so that they mean something.
+    """
     found: list[TokenLogprob] = []
+    is_sound = True
     step = max(1, MAX_LOGITS // vocab_size)
     for first in range(0, len(tokens), step):
         piece = list(tokens[first : first + step])
+        made = logits(hidden[None, first : first + step]).squeeze(0)
         index = torch.tensor(piece, device=hidden.device)
-        own, top, ids = sampling_ops.token_logprobs(
-            logits(hidden[None, first : first + step]).squeeze(0), index, num_top
-        )
+        own, top, ids = sampling_ops.token_logprobs(made, index, num_top)
         found += _listed(piece, own.tolist(), top.tolist(), ids.tolist(), num_top)
-    return found
+        is_sound &= bool(sampling_ops.has_largest(made[None]).all())
+    return found, is_sound

@@ -114,7 +114,7 @@ class Runner:
         """Run known tokens: KV and states are left behind, nothing is sampled.
 
         Returns:
-            For every run whether its hidden states are finite.
+            For every run whether its hidden states are finite, and its logits where somebody asks for them.
         """
         chunk = self._chunk(runs)
         pools = self.pools
@@ -129,12 +129,11 @@ class Runner:
         )
         hidden, features = self.target.forward(chunk.tokens, context)
         self.drafter.extend(chunk, features)
-        for place, run in enumerate(runs):
-            self._read_prompt(run, hidden[place])
+        can_tell = [self._read_prompt(run, hidden[place]) for place, run in enumerate(runs)]
         for run in runs:
             pools.states.end_write(run.request.held_slot, run.start + run.length)
-        is_sound: list[bool] = (hidden.isfinite().all(-1) | ~chunk.is_token).all(-1).tolist()
-        return is_sound
+        is_finite: list[bool] = (hidden.isfinite().all(-1) | ~chunk.is_token).all(-1).tolist()
+        return [finite and told for finite, told in zip(is_finite, can_tell, strict=True)]
 
     def step(self, requests: Sequence[Request]) -> list[Decision]:
         """Draft, verify, accept, commit: one to N new tokens for every request."""
@@ -226,15 +225,23 @@ class Runner:
         figures = None if batch.num_logprobs is None else PathLogprobs.of(logits, verdict, batch.num_logprobs)
         return Outcome(verdict, features, packed, tree.tokens, tree.shape.parents, figures)
 
-    def _read_prompt(self, run: Run, hidden: Tensor) -> None:
-        """Note how likely the tokens behind a run are, where a request asks for it of its prompt."""
+    def _read_prompt(self, run: Run, hidden: Tensor) -> bool:
+        """Note how likely the tokens behind a run are, where a request asks for it of its prompt.
+
+        Returns:
+            Whether all is well: False where the target's logits are not finite.
+        """
         request = run.request
         first, end = run.start + 1, min(run.start + run.length + 1, len(request.prompt))
-        if not request.must_read_prompt or first != len(request.prompt_logprobs):
-            return
+        known = len(request.prompt_logprobs)  # a run after a preemption may begin before it
+        if not request.must_read_prompt or not first <= known < end:
+            return True
         count = request.params.prompt_logprobs or 0
-        tokens, vocab_size = request.prompt[first:end], self.target.vocab_size
-        request.prompt_logprobs += of_known_tokens(hidden[: len(tokens)], tokens, self.target.logits, vocab_size, count)
+        hidden = hidden[known - first : end - first]
+        tokens, target = request.prompt[known:end], self.target
+        found, is_sound = of_known_tokens(hidden, tokens, target.logits, target.vocab_size, count)
+        request.prompt_logprobs += found
+        return is_sound
 
     def _verify(self, batch: Batch, tree: DraftTree, plan: VerifyPlan, node_slots: Tensor) -> TargetOutput:
         """One target forward over all nodes of all trees."""

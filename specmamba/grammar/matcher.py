@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,6 @@ from numpy.typing import NDArray
 from specmamba.errors import GrammarError
 from specmamba.grammar.compiled import CompiledGrammar
 
-MASK_SECONDS = 0.01  # for the masks of one tree; nodes that are not reached in it need not be verified
 NO_LIMIT = -1.0
 _ALL = np.int32(-1)
 
@@ -42,25 +42,28 @@ class GrammarMatcher:
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         self._output: list[int] = []
+        self.seconds_per_node = 0.0  # of the last mask
 
     @property
     def is_finished(self) -> bool:
         """Whether the output has its end-of-text token."""
         return bool(self._matcher.is_terminated())
 
-    def mask(self, tokens: Sequence[int], parents: Sequence[int], may_prune: bool = False) -> TreeMask:
+    def mask(self, tokens: Sequence[int], parents: Sequence[int], seconds: float | None = None) -> TreeMask:
         """Of a draft tree in topological order, whose root ``tokens[0]`` is the last token of prompt or output.
 
         Leaves the matcher where it was. Parents other than the root's may be -1: such nodes are nobody's, and not
-        allowed. With ``may_prune``, nodes that it would take too long to look at are not allowed either, and must not
-        be verified; the root always has its row.
+        allowed. Nodes that are not looked at within ``seconds`` (None: as long as it takes) are not allowed either, and
+        must not be verified; the root always has its row.
 
         Raises:
             GrammarError: nothing at all may follow the root.
         """
         bits = np.zeros((len(tokens), self._num_words), np.int32)
-        self._traverse(tokens, parents, bits, MASK_SECONDS if may_prune else NO_LIMIT)
+        began = time.perf_counter()
+        self._traverse(tokens, parents, bits, NO_LIMIT if seconds is None else seconds)
         has_row: NDArray[np.bool_] = np.logical_or.reduce(bits, axis=1)
+        self.seconds_per_node = (time.perf_counter() - began) / max(int(has_row.sum()), 1)
         if not has_row[0]:
             raise GrammarError("the grammar allows no token here: no text of it begins with what was written")
         is_allowed = np.zeros(len(tokens), np.bool_)
@@ -83,9 +86,16 @@ class GrammarMatcher:
         for token in tokens:
             if self.is_finished:
                 return
-            if not self._handle.accept_token(token, False):
+            if not self._accepts(token):
                 raise GrammarError(f"token {token} is not what the grammar allows here")
             self._output.append(token)
+
+    def _accepts(self, token: int) -> bool:
+        try:
+            return bool(self._handle.accept_token(token, False))
+        except Exception as error:  # native code throws under several types
+            self._return_to_output()
+            raise GrammarError(f"the grammar failed: {type(error).__name__}: {error}") from error
 
     def _traverse(self, tokens: Sequence[int], parents: Sequence[int], bits: NDArray[np.int32], seconds: float) -> None:
         """Fill the rows of all nodes that keep to the grammar; zeros where nothing follows, or nobody looked."""
