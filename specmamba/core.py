@@ -142,6 +142,8 @@ class TokenLogprob:
 class OutputDelta:
     """What one engine step adds to one request. ``finish_reason`` is set on the last delta and only there.
 
+    ``error_code`` is set beside ``error`` where the request itself is what went wrong, not the engine.
+
     ``depths`` has for every new token how deep in its step's draft it stood: 1 for the first draft below the root; 0
     for a token that was not drafted, the step's own. ``logprobs`` has one entry for every new token of requests that
     ask for them. ``prompt_logprobs`` is on the first delta of requests that ask for it: one entry for every token of
@@ -160,6 +162,7 @@ class OutputDelta:
     depths: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    error_code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

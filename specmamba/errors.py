@@ -58,7 +58,15 @@ class EngineFailedError(EngineStoppedError):
 
 
 class GrammarError(SpecmambaError):
-    """A text cannot go on within its grammar."""
+    """A text cannot go on within its grammar.
+
+    ``code`` says why, in the vocabulary of the HTTP interface: "grammar_dead_end" (no token may follow, or a given one
+    may not), "grammar_too_complex" (finding out takes too long), "grammar_failed".
+    """
+
+    def __init__(self, message: str, code: str = "grammar_dead_end") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class GrammarQueueFullError(QueueFullError):

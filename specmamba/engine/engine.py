@@ -285,14 +285,15 @@ class Engine:
     def _advance(self, request: Request, decision: Decision) -> OutputDelta:
         """Give a request its new tokens; the delta says whether they end it."""
         if not decision.is_sound or decision.error is not None:
-            return self._fail(request, decision.error or NOT_FINITE)
+            code = request.matcher.error_code if request.matcher is not None and decision.error else None
+            return self._fail(request, decision.error or NOT_FINITE, code)
         is_first = not request.output
         count, text, reason = request.text.push(decision.tokens)
         if request.matcher is not None and reason is None:
             try:
                 request.matcher.advance(decision.tokens)
-            except GrammarError as error:  # tokens that were given instead of chosen
-                return self._fail(request, str(error))
+            except GrammarError as error:  # tokens that were given instead of chosen, or it takes too long
+                return self._fail(request, str(error), error.code)
         request.spec = request.spec.after_step(decision.num_drafted, count - 1)
         self._spec = self._spec.after_step(decision.num_drafted, count - 1)
         tokens = decision.tokens[:count]
@@ -310,10 +311,10 @@ class Engine:
         for request in requests:
             self.abort(request.request_id)
 
-    def _fail(self, request: Request, error: str = NOT_FINITE) -> OutputDelta:
+    def _fail(self, request: Request, error: str = NOT_FINITE, code: str | None = None) -> OutputDelta:
         """End a request that cannot go on; the others do not notice."""
         self.abort(request.request_id)
-        return _delta(request, (), "", "error", error)
+        return replace(_delta(request, (), "", "error", error), error_code=code)
 
 
 def _delta(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from specmamba.core import GrammarSpec
 from specmamba.errors import EngineStoppedError, GrammarQueueFullError, RequestError, SpecmambaError
 from specmamba.grammar.compiled import CompiledGrammar, GrammarCache, copy_of
+from specmamba.grammar.jobs import MAX_WAITING, MAX_WAITING_OF_CALLER, Job, Jobs
 from specmamba.grammar.vocabulary import token_bytes
 from specmamba.grammar.worker_process import WorkerProcess
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from specmamba.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-MAX_WAITING = 64  # specifications, however many requests wait for each
 
 
 class GrammarCompiler:
@@ -44,10 +43,10 @@ class GrammarCompiler:
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._timeout_s = timeout_s
         self._cache = GrammarCache(cache_bytes)
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # guards the fields below
         self._is_closed = False
-        self._waiting: dict[GrammarSpec, list[Future[CompiledGrammar]]] = {}
-        self._jobs: queue.SimpleQueue[GrammarSpec | None] = queue.SimpleQueue()
+        self._jobs = Jobs()
+        self._running: Job | None = None
         self._worker: WorkerProcess | None = None
         self._tokenizer_info: Any = None
         self._thread: threading.Thread | None = None
@@ -57,18 +56,21 @@ class GrammarCompiler:
         """The process that compiles, once there is one."""
         return None if self._worker is None else self._worker.pid
 
-    def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def compile(self, spec: GrammarSpec, caller: str | None = None) -> Future[CompiledGrammar]:
         """The grammar of a specification, at once where it is known already.
 
+        Callers take turns, and only so many grammars of one may wait (of None: any number). When all futures of a
+        specification are cancelled, what was begun for it is given up.
+
         The future raises:
-            RequestError: the specification is wrong, unsupported, or takes too long to compile (caused by TimeoutError
-                then); the model has no end-of-text token.
+            RequestError: the specification is wrong, unsupported, or too complex (caused by TimeoutError then); the
+                model has no end-of-text token.
             GrammarQueueFullError: too many wait already.
             EngineStoppedError: the compiler was closed.
         """
         future: Future[CompiledGrammar] = Future()
-        with self._lock:
-            error = self._refusal(spec)
+        with self._changed:
+            error = self._refusal(spec, caller)
             if error is not None:
                 future.set_exception(error)
             elif isinstance(known := self._cache.get(spec), CompiledGrammar):
@@ -76,66 +78,86 @@ class GrammarCompiler:
             elif known is not None:
                 future.set_exception(copy_of(known))
             else:
-                self._wait(spec, future)
+                self._wait(spec, caller, future)
         return future
 
     def close(self) -> None:
         """End what still compiles. Whoever waits gets EngineStoppedError."""
-        with self._lock:
+        with self._changed:
             self._is_closed = True
             thread, worker = self._thread, self._worker
-        self._jobs.put(None)
+            self._changed.notify_all()
         if worker is not None:
             worker.close()
         if thread is not None:
             thread.join()
 
-    def _refusal(self, spec: GrammarSpec) -> SpecmambaError | None:
+    def _refusal(self, spec: GrammarSpec, caller: str | None) -> SpecmambaError | None:
         if self._is_closed:
             return EngineStoppedError("no more grammars are compiled: the server is stopping")
         if not self._eos_token_ids:
             return RequestError(
                 "this model has no end-of-text token, so no structured output of it could end", "grammar"
             )
-        if spec not in self._waiting and len(self._waiting) >= MAX_WAITING:
-            return GrammarQueueFullError(len(self._waiting))
+        if self._jobs.find(spec) is None:
+            of_caller = 0 if caller is None else self._jobs.num_waiting(caller)
+            if len(self._jobs) >= MAX_WAITING or of_caller >= MAX_WAITING_OF_CALLER:
+                return GrammarQueueFullError(max(of_caller, len(self._jobs)))
         return None
 
-    def _wait(self, spec: GrammarSpec, future: Future[CompiledGrammar]) -> None:
-        if spec in self._waiting:
-            self._waiting[spec].append(future)
-            return
-        self._waiting[spec] = [future]
-        self._jobs.put(spec)
+    def _wait(self, spec: GrammarSpec, caller: str | None, future: Future[CompiledGrammar]) -> None:
+        job = self._jobs.find(spec)
+        if job is None:
+            job = Job(spec, caller)
+            self._jobs.add(job)
+        job.futures.append(future)
+        future.add_done_callback(partial(self._let_go, job))
+        self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
             self._thread.start()
 
+    def _let_go(self, job: Job, future: Future[CompiledGrammar]) -> None:
+        """One who waited has his answer, or has gone; with the last who goes, the work ends."""
+        if not future.cancelled():
+            return
+        with self._changed:
+            if job.is_wanted:
+                return
+            self._jobs.drop(job)
+            if self._running is job and self._worker is not None:
+                self._worker.abandon()
+
     def _run(self) -> None:
-        while (spec := self._jobs.get()) is not None and not self._is_closed:
-            with self._lock:
-                is_wanted = not all(future.cancelled() for future in self._waiting[spec])
-                if not is_wanted:
-                    del self._waiting[spec]
-            if is_wanted:
-                self._finish(spec)
+        while (job := self._next()) is not None:
+            self._finish(job)
         if self._worker is not None:
             self._worker.reap()
-        with self._lock:
-            futures = [future for waiting in self._waiting.values() for future in waiting]
-            self._waiting.clear()
-        for future in futures:
+        with self._changed:
+            jobs = self._jobs.drop_all()
+        for future in (future for job in jobs for future in job.futures):
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineStoppedError("the server stopped before the grammar was compiled"))
 
-    def _finish(self, spec: GrammarSpec) -> None:
-        outcome = self._outcome(spec)
-        with self._lock:
-            if self._is_closed:
-                return  # everybody who waits is told so
-            futures = self._waiting.pop(spec)
-            self._cache.add(spec, outcome)
-        for future in futures:
+    def _next(self) -> Job | None:
+        """The next job; None when there will be no more."""
+        with self._changed:
+            while not self._is_closed:
+                self._running = self._jobs.take()
+                if self._running is not None:
+                    return self._running
+                self._changed.wait()
+        return None
+
+    def _finish(self, job: Job) -> None:
+        outcome = self._outcome(job)
+        with self._changed:
+            self._running = None
+            if self._is_closed or not job.is_wanted:
+                return  # everybody who waits at the end is told so
+            self._jobs.drop(job)
+            self._cache.add(job.spec, outcome)
+        for future in job.futures:
             if not future.set_running_or_notify_cancel():
                 continue
             if isinstance(outcome, CompiledGrammar):
@@ -143,9 +165,9 @@ class GrammarCompiler:
             else:
                 future.set_exception(copy_of(outcome))
 
-    def _outcome(self, spec: GrammarSpec) -> CompiledGrammar | RequestError:
+    def _outcome(self, job: Job) -> CompiledGrammar | RequestError:
         try:
-            return self._compile(spec)
+            return self._compile(job)
         except RequestError as error:
             return error
         except Exception as error:  # the end of this specification, which must not be the thread's
@@ -154,7 +176,7 @@ class GrammarCompiler:
             failure.__cause__ = error
             return failure
 
-    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
+    def _compile(self, job: Job) -> CompiledGrammar:
         import xgrammar
 
         if self._worker is None:
@@ -164,10 +186,10 @@ class GrammarCompiler:
                 stop_token_ids=self._eos_token_ids,
             )
             line = self._tokenizer_info.serialize_json().encode() + b"\n"
-            with self._lock:
+            with self._changed:
                 self._worker = WorkerProcess(line, self._timeout_s)
                 if self._is_closed:
                     self._worker.close()
-        text = self._worker.compile(spec)
+        text = self._worker.compile(job.spec, lambda: job.is_wanted)
         compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer_info)
-        return CompiledGrammar(spec, compiled, len(text))
+        return CompiledGrammar(job.spec, compiled, len(text))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from specmamba.errors import GrammarError
 from specmamba.grammar.compiled import CompiledGrammar
+from specmamba.grammar.effort import Effort
 
 NO_LIMIT = -1.0
 _ALL = np.int32(-1)
@@ -42,7 +43,9 @@ class GrammarMatcher:
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         self._output: list[int] = []
+        self._effort = Effort(vocab_size)
         self.seconds_per_node = 0.0  # of the last mask
+        self.error_code: str | None = None  # of the GrammarError that ended it
 
     @property
     def is_finished(self) -> bool:
@@ -57,13 +60,23 @@ class GrammarMatcher:
         must not be verified; the root always has its row.
 
         Raises:
-            GrammarError: nothing at all may follow the root.
+            GrammarError: nothing at all may follow the root, or finding out takes too long.
         """
+        try:
+            return self._mask(tokens, parents, NO_LIMIT if seconds is None else seconds)
+        except GrammarError as error:
+            self.error_code = error.code
+            raise
+
+    def _mask(self, tokens: Sequence[int], parents: Sequence[int], seconds: float) -> TreeMask:
         bits = np.zeros((len(tokens), self._num_words), np.int32)
-        began = time.perf_counter()
-        self._traverse(tokens, parents, bits, NO_LIMIT if seconds is None else seconds)
+        began = time.thread_time()  # what others do to the machine is not the grammar's fault
+        self._traverse(tokens, parents, bits, seconds)
+        taken = time.thread_time() - began
         has_row: NDArray[np.bool_] = np.logical_or.reduce(bits, axis=1)
-        self.seconds_per_node = (time.perf_counter() - began) / max(int(has_row.sum()), 1)
+        self.seconds_per_node = taken / max(int(has_row.sum()), 1)
+        # the last node that was looked at may have taken all that is beyond the limit
+        self._effort.add(max(self.seconds_per_node, taken - seconds if seconds >= 0 else 0.0))
         if not has_row[0]:
             raise GrammarError("the grammar allows no token here: no text of it begins with what was written")
         is_allowed = np.zeros(len(tokens), np.bool_)
@@ -81,21 +94,24 @@ class GrammarMatcher:
         """The output goes on with these tokens; what stands behind an end-of-text token is not part of it.
 
         Raises:
-            GrammarError: the grammar does not allow one of them. The matcher stands before it then.
+            GrammarError: the grammar does not allow one of them, and the matcher stands before it then; or it takes too
+                long.
         """
+        began = time.thread_time()
         for token in tokens:
             if self.is_finished:
                 return
             if not self._accepts(token):
                 raise GrammarError(f"token {token} is not what the grammar allows here")
             self._output.append(token)
+        self._effort.add((time.thread_time() - began) / max(len(tokens), 1))
 
     def _accepts(self, token: int) -> bool:
         try:
             return bool(self._handle.accept_token(token, False))
         except Exception as error:  # native code throws under several types
             self._return_to_output()
-            raise GrammarError(f"the grammar failed: {type(error).__name__}: {error}") from error
+            raise GrammarError(f"the grammar failed: {type(error).__name__}: {error}", "grammar_failed") from error
 
     def _traverse(self, tokens: Sequence[int], parents: Sequence[int], bits: NDArray[np.int32], seconds: float) -> None:
         """Fill the rows of all nodes that keep to the grammar; zeros where nothing follows, or nobody looked."""
@@ -110,7 +126,7 @@ class GrammarMatcher:
         # Native code throws under several types, and may have left the matcher somewhere in the tree.
         except Exception as error:
             self._return_to_output()
-            raise GrammarError(f"the grammar failed: {type(error).__name__}: {error}") from error
+            raise GrammarError(f"the grammar failed: {type(error).__name__}: {error}", "grammar_failed") from error
 
     def _return_to_output(self) -> None:
         self._matcher.reset()

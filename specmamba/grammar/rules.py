@@ -77,8 +77,14 @@ def repeated(expression: str, least: int, most: int | None) -> str:
 
 
 def char_class(ranges: Ranges) -> str:
-    """One character of these."""
-    return "[" + "".join(f"{_in_class(low)}-{_in_class(high)}" for low, high in ranges) + "]"
+    """One character of these.
+
+    A set without an end is written as what it leaves out: xgrammar's masks of such a set are wrong where it is written
+    as ranges and repeated more than 128 times.
+    """
+    is_open = bool(ranges) and ranges[-1][1] == LAST_CODE_POINT and len(ranges) > 1
+    written = complement(ranges) if is_open else ranges
+    return f"[{'^' if is_open else ''}" + "".join(f"{_in_class(low)}-{_in_class(high)}" for low, high in written) + "]"
 
 
 def union(*sets: Iterable[tuple[int, int]]) -> Ranges:

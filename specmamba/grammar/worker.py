@@ -3,7 +3,7 @@
 Whatever a grammar does to it, its parent lives.
 Input: a line with the vocabulary, as xgrammar writes it, then a line ``{"kind": ..., "text": ...}`` for every grammar.
 Output: a line ``{}`` when ready, then for every grammar ``{"size": n}`` and n bytes of what was compiled, or
-``{"error": reason}``.
+``{"error": reason, "is_slow": whether it is for the time that its masks would take}``.
 It ends when its input does, even in the middle of its work, and when its parent's thread is gone.
 """
 
@@ -23,6 +23,8 @@ from typing import Any, BinaryIO
 from specmamba.errors import RequestError
 from specmamba.grammar.expressions import Expression
 from specmamba.grammar.json_schema import object_rules, schema_rules
+from specmamba.grammar.rule_graph import RuleGraph
+from specmamba.grammar.trial import check_by_trial
 
 MAX_THREADS = 8
 _NICENESS = 10
@@ -47,6 +49,25 @@ def rules_of(kind: str, text: str) -> str:
     return text
 
 
+def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
+    """What xgrammar makes of a specification, once it has been seen to work.
+
+    Raises:
+        RequestError: as ``rules_of``; nothing belongs to it, or its masks would take too long (caused by TimeoutError).
+        RuntimeError, ValueError, TypeError, MemoryError, RecursionError: xgrammar cannot compile it.
+    """
+    import xgrammar
+
+    grammar = xgrammar.Grammar.from_ebnf(rules_of(kind, text))
+    graph = RuleGraph(grammar)
+    graph.check()
+    if kind == "ebnf":
+        graph.check_left_recursion(text)
+    compiled = compiler.compile_grammar(grammar)
+    check_by_trial(compiled, compiled.tokenizer_info.vocab_size)
+    return compiled
+
+
 def main() -> None:
     """Answer until the input ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -68,11 +89,11 @@ def main() -> None:
 
 
 def _answer(output: BinaryIO, compiler: Any, kind: str, text: str) -> None:
-    compiled, reason = b"", None
+    compiled, reason, is_slow = b"", None, False
     try:
-        compiled = compiler.compile_grammar(rules_of(kind, text)).serialize_json().encode()
+        compiled = compile_grammar(compiler, kind, text).serialize_json().encode()
     except RequestError as error:
-        reason = str(error)
+        reason, is_slow = str(error), isinstance(error.__cause__, TimeoutError)
     except MemoryError:
         reason = _TOO_LARGE
     except RecursionError:
@@ -80,7 +101,7 @@ def _answer(output: BinaryIO, compiler: Any, kind: str, text: str) -> None:
     except (RuntimeError, ValueError, TypeError) as error:  # what native code throws arrives under several types
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = _TOO_LARGE if "bad_alloc" in lines[0] else _SOURCE_PLACE.sub("", lines[0])[:500]
-    _send(output, {"size": len(compiled)} if reason is None else {"error": reason}, compiled)
+    _send(output, {"size": len(compiled)} if reason is None else {"error": reason, "is_slow": is_slow}, compiled)
 
 
 def _send(output: BinaryIO, header: dict[str, Any], payload: bytes = b"") -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from specmamba.core import GrammarSpec
 from specmamba.errors import RequestError
 
 START_TIMEOUT_S = 120.0  # it imports torch, as xgrammar does
+SPARE_AFTER_S = 1.0  # of compiling
 MEMORY_BYTES, MAX_ANSWER_BYTES = 2 << 30, 256 << 20
 _MAX_HEADER_BYTES = 1 << 16
 
@@ -27,65 +29,104 @@ class WorkerProcess:
         self._vocabulary = vocabulary  # a line
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # starting one and ending it for good exclude each other
+        self._spare: subprocess.Popen[bytes] | None = None
+        self._asked: subprocess.Popen[bytes] | None = None
+        self._was_killed = False  # ever
+        self._is_spoilt = False  # the process was killed, and may not have died yet
+        self._lock = threading.Lock()  # guards the fields above and the next; not held while somebody waits
         self._is_closed = False
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def compile(self, spec: GrammarSpec) -> str:
+    def compile(self, spec: GrammarSpec, is_wanted: Callable[[], bool] = lambda: True) -> str:
         """What xgrammar has made of a specification, as it writes it.
 
         Raises:
-            RequestError: the specification is wrong, or takes too long (caused by TimeoutError) or too much memory.
+            RequestError: the specification is wrong, or takes too long (caused by TimeoutError) or too much memory; or
+                it is no longer wanted.
             OSError: the process cannot be started.
         """
-        if self._process is not None and self._process.poll() is not None:
-            self._end()  # it died over nothing
+        if self._process is not None and (self._is_spoilt or self._process.poll() is not None):
+            self._end()
         process = self._process or self._start()
+        if self._was_killed:  # as it may be again
+            self._prepare_spare()
         question = json.dumps({"kind": spec.kind, "text": spec.text}).encode() + b"\n"
+        with self._lock:
+            if not is_wanted():
+                raise RequestError("nobody waits for the grammar any more", "grammar")
+            self._asked = process
         with self._deadline(process, self._timeout_s) as expired:
             answer = self._ask(process, question)
+        with self._lock:
+            self._asked = None
+            self._is_spoilt |= expired.is_set()
         if answer is None:
             self._end()
-            if expired.is_set():
-                message = f"the grammar takes more than {self._timeout_s:g} s to compile: make it smaller"
-                raise RequestError(message, "grammar") from TimeoutError()
-            raise RequestError(
-                "the grammar could not be compiled: it needs too much memory, or nests too deep", "grammar"
-            )
+            self._was_killed = True
+            self._prepare_spare()
+            raise self._failure(expired.is_set())
         header, payload = answer
         if "error" in header:
-            raise RequestError(str(header["error"]), "grammar")
+            cause = TimeoutError() if header.get("is_slow") else None
+            raise RequestError(str(header["error"]), "grammar") from cause
         return payload.decode()
+
+    def abandon(self) -> None:
+        """Give up what is being compiled, if anything is. From any thread."""
+        with self._lock:
+            if self._asked is not None:
+                self._is_spoilt = True
+                self._asked.kill()
 
     def close(self) -> None:
         """Kill the process, if there is one; there will be no other."""
         with self._lock:
             self._is_closed = True
-            if self._process is not None:
-                self._process.kill()
+            for process in (self._process, self._spare):
+                if process is not None:
+                    process.kill()
+
+    def reap(self) -> None:
+        """After ``close``, by the thread that asks: nothing of the process stays."""
+        self._end()
+        spare, self._spare = self._spare, None
+        _reap(spare)
+
+    def _failure(self, is_late: bool) -> RequestError:
+        if not is_late:
+            return RequestError(
+                "the grammar could not be compiled: it needs too much memory, or nests too deep", "grammar"
+            )
+        error = RequestError(
+            f"the grammar takes more than {self._timeout_s:g} s to compile: make it smaller", "grammar"
+        )
+        error.__cause__ = TimeoutError()
+        return error
 
     def _start(self) -> subprocess.Popen[bytes]:
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        """The spare process, or a new one, once it is ready."""
+        self._prepare_spare()
         with self._lock:
-            if self._is_closed:
+            process, self._spare = self._spare, None
+            if process is None or self._is_closed:
+                self._spare = process
                 raise OSError("nothing is compiled any more")
-            self._process = process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "specmamba.grammar.worker", str(MEMORY_BYTES)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-            )
+            self._process, self._is_spoilt = process, False
         with self._deadline(process, START_TIMEOUT_S):
-            is_ready = self._ask(process, self._vocabulary) is not None
+            is_ready = self._answer(process) is not None
         if not is_ready:
             self._end()
             raise OSError("the process that compiles did not start")
         return process
+
+    def _prepare_spare(self) -> None:
+        """Have a process get ready in the background, unless one does. By the thread that asks: it dies with that."""
+        with self._lock:
+            if self._spare is None and not self._is_closed:
+                self._spare = _launch(self._vocabulary)
 
     def _ask(self, process: subprocess.Popen[bytes], line: bytes) -> tuple[dict[str, Any], bytes] | None:
         """The answer; None when the process died over it."""
@@ -96,6 +137,14 @@ class WorkerProcess:
             process.stdin.flush()
         except OSError:
             return None
+        ready = select.poll()
+        ready.register(process.stdout, select.POLLIN)
+        if not ready.poll(SPARE_AFTER_S * 1000):
+            self._prepare_spare()  # it may well be killed, and the next ones should not wait for an import of torch
+        return self._answer(process)
+
+    def _answer(self, process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], bytes] | None:
+        assert process.stdout is not None
         text = process.stdout.readline(_MAX_HEADER_BYTES)
         if not text.endswith(b"\n"):
             return None
@@ -127,14 +176,37 @@ class WorkerProcess:
     def _end(self) -> None:
         """Reap the process; the next question starts another."""
         process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with suppress(OSError):  # what was not written has nobody to read it
-                        pipe.close()
+        _reap(process)
 
-    def reap(self) -> None:
-        """After ``close``, by the thread that asks: nothing of the process stays."""
-        self._end()
+
+def _launch(vocabulary: bytes) -> subprocess.Popen[bytes]:
+    """A process that gets ready; it reads its vocabulary meanwhile."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "specmamba.grammar.worker", str(MEMORY_BYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    threading.Thread(target=_feed, args=(process, vocabulary), name="grammar-vocabulary", daemon=True).start()
+    return process
+
+
+def _feed(process: subprocess.Popen[bytes], line: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(OSError, ValueError):  # it died, which whoever asks it finds out
+        process.stdin.write(line)
+        process.stdin.flush()
+
+
+def _reap(process: subprocess.Popen[bytes] | None) -> None:
+    if process is None:
+        return
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):  # what was not written has nobody to read it
+                pipe.close()
