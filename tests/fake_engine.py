@@ -51,10 +51,11 @@ class FakeTokenizer:
     def chat_template(self, with_tools: bool = False) -> str:
         return ""
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: object = None, variables: object = None
-    ) -> list[int]:
-        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], tools: object = None, variables: object = None) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+
+    def most_characters(self, num_tokens: int) -> int | None:
+        return num_tokens
 
 
 CACHE_STATS = CacheStats(

@@ -35,7 +35,7 @@ class ScriptedCompiler:
     def __init__(self, *_: object) -> None:
         type(self).num_made += 1
 
-    def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def compile(self, spec: GrammarSpec, caller: str | None = None) -> Future[CompiledGrammar]:
         future: Future[CompiledGrammar] = Future()
         match spec.text:
             case "wrong":

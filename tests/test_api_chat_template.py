@@ -11,6 +11,7 @@ import pytest
 
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import RequestError
+from specmamba.models.chat_template import variables_of
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 
 TEMPLATE = (
@@ -66,13 +67,23 @@ def test_developers_are_the_system_where_a_template_does_not_know_them(folder: P
     [
         "chat_template", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
         "eos_token", "conversations", "return_assistant_tokens_mask", "enable_think", "", "a b", "enable_thinking\n",
-        ".*",
+        ".*", "m", "call", "for", "role", "loop", "raise_exception", "range", "tojson", "strftime_now",
     ],
 )  # fmt: skip
 def test_clients_set_only_what_the_template_reads(tokenizer: Tokenizer, name: str) -> None:
     with pytest.raises(RequestError) as refusal:
         tokenizer.apply_chat_template([USER], None, {name: "{{ 1 }}"})
     assert refusal.value.param == "chat_template_kwargs"
+
+
+def test_what_a_template_reads() -> None:
+    template = (
+        "{% generation %}{{ a }}{% endgeneration %}"
+        "{% set b = b or 1 %}{% if c is defined %}{{ b }}{% endif %}{# d #}{{ 'e' }}{% set f = 1 %}{{ f }}"
+        "{% for m in messages %}{% if g %}{% continue %}{% endif %}{{ m.h }}{{ range(2) }}{% endfor %}"
+    )
+    assert variables_of(template) == {"a", "b", "c", "g", "messages"}
+    assert variables_of("{% if %}") == frozenset()
 
 
 @pytest.mark.parametrize(

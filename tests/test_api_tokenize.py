@@ -15,6 +15,9 @@ from specmamba.models.token_bytes import TokenBytes
 from tests.fake_engine import FakeEngine, Served, serving
 from tests.test_server import refused
 
+USER = {"role": "user", "content": "x"}
+TOOL = {"type": "function", "function": {"name": "w", "parameters": {"type": "object", "properties": {}}}}
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
@@ -65,6 +68,11 @@ def test_what_is_refused_by_name(served: Served) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True}, "add_special_tokens"),
         ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"prompt": "x", "tools": [TOOL]}, "tools"),
+        ({"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"messages": [USER], "chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"messages": [USER] * 4097}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 4097}]}, "messages[0].content"),
     ):
         refused(served.http.post("/tokenize", json=body), 400, param)
     headers = {"Content-Type": "application/json"}
@@ -73,6 +81,35 @@ def test_what_is_refused_by_name(served: Served) -> None:
         refused(served.http.post("/detokenize", json={"tokens": tokens}), 400, param)
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
         refused(served.http.post(path, json={**body, "model": "m" * 5000}), 404, "model", "model_not_found")
+
+
+def test_texts_that_take_long(served: Served) -> None:
+    text = "x" * ((1 << 20) + 1)
+    for body in ({"prompt": text}, {"messages": [{"role": "user", "content": text}]}):
+        refused(served.http.post("/tokenize", json=body), 400, next(iter(body)), "too_long")
+    found = post(served, "/tokenize", prompt=text[1:], return_token_strs=True)
+    assert found["token_strs"] == ["x"] * (1 << 20)  # type: ignore[index]
+    assert post(served, "/detokenize", tokens=[120] * 100_000) == {"prompt": "x" * 100_000}
+
+
+def test_tools_and_variables_are_told_as_in_a_chat(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(
+        served.http.post("/tokenize", json={"messages": [USER], "tools": [TOOL]}), 400, "tools", "tools_not_supported"
+    )
+    seen = []
+
+    def text(messages: object, tools: object, variables: object) -> str:
+        seen.append((messages, tools, variables))
+        return "hi"
+
+    tokenizer = served.engine.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_text", text)
+    monkeypatch.setattr(tokenizer, "chat_template", lambda with_tools=False: "{{ tools }} <tool_call>")
+    asked = {"messages": [USER], "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
+    assert post(served, "/tokenize", **asked)["count"] == 2  # type: ignore[index]
+    assert served.http.post("/v1/chat/completions", json=asked).status_code == 200
+    assert seen[0] == seen[1]
+    assert seen[0][1:] == ([TOOL | {"function": seen[0][1][0]["function"]}], {"enable_thinking": False})
 
 
 def test_messages_need_a_template() -> None:

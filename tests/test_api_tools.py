@@ -13,6 +13,7 @@ import pytest
 from specmamba.core import GrammarSpec
 from specmamba.grammar import CompiledGrammar
 from specmamba.server import structured
+from specmamba.server.chat_messages import MAX_ARGUMENTS
 from tests.fake_engine import FakeEngine, Served, serving
 from tests.test_server import events, refused
 
@@ -32,7 +33,7 @@ class NoCompiler:
     def __init__(self, *_: object) -> None:
         pass
 
-    def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def compile(self, spec: GrammarSpec, caller: str | None = None) -> Future[CompiledGrammar]:
         future: Future[CompiledGrammar] = Future()
         future.set_result(CompiledGrammar(spec, None))
         return future
@@ -53,11 +54,11 @@ def told(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Messages, tools and variables, as the chat template gets them. The script says something in one call."""
     seen: list[Any] = []
 
-    def apply(messages: Any, tools: Any = None, variables: Any = None) -> list[int]:
+    def apply(messages: Any, tools: Any = None, variables: Any = None) -> str:
         seen.append((messages, tools, variables))
-        return [1, 2, 3]
+        return "hi"
 
-    monkeypatch.setattr(served.engine.tokenizer, "apply_chat_template", apply)
+    monkeypatch.setattr(served.engine.tokenizer, "chat_text", apply)
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", lambda with_tools=False: HERMES, raising=False)
     monkeypatch.setattr(served.engine, "text", f"Let me see.\n{CALL}".encode())
     return seen
@@ -313,3 +314,27 @@ def test_the_parser_can_be_named_or_switched_off(told: list[Any]) -> None:
             assert response.status_code == status
             if status == 200:
                 assert response.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
+
+
+def test_arguments_of_earlier_calls_are_bounded_and_read_once(
+    served: Served, told: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def turn(length: int) -> dict[str, Any]:
+        function = {"name": "now", "arguments": json.dumps({"a": "x" * (length - len('{"a": ""}'))})}
+        return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+    num_read = 0
+
+    def counted(text: str) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return json.loads(text)
+
+    monkeypatch.setattr("specmamba.server.tools.definitions.read_json", counted)
+    half = MAX_ARGUMENTS // 2
+    assert served.chat(turn(half), turn(half)).status_code == 200
+    assert num_read == 2
+    assert [message["tool_calls"][0]["function"]["name"] for message in told[0][0]] == ["now", "now"]
+    assert len(told[0][0][0]["tool_calls"][0]["function"]["arguments"]["a"]) > half - 20
+    refused(served.chat(turn(half), turn(half + 1)), 400, "messages", "too_long")
+    assert num_read == 2

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, RequestError
+from specmamba.models.text_bounds import longest_token
 from specmamba.models.tokenizer import Detokenizer, Tokenizer, read_eos_token_ids
 
 END_OF_TEXT, IM_START = 0, 1
@@ -143,6 +144,39 @@ class TestTokenizer:
         (folder / "tokenizer.json").write_text(json.dumps(raw))
         tokenizer = Tokenizer(folder)
         assert tokenizer.decode(tokenizer.encode("a = b + c * d"), skip_special_tokens=False) == "a = b + c * d"
+
+    def test_long_texts_as_short_ones(self, demo: Tokenizer) -> None:
+        text = "def f(é) -> None:\n    return 12  # 🙂 <|endoftext|>\n" * 500
+        backend = Backend.from_file(str(DEMO_MODEL / "tokenizer.json"))
+        for special in (True, False):
+            ids = demo.encode(text, add_special_tokens=special)
+            assert ids == backend.encode(text, add_special_tokens=special).ids
+            assert len(ids) > 4096
+        assert demo.decode(ids, skip_special_tokens=False) == text
+        assert demo.decode(ids) == text.replace("<|endoftext|>", "")
+
+    def test_no_text_is_longer_than_its_bound(self, demo: Tokenizer, byte_fallback: Tokenizer) -> None:
+        longest = max(demo.token_ids(), key=len)
+        assert demo.most_characters(3) == 3 * len(longest)
+        assert byte_fallback.most_characters(2) == 2 * len("<0xE4>")
+
+    def test_tokenizers_that_leave_characters_out_have_no_bound(self) -> None:
+        backend = Backend.from_file(str(DEMO_MODEL / "tokenizer.json"))
+        assert longest_token(backend) == max(map(len, backend.get_vocab()))
+        longest = longest_token(backend) or 0
+        backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace("a", "bc")])
+        assert longest_token(backend) == 4 * longest
+        for normalizer in (normalizers.Replace("ab", "c"), normalizers.Strip(), normalizers.NFKC()):
+            backend.normalizer = normalizer
+            assert longest_token(backend) is None
+        backend.normalizer = normalizers.NFC()
+        kept = backend.pre_tokenizer
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), kept])
+        assert longest_token(backend) is None
+        backend.pre_tokenizer = kept
+        backend.add_tokens([AddedToken("<gap>", rstrip=True)])
+        assert longest_token(backend) is None
+        assert longest_token(Backend(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))) is None
 
     def test_half_a_surrogate_pair(self, demo: Tokenizer) -> None:
         with pytest.raises(RequestError, match="not valid Unicode at character 2") as caught:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from specmamba.errors import RequestError
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
+    from jinja2.parser import Parser
 
 # What the renderer takes itself. A client that set ``chat_template`` would bring a program of its own.
 RESERVED = frozenset(
@@ -17,7 +21,9 @@ RESERVED = frozenset(
         "conversations",
         "documents",
         "messages",
+        "raise_exception",
         "return_assistant_tokens_mask",
+        "strftime_now",
         "tools",
     }
 )
@@ -60,11 +66,35 @@ def check_variables(template: str, special_tokens: Mapping[str, Any], variables:
     for name in variables:
         if name in RESERVED or name in special_tokens:
             problem = "is not for clients to set"
-        elif re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name) and re.search(rf"\b{name}\b", template):
+        elif name in variables_of(template):
             continue
         else:
             problem = "is nothing that the model's chat template reads"
         raise RequestError(f"{name[:100]!r} {problem}", "chat_template_kwargs")
+
+
+@lru_cache(maxsize=8)
+def variables_of(template: str) -> frozenset[str]:
+    """What a template reads and does not define itself; nothing where it is no template."""
+    from jinja2 import TemplateSyntaxError, meta
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}``, which marks answers: templates may have it, and it adds nothing to a text."""
+
+        tags = frozenset({"generation"})  # type: ignore[assignment]
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(extensions=[Generation, loopcontrols])
+    try:
+        names = meta.find_undeclared_variables(environment.parse(template))
+    except TemplateSyntaxError:
+        return frozenset()
+    return frozenset(names - environment.globals.keys())
 
 
 def _known_role(message: Mapping[str, Any], template: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """How byte-level BPE writes bytes: those that print in Latin-1 as themselves, the rest from U+0100 on."""
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in prints]
@@ -27,7 +27,7 @@ class TokenBytes:
         self._backend = backend
         self._added: dict[int, str] = {i: str(token.content) for i, token in backend.get_added_tokens_decoder().items()}
         steps = _decoder_steps(backend)
-        self._byte_of = _byte_of_character() if any(step["type"] == "ByteLevel" for step in steps) else None
+        self._byte_of = byte_of_character() if any(step["type"] == "ByteLevel" for step in steps) else None
         self._replacements = [pair for step in steps if (pair := _replacement(step)) is not None]
 
     def of(self, token_id: int) -> bytes | None:

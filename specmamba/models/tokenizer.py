@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specmamba.errors import CheckpointError, RequestError
 from specmamba.models.chat_template import render
 from specmamba.models.checkpoint import read_json, text_config
+from specmamba.models.text_bounds import longest_token
 from specmamba.models.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 REPLACEMENT = "\ufffd"
+# Characters, or tokens, above which a text is a batch of one: only batches let other threads run meanwhile.
+_LONG = 4096
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # Some checkpoints call these special, but what a model writes between them is part of its answer.
 TOOL_TOKENS = frozenset({"<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"})
@@ -60,6 +63,7 @@ class Tokenizer:
         vocab: dict[str, int] = self._backend.get_vocab()
         self._byte_ids = frozenset(i for token, i in vocab.items() if BYTE_TOKEN.fullmatch(token))
         self._bytes = TokenBytes(self._backend)
+        self._longest_token = longest_token(self._backend)
 
     @property
     def vocab_size(self) -> int:
@@ -94,8 +98,16 @@ class Tokenizer:
         """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids without a token are left out."""
         if skip_special_tokens:
             token_ids = [i for i in token_ids if i not in self._special_ids]
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
+        ids = list(token_ids)
+        if len(ids) > _LONG:
+            texts: list[str] = self._backend.decode_batch([ids], skip_special_tokens=False)
+            return texts[0]
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text
+
+    def most_characters(self, num_tokens: int) -> int | None:
+        """Characters of the longest text that so many tokens can stand for; None: no such bound is known."""
+        return None if self._longest_token is None else num_tokens * self._longest_token
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """What one token stands for inside a text, be it special or part of a character; None: no such token."""
@@ -107,7 +119,16 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of a conversation, up to where the assistant's answer begins.
+        """The tokens of ``chat_text``, which writes the special tokens itself. Raises RequestError as that does."""
+        return self._encode(self.chat_text(messages, tools, variables), "messages", add_special_tokens=False)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation written out, up to where the assistant's answer begins.
 
         The template may come from anywhere and the messages do: it runs in Jinja's sandbox. ``variables`` are for the
         template alone (``enable_thinking``, say).
@@ -118,9 +139,7 @@ class Tokenizer:
         template = self.chat_template(with_tools=tools is not None)
         if template is None:
             raise RequestError("this model has no chat template: send a prompt to /v1/completions instead", "messages")
-        text = render(template, self._loaded.special_tokens_map, messages, tools, variables or {})
-        # The template writes the special tokens itself.
-        return self._encode(text, "messages", add_special_tokens=False)
+        return render(template, self._loaded.special_tokens_map, messages, tools, variables or {})
 
     def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether ``decode`` leaves this token out."""
@@ -137,7 +156,11 @@ class Tokenizer:
             text.encode("utf8")
         except UnicodeEncodeError as error:
             raise RequestError(f"the text is not valid Unicode at character {error.start}", param) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) > _LONG:  # without offsets, which take most of the memory
+            encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        else:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
 

@@ -18,7 +18,7 @@ from specmamba.server.guards import install_guards
 from specmamba.server.health import health_routes
 from specmamba.server.info import info_routes
 from specmamba.server.logs import log_call
-from specmamba.server.openapi import drop_unused, errors
+from specmamba.server.openapi import errors, finished
 from specmamba.server.page import page_routes
 from specmamba.server.prefix_cache import prefix_cache_routes
 from specmamba.server.responses import ModelCard, ModelList
@@ -37,6 +37,7 @@ def create_app(config: ServerConfig, engine_thread: EngineThread) -> FastAPI:
         description="OpenAI-compatible serving of hybrid language models with speculative decoding.",
         docs_url=None,  # both pages load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # it would send clients to an address made of their own Host header
     )
     install_error_handlers(app)
     for router in _routers(service):
@@ -78,7 +79,7 @@ def _describe_truly(app: FastAPI) -> None:
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
-        return app.openapi_schema or drop_unused(generate())
+        return app.openapi_schema or finished(generate())
 
     app.openapi = openapi  # type: ignore[method-assign]
 
@@ -90,6 +91,7 @@ def _model_routes(service: Service) -> APIRouter:
         root = service.config.model or name
         return ModelCard(id=name, created=service.created, max_model_len=service.context_length, root=root)
 
+    @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models", responses=errors(401))
     async def list_models() -> ModelList:
         """The models that requests can name."""

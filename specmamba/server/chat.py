@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from specmamba.errors import PromptTooLongError, RequestError
+from specmamba.errors import RequestError
 from specmamba.server.chat_format import ChatFormat, ChatWishes
 from specmamba.server.chat_messages import ChatMessage
 from specmamba.server.chat_protocol import ChatCompletionRequest
@@ -35,16 +35,16 @@ def chat_routes(service: Service) -> APIRouter:
         service.check_model(body.model)
         check_template(service)
         plan = await asyncio.to_thread(_plan, service, body) if body.tools else ToolPlan()
-        prompt = await chat_prompt(service, body.messages, plan.template_tools, body.chat_template_kwargs)
+        prompt = await _prompt(service, body, plan)
         wishes = ChatWishes(plan, body.num_logprobs, _new_pieces(service, body))
         answer_format = ChatFormat(call.call_id, service.model_names[0], service.tokenizer, wishes)
         try:
             choices = await service.choices(
-                body, [prompt], _max_tokens(service, body, len(prompt)), grammar=plan.grammar
+                body, [prompt], _max_tokens(service, body, len(prompt)), grammar=plan.grammar, request=request
             )
             return await service.answer(request, body, choices, answer_format, call)
         except RequestError as error:
-            raise _about_messages(error) from None
+            raise about_messages(error) from None
 
     return router
 
@@ -57,13 +57,13 @@ def check_template(service: Service) -> None:
         )
 
 
-async def chat_prompt(
+async def chat_text(
     service: Service,
     messages: Sequence[ChatMessage],
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """The tokens of a conversation, up to where the answer begins.
+) -> str:
+    """A conversation written out with its special tokens, up to where the answer begins.
 
     Raises:
         ApiError: 400; there is no chat template, or it refuses the messages, tools or variables.
@@ -71,9 +71,17 @@ async def chat_prompt(
     check_template(service)
     written = [message.for_template() for message in messages]
     try:
-        return await asyncio.to_thread(service.tokenizer.apply_chat_template, written, tools, variables)
+        return await asyncio.to_thread(service.tokenizer.chat_text, written, tools, variables)
     except RequestError as error:
-        raise _about_messages(error) from None
+        raise about_messages(error) from None
+
+
+async def _prompt(service: Service, body: ChatCompletionRequest, plan: ToolPlan) -> list[int]:
+    text = await chat_text(service, body.messages, plan.template_tools, body.chat_template_kwargs)
+    try:
+        return await service.encode(text, add_special_tokens=False)
+    except (ApiError, RequestError) as error:
+        raise about_messages(error) from None
 
 
 def _plan(service: Service, body: ChatCompletionRequest) -> ToolPlan:
@@ -95,8 +103,8 @@ def _max_tokens(service: Service, body: ChatCompletionRequest, num_prompt_tokens
     return max(1, service.context_length - num_prompt_tokens) if asked is None else asked
 
 
-def _about_messages(error: RequestError) -> ApiError:
+def about_messages(error: ApiError | RequestError) -> ApiError:
     """The engine speaks of a prompt; a chat has messages."""
     named = as_api_error(error)
-    param = "messages" if error.param == "prompt" or isinstance(error, PromptTooLongError) else error.param
+    param = "messages" if named.detail.param == "prompt" else named.detail.param
     return ApiError(named.status, shortened(str(error)), param=param, code=named.detail.code)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from specmamba.server.fields import MessageContent, StrictModel, only
 from specmamba.server.tools.definitions import EarlierCall
 
 MAX_MESSAGES, MAX_CALLS = 4096, 128
+# Characters of the arguments of all earlier calls together: each is read as JSON.
+MAX_ARGUMENTS = 1 << 19
 Empty = Field(description="only the values that say nothing: a client may send an answer back as it came")
 
 
@@ -35,6 +37,8 @@ class ChatMessage(StrictModel):
     annotations: Annotated[list[Any] | None, only([]), Empty] = None
     function_call: Annotated[None, only(), Empty] = None
 
+    _calls: list[dict[str, Any]] = PrivateAttr(default_factory=list)  # as chat templates read them
+
     @model_validator(mode="before")
     @classmethod
     def _fields_fit_the_role(cls, value: Any) -> Any:
@@ -57,7 +61,7 @@ class ChatMessage(StrictModel):
             raise PydanticCustomError("missing", "this field is required", {"field": "tool_call_id"})
         for index, call in enumerate(self.tool_calls or ()):
             try:
-                call.read()
+                self._calls.append(call.for_template())
             except ValueError:
                 field = f"tool_calls[{index}].function.arguments"
                 raise PydanticCustomError("no_object", "must be a JSON object, written out", {"field": field}) from None
@@ -71,5 +75,29 @@ class ChatMessage(StrictModel):
         more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
         message |= {field: value for field, value in more.items() if value is not None}
         if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            message["tool_calls"] = self._calls
         return message
+
+
+def _few_arguments(value: object) -> object:
+    """Counted before anything is read."""
+    if isinstance(value, list):
+        length = sum(map(_length_of_arguments, value))
+        if length > MAX_ARGUMENTS:
+            words = {"most": MAX_ARGUMENTS}
+            raise PydanticCustomError("too_long", "arguments of tool calls: at most {most} characters in all", words)
+    return value
+
+
+def _length_of_arguments(message: object) -> int:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else ()
+    arguments = (function.get("arguments") for function in functions if isinstance(function, Mapping))
+    return sum(len(text) for text in arguments if isinstance(text, str))
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(_few_arguments),
+]

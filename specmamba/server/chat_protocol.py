@@ -8,18 +8,22 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from specmamba.core import NumLogprobs
-from specmamba.server.chat_messages import MAX_MESSAGES, ChatMessage
+from specmamba.server.chat_messages import Messages
 from specmamba.server.fields import only
 from specmamba.server.protocol import GenerationRequest, NoEffect, NotYet
 from specmamba.server.tools.definitions import JsonObject, NamedTool, ToolChoice, Tools
 
 MAX_VARIABLES = 32
+TemplateVariables = Annotated[
+    JsonObject,
+    Field(max_length=MAX_VARIABLES, description="extension: variables of the chat template (enable_thinking, say)"),
+]
 
 
 class ChatCompletionRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: Annotated[int | None, Field(ge=1, description="the newer name of max_tokens")] = None
 
     logprobs: Annotated[bool | None, Field(description="list the tokens of the answer with log-probabilities")] = None
@@ -37,10 +41,7 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: Annotated[
         bool | None, Field(description="false: one call at most. A forced answer is always one call")
     ] = None
-    chat_template_kwargs: Annotated[
-        JsonObject | None,
-        Field(max_length=MAX_VARIABLES, description="extension: variables of the chat template (enable_thinking, say)"),
-    ] = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     safety_identifier: Annotated[str | None, NoEffect] = None
     prompt_cache_key: Annotated[str | None, NoEffect] = None

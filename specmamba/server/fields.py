@@ -62,6 +62,7 @@ def only(*neutral: object) -> BeforeValidator:
 # Tags begin with a bracket so that they can be told from field names in the place of an error.
 STRING, STRINGS, TOKENS, TOKEN_LISTS, PARTS = "(string)", "(strings)", "(tokens)", "(token lists)", "(parts)"
 
+MAX_PROMPTS, MAX_PARTS = 16_384, 4096
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -127,10 +128,10 @@ class TextPart(StrictModel):
 Prompt = Annotated[
     Annotated[str, Tag(STRING)]
     | Annotated[list[TokenId], Field(min_length=1, fail_fast=True), Tag(TOKENS)]
-    | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag(STRINGS)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag(STRINGS)]
     | Annotated[
         list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]],
-        Field(min_length=1, fail_fast=True),
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
         Tag(TOKEN_LISTS),
     ],
     Discriminator(
@@ -149,7 +150,8 @@ Stop = Annotated[
 ]
 
 MessageContent = Annotated[
-    Annotated[str, Tag(STRING)] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag(PARTS)],
+    Annotated[str, Tag(STRING)]
+    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag(PARTS)],
     Discriminator(
         _kind(PARTS), custom_error_type="content_type", custom_error_message="must be a string or a list of text parts"
     ),

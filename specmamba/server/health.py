@@ -27,12 +27,14 @@ def health_routes(service: Service) -> APIRouter:
     router = APIRouter()
     engine = service.engine
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", responses=errors(503))
     async def health() -> Health:
         """200 while the engine runs, 503 once it has failed or stopped."""
         _check_running(engine)
         return Health(status="ok" if engine.is_accepting else "draining")
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", responses=errors(503))
     async def ready() -> Ready:
         """200 while requests are taken: the model is loaded, and the server is not about to stop."""

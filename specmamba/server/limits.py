@@ -9,14 +9,18 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specmamba.server.errors import ApiError
+from specmamba.server.json_size import SMALL_BODY, too_many_values
+from specmamba.server.memory import give_back_memory_later
 
 # Where RequireApiKey notes which key a request came with.
 CALLER = "specmamba.caller"
-_GENERATING_PREFIX = "/v1/"
+_COUNTED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+# Bodies above this leave memory behind that is worth giving back.
+_LARGE_BODY = 1 << 20
 
 
 class LimitCalls:
-    """At most ``max_calls`` calls that generate at a time for each API key, or each address where there are no keys.
+    """At most ``max_calls`` calls that generate, or tokenize, at a time for each API key, or each address without keys.
 
     A slot is held until the last of the answer is on its way, or its client has hung up.
     """
@@ -27,7 +31,7 @@ class LimitCalls:
         self.num_open: Counter[str] = Counter()  # only callers that have calls: forgotten ones cost nothing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(_GENERATING_PREFIX):
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(_COUNTED_PREFIXES):
             await self.app(scope, receive, send)
             return
         caller = _caller(scope)
@@ -82,7 +86,8 @@ def _caller(scope: Scope) -> str:
 
 
 class LimitBody:
-    """Refuses bodies that are too large, announced or not, those that are not JSON, and compressed ones."""
+    """Refuses bodies that are too large, announced or not, or have too many values, those that are not JSON, and
+    compressed ones."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -93,17 +98,22 @@ class LimitBody:
             await self.app(scope, receive, send)
             return
         error = self._refusal(Headers(scope=scope))
-        if error is None:
-            await self.app(scope, self._counted(receive), send)
-        else:
+        if error is not None:
             await error.response()(scope, receive, send)
+            return
+        body = _Body(self._max_bytes)
+        try:
+            await self.app(scope, body.counted(receive), send)
+        finally:
+            if body.num_received > _LARGE_BODY:
+                give_back_memory_later()
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         announced = headers.get("content-length", "")
         if announced in ("", "0") and "transfer-encoding" not in headers:
             return None
         if announced.isdecimal() and int(announced) > self._max_bytes:
-            return self._too_large()
+            return _too_large(self._max_bytes)
         if not _is_json(headers.get("content-type", "")):
             # Also keeps the forms of foreign web pages out, which browsers send without asking.
             return ApiError(415, "send JSON, with the header 'Content-Type: application/json'", code="not_json")
@@ -111,24 +121,44 @@ class LimitBody:
             return ApiError(415, "send the body as it is, without a Content-Encoding", code="compressed_body")
         return None
 
-    def _counted(self, receive: Receive) -> Receive:
-        received = 0
 
+class _Body:
+    """One body on its way in."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._parts: list[bytes] = []
+        self.num_received = 0
+
+    def counted(self, receive: Receive) -> Receive:
         async def receive_counted() -> Message:
-            nonlocal received
             message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                # Only an HTTPException passes through the reading of a body unchanged.
-                raise HTTPException(413, str(self._too_large()))
+            if message["type"] == "http.request":
+                self._add(message.get("body", b""), is_last=not message.get("more_body", False))
             return message
 
         return receive_counted
 
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413, f"the body is larger than {self._max_bytes} bytes (--max-request-bytes)", code="request_too_large"
-        )
+    def _add(self, part: bytes, is_last: bool) -> None:
+        """Only an HTTPException passes through the reading of a body unchanged."""
+        self.num_received += len(part)
+        if self.num_received > self._max_bytes:
+            raise HTTPException(413, str(_too_large(self._max_bytes)))
+        self._parts.append(part)
+        if is_last and self.num_received > SMALL_BODY:
+            body, self._parts = b"".join(self._parts), []
+            _check_values(body)
+
+
+def _check_values(body: bytes) -> None:
+    if b"\0" in body:  # another encoding, in which quotes and brackets are not where they seem to be
+        raise HTTPException(400)
+    if (problem := too_many_values(body)) is not None:
+        raise HTTPException(413, f"the body has more than {problem}: send it in parts")
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes (--max-request-bytes)", code="request_too_large")
 
 
 def _is_json(content_type: str) -> bool:

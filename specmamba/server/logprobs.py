@@ -31,7 +31,7 @@ def token_string(tokenizer: Tokenizer, token_id: int) -> str:
 def completion_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], num_top: int
 ) -> CompletionLogprobs:
-    """Of ``tokens``, each with its entry, and as many of the likeliest; the offsets are all 0, for the caller to set."""
+    """Of ``tokens``, each with its entry and as many of the likeliest. Offsets are 0: the caller sets them."""
     return CompletionLogprobs(
         tokens=[token_string(tokenizer, token) for token in tokens],
         token_logprobs=[None if entry is None else finite(entry.logprob) for entry in logprobs],
