@@ -29,7 +29,7 @@ generate: $(STAMP) ## continue PROMPT="..." in the terminal; ARGS="--max-tokens 
 	@$(BIN)/specmamba generate --prompt="$$PROMPT" $(ARGS)
 
 test: $(STAMP) ## run the tests on all cores; ARGS="-k layering -x"
-	$(BIN)/pytest --numprocesses auto $(ARGS)
+	$(BIN)/pytest --numprocesses auto --dist worksteal $(ARGS)
 
 check: $(STAMP) ## format, lint, types, import order, packaging
 	$(BIN)/ruff format --check

@@ -194,9 +194,16 @@ def checkout_of(root: Path, **files: str) -> Path:
     return root
 
 
+@pytest.fixture
+def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that are run in a process of their own need none of the plugins that happen to be installed."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 GREEN, RED = "def test_it() -> None:\n    pass\n", "def test_it() -> None:\n    assert 1 == 2\n"
 
 
+@pytest.mark.usefixtures("few_plugins")
 def test_a_red_test_is_blamed_on_its_operator(tmp_path: Path) -> None:
     root = checkout_of(tmp_path, tree=GREEN, sampling=RED)
     reds = op_tests.find_red(chosen_operators(["tree", "sampling", "ssd"]), root, with_gpu=False)
@@ -205,11 +212,13 @@ def test_a_red_test_is_blamed_on_its_operator(tmp_path: Path) -> None:
     assert reds["ssd.extend"] == "there is no tests/kernels/test_ssd.py"
 
 
+@pytest.mark.usefixtures("few_plugins")
 def test_nothing_is_known_of_tests_that_do_not_start(tmp_path: Path) -> None:
     (checkout_of(tmp_path, tree=GREEN) / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '--what'\n")
     assert set(op_tests.find_red(chosen_operators(["tree"]), tmp_path, with_gpu=False)) == {"tree.accepted_path"}
 
 
+@pytest.mark.usefixtures("few_plugins")
 def test_a_run_refuses_what_is_red(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from specmamba.engine.request import Request
 from tests.test_engine import assert_consistent, assert_idle
 from tests.tiny import write_tiny_checkpoint
 
+NUM_REQUESTS = 1000 if os.environ.get("SPECMAMBA_TEST_FULL") == "1" else 500  # for each setting
 VOCABULARY = 24
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 
@@ -100,9 +102,9 @@ class TestRandomUse:
         ],
         ids=["tracked, flops", "pages, longest prefix first"],
     )
-    def test_2000_requests(self, tiny: str, texts: Texts, page_size: int, flags: dict[str, Any]) -> None:
-        """1,000 of them for each setting: shared prefixes, two tenants, aborts, preemptions, tiny pools."""
-        rng, prompts = random.Random(page_size), random_prompts(page_size, 1000, 60)
+    def test_many_requests(self, tiny: str, texts: Texts, page_size: int, flags: dict[str, Any]) -> None:
+        """Shared prefixes, two tenants, aborts, preemptions, tiny pools."""
+        rng, prompts = random.Random(page_size), random_prompts(page_size, NUM_REQUESTS, 60)
         texts.compute(prompts, GREEDY.max_tokens)
         engine = build(
             tiny,
