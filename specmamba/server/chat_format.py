@@ -41,6 +41,10 @@ class ChatWishes:
     num_logprobs: int | None  # likeliest tokens beside each one; None: no log-probabilities
     new_pieces: Callable[[], TokenPieces] | None  # None: no list of tokens
 
+    @property
+    def nothing_but_text(self) -> bool:
+        return self.num_logprobs is None and self.new_pieces is None
+
 
 class _Choice:
     """One answer, read as it comes."""
@@ -90,10 +94,16 @@ class ChatFormat:
         role = ChatDelta(role="assistant", content=content)
         return [self._chunk([ChatChunkChoice(index=index, delta=role)]) for index in range(num_choices)]
 
-    def chunks(self, index: int, delta: OutputDelta) -> Sequence[ChatCompletionChunk]:
-        choice = self._choices.setdefault(index, _Choice(self._wishes, self._tokenizer))
+    def chunks(self, index: int, delta: OutputDelta) -> Sequence[ChatCompletionChunk | str]:
+        if index not in self._choices:
+            self._choices[index] = _Choice(self._wishes, self._tokenizer)
+        choice = self._choices[index]
         first_call = choice.num_calls
-        added = _deltas(choice.read(delta), first_call)
+        events = choice.read(delta)
+        texts = [event.text for event in events if isinstance(event, Content)]
+        if len(texts) == len(events) and self._wishes.nothing_but_text and delta.finish_reason is None:
+            return texts
+        added = _deltas(events, first_call)
         logprobs, tokens = choice.logprobs(delta), choice.tokens(delta)
         if not added and ((logprobs is not None and logprobs.content) or tokens):
             added = [ChatDelta(content="")]
@@ -103,6 +113,9 @@ class ChatFormat:
         if delta.finish_reason is not None:
             choices.append(ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=choice.end_reason(delta)))
         return [self._chunk([one]) for one in choices]
+
+    def text_chunk(self, index: int, text: str) -> ChatCompletionChunk:
+        return self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(content=text))])
 
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
         return self._chunk([], usage)

@@ -54,6 +54,11 @@ class ChoiceWriter:
         self._length = 0  # characters written, those of an echo included
         self._offset = 0  # of the next token; ahead of the length while text is held back
 
+    def write_text(self, delta: OutputDelta) -> str | None:
+        """The next piece where it is text and nothing else; None: ``write`` has to write it."""
+        has_more = self._with_tokens or self._num_top is not None or self._echo is not None
+        return None if has_more or delta.finish_reason is not None else delta.text
+
     def write(self, index: int, delta: OutputDelta) -> CompletionChoice:
         """The next piece of the choice."""
         echo, self._echo = self._echo, None

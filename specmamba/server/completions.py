@@ -39,11 +39,17 @@ class CompletionFormat:
     def opening(self, num_choices: int) -> Sequence[Completion]:
         return ()
 
-    def chunks(self, index: int, delta: OutputDelta) -> Sequence[Completion]:
+    def chunks(self, index: int, delta: OutputDelta) -> Sequence[Completion | str]:
+        text = self._writers[index].write_text(delta)
+        if text is not None:
+            return (text,) if text else ()
         choice = self._writers[index].write(index, delta)
         if not (choice.text or choice.finish_reason or choice.logprobs or choice.tokens):
             return ()  # a token in the middle of a character
         return (self._completion([choice]),)
+
+    def text_chunk(self, index: int, text: str) -> Completion:
+        return self._completion([CompletionChoice(index=index, text=text, finish_reason=None)])
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return self._completion([], usage)
@@ -65,7 +71,7 @@ def completion_routes(service: Service) -> APIRouter:
         check_number(body.num_asked, "n" if body.best_of is None else "best_of", len(prompts), service.config)
         tokens = [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        choices = await service.choices(body, tokens, max_tokens, per_prompt=body.num_asked)
+        choices = await service.choices(body, tokens, max_tokens, per_prompt=body.num_asked, request=request)
         writers = [
             ChoiceWriter(service.tokenizer, body, service.hidden_ids(body), echo)
             for echo in _echoes(service, body, prompts, tokens)

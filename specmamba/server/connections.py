@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, cast
 
-import h11
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import Scope
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specmamba.server.calls import CallRecord
 from specmamba.server.errors import SERVER, ApiError
+from specmamba.server.http_reading import BoundedHttp
 from specmamba.server_config import ServerConfig
 
 # Longer than the pools of common clients keep a connection: the one that waits longer must not be the client.
 _KEEP_ALIVE_S = 30
-_MAX_HEAD_BYTES = 32 << 10  # request line and headers
 # A refused client is heard for so long: closing at once on bytes that were not read would destroy the answer.
 _LINGER_S = 1.0
 _MAX_LINGERING = 64
@@ -55,7 +52,6 @@ class ConnectionConfig(uvicorn.Config):
             http=LimitedConnection,
             ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S,
-            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
             **options,
         )
         self.limits = limits
@@ -84,7 +80,7 @@ class _Timer:
         self._callback()
 
 
-class LimitedConnection(H11Protocol):
+class LimitedConnection(BoundedHttp):
     """One client. Whoever sends too slowly gets a 408, whoever does not read is dropped, and one too many gets a 503.
 
     The transport reports every byte that the kernel does not take at once, so that an answer waits in the
@@ -99,8 +95,8 @@ class LimitedConnection(H11Protocol):
         limits = config.limits
         self._reading = _Timer(self.loop, limits.read_timeout, self._on_read_timeout)
         self._writing = _Timer(self.loop, limits.write_timeout, self._on_write_timeout)
-        self._lingering = _Timer(self.loop, _LINGER_S, self._abort)
-        self._flushing = _Timer(self.loop, FLUSH_TIMEOUT_S, self._abort)
+        self._lingering = _Timer(self.loop, _LINGER_S, self.drop)
+        self._flushing = _Timer(self.loop, FLUSH_TIMEOUT_S, self.drop)
         self._num_unwritten = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn's own
@@ -110,9 +106,9 @@ class LimitedConnection(H11Protocol):
         if len(self.connections) - len(lingering) <= self.config.limits.max_connections:
             self._reading.start()
         elif len(lingering) < _MAX_LINGERING:
-            self._refuse(_too_many_connections())
+            self.refuse(_too_many_connections())
         else:
-            self._abort()
+            self.drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._reading, self._writing, self._lingering, self._flushing):
@@ -122,9 +118,9 @@ class LimitedConnection(H11Protocol):
 
     def shutdown(self) -> None:
         if self in self.config.lingering:
-            self._abort()
-        elif self._has_half_a_request():
-            self._refuse(_shutting_down())
+            self.drop()
+        elif self.has_half_a_request:
+            self.refuse(_shutting_down())
         else:
             self._flushing.start()
             super().shutdown()
@@ -135,45 +131,32 @@ class LimitedConnection(H11Protocol):
         if self in self.config.lingering:
             return
         super().data_received(data)
-        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
-            self._reading.start()
-        else:
-            self._reading.stop()
+        if self not in self.config.lingering:
+            self._time_reading(self.awaits_client)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         # Of the next request nothing may be there yet: until then the timer for idle connections runs.
-        has_begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
-        if self.conn.their_state is h11.SEND_BODY or has_begun:
+        if self not in self.config.lingering:
+            self._time_reading(self.has_begun and self.awaits_client)
+
+    def _time_reading(self, is_waiting: bool) -> None:
+        if is_waiting:
             self._reading.start()
         else:
             self._reading.stop()
 
     def _on_read_timeout(self) -> None:
-        if self._has_half_a_request():
-            self._refuse(_too_slow(self.config.limits.read_timeout))
+        if self.has_half_a_request:
+            self.refuse(_too_slow(self.config.limits.read_timeout))
         else:
-            self._abort()  # there is no request to answer, or it has been answered
+            self.drop()  # there is no request to answer, or it has been answered
 
-    def _has_half_a_request(self) -> bool:
-        """And no answer to it has begun."""
-        if self.conn.their_state is h11.SEND_BODY:
-            return self.conn.our_state is h11.SEND_RESPONSE
-        return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
-
-    def send_400_response(self, msg: str) -> None:
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self._abort()  # its answer has begun: another would be taken for a part of it
-            return
-        reason = sys.exc_info()[1]  # uvicorn calls this from the handler of the parser's error
-        status = reason.error_status_hint if isinstance(reason, h11.RemoteProtocolError) else 400
-        self._refuse(ApiError(status, f"this is not HTTP that can be read here: {reason or msg}", code="invalid_http"))
-
-    def _refuse(self, error: ApiError) -> None:
+    def refuse(self, error: ApiError) -> None:
         """Answer in place of the application, and close as soon as the client has, or a moment later."""
         self._reading.stop()
         self._unset_keepalive_if_required()
-        if self.conn.our_state is h11.SEND_RESPONSE:  # the application waits for the rest of the request
+        if self.part == "body":  # the application waits for the rest of the request
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.config.lingering.add(self)
@@ -199,11 +182,12 @@ class LimitedConnection(H11Protocol):
             self._num_unwritten = num_unwritten
             self._writing.start()
             return
-        record = CallRecord.of(cast("Scope", self.scope))
-        record.abort_reason = record.abort_reason or "write_timeout"
-        self._abort()
+        if self.active is not None:
+            record = CallRecord.of(cast("Scope", self.active.scope))
+            record.abort_reason = record.abort_reason or "write_timeout"
+        self.drop()
 
-    def _abort(self) -> None:
+    def drop(self) -> None:
         self.transport.abort()  # close() would wait until the client has read everything
 
 

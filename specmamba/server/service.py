@@ -14,6 +14,7 @@ from starlette.responses import Response
 from specmamba.core import GrammarSpec, OutputDelta
 from specmamba.engine.thread import EngineThread
 from specmamba.server.choices import Choices, check_number
+from specmamba.server.chunks import Chunk, ChunkWriter
 from specmamba.server.errors import ApiError, api_error_of_validation
 from specmamba.server.fields import shortened
 from specmamba.server.metrics import ServerMetrics
@@ -22,6 +23,7 @@ from specmamba.server.protocol import GenerationRequest
 from specmamba.server.responses import Usage
 from specmamba.server.streams import Call, CallLimits, EventStream, until_client_gone
 from specmamba.server.structured import Grammars
+from specmamba.server.texts import encode_prompt
 from specmamba.server_config import ServerConfig
 
 T = TypeVar("T")
@@ -31,11 +33,12 @@ _INLINE_SIZE = 1000
 
 
 class AnswerFormat(Protocol):
-    """How one call is answered, whole or in chunks."""
+    """How one call is answered, whole or in chunks. A chunk that is a text stands for ``text_chunk`` of it."""
 
     def whole(self, outputs: Sequence[OutputDelta], usage: Usage) -> BaseModel: ...
     def opening(self, num_choices: int) -> Sequence[BaseModel]: ...
-    def chunks(self, index: int, delta: OutputDelta) -> Sequence[BaseModel]: ...
+    def chunks(self, index: int, delta: OutputDelta) -> Sequence[Chunk]: ...
+    def text_chunk(self, index: int, text: str) -> BaseModel: ...
     def usage_chunk(self, usage: Usage) -> BaseModel: ...
 
 
@@ -49,6 +52,7 @@ class Service:
         self.context_length = engine.constants.context_length
         self.metrics = ServerMetrics(config)
         self.grammars = Grammars(config, engine.constants)
+        engine.on_stop(self.grammars.close)  # on the engine's thread, and those who wait are told
         self.limits = CallLimits.of(config)
         self.observers = build_observers(self.metrics)
         self.model_names = (config.model_name,)  # the first is the one that answers carry
@@ -65,8 +69,8 @@ class Service:
             )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, without holding up other clients while a long one is encoded."""
-        return await off_loop(len(text), self.tokenizer.encode, text, add_special_tokens)
+        """Token ids of a prompt, which holds up nobody. Raises ApiError 400, before the work, when it cannot fit."""
+        return await encode_prompt(self.tokenizer, text, self.context_length, add_special_tokens)
 
     def hidden_ids(self, body: GenerationRequest) -> frozenset[int]:
         """The tokens that end an answer and do not show in it."""
@@ -81,9 +85,10 @@ class Service:
         *,
         per_prompt: int | None = None,
         grammar: GrammarSpec | None = None,
+        request: Request | None = None,
     ) -> Choices:
         """What to ask the engine: each prompt ``per_prompt`` times (by default n times), within the grammar that is
-        given or else the one that the request asks for.
+        given or else the one that the request asks for. No grammar is compiled for a ``request`` that has hung up.
 
         Raises:
             ApiError: a field asks for what this server does not give; the error names it.
@@ -98,7 +103,7 @@ class Service:
             params = body.sampling_params(max_tokens, spec)
         except ValidationError as error:
             raise api_error_of_validation(error.errors()) from None
-        compiled = None if spec is None else await self.grammars.compile(spec, param)
+        compiled = None if spec is None else await self.grammars.compile(spec, param, request)
         return Choices.of(prompts, params, compiled, per_prompt=per_prompt, kept=kept)
 
     def check_token_ids(self, param: str, ids: Collection[int]) -> None:
@@ -122,7 +127,15 @@ class Service:
             RequestError, QueueFullError, EngineStoppedError: the engine does not take the prompts.
             ApiError: the engine failed before a whole answer was there.
         """
-        call = await Call.start(self.engine, self.observers, context, choices.asks, body.prefix_cache_key, self.limits)
+        call = await Call.start(
+            self.engine,
+            self.observers,
+            context,
+            choices.asks,
+            body.prefix_cache_key,
+            self.limits,
+            whole=not body.stream,
+        )
         if body.stream:
             return EventStream(_events(call, answer_format, choices, body), call.abort)
         try:
@@ -147,21 +160,24 @@ def _size(delta: OutputDelta) -> int:
 
 async def _events(
     call: Call, answer_format: AnswerFormat, choices: Choices, body: GenerationRequest
-) -> AsyncIterator[str]:
-    # With include_usage OpenAI's chunks carry "usage": null, without it they have no such field.
-    without = None if body.wants_stream_usage or body.wants_running_usage else {"usage"}
+) -> AsyncIterator[Sequence[str]]:
+    writer = ChunkWriter(answer_format.text_chunk, with_usage=bool(body.wants_stream_usage or body.wants_running_usage))
     latest: dict[int, OutputDelta] = {}
-    for chunk in answer_format.opening(len(choices.asks)):
-        yield chunk.model_dump_json(exclude=without)
-    async for index, delta in call:
-        latest[index] = delta
-        if _size(delta) <= _INLINE_SIZE:  # most are, and a coroutine for each would cost more than its chunk
-            chunks = answer_format.chunks(index, delta)
-        else:
-            chunks = await asyncio.to_thread(answer_format.chunks, index, delta)
-        for chunk in chunks:
+    if opening := [writer.write(0, chunk) for chunk in answer_format.opening(len(choices.asks))]:
+        yield opening
+    async for news in call:
+        events: list[str] = []
+        for index, delta in news:
+            latest[index] = delta
+            if _size(delta) <= _INLINE_SIZE:  # most are, and a coroutine for each would cost more than its chunk
+                chunks = answer_format.chunks(index, delta)
+            else:
+                chunks = await asyncio.to_thread(answer_format.chunks, index, delta)
             if body.wants_running_usage:
-                chunk = chunk.model_copy(update={"usage": choices.usage(latest)})
-            yield chunk.model_dump_json(exclude=without)
+                usage = {"usage": choices.usage(latest)}
+                chunks = [writer.full(index, chunk).model_copy(update=usage) for chunk in chunks]
+            events += [writer.write(index, chunk) for chunk in chunks]
+        if events:
+            yield events
     if body.wants_stream_usage:
-        yield answer_format.usage_chunk(choices.usage(latest)).model_dump_json()
+        yield [answer_format.usage_chunk(choices.usage(latest)).model_dump_json()]

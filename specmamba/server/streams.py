@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.responses import Response
@@ -26,6 +27,9 @@ __all__ = ["Ask", "Call", "CallLimits", "EventStream", "client_gone", "merge", "
 
 T = TypeVar("T")
 
+_BETWEEN_EVENTS = "\n\ndata: "
+_MOST_PENDING = 64  # deltas of a choice that are kept one by one: merging each with all before it would take longer
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -36,24 +40,26 @@ class Ask:
     grammar: CompiledGrammar | None = None
 
 
-def merge(earlier: OutputDelta | None, later: OutputDelta) -> OutputDelta:
-    """Two deltas of one request as if the engine had given them at once."""
-    if earlier is None:
-        return later
+def merge(*deltas: OutputDelta | None) -> OutputDelta:
+    """Deltas of one request, in their order, as if the engine had given them at once. None stands for nothing."""
+    given = [delta for delta in deltas if delta is not None]
+    if len(given) == 1:
+        return given[0]
     return replace(
-        later,
-        token_ids=earlier.token_ids + later.token_ids,
-        text=earlier.text + later.text,
-        depths=earlier.depths + later.depths,
-        logprobs=earlier.logprobs + later.logprobs,
-        prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs,
+        given[-1],
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in given)),
+        text="".join(delta.text for delta in given),
+        depths=tuple(chain.from_iterable(delta.depths for delta in given)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in given)),
+        prompt_logprobs=next((delta.prompt_logprobs for delta in given if delta.prompt_logprobs), None),
     )
 
 
 class Call:
     """The engine requests of one HTTP call, one per choice.
 
-    Deltas that nobody has read yet are merged, so a slow reader costs no more than the text of its own answer.
+    Deltas that nobody has read yet are merged, so a slow reader costs no more than the text of its own answer. An
+    answer that is wanted whole wakes the event loop when it begins and when it ends, one in pieces at every step.
     """
 
     def __init__(
@@ -63,12 +69,14 @@ class Call:
         num_choices: int,
         limits: CallLimits | None = None,
         waited_s: float = 0,
+        whole: bool = False,
     ) -> None:
         self._engine = engine
+        self._whole = whole
         self._ids = [f"{call_id}-{index}" for index in range(num_choices)]
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # guards the two fields below
-        self._pending: dict[int, OutputDelta] = {}
+        self._pending: dict[int, list[OutputDelta]] = {}
         self._waking = False
         self._arrived = asyncio.Event()
         self._observers: list[list[RequestObserver]] = []
@@ -85,14 +93,17 @@ class Call:
         asks: Sequence[Ask],
         extra_key: str | None = None,
         limits: CallLimits | None = None,
+        whole: bool = False,
     ) -> Call:
         """Hand prompts to the engine, all or none. They share cached prefixes with calls of the same ``extra_key``.
+
+        With ``whole`` nothing is given before a choice has ended, but for news that the call has begun.
 
         Raises:
             RequestError, QueueFullError, EngineStoppedError: as ``EngineThread.submit``.
             ApiError: a step of the engine did not end in time.
         """
-        call = cls(engine, context.call_id, len(asks), limits, time.perf_counter() - context.arrived_at)
+        call = cls(engine, context.call_id, len(asks), limits, time.perf_counter() - context.arrived_at, whole)
         call._observers = [[observe(context, index) for observe in observers] for index in range(len(asks))]
         requests = [
             EngineRequest(call._ids[index], ask.prompt, ask.params, call._listener(index), extra_key, ask.grammar)
@@ -124,8 +135,8 @@ class Call:
             for observer in (observer for index in left for observer in self._observers[index]):
                 observer.record_abort(reason)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, OutputDelta]]:
-        """The deltas with the index of their choice, until every choice has ended.
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, OutputDelta]]]:
+        """What is new with the index of its choice, all at once, until every choice has ended.
 
         Raises:
             EngineStoppedError: the engine gave a choice up because the server stops.
@@ -135,14 +146,16 @@ class Call:
             await self._arrived.wait()
             self._arrived.clear()
             with self._lock:
-                deltas, self._pending = self._pending, {}
+                pending, self._pending = self._pending, {}
                 self._waking = False
-            for index, delta in deltas.items():
-                if delta.finish_reason is not None:
-                    self.last_deltas[index] = delta
-                _raise_if_broken(delta)
+            news = [(index, found[0] if len(found) == 1 else merge(*found)) for index, found in pending.items()]
+            self.last_deltas.update((index, delta) for index, delta in news if delta.finish_reason is not None)
+            if news:
                 self._deadline.note_begin()
-                yield index, delta
+            if sound := [entry for entry in news if not _is_broken(entry[1])]:
+                yield sound
+            for _, delta in news:
+                _raise_if_broken(delta)
             if self._deadline.is_past and len(self.last_deltas) < len(self._ids):
                 self.abort(self._deadline.reason)
                 raise self._deadline.error()
@@ -150,30 +163,45 @@ class Call:
 
     async def collect(self) -> list[OutputDelta]:
         """Wait for the end: one delta per choice, with all of its text. Raises as the iteration does."""
-        whole: dict[int, OutputDelta] = {}
-        async for index, delta in self:
-            whole[index] = merge(whole.get(index), delta)
-        return [whole[index] for index in range(len(self._ids))]
+        parts: dict[int, list[OutputDelta]] = {}
+        async for news in self:
+            for index, delta in news:
+                parts.setdefault(index, []).append(delta)
+        return [merge(*parts[index]) for index in range(len(self._ids))]
 
     def _listener(self, index: int) -> Callable[[OutputDelta], None]:
-        observers = self._observers[index]
+        records = [observer.record for observer in self._observers[index]]
+        wakes_at_all = True
 
         def take(delta: OutputDelta) -> None:  # on the engine thread
-            for observer in observers:
-                observer.record(delta)
+            nonlocal wakes_at_all
+            for record in records:
+                record(delta)
+            is_last = delta.finish_reason is not None
             with self._lock:
-                self._pending[index] = merge(self._pending.get(index), delta)
-                must_wake, self._waking = not self._waking, True
+                pending = self._pending.setdefault(index, [])
+                pending.append(delta)
+                if len(pending) == _MOST_PENDING:
+                    pending[:] = [merge(*pending)]
+                must_wake = wakes_at_all and not self._waking
+                self._waking |= must_wake
+            wakes_at_all = not self._whole
             # The last delta wakes in any case: the thread may have died between taking the lock and waking.
-            if must_wake or delta.finish_reason is not None:
+            if must_wake or is_last:
                 self._engine.call_in_loop(self._loop, self._arrived.set)
 
         return take
 
 
+def _is_broken(delta: OutputDelta) -> bool:
+    return delta.finish_reason in ("abort", "error")
+
+
 def _raise_if_broken(delta: OutputDelta) -> None:
     if delta.finish_reason == "abort":
         raise EngineStoppedError(f"the answer was cut off: {delta.error or 'the engine gave it up'}")
+    if delta.finish_reason == "error" and delta.error_code is not None:
+        raise ApiError(400, delta.error or "the request cannot go on", code=delta.error_code)
     if delta.finish_reason == "error":
         raise ApiError(500, delta.error or "the engine failed", kind=SERVER, code="engine_error")
 
@@ -197,11 +225,14 @@ async def until_client_gone(receive: Receive, work: asyncio.Task[T]) -> T | None
 
 
 class EventStream(Response):
-    """Server-sent events as an iterator makes them. ``on_close`` runs however the response ends, begun or not."""
+    """Server-sent events as an iterator makes them, those of a list at once; then ``[DONE]``.
+
+    ``on_close`` runs however the response ends, begun or not.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[Sequence[str]], on_close: Callable[[], None]) -> None:
         # Nothing on the way may hold events back to compress or to collect them.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
@@ -216,15 +247,15 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for data in self._guarded():
-            await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        async for events in self._guarded():
+            body = f"data: {_BETWEEN_EVENTS.join(events)}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    async def _guarded(self) -> AsyncIterator[str]:
+    async def _guarded(self) -> AsyncIterator[Sequence[str]]:
         """The events; an error becomes the last of them, since the status has been sent already."""
         try:
-            async for data in self._events:
-                yield data
+            async for events in self._events:
+                yield events
         except Exception as error:  # noqa: BLE001 -- what it is, as_api_error decides
-            yield as_api_error(error).body()
-        yield "[DONE]"
+            yield [as_api_error(error).body()]
