@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPResponse
@@ -179,3 +180,17 @@ def test_many_answers_on_one_connection(served: Served) -> None:
             data = answer.read()
             assert answer.status == 200
             assert data.endswith(b"data: [DONE]\n\n") is body["stream"]
+
+
+@pytest.mark.parametrize("first_is_refused", [False, True])
+def test_a_request_behind_a_body_in_chunks_may_be_cut_anywhere(served: Served, first_is_refused: bool) -> None:
+    body = b"[]" if first_is_refused else json.dumps(GOOD).encode()
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(body[i : i + 5]), body[i : i + 5]) for i in range(0, len(body), 5))
+    data = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n" + post(GOOD, CLOSE)
+    for cut in range(len(HEAD), len(data), 3):
+        with client(served) as both:
+            both.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            both.sendall(data[:cut])
+            time.sleep(0.001)
+            both.sendall(data[cut:])
+            assert statuses(read_all(both)) == [400 if first_is_refused else 200, 200]

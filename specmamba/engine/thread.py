@@ -226,10 +226,10 @@ class EngineThread:
         self._wake_loops()
 
     def _wake_loops(self) -> None:
-        for loop in list(self._wakes):
+        for loop, functions in list(self._wakes.items()):
             with suppress(RuntimeError):  # a loop that is closed has nobody waiting
-                loop.call_soon_threadsafe(_call_all, self._wakes[loop])
-            del self._wakes[loop]  # only now: a thread that dies here wakes it once more, not once too few
+                loop.call_soon_threadsafe(_call_all, functions)
+            self._wakes.pop(loop, None)  # only now: a thread that dies here wakes it once more, not once too few
 
     def _end(self, engine: Engine) -> None:
         """Tell everybody who waits, then close the engine. Each part runs whatever becomes of the others."""
@@ -246,12 +246,13 @@ class EngineThread:
         failed = self._failed
         reason: FinishReason = "abort" if failed is None else "error"
         message = "the server is shutting down" if failed is None else f"the engine failed: {_one_line(failed)}"
-        for request_id, entry in list(self._open.items()):
+        for request_id in list(self._open):
+            if (entry := self._open.pop(request_id, None)) is None:  # whoever gives up does so from another thread
+                continue
             try:
                 entry.request.on_delta(entry.last_delta(reason, message))
             except BaseException:  # the others still wait for theirs
                 logger.debug("nobody takes the end of %s", request_id, exc_info=True)
-        self._open.clear()
         self._wake_loops()
         self._commands.close(None if failed is None else partial(EngineFailedError, message))
         with self._lock:

@@ -116,8 +116,6 @@ class BoundedHttp(HttpToolsProtocol):
             self._failure = reason if isinstance(reason, ApiError) else _not_http(400, reason or error)
         if self.part == "head" or (is_body and self.part == "body" and self._num_left is None):
             self._num_unbounded += len(data)
-        elif is_body and self._num_left is not None:
-            self._num_left -= len(data)
 
     def _fail(self) -> None:
         """Refuse what cannot be read, now or after the answers to what came before it."""
@@ -153,6 +151,8 @@ class BoundedHttp(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._num_unbounded = 0
+        if self._num_left is not None:  # not by what was fed: the end of a body in chunks may have a request behind it
+            self._num_left -= len(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

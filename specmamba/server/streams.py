@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from specmamba.grammar import CompiledGrammar
 
 __all__ = ["Ask", "Call", "CallLimits", "EventStream", "client_gone", "merge", "until_client_gone"]
+
+logger = logging.getLogger("specmamba")
 
 T = TypeVar("T")
 
@@ -176,7 +179,10 @@ class Call:
         def take(delta: OutputDelta) -> None:  # on the engine thread
             nonlocal wakes_at_all
             for record in records:
-                record(delta)
+                try:
+                    record(delta)
+                except Exception:  # who looks on must not cost the client its answer
+                    logger.exception("an observer of requests failed")
             is_last = delta.finish_reason is not None
             with self._lock:
                 pending = self._pending.setdefault(index, [])
