@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from pydantic import SecretStr, ValidationError
+from pydantic import ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -95,7 +95,7 @@ def _take_repeated(config_class: type[EngineConfig], arguments: list[str]) -> tu
     """
     taken: dict[str, list[str]] = {}
     for name, field in config_class.model_fields.items():
-        if field.annotation in (list[str], tuple[str, ...], tuple[SecretStr, ...]):
+        if "may be given again" in (field.description or ""):  # what --help promises is what is done
             values, arguments = _take_flag("--" + name.replace("_", "-"), arguments)
             taken |= {name: values} if values else {}
     return taken, arguments

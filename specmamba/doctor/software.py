@@ -29,7 +29,9 @@ EXTRAS = {
     "gpu": Extra(("triton",), "kernels for GPUs"),
     "bench": Extra(("httpx", "matplotlib"), "specmamba bench, tune and train"),
     "grammar": Extra(("xgrammar",), "JSON schemas, regular expressions and grammars"),
-    "otel": Extra(("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "--otlp-traces-endpoint"),
+    "otel": Extra(
+        ("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "--otlp-traces-endpoint"
+    ),
 }
 
 
