@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -302,8 +303,8 @@ class Engine:
         self.pools.counts.add(request.held_row, tokens)
         self.prefixes.leave_tracked(request, previous)
         depths = (*range(1, len(decision.tokens)), 0)
-        delta = _delta(request, tokens, text, reason, is_first=is_first)
-        return replace(delta, depths=depths[:count], logprobs=decision.logprobs[:count])
+        figures: dict[str, Any] = {"depths": depths[:count], "logprobs": decision.logprobs[:count]}
+        return _delta(request, tokens, text, reason, is_first=is_first, **figures)
 
     def _end(self, requests: list[Request]) -> None:
         """Requests that are done leave what they have computed, and give everything back."""
@@ -314,7 +315,7 @@ class Engine:
     def _fail(self, request: Request, error: str = NOT_FINITE, code: str | None = None) -> OutputDelta:
         """End a request that cannot go on; the others do not notice."""
         self.abort(request.request_id)
-        return replace(_delta(request, (), "", "error", error), error_code=code)
+        return _delta(request, (), "", "error", error, error_code=code)
 
 
 def _delta(
@@ -324,6 +325,7 @@ def _delta(
     reason: FinishReason | None,
     error: str | None = None,
     is_first: bool = True,
+    **more: Any,
 ) -> OutputDelta:
     wants_prompt = is_first and request.params.prompt_logprobs is not None and error is None
     return OutputDelta(
@@ -337,6 +339,7 @@ def _delta(
         error=error,
         spec=request.spec,
         prompt_logprobs=tuple(request.prompt_logprobs) if wants_prompt else None,
+        **more,
     )
 
 
