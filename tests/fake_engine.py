@@ -252,12 +252,12 @@ class Served:
 @contextmanager
 def serving(engine: Any = None, **settings: Any) -> Iterator[Served]:
     """Serve an engine (a fake one by default) on a free port until the block ends."""
-    config = ServerConfig(port=0, **settings)
+    config = ServerConfig(port=0, **{"stream_chunk_interval": 0.0, **settings})  # a chunk for every step
     if engine is None:
         engine = FakeEngine()
     if isinstance(engine, FakeEngine):
         engine.config = config
-    engine_thread = EngineThread(lambda: engine)
+    engine_thread = EngineThread(lambda: engine, config.stream_chunk_interval)
     engine_thread.start()
     listener = bind(config.host, config.port)
     server = ApiServer(create_app(config, engine_thread), config, engine_thread, listener)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from specmamba.core import FinishReason, OutputDelta
 from specmamba.engine.commands import CommandQueue
 from specmamba.engine.exchange import EngineConstants, EngineRequest, OpenRequest
+from specmamba.engine.loop_waker import LoopWaker
 from specmamba.errors import EngineFailedError, EngineStoppedError
 
 if TYPE_CHECKING:
@@ -34,12 +35,14 @@ class EngineThread:
     gets a delta with a ``finish_reason`` (unless it is aborted by its caller) and every future is resolved.
     """
 
-    def __init__(self, build_engine: Callable[[], Engine]) -> None:
+    def __init__(self, build_engine: Callable[[], Engine], wake_interval_s: float = 0.0) -> None:
+        """``wake_interval_s``: how long news may wait for an event loop, where it is not urgent (``LoopWaker``)."""
         self._build_engine = build_engine
+        self._wake_interval_s = wake_interval_s
         self._loaded: Future[EngineConstants] = Future()
         self._commands = CommandQueue(self._refusal)
         self._open: dict[str, OpenRequest] = {}  # only touched on the engine thread, and by ``give_up``
-        self._wakes: dict[asyncio.AbstractEventLoop, list[Callable[[], object]]] = {}  # only on the engine thread
+        self._wakers: dict[asyncio.AbstractEventLoop, LoopWaker] = {}  # only on the engine thread
         self._lock = threading.Lock()  # guards the fields below
         self._draining = False
         self._deadline = float("inf")
@@ -99,13 +102,14 @@ class EngineThread:
         """
         return self._commands.put(function)
 
-    def call_in_loop(self, loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-        """For ``on_delta`` alone: have a function called on an event loop when all deltas of this step are out.
+    def call_in_loop(self, loop: asyncio.AbstractEventLoop, function: Callable[[], object], at_once: bool) -> None:
+        """For ``on_delta`` alone: have a function called on an event loop once all deltas of this step are out.
 
-        An event loop is woken once a step for all of them, not once for each: every wake-up may take the interpreter
-        away from the engine.
+        Right then with ``at_once``, else within the interval that this thread was made with.
         """
-        self._wakes.setdefault(loop, []).append(function)
+        if loop not in self._wakers:
+            self._wakers[loop] = LoopWaker(loop, self._wake_interval_s)
+        self._wakers[loop].add(function, at_once)
 
     def drain(self, deadline_s: float) -> None:
         """Take no more requests; end when the running ones have finished, or at the deadline. Does not wait.
@@ -226,10 +230,11 @@ class EngineThread:
         self._wake_loops()
 
     def _wake_loops(self) -> None:
-        for loop, functions in list(self._wakes.items()):
-            with suppress(RuntimeError):  # a loop that is closed has nobody waiting
-                loop.call_soon_threadsafe(_call_all, functions)
-            self._wakes.pop(loop, None)  # only now: a thread that dies here wakes it once more, not once too few
+        for loop, waker in list(self._wakers.items()):
+            try:
+                waker.end_step()
+            except RuntimeError:  # a loop that is closed has nobody waiting
+                self._wakers.pop(loop, None)
 
     def _end(self, engine: Engine) -> None:
         """Tell everybody who waits, then close the engine. Each part runs whatever becomes of the others."""
@@ -265,11 +270,6 @@ class EngineThread:
             function()
         except BaseException as error:  # noqa: BLE001 -- what comes after it must come all the same
             self._fail(error)
-
-
-def _call_all(functions: Iterable[Callable[[], object]]) -> None:
-    for function in functions:
-        function()
 
 
 def _one_line(error: BaseException) -> str:

@@ -46,7 +46,7 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
     check_tracing(config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes over: nothing runs yet
     with bind(config.host, config.port) as listener:  # before the slow part, so that a port in use shows at once
-        engine_thread = EngineThread(build_engine)
+        engine_thread = EngineThread(build_engine, config.stream_chunk_interval)
         engine_thread.start()
         server = ApiServer(create_app(config, engine_thread), config, engine_thread, listener)
         server.run(sockets=[listener])

@@ -62,7 +62,8 @@ class Call:
     """The engine requests of one HTTP call, one per choice.
 
     Deltas that nobody has read yet are merged, so a slow reader costs no more than the text of its own answer. An
-    answer that is wanted whole wakes the event loop when it begins and when it ends, one in pieces at every step.
+    answer that is wanted whole wakes the event loop when it begins and when it ends, one in pieces also in between, at
+    most as often as the engine thread lets it (``--stream-chunk-interval``).
     """
 
     def __init__(
@@ -174,10 +175,10 @@ class Call:
 
     def _listener(self, index: int) -> Callable[[OutputDelta], None]:
         records = [observer.record for observer in self._observers[index]]
-        wakes_at_all = True
+        is_first = True
 
         def take(delta: OutputDelta) -> None:  # on the engine thread
-            nonlocal wakes_at_all
+            nonlocal is_first
             for record in records:
                 try:
                     record(delta)
@@ -189,12 +190,12 @@ class Call:
                 pending.append(delta)
                 if len(pending) == _MOST_PENDING:
                     pending[:] = [merge(*pending)]
-                must_wake = wakes_at_all and not self._waking
+                must_wake = (is_first or not self._whole) and not self._waking
                 self._waking |= must_wake
-            wakes_at_all = not self._whole
             # The last delta wakes in any case: the thread may have died between taking the lock and waking.
             if must_wake or is_last:
-                self._engine.call_in_loop(self._loop, self._arrived.set)
+                self._engine.call_in_loop(self._loop, self._arrived.set, at_once=is_first or is_last)
+            is_first = False
 
         return take
 
