@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -48,6 +49,7 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
     with bind(config.host, config.port) as listener:  # before the slow part, so that a port in use shows at once
         engine_thread = EngineThread(build_engine, config.stream_chunk_interval)
         engine_thread.start()
+        _keep_what_is_loaded()
         server = ApiServer(create_app(config, engine_thread), config, engine_thread, listener)
         server.run(sockets=[listener])
         stopped = engine_thread.shutdown(0.0, grace_s=_HANG_TIMEOUT_S)
@@ -55,6 +57,13 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
         logger.error("the engine failed" if stopped else "the engine hangs")
         return 1
     return 0
+
+
+def _keep_what_is_loaded() -> None:
+    """Have the collector pass over modules, model and pools, which live as long as the process: looking through all of
+    them takes a tenth of a second, in which nobody gets a token."""
+    gc.collect()
+    gc.freeze()
 
 
 def bind(host: str, port: int) -> socket.socket:
