@@ -80,8 +80,8 @@ class ServerConfig(EngineConfig):
     ] = 30.0
     stream_chunk_interval: Annotated[
         float,
-        Field(ge=0, le=1, description="seconds that a stream's tokens may wait for the next; 0: send each step's"),
-    ] = 0.03
+        Field(ge=0, le=1, description="seconds that tokens of a stream wait for the next at most; 0: for none"),
+    ] = 0.05
 
     grammar_timeout: Annotated[Seconds, Field(description="seconds to compile a schema, expression or grammar")] = 10.0
     grammar_cache_mb: Annotated[int, Field(ge=1, le=65_536, description="memory for compiled grammars, in MiB")] = 256

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from specmamba.engine.loop_waker import LoopWaker
+from specmamba.engine.loop_waker import SHARE, LoopWaker
 from tests.fake_engine import TEXT, FakeEngine, Served, serving
 
 LONG_S = 30.0
@@ -75,6 +75,19 @@ async def test_news_wait_for_the_loop_to_look_by_itself(monkeypatch: pytest.Monk
         assert time.perf_counter() - began < 5
     assert called == [0, 1, 2]
     assert counted.num_wakes == 1
+
+
+@in_a_loop
+async def test_the_pause_goes_by_what_the_last_round_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, spent, pauses = asyncio.get_running_loop(), iter([1.0, 1.0004, 3.0004]), list[float]()
+    monkeypatch.setattr(time, "thread_time", lambda: next(spent))
+    monkeypatch.setattr(loop, "call_later", lambda delay, function: pauses.append(delay))
+    waker = LoopWaker(loop, 0.05)
+    for _ in range(3):
+        _step(waker, list)
+        await asyncio.sleep(0)
+        waker._looks_by_itself = False  # as if the timer had passed
+    assert pauses == [0.05, pytest.approx(0.0004 / SHARE), 0.05]
 
 
 @in_a_loop

@@ -17,6 +17,7 @@ from specmamba.core import DraftView, FinishReason, OutputDelta, SamplingParams,
 from specmamba.draft.base import Drafter
 from specmamba.draft.build import build_drafter
 from specmamba.draft.plan import DraftPlan, plan_drafts
+from specmamba.engine.allocator import keep_freed_memory
 from specmamba.engine.describe import describe
 from specmamba.engine.graphs import build_replays, capture
 from specmamba.engine.load import load_models, require_target, resolve_device
@@ -99,6 +100,8 @@ class Engine:
         self._spec = SpecStats()
         self._threads_before = torch.get_num_threads()
         _set_threads(config, self.device, weight_bytes)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.runner.replays = build_replays(config, self.pools, self.memory_plan, self.device)
         with torch.inference_mode():
             graph_lines = capture(self.runner)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
+
+SHARE = 0.02  # of a core, for streams
 
 
 class LoopWaker:
     """Has functions called on one event loop, those of a step together.
 
     Every wake takes the interpreter, and often a core, away from the engine: with one stream of the demo on two cores a
-    wake at every step cost a fifth of all tokens. So after a wake the loop looks again by itself ``interval_s`` later,
-    and until then a step leaves its functions for it to find. Whatever becomes of the engine, none waits for longer.
+    wake at every step cost a fifth of all tokens. So after a wake the loop looks again by itself, and until then a step
+    leaves its functions for it to find. It does so once its last round has taken no more than ``SHARE`` of a core's
+    time, but ``interval_s`` later at the latest: whatever becomes of the engine, no function waits for longer.
 
     ``add`` and ``end_step`` are for the engine thread (or for who speaks for it once it hangs).
     """
@@ -20,6 +24,7 @@ class LoopWaker:
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
         self._loop = loop
         self._interval_s = interval_s
+        self._spent_s = 0.0  # processor time of the loop's thread when it was here last
         self._lock = threading.Lock()  # guards the fields below
         self._functions: list[Callable[[], object]] = []
         self._is_urgent = False
@@ -51,7 +56,11 @@ class LoopWaker:
         for function in functions:
             function()
         if starts_timer:
-            self._loop.call_later(self._interval_s, self._look)
+            self._loop.call_later(self._pause_s(), self._look)
+
+    def _pause_s(self) -> float:
+        before, self._spent_s = self._spent_s, time.thread_time()
+        return min(self._interval_s, (self._spent_s - before) / SHARE)
 
     def _look(self) -> None:
         with self._lock:
