@@ -28,7 +28,7 @@ class LoopWaker:
         self._lock = threading.Lock()  # guards the fields below
         self._functions: list[Callable[[], object]] = []
         self._is_urgent = False
-        self._looks_by_itself = False  # a timer of the loop is set, or a wake on its way that will set it
+        self._looks_by_itself = False  # a timer of the loop is set
 
     def add(self, function: Callable[[], object], at_once: bool) -> None:
         """Have a function called: when this step ends, or else within the interval."""
@@ -53,10 +53,10 @@ class LoopWaker:
             self._is_urgent = False
             starts_timer = self._interval_s > 0 and not self._looks_by_itself
             self._looks_by_itself |= starts_timer
+        if starts_timer:  # first, as it must run whatever a function does
+            self._loop.call_later(self._pause_s(), self._look)
         for function in functions:
             function()
-        if starts_timer:
-            self._loop.call_later(self._pause_s(), self._look)
 
     def _pause_s(self) -> float:
         before, self._spent_s = self._spent_s, time.thread_time()
