@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not this C library")
 
-# Takes and frees, on a thread, what 40 results of operators take; prints what that costs after the first rounds.
+# Takes and frees, on a thread, what 20 results of operators take; prints the page faults of the last ten rounds.
 CHURN = """
 import resource, threading
 import torch
@@ -44,7 +44,7 @@ def _run(**env: str) -> tuple[bool, int]:
 def test_results_of_the_same_size_are_taken_without_page_faults() -> None:
     is_kept, num_faults = _run()
     assert is_kept
-    assert num_faults < 100  # a hundred results were 39,000 pages
+    assert num_faults < 100  # 200 results have 78,000 pages
 
 
 @pytest.mark.parametrize(

@@ -3,114 +3,133 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
 
 from specmamba.engine.loop_waker import SHARE, LoopWaker
 from tests.fake_engine import TEXT, FakeEngine, Served, serving
 
-LONG_S = 30.0
+Function = Callable[[], object]
+INTERVAL_S = 0.05
 
 
-def in_a_loop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: object, **fixtures: object) -> None:
-        asyncio.run(test(*args, **fixtures))
+class ScriptedLoop:
+    """An event loop that turns when it is told to, and whose timers pass when they are told to."""
 
-    return run
+    def __init__(self) -> None:
+        self.num_wakes = 0
+        self.pauses: list[float] = []
+        self._ready: list[Function] = []
+        self._timers: list[Function] = []
 
+    def call_soon_threadsafe(self, function: Function) -> None:
+        self.num_wakes += 1
+        self._ready.append(function)
 
-class Counted:
-    """A loop's ``call_soon_threadsafe``, counted."""
+    def call_later(self, delay_s: float, function: Function) -> None:
+        self.pauses.append(delay_s)
+        self._timers.append(function)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.loop, self.num_wakes = asyncio.get_running_loop(), 0
-        wake = self.loop.call_soon_threadsafe
+    @property
+    def has_timer(self) -> bool:
+        return bool(self._timers)
 
-        def counted(function: Callable[[], object]) -> asyncio.Handle:
-            self.num_wakes += 1
-            return wake(function)
+    def turn(self) -> None:
+        ready, self._ready = self._ready, []
+        for function in ready:
+            function()
 
-        monkeypatch.setattr(self.loop, "call_soon_threadsafe", counted)
-
-
-def _step(waker: LoopWaker, function: Callable[[], object], at_once: bool = False) -> None:
-    waker.add(function, at_once)
-    waker.end_step()
-
-
-@in_a_loop
-async def test_without_an_interval_every_step_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, called = Counted(monkeypatch), list[int]()
-    waker = LoopWaker(counted.loop, 0.0)
-    for number in range(3):
-        _step(waker, lambda number=number: called.append(number))  # type: ignore[misc]
-        await asyncio.sleep(0)
-    assert called == [0, 1, 2]
-    assert counted.num_wakes == 3
+    def let_time_pass(self) -> None:
+        self._ready, self._timers = [*self._ready, *self._timers], []
+        self.turn()
 
 
-@in_a_loop
-async def test_a_step_without_news_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(monkeypatch)
-    LoopWaker(counted.loop, 0.0).end_step()
-    assert counted.num_wakes == 0
+class Steps:
+    """Steps of an engine with news, and what of them has come to the loop."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.loop, self.called = ScriptedLoop(), list[str]()
+        self.waker = LoopWaker(cast("asyncio.AbstractEventLoop", self.loop), interval_s)
+
+    def step(self, news: str, at_once: bool = False) -> None:
+        self.waker.add(lambda: self.called.append(news), at_once)
+        self.waker.end_step()
+        self.loop.turn()
 
 
-@in_a_loop
-async def test_news_wait_for_the_loop_to_look_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, called = Counted(monkeypatch), list[int]()
-    waker = LoopWaker(counted.loop, 0.02)
-    for number in range(3):
-        _step(waker, lambda number=number: called.append(number))  # type: ignore[misc]
-        await asyncio.sleep(0)
-    assert called == [0]
-    began = time.perf_counter()
-    while len(called) < 3:
-        await asyncio.sleep(0.001)
-        assert time.perf_counter() - began < 5
-    assert called == [0, 1, 2]
-    assert counted.num_wakes == 1
+@pytest.fixture
+def spent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """What the loop's thread says it has spent, each time it is asked."""
+    said: list[float] = []
+    monkeypatch.setattr(time, "thread_time", lambda: said.pop(0))
+    yield said
+    assert not said
 
 
-@in_a_loop
-async def test_the_pause_goes_by_what_the_last_round_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, spent, pauses = asyncio.get_running_loop(), iter([1.0, 1.0004, 3.0004]), list[float]()
-    monkeypatch.setattr(time, "thread_time", lambda: next(spent))
-    monkeypatch.setattr(loop, "call_later", lambda delay, function: pauses.append(delay))
-    waker = LoopWaker(loop, 0.05)
-    for _ in range(3):
-        _step(waker, list)
-        await asyncio.sleep(0)
-        waker._looks_by_itself = False  # as if the timer had passed
-    assert pauses == [0.05, pytest.approx(0.0004 / SHARE), 0.05]
+def test_without_an_interval_every_step_wakes() -> None:
+    steps = Steps(0.0)
+    for news in "abc":
+        steps.step(news)
+    assert steps.called == ["a", "b", "c"]
+    assert steps.loop.num_wakes == 3
+    assert not steps.loop.has_timer
 
 
-@in_a_loop
-async def test_what_cannot_wait_takes_along_what_could(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, called = Counted(monkeypatch), list[str]()
-    waker = LoopWaker(counted.loop, LONG_S)
-    for name, at_once in (("first", False), ("waits", False), ("urgent", True)):
-        _step(waker, lambda name=name: called.append(name), at_once)  # type: ignore[misc]
-        await asyncio.sleep(0)
-    assert called == ["first", "waits", "urgent"]
-    assert counted.num_wakes == 2
+def test_a_step_without_news_wakes_nobody() -> None:
+    steps = Steps(0.0)
+    steps.waker.end_step()
+    assert steps.loop.num_wakes == 0
 
 
-@in_a_loop
-async def test_a_loop_that_found_nothing_is_woken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, called = Counted(monkeypatch), list[int]()
-    waker = LoopWaker(counted.loop, 0.001)
-    for number in range(3):
-        _step(waker, lambda number=number: called.append(number))  # type: ignore[misc]
-        await asyncio.sleep(0.05)  # its timer has passed, and it does not look for ever
-        assert len(called) == number + 1
-    assert counted.num_wakes == 3
-    assert not waker._looks_by_itself
+def test_news_wait_for_the_loop_to_look_by_itself() -> None:
+    steps = Steps(INTERVAL_S)
+    for news in "abc":
+        steps.step(news)
+    assert steps.called == ["a"]
+    steps.loop.let_time_pass()
+    assert steps.called == ["a", "b", "c"]
+    assert steps.loop.num_wakes == 1
+
+
+def test_the_pause_goes_by_what_the_last_round_took(spent: list[float]) -> None:
+    spent += [1.0, 1.0004, 3.0004]
+    steps = Steps(INTERVAL_S)
+    for news in "abc":
+        steps.step(news)
+        steps.loop.let_time_pass()
+    assert steps.loop.pauses == [INTERVAL_S, pytest.approx(0.0004 / SHARE), INTERVAL_S]
+
+
+def test_what_cannot_wait_takes_along_what_could() -> None:
+    steps = Steps(INTERVAL_S)
+    steps.step("first")
+    steps.step("waits")
+    steps.step("urgent", at_once=True)
+    assert steps.called == ["first", "waits", "urgent"]
+    assert steps.loop.num_wakes == 2
+
+
+def test_a_loop_that_found_nothing_is_woken_again() -> None:
+    steps = Steps(INTERVAL_S)
+    for number, news in enumerate("abc", start=1):
+        steps.step(news)
+        steps.loop.let_time_pass()
+        assert not steps.loop.has_timer  # it does not look for ever
+        assert len(steps.called) == steps.loop.num_wakes == number
+
+
+def test_the_loop_looks_on_while_there_is_news() -> None:
+    steps = Steps(INTERVAL_S)
+    for news in "abcd":
+        steps.step(news)
+        steps.step(news.upper())
+        steps.loop.let_time_pass()
+    assert "".join(steps.called) == "aAbBcCdD"
+    assert steps.loop.num_wakes == 1
 
 
 @pytest.fixture
