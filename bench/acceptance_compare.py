@@ -1,4 +1,4 @@
-"""Is a difference between two texts rounding, or a bug?
+"""Tells whether a difference between two texts is rounding or a bug.
 
 Two texts of the same seed part at some token, and from there on they are different texts. Each token was chosen from
 logits that are the exact ones but for rounding. So plain decoding is led along the speculative text from where the
@@ -30,7 +30,8 @@ CDF_ROUNDING = 2.0**-20  # the sampler adds up probabilities in float32
 @dataclass(frozen=True, slots=True)
 class Difference:
     """How a text with drafts differs from the plain text: the first token that rounding does not explain, or where it
-    explains all of them, the one that needs most of it."""
+    explains all of them, the one that needs most of it.
+    """
 
     prompt: int  # number of the prompt
     first_position: int  # in the output, where the texts part

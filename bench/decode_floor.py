@@ -118,7 +118,8 @@ def _count_operators(llm: LLM) -> int:
 
 def _shares(llm: LLM) -> dict[str, float]:
     """Shares of wall time. What no operator of PyTorch accounts for is in native kernels, and in Python between calls,
-    to which the profiler adds."""
+    to which the profiler adds.
+    """
     _decode(llm)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         began = time.perf_counter()

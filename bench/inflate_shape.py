@@ -186,7 +186,9 @@ class Scales:
         )
 
     def check_exact(self) -> None:
-        """Refuse scales that round 16-bit matrices. (Norms are no problem: one that is rescaled is stored as float32.)
+        """Refuse scales that round 16-bit matrices.
+
+        Norms are no problem: one that is rescaled is stored as float32.
 
         Raises:
             ConfigError: a scale of a matrix is no power of two.

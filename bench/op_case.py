@@ -94,7 +94,7 @@ def generator(case: Case) -> torch.Generator:
 
 
 def counted(count: int, what: str) -> str:
-    """ "1 node", "8 nodes"."""
+    """Write a number with its noun, which has an s unless the number is 1."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 

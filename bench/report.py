@@ -118,7 +118,7 @@ def distinct_4gram_ratio(tokens: Sequence[Hashable]) -> float:
 
 
 def split_numbers(value: object) -> object:
-    """ "1,2,4", as on the command line and in the environment, or a single number of a TOML file."""
+    """Split "1,2,4" of the command line or the environment; a single number, of a TOML file, becomes a tuple."""
     if isinstance(value, str):
         return tuple(value.split(","))
     return (value,) if isinstance(value, int | float) else value

@@ -24,7 +24,8 @@ class CaptureCost:
 
 class Replay(ABC, Generic[T]):
     """Runs functions by key. A function gets its inputs from memory that stays, and gives tensors that the next run of
-    the same key overwrites."""
+    the same key overwrites.
+    """
 
     has_fixed_shapes: bool  # every run of a key has the shapes of its first one, whatever its inputs
 
@@ -42,7 +43,8 @@ class Replay(ABC, Generic[T]):
 
 class EagerReplay(Replay[T]):
     """Runs the function every time. The same inputs and padding as for a graph, on any device: it finds what is wrong
-    with them where there is no GPU."""
+    with them where there is no GPU.
+    """
 
     def __init__(self, has_fixed_shapes: bool = False) -> None:
         self.has_fixed_shapes = has_fixed_shapes

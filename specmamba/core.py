@@ -131,7 +131,8 @@ class SpecStats:
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """How likely the model found a token, given those before it: natural logarithms of its own distribution, before
-    temperature, filters, penalties, biases and grammars."""
+    temperature, filters, penalties, biases and grammars.
+    """
 
     token_id: int
     logprob: float

@@ -42,6 +42,8 @@ class Root:
 
 @dataclass(frozen=True)
 class Document:
+    """A source file of the corpus."""
+
     root: str
     name: str  # path inside the root, with forward slashes
     text: str
@@ -49,6 +51,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
+    """The documents to train on and those kept out of training."""
+
     train: tuple[Document, ...]
     held_out: tuple[Document, ...]
 

@@ -68,7 +68,8 @@ def evaluate(model: DemoModel, data: TokenData, seq: int, num_windows: int) -> H
 
 def _batch_sums(model: DemoModel, tokens: Tensor) -> Tensor:
     """tokens ``[B, T]``; returns fp64 ``[depths, 6]``: sums of loss, agreement, top-4 agreement, their count, and
-    the loss and count of the second half of the windows."""
+    the loss and count of the second half of the windows.
+    """
     choices: Tensor | None = None
     rows = []
     for depth, hidden in enumerate(model.hidden_states(tokens, MTP_STEPS)):

@@ -57,7 +57,8 @@ class Target:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 finished, 1 stopped before the end (resumable) or a text that diverged, 2 an error, 130 Ctrl-C
-    before or after the training itself."""
+    before or after the training itself.
+    """
     try:
         config = parse_command_line(TrainDraftConfig, PROG, sys.argv[1:] if arguments is None else arguments)
         from rich.console import Console

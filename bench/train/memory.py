@@ -52,7 +52,8 @@ def needs_of(config: TrainDraftConfig, shape: HeadShape, num_windows: int) -> Ne
 
 def step_bytes(config: TrainDraftConfig, shape: HeadShape) -> int:
     """What one step takes at its peak: the states of all drafts with the attention's weights, kept for the way back,
-    and a slice of logits; or what Adam needs for the largest matrix."""
+    and a slice of logits; or what Adam needs for the largest matrix.
+    """
     s, rows, drafts = shape, config.batch * config.seq, config.steps_deep
     width = s.num_heads * s.head_dim
     inputs = (2 * s.num_features + 3) * s.hidden_size

@@ -1,4 +1,4 @@
-"""``python -m specmamba.kernels.aot --target sm_90``"""
+"""The command ``python -m specmamba.kernels.aot --target sm_90``."""
 
 import os
 import sys

@@ -65,7 +65,8 @@ def describe(versions: Mapping[str, str]) -> str:
 
 
 def read_table(file: Path) -> Table:
-    """
+    """Read a table from a JSON file.
+
     Raises:
         OSError: no such file.
         ValueError: it is no table.

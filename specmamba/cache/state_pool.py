@@ -1,5 +1,6 @@
 """Checkpoints: recurrent states and convolution windows in slots, each with a stamp that says whose it is and where
-it stands."""
+it stands.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Who runs: first come, first served (or the longest cached prefix first), with chunked prefill and preemption of the
-youngest."""
+youngest.
+"""
 
 from __future__ import annotations
 

@@ -151,7 +151,8 @@ class Workbench:
 
     def target_matrices(self) -> tuple[Tensor, Tensor]:
         """The target's embedding as its checkpoint has it, and its output head with all that logits are multiplied by:
-        both [V, H] float32, on the CPU, and the caller's own."""
+        both [V, H] float32, on the CPU, and the caller's own.
+        """
         target = self._engine.model.target
         assert isinstance(target, HybridTarget)
         with torch.inference_mode():

@@ -1,6 +1,6 @@
-"""Regular expressions as rules: what Python and ECMAScript both match; what is not regular is refused by name.
+r"""Regular expressions as rules: what Python and ECMAScript both match; what is not regular is refused by name.
 
-Where the two read an expression differently, the rules have the texts on which they agree: ``\\d``, ``\\w`` and ``\\s``
+Where the two read an expression differently, the rules have the texts on which they agree: ``\d``, ``\w`` and ``\s``
 are ASCII, their opposites leave out what either counts among them, ``.`` is no line break of either.
 """
 

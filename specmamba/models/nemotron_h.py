@@ -124,7 +124,8 @@ class NemotronWeights(Weights):
 
     def blocks(self, prefix: str, kinds: list[str], first: int = 0, first_kv_layer: int = 0) -> list[Block]:
         """Blocks of these kinds, from layer ``first`` on; those that keep something are numbered in the pool of their
-        kind."""
+        kind.
+        """
         index = {MAMBA: 0, ATTENTION: first_kv_layer, MLP_LAYER: 0, MOE_LAYER: 0}
         blocks = []
         for i, kind in enumerate(kinds, start=first):

@@ -96,7 +96,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
 class _AnswerUnforeseen:
     """Answers what no handler foresaw. A handler for ``Exception`` would do so too, and then have the connection,
-    and with it the client's next request, broken off."""
+    and with it the client's next request, broken off.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

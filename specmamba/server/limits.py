@@ -87,7 +87,8 @@ def _caller(scope: Scope) -> str:
 
 class LimitBody:
     """Refuses bodies that are too large, announced or not, or have too many values, those that are not JSON, and
-    compressed ones."""
+    compressed ones.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app

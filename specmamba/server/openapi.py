@@ -61,7 +61,8 @@ def _event(chunk: type[BaseModel]) -> dict[str, Any]:
 
 def finished(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema as FastAPI makes it, without the 422 answers that this server never gives, and with the definitions
-    of what is streamed among all others."""
+    of what is streamed among all others.
+    """
     components = schema["components"]["schemas"]
     for path in schema["paths"].values():
         for operation in path.values():

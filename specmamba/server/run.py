@@ -61,7 +61,8 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
 
 def _keep_what_is_loaded() -> None:
     """Have the collector pass over modules, model and pools, which live as long as the process: looking through all of
-    them takes a tenth of a second, in which nobody gets a token."""
+    them takes a tenth of a second, in which nobody gets a token.
+    """
     gc.collect()
     gc.freeze()
 

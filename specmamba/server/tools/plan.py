@@ -22,7 +22,8 @@ ParserName = Literal["auto", "hermes", "qwen3-xml", "nemotron", "none"]
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
     """``template_tools``: what the chat template is told; None: nothing. ``grammar``: of the whole answer, if a call is
-    forced. ``called``: the finish reason of an answer that ended by itself and holds calls."""
+    forced. ``called``: the finish reason of an answer that ended by itself and holds calls.
+    """
 
     template_tools: Sequence[dict[str, Any]] | None = None
     grammar: GrammarSpec | None = None
