@@ -49,7 +49,7 @@ def start_engine(config: TreeTunerConfig) -> LLM:
 def check_room(config: TreeTunerConfig, llm: LLM, texts: Sequence[Text]) -> None:
     """Raises ConfigError when the largest batch does not fit all at once: no full batch could be measured."""
     size, stats, plan = max(config.batch_sizes), llm.engine.stats(), llm.engine.memory_plan
-    longest = max(len(text.prompt) for text in texts) + config.max_tokens + plan.num_slots
+    longest = max(len(text.prompt) for text in texts) + config.max_tokens + plan.num_lookahead_slots
     page = llm.engine.config.page_size
     needed = size * -(-longest // page) * page
     if needed > stats.kv_total_tokens:

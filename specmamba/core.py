@@ -278,12 +278,12 @@ class TreeShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Backlogs:
-    """What a draft head has yet to be told of the rows of a batch: so many tokens of each, the root counted."""
+class PendingTokens:
+    """Decided tokens of a batch that the draft head has not run yet, the roots included."""
 
-    longest: int  # no row has more
-    counts: Tensor | None  # [B] int64; None: ``longest`` everywhere
-    is_kept: bool = False  # this step tells nothing: what it decides stands behind these tokens
+    max_count: int  # the largest number in any row
+    counts: Tensor | None  # [B] int64; None: ``max_count`` everywhere
+    is_deferred: bool = False  # this step does not run them; it adds its own decided tokens behind them
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class Batch:
     max_root_position: int  # no root stands behind it
     sampling: SamplingBatch
     forced_tokens: Tensor | None = None  # [B, F] int64, replayed at root + 1, root + 2, ...; -1: the target chooses
-    backlogs: Backlogs | None = None  # None: nobody has any
+    pending_tokens: PendingTokens | None = None  # None: the drafter has none
     num_logprobs: int | None = None  # of the likeliest tokens, listed beside each that is decided; None: no figures
     allowed: Tensor | None = None  # [B, N, ceil(V/32)] int32, by node of the trees: tokens that may follow, as bits
     is_exact: bool = True

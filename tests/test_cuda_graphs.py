@@ -40,16 +40,16 @@ class TestBuckets:
 
 class TestColumns:
     def columns(self, dtype: torch.dtype = torch.int64) -> Columns:
-        return Columns({"row": 0, "backlog": 1}, 4, dtype, CPU)
+        return Columns({"row": 0, "num_pending_tokens": 1}, 4, dtype, CPU)
 
     def test_what_is_not_written_is_padding(self) -> None:
         columns = self.columns()
-        row, backlog = columns.read("row", 3), columns.read("backlog", 4)
-        assert (row.tolist(), backlog.tolist()) == ([0, 0, 0], [1, 1, 1, 1])
-        columns.write({"row": [7, 8], "backlog": [2]})
-        assert (row.tolist(), backlog.tolist()) == ([7, 8, 0], [2, 1, 1, 1])
+        row, num_pending_tokens = columns.read("row", 3), columns.read("num_pending_tokens", 4)
+        assert (row.tolist(), num_pending_tokens.tolist()) == ([0, 0, 0], [1, 1, 1, 1])
+        columns.write({"row": [7, 8], "num_pending_tokens": [2]})
+        assert (row.tolist(), num_pending_tokens.tolist()) == ([7, 8, 0], [2, 1, 1, 1])
         columns.write({"row": [9]})
-        assert (row.tolist(), backlog.tolist()) == ([9, 0, 0], [1, 1, 1, 1])
+        assert (row.tolist(), num_pending_tokens.tolist()) == ([9, 0, 0], [1, 1, 1, 1])
 
     def test_integers_are_exact(self) -> None:
         columns = self.columns()

@@ -35,13 +35,19 @@ def flags(**values: Any) -> dict[str, Any]:
 )
 def test_the_shape_that_flags_ask_for(given: dict[str, int], expected: tuple[int, int, int, int]) -> None:
     plan = plan_drafts(EngineConfig(**flags(**given)), "mtp", 4096)
-    assert (plan.num_steps, plan.topk, plan.max_nodes, plan.num_slots) == expected
+    assert (plan.num_steps, plan.topk, plan.max_nodes, plan.num_lookahead_slots) == expected
     assert (plan.algorithm, plan.draws_drafts, plan.trees) == ("mtp", False, None)
 
 
 def test_text_gives_trees_without_a_head() -> None:
     plan = plan_drafts(EngineConfig(**flags(algorithm="ngram")), None, 4096)
-    assert (plan.algorithm, plan.num_steps, plan.topk, plan.max_nodes, plan.num_slots) == ("ngram", 4, 4, 8, 8)
+    assert (plan.algorithm, plan.num_steps, plan.topk, plan.max_nodes, plan.num_lookahead_slots) == (
+        "ngram",
+        4,
+        4,
+        8,
+        8,
+    )
     rejecting = EngineConfig(**flags(algorithm="ngram", accept="rejection"))
     assert not plan_drafts(rejecting, None, 4096).draws_drafts  # what stands in a text is not drawn
 
@@ -168,7 +174,7 @@ def test_a_plan_of_a_file(tmp_path: Path) -> None:
         json.dumps({"trees": [GOOD | {"max_batch_size": 2}, {"parents": [-1, 0, 1, 2], "ranks": [0, 3, 0, 0]}]})
     )
     plan = plan_drafts(EngineConfig(**flags(tree=file)), "mtp", 4096)
-    assert (plan.num_steps, plan.topk, plan.max_nodes, plan.num_slots) == (3, 4, 4, 4)
+    assert (plan.num_steps, plan.topk, plan.max_nodes, plan.num_lookahead_slots) == (3, 4, 4, 4)
 
 
 def test_root_alone_and_back(tmp_path: Path) -> None:
@@ -192,7 +198,7 @@ def test_root_alone_and_back(tmp_path: Path) -> None:
     assert late == pytest.approx(alone.spec.accept_length - 1, abs=0.6)
 
 
-def test_a_late_newcomer_meets_a_backlog_at_the_end_of_the_context(tmp_path: Path) -> None:
+def test_a_late_newcomer_meets_pending_tokens_at_the_end_of_the_context(tmp_path: Path) -> None:
     """Rows catch up by different numbers of tokens; padding must not reach behind the table."""
     from specmamba import SamplingParams
 

@@ -77,13 +77,13 @@ class TestBytes:
         )
         kv = KVPool(SHAPE, made.num_pages, page_size, CPU)
         states = StatePool(SHAPE, made.num_state_slots, CPU)
-        table = RequestTable(made.num_rows, made.context_length + made.num_slots, kv, CPU)
+        table = RequestTable(made.num_rows, made.context_length + made.num_lookahead_slots, kv, CPU)
         counts = TokenCounts(made.num_rows, VOCAB, CPU)
         counts.begin(1, [1], [2])
         assert made.kv_bytes == num_bytes(kv)
         assert made.state_bytes == num_bytes(states)
-        backlog = 4 * pending_capacity(4) * (8 + 4 * 7)  # tokens and features of the MTP drafter
-        per_request = table.kv_slots.nbytes + backlog + sum(x.nbytes for x in counts._tensors or ())
+        pending_tokens = 4 * pending_capacity(4) * (8 + 4 * 7)  # tokens and features of the MTP drafter
+        per_request = table.kv_slots.nbytes + pending_tokens + sum(x.nbytes for x in counts._tensors or ())
         assert made.table_bytes == pytest.approx(per_request + num_bytes(kv.allocator), abs=8)
 
     @pytest.mark.parametrize("max_nodes", [1, 4, 16])
@@ -323,13 +323,13 @@ def check_plan(made: MemoryPlan, case: Case) -> None:
     rows, tokens, states = (case[k] for k in ("max_running_requests", "max_total_tokens", "max_mamba_cache_size"))
     assert made.total_bytes <= case["budget"]
     assert made.num_rows == rows
-    assert 2 <= made.context_length <= made.num_kv_tokens - made.num_slots
+    assert 2 <= made.context_length <= made.num_kv_tokens - made.num_lookahead_slots
     assert made.context_length == case["context_length"] or case["context_length"] is None
     assert made.num_state_slots == states if states else made.num_state_slots >= rows
     assert tokens is None or made.num_pages == tokens // case["page_size"]
     if case["disable_radix_cache"]:
         assert states or made.num_state_slots == rows
-        assert tokens or made.num_kv_tokens <= rows * (CONTEXT + made.num_slots + case["page_size"])
+        assert tokens or made.num_kv_tokens <= rows * (CONTEXT + made.num_lookahead_slots + case["page_size"])
 
 
 class TestProperties:

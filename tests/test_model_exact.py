@@ -427,7 +427,7 @@ def record_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
     def propose(batch: Batch) -> DraftTree:
         head.said.clear()
-        num_new = [drafter.backlog.num_new[row] for row in batch.rows]
+        num_new = [drafter.pending.num_new[row] for row in batch.rows]
         tree = real_propose(batch)
         requests = {request.held_row: request for request in engine.scheduler.verifying}
         for i, row in enumerate(batch.rows):

@@ -276,7 +276,7 @@ def ngram_drafter(
 
 
 def ngram_plan(num_steps: int, topk: int, max_nodes: int) -> DraftPlan:
-    return DraftPlan("ngram", num_steps, topk, max_nodes, num_slots=max_nodes)
+    return DraftPlan("ngram", num_steps, topk, max_nodes, num_lookahead_slots=max_nodes)
 
 
 def batch_of(texts_of_rows: dict[int, list[int]]) -> Batch:

@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(budget_bytes: int, **flags: Any) -> MemoryPlan:
     config = EngineConfig(max_running_requests=4, **flags)
-    return plan_memory(config, SHAPE, CONTEXT, VOCAB, max_nodes=4, num_slots=4, budget_bytes=budget_bytes)
+    return plan_memory(config, SHAPE, CONTEXT, VOCAB, max_nodes=4, num_lookahead_slots=4, budget_bytes=budget_bytes)
 
 
 def texts_of(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:

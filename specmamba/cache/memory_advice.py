@@ -38,7 +38,7 @@ def explain_contradiction(demand: Demand, budget_bytes: int) -> str:
     problem = f"--max-total-tokens {config.max_total_tokens} is too small"
     raised = demand.with_changes(max_total_tokens=enough)
     remedies = [f"set at least {enough}"] if raised.fewest_bytes <= budget_bytes else []
-    context = (demand.given_pages or 0) * config.page_size - demand.num_slots
+    context = (demand.given_pages or 0) * config.page_size - demand.num_lookahead_slots
     if context < 2:
         problem += " to run any request"
     else:

@@ -35,7 +35,7 @@ class Demand:
     model_context: int
     vocab_size: int
     max_nodes: int
-    num_slots: int
+    num_lookahead_slots: int
     weight_bytes: int
 
     @property
@@ -96,7 +96,7 @@ class Demand:
 
     def pages_of(self, num_tokens: int) -> int:
         """Pages for a request of so many tokens and one draft."""
-        return -(-(num_tokens + self.num_slots) // self.config.page_size)
+        return -(-(num_tokens + self.num_lookahead_slots) // self.config.page_size)
 
     def kv_bytes(self, num_pages: int) -> int:
         return (num_pages + 1) * self.config.page_size * self.shape.kv_bytes_per_token  # page 0 is padding
@@ -122,7 +122,7 @@ class Demand:
     def table_bytes(self, num_pages: int) -> int:
         """Everything that is kept per row, and the bookkeeping of pages and of cached tokens."""
         config, rows = self.config, self.config.max_running_requests
-        positions = min(self.context + self.num_slots, num_pages * config.page_size)
+        positions = min(self.context + self.num_lookahead_slots, num_pages * config.page_size)
         per_position = SLOT_BYTES + (HISTORY_BYTES if config.speculative_algorithm == "ngram" else 0)
         per_row = positions * per_position + COUNT_BYTES * self.vocab_size
         per_row += self._drafter_bytes(self.max_nodes)

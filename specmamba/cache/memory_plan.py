@@ -31,7 +31,7 @@ class MemoryPlan:
     page_size: int
     context_length: int  # prompt and output tokens that one request can have
     max_nodes: int  # nodes of a draft tree at the most, the root counted
-    num_slots: int  # positions from the root on that one step may write
+    num_lookahead_slots: int  # positions from the root on that one step may write
     caches_prefixes: bool
     budget_bytes: int  # what all of the following may take together
     weight_bytes: int
@@ -124,7 +124,7 @@ class MemoryPlan:
     def _request_rows(self) -> list[TableRow]:
         records, snapshots = self.record_bytes_per_draft_token, self.snapshot_bytes_per_draft_token
         per_request = f"{readable(self.draft_token_bytes_per_request)} per running request"
-        contexts = self.num_kv_tokens // (self.context_length + self.num_slots)
+        contexts = self.num_kv_tokens // (self.context_length + self.num_lookahead_slots)
         full = f"at once; {'KV' if self.kv_bytes else 'room'} for {contexts} of the full {self.context_length:,} tokens"
         return [
             ("running requests", f"{self.num_running_requests}", full),
@@ -147,7 +147,7 @@ def plan_memory(
     model_context: int,
     vocab_size: int,
     max_nodes: int,
-    num_slots: int,
+    num_lookahead_slots: int,
     budget_bytes: int,
     weight_bytes: int = 0,
 ) -> MemoryPlan:
@@ -159,7 +159,7 @@ def plan_memory(
         model_context: tokens the model was made for.
         vocab_size: for the token counts that penalties need.
         max_nodes: nodes of a draft tree, root included; 1 without drafting.
-        num_slots: KV positions that one step may write, from the root's on.
+        num_lookahead_slots: KV positions that one step may write, from the root's on.
         budget_bytes: what weights and pools may take together.
         weight_bytes: what the weights take of it.
 
@@ -170,7 +170,7 @@ def plan_memory(
         raise ConfigError(
             f"--context-length {config.context_length} is more than the {model_context} tokens this model was made for"
         )
-    demand = Demand(config, shape, model_context, vocab_size, max_nodes, num_slots, weight_bytes)
+    demand = Demand(config, shape, model_context, vocab_size, max_nodes, num_lookahead_slots, weight_bytes)
     if demand.given_pages is not None and demand.given_pages < demand.fewest_pages:
         raise ConfigError(explain_contradiction(demand, budget_bytes))
     if demand.fewest_bytes > budget_bytes:
@@ -182,9 +182,9 @@ def plan_memory(
         num_pages=pages,
         page_size=config.page_size,
         # any admitted request must fit alone
-        context_length=min(demand.context, pages * config.page_size - num_slots),
+        context_length=min(demand.context, pages * config.page_size - num_lookahead_slots),
         max_nodes=max_nodes,
-        num_slots=num_slots,
+        num_lookahead_slots=num_lookahead_slots,
         caches_prefixes=not config.disable_radix_cache,
         budget_bytes=budget_bytes,
         weight_bytes=weight_bytes,

@@ -10,22 +10,22 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specmamba.core import Backlogs, Batch, Chunk, DraftTree, TreeShape, Verdict
+from specmamba.core import PendingTokens, Batch, Chunk, DraftTree, TreeShape, Verdict
 from specmamba.kernels import tree as tree_ops
 
 
 @dataclass(frozen=True, slots=True)
-class HostBacklogs:
-    """What the host knows of the ``Backlogs`` of a batch's rows."""
+class HostPendingTokens:
+    """What the host knows of the ``PendingTokens`` of a batch's rows."""
 
     counts: tuple[int, ...]
-    is_kept: bool
+    is_deferred: bool
 
-    def on(self, device: torch.device) -> Backlogs:
+    def on(self, device: torch.device) -> PendingTokens:
         """As a batch has them."""
         is_ragged = min(self.counts) < max(self.counts)
         counts = torch.tensor(self.counts, device=device) if is_ragged else None
-        return Backlogs(max(self.counts), counts, self.is_kept)
+        return PendingTokens(max(self.counts), counts, self.is_deferred)
 
 
 class Drafter(ABC):
@@ -36,7 +36,7 @@ class Drafter(ABC):
 
     max_nodes: int  # nodes of a tree at the most, root included
     is_capturable = False  # ``propose`` and ``observe`` never look at the device or at rows, and can be replayed
-    has_backlogs = False  # ``prepare`` gives some
+    has_pending_tokens = False  # ``prepare`` gives some
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree:
@@ -51,7 +51,7 @@ class Drafter(ABC):
         self.propose(batch)
         return root_tree(batch)
 
-    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostBacklogs | None:
+    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens | None:
         """A step of these rows begins, padded to ``batch_size``; without ``drafts``, ``propose_nothing`` follows.
 
         None: what is drafted follows from the batch alone.

@@ -11,9 +11,9 @@ from specmamba.cache.access import PagedKV, causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
-from specmamba.core import Backlogs, Batch, Chunk, DraftTree, SamplingBatch, SamplingParams, Verdict
-from specmamba.draft.backlog import Backlog
-from specmamba.draft.base import Drafter, HostBacklogs, root_tree
+from specmamba.core import PendingTokens, Batch, Chunk, DraftTree, SamplingBatch, SamplingParams, Verdict
+from specmamba.draft.pending_tokens import PendingTokenTable
+from specmamba.draft.base import Drafter, HostPendingTokens, root_tree
 from specmamba.draft.chain import grow_chain
 from specmamba.draft.children import ChildPicker
 from specmamba.draft.dynamic_tree import grow_dynamic_tree
@@ -27,7 +27,7 @@ from specmamba.models.base import DraftHead
 from specmamba.trees import StaticTree
 
 FIRST_KEY = 1  # entry t needs the hidden state of position t-1, so the first token has none; module d starts d later
-MIN_BACKLOG = 16
+MIN_CAPACITY = 16
 
 
 class MTPDrafter(Drafter):
@@ -50,7 +50,7 @@ class MTPDrafter(Drafter):
     """
 
     is_capturable = True
-    has_backlogs = True
+    has_pending_tokens = True
 
     def __init__(
         self, head: DraftHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, dtype: torch.dtype
@@ -64,27 +64,29 @@ class MTPDrafter(Drafter):
         self._table = table
         self._device = table.kv_slots.device
         self._num_modules = max(1, min(head.num_modules, plan.num_steps))
-        capacity = max(MIN_BACKLOG, 2 * plan.max_nodes)
-        self.backlog = Backlog(table.num_rows + 1, capacity, head.num_modules, head.width, dtype, self._device)
-        self._is_kept = False  # of the step that is being made
+        capacity = max(MIN_CAPACITY, 2 * plan.max_nodes)
+        self.pending = PendingTokenTable(
+            table.num_rows + 1, capacity, head.num_modules, head.width, dtype, self._device
+        )
+        self._is_deferred = False  # of the step that is being made
         self._window: Window | None = None  # of the draft that is being made
         self._descent: Descent | None = None  # the same; None for heads of one module
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         """See ``Drafter``."""
-        self.backlog.begin(row, tokens)
+        self.pending.begin(row, tokens)
 
     def resume(self, row: int, features: Tensor, position: int) -> None:
         """See ``Drafter``; the features are the states after the last cached token: the target's, then modules'."""
-        self.backlog.resume(row, features)
+        self.pending.resume(row, features)
 
     def features(self, row: int, position: int) -> Tensor | None:
         """See ``Drafter``."""
         # before a row drafts, its root is not run, and what the first column holds stands at the newest chunk's end
-        column = max(0, self.backlog.num_new[row] - 1 - (self.backlog.root[row] - position))
-        if self._num_modules > 1 and column >= self.backlog.num_complete[row]:
+        column = max(0, self.pending.num_new[row] - 1 - (self.pending.root[row] - position))
+        if self._num_modules > 1 and column >= self.pending.num_complete[row]:
             self._complete(self._batch_of(row))
-        return self.backlog.states_before(row, column)
+        return self.pending.states_before(row, column)
 
     def finish(self, batch: Batch) -> None:
         """See ``Drafter``; what the next draft would catch up with is shared too, and that draft never comes."""
@@ -95,7 +97,7 @@ class MTPDrafter(Drafter):
         states = self.head.combine(features)
         last = (chunk.lengths - 1)[:, None, None].expand(-1, 1, states.shape[2])
         for module in range(self._num_modules):
-            stored = self.backlog.before[module]
+            stored = self.pending.before[module]
             before = torch.cat([stored[chunk.row_index, :1], states[:, :-1]], 1)
             stored[chunk.row_index, 0] = states.gather(1, last).squeeze(1)
             kv = PagedKV.of_chunk(self._kv_pool, self._table, chunk, FIRST_KEY + module)
@@ -106,17 +108,17 @@ class MTPDrafter(Drafter):
         trees = self._plan.trees
         return self.max_nodes if trees is None else trees.for_batch(batch_size).num_nodes
 
-    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostBacklogs:
+    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens:
         """See ``Drafter``; the head is told nothing where it has nothing to guess, as long as there is room."""
-        counts = self.backlog.counts(rows)
-        has_room = max(counts) + self.max_nodes <= self.backlog.capacity
+        counts = self.pending.counts(rows)
+        has_room = max(counts) + self.max_nodes <= self.pending.capacity
         guesses = drafts and self.num_nodes(batch_size) > 1
-        return self.prepare_told(rows, is_kept=has_room and not guesses)
+        return self.prepare_pending(rows, is_deferred=has_room and not guesses)
 
-    def prepare_told(self, rows: Sequence[int], is_kept: bool) -> HostBacklogs:
+    def prepare_pending(self, rows: Sequence[int], is_deferred: bool) -> HostPendingTokens:
         """``prepare``, for whoever knows whether it will catch up."""
-        self._is_kept = is_kept
-        return HostBacklogs(self.backlog.counts(rows), is_kept)
+        self._is_deferred = is_deferred
+        return HostPendingTokens(self.pending.counts(rows), is_deferred)
 
     def propose(self, batch: Batch) -> DraftTree:
         """See ``Drafter``."""
@@ -134,8 +136,8 @@ class MTPDrafter(Drafter):
 
     def propose_nothing(self, batch: Batch) -> DraftTree:
         """See ``Drafter``."""
-        assert batch.backlogs is not None
-        if not batch.backlogs.is_kept:
+        assert batch.pending_tokens is not None
+        if not batch.pending_tokens.is_deferred:
             self.catch_up(batch)
         return root_tree(batch)
 
@@ -143,26 +145,26 @@ class MTPDrafter(Drafter):
         """See ``Drafter``."""
         hidden = self.head.combine(features)
         on_path = hidden.gather(1, verdict.path[..., None].expand_as(hidden))
-        self.backlog.add(batch, verdict.path_tokens[:, : hidden.shape[1]], on_path)
+        self.pending.add(batch, verdict.path_tokens[:, : hidden.shape[1]], on_path)
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
         """See ``Drafter``."""
-        self.backlog.advance(rows, [len(tokens) for tokens in decided], self._is_kept)
+        self.pending.advance(rows, [len(tokens) for tokens in decided], self._is_deferred)
 
     def catch_up(self, batch: Batch, num_entries: int | None = None) -> Tensor:
         """Run the head over what was decided since its last forward; its state after the root, [B, 1, H].
 
         The draft that follows may make ``num_entries`` entries, the root's counted; None: as many as any draft does.
         """
-        backlogs = batch.backlogs
-        assert backlogs is not None
-        given = self._run_backlog(batch, backlogs, num_entries or self._plan.num_slots)
-        if backlogs.counts is None:
+        pending_tokens = batch.pending_tokens
+        assert pending_tokens is not None
+        given = self._run_pending(batch, pending_tokens, num_entries or self._plan.num_lookahead_slots)
+        if pending_tokens.counts is None:
             at_roots = [states[:, -1:] for states in given]
         else:
-            last = backlogs.counts[:, None, None] - 1
+            last = pending_tokens.counts[:, None, None] - 1
             at_roots = [states.gather(1, last.expand(-1, 1, states.shape[2])) for states in given]
-        self.backlog.tell(batch, at_roots)
+        self.pending.tell(batch, at_roots)
         if self._num_modules > 1:
             self._descent = Descent(batch.root_tokens[:, None], at_roots)
         return at_roots[0]
@@ -214,16 +216,16 @@ class MTPDrafter(Drafter):
         descent.keep(states)
         return states[:, -tokens.shape[1] :]
 
-    def _run_backlog(self, batch: Batch, backlogs: Backlogs, num_entries: int) -> list[Tensor]:
+    def _run_pending(self, batch: Batch, pending_tokens: PendingTokens, num_entries: int) -> list[Tensor]:
         """Run known tokens through all modules: what each gives, [B, longest, H]."""
-        longest, rows = backlogs.longest, RowSet.of_batch(batch)
-        window = self._window = Window.of(self._table, batch, backlogs, num_entries)
-        tokens = rows.take(self.backlog.tokens)[:, :longest]
+        longest, rows = pending_tokens.max_count, RowSet.of_batch(batch)
+        window = self._window = Window.of(self._table, batch, pending_tokens, num_entries)
+        tokens = rows.take(self.pending.tokens)[:, :longest]
         positions, slots = window.positions[:, :longest], window.slots[:, :longest]
         num_keys = batch.max_root_position + 1
         given: list[Tensor] = []
         for module in range(self._num_modules):
-            hidden = rows.take(self.backlog.before[module])[:, :longest]
+            hidden = rows.take(self.pending.before[module])[:, :longest]
             if module:
                 hidden = torch.cat([hidden[:, :1], given[-1][:, :-1]], 1)
             first_key = FIRST_KEY + module
@@ -234,16 +236,16 @@ class MTPDrafter(Drafter):
 
     def _complete(self, batch: Batch) -> None:
         """Make the entries of all known tokens, and note the modules' states; the next draft makes them again."""
-        backlogs = HostBacklogs(self.backlog.counts(batch.rows), is_kept=True).on(self._device)
-        given = self._run_backlog(batch, backlogs, 1)  # behind the roots there may be no room any more
-        self.backlog.complete(batch, given)
+        pending_tokens = HostPendingTokens(self.pending.counts(batch.rows), is_deferred=True).on(self._device)
+        given = self._run_pending(batch, pending_tokens, 1)  # behind the roots there may be no room any more
+        self.pending.complete(batch, given)
 
     def _batch_of(self, row: int) -> Batch:
         """A row alone, for ``_complete``."""
-        root = self.backlog.root[row]
+        root = self.pending.root[row]
         index, position = (torch.tensor([x], device=self._device) for x in (row, root))
         sampling = SamplingBatch.of([SamplingParams()], [0], self._device)
-        return Batch((row,), index, self.backlog.tokens[index, self.backlog.num_new[row] - 1], position, root, sampling)
+        return Batch((row,), index, self.pending.tokens[index, self.pending.num_new[row] - 1], position, root, sampling)
 
     def _grow_chain(self, batch: Batch, num_nodes: int) -> DraftTree:
         def descend(nodes: Tensor, hidden: Tensor, depth: int) -> Tensor:

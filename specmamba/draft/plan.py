@@ -19,12 +19,12 @@ class DraftPlan:
     num_steps: int  # depth of the deepest node
     topk: int  # children of a node at the most
     max_nodes: int  # nodes of a tree at the most, the root counted
-    num_slots: int  # KV positions from the root's on that a step may write, drafting and verifying
+    num_lookahead_slots: int  # KV positions from the root's on that a step may write, drafting and verifying
     draws_drafts: bool = False  # drafts are drawn from the draft's distribution, for acceptance by rejection
     trees: TreeFile | None = None  # static trees; None: dynamic ones
 
 
-NOTHING = DraftPlan("none", num_steps=0, topk=0, max_nodes=1, num_slots=1)
+NOTHING = DraftPlan("none", num_steps=0, topk=0, max_nodes=1, num_lookahead_slots=1)
 
 
 def plan_drafts(config: EngineConfig, draft: DraftKind | None, vocab_size: int) -> DraftPlan:
@@ -73,7 +73,7 @@ def _plan_of_flags(config: EngineConfig) -> DraftPlan:
         topk=topk,
         max_nodes=nodes,
         # every step but the last runs topk nodes through the head, and each leaves its keys and values
-        num_slots=max(nodes, 1 + (steps - 1) * topk) if config.speculative_algorithm != "ngram" else nodes,
+        num_lookahead_slots=max(nodes, 1 + (steps - 1) * topk) if config.speculative_algorithm != "ngram" else nodes,
         draws_drafts=config.speculative_accept == "rejection",
     )
 
@@ -87,7 +87,7 @@ def _plan_of_trees(config: EngineConfig) -> DraftPlan:
         num_steps=max(max(tree.depths) for tree in trees.trees),
         topk=max(max(tree.ranks) for tree in trees.trees) + 1,
         max_nodes=trees.max_nodes,
-        num_slots=trees.max_nodes,
+        num_lookahead_slots=trees.max_nodes,
         draws_drafts=draws,
         trees=trees,
     )

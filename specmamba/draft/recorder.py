@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specmamba.core import Batch, Chunk, DraftTree, Verdict
-from specmamba.draft.base import Drafter, HostBacklogs, chain_shape
+from specmamba.draft.base import Drafter, HostPendingTokens, chain_shape
 from specmamba.draft.mtp import MTPDrafter
 
 
@@ -19,7 +19,7 @@ class RankRecorder(Drafter):
     the ranks above it are the ones that were noted.
     """
 
-    has_backlogs = True
+    has_pending_tokens = True
 
     def __init__(self, mtp: MTPDrafter, num_steps: int) -> None:
         self.max_nodes = num_steps + 1
@@ -56,9 +56,9 @@ class RankRecorder(Drafter):
         """See ``Drafter``."""
         self.mtp.extend(chunk, features)
 
-    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostBacklogs:
+    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens:
         """See ``Drafter``."""
-        return self.mtp.prepare_told(rows, is_kept=False)
+        return self.mtp.prepare_pending(rows, is_deferred=False)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """See ``Drafter``."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.request_table import RequestTable
-from specmamba.core import Backlogs, Batch
+from specmamba.core import PendingTokens, Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +20,21 @@ class Window:
     root: int  # the column of entry 0, which is the root's
 
     @classmethod
-    def of(cls, table: RequestTable, batch: Batch, backlogs: Backlogs, num_entries: int) -> Window:
+    def of(cls, table: RequestTable, batch: Batch, pending_tokens: PendingTokens, num_entries: int) -> Window:
         """Positions and slots of everything a draft may run, made at once; padding stands at the root.
 
         Args:
             table: has the slots.
             batch: the roots.
-            backlogs: tokens of each row that it catches up with, the root counted.
+            pending_tokens: tokens of each row that it catches up with, the root counted.
             num_entries: that the draft may make, the root's counted.
         """
-        longest, device = backlogs.longest, batch.row_index.device
+        longest, device = pending_tokens.max_count, batch.row_index.device
         offsets = torch.arange(1 - longest, num_entries, device=device)
-        if backlogs.counts is None:
+        if pending_tokens.counts is None:
             positions = batch.root_positions[:, None] + offsets
             return cls(positions, table.slots_at(batch.row_index, positions), longest - 1)
-        missing = longest - backlogs.counts[:, None]
+        missing = longest - pending_tokens.counts[:, None]
         moved = offsets + missing  # tokens stand at the left of their columns, what follows the root stays
         positions = batch.root_positions[:, None] + moved.clamp(max=0).maximum(offsets)
         slots = table.slots_at(batch.row_index, positions)

@@ -83,7 +83,7 @@ class Engine:
                 self.model.context_length,
                 self.vocab_size,
                 self.draft_plan.max_nodes,
-                self.draft_plan.num_slots,
+                self.draft_plan.num_lookahead_slots,
                 budget,
                 weight_bytes,
             )
@@ -269,7 +269,7 @@ class Engine:
     def _limits(self) -> SchedulerLimits:
         config = self.config
         return SchedulerLimits(
-            num_slots=self.draft_plan.num_slots,
+            num_lookahead_slots=self.draft_plan.num_lookahead_slots,
             chunk_size=config.chunked_prefill_size,
             max_waiting=config.max_queued_requests,
             policy=config.schedule_policy,

@@ -109,7 +109,7 @@ def _memory(config: EngineConfig, models: Models, plan: DraftPlan, device: torch
     """The pools of an engine that would be started now; where none can be, why."""
     model, free = models.target, free_memory(device)
     budget = int(free * config.mem_fraction_static)
-    sizes = model.cache_shape, model.context_length, model.target.vocab_size, plan.max_nodes, plan.num_slots
+    sizes = model.cache_shape, model.context_length, model.target.vocab_size, plan.max_nodes, plan.num_lookahead_slots
     try:
         memory = plan_memory(config, *sizes, budget, models.weight_bytes)
     except ConfigError as error:

@@ -11,7 +11,7 @@ from specmamba.cache.request_table import RequestTable
 from specmamba.cache.state_buffers import HostPlaces, Places, StateBuffers
 from specmamba.core import Batch, DraftTree
 from specmamba.cuda_graphs import Replay, bucket_for
-from specmamba.draft.base import Drafter, HostBacklogs
+from specmamba.draft.base import Drafter, HostPendingTokens
 from specmamba.engine.outcome import Outcome
 from specmamba.engine.request import Request
 from specmamba.engine.step_buffers import Sampling, StepBuffers, StepKind
@@ -57,14 +57,14 @@ class ReplayedSteps:
         return bucket_for(batch_size, self.buckets)
 
     @staticmethod
-    def can_tell(backlogs: HostBacklogs | None, drafter: Drafter) -> bool:
+    def can_tell(pending_tokens: HostPendingTokens | None, drafter: Drafter) -> bool:
         """Whether what a draft head has to be told fits a replayed step: no more than what one step decides.
 
         Whoever drafts outside of the step is told there, with the shapes of the batch.
         """
-        if backlogs is None:
+        if pending_tokens is None:
             return True
-        return drafter.is_capturable and (backlogs.is_kept or max(backlogs.counts) <= drafter.max_nodes)
+        return drafter.is_capturable and (pending_tokens.is_deferred or max(pending_tokens.counts) <= drafter.max_nodes)
 
     def run(
         self,
@@ -72,7 +72,7 @@ class ReplayedSteps:
         drafter: Drafter,
         decide: Decide,
         settings: Hashable,
-        backlogs: HostBacklogs | None,
+        pending_tokens: HostPendingTokens | None,
         tree: DraftTree | None,
     ) -> tuple[HostPlaces, Outcome]:
         """Replay a step.
@@ -82,15 +82,15 @@ class ReplayedSteps:
             drafter: drafts and observes in the step, where it can.
             decide: verifies, accepts and commits.
             settings: what ``decide`` depends on besides its arguments.
-            backlogs: as the drafter prepared them for the bucket.
+            pending_tokens: as the drafter prepared them for the bucket.
             tree: what it drafted outside of the step, without distributions; None: the step drafts.
         """
-        kind = self._kind(requests, drafter, backlogs, tree)
+        kind = self._kind(requests, drafter, pending_tokens, tree)
         self._table.tell()
         places = self._records.place([request.held_row for request in requests], kind.num_nodes)
 
         def fill() -> None:
-            self.buffers.write(requests, places, backlogs)
+            self.buffers.write(requests, places, pending_tokens)
             if tree is not None:
                 self.buffers.write_tree(tree)
 
@@ -103,9 +103,9 @@ class ReplayedSteps:
     def capture(self, bucket: int, sampling: Sampling, drafter: Drafter, decide: Decide, settings: Hashable) -> None:
         """Run a step on nothing but padding, so that it is there when it is needed."""
         num_nodes = drafter.num_nodes(bucket)
-        keeps = (False, True) if drafter.has_backlogs and num_nodes == 1 else (False,)
-        for is_kept in keeps:
-            kind = StepKind(bucket, num_nodes, sampling, self._max_root_position, is_kept)
+        keeps = (False, True) if drafter.has_pending_tokens and num_nodes == 1 else (False,)
+        for is_deferred in keeps:
+            kind = StepKind(bucket, num_nodes, sampling, self._max_root_position, is_deferred)
 
             def step(kind: StepKind = kind) -> Outcome:
                 return self._step(kind, drafter, decide, drafts=True)
@@ -113,7 +113,11 @@ class ReplayedSteps:
             self.replay.run((kind, settings, drafter), step, self.buffers.clear, self.buffers.clear)
 
     def _kind(
-        self, requests: Sequence[Request], drafter: Drafter, backlogs: HostBacklogs | None, tree: DraftTree | None
+        self,
+        requests: Sequence[Request],
+        drafter: Drafter,
+        pending_tokens: HostPendingTokens | None,
+        tree: DraftTree | None,
     ) -> StepKind:
         size = self.bucket(len(requests))
         assert size is not None
@@ -126,7 +130,7 @@ class ReplayedSteps:
             num_nodes=num_nodes,
             sampling=Sampling.of([request.params for request in requests]),
             max_root_position=self._max_root_position if self.replay.has_fixed_shapes else last,
-            is_kept=backlogs is not None and backlogs.is_kept,
+            is_deferred=pending_tokens is not None and pending_tokens.is_deferred,
             is_forced=any(request.forced for request in requests),
             is_chain=tree is not None and tree.shape.is_chain and tree.shape.num_nodes == num_nodes,
             max_children=1 if tree is None else tree.shape.max_children,
@@ -134,7 +138,7 @@ class ReplayedSteps:
 
     def _step(self, kind: StepKind, drafter: Drafter, decide: Decide, drafts: bool) -> Outcome:
         """All of it, on the buffers."""
-        batch = self.buffers.batch(kind, drafter.max_nodes if drafter.has_backlogs else None)
+        batch = self.buffers.batch(kind, drafter.max_nodes if drafter.has_pending_tokens else None)
         offset = self._records.node_offset(kind.num_nodes)
         places = self.buffers.places(kind, offset, self._records.folds_in_verify, self._device)
         tree = drafter.propose(batch) if drafts else self.buffers.tree(kind)

@@ -19,7 +19,7 @@ from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_buffers import HostPlaces, Places, StateBuffers, VerifyPlan
 from specmamba.cache.state_pool import StatePool
 from specmamba.cache.token_counts import TokenCounts
-from specmamba.core import Backlogs, Batch, Chunk, DraftTree, DraftView, SamplingBatch, Verdict
+from specmamba.core import PendingTokens, Batch, Chunk, DraftTree, DraftView, SamplingBatch, Verdict
 from specmamba.draft.base import Drafter
 from specmamba.engine.clock import StepClock
 from specmamba.engine.constraints import restrict
@@ -42,7 +42,7 @@ class Pools:
         shape = model.cache_shape
         self.kv = KVPool(shape, plan.num_pages, plan.page_size, device)
         self.states = StatePool(shape, plan.num_state_slots, device)
-        self.table = RequestTable(plan.num_rows, plan.context_length + plan.num_slots, self.kv, device)
+        self.table = RequestTable(plan.num_rows, plan.context_length + plan.num_lookahead_slots, self.kv, device)
         backend = SpecBuffers if plan.speculative_state == "records" else SnapshotBuffers
         self.records: StateBuffers[Any] = backend(shape, self.states, plan.num_rows, plan.max_nodes, device)
         self.counts = TokenCounts(plan.num_rows, model.target.vocab_size, device)
@@ -174,11 +174,11 @@ class Runner:
         if replays is None or is_watched or any(request.params.is_special for request in requests):
             return self._run_directly(requests, rows)
         bucket = replays.bucket(len(requests))
-        backlogs = None if bucket is None else drafter.prepare(rows, bucket)
-        if bucket is None or not replays.can_tell(backlogs, drafter):
+        pending_tokens = None if bucket is None else drafter.prepare(rows, bucket)
+        if bucket is None or not replays.can_tell(pending_tokens, drafter):
             return self._run_directly(requests, rows)
         if drafter.is_capturable:
-            return _Made(*replays.run(requests, drafter, self.decide, self._settings, backlogs, None))
+            return _Made(*replays.run(requests, drafter, self.decide, self._settings, pending_tokens, None))
         batch = self._batch_of(requests)
         tree = drafter.propose(batch)
         if tree.draft_probs is not None:
@@ -190,8 +190,8 @@ class Runner:
     def _run_directly(self, requests: Sequence[Request], rows: tuple[int, ...]) -> _Made:
         """A step with the shapes of this batch."""
         drafts = any(request.params.speculative for request in requests)
-        backlogs = self.drafter.prepare(rows, len(rows), drafts)
-        batch = self._batch_of(requests, None if backlogs is None else backlogs.on(self._device))
+        pending_tokens = self.drafter.prepare(rows, len(rows), drafts)
+        batch = self._batch_of(requests, None if pending_tokens is None else pending_tokens.on(self._device))
         tree = self.drafter.propose(batch) if drafts else self.drafter.propose_nothing(batch)
         errors: dict[int, str] = {}
         if any(request.matcher is not None or not request.params.speculative for request in requests):
@@ -275,8 +275,10 @@ class Runner:
         nodes = torch.arange(num_nodes, device=self._device)
         return self.pools.table.slots_at(batch.row_index, batch.root_positions[:, None] + nodes)
 
-    def _batch_of(self, requests: Sequence[Request], backlogs: Backlogs | None = None) -> Batch:
-        return replace(self._batch(requests, [request.root_position for request in requests]), backlogs=backlogs)
+    def _batch_of(self, requests: Sequence[Request], pending_tokens: PendingTokens | None = None) -> Batch:
+        return replace(
+            self._batch(requests, [request.root_position for request in requests]), pending_tokens=pending_tokens
+        )
 
     def _batch(self, requests: Sequence[Request], positions: Sequence[int]) -> Batch:
         rows = tuple(request.held_row for request in requests)

@@ -21,7 +21,7 @@ GROWTH = 16  # KV tokens that a running request gets ahead while there are free 
 class SchedulerLimits:
     """How much runs at a time, and in which order."""
 
-    num_slots: int  # KV positions from a root's on that one step may write
+    num_lookahead_slots: int  # KV positions from a root's on that one step may write
     chunk_size: int
     max_waiting: int
     policy: Literal["fcfs", "lpm"]
@@ -133,7 +133,7 @@ class Scheduler:
         return longest_prefix_first(self.waiting, self._prefixes.peek, self._limits.max_overtakes)
 
     def _acquire(self, request: Request) -> bool:
-        positions = request.num_tokens + self._limits.num_slots
+        positions = request.num_tokens + self._limits.num_lookahead_slots
         use_cache = not request.must_compute and not request.must_read_prompt
         if self._prefixes.acquire(request, positions, HEADROOM * self.num_running, use_cache):
             return True
@@ -141,7 +141,7 @@ class Scheduler:
         return not self.num_running and self._prefixes.acquire(request, positions, 0, use_cache=False)
 
     def _grow(self, request: Request) -> bool:
-        return self._prefixes.grow(request, request.root_position + self._limits.num_slots, GROWTH)
+        return self._prefixes.grow(request, request.root_position + self._limits.num_lookahead_slots, GROWTH)
 
     def _count_overtakes(self, admitted: list[Request]) -> None:
         if admitted and self.waiting:

@@ -10,15 +10,15 @@ import torch
 
 from specmamba.cache.rows import RowSet
 from specmamba.cache.state_buffers import HostPlaces, Places
-from specmamba.core import Backlogs, Batch, DraftTree, Penalties, SamplingBatch, SamplingParams
+from specmamba.core import PendingTokens, Batch, DraftTree, Penalties, SamplingBatch, SamplingParams
 from specmamba.cuda_graphs import Columns
-from specmamba.draft.base import HostBacklogs, chain_shape, tree_shape
+from specmamba.draft.base import HostPendingTokens, chain_shape, tree_shape
 from specmamba.engine.request import Request, forced_ahead
 
 # what rows of padding have: row 0 of every table and slot 0 of every pool belong to nobody
 INTEGERS = {
     **dict.fromkeys(("row", "slot", "root_token", "root_position", "num_pending", "folds"), 0),
-    "backlog": 1,
+    "num_pending_tokens": 1,
     "seed": 0,
     "top_k": 0,
 }
@@ -50,7 +50,7 @@ class StepKind:
     num_nodes: int
     sampling: Sampling
     max_root_position: int
-    is_kept: bool = False  # the backlogs of a draft head; see ``Backlogs``
+    is_deferred: bool = False  # the pending_tokens of a draft head; see ``PendingTokens``
     is_forced: bool = False  # some tokens are given instead of chosen
     is_chain: bool = False  # of trees that were drafted outside of the step
     max_children: int = 1  # the same
@@ -80,7 +80,7 @@ class StepBuffers:
         self.forced.fill_(-1)
         self._members = None
 
-    def write(self, requests: Sequence[Request], places: HostPlaces, backlogs: HostBacklogs | None) -> None:
+    def write(self, requests: Sequence[Request], places: HostPlaces, pending_tokens: HostPendingTokens | None) -> None:
         """The inputs of a step of these requests; the rows behind them become padding."""
         params = [request.params for request in requests]
         columns = {
@@ -93,7 +93,7 @@ class StepBuffers:
             "seed": [request.seed for request in requests],
             "top_k": [p.top_k for p in params],
         }
-        self.integers.write(columns | ({} if backlogs is None else {"backlog": backlogs.counts}))
+        self.integers.write(columns | ({} if pending_tokens is None else {"num_pending_tokens": pending_tokens.counts}))
         members = tuple(request.sequence_number for request in requests)
         if members != self._members:
             own = {name: [getattr(p, name) for p in params] for name in ("temperature", "top_p", "min_p")}
@@ -115,12 +115,12 @@ class StepBuffers:
         self.tokens.zero_()
         self.parents.fill_(-1)
 
-    def batch(self, kind: StepKind, longest_backlog: int | None) -> Batch:
-        """The batch that a step of this kind works on; ``longest_backlog``: of a draft head, None: there is none."""
+    def batch(self, kind: StepKind, max_pending_tokens: int | None) -> Batch:
+        """The batch that a step of this kind works on; ``max_pending_tokens``: of a draft head, None: there is none."""
         size, column = kind.batch_size, self.integers.read
-        backlogs = None
-        if longest_backlog is not None:
-            backlogs = Backlogs(longest_backlog, column("backlog", size), kind.is_kept)
+        pending_tokens = None
+        if max_pending_tokens is not None:
+            pending_tokens = PendingTokens(max_pending_tokens, column("num_pending_tokens", size), kind.is_deferred)
         return Batch(
             rows=(),
             row_index=column("row", size),
@@ -129,7 +129,7 @@ class StepBuffers:
             max_root_position=kind.max_root_position,
             sampling=self._sampling(kind),
             forced_tokens=self.forced[:size] if kind.is_forced else None,
-            backlogs=backlogs,
+            pending_tokens=pending_tokens,
             is_exact=False,
         )
 

@@ -11,7 +11,7 @@ from specmamba.cache.rows import RowSet
 from specmamba.core import Batch
 
 
-class Backlog:
+class PendingTokenTable:
     """By row of the request table, what the next draft starts from: tokens up to the root, and states before each.
 
     ``before[0]`` has the target's states, ``before[d]`` those of module d - 1 of the head. The target's come with the
@@ -59,24 +59,24 @@ class Backlog:
 
     def add(self, batch: Batch, tokens: Tensor, states: Tensor) -> None:
         """Tokens [B, N] have been decided, those beyond what was accepted do not matter, behind states [B, N, H]."""
-        assert batch.backlogs is not None
+        assert batch.pending_tokens is not None
         rows, num_columns = RowSet.of_batch(batch), tokens.shape[1]
-        first = batch.backlogs.longest if batch.backlogs.is_kept else 0
-        if rows.is_range and not (batch.backlogs.is_kept and batch.backlogs.counts is not None):
+        first = batch.pending_tokens.max_count if batch.pending_tokens.is_deferred else 0
+        if rows.is_range and not (batch.pending_tokens.is_deferred and batch.pending_tokens.counts is not None):
             columns = slice(first, first + num_columns)
             rows.take(self.tokens)[:, columns] = tokens
             rows.take(self.before[0])[:, columns] = states
             return
         places = torch.arange(num_columns, device=self._device)[None]
-        if batch.backlogs.is_kept:
-            places = places + (first if batch.backlogs.counts is None else batch.backlogs.counts[:, None])
+        if batch.pending_tokens.is_deferred:
+            places = places + (first if batch.pending_tokens.counts is None else batch.pending_tokens.counts[:, None])
         self.tokens[rows.index[:, None], places] = tokens
         self.before[0][rows.index[:, None], places] = states
 
-    def advance(self, rows: Sequence[int], counts: Sequence[int], is_kept: bool) -> None:
+    def advance(self, rows: Sequence[int], counts: Sequence[int], is_deferred: bool) -> None:
         """So many tokens of each row have been added; unless the old ones were kept, they had been told before."""
         for row, count in zip(rows, counts, strict=True):
-            if not is_kept:
+            if not is_deferred:
                 self.num_new[row], self.num_complete[row] = 0, 1
             self.num_new[row] += count
             self.root[row] += count
