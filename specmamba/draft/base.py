@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specmamba.core import PendingTokens, Batch, Chunk, DraftTree, TreeShape, Verdict
+from specmamba.core import Batch, Chunk, DraftTree, PendingTokens, TreeShape, Verdict
 from specmamba.kernels import tree as tree_ops
 
 

@@ -11,13 +11,13 @@ from specmamba.cache.access import PagedKV, causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
-from specmamba.core import PendingTokens, Batch, Chunk, DraftTree, SamplingBatch, SamplingParams, Verdict
-from specmamba.draft.pending_tokens import PendingTokenTable
+from specmamba.core import Batch, Chunk, DraftTree, PendingTokens, SamplingBatch, SamplingParams, Verdict
 from specmamba.draft.base import Drafter, HostPendingTokens, root_tree
 from specmamba.draft.chain import grow_chain
 from specmamba.draft.children import ChildPicker
 from specmamba.draft.dynamic_tree import grow_dynamic_tree
 from specmamba.draft.modules import Descent
+from specmamba.draft.pending_tokens import PendingTokenTable
 from specmamba.draft.plan import DraftPlan
 from specmamba.draft.static_tree import StaticLayout, grow_static_tree
 from specmamba.draft.window import Window

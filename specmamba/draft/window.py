@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.request_table import RequestTable
-from specmamba.core import PendingTokens, Batch
+from specmamba.core import Batch, PendingTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_buffers import HostPlaces, Places, StateBuffers, VerifyPlan
 from specmamba.cache.state_pool import StatePool
 from specmamba.cache.token_counts import TokenCounts
-from specmamba.core import PendingTokens, Batch, Chunk, DraftTree, DraftView, SamplingBatch, Verdict
+from specmamba.core import Batch, Chunk, DraftTree, DraftView, PendingTokens, SamplingBatch, Verdict
 from specmamba.draft.base import Drafter
 from specmamba.engine.clock import StepClock
 from specmamba.engine.constraints import restrict

@@ -10,7 +10,7 @@ import torch
 
 from specmamba.cache.rows import RowSet
 from specmamba.cache.state_buffers import HostPlaces, Places
-from specmamba.core import PendingTokens, Batch, DraftTree, Penalties, SamplingBatch, SamplingParams
+from specmamba.core import Batch, DraftTree, Penalties, PendingTokens, SamplingBatch, SamplingParams
 from specmamba.cuda_graphs import Columns
 from specmamba.draft.base import HostPendingTokens, chain_shape, tree_shape
 from specmamba.engine.request import Request, forced_ahead
@@ -50,7 +50,7 @@ class StepKind:
     num_nodes: int
     sampling: Sampling
     max_root_position: int
-    is_deferred: bool = False  # the pending_tokens of a draft head; see ``PendingTokens``
+    is_deferred: bool = False  # of the draft head; see ``PendingTokens``
     is_forced: bool = False  # some tokens are given instead of chosen
     is_chain: bool = False  # of trees that were drafted outside of the step
     max_children: int = 1  # the same

@@ -79,8 +79,8 @@ class Workbench:
         room = engine.memory_plan
         if plan.max_nodes > room.max_nodes or plan.num_lookahead_slots > room.num_lookahead_slots:
             raise ConfigError(
-                f"a draft of {plan.max_nodes} nodes ({plan.num_lookahead_slots} slots) does not fit an engine that was started "
-                f"for {room.max_nodes} ({room.num_lookahead_slots}): start it with its largest draft"
+                f"a draft of {plan.max_nodes} nodes ({plan.num_lookahead_slots} slots) does not fit an engine that was "
+                f"started for {room.max_nodes} ({room.num_lookahead_slots}): start it with its largest draft"
             )
         engine.runner.drafter = self._make_drafter(plan, config)
         engine.config, engine.draft_plan, engine.runner.rule = config, plan, config.speculative_accept
