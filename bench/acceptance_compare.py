@@ -29,8 +29,9 @@ CDF_ROUNDING = 2.0**-20  # the sampler adds up probabilities in float32
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How a text with drafts differs from the plain text: the first token that rounding does not explain, or where it
-    explains all of them, the one that needs most of it.
+    """The token at which a text with drafts differs most from the plain text.
+
+    It is the first one that rounding does not explain, or, where it explains all, the one with the largest margin.
     """
 
     prompt: int  # number of the prompt

@@ -117,8 +117,10 @@ def _count_operators(llm: LLM) -> int:
 
 
 def _shares(llm: LLM) -> dict[str, float]:
-    """Shares of wall time. What no operator of PyTorch accounts for is in native kernels, and in Python between calls,
-    to which the profiler adds.
+    """Shares of the wall time of a step.
+
+    What no operator of PyTorch accounts for is in native kernels and in Python between calls, which the
+    profiler slows down.
     """
     _decode(llm)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:

@@ -95,6 +95,7 @@ def copy_companions(model: Path, out: Path) -> None:
 
 
 def write_json(file: Path, value: object) -> None:
+    """Write a value as indented JSON."""
     file.write_text(json.dumps(value, indent=2) + "\n", "utf8")
 
 

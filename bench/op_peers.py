@@ -1,6 +1,6 @@
-"""The same operators in other packages, through their public functions: flash-linear-attention (``fla``),
-``mamba_ssm``, ``causal_conv1d`` and ``flashinfer``.
+"""The same operators in other packages, through their public functions.
 
+The packages are flash-linear-attention (``fla``), ``mamba_ssm``, ``causal_conv1d`` and ``flashinfer``.
 Adapters rearrange operands before anything is timed. They were written against the packages' published sources and
 documentation, on a machine without a GPU, and none of them has run: where a package has changed its functions, its row
 says "could not run" and why. Each one's results are compared with PyTorch's form like everybody's.

@@ -133,4 +133,5 @@ def wave_draws(config: PrefixBenchConfig, name: str) -> random.Random:
 
 
 def sizes_of(config: PrefixBenchConfig) -> Sizes:
+    """The sizes that the flags ask for."""
     return Sizes(**config.model_dump(include=set(Sizes.__dataclass_fields__)))

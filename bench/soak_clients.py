@@ -67,6 +67,7 @@ class Requests:
 
 
 async def connect(address: Address) -> Connection:
+    """Open a connection to a server."""
     return (await asyncio.get_running_loop().create_connection(Connection, *address))[1]
 
 

@@ -111,12 +111,14 @@ async def commit(fault: Fault, mischief: Mischief, until: float = math.inf) -> s
 
 
 async def hang_up_in_head(m: Mischief) -> str:
+    """Close the connection in the middle of the request's head."""
     async with connected(m.address) as wire:
         await wire.send(m.request()[: m.random.randint(1, 60)])
         return "left"
 
 
 async def hang_up_in_body(m: Mischief) -> str:
+    """Close the connection in the middle of the request's body."""
     async with connected(m.address) as wire:
         await wire.send(m.request()[:-20])
         _leave(m, wire)
@@ -124,6 +126,7 @@ async def hang_up_in_body(m: Mischief) -> str:
 
 
 async def hang_up_before_answer(m: Mischief) -> str:
+    """Close the connection after the request, before its answer."""
     async with connected(m.address) as wire:
         await wire.send(m.request())
         await asyncio.sleep(m.random.random() * 0.2)
@@ -132,6 +135,7 @@ async def hang_up_before_answer(m: Mischief) -> str:
 
 
 async def hang_up_mid_stream(m: Mischief) -> str:
+    """Close the connection in the middle of a streamed answer."""
     async with connected(m.address) as wire:
         await wire.send(m.request())
         status = await wire.status()
@@ -153,6 +157,7 @@ async def stop_reading(m: Mischief) -> str:
 
 
 async def read_slowly(m: Mischief) -> str:
+    """Read a streamed answer much slower than it is produced."""
     async with connected(m.address, _TINY_BUFFER) as wire:
         await wire.send(m.request())
         status = await wire.status()

@@ -43,6 +43,7 @@ async def slow_head(m: Mischief) -> str:
 
 
 async def slow_body(m: Mischief) -> str:
+    """Send the body a few bytes at a time."""
     async with connected(m.address) as wire:
         request = m.request(padding="a" * 600)
         await wire.send(request[:-600])
@@ -50,6 +51,7 @@ async def slow_body(m: Mischief) -> str:
 
 
 async def aborted_upload(m: Mischief) -> str:
+    """Announce a large body, send a part of it and reset the connection."""
     async with connected(m.address) as wire:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {m.host}\r\nContent-Type: application/json\r\n"
         await wire.send(f"{head}Content-Length: 4000000\r\n\r\n".encode() + b'{"prompt": "' + b"a" * 300_000)

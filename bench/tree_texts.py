@@ -105,8 +105,9 @@ def sampling_params(config: TreeTunerConfig, number: int) -> SamplingParams:
 
 
 def record_ranks(llm: LLM, texts: Sequence[Text], num_steps: int, batch_size: int) -> list[Ranks]:
-    """Rank of every recorded token of every text in the draft head's list, 1 to ``num_steps`` places ahead, as arrays
-    [T, num_steps].
+    """Rank of every recorded token of every text in the draft head's list, as arrays [T, num_steps].
+
+    Column i has the ranks of the tokens i + 1 places ahead.
 
     Args:
         llm: drafts with a head.

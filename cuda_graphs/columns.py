@@ -16,11 +16,13 @@ class Columns:
     """
 
     def __init__(self, padding: Mapping[str, float], num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Args:
-        padding: what rows of padding have, by column.
-        num_rows: of the largest batch.
-        dtype: of all columns.
-        device: where they are read.
+        """Allocate the columns.
+
+        Args:
+            padding: what rows of padding have, by column.
+            num_rows: of the largest batch.
+            dtype: of all columns.
+            device: where they are read.
         """
         self._names = {name: place for place, name in enumerate(padding)}
         self._padding = torch.tensor(list(padding.values()), dtype=dtype)[:, None]

@@ -23,8 +23,9 @@ class CaptureCost:
 
 
 class Replay(ABC, Generic[T]):
-    """Runs functions by key. A function gets its inputs from memory that stays, and gives tensors that the next run of
-    the same key overwrites.
+    """Runs functions by key.
+
+    A function gets its inputs from memory that stays, and returns tensors that the next run of the same key overwrites.
     """
 
     has_fixed_shapes: bool  # every run of a key has the shapes of its first one, whatever its inputs
@@ -42,8 +43,9 @@ class Replay(ABC, Generic[T]):
 
 
 class EagerReplay(Replay[T]):
-    """Runs the function every time. The same inputs and padding as for a graph, on any device: it finds what is wrong
-    with them where there is no GPU.
+    """Runs the function every time.
+
+    Inputs and padding are those of a graph, on any device: so errors in them show where there is no GPU.
     """
 
     def __init__(self, has_fixed_shapes: bool = False) -> None:

@@ -51,8 +51,10 @@ class Trace:
 
 
 class StepWatch(TorchDispatchMode):
-    """Notes every operator that PyTorch runs inside of it. Two runs that can be one captured graph leave equal traces:
-    the same operators, shapes and strides, the same memory where it stays, and the same numbers of the host.
+    """Notes every operator that PyTorch runs inside of it.
+
+    Two runs that can be one captured graph leave equal traces: the same operators, shapes and strides, the same memory
+    where it stays, and the same numbers of the host.
     """
 
     def __init__(self, stays: Mapping[str, Tensor] | None = None) -> None:

@@ -1,5 +1,6 @@
-"""The configuration, declared once: these classes are the command line, the environment, the TOML file and the
-keyword arguments of ``LLM``.
+"""The configuration, declared once.
+
+These classes are the command line, the environment, the TOML file and the keyword arguments of ``LLM``.
 """
 
 from __future__ import annotations

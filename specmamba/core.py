@@ -130,8 +130,10 @@ class SpecStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model found a token, given those before it: natural logarithms of its own distribution, before
-    temperature, filters, penalties, biases and grammars.
+    """How likely the model found a token, given those before it.
+
+    Log probabilities are natural logarithms of the model's own distribution, before temperature, filters, penalties,
+    biases and grammars.
     """
 
     token_id: int

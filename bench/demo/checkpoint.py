@@ -72,4 +72,5 @@ def read_checkpoint(folder: Path) -> DemoModel:
 
 
 def write_json(file: Path, value: object) -> None:
+    """Write a value as indented JSON."""
     file.write_text(json.dumps(value, indent=2) + "\n", "utf8")

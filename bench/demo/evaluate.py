@@ -67,8 +67,10 @@ def evaluate(model: DemoModel, data: TokenData, seq: int, num_windows: int) -> H
 
 
 def _batch_sums(model: DemoModel, tokens: Tensor) -> Tensor:
-    """tokens ``[B, T]``; returns fp64 ``[depths, 6]``: sums of loss, agreement, top-4 agreement, their count, and
-    the loss and count of the second half of the windows.
+    """Sums over a batch of tokens ``[B, T]``, by depth: fp64 ``[depths, 6]``.
+
+    The columns are loss, agreement, top-4 agreement and their count, then loss and count of the second half of the
+    windows.
     """
     choices: Tensor | None = None
     rows = []

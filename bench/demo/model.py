@@ -22,6 +22,7 @@ TIME_STEP_RANGE = (1e-3, 1e-1)  # of a gated-delta-net head at its start
 
 
 def text_config(architecture: Architecture) -> Qwen3_5TextConfig:
+    """The configuration that transformers builds the model from."""
     third = architecture.head_dim // 4 // 3  # the rotated half has head_dim / 4 frequencies, in three sections
     rope = {
         "rope_type": "default",

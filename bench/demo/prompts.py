@@ -132,6 +132,7 @@ def _row_of(line: str, where: str) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Write the prompts file, or print it; return the exit status."""
     try:
         settings = read_flags(PromptSettings, PROG, sys.argv[1:] if arguments is None else arguments)
         held_out = read_corpus(roots_for(settings.corpus, [])).held_out

@@ -55,6 +55,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
+    """Read a tokenizer; ConfigError if it cannot be read or has more tokens than the model."""
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001 - the library raises nothing narrower

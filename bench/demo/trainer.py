@@ -31,6 +31,7 @@ StepCallback = Callable[[int, list[float]], None]
 
 
 def choose_device(name: str) -> torch.device:
+    """The device of this name; "auto" takes a GPU where there is one."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

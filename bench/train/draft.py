@@ -56,8 +56,10 @@ class Target:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 finished, 1 stopped before the end (resumable) or a text that diverged, 2 an error, 130 Ctrl-C
-    before or after the training itself.
+    """Run the command and return its exit status.
+
+    0: finished; 1: stopped before the end (resumable) or a text that diverged; 2: an error; 130: Ctrl-C before or after
+    the training itself.
     """
     try:
         config = parse_command_line(TrainDraftConfig, PROG, sys.argv[1:] if arguments is None else arguments)

@@ -29,8 +29,9 @@ def writing(out: Path) -> Iterator[None]:
 
 @contextmanager
 def beginning(out: Path) -> Iterator[None]:
-    """Around the start of a run: the folder is there and can be written; where the start fails, folders that were made
-    for it and have nothing in them go again.
+    """Make sure, around the start of a run, that its folder is there and can be written.
+
+    If the start fails, folders that were made for it and are empty are removed.
 
     Raises:
         ConfigError: it cannot be made or written.

@@ -1,5 +1,7 @@
-"""An EAGLE-3 head as it is trained (arXiv 2503.01840): one decoder layer over the next token's embedding and the fused
-hidden states of three of the target's layers, applied to its own output for the drafts further down.
+"""An EAGLE-3 head as it is trained (arXiv 2503.01840).
+
+It is one decoder layer over the next token's embedding and the fused hidden states of three of the target's layers,
+applied to its own output for the drafts further down.
 
 Entry t takes the token at t and a hidden state of t - 1, and says what comes at t + 1. On step 1 that state is the
 target's; on step s it is the head's own of step s - 1, as it will be in a draft of s tokens. Everything is run in
@@ -138,12 +140,14 @@ class Eagle3Head(nn.Module):
     def __init__(
         self, shape: HeadShape, output: Tensor, scales: Sequence[float], target_ids: Tensor | None = None
     ) -> None:
-        """Args:
-        shape: all sizes.
-        output: [V, H], the target's output matrix, which the head's own starts from.
-        scales: by which the features of each layer are divided, so that all are of one size while they are learned
-            from; powers of two, so that ``tensors`` gives the same head without them, to the bit.
-        target_ids: [D] int64, the tokens that are drafted, ascending; None: all.
+        """Make a head whose output matrix starts from the target's.
+
+        Args:
+            shape: all sizes.
+            output: [V, H], the target's output matrix, which the head's own starts from.
+            scales: by which the features of each layer are divided, so that all are of one size while they are learned
+                from; powers of two, so that ``tensors`` gives the same head without them, to the bit.
+            target_ids: [D] int64, the tokens that are drafted, ascending; None: all.
         """
         super().__init__()
         self.shape, self.target_ids = shape, target_ids

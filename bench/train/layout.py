@@ -43,8 +43,9 @@ def head_tensors(head: Eagle3Head) -> dict[str, Tensor]:
 
 
 def head_config(shape: HeadShape, layers: tuple[int, ...], max_positions: int) -> dict[str, Any]:
-    """config.json. It names the target's layers twice, for runtimes that count what goes into a layer and for those
-    that count what comes out of it.
+    """The content of config.json.
+
+    It names the target's layers twice, for runtimes that count the inputs of layers and for those that count outputs.
     """
     ids = "eagle_aux_hidden_state_layer_ids"
     return {

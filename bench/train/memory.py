@@ -51,8 +51,10 @@ def needs_of(config: TrainDraftConfig, shape: HeadShape, num_windows: int) -> Ne
 
 
 def step_bytes(config: TrainDraftConfig, shape: HeadShape) -> int:
-    """What one step takes at its peak: the states of all drafts with the attention's weights, kept for the way back,
-    and a slice of logits; or what Adam needs for the largest matrix.
+    """Bytes that one step takes at its peak.
+
+    These are the states of all drafts with the attention's weights, kept for the backward pass, and a slice of logits;
+    or what Adam needs for the largest matrix.
     """
     s, rows, drafts = shape, config.batch * config.seq, config.steps_deep
     width = s.num_heads * s.head_dim

@@ -79,8 +79,9 @@ class DraftTrainer:
 
     @property
     def figures(self) -> dict[str, float | list[float]]:
-        """Moving averages: the loss in nats, and of each draft in a row the share that is the target's likeliest token,
-        on text as it stands.
+        """Moving averages: the loss in nats, and the acceptance of each draft in a row.
+
+        Acceptance is the share of drafts that are the target's likeliest token, on text as it stands.
         """
         loss, *agreement = self.progress.smoothed or [math.nan]
         return {"loss": loss, "agreement": agreement}

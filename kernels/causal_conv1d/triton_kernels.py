@@ -60,6 +60,7 @@ def tree_in_place_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """Convolve the nodes of trees over stored windows, and leave their inputs as records."""
     b = tl.program_id(0)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_channel = channels < num_channels
@@ -126,6 +127,7 @@ def tree_snapshots_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """Convolve the nodes of trees, and leave the window after every node."""
     b = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     nodes = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -171,6 +173,7 @@ def extend_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """Convolve runs of tokens and advance their windows in place."""
     b = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     channels = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)

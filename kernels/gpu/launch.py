@@ -11,8 +11,10 @@ from torch import Tensor
 
 
 def can_launch(*tensors: Tensor | None) -> bool:
-    """Whether Triton runs on these: all on one GPU, or on the CPU where the interpreter was asked for; none in float64,
-    which kernels do not compute in.
+    """Whether Triton runs on these tensors.
+
+    They must be on one GPU, or on the CPU where the interpreter was asked for, and none may be float64, for which there
+    are no kernels.
 
     ``SPECMAMBA_TRITON=0`` turns Triton off, for comparison with PyTorch. ``SPECMAMBA_TRITON=interpret`` together with
     ``TRITON_INTERPRET=1`` runs kernels on the CPU, line by line: for tests of whole steps, far too slow for more.

@@ -19,6 +19,7 @@ def angles_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
+    """Cosines and sines of positions times frequencies."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BLOCK_R)
     is_token, is_column = tokens < num_tokens, columns < width

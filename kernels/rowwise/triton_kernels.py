@@ -16,6 +16,7 @@ def sigmoid(x):
 
 @triton.jit
 def silu(x):
+    """x * sigmoid(x), in the dtype of x."""
     return x * sigmoid(x)
 
 
@@ -62,6 +63,7 @@ def norm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """RMSNorm of rows of D values, gated where there is a gate."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK_D)
     is_column = columns < width
@@ -88,6 +90,7 @@ def silu_mul_kernel(
     stride_t,
     BLOCK: tl.constexpr,
 ):
+    """silu(gate) * up of the two halves of each row."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
@@ -118,6 +121,7 @@ def rotate_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """Rotary embedding of the first R components of each head."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns, half = tl.arange(0, BLOCK_D), rotary_width // 2
     mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
@@ -162,6 +166,7 @@ def delta_inputs_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """Normalized q and k, decay g and beta of a gated delta net from its projections."""
     token = tl.program_id(0).to(tl.int64)
     outer, inner = token // length, token % length
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # queries', then keys'

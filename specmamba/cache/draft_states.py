@@ -29,11 +29,13 @@ class DraftStates:
     """
 
     def __init__(self, shape: CacheShape, num_rows: int, max_nodes: int, device: torch.device) -> None:
-        """Args:
-        shape: of the draft model.
-        num_rows: of the request table.
-        max_nodes: of a draft, the root counted.
-        device: of the pools.
+        """Allocate the pools of a draft model.
+
+        Args:
+            shape: of the draft model.
+            num_rows: of the request table.
+            max_nodes: of a draft, the root counted.
+            device: of the pools.
         """
         self._device = device
         self._pool = StatePool(shape, num_rows + 1, device)

@@ -40,12 +40,14 @@ class RequestTable:
     def __init__(
         self, num_rows: int, max_positions: int, kv_pool: KVPool, device: torch.device, is_mirrored: bool | None = None
     ) -> None:
-        """Args:
-        num_rows: requests that hold memory at the same time.
-        max_positions: of one row.
-        kv_pool: has the pages.
-        device: where kernels read the table.
-        is_mirrored: the device has a copy of its own, as it must have everywhere but on a CPU, which None means.
+        """Allocate the table; no row is taken.
+
+        Args:
+            num_rows: requests that hold memory at the same time.
+            max_positions: of one row.
+            kv_pool: has the pages.
+            device: where kernels read the table.
+            is_mirrored: the device has a copy of its own, as it must have everywhere but on a CPU, which None means.
         """
         self.num_rows = num_rows
         self.max_positions = max_positions

@@ -1,5 +1,6 @@
-"""Checkpoints: recurrent states and convolution windows in slots, each with a stamp that says whose it is and where
-it stands.
+"""Checkpoints: recurrent states and convolution windows in slots.
+
+Each slot has a stamp that says which owner it belongs to and at which position its state stands.
 """
 
 from __future__ import annotations

@@ -85,8 +85,9 @@ def examine_plan(config: EngineConfig) -> tuple[Facts, list[Problem]]:
 
 
 def engines_of(config: EngineConfig, algorithm: str) -> list[dict[str, Any]]:
-    """The engines to test: the one that these flags start, and of the demo also one in float32, where texts are equal
-    token for token. Where nothing would draft, n-grams do, which need no head.
+    """The engines to test: the one that these flags start, and of the demo also one in float32.
+
+    In float32 texts are equal token for token. Where nothing would draft, n-grams do, which need no head.
     """
     flags = config.model_dump(include=set(EngineConfig.model_fields))
     if algorithm == "none":

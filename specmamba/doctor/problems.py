@@ -18,8 +18,10 @@ class Problem:
 
 
 def error(what: str, advice: str) -> Problem:
+    """A problem that keeps the server from running."""
     return Problem("error", what, advice)
 
 
 def warning(what: str, advice: str) -> Problem:
+    """A problem that the server runs with."""
     return Problem("warning", what, advice)

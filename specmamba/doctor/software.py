@@ -78,6 +78,7 @@ def _problems(found: dict[str, str | None], ranges: dict[str, str]) -> Iterator[
 
 
 def installed_version(package: str) -> str | None:
+    """The version of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

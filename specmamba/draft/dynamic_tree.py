@@ -1,5 +1,6 @@
-"""Dynamic draft trees in the manner of EAGLE-2 (arXiv 2406.16858, section 4): expand the best nodes of every step,
-then keep the best of all that were seen.
+"""Dynamic draft trees in the manner of EAGLE-2 (arXiv 2406.16858, section 4).
+
+Expand the best nodes of every step, then keep the best of all that were seen.
 
 A node's value is the probability of its path as the draft sees it, and never rises from parent to child; so the best
 N - 1 nodes form a tree, and best first is optimal for a budget of nodes.

@@ -39,11 +39,13 @@ class NgramDrafter(Drafter):
     def __init__(
         self, plan: DraftPlan, config: EngineConfig, table: RequestTable, corpus_tokens: Tensor | None
     ) -> None:
-        """Args:
-        plan: shape of the trees.
-        config: sizes of the windows that are matched.
-        table: gives the number of rows and of positions.
-        corpus_tokens: [n] int64, see ``ngram_corpus.read_corpus``; None: no corpus.
+        """Allocate a window of known tokens per row.
+
+        Args:
+            plan: shape of the trees.
+            config: sizes of the windows that are matched.
+            table: gives the number of rows and of positions.
+            corpus_tokens: [n] int64, see ``ngram_corpus.read_corpus``; None: no corpus.
         """
         self.max_nodes = plan.max_nodes
         self._max_children = plan.topk

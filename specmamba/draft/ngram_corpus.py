@@ -54,9 +54,11 @@ class CorpusIndex:
     """
 
     def __init__(self, tokens: Tensor, max_window: int) -> None:
-        """Args:
-        tokens: [n] int64, not negative, n >= 1.
-        max_window: tokens that matches are compared on at the most.
+        """Index the corpus.
+
+        Args:
+            tokens: [n] int64, not negative, n >= 1.
+            max_window: tokens that matches are compared on at the most.
         """
         self._tokens = tokens.int()
         num_doublings = (max_window - 1).bit_length()

@@ -21,13 +21,15 @@ class PendingTokenTable:
     def __init__(
         self, num_rows: int, capacity: int, num_modules: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Args:
-        num_rows: of the request table, row 0 counted.
-        capacity: tokens of a row.
-        num_modules: of the head.
-        width: of the states.
-        dtype: the same.
-        device: of the pools.
+        """Allocate the lists; all rows are empty.
+
+        Args:
+            num_rows: of the request table, row 0 counted.
+            capacity: tokens of a row.
+            num_modules: of the head.
+            width: of the states.
+            dtype: the same.
+            device: of the pools.
         """
         self.capacity, self._width, self._device = capacity, width, device
         self.tokens = torch.zeros(num_rows, capacity, dtype=torch.int64, device=device)

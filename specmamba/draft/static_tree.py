@@ -38,11 +38,13 @@ class StaticLayout:
 
     @classmethod
     def of(cls, tree: StaticTree, draws: bool, device: torch.device) -> StaticLayout:
-        """Args:
-        tree: the topology.
-        draws: children are drawn, so that a node's place among its siblings counts and not its rank: they are tried in
-            the order of nodes, and leaving out a draw that came first would change the distribution of those after it.
-        device: where the tensors go.
+        """Prepare the tables of a topology.
+
+        Args:
+            tree: the topology.
+            draws: children are drawn, so that a node's place among its siblings counts and not its rank: they are tried
+                in the order of nodes, and leaving out a draw that came first would change the distribution of the rest.
+            device: where the tensors go.
         """
         by_rank = sorted(range(1, tree.num_nodes), key=lambda node: (tree.parents[node], tree.ranks[node]))
         siblings: dict[int, list[int]] = {}

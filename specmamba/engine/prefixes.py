@@ -25,11 +25,13 @@ class Prefixes:
     """
 
     def __init__(self, runner: Runner, cache: MambaRadixCache, is_on: bool, track_interval: int | None) -> None:
-        """Args:
-        runner: with the pools that the cache shares.
-        cache: the tree.
-        is_on: False: every request computes its whole prompt, and nothing is left.
-        track_interval: generated tokens between two states.
+        """Share the pools of a runner through a prefix cache.
+
+        Args:
+            runner: with the pools that the cache shares.
+            cache: the tree.
+            is_on: False: every request computes its whole prompt, and nothing is left.
+            track_interval: generated tokens between two states.
         """
         self.cache, self.is_on = cache, is_on
         self._runner, self._pools = runner, runner.pools

@@ -38,14 +38,16 @@ class ReplayedSteps:
         max_root_position: int,
         device: torch.device,
     ) -> None:
-        """Args:
-        replay: runs steps by kind.
-        buckets: batch sizes, rising.
-        records: of the states.
-        table: of the rows.
-        max_nodes: of a tree.
-        max_root_position: no root ever stands behind it.
-        device: of the pools.
+        """Allocate the inputs of all buckets.
+
+        Args:
+            replay: runs steps by kind.
+            buckets: batch sizes, rising.
+            records: of the states.
+            table: of the rows.
+            max_nodes: of a tree.
+            max_root_position: no root ever stands behind it.
+            device: of the pools.
         """
         self.replay, self.buckets = replay, buckets
         self.buffers = StepBuffers(buckets[-1], max_nodes, device)

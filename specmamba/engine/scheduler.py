@@ -1,5 +1,6 @@
-"""Who runs: first come, first served (or the longest cached prefix first), with chunked prefill and preemption of the
-youngest.
+"""Decides which requests run, with chunked prefill and preemption of the youngest.
+
+Requests are admitted in order of arrival, or the longest cached prefix first.
 """
 
 from __future__ import annotations

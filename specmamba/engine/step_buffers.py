@@ -60,10 +60,12 @@ class StepBuffers:
     """The inputs of all steps, whatever their kind. A step reads the first rows of them, its bucket."""
 
     def __init__(self, num_rows: int, max_nodes: int, device: torch.device) -> None:
-        """Args:
-        num_rows: of the largest bucket.
-        max_nodes: of a tree.
-        device: where steps run.
+        """Allocate the buffers of the largest bucket.
+
+        Args:
+            num_rows: of the largest bucket.
+            max_nodes: of a tree.
+            device: where steps run.
         """
         self.integers = Columns(INTEGERS, num_rows, torch.int64, device)
         self.floats = Columns(FLOATS, num_rows, torch.float32, device)

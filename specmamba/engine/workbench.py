@@ -110,8 +110,9 @@ class Workbench:
         return recorder
 
     def logits_along(self, prompt: Sequence[int], tokens: Sequence[int], see: Callable[[Tensor], None]) -> None:
-        """Lead plain decoding along given tokens behind a prompt; ``see`` gets the logits [V] float32, on the CPU, that
-        each of them would be chosen from.
+        """Lead plain decoding along given tokens behind a prompt.
+
+        ``see`` gets the logits [V] float32, on the CPU, that each of them would be chosen from.
 
         Raises:
             RequestError: no plain decoding is set, the tokens are none that fit, or the model's numbers are not finite.
@@ -150,8 +151,9 @@ class Workbench:
         read_target(engine, texts, layers, see)
 
     def target_matrices(self) -> tuple[Tensor, Tensor]:
-        """The target's embedding as its checkpoint has it, and its output head with all that logits are multiplied by:
-        both [V, H] float32, on the CPU, and the caller's own.
+        """The target's embedding and its output head: both [V, H] float32, on the CPU, and the caller's own.
+
+        The embedding is the checkpoint's; the head includes every factor that logits are multiplied by.
         """
         target = self._engine.model.target
         assert isinstance(target, HybridTarget)

@@ -15,12 +15,14 @@ class Attention:
     def __init__(
         self, kv_layer: int, project: Linear, out: Linear, form: paged_attention.Form, has_rotary: bool = True
     ) -> None:
-        """Args:
-        kv_layer: where this layer's keys and values live in the KV pool.
-        project: H -> (Hq + 2 Hkv) D, with a gate Hq D more; in the order queries, keys, values, gates.
-        out: Hq D -> H.
-        form: what happens between the two.
-        has_rotary: whether queries and keys are rotated by their positions.
+        """Make the layer from its projections.
+
+        Args:
+            kv_layer: where this layer's keys and values live in the KV pool.
+            project: H -> (Hq + 2 Hkv) D, with a gate Hq D more; in the order queries, keys, values, gates.
+            out: Hq D -> H.
+            form: what happens between the two.
+            has_rotary: whether queries and keys are rotated by their positions.
         """
         self._kv_layer = kv_layer
         self._in, self._out = project, out

@@ -17,12 +17,14 @@ class GatedDeltaNet:
     def __init__(
         self, state_layer: int, shape: StateShape, project: Linear, out: Linear, weights: delta_net.Weights
     ) -> None:
-        """Args:
-        state_layer: where this layer's state lives in the state pool.
-        shape: of the state; C = 2 Hk K + Hv V convolution channels.
-        project: H -> C + Hv V + 2 Hv, in the order q, k, v, output gate, beta, decay.
-        out: Hv V -> H.
-        weights: of what is between the two.
+        """Make the layer from its projections and weights.
+
+        Args:
+            state_layer: where this layer's state lives in the state pool.
+            shape: of the state; C = 2 Hk K + Hv V convolution channels.
+            project: H -> C + Hv V + 2 Hv, in the order q, k, v, output gate, beta, decay.
+            out: Hv V -> H.
+            weights: of what is between the two.
         """
         self._state_layer = state_layer
         self._num_heads = shape.num_value_heads

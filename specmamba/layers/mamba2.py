@@ -17,12 +17,14 @@ class Mamba2:
     def __init__(
         self, state_layer: int, shape: StateShape, project: Linear, out: Linear, weights: mamba2.Weights
     ) -> None:
-        """Args:
-        state_layer: where this layer's state lives in the state pool.
-        shape: of the state: groups and state size as keys, heads and head size as values; C convolution channels.
-        project: H -> inner + C + heads, in the order gate, convolution's input (x, B, C), step size.
-        out: inner -> H.
-        weights: of what is between the two.
+        """Make the layer from its projections and weights.
+
+        Args:
+            state_layer: where this layer's state lives in the state pool.
+            shape: of the state: groups and state size as keys, heads and head size as values; C convolution channels.
+            project: H -> inner + C + heads, in the order gate, convolution's input (x, B, C), step size.
+            out: inner -> H.
+            weights: of what is between the two.
         """
         self._state_layer = state_layer
         inner = shape.num_value_heads * shape.value_dim

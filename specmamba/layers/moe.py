@@ -57,13 +57,15 @@ class SigmoidRouter:
         renormalise: bool = True,
         scale: float = 1.0,
     ) -> None:
-        """Args:
-        weight: [E, H].
-        bias: [E], decides who is chosen and does not count in the weights.
-        k: experts of a token.
-        num_groups, topk_groups: equal runs of experts, and how many of them a token may choose from.
-        renormalise: the weights of a token's experts sum to 1 before they are scaled.
-        scale: multiplies the weights.
+        """Make a router.
+
+        Args:
+            weight: [E, H].
+            bias: [E], decides who is chosen and does not count in the weights.
+            k: experts of a token.
+            num_groups, topk_groups: equal runs of experts, and how many of them a token may choose from.
+            renormalise: the weights of a token's experts sum to 1 before they are scaled.
+            scale: multiplies the weights.
         """
         self._scores, self._bias, self._k = moe.pack_router(weight), bias.float(), k
         self._num_groups, self._topk_groups = num_groups, topk_groups
@@ -88,11 +90,14 @@ class Experts:
     def __init__(
         self, up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], form: WeightForm = "plain"
     ) -> None:
-        """Args:
-        up: [E, I, H], or [E, 2 I, H] for activations that halve the width; not kept when a packed copy takes its place.
-        down: [E, H, I], the same.
-        activation: [..., I or 2 I] -> [..., I].
-        form: of the matrices.
+        """Hold the matrices of all experts.
+
+        Args:
+            up: [E, I, H], or [E, 2 I, H] for activations that halve the width; not kept when a packed copy takes its
+                place.
+            down: [E, H, I], the same.
+            activation: [..., I or 2 I] -> [..., I].
+            form: of the matrices.
         """
         if up.device.type == "cpu":
             library.preload()
@@ -118,12 +123,14 @@ class MoE:
         shared_gate: Linear | None = None,
         latent: tuple[Linear, Linear] | None = None,
     ) -> None:
-        """Args:
-        router: of all tokens.
-        experts: H -> H, or of the latent width.
-        shared: a layer that sees every token, H -> H.
-        shared_gate: H -> 1, how much of ``shared`` counts, by sigmoid.
-        latent: into the experts' smaller width and out of it again.
+        """Make the layer from its router and its experts.
+
+        Args:
+            router: of all tokens.
+            experts: H -> H, or of the latent width.
+            shared: a layer that sees every token, H -> H.
+            shared_gate: H -> 1, how much of ``shared`` counts, by sigmoid.
+            latent: into the experts' smaller width and out of it again.
         """
         self._router, self._experts, self._shared = router, experts, shared
         self._shared_gate, self._latent = shared_gate, latent

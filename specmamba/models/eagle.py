@@ -74,10 +74,12 @@ class HeadWeights(Weights):
         first_kv_layer: int,
         shares_embedding: bool,
     ) -> None:
-        """Args:
-        config, reader, options, folder: of the head.
-        first_kv_layer: where the head's keys and values begin in the pool, behind the target's.
-        shares_embedding: whether its embedding is the target's, where that cannot be seen from shapes.
+        """Read the head's weights.
+
+        Args:
+            config, reader, options, folder: of the head.
+            first_kv_layer: where the head's keys and values begin in the pool, behind the target's.
+            shares_embedding: whether its embedding is the target's, where that cannot be seen from shapes.
         """
         super().__init__(config, reader, options, options.draft_form)
         self.folder, self._first_kv_layer, self._shares_embedding = folder, first_kv_layer, shares_embedding

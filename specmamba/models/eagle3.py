@@ -1,5 +1,6 @@
-"""EAGLE-3 heads (arXiv 2503.01840): they read several layers of the target, and have an output head of their own over a
-part of its vocabulary.
+"""EAGLE-3 heads (arXiv 2503.01840).
+
+They read several layers of the target, and have an output head of their own over a part of its vocabulary.
 """
 
 from __future__ import annotations

@@ -47,13 +47,15 @@ class HybridTarget:
         embedding_scale: float = 1.0,
         logits_scale: float = 1.0,
     ) -> None:
-        """Args:
-        embedding: [V, H].
-        blocks: in the order in which they run.
-        norm: the final one.
-        head: H -> V.
-        rotary: of the attention layers; None in models that do not rotate.
-        embedding_scale, logits_scale: multiply what the embedding and the head give.
+        """Make a model from its layers.
+
+        Args:
+            embedding: [V, H].
+            blocks: in the order in which they run.
+            norm: the final one.
+            head: H -> V.
+            rotary: of the attention layers; None in models that do not rotate.
+            embedding_scale, logits_scale: multiply what the embedding and the head give.
         """
         self.vocab_size, self.hidden_size = embedding.shape
         self.embedding, self.rotary, self.head = embedding, rotary, head

@@ -28,10 +28,12 @@ class MTPHead:
     """Modules, one for each depth of a draft, or one for all; embedding and rotary are the target's."""
 
     def __init__(self, target: HybridTarget, modules: Sequence[MTPModule], output: Linear) -> None:
-        """Args:
-        target: has the embedding, [V, H].
-        modules: the first of them drafts after the root. Attention layers of all are numbered in the KV pool.
-        output: H -> V, of every module.
+        """Make a head of one or several modules.
+
+        Args:
+            target: has the embedding, [V, H].
+            modules: the first of them drafts after the root. Attention layers of all are numbered in the KV pool.
+            output: H -> V, of every module.
         """
         self.width, self.num_modules = target.hidden_size, len(modules)
         self._target, self._modules, self._output = target, tuple(modules), output

@@ -123,8 +123,9 @@ class NemotronWeights(Weights):
         return self.norm(name, self.config.hidden_size, self.config.layer_norm_epsilon)
 
     def blocks(self, prefix: str, kinds: list[str], first: int = 0, first_kv_layer: int = 0) -> list[Block]:
-        """Blocks of these kinds, from layer ``first`` on; those that keep something are numbered in the pool of their
-        kind.
+        """Blocks of these kinds, from layer ``first`` on.
+
+        Blocks with KV or states are numbered in the pool of their kind.
         """
         index = {MAMBA: 0, ATTENTION: first_kv_layer, MLP_LAYER: 0, MOE_LAYER: 0}
         blocks = []

@@ -24,6 +24,7 @@ from specmamba.server.tools.plan import ToolPlan, plan_tools
 
 
 def chat_routes(service: Service) -> APIRouter:
+    """The routes under ``/v1/chat``."""
     router = APIRouter()
 
     @router.post(

@@ -59,6 +59,7 @@ class CompletionFormat:
 
 
 def completion_routes(service: Service) -> APIRouter:
+    """The route ``/v1/completions``."""
     router = APIRouter()
 
     @router.post("/v1/completions", responses=answers(Completion, Completion), response_model=Completion)

@@ -70,6 +70,7 @@ def _cache_counters(cache: CacheStats) -> Iterator[Metric]:
 
 
 def spec_counters(spec: SpecStats) -> Iterator[Metric]:
+    """Prometheus counters of drafts and acceptance."""
     counters = {
         "num_drafts": ("Verify steps that had a draft", spec.num_drafts),
         "num_draft_tokens": ("Tokens drafted, roots not counted", spec.num_draft_tokens),

@@ -95,8 +95,10 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 class _AnswerUnforeseen:
-    """Answers what no handler foresaw. A handler for ``Exception`` would do so too, and then have the connection,
-    and with it the client's next request, broken off.
+    """Answers what no handler foresaw.
+
+    A handler for ``Exception`` would do so too, but the connection, and with it the client's next request, would be
+    closed.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -24,6 +24,7 @@ class Ready(BaseModel):
 
 
 def health_routes(service: Service) -> APIRouter:
+    """The routes that say whether the engine runs."""
     router = APIRouter()
     engine = service.engine
 

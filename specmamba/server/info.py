@@ -75,6 +75,7 @@ class ServerInfo(BaseModel):
 
 
 def info_routes(service: Service) -> APIRouter:
+    """The routes that describe the server."""
     router = APIRouter()
     started = time.monotonic()
 

@@ -86,8 +86,9 @@ def _caller(scope: Scope) -> str:
 
 
 class LimitBody:
-    """Refuses bodies that are too large, announced or not, or have too many values, those that are not JSON, and
-    compressed ones.
+    """Refuses bodies that are too large, have too many values, are not JSON, or are compressed.
+
+    The size is checked whether it is announced or not.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:

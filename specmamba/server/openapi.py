@@ -60,8 +60,9 @@ def _event(chunk: type[BaseModel]) -> dict[str, Any]:
 
 
 def finished(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema as FastAPI makes it, without the 422 answers that this server never gives, and with the definitions
-    of what is streamed among all others.
+    """The schema as FastAPI makes it, corrected.
+
+    It lacks the 422 answers that this server never gives, and has the definitions of what is streamed.
     """
     components = schema["components"]["schemas"]
     for path in schema["paths"].values():

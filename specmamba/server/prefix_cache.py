@@ -33,6 +33,7 @@ class CacheQuery(StrictModel):
 
 
 def prefix_cache_routes(service: Service) -> APIRouter:
+    """The routes that show and empty the prefix cache."""
     router = APIRouter()
     text = {"text/plain": {"schema": {"type": "string", "description": "one line per node of the tree"}}}
 

@@ -60,8 +60,9 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
 
 
 def _keep_what_is_loaded() -> None:
-    """Have the collector pass over modules, model and pools, which live as long as the process: looking through all of
-    them takes a tenth of a second, in which nobody gets a token.
+    """Take modules, model and pools, which live as long as the process, out of garbage collection.
+
+    Collecting them takes a tenth of a second, in which no request gets a token.
     """
     gc.collect()
     gc.freeze()
@@ -87,6 +88,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
+    """The URL at which a listening socket is reached."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
 

@@ -87,8 +87,10 @@ class Service:
         grammar: GrammarSpec | None = None,
         request: Request | None = None,
     ) -> Choices:
-        """What to ask the engine: each prompt ``per_prompt`` times (by default n times), within the grammar that is
-        given or else the one that the request asks for. No grammar is compiled for a ``request`` that has hung up.
+        """Make the engine requests: each prompt ``per_prompt`` times, by default n times.
+
+        Their text follows the grammar that is given or else the one that the request asks for. No grammar is compiled
+        for a ``request`` whose client has disconnected.
 
         Raises:
             ApiError: a field asks for what this server does not give; the error names it.

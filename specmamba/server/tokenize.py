@@ -78,6 +78,7 @@ class Detokenized(BaseModel):
 
 
 def tokenize_routes(service: Service) -> APIRouter:
+    """The routes ``/tokenize`` and ``/detokenize``."""
     router = APIRouter()
 
     @router.post("/tokenize", responses=_ERRORS, response_model=Tokenized)

@@ -21,7 +21,9 @@ ParserName = Literal["auto", "hermes", "qwen3-xml", "nemotron", "none"]
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """``template_tools``: what the chat template is told; None: nothing. ``grammar``: of the whole answer, if a call is
+    """How a request's tools are offered to the model and read from its answer.
+
+    ``template_tools``: the tools given to the chat template; None: none. ``grammar``: of the whole answer, if a call is
     forced. ``called``: the finish reason of an answer that ended by itself and holds calls.
     """
 
