@@ -19,6 +19,7 @@ from specmamba.kernels import sampling as sampling_ops
 from specmamba.kernels.sampling import reference
 from specmamba.verify import rules
 from specmamba.verify.accept import accept
+from tests.pairwise import pairwise
 
 VOCABULARY, ROOT_POSITION = 6, 9
 TREES = {
@@ -107,9 +108,11 @@ def p_values(verdict: Verdict, params: SamplingParams) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("rule", ["target", "rejection"])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("tree", TREES)
+@pairwise(
+    pytest.mark.parametrize("rule", ["target", "rejection"]),
+    pytest.mark.parametrize("setting", SETTINGS),
+    pytest.mark.parametrize("tree", TREES),
+)
 def test_every_token_is_distributed_as_the_target_says(tree: str, setting: str, rule: rules.AcceptRule) -> None:
     params = SETTINGS[setting]
     batch = batch_of(params, 6000)
@@ -251,9 +254,11 @@ def test_logits_that_are_no_numbers_are_unsound() -> None:
 # --- synthetic acceptance
 
 
-@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SETTINGS["temperature 1"]])
-@pytest.mark.parametrize("rule", ["target", "rejection"])
-@pytest.mark.parametrize("tree", TREES)
+@pairwise(
+    pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SETTINGS["temperature 1"]]),
+    pytest.mark.parametrize("rule", ["target", "rejection"]),
+    pytest.mark.parametrize("tree", TREES),
+)
 def test_synthetic_acceptance_follows_first_children(tree: str, rule: rules.AcceptRule, params: SamplingParams) -> None:
     batch = batch_of(params, 4000)
     drafts = drawn_tree(TREES[tree], batch)

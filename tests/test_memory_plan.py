@@ -28,6 +28,7 @@ from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.models.base import LoadOptions
 from specmamba.models.registry import load_model
+from tests.pairwise import pairwise
 from tests.tiny import write_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -147,9 +148,11 @@ class TestBytes:
 class TestPlenty:
     """More memory than can be of use."""
 
-    @pytest.mark.parametrize("page_size", [1, 7, 16])
-    @pytest.mark.parametrize("max_nodes", [1, 4])
-    @pytest.mark.parametrize(("rows", "contexts"), [(1, 5), (3, 7), (6, 12)])
+    @pairwise(
+        pytest.mark.parametrize("page_size", [1, 7, 16]),
+        pytest.mark.parametrize("max_nodes", [1, 4]),
+        pytest.mark.parametrize(("rows", "contexts"), [(1, 5), (3, 7), (6, 12)]),
+    )
     def test_kv_of_running_requests_and_as_much_to_cache(
         self, page_size: int, max_nodes: int, rows: int, contexts: int
     ) -> None:

@@ -30,6 +30,7 @@ from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
 from specmamba.kernels import tree as tree_ops
 from specmamba.models.base import DraftHead
+from tests.pairwise import pairwise
 from tests.tiny import FULL, LINEAR, mtp_tensors, randomize, tiny_config, write_config, write_tiny_checkpoint
 
 TOLERANCE = 1e-4  # largest difference, relative to the largest logit
@@ -304,9 +305,11 @@ class TestTarget:
         assert bool(probe.record.padded_chunks) == (chunk_size > 1)
         check_extends(probe.record, texts, references[name].target)
 
-    @pytest.mark.parametrize("page_size", [1, 16])
-    @pytest.mark.parametrize("num_nodes", [1, 2, 6])
-    @pytest.mark.parametrize("name", MODELS)
+    @pairwise(
+        pytest.mark.parametrize("page_size", [1, 16]),
+        pytest.mark.parametrize("num_nodes", [1, 2, 6]),
+        pytest.mark.parametrize("name", MODELS),
+    )
     def test_verify_chains(
         self,
         name: str,
@@ -325,9 +328,11 @@ class TestTarget:
         check_rounds(probe.record, references[name].target)
         self.check_that_it_was_worth_it(probe.record, num_nodes)
 
-    @pytest.mark.parametrize("page_size", [1, 16])
-    @pytest.mark.parametrize("num_nodes", [5, 12])
-    @pytest.mark.parametrize("name", MODELS)
+    @pairwise(
+        pytest.mark.parametrize("page_size", [1, 16]),
+        pytest.mark.parametrize("num_nodes", [5, 12]),
+        pytest.mark.parametrize("name", MODELS),
+    )
     def test_verify_trees(
         self,
         name: str,
@@ -485,9 +490,11 @@ class TestMTPHead:
     LENGTHS = (1, 26, 2, 3, 45, 4, 9)
     NEW_TOKENS = (26, 14, 33, 21, 12, 30, 24)
 
-    @pytest.mark.parametrize("page_size", [1, 16])
-    @pytest.mark.parametrize("num_steps", [1, 3, 5])
-    @pytest.mark.parametrize("name", MODELS)
+    @pairwise(
+        pytest.mark.parametrize("page_size", [1, 16]),
+        pytest.mark.parametrize("num_steps", [1, 3, 5]),
+        pytest.mark.parametrize("name", MODELS),
+    )
     def test_drafts(
         self,
         name: str,

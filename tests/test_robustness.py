@@ -22,6 +22,7 @@ from specmamba.engine.engine import Engine
 from specmamba.errors import QueueFullError
 from specmamba.kernels import sampling
 from specmamba.server_config import ServerConfig
+from tests.pairwise import pairwise
 from tests.test_server_process import ROOT
 
 
@@ -85,9 +86,11 @@ class TestNumbersThatAreNone:
         target.embedding[self.BAD_TOKEN] = float("nan")
         return engine
 
-    @pytest.mark.parametrize("temperature", [0.0, 0.8])
-    @pytest.mark.parametrize("order", [("long", "good", "bad"), ("bad", "good", "long"), ("good", "bad", "long")])
-    @pytest.mark.parametrize("bad", [[8, 9, 7], [5, 8, 9], [9]], ids=["in the prompt", "at the root", "alone"])
+    @pairwise(
+        pytest.mark.parametrize("temperature", [0.0, 0.8]),
+        pytest.mark.parametrize("order", [("long", "good", "bad"), ("bad", "good", "long"), ("good", "bad", "long")]),
+        pytest.mark.parametrize("bad", [[8, 9, 7], [5, 8, 9], [9]], ids=["in the prompt", "at the root", "alone"]),
+    )
     def test_only_the_request_concerned_ends(
         self, sick: Engine, temperature: float, order: tuple[str, ...], bad: list[int]
     ) -> None:

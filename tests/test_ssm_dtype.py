@@ -25,6 +25,7 @@ from specmamba.engine.workbench import Workbench
 from specmamba.kernels import delta_net, gated_delta_rule, mamba2, ssd, state_records
 from specmamba.kernels.state_records import as_stored
 from tests.families import FAMILIES
+from tests.pairwise import pairwise
 from tests.tiny import write_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -227,9 +228,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-@each_dtype
-@pytest.mark.parametrize("family", ["qwen3.5", "mamba2", "falcon-h1"])
-@pytest.mark.parametrize("backend", ["records", "snapshots"])
+@pairwise(
+    each_dtype,
+    pytest.mark.parametrize("family", ["qwen3.5", "mamba2", "falcon-h1"]),
+    pytest.mark.parametrize("backend", ["records", "snapshots"]),
+)
 def test_repeated_requests_are_the_same(folders: dict[str, Path], family: str, backend: str, name: str) -> None:
     """Cold, then from cached states: chunks end where they ended, so states were rounded where they were."""
     drafts: dict[str, Any] = {"speculative_algorithm": "ngram"}

@@ -32,6 +32,7 @@ from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
 from specmamba.kernels.ssd import reference as ssd_reference
 from specmamba.kernels.tree import reference as tree_reference
 from tests.kernels.trees import SHAPES, batch_of_parents, path_to, random_parents
+from tests.pairwise import pairwise
 from tests.tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_headroom")
@@ -648,9 +649,11 @@ class TestKernels:
             torch.testing.assert_close(out[:, 3], out[:, 0])
             torch.testing.assert_close(snapshots[:, 3], snapshots[:, 0])
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("width", [1, 2, 4])
-    @pytest.mark.parametrize("shapes", [("bushy",), SHAPES])
+    @pairwise(
+        pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
+        pytest.mark.parametrize("width", [1, 2, 4]),
+        pytest.mark.parametrize("shapes", [("bushy",), SHAPES]),
+    )
     def test_convolution(self, width: int, shapes: tuple[str, ...], dtype: torch.dtype) -> None:
         nodes, channels = 7, 5
         parents = batch_of_parents(shapes, nodes, seed=width)
@@ -670,9 +673,11 @@ class TestKernels:
 
 
 class TestMemory:
-    @each_backend
-    @pytest.mark.parametrize("max_nodes", [1, 4, 16])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pairwise(
+        each_backend,
+        pytest.mark.parametrize("max_nodes", [1, 4, 16]),
+        pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
+    )
     def test_the_bytes_are_those_of_the_buffers(self, backend: Any, max_nodes: int, dtype: torch.dtype) -> None:
         shape = cache_shape(dtype=dtype)
         config = EngineConfig(speculative_state=backend, max_running_requests=3)
@@ -754,10 +759,12 @@ def plain(tiny: Path) -> list[list[int]]:
     return texts
 
 
-@each_backend
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("preempted", [False, True], ids=["roomy", "preempted"])
-@pytest.mark.parametrize("drafts", ["chains", "trees"])
+@pairwise(
+    each_backend,
+    pytest.mark.parametrize("page_size", [1, 16]),
+    pytest.mark.parametrize("preempted", [False, True], ids=["roomy", "preempted"]),
+    pytest.mark.parametrize("drafts", ["chains", "trees"]),
+)
 def test_the_same_text(
     tiny: Path,
     plain: list[list[int]],

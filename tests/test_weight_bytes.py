@@ -20,6 +20,7 @@ from specmamba.models.draft_heads import load_draft_head
 from specmamba.models.registry import load_model
 from tests.families import FAMILIES
 from tests.heads import write_head
+from tests.pairwise import pairwise
 
 PANEL = 32
 PACKED = (
@@ -108,9 +109,11 @@ def test_models(folder: Path, dtype: torch.dtype, forms: tuple[str, str]) -> Non
     assert model.weight_bytes == load_model(folder, options("meta", dtype, forms)).weight_bytes
 
 
-@pytest.mark.parametrize("forms", FORMS, ids="-".join)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("style", ["eagle-all", "eagle3", "eagle3-narrow", "eagle3-tied"])
+@pairwise(
+    pytest.mark.parametrize("forms", FORMS, ids="-".join),
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
+    pytest.mark.parametrize("style", ["eagle-all", "eagle3", "eagle3-narrow", "eagle3-tied"]),
+)
 def test_heads_of_their_own(style: str, dtype: torch.dtype, forms: tuple[str, str], tmp_path: Path) -> None:
     target, head = tmp_path / "target", tmp_path / "head"
     FAMILIES["qwen3.5"].build(target, "tied")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specmamba.kernels.paged_attention import Keys
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
+from tests.pairwise import pairwise
 
 PAGE = 4
 NUM_ROWS = 7
@@ -66,9 +67,11 @@ def make_keys(contexts: list[int], num_queries: int, *, first: int = 0, slack: i
     return Keys(table, rows, last, num_keys, first, roots, seen)
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
-@pytest.mark.parametrize("num_entries", [0, 5, 9])
-@pytest.mark.parametrize("slack", [-3, 0, 20])
+@pairwise(
+    pytest.mark.parametrize("first", [0, 1, 2]),
+    pytest.mark.parametrize("num_entries", [0, 5, 9]),
+    pytest.mark.parametrize("slack", [-3, 0, 20]),
+)
 def test_masks_and_indices(slack: int, num_entries: int, first: int) -> None:
     """Contexts that end before ``first``, and a bound of keys that is tight, loose, or cuts something off."""
     keys = make_keys([0, 11, 1, 2, 7], 5, first=first, slack=slack, num_entries=num_entries)

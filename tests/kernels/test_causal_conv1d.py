@@ -9,6 +9,7 @@ from torch import Tensor
 from specmamba.kernels.causal_conv1d import reference, torch_ops
 from specmamba.kernels.tree import reference as tree
 from tests.kernels.trees import SHAPES, batch_of_parents, path_to
+from tests.pairwise import pairwise
 
 # bfloat16 results may round to the neighbouring value when float32 sums differ in their order
 TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
@@ -23,11 +24,13 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@DTYPES
-@BIAS
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("channels", [1, 5, 64])
-@pytest.mark.parametrize("lengths", [[1], [0, 2], [1, 2, 3], [63, 17], [5, 0, 9, 4]])
+@pairwise(
+    DTYPES,
+    BIAS,
+    pytest.mark.parametrize("width", [2, 3, 4]),
+    pytest.mark.parametrize("channels", [1, 5, 64]),
+    pytest.mark.parametrize("lengths", [[1], [0, 2], [1, 2, 3], [63, 17], [5, 0, 9, 4]]),
+)
 def test_extend_matches_reference(
     lengths: list[int], channels: int, width: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
@@ -72,10 +75,12 @@ def test_extend_in_two_parts_equals_one(split: int) -> None:
     assert torch.equal(last, whole_window)
 
 
-@DTYPES
-@BIAS
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (1, 6), (3, 1), (5, 19)])
+@pairwise(
+    DTYPES,
+    BIAS,
+    pytest.mark.parametrize("width", [2, 4]),
+    pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (1, 6), (3, 1), (5, 19)]),
+)
 def test_tree_verify_matches_reference(batch: int, nodes: int, width: int, has_bias: bool, dtype: torch.dtype) -> None:
     channels, rows = 11, width + 3 + nodes
     index = torch.randint(rows, (batch, nodes, width), generator=torch.Generator().manual_seed(nodes))

@@ -15,6 +15,7 @@ from specmamba.kernels.state_records import Buffers, Trees
 from specmamba.kernels.tree import reference as tree
 from tests.kernels.layer_case import moved
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -122,9 +123,11 @@ def check_verify(
     assert torch.equal(y[trees.slots == 0].cpu(), torch.zeros_like(want[trees.slots == 0]))
 
 
-@DTYPES
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("nodes", [1, 5, 17])
+@pairwise(
+    DTYPES,
+    pytest.mark.parametrize("width", [2, 3, 4]),
+    pytest.mark.parametrize("nodes", [1, 5, 17]),
+)
 def test_tree_verify(triton_ops: Any, gpu_device: str, nodes: int, width: int, dtype: torch.dtype) -> None:
     check_verify(triton_ops, gpu_device, [3, 0, 1, 4], nodes, 4, width=width, dtype=dtype, has_bias=width == 3)
 
@@ -140,9 +143,11 @@ def test_a_large_tree(triton_ops: Any, gpu_device: str) -> None:
     check_verify(triton_ops, gpu_device, [6, 2, 0], 64, 6, channels=70, dtype=torch.bfloat16, folds=[True] * 3)
 
 
-@DTYPES
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("same", [False, True], ids=["ragged", "same"])
+@pairwise(
+    DTYPES,
+    pytest.mark.parametrize("width", [2, 3, 4]),
+    pytest.mark.parametrize("same", [False, True], ids=["ragged", "same"]),
+)
 def test_folds(triton_ops: Any, gpu_device: str, same: bool, width: int, dtype: torch.dtype) -> None:
     """Windows that overlap with what they move to, that keep their place, and rows that do not fold."""
     pending = [2] * 5 if same else [1, 2, 0, 5, 3]
@@ -188,9 +193,11 @@ def test_a_node_that_is_no_number_is_felt_below_it_alone(triton_ops: Any, gpu_de
     torch.testing.assert_close(y, want, equal_nan=True, **TOLERANCE)
 
 
-@DTYPES
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (3, 6), (2, 19)])
+@pairwise(
+    DTYPES,
+    pytest.mark.parametrize("width", [2, 4]),
+    pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (3, 6), (2, 19)]),
+)
 def test_snapshots(triton_ops: Any, gpu_device: str, batch: int, nodes: int, width: int, dtype: torch.dtype) -> None:
     channels = 11
     parents = batch_of_parents(SHAPES[-batch:], nodes, seed=nodes)
@@ -229,9 +236,11 @@ def extend_case(
     return x, windows, torch.tensor(slots), counts
 
 
-@DTYPES
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("lengths", [[1], [0, 2, 1], [1, 2, 3, 4], [35, 17, 16]])
+@pairwise(
+    DTYPES,
+    pytest.mark.parametrize("width", [2, 3, 4]),
+    pytest.mark.parametrize("lengths", [[1], [0, 2, 1], [1, 2, 3, 4], [35, 17, 16]]),
+)
 def test_extend(triton_ops: Any, gpu_device: str, lengths: list[int], width: int, dtype: torch.dtype) -> None:
     slots, channels = [5, 3, 8, 1][: len(lengths)], 7
     x, windows, index, counts = extend_case(lengths, slots, width, channels, dtype)

@@ -26,6 +26,7 @@ from tests.kernels.layer_case import (
     values,
 )
 from tests.kernels.trees import SHAPES
+from tests.pairwise import pairwise
 
 # (Hk, Hv, K, V): equal heads, grouped heads, narrow, odd and wide widths
 HEADS = [(1, 1, 8, 8), (2, 4, 16, 24), (1, 3, 7, 5), (3, 3, 40, 72), (1, 2, 128, 128)]
@@ -105,9 +106,11 @@ def form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@each_dtype
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 8])
+@pairwise(
+    each_dtype,
+    pytest.mark.parametrize("heads", HEADS),
+    pytest.mark.parametrize("nodes", [1, 2, 3, 5, 8]),
+)
 def test_matches_reference(form: str, nodes: int, heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     Case(heads, nodes, [0, 6, 1, 3, 5], dtype=dtype).check(form)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specmamba.kernels import linear
 from specmamba.kernels.linear import native_ops, reference, torch_ops
+from tests.pairwise import pairwise
 
 SHAPES = [(1, 1), (5, 3), (32, 2), (33, 7), (64, 32), (100, 65), (40, 511), (7, 512), (9, 1025)]  # N, K
 DTYPES = [torch.bfloat16, torch.float32]
@@ -74,9 +75,11 @@ def test_threads_change_nothing(native: None, set_threads: Callable[[int], None]
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("k", [512, 514, 2049, 4608])
+@pairwise(
+    pytest.mark.parametrize("dtype", DTYPES),
+    pytest.mark.parametrize("sign", [1, -1]),
+    pytest.mark.parametrize("k", [512, 514, 2049, 4608]),
+)
 def test_the_largest_sums_do_not_overflow(k: int, sign: int, dtype: torch.dtype, native: None) -> None:
     """All weights are 127 and all inputs as large as 16 bits hold; an int32 takes 516 such products."""
     largest = torch.tensor(2 - 2**-7 if dtype is torch.bfloat16 else 2 - 2**-23, dtype=dtype)

@@ -27,6 +27,7 @@ from tests.kernels.layer_case import (
     values,
 )
 from tests.kernels.trees import SHAPES
+from tests.pairwise import pairwise
 
 # (G, H, N, P): one head, groups of heads, narrow, odd and wide widths, one group, as many groups as heads
 HEADS = [(1, 1, 8, 8), (2, 4, 16, 24), (1, 3, 7, 5), (3, 3, 40, 72), (1, 4, 128, 64), (2, 2, 33, 80), (1, 2, 16, 136)]
@@ -119,9 +120,11 @@ def form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@each_dtype
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 8])
+@pairwise(
+    each_dtype,
+    pytest.mark.parametrize("heads", HEADS),
+    pytest.mark.parametrize("nodes", [1, 2, 3, 5, 8]),
+)
 def test_matches_reference(form: str, nodes: int, heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     Case(heads, nodes, [0, 6, 1, 3, 5], dtype=dtype).check(form)
 
@@ -145,9 +148,11 @@ def test_convolutions(form: str, conv_bias: bool, width: int) -> None:
     Case(HEADS[1], 5, [0, 4, 1, 2, 7], width=width, conv_bias=conv_bias).check(form)
 
 
-@each_dtype
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("norm_groups", [1, 2, 4, 8])
+@pairwise(
+    each_dtype,
+    pytest.mark.parametrize("norm", NORMS),
+    pytest.mark.parametrize("norm_groups", [1, 2, 4, 8]),
+)
 def test_norms(form: str, norm_groups: int, norm: str, dtype: torch.dtype) -> None:
     """Over everything, over the heads of a group, over a head, over a part of one."""
     Case(HEADS[1], 3, [0, 4, 1], norm=norm, norm_groups=norm_groups, dtype=dtype).check(form)
@@ -183,9 +188,11 @@ def test_stable_at_any_decay(form: str, factor: float) -> None:
 
 
 @needs_native
-@each_dtype
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("heads", [HEADS[4], (2, 6, 16, 32)])
+@pairwise(
+    each_dtype,
+    pytest.mark.parametrize("threads", [1, 2]),
+    pytest.mark.parametrize("heads", [HEADS[4], (2, 6, 16, 32)]),
+)
 def test_a_row_does_not_depend_on_the_others_or_on_threads(
     heads: tuple[int, int, int, int], threads: int, dtype: torch.dtype, set_threads: Callable[[int], None]
 ) -> None:

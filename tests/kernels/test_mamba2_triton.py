@@ -16,6 +16,7 @@ from specmamba.kernels.state_records import reference as records_reference
 from tests.kernels.layer_case import copied, moved, values
 from tests.kernels.test_mamba2 import Case
 from tests.kernels.trees import SHAPES
+from tests.pairwise import pairwise
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -119,9 +120,11 @@ def test_many_nodes_and_heads(gpu_device: str) -> None:
     PoolCase((2, 4, 20, 40), 2, [2], norm_groups=2).check_launch(gpu_device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("norm_groups", [1, 3, 5])
-@pytest.mark.parametrize("norm", ["none", "before", "after"])
+@pairwise(
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
+    pytest.mark.parametrize("norm_groups", [1, 3, 5]),
+    pytest.mark.parametrize("norm", ["none", "before", "after"]),
+)
 def test_norms(norm: str, norm_groups: int, dtype: torch.dtype, gpu_device: str) -> None:
     """Over everything, over a head, over a part of one."""
     PoolCase(ODD, 1, [1], norm=norm, norm_groups=norm_groups, dtype=dtype).check_launch(gpu_device)

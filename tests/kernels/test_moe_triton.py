@@ -13,6 +13,7 @@ from specmamba.kernels import moe
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.moe import reference, tiles, torch_ops
 from specmamba.kernels.moe.operands import Groups
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -153,9 +154,11 @@ class TestProducts:
             assert y.dtype == dtype
             assert_rounded(y, *exact(x, stands_for, groups))
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize(("n", "k"), [(1, 1), (130, 7), (3, 300), (64, 128)])
-    @pytest.mark.parametrize("is_tall", [False, True])
+    @pairwise(
+        pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
+        pytest.mark.parametrize(("n", "k"), [(1, 1), (130, 7), (3, 300), (64, 128)]),
+        pytest.mark.parametrize("is_tall", [False, True]),
+    )
     def test_any_size(self, is_tall: bool, n: int, k: int, dtype: torch.dtype, ops, gpu_device: str) -> None:
         """Beyond a block of outputs and of inputs, odd and whole, in both heights of a tile."""
         counts = [50, 0, 30] if is_tall else [3, 0, 5]

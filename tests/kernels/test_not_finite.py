@@ -21,6 +21,7 @@ from specmamba.kernels.state_records import torch_ops as torch_records
 from tests.kernels import test_delta_net, test_gated_delta_rule, test_mamba2, test_ssd
 from tests.kernels.records import Records, make_records, make_state
 from tests.kernels.trees import batch_of_parents, mask_of
+from tests.pairwise import pairwise
 
 HEADS = (2, 4, 16, 24)  # key head 0 serves value heads 0 and 1
 SHAPES, NODES, HIT = ("binary", "binary", "star"), 7, 1  # of row 0; its children are nodes 3 and 4
@@ -65,9 +66,11 @@ def spoilt(tokens: Any, field: str, place: tuple[int, ...], value: float) -> Any
     return tokens._replace(**{field: changed})
 
 
-@each_field
-@each_form
-@pytest.mark.parametrize("value", NOT_FINITE)
+@pairwise(
+    each_field,
+    each_form,
+    pytest.mark.parametrize("value", NOT_FINITE),
+)
 def test_a_node_is_felt_by_its_descendants_alone(form: str, kind: str, field: str, value: float) -> None:
     recurrence = RECURRENCES[kind]
     ops, tokens = getattr(recurrence, form), recurrence.make_tokens(3, NODES, 1)
@@ -176,14 +179,16 @@ def layer_form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("layer", "field", "channel"),
-    [(layer, "mixed", channel) for layer in LAYERS for channel in CHANNELS.values()]
-    + [("delta_net", field, 1) for field in ("gate", "a", "b")]
-    + [("mamba2", "gate", 50), ("mamba2", "dt", 3)],
+@pairwise(
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
+    pytest.mark.parametrize(
+        ("layer", "field", "channel"),
+        [(layer, "mixed", channel) for layer in LAYERS for channel in CHANNELS.values()]
+        + [("delta_net", field, 1) for field in ("gate", "a", "b")]
+        + [("mamba2", "gate", 50), ("mamba2", "dt", 3)],
+    ),
+    pytest.mark.parametrize("value", NOT_FINITE),
 )
-@pytest.mark.parametrize("value", NOT_FINITE)
 def test_a_layer(layer_form: str, layer: str, field: str, channel: int, value: float, dtype: torch.dtype) -> None:
     """As for the recurrence, through convolution, step sizes and norms; in native code bit for bit."""
     case = LAYERS[layer](HEADS, NODES, PENDING.tolist(), shapes=SHAPES, dtype=dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 from specmamba.kernels import paged_attention, rowwise
 from specmamba.kernels.paged_attention import native_ops, reference, torch_ops
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
+from tests.pairwise import pairwise
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
@@ -45,9 +46,11 @@ def make(batch: int, nodes: int, length: int, heads: tuple[int, int, int], dtype
     return torch.randn(batch, nodes, query_heads, width, generator=gen).to(dtype), k_pool, v_pool, indices
 
 
-@DTYPES
-@HEADS
-@pytest.mark.parametrize(("batch", "nodes", "length"), [(1, 1, 1), (1, 1, 37), (2, 5, 1), (1, 7, 63), (2, 16, 100)])
+@pairwise(
+    DTYPES,
+    HEADS,
+    pytest.mark.parametrize(("batch", "nodes", "length"), [(1, 1, 1), (1, 1, 37), (2, 5, 1), (1, 7, 63), (2, 16, 100)]),
+)
 def test_attend_to_everything(
     batch: int, nodes: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -58,9 +61,11 @@ def test_attend_to_everything(
     assert out.dtype == dtype
 
 
-@DTYPES
-@HEADS
-@pytest.mark.parametrize(("batch", "nodes", "length"), [(1, 1, 2), (1, 6, 41), (3, 19, 64)])
+@pairwise(
+    DTYPES,
+    HEADS,
+    pytest.mark.parametrize(("batch", "nodes", "length"), [(1, 1, 2), (1, 6, 41), (3, 19, 64)]),
+)
 def test_attend_under_a_random_mask(
     batch: int, nodes: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -151,14 +156,16 @@ def assert_alike(got: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch
     assert got[0].isfinite().all()
 
 
-@DTYPES
-@pytest.mark.parametrize(
-    ("heads", "rotated"), [((2, 2, 16), 16), ((6, 2, 8), 2), ((5, 1, 7), 6), ((4, 2, 67), 34), ((8, 2, 256), 64)]
+@pairwise(
+    DTYPES,
+    pytest.mark.parametrize(
+        ("heads", "rotated"), [((2, 2, 16), 16), ((6, 2, 8), 2), ((5, 1, 7), 6), ((4, 2, 67), 34), ((8, 2, 256), 64)]
+    ),
+    pytest.mark.parametrize(
+        ("batch", "nodes", "length"), [(1, 1, 1), (1, 1, 37), (1, 4, 20), (3, 5, 33), (1, 7, 63), (2, 19, 100)]
+    ),
+    pytest.mark.parametrize("is_masked", [True, False]),
 )
-@pytest.mark.parametrize(
-    ("batch", "nodes", "length"), [(1, 1, 1), (1, 1, 37), (1, 4, 20), (3, 5, 33), (1, 7, 63), (2, 19, 100)]
-)
-@pytest.mark.parametrize("is_masked", [True, False])
 def test_a_layer(
     form: str,
     batch: int,
@@ -174,12 +181,14 @@ def test_a_layer(
     assert_alike(run_layer(form, arguments, **changes), run_layer(reference, arguments, **changes), dtype)
 
 
-@DTYPES
-@pytest.mark.parametrize("scale", [None, 0.015625, 1.3])
-@pytest.mark.parametrize(
-    "parts", ["", "norm", "rotary", "gate", "norm rotary", "norm gate", "rotary gate", "norm rotary gate"]
+@pairwise(
+    DTYPES,
+    pytest.mark.parametrize("scale", [None, 0.015625, 1.3]),
+    pytest.mark.parametrize(
+        "parts", ["", "norm", "rotary", "gate", "norm rotary", "norm gate", "rotary gate", "norm rotary gate"]
+    ),
+    pytest.mark.parametrize("heads", [(6, 2, 8), (4, 2, 67)]),
 )
-@pytest.mark.parametrize("heads", [(6, 2, 8), (4, 2, 67)])
 def test_a_layer_of_any_parts(
     form: str, heads: tuple[int, int, int], parts: str, scale: float | None, dtype: torch.dtype
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from specmamba.kernels.sampling import draw_children, reference_rejection, residual_choice, sibling_rank
 from specmamba.kernels.tree import accepted_path
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
+from tests.pairwise import pairwise
 
 NEARLY_ONE = 1 - 2.0**-24  # the largest uniform there is
 Rule = Callable[..., Tensor]
@@ -93,9 +94,11 @@ def test_draws_have_the_distribution_of_draws_without_replacement() -> None:
 # --- the rule, node by node
 
 
-@pytest.mark.parametrize("sharpness", [1.0, 6.0])
-@pytest.mark.parametrize("kind", ["drawn", "chosen", "both"])
-@pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 7), (2, 30), (7, 12), (12, 12), (9, 600)])
+@pairwise(
+    pytest.mark.parametrize("sharpness", [1.0, 6.0]),
+    pytest.mark.parametrize("kind", ["drawn", "chosen", "both"]),
+    pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 7), (2, 30), (7, 12), (12, 12), (9, 600)]),
+)
 def test_residual_choice_matches_reference(nodes: int, vocabulary: int, kind: str, sharpness: float) -> None:
     """Random p, q and trees; in ``both``, q runs out of tokens before the children do."""
     batch, shapes = 4 * len(SHAPES), SHAPES * 4

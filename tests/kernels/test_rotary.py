@@ -8,6 +8,7 @@ import torch
 
 from specmamba.kernels import rotary
 from specmamba.kernels.rotary import native_ops, reference, torch_ops
+from tests.pairwise import pairwise
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
@@ -20,9 +21,11 @@ def ops(request: pytest.FixtureRequest) -> ModuleType:
     return native_ops
 
 
-@DTYPES
-@pytest.mark.parametrize("half", [1, 3, 32])
-@pytest.mark.parametrize("scaling", [1.0, 1.25])
+@pairwise(
+    DTYPES,
+    pytest.mark.parametrize("half", [1, 3, 32]),
+    pytest.mark.parametrize("scaling", [1.0, 1.25]),
+)
 def test_angles_match_reference(ops: ModuleType, half: int, scaling: float, dtype: torch.dtype) -> None:
     frequencies = (10000.0 ** -(torch.arange(half) / half)).repeat(2)
     positions = torch.tensor([[0, 1, 2, 77], [5, 262_143, 131_072, 0]])[:, ::2]

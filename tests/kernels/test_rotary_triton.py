@@ -7,6 +7,7 @@ import torch
 
 from specmamba.kernels import gpu, rotary
 from specmamba.kernels.rotary import native_ops, reference, torch_ops
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -21,9 +22,11 @@ def triton_ops(gpu_device: str) -> Any:
     return triton_ops
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("half", [1, 3, 32, 300])
-@pytest.mark.parametrize("scaling", [1.0, 1.25])
+@pairwise(
+    pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16", "fp16"]),
+    pytest.mark.parametrize("half", [1, 3, 32, 300]),
+    pytest.mark.parametrize("scaling", [1.0, 1.25]),
+)
 def test_angles_match_reference(
     triton_ops: Any, gpu_device: str, half: int, scaling: float, dtype: torch.dtype
 ) -> None:

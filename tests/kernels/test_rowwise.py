@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specmamba.kernels import rowwise
 from specmamba.kernels.rowwise import native_ops, reference, torch_ops
+from tests.pairwise import pairwise
 
 # bfloat16 results may round to the neighbouring value; PyTorch also rounds between the steps of a formula
 TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
@@ -82,9 +83,11 @@ def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else result
 
 
-@CASE
-@pytest.mark.parametrize("lead", [(1, 1), (2, 5), (3, 1)])
-@pytest.mark.parametrize("width", [2, 16, 37, 128])
+@pairwise(
+    CASE,
+    pytest.mark.parametrize("lead", [(1, 1), (2, 5), (3, 1)]),
+    pytest.mark.parametrize("width", [2, 16, 37, 128]),
+)
 def test_matches_reference(
     name: str, make: Callable[..., Arguments], lead: tuple[int, ...], width: int, ops: ModuleType, dtype: torch.dtype
 ) -> None:

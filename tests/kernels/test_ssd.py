@@ -19,6 +19,7 @@ from specmamba.kernels.state_records import reference as records_reference
 from specmamba.kernels.state_records import torch_ops as records_ops
 from tests.kernels.records import HEADS, make_records, make_state
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of, path_to
+from tests.pairwise import pairwise
 
 TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
 LENGTHS = [1, 63, 64, 65, 500]
@@ -121,9 +122,11 @@ class TestTransformers:
         out = mamba2.compose(mamba2.Inputs(*mixer.in_proj(x).split(sizes, -1)), weights, convolve, recur)
         return out, after[1], after[0]
 
-    @pytest.mark.parametrize("use_conv_bias", [False, True])
-    @pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.4, 0.9)])
-    @pytest.mark.parametrize("groups", [1, 2, 4])
+    @pairwise(
+        pytest.mark.parametrize("use_conv_bias", [False, True]),
+        pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.4, 0.9)]),
+        pytest.mark.parametrize("groups", [1, 2, 4]),
+    )
     @torch.no_grad()
     def test_the_mixer(self, groups: int, limit: tuple[float, float], use_conv_bias: bool) -> None:
         mixer = self.mixer(self.config(groups, time_step_limit=limit, use_conv_bias=use_conv_bias))
@@ -291,9 +294,11 @@ def test_siblings_do_not_mix() -> None:
     assert not torch.allclose(out[:, 4], changed[:, 4])
 
 
-@pytest.mark.parametrize("ops", [reference, torch_ops], ids=["reference", "torch_ops"])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("nodes", [1, 2, 7])
+@pairwise(
+    pytest.mark.parametrize("ops", [reference, torch_ops], ids=["reference", "torch_ops"]),
+    pytest.mark.parametrize("heads", HEADS),
+    pytest.mark.parametrize("nodes", [1, 2, 7]),
+)
 def test_snapshots_match_the_recurrence_along_every_path(
     ops: ModuleType, nodes: int, heads: tuple[int, int, int, int]
 ) -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.state_copy import reference, torch_ops
+from tests.pairwise import pairwise
 
 
 def make_buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -32,9 +33,11 @@ def check(buffer: Tensor, rows: list[int], source: Tensor, target: Tensor) -> Te
     return want
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
-@pytest.mark.parametrize("tail", [(), (3,), (2, 5)])
-@pytest.mark.parametrize("seed", range(3))
+@pairwise(
+    pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64]),
+    pytest.mark.parametrize("tail", [(), (3,), (2, 5)]),
+    pytest.mark.parametrize("seed", range(3)),
+)
 def test_random_moves(seed: int, tail: tuple[int, ...], dtype: torch.dtype) -> None:
     layers, rows_total, capacity, batch, moves = 1 + seed, 7, 9, 3, 5
     rows = torch.randperm(rows_total, generator=torch.Generator().manual_seed(seed))[:batch].tolist()

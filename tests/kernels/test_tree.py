@@ -6,6 +6,7 @@ from torch import Tensor
 
 from specmamba.kernels.tree import native_ops, reference, torch_ops
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of, path_to
+from tests.pairwise import pairwise
 
 NODES = pytest.mark.parametrize("nodes", [1, 2, 3, 8, 17, 40])
 
@@ -68,9 +69,11 @@ def test_conv_index(nodes: int, width: int) -> None:
             assert index[b, i].tolist() == walk[-width:]
 
 
-@NODES
-@pytest.mark.parametrize("vocabulary", [1, 2, 5])
-@pytest.mark.parametrize("seed", range(3))
+@pairwise(
+    NODES,
+    pytest.mark.parametrize("vocabulary", [1, 2, 5]),
+    pytest.mark.parametrize("seed", range(3)),
+)
 def test_accepted_path_matches_reference(form: str, nodes: int, vocabulary: int, seed: int) -> None:
     parents = batch_of_parents(SHAPES, nodes, seed=seed)
     tokens, target_tokens = guesses(parents, vocabulary, seed)
