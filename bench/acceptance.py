@@ -4,8 +4,8 @@
                                [--prompts FILE] [--json FILE] [--plot FILE.png] [any engine flag]
 
 One engine runs every prompt plain and with each draft shape, in turns, so that a slow minute of the machine hits all
-of them. acceptance_report.py says how each figure is defined, acceptance_compare.py how texts are compared, prompts.py
-what a file of prompts looks like.
+of them. specmamba/measure/acceptance/report.py defines every figure, judge.py says how texts are compared, and
+specmamba/measure/prompts.py what a file of prompts looks like.
 
 With ``--replay`` the output is not chosen but taken from the text that really follows each prompt: acceptance on real
 text, which does not loop. Sampling plays no part then.
@@ -14,61 +14,16 @@ text, which does not loop. Sampling plays no part then.
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, model_validator
-
-from specmamba.bench.acceptance_shapes import largest_flags, variants_of
-from specmamba.bench.common import TextOptions, texts_of
-from specmamba.bench.report import write_json
 from specmamba.command_line import exit_with_error, parse_command_line
 from specmamba.errors import SpecmambaError
+from specmamba.measure.acceptance.options import AcceptanceBenchConfig, largest_flags, variants_of
+from specmamba.measure.prompts import texts_of
+from specmamba.measure.report import write_json
 
 PROG = "specmamba bench acceptance"
 LISTS = ("--configs", "--sweep")  # flags that take all words up to the next flag
-
-
-class AcceptanceBenchConfig(TextOptions):
-    """Acceptance of drafts and speed-up over plain decoding, with the texts compared."""
-
-    num_prompts: Annotated[int, Field(ge=1, description="prompts to run, the first ones that fit")] = 8
-    max_tokens: Annotated[int, Field(ge=1, description="new tokens of a prompt at the most")] = 128
-    ignore_eos: Annotated[bool, Field(description="go on after the end-of-text token")] = False
-    batch_size: Annotated[int, Field(ge=1, description="prompts that run together")] = 1
-    rounds: Annotated[int, Field(ge=1, description="rounds; speeds are medians over them")] = 3
-    configs: Annotated[
-        str | None, Field(description="draft shapes to compare: steps,topk[,nodes] ..., such as 1,1 3,1 4,4,8")
-    ] = None
-    sweep: Annotated[
-        str | None,
-        Field(description="all shapes of a product: steps=1,2,3 topk=1,4 nodes=8,16 (nodes: of trees, topk above 1)"),
-    ] = None
-    synthetic_acceptance: Annotated[
-        float | None,
-        Field(ge=0, le=1, description="cost study: accept a first child with this probability; the text is worthless"),
-    ] = None
-
-    @model_validator(mode="after")
-    def _flags_go_together(self) -> AcceptanceBenchConfig:
-        if self.speculative_algorithm == "none":
-            raise ValueError("--speculative-algorithm none: there is nothing to compare with plain decoding; drop it")
-        if self.configs is not None and self.sweep is not None:
-            raise ValueError("--configs and --sweep both say what to compare: drop one")
-        if self.synthetic_acceptance is not None and self.replay:
-            raise ValueError("--synthetic-acceptance makes up what --replay measures: drop one")
-        if self.batch_size > self.max_running_requests:
-            raise ValueError(
-                f"--batch-size {self.batch_size}: only {self.max_running_requests} requests run together; "
-                "raise --max-running-requests"
-            )
-        return self
-
-    @property
-    def texts_can_be_compared(self) -> bool:
-        """Whether plain and speculative run choose their tokens by the same random numbers, and choose them at all."""
-        if self.replay or self.synthetic_acceptance is not None:
-            return False
-        return self.temperature == 0 or self.speculative_accept == "target"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -105,8 +60,8 @@ def measure_and_report(config: AcceptanceBenchConfig) -> dict[str, Any]:
     """All figures: {"configurations": [...], "notes": [...], "plain": {...}}. Raises SpecmambaError."""
     texts = texts_of(config)
     variants, notes = variants_of(config)
-    from specmamba.bench.acceptance_report import full_report
-    from specmamba.bench.acceptance_run import measure, select_tasks, start_engine
+    from specmamba.measure.acceptance.report import full_report
+    from specmamba.measure.acceptance.run import measure, select_tasks, start_engine
 
     with start_engine(config, largest_flags(variants)) as llm:
         description = llm.engine.describe()
@@ -117,7 +72,7 @@ def measure_and_report(config: AcceptanceBenchConfig) -> dict[str, Any]:
 
 def put_out(config: AcceptanceBenchConfig, report: dict[str, Any]) -> None:
     """Table, JSON and picture. A single configuration is the whole JSON object."""
-    from specmamba.bench.acceptance_print import plot_report, print_report
+    from specmamba.measure.acceptance.tables import plot_report, print_report
 
     print_report(report)
     found = report["configurations"]

@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from specmamba.bench.prompts import bundled_texts
-from specmamba.bench.report import (
+from specmamba.command_line import exit_with_error, parse_command_line
+from specmamba.config import EngineConfig
+from specmamba.errors import SpecmambaError
+from specmamba.measure.prompts import bundled_texts
+from specmamba.measure.report import (
     JsonOption,
     NoRadixCache,
     distinct_4gram_ratio,
@@ -27,9 +30,6 @@ from specmamba.bench.report import (
     versions,
     write_json,
 )
-from specmamba.command_line import exit_with_error, parse_command_line
-from specmamba.config import EngineConfig
-from specmamba.errors import SpecmambaError
 
 if TYPE_CHECKING:
     from specmamba.core import RequestOutput, SamplingParams

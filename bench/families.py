@@ -23,10 +23,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode
 
-from specmamba.bench.demo.settings import CommandLine
-from specmamba.bench.report import JsonFile, machine, split_numbers, versions, write_json
 from specmamba.command_line import exit_with_error, read_flags
 from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.measure.report import CommandLine, JsonFile, machine, split_numbers, versions, write_json
 
 PROG = "python -m specmamba.bench.families"
 NAMES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "falcon_h1", "granite_hybrid", "nemotron_h", "mamba2")
@@ -181,8 +180,8 @@ class OurSide:
         return self._run(batch_size, tokens)
 
     def _run(self, batch_size: int, tokens: int) -> tuple[float, float]:
-        from specmamba.bench.full_batch import Job, run_full_batch
         from specmamba.core import SamplingParams
+        from specmamba.measure.full_batch import Job, run_full_batch
 
         prompt, replay = prompt_and_rest(tokens)
         params = SamplingParams(max_tokens=len(replay), temperature=0.0, ignore_eos=True)

@@ -21,10 +21,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from specmamba.bench.demo.settings import CommandLine
-from specmamba.bench.report import JsonFile, checked_file, machine
 from specmamba.command_line import exit_with_error, read_flags
 from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.measure.report import CommandLine, JsonFile, checked_file, machine
 
 PROG = "specmamba bench gpu"
 DEFAULT_FILE = Path("specmamba-bench-gpu.json")

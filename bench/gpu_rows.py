@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from specmamba import LLM, SamplingParams
-from specmamba.bench.common import seed_of
-from specmamba.bench.full_batch import Job, Stretch, accept_length, run_full_batch
 from specmamba.bench.gpu_plan import PLAIN, Block
-from specmamba.bench.prompts import bundled_texts, encode_prompt
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.measure.full_batch import Job, Stretch, accept_length, run_full_batch
+from specmamba.measure.prompts import bundled_texts, encode_prompt, seed_of
 
 TEMPERATURE = 0.8
 GRAPH_FIELD = "disable_cuda_graph"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmamba.bench.gpu_plan import DEMO, Block, Budget, dry_plan, full_plan
-from specmamba.bench.report import write_json
 from specmamba.errors import ConfigError
+from specmamba.measure.report import write_json
 
 if TYPE_CHECKING:
     from specmamba.bench.gpu_rows import Load

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from specmamba import LLM, SamplingParams
-from specmamba.bench.acceptance_compare import Judge
-from specmamba.bench.common import PLAIN_FLAGS
 from specmamba.bench.gpu_plan import CHAIN, PLAIN, TREE, Shape
-from specmamba.bench.prompts import bundled_texts, encode_prompt
 from specmamba.errors import RequestError
+from specmamba.measure.acceptance.judge import Judge
+from specmamba.measure.prompts import PLAIN_FLAGS, bundled_texts, encode_prompt
 
 Texts = list[tuple[int, ...]]
 CONTEXT = 1024

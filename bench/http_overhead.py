@@ -19,10 +19,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
-from specmamba.bench.report import JsonOption, NoRadixCache, split_numbers, write_json
 from specmamba.command_line import exit_with_error, parse_command_line
 from specmamba.core import Temperature
 from specmamba.errors import SpecmambaError
+from specmamba.measure.report import JsonOption, NoRadixCache, split_numbers, write_json
 
 PROG = "specmamba bench http-overhead"
 

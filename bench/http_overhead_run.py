@@ -9,14 +9,13 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from specmamba.bench.common import PLAIN_FLAGS, model_name, seed_of
 from specmamba.bench.http_overhead_client import ask_all, num_tokens, request_bytes
 from specmamba.bench.http_overhead_report import WAYS, summary
-from specmamba.bench.prompts import bundled_texts
-from specmamba.bench.report import machine, progress_bar, versions
-from specmamba.bench.serving_server import started_server
+from specmamba.bench.serving.server import started_server
 from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
+from specmamba.measure.prompts import PLAIN_FLAGS, bundled_texts, model_name, seed_of
+from specmamba.measure.report import machine, progress_bar, versions
 
 if TYPE_CHECKING:
     from specmamba.bench.http_overhead import HttpOverheadConfig

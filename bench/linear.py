@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from specmamba.bench.report import machine, versions
+from specmamba.measure.report import machine, versions
 
 if TYPE_CHECKING:  # --help must not wait for torch
     from torch import Tensor

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from specmamba.bench.op_case import TORCH, Candidate, Case, Operator, Place, Run
 from specmamba.bench.op_clock import Clock, Roofline, interleaved, measure_roofline
-from specmamba.bench.report import progress_bar
 from specmamba.kernels.gpu.launch import has_triton, is_interpreted
+from specmamba.measure.report import progress_bar
 
 MAX_ERROR_TEXT = 160  # characters
 

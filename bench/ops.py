@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from specmamba.bench.demo.settings import CommandLine
-from specmamba.bench.report import JsonFile, checked_file, machine, versions, write_json
 from specmamba.command_line import exit_with_error, read_flags
 from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.measure.report import CommandLine, JsonFile, checked_file, machine, versions, write_json
 
 if TYPE_CHECKING:  # --help must not wait for torch
     import torch

@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from specmamba.bench.report import ReportOptions, write_json
 from specmamba.command_line import exit_with_error, parse_command_line
 from specmamba.errors import SpecmambaError
+from specmamba.measure.report import ReportOptions, write_json
 
 PROG = "specmamba bench prefix"
 SHARING = ("shared", "chat", "branch", "agent", "pressure")

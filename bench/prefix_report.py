@@ -21,12 +21,12 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specmamba.bench.common import model_name
 from specmamba.bench.prefix_engines import sizes_of
 from specmamba.bench.prefix_oracle import distinct_tokens, oracle_hits
 from specmamba.bench.prefix_run import Answer, Play
 from specmamba.bench.prefix_texts import TextSource
-from specmamba.bench.report import machine, versions
+from specmamba.measure.prompts import model_name
+from specmamba.measure.report import machine, versions
 
 if TYPE_CHECKING:
     from specmamba.bench.prefix import PrefixBenchConfig

@@ -13,8 +13,8 @@ from specmamba import LLM, SamplingParams
 from specmamba.bench.prefix_engines import Demand, demand_of, pool_flags, sizes_of, start_engine, wave_draws
 from specmamba.bench.prefix_texts import TextSource
 from specmamba.bench.prefix_workloads import Ask, Kind, Tokens, make_workload
-from specmamba.bench.report import progress_bar
 from specmamba.errors import RequestError
+from specmamba.measure.report import progress_bar
 
 if TYPE_CHECKING:
     from specmamba.bench.prefix import PrefixBenchConfig

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specmamba.bench.demo.corpus import default_roots, read_corpus
-from specmamba.bench.prompts import PromptText, TextTokenizer, bundled_texts, read_texts
 from specmamba.errors import ConfigError
+from specmamba.measure.prompts import PromptText, TextTokenizer, bundled_texts, read_texts
+from specmamba.train.corpus import default_roots, read_corpus
 
 SPREAD = 4  # lengths that vary go from a SPREADth of the usual one to SPREAD times it
 MIN_TOKENS = 64  # of all text: with less, pieces that should differ would be the same

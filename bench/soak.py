@@ -21,9 +21,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specmamba.bench.report import JsonOption, require, write_json
 from specmamba.command_line import exit_with_error, parse_command_line
 from specmamba.errors import SpecmambaError
+from specmamba.measure.report import JsonOption, require, write_json
 
 PROG = "specmamba bench soak"
 Positive = Field(gt=0, allow_inf_nan=False)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specmamba.bench.http_overhead_client import Connection, num_tokens, request_bytes
-from specmamba.bench.prompts import bundled_texts
 from specmamba.errors import SpecmambaError
+from specmamba.measure.prompts import bundled_texts
 
 _PATIENCE_S = 120.0  # for one answer
 Address = tuple[str, int]

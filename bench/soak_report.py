@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specmamba.bench.serving_report import percentile
+from specmamba.bench.serving.report import percentile
 from specmamba.bench.soak_clients import Tally
 
 LATENCIES = ("first_ms", "per_token_ms")

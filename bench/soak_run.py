@@ -12,7 +12,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from specmamba.bench.http_overhead_client import num_tokens, request_bytes
-from specmamba.bench.report import machine, versions
 from specmamba.bench.soak_clients import Requests, Tally, connect, well_behaved
 from specmamba.bench.soak_faults import ON_A_STREAM, Fault, Mischief, commit, constrained, next_fault
 from specmamba.bench.soak_refused import BESIDE
@@ -20,6 +19,7 @@ from specmamba.bench.soak_report import Bounds, broken_bounds, memory_report, ph
 from specmamba.bench.soak_server import Besieged, besieged_server, sample_rss
 from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
+from specmamba.measure.report import machine, versions
 
 if TYPE_CHECKING:
     from specmamba.bench.soak import SoakConfig

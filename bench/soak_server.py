@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 import specmamba
-from specmamba.bench.serving_server import SERVE, StartedServer, engine_flags
+from specmamba.bench.serving.server import SERVE, StartedServer, engine_flags
 from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
 

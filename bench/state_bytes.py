@@ -36,10 +36,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from specmamba.bench.demo.settings import CommandLine, Count
-from specmamba.bench.report import JsonFile, machine, versions, write_json
 from specmamba.command_line import exit_with_error, read_flags
 from specmamba.errors import SpecmambaError
+from specmamba.measure.report import CommandLine, Count, JsonFile, machine, versions, write_json
 
 PROG = "python -m specmamba.bench.state_bytes"
 NODES = (1, 2, 4, 8, 16, 32, 64)

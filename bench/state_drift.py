@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from specmamba.bench.report import JsonOption, NoRadixCache, machine, versions, write_json
 from specmamba.command_line import exit_with_error, parse_command_line
 from specmamba.errors import SpecmambaError
+from specmamba.measure.report import JsonOption, NoRadixCache, machine, versions, write_json
 
 PROG = "specmamba bench state-drift"
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from specmamba import LLM
 from specmamba.bench.prefix_texts import read_source
-from specmamba.bench.report import progress_bar
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.measure.report import progress_bar
 
 if TYPE_CHECKING:
     from specmamba.bench.state_drift import StateDriftConfig

@@ -76,11 +76,11 @@ SUBCOMMANDS = {
         "gpu": ("specmamba.bench.gpu", "all that is to be measured on a machine with a GPU, in ten minutes"),
     },
     "train": {
-        "draft": ("specmamba.bench.train.draft", "an EAGLE-3 head for --speculative-draft-model-path"),
+        "draft": ("specmamba.train.draft", "an EAGLE-3 head for --speculative-draft-model-path"),
     },
     "tune": {
         "tree": (
-            "specmamba.bench.tune_tree",
+            "specmamba.tune.tree",
             "the fastest draft tree per batch size, as a file for --speculative-tree",
         ),
     },

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from specmamba.bench.report import JsonOption, write_json
 from specmamba.command_line import parse_command_line
+from specmamba.measure.report import JsonOption, write_json
 
 PROG = "specmamba info"
 STANDARD_OUTPUT = Path("-")

@@ -15,26 +15,8 @@ from torch import Tensor
 
 from specmamba import LLM
 from specmamba.bench import acceptance
-from specmamba.bench.acceptance import AcceptanceBenchConfig, join_lists
-from specmamba.bench.acceptance_compare import (
-    EXACT_BOUND,
-    Judge,
-    first_difference,
-    greedy_shift,
-    rounding_bound,
-    sampled_shift,
-)
-from specmamba.bench.acceptance_report import full_report
-from specmamba.bench.acceptance_run import Result, Sample, Task, measure, run_batch, select_tasks, start_engine
-from specmamba.bench.acceptance_shapes import largest_flags, variants_of
+from specmamba.bench.acceptance import join_lists
 from specmamba.bench.demo import prompts as demo_prompts
-from specmamba.bench.prompts import (
-    PromptText,
-    bundled_texts,
-    encode_prompt,
-    encode_with_continuation,
-    read_texts,
-)
 from specmamba.cache.kv_pool import KVPool
 from specmamba.command_line import parse_command_line
 from specmamba.config import DEMO_MODEL
@@ -43,6 +25,24 @@ from specmamba.draft.mtp import MTPDrafter
 from specmamba.engine import runner
 from specmamba.errors import ConfigError
 from specmamba.kernels.sampling import sample, uniform
+from specmamba.measure.acceptance.judge import (
+    EXACT_BOUND,
+    Judge,
+    first_difference,
+    greedy_shift,
+    rounding_bound,
+    sampled_shift,
+)
+from specmamba.measure.acceptance.options import AcceptanceBenchConfig, largest_flags, variants_of
+from specmamba.measure.acceptance.report import full_report
+from specmamba.measure.acceptance.run import Result, Sample, Task, measure, run_batch, select_tasks, start_engine
+from specmamba.measure.prompts import (
+    PromptText,
+    bundled_texts,
+    encode_prompt,
+    encode_with_continuation,
+    read_texts,
+)
 from specmamba.models.tokenizer import Tokenizer
 from specmamba.verify.accept import accept
 from tests.tiny import write_tiny_checkpoint

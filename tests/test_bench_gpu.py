@@ -13,17 +13,17 @@ from safetensors.torch import load_file
 
 from specmamba import LLM, SamplingParams
 from specmamba.bench import gpu, gpu_rows, gpu_run
-from specmamba.bench.full_batch import Stretch
 from specmamba.bench.gpu_plan import CHAIN, GUESSES_S, PLAIN, TREE, Block, Budget, Shape, dry_plan, full_plan
 from specmamba.bench.gpu_print import has_failed, targets_of
 from specmamba.bench.gpu_run import Session
 from specmamba.bench.inflate import InflateConfig, inflate
-from specmamba.bench.inflate_files import read_config
-from specmamba.bench.inflate_shape import PUBLISHED, enlarged
-from specmamba.bench.inflate_shape import Shape as ModelShape
+from specmamba.bench.inflate.files import read_config
+from specmamba.bench.inflate.shape import PUBLISHED, enlarged
+from specmamba.bench.inflate.shape import Shape as ModelShape
 from specmamba.cli import SUBCOMMANDS
 from specmamba.config import DEMO_MODEL, EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.measure.full_batch import Stretch
 
 
 class Watch:

@@ -20,12 +20,13 @@ from typing import Any
 import httpx
 import pytest
 
-from specmamba.bench import report as report_module
-from specmamba.bench import serving, serving_server
-from specmamba.bench.serving_load import Answer, Failure, Outcome, Run, closed_loop, open_loop, poisson_arrivals
-from specmamba.bench.serving_report import accept_length, level_report, percentile, print_report
-from specmamba.bench.serving_sweep import sweep
+from specmamba.bench import serving
+from specmamba.bench.serving import server as serving_server
+from specmamba.bench.serving.load import Answer, Failure, Outcome, Run, closed_loop, open_loop, poisson_arrivals
+from specmamba.bench.serving.report import accept_length, level_report, percentile, print_report
+from specmamba.bench.serving.sweep import sweep
 from specmamba.config import EngineConfig
+from specmamba.measure import report as report_module
 from tests.fake_engine import FakeEngine, wait_until
 from tests.fake_engine import serving as fake_server
 
@@ -502,7 +503,8 @@ sys.exit(run_server(config, lambda: Noted(config, step_s=0.05, chunk=1, fail_at_
 """
 BENCH = """
 import sys
-from specmamba.bench import serving, serving_server
+from specmamba.bench import serving
+from specmamba.bench.serving import server as serving_server
 serving_server.SERVE = (sys.executable, "-c", {server!r})
 sys.exit(serving.main(["--prompts", {prompts!r}, "--concurrency", "1", "--num-requests", "1", "--num-warmup", "1"]))
 """

@@ -22,12 +22,13 @@ from tokenizers import Tokenizer
 from transformers import Qwen3_5ForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from specmamba.bench.demo import corpus, operators, prompts
+from specmamba.bench.demo import operators, prompts
 from specmamba.bench.demo.settings import Architecture, TrainSettings
 from specmamba.bench.demo.train import evaluate_checkpoint, main, train
 from specmamba.command_line import read_flags
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, ConfigError
+from specmamba.train import corpus
 
 TINY = Architecture(
     vocab_size=300,

@@ -1,4 +1,4 @@
-"""A checkpoint that bench/inflate.py wrote computes what the small one computes: target, MTP head, and nothing else.
+"""A checkpoint that bench/inflate wrote computes what the small one computes: target, MTP head, and nothing else.
 
 Both runtimes are asked, in float32: transformers for logits, this one for greedy text with drafts, whose histograms of
 accepted tokens say what the MTP head guessed.
@@ -20,8 +20,8 @@ from transformers import Qwen3_5ForCausalLM
 from specmamba import LLM, RequestOutput, SamplingParams
 from specmamba.bench.demo.checkpoint import read_checkpoint
 from specmamba.bench.inflate import InflateConfig, inflate, main
-from specmamba.bench.inflate_axes import NOISE, grouped
-from specmamba.bench.inflate_shape import PUBLISHED, Scales, Shape, copies_needed, enlarged, enlarged_config
+from specmamba.bench.inflate.axes import NOISE, grouped
+from specmamba.bench.inflate.shape import PUBLISHED, Scales, Shape, copies_needed, enlarged, enlarged_config
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, ConfigError
 from tests.tiny import FULL, LINEAR, tiny_config, write_tiny_checkpoint
@@ -124,7 +124,7 @@ def test_same_function(
 
 
 def check_zeros(small: Path, large: Path) -> None:
-    """Nothing is zero but what inflate_weights.py says, so no traffic can be skipped."""
+    """Nothing is zero but what bench/inflate/weights.py says, so no traffic can be skipped."""
     config = json.loads((small / "config.json").read_text())
     width, num_layers = config["hidden_size"], config["num_hidden_layers"]
     for name, tensor in load_file(large / "model.safetensors").items():

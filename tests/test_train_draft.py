@@ -27,14 +27,14 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from specmamba import LLM
-from specmamba.bench.demo import corpus
-from specmamba.bench.train import draft, loss, memory, own_outputs, texts, tiny_falcon, trainer, windows
-from specmamba.bench.train.head import Eagle3Head, HeadShape
-from specmamba.bench.train.layout import write_head
-from specmamba.bench.train.settings import TrainDraftConfig
+from specmamba.bench.train import tiny_falcon
 from specmamba.command_line import parse_command_line
 from specmamba.engine.engine import Engine
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError
+from specmamba.train import corpus, draft, loss, memory, own_outputs, texts, trainer, windows
+from specmamba.train.head import Eagle3Head, HeadShape
+from specmamba.train.layout import write_head
+from specmamba.train.settings import TrainDraftConfig
 from tests.families import FAMILIES
 from tests.test_model_exact import accept_at_random, assert_close, new_engine, random_prompts, record_drafts, run
 from tests.test_target_reader import new_llm, read
@@ -668,9 +668,9 @@ def test_a_failed_start_leaves_an_older_run_as_it_was(
 @pytest.mark.parametrize(
     ("place", "flags"),
     [
-        ("specmamba.bench.demo.resume.save_file", {"max_steps": 1}),
-        ("specmamba.bench.train.layout.save_file", {"max_steps": 1}),
-        ("specmamba.bench.train.own_outputs._Written.add", {"own_outputs": 20}),
+        ("specmamba.train.resume.save_file", {"max_steps": 1}),
+        ("specmamba.train.layout.save_file", {"max_steps": 1}),
+        ("specmamba.train.own_outputs._Written.add", {"own_outputs": 20}),
     ],
 )
 def test_a_full_disk(

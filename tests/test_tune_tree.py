@@ -16,11 +16,14 @@ import pytest
 from pydantic import ValidationError
 
 from specmamba import LLM, SamplingParams
-from specmamba.bench import common, tree_texts, tune_tree
-from specmamba.bench.full_batch import Job, Stretch, accept_length, run_full_batch
-from specmamba.bench.prompts import PromptText
-from specmamba.bench.tree_choice import ROOT, Candidate, candidates, choose, tree_file
-from specmamba.bench.tree_costs import (
+from specmamba.errors import ConfigError
+from specmamba.measure.full_batch import Job, Stretch, accept_length, run_full_batch
+from specmamba.measure.prompts import PromptText
+from specmamba.trees import StaticTree, TreeFile, read_tree_file
+from specmamba.tune import texts as tree_texts
+from specmamba.tune import tree as tune_tree
+from specmamba.tune.choice import ROOT, Candidate, candidates, choose, tree_file
+from specmamba.tune.costs import (
     BatchCost,
     KindCost,
     Sample,
@@ -32,11 +35,9 @@ from specmamba.bench.tree_costs import (
     probe_trees,
     round_factors,
 )
-from specmamba.bench.tree_search import Acceptance, Ranks, accepted_depths, best_trees, tree_of_paths, walk
-from specmamba.bench.tree_texts import Text, check_jobs, probe_jobs, record_ranks, sampling_params
-from specmamba.bench.tune_print import plot_report, print_report
-from specmamba.errors import ConfigError
-from specmamba.trees import StaticTree, TreeFile, read_tree_file
+from specmamba.tune.search import Acceptance, Ranks, accepted_depths, best_trees, tree_of_paths, walk
+from specmamba.tune.tables import plot_report, print_report
+from specmamba.tune.texts import Text, check_jobs, probe_jobs, record_ranks, sampling_params
 from tests.tiny import write_tiny_checkpoint
 
 Paths = frozenset[tuple[int, ...]]
@@ -406,7 +407,7 @@ def test_replayed_texts_and_dynamic_drafts_beside_the_tree(
         PromptText("too short:", "\n"),
         PromptText("class Stack:\n", "    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"),
     ]
-    monkeypatch.setattr(common, "bundled_texts", lambda: sources)
+    monkeypatch.setattr("specmamba.measure.prompts.bundled_texts", lambda: sources)
     monkeypatch.chdir(tmp_path)
     flags = ["--replay", "--max-tokens", "16", "--batch-sizes", "1", "--max-nodes", "3", "--rounds", "1"]
     assert tune_tree.main([*SMALL, *flags, "--compare", "--dtype", "float32", "--json", "report.json"]) == 0
@@ -420,7 +421,7 @@ def test_replayed_texts_and_dynamic_drafts_beside_the_tree(
     printed = capsys.readouterr().out
     assert "replayed text" in printed
     assert all(f"dynamic {shape}" in printed for shape in shapes)
-    monkeypatch.setattr(common, "bundled_texts", lambda: sources[1:])
+    monkeypatch.setattr("specmamba.measure.prompts.bundled_texts", lambda: sources[1:])
     with pytest.raises(SystemExit) as ended:
         tune_tree.main([*SMALL, *flags])
     assert ended.value.code == 2

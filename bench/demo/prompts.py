@@ -21,10 +21,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from specmamba.bench.demo.corpus import Document, read_corpus, roots_for
-from specmamba.bench.demo.settings import CommandLine
 from specmamba.command_line import exit_with_error, read_flags
 from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.measure.report import CommandLine
+from specmamba.train.corpus import Document, read_corpus, roots_for
 
 PROG = "python -m specmamba.bench.demo.prompts"
 HANDWRITTEN = (

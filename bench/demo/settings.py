@@ -6,38 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+
+from specmamba.measure.report import CommandLine, Count
 
 DEFAULT_MINUTES = 78.0
-Count = Annotated[int, Field(ge=1)]
-
-
-class CommandLine(BaseSettings):
-    """A program's settings: from its flags or keyword arguments, never from the environment."""
-
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-    )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
 
 
 class Architecture(BaseModel):
@@ -86,10 +58,8 @@ class TrainSettings(CommandLine):
     save_every: Annotated[int, Field(ge=1, description="steps between two saves of the state to resume from")] = 500
     eval_windows: Annotated[int, Field(ge=1, description="held-out sequences of --seq tokens to evaluate on")] = 64
 
-    corpus: Annotated[
-        list[Path], Field(description="folder to train on and hold out from, instead of the default corpus")
-    ] = []
-    extra_corpus: Annotated[list[Path], Field(description="folder to train on as well; nothing is held out of it")] = []
+    corpus: list[Path] = Field([], description="folder to train on and hold out from, instead of the default corpus")
+    extra_corpus: list[Path] = Field([], description="folder to train on as well; nothing is held out of it")
     tokenizer: Annotated[
         Path | None, Field(description="tokenizer.json to use; none: train one. Losses compare only within one")
     ] = None

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from specmamba.bench.demo.corpus import Corpus, Document
 from specmamba.errors import ConfigError
+from specmamba.train.corpus import Corpus, Document
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 END_OF_TEXT = 0  # id of the first special token; separates documents

@@ -25,10 +25,10 @@ from specmamba.errors import SpecmambaError
 if TYPE_CHECKING:  # torch and transformers take seconds to import: --help must not wait for them
     from rich.console import Console
 
-    from specmamba.bench.demo.corpus import Corpus
     from specmamba.bench.demo.evaluate import HeldOutFigures
     from specmamba.bench.demo.tokens import TokenData
     from specmamba.bench.demo.trainer import StepCallback, Trainer
+    from specmamba.train.corpus import Corpus
 
 PROG = "python -m specmamba.bench.demo.train"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -37,9 +37,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def train(settings: TrainSettings, console: Console, on_step: StepCallback | None = None) -> Trainer:
     """Train into ``settings.out``, resuming what is there. The checkpoint is written when the run reached its end."""
     from specmamba.bench.demo.checkpoint import write_checkpoint, write_json
-    from specmamba.bench.demo.corpus import read_corpus, roots_for
     from specmamba.bench.demo.evaluate import evaluate
     from specmamba.bench.demo.trainer import Trainer
+    from specmamba.train.corpus import read_corpus, roots_for
 
     assert settings.out is not None
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -70,10 +70,10 @@ def train(settings: TrainSettings, console: Console, on_step: StepCallback | Non
 def evaluate_checkpoint(settings: TrainSettings) -> HeldOutFigures:
     """Held-out figures of the checkpoint in ``settings.evaluate``, with its own tokenizer, in fp32."""
     from specmamba.bench.demo.checkpoint import read_checkpoint
-    from specmamba.bench.demo.corpus import read_corpus, roots_for
     from specmamba.bench.demo.evaluate import evaluate
     from specmamba.bench.demo.tokens import held_out_data, load_tokenizer
     from specmamba.bench.demo.trainer import choose_device
+    from specmamba.train.corpus import read_corpus, roots_for
 
     assert settings.evaluate is not None
     model = read_checkpoint(settings.evaluate).to(choose_device(settings.device))

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from specmamba.bench.demo import resume
 from specmamba.bench.demo.model import MTP_LOSS_WEIGHT, new_model
 from specmamba.bench.demo.operators import fast_operators
 from specmamba.bench.demo.settings import TrainSettings
 from specmamba.bench.demo.tokens import TokenData, WindowSampler
 from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.train import resume
 
 WEIGHT_DECAY = 0.1  # of matrices and convolutions; norms, biases and time constants have none
 BETAS = (0.9, 0.95)

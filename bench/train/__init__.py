@@ -1,1 +1,1 @@
-"""Training of draft heads."""
+"""Training of small models to try draft heads on."""

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from specmamba.bench.demo.borrowed_tokenizer import save_with_demo_tokenizer
-from specmamba.bench.demo.settings import CommandLine
 from specmamba.command_line import exit_with_error, read_flags
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.measure.report import CommandLine
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +80,8 @@ def train(settings: TinyFalconSettings, console: Console) -> None:
 
 def _sampler(settings: TinyFalconSettings, vocab_size: int) -> WindowSampler:
     """Random windows of a part of the corpus, with the demo's tokens."""
-    from specmamba.bench.demo.corpus import Corpus, default_roots, read_corpus
     from specmamba.bench.demo.tokens import WindowSampler, load_tokenizer, prepare
+    from specmamba.train.corpus import Corpus, default_roots, read_corpus
 
     corpus = read_corpus(default_roots())
     every = -(-len(corpus.train) // settings.num_files)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specmamba.bench.report import JsonOption, write_json
 from specmamba.command_line import parse_command_line
+from specmamba.measure.report import JsonOption, write_json
 
 PROG = "specmamba doctor"
 STANDARD_OUTPUT = Path("-")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from specmamba.bench.report import machine
 from specmamba.cache.memory_plan import free_memory
 from specmamba.cache.memory_table import readable
 from specmamba.doctor.problems import Facts, Problem, warning
 from specmamba.kernels.native.build import cpu_flags
+from specmamba.measure.report import machine
 
 # What the native kernels need, and what tells a fast processor from a slow one.
 TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")

@@ -2,7 +2,7 @@
 
 Runs alternate, so that a slow moment of the machine hits both, and the ratio is the median over rounds of runs that
 followed each other. Where texts differ, plain decoding is led along the other text, and each of its tokens is rounding
-or is not (``bench/acceptance_compare.py``).
+or is not (``specmamba/measure/acceptance/judge.py``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any
 import torch
 
 from specmamba import LLM, SamplingParams, SpecStats
-from specmamba.bench.acceptance_compare import Difference, Judge
-from specmamba.bench.common import PLAIN_FLAGS
-from specmamba.bench.prompts import bundled_texts
 from specmamba.config import EngineConfig
 from specmamba.doctor.problems import Facts, Problem, error
 from specmamba.engine.workbench import DRAFT_FIELDS
 from specmamba.errors import RequestError
+from specmamba.measure.acceptance.judge import Difference, Judge
+from specmamba.measure.prompts import PLAIN_FLAGS, bundled_texts
 
 NUM_PROMPTS, ROUNDS = 2, 4
 PROMPT_TOKENS = 32  # few: a prompt takes the same time in both ways

@@ -1,0 +1,1 @@
+"""What measuring, tuning and training share: prompts, runs, reports, and the acceptance of drafts."""

@@ -1,0 +1,186 @@
+"""What all benchmarks share: where a report goes, what it says of the machine, and how far a run is.
+
+A configuration that derives from ``ReportOptions`` has the flags ``--json FILE`` and ``--plot FILE.png``; both are
+checked when the flags are read (``checked_file``), so that no long run ends without its report.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+import specmamba
+from specmamba.config import EngineConfig
+from specmamba.errors import ConfigError
+
+PICTURE_FORMATS = (".png", ".svg", ".pdf")
+Count = Annotated[int, Field(ge=1)]
+# For benchmarks that run a text again and again: a prefix that one run leaves to the next would flatter it.
+NoRadixCache = Annotated[
+    bool,
+    Field(description="share no prefixes; on here, or a repeated text would find its own (--no-disable-radix-cache)"),
+]
+_ReportFile = Annotated[Path | None, Field(description="write all figures to this file")]
+
+with warnings.catch_warnings():
+    # The flag, SPECMAMBA_JSON and the line of a --config file are called "json", and so is a method that pydantic
+    # keeps for callers of its first version; nothing here calls it.
+    warnings.filterwarnings("ignore", 'Field name "json"', UserWarning)
+
+    class JsonFile(BaseModel):
+        """``--json`` for any command line; ``config.json`` is the path or None."""
+
+        json: _ReportFile = None  # type: ignore[assignment]
+
+        @field_validator("json")
+        @classmethod
+        def _can_be_written(cls, path: Path | None) -> Path | None:
+            return None if path is None else checked_file(path)
+
+
+class CommandLine(BaseSettings):
+    """A program's settings: from its flags or keyword arguments, never from the environment."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
+class JsonOption(EngineConfig, JsonFile):
+    """The engine's flags and ``--json``."""
+
+
+class ReportOptions(JsonOption):
+    """The engine's flags, ``--json`` and ``--plot``; ``config.json`` and ``config.plot`` are paths or None."""
+
+    plot: Annotated[Path | None, Field(description="draw the figures into this file: .png, .svg or .pdf")] = None
+
+    @field_validator("plot")
+    @classmethod
+    def _can_be_drawn(cls, path: Path | None) -> Path | None:
+        if path is not None and path.suffix.lower() not in PICTURE_FORMATS:
+            raise ValueError(f"the name of a picture ends with {' or '.join(PICTURE_FORMATS)}")
+        if path is not None:
+            require_matplotlib("--plot")
+        return None if path is None else checked_file(path)
+
+
+def checked_file(path: Path) -> Path:
+    """The path of a file that can be written; nothing is written yet. Raises ValueError with the reason."""
+    try:
+        if not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent}")
+        if path.is_dir():
+            raise ValueError("this is a folder, not a file")
+        exists = path.exists()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+    if not os.access(path if exists else path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: no permission")
+    return path
+
+
+def require(package: str, what: str) -> None:
+    """Check that a package of the "bench" extra is there, without importing it.
+
+    Raises:
+        ConfigError: it is missing; the message says how to install it.
+    """
+    if find_spec(package) is None:
+        raise ConfigError(f"{what} needs {package}, which is not installed: pip install 'specmamba[bench]'")
+
+
+def require_matplotlib(what: str) -> None:
+    """``require`` for matplotlib. ``ReportOptions`` has called it where ``--plot`` was given."""
+    require("matplotlib", what)
+
+
+def machine() -> str:
+    """Processor and number of cores: no figure without its machine."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def versions(packages: Sequence[str] = ("specmamba", "torch", "transformers")) -> dict[str, str]:
+    """Versions by package; specmamba's own also where it runs from a checkout. Raises PackageNotFoundError."""
+    return {name: specmamba.__version__ if name == "specmamba" else version(name) for name in packages}
+
+
+def distinct_4gram_ratio(tokens: Sequence[Hashable]) -> float:
+    """Share of distinct runs of four tokens: far below 1, the text loops and flatters any drafter."""
+    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def split_numbers(value: object) -> object:
+    """Split "1,2,4" of the command line or the environment; a single number, of a TOML file, becomes a tuple."""
+    if isinstance(value, str):
+        return tuple(value.split(","))
+    return (value,) if isinstance(value, int | float) else value
+
+
+@contextmanager
+def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on the terminal's standard error, or nothing where that is a file; call what it gives once per part."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda: progress.advance(task)
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report; figures that are no numbers become null.
+
+    Raises:
+        ConfigError: the file cannot be written; the message names ``--json``.
+    """
+    try:
+        path.write_text(json.dumps(_without_nan(report), indent=2, allow_nan=False) + "\n", "utf8")
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from None
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no word for NaN and infinity, and a long run must not end without its report."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,1 @@
+"""``specmamba train``: draft heads for models that have none."""

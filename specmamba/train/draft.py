@@ -1,0 +1,227 @@
+"""Train a draft head for a target that has none, or a better one.
+
+    specmamba train draft --model PATH --out DIR [--text FILE_OR_FOLDER ...] [--own-outputs N] [--minutes 10]
+                          [--steps-deep 3] [--draft-vocab-size N] [any engine flag]
+
+The target reads the text once (what it says is kept in memory), the head learns to say what the target would say,
+several tokens ahead on its own states, and a report on held-out text ends the run: acceptance length, speed-up, and
+whether the text is the plain run's. The last line printed is the command that serves the target with its head. DIR
+gets
+
+- ``head/``: for ``--speculative-draft-model-path``; the EAGLE-3 layout, which other runtimes read too;
+- ``report.json`` and ``held_out.jsonl``, the prompts of the report;
+- ``resume/`` and ``own_outputs.jsonl``: from these the same command goes on when it was stopped (Ctrl-C, SIGTERM,
+  power).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specmamba.command_line import exit_with_error, parse_command_line
+from specmamba.config import EngineConfig
+from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.train.settings import TrainDraftConfig
+
+if TYPE_CHECKING:  # torch takes seconds to import: --help must not wait for it
+    import torch
+    from rich.console import Console
+
+    from specmamba import LLM
+    from specmamba.train.texts import Documents, Texts
+    from specmamba.train.trainer import DraftTrainer, Lesson, StepCallback
+
+PROG = "specmamba train draft"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PROMPTS = "held_out.jsonl"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is left of the target when its engine is gone."""
+
+    texts: Texts
+    prompts: str  # of the report, a line each
+    lesson: Lesson
+    layers: tuple[int, ...]  # that the head reads
+    context_length: int
+    device: torch.device
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status.
+
+    0: finished; 1: stopped before the end (resumable) or a text that diverged; 2: an error; 130: Ctrl-C before or after
+    the training itself.
+    """
+    try:
+        config = parse_command_line(TrainDraftConfig, PROG, sys.argv[1:] if arguments is None else arguments)
+        from rich.console import Console
+
+        with _threads(config.num_threads):
+            return train(config, Console())
+    except SpecmambaError as error:
+        exit_with_error(PROG, error)
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted: the same command goes on from what is in --out", file=sys.stderr)
+        return 130
+
+
+def train(config: TrainDraftConfig, console: Console, on_step: StepCallback | None = None) -> int:
+    """Train into ``config.out``, resuming what is there, and report. The exit status, see ``main``."""
+    from specmamba.train.folder import beginning, writing
+    from specmamba.train.layout import write_head
+    from specmamba.train.texts import read_documents
+
+    with beginning(config.out):
+        target = read_the_target(config, read_documents(config), console)
+        trainer = new_trainer(config, target, console)
+    with writing(config.out):
+        (config.out / PROMPTS).write_text(target.prompts, "utf8")
+    with _stop_on_signals(trainer):
+        finished = trainer.run(console, on_step)
+    console.print(trainer.describe(), highlight=False, soft_wrap=True)
+    if not finished:
+        console.print("stopped: the same command resumes", highlight=False, soft_wrap=True)
+        return 1
+    with writing(config.out):
+        write_head(config.out / "head", trainer.head, target.layers, target.context_length)
+    outcome = outcome_of(config, trainer)
+    del trainer, target  # an engine starts now, and needs their memory
+    status = report(config, outcome, console)
+    console.print(serve_command(config), highlight=False, soft_wrap=True)
+    return status
+
+
+def read_the_target(config: TrainDraftConfig, documents: Documents, console: Console) -> Target:
+    """Everything that is learned from. The target's engine is gone afterwards, with its weights and pools."""
+    from specmamba import LLM
+    from specmamba.train import windows
+    from specmamba.train.memory import check_memory
+    from specmamba.train.own_outputs import num_windows, own_outputs
+    from specmamba.train.report import prompts_of
+    from specmamba.train.trainer import Lesson
+
+    with LLM(**config.engine_flags, speculative_algorithm="none") as llm:
+        digest = llm.workbench.target_digest
+        texts = _texts(config, documents, llm)
+        check_memory(config, llm, num_windows(config, texts), console)
+        prompts = prompts_of(texts.held_out, llm.engine.tokenizer)
+        texts = own_outputs(config, llm, texts, digest) if config.own_outputs else texts
+        layers = windows.feature_layers(llm.engine.model.num_layers)
+        pieces = windows.cut(texts.train, config.window_length, config.seed)
+        read = windows.read_windows(config, llm, pieces, layers)
+        lesson = Lesson(read, *llm.workbench.target_matrices(), {"texts": texts.digest, "target": digest})
+        return Target(texts, prompts, lesson, layers, llm.engine.context_length, llm.engine.device)
+
+
+def _texts(config: TrainDraftConfig, documents: Documents, llm: LLM) -> Texts:
+    from specmamba.train.texts import check_vocabulary, encode_texts
+
+    vocab_size, context = llm.engine.vocab_size, llm.engine.context_length
+    if config.window_length >= context:
+        raise ConfigError(f"--seq {config.seq}: the target takes {context} tokens, so at most {context - 3} fit")
+    if (config.draft_vocab_size or 1) > vocab_size:
+        raise ConfigError(f"--draft-vocab-size {config.draft_vocab_size}: the target has {vocab_size} tokens")
+    texts = encode_texts(config, documents, llm.engine.tokenizer)
+    check_vocabulary(texts, llm.engine.tokenizer.vocab_size, vocab_size)
+    return texts
+
+
+def new_trainer(config: TrainDraftConfig, target: Target, console: Console) -> DraftTrainer:
+    """A trainer of a fresh head, or of the one that was stopped."""
+    import torch
+
+    from specmamba.train.head import Eagle3Head
+    from specmamba.train.memory import shape_of
+    from specmamba.train.trainer import DraftTrainer
+    from specmamba.train.windows import feature_scales, frequent_tokens
+
+    lesson, num_layers = target.lesson, len(target.layers)
+    vocab_size, hidden_size = lesson.output.shape
+    drafted = config.draft_vocab_size
+    shape = shape_of(config, hidden_size, vocab_size, num_layers)
+    ids = None if drafted is None else frequent_tokens(target.texts.train, drafted, vocab_size)
+    torch.manual_seed(config.seed)
+    head = Eagle3Head(shape, lesson.output, feature_scales(lesson.windows, num_layers), ids)
+    trainer = DraftTrainer(config, lesson, head, target.device)
+    step = trainer.progress.step
+    console.print(
+        f"the head has {head.num_parameters:,} parameters and reads the target in front of its "
+        f"layers {', '.join(map(str, target.layers))}; {'resuming after' if step else 'starting at'} step {step}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return trainer
+
+
+def outcome_of(config: TrainDraftConfig, trainer: DraftTrainer) -> dict[str, Any]:
+    """What ``report.json`` says of the training."""
+    return {
+        "recipe": config.recipe() | {"own_outputs": config.own_outputs},
+        "head": vars(trainer.head.shape),
+        "parameters": trainer.head.num_parameters,
+        "steps": trainer.progress.step,
+        "seconds": round(trainer.progress.elapsed, 1),
+        **trainer.figures,
+    }
+
+
+def report(config: TrainDraftConfig, outcome: dict[str, Any], console: Console) -> int:
+    """Measure the head and write ``report.json``; status 1 when a text diverged."""
+    from specmamba.measure.report import machine, versions
+    from specmamba.train.folder import writing
+    from specmamba.train.report import measure_head
+
+    figures = measure_head(config, config.out / "head", config.out / PROMPTS, console)
+    found = outcome | {"machine": machine(), "versions": versions()} | figures
+    with writing(config.out):
+        (config.out / "report.json").write_text(json.dumps(found, indent=2) + "\n", "utf8")
+    return 1 if any(figures[name]["lossless"]["diverged"] for name in ("sampled", "greedy")) else 0
+
+
+def serve_command(config: TrainDraftConfig) -> str:
+    """What serves the target with its new head, drafting as deep as was trained."""
+    served = EngineConfig(model=config.model, revision=config.revision)
+    command = ["specmamba", "serve"]
+    command += ["--model", config.model] if config.model else []
+    command += ["--revision", config.revision] if config.revision else []
+    command += ["--speculative-draft-model-path", str(config.out / "head")]
+    if config.steps_deep != served.num_draft_steps:
+        command += ["--speculative-num-steps", str(config.steps_deep)]
+    return shlex.join(command)
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """So many threads for the training too; an engine puts its own number back when it ends."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _stop_on_signals(trainer: DraftTrainer) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the run after its step, never inside one."""
+    before = {number: signal.signal(number, lambda *_: trainer.request_stop()) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""``specmamba tune``: choosing draft trees by measurement."""

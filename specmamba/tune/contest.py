@@ -1,0 +1,82 @@
+"""Ways to draft against each other, on the same requests in turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specmamba import LLM
+from specmamba.measure.full_batch import Job, Stretch, accept_length, run_full_batch
+from specmamba.measure.prompts import PLAIN
+
+DYNAMIC = ((1, 1, 2), (2, 1, 3), (3, 1, 4), (4, 4, 8), (5, 8, 16))  # steps, topk, draft tokens
+
+
+def dynamic_flags() -> dict[str, dict[str, Any]]:
+    """The configurations of the dynamic drafter that a static tree has to stand beside, by name."""
+    return {
+        f"dynamic {','.join(map(str, shape))}": {
+            "speculative_num_steps": shape[0],
+            "speculative_eagle_topk": shape[1],
+            "speculative_num_draft_tokens": shape[2],
+        }
+        for shape in DYNAMIC
+    }
+
+
+@dataclass(frozen=True)
+class Showing:
+    """What one contestant did over all waves."""
+
+    accept_length: float  # of all requests together
+    step_ms: float  # mean over all steps
+    step_ratio: float  # median over waves: plain's time of a step over the own one, measured next to each other
+    tokens_per_second: float  # by the accept length and the mean step
+    wall_tokens_per_second: float  # all tokens over all time, interruptions and all
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding. Text and machine vary apart: tokens of all waves, times by the ratio within a wave."""
+        return self.accept_length * self.step_ratio
+
+
+def contest(
+    llm: LLM,
+    contestants: Mapping[str, Mapping[str, Any]],
+    waves: Sequence[Sequence[Job]],
+    advance: Callable[[], None],
+) -> dict[str, Showing]:
+    """Run every wave of requests with every contestant; the turns change from wave to wave.
+
+    Args:
+        llm: has room for all contestants' drafts.
+        contestants: ``speculative_*`` flags by name; ``PLAIN`` is one of them.
+        waves: batches of requests, all of one size.
+        advance: called after every wave.
+    """
+    names = list(contestants)
+    stretches: dict[str, list[Stretch]] = {name: [] for name in names}
+    for number, jobs in enumerate(waves):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            llm.workbench.use_drafts(**contestants[name])
+            stretches[name].append(run_full_batch(llm, jobs))
+        advance()
+    return {name: _showing(own, stretches[PLAIN]) for name, own in stretches.items()}
+
+
+def _showing(own: Sequence[Stretch], plain: Sequence[Stretch]) -> Showing:
+    batch_size = own[0].batch_size
+    accepted = accept_length(own)
+    seconds = sum(s.seconds for s in own)
+    step_ms = seconds / sum(s.num_steps for s in own) * 1e3
+    ratios = [other.step_ms / s.step_ms for s, other in zip(own, plain, strict=True)]
+    return Showing(
+        accept_length=accepted,
+        step_ms=step_ms,
+        step_ratio=statistics.median(ratios),
+        tokens_per_second=batch_size * accepted / step_ms * 1e3,
+        wall_tokens_per_second=sum(s.num_tokens for s in own) / seconds,
+    )
