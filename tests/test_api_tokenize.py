@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from specmamba.config import DEMO_MODEL
-from specmamba.models.token_bytes import TokenBytes
+from specmamba.models.vocabulary import TokenBytes
 from tests.fake_engine import FakeEngine, Served, serving
 from tests.test_server import refused
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from specmamba.errors import UnsupportedModelError
 from specmamba.llm import LLM
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.expert_load import expert_layers
+from specmamba.models.hybrid import expert_layers
 from specmamba.models.registry import load_model
 from tests.families import FAMILIES
 from tests.test_model_exact import assert_close, random_prompts

@@ -11,8 +11,9 @@ import pytest
 
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError
-from specmamba.models import checkpoint, checkpoint_limits
-from specmamba.models.checkpoint import TensorReader, read_architecture, read_config, resolve_checkpoint
+from specmamba.models import checkpoint, tensors
+from specmamba.models.checkpoint import read_architecture, read_config, resolve_checkpoint
+from specmamba.models.tensors import TensorReader
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -66,7 +67,7 @@ def test_headers_that_lie(tmp_path: Path, header: Any) -> None:
 
 def test_a_header_is_not_read_when_it_is_too_long(tmp_path: Path) -> None:
     """The file is as long as it says, so that no other check would refuse it."""
-    length = checkpoint_limits.MAX_HEADER_BYTES + 1
+    length = tensors.MAX_HEADER_BYTES + 1
     with (tmp_path / SINGLE).open("wb") as file:
         file.write(length.to_bytes(8, "little"))
         file.truncate(length + 8)
@@ -75,7 +76,7 @@ def test_a_header_is_not_read_when_it_is_too_long(tmp_path: Path) -> None:
 
 
 def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "MAX_TENSORS", 3)
+    monkeypatch.setattr(tensors, "MAX_TENSORS", 3)
     write(tmp_path, {str(i): tensor([1], 4 * i, 4 * i + 4) for i in range(4)})
     with pytest.raises(CheckpointError, match="has 4 tensors; 3 is the most"):
         TensorReader(tmp_path)
@@ -99,7 +100,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) 
 )
 def test_files_that_are_too_large(tmp_path: Path, name: str) -> None:
     write(tmp_path, {"a": tensor([4], 0, 16)})
-    size = checkpoint_limits.MAX_TEXT_BYTES + 1
+    size = checkpoint.MAX_TEXT_BYTES + 1
     with (tmp_path / name).open("wb") as file:
         file.truncate(size)  # takes no room on the disk
     with pytest.raises(CheckpointError, match=f"has {size} bytes"):
@@ -108,7 +109,7 @@ def test_files_that_are_too_large(tmp_path: Path, name: str) -> None:
 
 def test_a_config_that_is_too_large(tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
-        file.truncate(checkpoint_limits.MAX_JSON_BYTES + 1)
+        file.truncate(checkpoint.MAX_JSON_BYTES + 1)
     with pytest.raises(CheckpointError, match=r"config\.json has 67108865 bytes"):
         read_architecture(tmp_path)
 

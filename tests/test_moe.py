@@ -24,7 +24,7 @@ from specmamba.layers.context import LayerContext
 from specmamba.layers.linear import Linear
 from specmamba.layers.mlp import MLP, GatedMLP, squared_relu
 from specmamba.layers.moe import Experts, MoE, Router, SigmoidRouter, SoftmaxRouter, TopKSoftmaxRouter
-from specmamba.models.expert_load import record_expert_load
+from specmamba.models.hybrid import record_expert_load
 from tests.families import qwen3_5, qwen3_next
 
 NO_CONTEXT: Any = LayerContext(kv=None, state=None, rotary=None)  # type: ignore[arg-type]

@@ -17,8 +17,7 @@ from specmamba.cache.shapes import KVShape, StateShape
 from specmamba.kernels import mamba2
 from specmamba.models import registry
 from specmamba.models.base import LoadOptions
-from specmamba.models.checkpoint import StoredTensor
-from specmamba.models.shape_reader import ShapeReader
+from specmamba.models.tensors import ShapeReader, StoredTensor
 from tests.test_weight_bytes import parts
 
 Shape = tuple[int, ...]

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer as Backend
 
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, RequestError
-from specmamba.models.text_bounds import longest_token
-from specmamba.models.tokenizer import Detokenizer, Tokenizer, read_eos_token_ids
+from specmamba.models.checkpoint import read_eos_token_ids
+from specmamba.models.tokenizer import Detokenizer, Tokenizer
+from specmamba.models.vocabulary import longest_token
 
 END_OF_TEXT, IM_START = 0, 1
 CHAT_TEMPLATE = (

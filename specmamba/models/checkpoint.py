@@ -1,33 +1,27 @@
-"""Reading Hugging Face checkpoints: folder, config, tensors. Safetensors only, and never code from a checkpoint."""
+"""The folder and the config of a Hugging Face checkpoint. Safetensors only, and no code from a checkpoint is run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
-from specmamba.models.checkpoint_limits import (
-    MAX_JSON_BYTES,
-    MAX_TENSORS,
-    require_bounded_folder,
-    require_bounded_header,
-    require_bounded_layers,
-    require_file,
-)
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PretrainedConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOAT_TYPES = ("F32", "BF16", "F16")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+# Several times what the largest published checkpoints have.
+MAX_TEXT_BYTES = 256 << 20  # tokenizer.json, vocabularies, merges
+MAX_JSON_BYTES = 64 << 20  # configs and the index of the shards
+MAX_LAYERS = 10_000
+_TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
 def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "--revision") -> Path:
@@ -53,7 +47,7 @@ def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "-
         raise CheckpointError(f"{folder} is a file: give the folder of the checkpoint (with its config.json)")
     else:
         folder = _download(model, revision)
-    _require_safetensors(folder)
+    require_safetensors(folder)
     require_bounded_folder(folder)
     return folder
 
@@ -117,186 +111,75 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     return config if nested is None else nested
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies and what it is, known without loading it."""
-
-    stored_name: str
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors writes it: F32, BF16, F8_E4M3, ...
-
-
-class TensorReader:
-    """The tensors of a checkpoint folder by name, with a count of which ones the model took.
-
-    ``renames`` are (stored prefix, name prefix) pairs; the first that matches is applied, so that one model class
-    reads checkpoints that nest it differently.
+def read_eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
+    """The tokens that end a text: generation_config.json's, else config.json's, else none.
 
     Raises:
-        CheckpointError: a file is missing, truncated or damaged, the index does not fit the shards or points out of
-            the folder, or two tensors end up with one name.
+        CheckpointError: generation_config.json is damaged, or a value is not a token id or a list of them.
     """
+    file = folder / "generation_config.json"
+    value = read_json(file).get("eos_token_id") if file.exists() else None
+    if value is None:
+        file = folder / "config.json"
+        value = getattr(config, "eos_token_id", None)
+    if value is None:
+        value = getattr(text_config(config), "eos_token_id", None)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise CheckpointError(f"{file}: eos_token_id is {value!r}, but should be a token id or a list of token ids")
+    return tuple(ids)
 
-    def __init__(self, folder: Path, renames: Sequence[tuple[str, str]] = ()) -> None:
-        self._tensors: dict[str, StoredTensor] = {}
-        self._taken: set[str] = set()
-        self._handles: dict[Path, Any] = {}
-        self._folder = folder
-        with ExitStack() as self._stack:
-            single = folder / SINGLE_FILE
-            for tensor in self._open(single) if single.exists() else self._open_shards():
-                self._add(_renamed(tensor.stored_name, renames), tensor)
-            self._stack = self._stack.pop_all()  # no error: the files stay open
 
-    def __enter__(self) -> TensorReader:
-        return self
+def require_file(file: Path, max_bytes: int | None = None) -> None:
+    """Refuse pipes and devices, which would be read for ever, and files that are too large to be what they claim.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    Links are followed: the hub's own cache consists of them.
 
-    def close(self) -> None:
-        """Close the files. Tensors that were taken stay valid."""
-        self._stack.close()
+    Raises:
+        CheckpointError: it is no regular file, or larger than ``max_bytes``.
+        OSError: it is not there, or cannot be looked at.
+    """
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{file} cannot be read: it is not a regular file")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise CheckpointError(f"{file} has {status.st_size} bytes; {max_bytes} is the most that is read")
 
-    def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
-        """Some rows of a matrix, [rows, width], whatever kind of reader this is. Raises CheckpointError."""
-        import torch
-        from safetensors import SafetensorError
 
-        tensor = self.stored(name)
+def require_bounded_folder(folder: Path) -> None:
+    """Look at the files that are read as a whole, by whatever library. Raises CheckpointError."""
+    for file in (file for pattern in _TEXT_FILES for file in folder.glob(pattern)):
         try:
-            stored = self._handles[tensor.file].get_slice(tensor.stored_name)
-            return torch.cat([stored[row : row + 1] for row in rows])
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{tensor.stored_name} cannot be read from {tensor.file}: {error}") from None
-
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._tensors)
-
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
-    def stored(self, name: str) -> StoredTensor:
-        """What is known of a tensor without loading it.
-
-        Raises:
-            CheckpointError: there is no such tensor.
-        """
-        try:
-            return self._tensors[name]
-        except KeyError:
-            raise CheckpointError(f"{self._folder} lacks the tensor {name}") from None
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Load one tensor, in the type it is stored in and in memory of its own, and mark it as used.
-
-        Raises:
-            CheckpointError: the tensor is missing, has another shape, is not of a float type, or cannot be read.
-        """
-        tensor = self.stored(name)
-        if tensor.shape != tuple(shape):
-            raise CheckpointError(
-                f"{tensor.stored_name} has the shape {list(tensor.shape)} in {tensor.file}, "
-                f"but its config.json asks for {list(shape)}"
-            )
-        if tensor.dtype not in FLOAT_TYPES:
-            raise CheckpointError(
-                f"{tensor.stored_name} is stored as {tensor.dtype} in {tensor.file}: "
-                f"use a checkpoint that is not quantised (specmamba reads {', '.join(FLOAT_TYPES)})"
-            )
-        self._taken.add(name)
-        return self._read(tensor)
-
-    def _read(self, tensor: StoredTensor) -> Tensor:
-        from safetensors import SafetensorError
-
-        try:
-            mapped: Tensor = self._handles[tensor.file].get_tensor(tensor.stored_name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{tensor.stored_name} cannot be read from {tensor.file}: {error}") from None
-        return mapped.clone()  # else the weights would be a view of the file, and change or crash with it
-
-    def finish(self, ignore: tuple[str, ...] = ()) -> None:
-        """Check that the model took every tensor, but for those whose names start with one of ``ignore``.
-
-        Raises:
-            CheckpointError: tensors are left over; the message names the first of them.
-        """
-        left = [
-            tensor.stored_name
-            for name, tensor in self._tensors.items()
-            if name not in self._taken and not name.startswith(ignore)
-        ]
-        if left:
-            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-            raise CheckpointError(
-                f"{self._folder} has tensors that the model in its config.json does not have: "
-                + ", ".join(map(repr, left[:5]))
-                + more
-            )
-
-    def _add(self, name: str, tensor: StoredTensor) -> None:
-        other = self._tensors.setdefault(name, tensor)
-        if other is not tensor:
-            raise CheckpointError(
-                f"two tensors are named {name!r}: {other.stored_name!r} in {other.file} "
-                f"and {tensor.stored_name!r} in {tensor.file}"
-            )
-
-    def _open_shards(self) -> list[StoredTensor]:
-        _require_safetensors(self._folder)
-        index = self._folder / INDEX_FILE
-        weight_map = _read_index(index)
-        shards = {name: self._open(self._folder / name) for name in sorted(set(weight_map.values()))}
-        present = {(name, tensor.stored_name) for name, tensors in shards.items() for tensor in tensors}
-        for tensor_name, shard in weight_map.items():
-            if (shard, tensor_name) not in present:
-                raise CheckpointError(f"{index} places {tensor_name!r} in {shard}, which lacks it")
-        return [tensor for tensors in shards.values() for tensor in tensors]
-
-    def _open(self, file: Path) -> list[StoredTensor]:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            require_bounded_header(file)
-            handle = self._stack.enter_context(safe_open(file, framework="pt"))
-            self._handles[file] = handle
-            names = handle.keys()
-            if len(names) > MAX_TENSORS:
-                raise CheckpointError(f"{file} has {len(names)} tensors; {MAX_TENSORS} is the most that is read")
-            slices = {name: handle.get_slice(name) for name in names}
-            return [StoredTensor(name, file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()]
-        except FileNotFoundError:
-            raise CheckpointError(f"{file} is missing, though {INDEX_FILE} names it") from None
+            require_file(file, MAX_TEXT_BYTES)
         except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
-        except (SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{file} is truncated or not a safetensors file: {error}") from None
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
 
 
-def _renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
-    for stored, wanted in renames:
-        if name.startswith(stored):
-            return wanted + name[len(stored) :]
-    return name
+def require_bounded_layers(file: Path, raw: dict[str, Any]) -> None:
+    """Refuse a config with more layers than any model: lists of that length are made of it before it is checked.
+
+    Raises:
+        CheckpointError: the message names the field.
+    """
+    for name, value in _fields(raw):
+        if "layers" in name and isinstance(value, int) and value > MAX_LAYERS:
+            raise CheckpointError(f"{file}: {name} is {value}; {MAX_LAYERS} layers are the most that is read")
 
 
-def _read_index(file: Path) -> dict[str, str]:
-    weight_map = read_json(file).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f'{file} has no "weight_map" that says which shard holds which tensor')
-    for shard in weight_map.values():
-        if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or "\0" in shard:
-            raise CheckpointError(f"{file} names the shard {shard!r}, which is not the name of a file in its folder")
-        if not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{file} names the shard {shard!r}: only .safetensors files are read")
-    return weight_map
+def _fields(value: object) -> Iterator[tuple[str, object]]:
+    """Every field of nested objects."""
+    waiting = [value]
+    while waiting:
+        current = waiting.pop()
+        if isinstance(current, dict):
+            yield from current.items()
+            waiting.extend(current.values())
+        elif isinstance(current, list):
+            waiting.extend(current)
 
 
-def _require_safetensors(folder: Path) -> None:
+def require_safetensors(folder: Path) -> None:
+    """Raise CheckpointError for a folder without safetensors; the message says where it has pickles instead."""
     if (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
         return
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern))

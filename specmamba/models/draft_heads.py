@@ -8,7 +8,7 @@ and perhaps ``fc.bias`` [H], over an embedding and a hidden state in this order;
 ``self_attn.{q,k,v,o}_proj``, ``mlp.{gate,up,down}_proj``, ``post_attention_layernorm`` and, from the second layer on,
 ``input_layernorm``; perhaps ``embed_tokens.weight`` and ``lm_head.weight`` [V, H].
 
-**EAGLE-3** (``eagle3.py``; ``LlamaForCausalLMEagle3`` and others). Tensors: ``midlayer.`` or ``layers.0.`` with
+**EAGLE-3** (``eagle.py``; ``LlamaForCausalLMEagle3`` and others). Tensors: ``midlayer.`` or ``layers.0.`` with
 ``hidden_norm`` and ``input_layernorm``, its q, k and v over 2 H inputs; ``fc.weight`` [H, 3 H of the target]; ``norm``;
 ``lm_head.weight`` [draft vocabulary, H]; ``d2t`` [draft vocabulary] integers, where draft token i is target token
 i + d2t[i]; perhaps ``embed_tokens.weight``. ``t2d`` says the same and is not read.
@@ -27,13 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from specmamba.cache.shapes import KVShape
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
-from specmamba.models.attention_layer import Heads
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.checkpoint import TensorReader, read_architecture, read_json
-from specmamba.models.eagle import EMBEDDING, EagleHead, HeadWeights
-from specmamba.models.eagle3 import Eagle3Head
+from specmamba.models.checkpoint import read_architecture, read_json
+from specmamba.models.common_layers import Heads
+from specmamba.models.eagle import EMBEDDING, Eagle3Head, EagleHead, HeadWeights
 from specmamba.models.hybrid import HybridTarget
-from specmamba.models.shape_reader import ShapeReader
+from specmamba.models.tensors import ShapeReader, TensorReader
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -10,21 +10,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specmamba.errors import ConfigError
+from specmamba.errors import CheckpointError, ConfigError
 from specmamba.kernels import paged_attention
 from specmamba.layers.attention import Attention
 from specmamba.layers.context import ForwardContext, LayerContext
 from specmamba.layers.linear import Linear
 from specmamba.layers.mlp import GatedMLP
 from specmamba.layers.norm import RMSNorm
-from specmamba.models.attention_layer import Heads
 from specmamba.models.base import LoadOptions
-from specmamba.models.checkpoint import TensorReader
+from specmamba.models.common_layers import Heads
 from specmamba.models.hybrid import Block, HybridTarget
-from specmamba.models.shape_reader import have_same_values
+from specmamba.models.tensors import TensorReader, have_same_values
 from specmamba.models.weights import Weights
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+DRAFT_IDS = "d2t"
+INTEGER_TYPES = ("I64", "I32")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 Logits = Callable[[Tensor], Tensor]
 
 
@@ -145,3 +147,146 @@ class HeadWeights(Weights):
         down = self.take_linear(f"{prefix}mlp.down_proj", hidden, inner)
         norm = self.rms_norm(f"{prefix}post_attention_layernorm.weight")
         return norm, GatedMLP(self.linear(torch.cat(gate_up)), down)
+
+
+class Eagle3Head:
+    """Llama's layers, the first of which attends with [norm(embedding), norm(hidden)]; a norm and an output head.
+
+    ``hidden`` is fc of what the target's layers say. Behind the first step of a draft it is the head's own output in
+    front of its last norm, without fc.
+    """
+
+    num_modules = 1
+
+    def __init__(self, weights: HeadWeights, target: HybridTarget, num_target_layers: int) -> None:
+        """Raises ConfigError where the head reads or drafts what the target does not have."""
+        c = weights.config
+        self.width = width = c.hidden_size
+        self._vocab_size = target.vocab_size
+        self.target_layers = read_layer_ids(c, num_target_layers)
+        self._fc = _fc(weights, len(self.target_layers), target.hidden_size)
+        self._embedding = weights.embedding(target)
+        norms = [weights.rms_norm(f"layers.0.{name}.weight").weight for name in ("input_layernorm", "hidden_norm")]
+        self._input_norm = RMSNorm(torch.stack(norms), c.rms_norm_eps)  # of the two side by side, in one pass
+        self._adds_normed = bool(getattr(c, "norm_before_residual", False))
+        self._attention = weights.attention(0, 2 * width)
+        self._blocks = weights.blocks_behind_attention()
+        self._norm = weights.rms_norm("norm.weight")
+        self._rotary = weights.rotary()
+        own, self._target_ids = _output(weights, self._embedding, target.vocab_size)
+        if own is None:
+            weights.require_width(width, target.hidden_size)
+        self._logits = own or target.logits
+
+    def combine(self, features: Tensor) -> Tensor:
+        """See ``DraftHead``."""
+        return features if self._fc is None else self._fc(features)
+
+    def forward(self, tokens: Tensor, hidden: Tensor, context: ForwardContext, module: int = 0) -> Tensor:
+        """See ``DraftHead``."""
+        pair = self._input_norm(torch.stack([F.embedding(tokens, self._embedding), hidden], 2))
+        residual = pair[:, :, 1] if self._adds_normed else hidden
+        layer_context = LayerContext(context.kv, None, self._rotary.angles(context.positions, hidden.dtype))
+        x = residual + self._attention(pair.flatten(2), layer_context)
+        for block in self._blocks:
+            x = block(x, layer_context)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``DraftHead``."""
+        logits = self._logits(self._norm(hidden))
+        if self._target_ids is None:
+            return logits
+        impossible = logits.new_full((*logits.shape[:-1], self._vocab_size), -torch.inf)
+        return impossible.index_copy_(-1, self._target_ids, logits)
+
+
+def read_layer_ids(config: Any, num_layers: int) -> tuple[int, ...]:
+    """The target's layers in front of which its residual stream is read; () where its last hidden state is.
+
+    There are two conventions for one name. In the config itself (vLLM, speculators) i stands for what goes into layer
+    i; within ``eagle_config`` (SGLang, ModelOpt) for what comes out of it. Features lie in the order of layers.
+
+    Raises:
+        CheckpointError: they are no list of numbers.
+    """
+    nested = getattr(config, "eagle_config", {})
+    if not nested.get("use_aux_hidden_state", True):
+        return ()
+    inside, outside = nested.get(LAYER_IDS), getattr(config, LAYER_IDS, None)
+    ids = outside or inside or [2, num_layers // 2, num_layers - 3]
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise CheckpointError(f"the head's {LAYER_IDS} should be a list of numbers of layers, but is {ids!r}")
+    return tuple(sorted(i + 1 if ids is inside else i for i in ids))
+
+
+def _fc(weights: HeadWeights, num_layers: int, target_width: int) -> Linear | None:
+    c, name = weights.config, "fc.weight"
+    if not num_layers:
+        weights.require_width(c.hidden_size, target_width)
+        return None
+    weights.require_width(getattr(c, "target_hidden_size", target_width), target_width)
+    shape = weights.reader.stored(name).shape
+    if len(shape) == 2 and shape[1] != num_layers * target_width:
+        raise ConfigError(
+            f"--speculative-draft-model-path {weights.folder}: the head reads {shape[1]} numbers per token, but "
+            f"{num_layers} layers of the target give {num_layers * target_width}: it was trained for another model"
+        )
+    has_bias = weights.reader.has("fc.bias")
+    return weights.take_linear("fc", c.hidden_size, num_layers * target_width, has_bias)
+
+
+def _output(weights: HeadWeights, embedding: Tensor, vocab_size: int) -> tuple[Linear | None, Tensor | None]:
+    """The head's own output matrix, and the target's token [draft vocabulary] for each of its rows.
+
+    None in place of the matrix: the target's is used. None in place of the tokens: they are the same.
+    """
+    c, reader = weights.config, weights.reader
+    size = getattr(c, "draft_vocab_size", vocab_size)
+    ids = _read_target_ids(weights, size, vocab_size) if reader.has(DRAFT_IDS) else None
+    if ids is None and size != vocab_size:
+        raise CheckpointError(
+            f"{weights.folder} drafts {size} of {vocab_size} tokens, but has no tensor {DRAFT_IDS} that says which"
+        )
+    if reader.has(OUTPUT):
+        return weights.take_linear("lm_head", size, c.hidden_size), ids
+    if size != vocab_size:
+        raise CheckpointError(f"{weights.folder} drafts {size} of {vocab_size} tokens, but has no {OUTPUT}")
+    if not (c.tie_word_embeddings and reader.has(EMBEDDING)):
+        return None, None
+    weights.keep(embedding)
+    return weights.linear(embedding), None
+
+
+def _read_target_ids(weights: HeadWeights, size: int, vocab_size: int) -> Tensor | None:
+    """i + d2t[i] for every draft token i; None where that is i throughout.
+
+    Raises:
+        CheckpointError: the tensor is not of that shape or type, cannot be read, or gives two the same.
+        ConfigError: it points out of the target's vocabulary.
+    """
+    stored = weights.reader.stored(DRAFT_IDS)
+    if stored.shape != (size,) or stored.dtype not in INTEGER_TYPES:
+        raise CheckpointError(
+            f"{DRAFT_IDS} is {list(stored.shape)} of type {stored.dtype} in {stored.file}, but should be [{size}] of "
+            "integers"
+        )
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(stored.file, framework="pt") as file:
+            offsets = file.get_tensor(stored.stored_name).long()
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{stored.stored_name} cannot be read from {stored.file}: {error}") from None
+    ids = torch.arange(size) + offsets
+    if bool(((ids < 0) | (ids >= vocab_size)).any()):
+        worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise ConfigError(
+            f"--speculative-draft-model-path {weights.folder}: {DRAFT_IDS} maps a draft token to token {worst}, but "
+            f"the target's vocabulary has {vocab_size}"
+        )
+    if len(ids.unique()) != size:
+        raise CheckpointError(f"{DRAFT_IDS} in {stored.file} maps {size} draft tokens to {len(ids.unique())} tokens")
+    if size == vocab_size and not bool(offsets.any()):
+        return None
+    return weights.instead(ids.to(weights.options.device))

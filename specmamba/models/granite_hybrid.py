@@ -13,11 +13,10 @@ from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import rowwise
 from specmamba.layers.mlp import GatedMLP
 from specmamba.layers.moe import MoE, TopKSoftmaxRouter
-from specmamba.models.attention_layer import Heads, attention_layer
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.checkpoint import TensorReader
+from specmamba.models.common_layers import Heads, attention_layer, mamba2_layer, mamba2_shape
 from specmamba.models.hybrid import Block, HybridTarget, Layer
-from specmamba.models.mamba2_layer import mamba2_layer, mamba2_shape
+from specmamba.models.tensors import TensorReader
 from specmamba.models.weights import Weights
 
 if TYPE_CHECKING:

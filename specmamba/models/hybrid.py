@@ -1,20 +1,22 @@
-"""The body that all families share: embedding, blocks with a residual stream, final norm, output head."""
+"""What all families share: the body (embedding, blocks, final norm, output head) and the MTP head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specmamba.errors import UnsupportedModelError
+from specmamba.errors import ConfigError, UnsupportedModelError
 from specmamba.layers.context import ForwardContext, LayerContext
 from specmamba.layers.linear import Linear
+from specmamba.layers.moe import MoE
 from specmamba.layers.norm import RMSNorm
 from specmamba.layers.rotary import Rotary
-from specmamba.models.base import TargetOutput
+from specmamba.models.base import Target, TargetOutput
 
 Layer = Callable[[Tensor, LayerContext], Tensor]
 
@@ -95,3 +97,82 @@ class HybridTarget:
         """See ``Target``."""
         logits = self.head(hidden)
         return logits if self._logits_scale == 1.0 else logits * self._logits_scale
+
+
+@dataclass(frozen=True, slots=True)
+class MTPModule:
+    """norm(blocks(fc([norm(embedding), norm(hidden)]))); modules of one head may have parts in common."""
+
+    input_norm: RMSNorm  # of the embedding and of the hidden state, in one pass: its weight is [2, H]
+    fc: Linear  # 2 H -> H, the embedding first
+    blocks: tuple[Block, ...]  # in the order in which they run; none of them may keep a recurrent state
+    norm: RMSNorm  # the last one; what it gives is what the next step of a draft takes
+
+
+class MTPHead:
+    """Modules, one for each depth of a draft, or one for all; embedding and rotary are the target's."""
+
+    def __init__(self, target: HybridTarget, modules: Sequence[MTPModule], output: Linear) -> None:
+        """Make a head of one or several modules.
+
+        Args:
+            target: has the embedding, [V, H].
+            modules: the first of them drafts after the root. Attention layers of all are numbered in the KV pool.
+            output: H -> V, of every module.
+        """
+        self.width, self.num_modules = target.hidden_size, len(modules)
+        self._target, self._modules, self._output = target, tuple(modules), output
+
+    def combine(self, features: Tensor) -> Tensor:
+        """See ``DraftHead``."""
+        return features
+
+    def forward(self, tokens: Tensor, hidden: Tensor, context: ForwardContext, module: int = 0) -> Tensor:
+        """See ``DraftHead``."""
+        parts = self._modules[module]
+        inputs = torch.stack([self._target.embed(tokens), hidden], 2)
+        x = parts.fc(parts.input_norm(inputs).flatten(2))
+        rotary = None if self._target.rotary is None else self._target.rotary.angles(context.positions, x.dtype)
+        layer_context = LayerContext(context.kv, None, rotary)
+        for block in parts.blocks:
+            x = block(x, layer_context)
+        return parts.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``DraftHead``."""
+        return self._output(hidden)
+
+
+@contextmanager
+def record_expert_load(target: Target) -> Iterator[dict[int, Tensor]]:
+    """Count what a target's routers decide within the block.
+
+    Every token that is run counts, in each layer for as many experts as it goes to: those of prompts, those of draft
+    trees that are not accepted, and padding. Nothing is counted, and nothing is spent on it, outside.
+
+        with record_expert_load(llm.engine.model.target) as load:
+            llm.generate(prompts)
+        load[3]  # of the experts in block 3, [E] int64
+
+    Raises:
+        ConfigError: the model has no experts, or they are being counted already.
+    """
+    layers = expert_layers(target)
+    if not layers:
+        raise ConfigError("the load of experts cannot be recorded: this model has none")
+    if any(layer.load is not None for layer in layers.values()):
+        raise ConfigError("the load of this model's experts is being recorded already")
+    target.is_watched = True
+    try:
+        yield {block: layer.start_counting() for block, layer in layers.items()}
+    finally:
+        target.is_watched = False
+        for layer in layers.values():
+            layer.stop_counting()
+
+
+def expert_layers(target: Target) -> dict[int, MoE]:
+    """The mixtures of experts of a target, by the number of their block."""
+    assert isinstance(target, HybridTarget)
+    layers = [(i, layer) for i, block in enumerate(target.blocks) for _, layer in block.layers]
+    return {i: layer for i, layer in layers if isinstance(layer, MoE)}

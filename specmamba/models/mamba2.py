@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from specmamba.cache.shapes import CacheShape, StateShape
 from specmamba.errors import UnsupportedModelError
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.checkpoint import TensorReader
+from specmamba.models.common_layers import mamba2_layer, mamba2_shape
 from specmamba.models.hybrid import Block, HybridTarget
-from specmamba.models.mamba2_layer import mamba2_layer, mamba2_shape
+from specmamba.models.tensors import TensorReader
 from specmamba.models.weights import Weights
 
 if TYPE_CHECKING:

@@ -17,12 +17,10 @@ from specmamba.layers.attention import Attention
 from specmamba.layers.mlp import MLP, squared_relu
 from specmamba.layers.moe import MoE, SigmoidRouter
 from specmamba.layers.norm import RMSNorm
-from specmamba.models.attention_layer import Heads, attention_layer
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.checkpoint import TensorReader
-from specmamba.models.hybrid import Block, HybridTarget, Layer
-from specmamba.models.mamba2_layer import mamba2_layer, mamba2_shape
-from specmamba.models.mtp_head import MTPHead, MTPModule
+from specmamba.models.common_layers import Heads, attention_layer, mamba2_layer, mamba2_shape
+from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
+from specmamba.models.tensors import TensorReader
 from specmamba.models.weights import Weights
 
 if TYPE_CHECKING:

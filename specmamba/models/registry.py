@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from specmamba.errors import ConfigError
-from specmamba.models import falcon_h1, granite_hybrid, mamba2, nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
+from specmamba.models import falcon_h1, granite_hybrid, mamba2, nemotron_h, qwen
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.checkpoint import TensorReader, read_config, text_config
-from specmamba.models.shape_reader import ShapeReader
-from specmamba.models.tokenizer import read_eos_token_ids
+from specmamba.models.checkpoint import read_config, read_eos_token_ids, text_config
+from specmamba.models.tensors import ShapeReader, TensorReader
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,11 +35,11 @@ ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": Family(granite_hybrid.load, granite_hybrid.RENAMES),
     "Mamba2ForCausalLM": Family(mamba2.load, mamba2.RENAMES),
     "NemotronHForCausalLM": Family(nemotron_h.load, nemotron_h.RENAMES),
-    "Qwen3_5ForCausalLM": Family(qwen3_5.load, qwen3_5.RENAMES),
-    "Qwen3_5ForConditionalGeneration": Family(qwen3_5.load, qwen3_5.RENAMES),
-    "Qwen3_5MoeForCausalLM": Family(qwen3_5_moe.load, qwen3_5_moe.RENAMES),
-    "Qwen3_5MoeForConditionalGeneration": Family(qwen3_5_moe.load, qwen3_5_moe.RENAMES),
-    "Qwen3NextForCausalLM": Family(qwen3_next.load, qwen3_next.RENAMES),
+    "Qwen3_5ForCausalLM": Family(qwen.load, qwen.RENAMES),
+    "Qwen3_5ForConditionalGeneration": Family(qwen.load, qwen.RENAMES),
+    "Qwen3_5MoeForCausalLM": Family(qwen.load_moe, qwen.RENAMES),
+    "Qwen3_5MoeForConditionalGeneration": Family(qwen.load_moe, qwen.RENAMES),
+    "Qwen3NextForCausalLM": Family(qwen.load_next, ()),
 }
 
 

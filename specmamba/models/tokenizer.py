@@ -5,16 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specmamba.errors import CheckpointError, RequestError
 from specmamba.models.chat_template import render
-from specmamba.models.checkpoint import read_json, text_config
-from specmamba.models.text_bounds import longest_token
-from specmamba.models.token_bytes import TokenBytes
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from specmamba.models.vocabulary import TokenBytes, longest_token
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 REPLACEMENT = "\ufffd"
@@ -209,22 +204,3 @@ class Detokenizer:
 
     def _final_text(self) -> str:
         return self._decode().removesuffix(REPLACEMENT)
-
-
-def read_eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
-    """The tokens that end a text: generation_config.json's, else config.json's, else none.
-
-    Raises:
-        CheckpointError: generation_config.json is damaged, or a value is not a token id or a list of them.
-    """
-    file = folder / "generation_config.json"
-    value = read_json(file).get("eos_token_id") if file.exists() else None
-    if value is None:
-        file = folder / "config.json"
-        value = getattr(config, "eos_token_id", None)
-    if value is None:
-        value = getattr(text_config(config), "eos_token_id", None)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(i) is int and i >= 0 for i in ids):
-        raise CheckpointError(f"{file}: eos_token_id is {value!r}, but should be a token id or a list of token ids")
-    return tuple(ids)

@@ -16,8 +16,7 @@ from specmamba.layers.moe import Experts
 from specmamba.layers.norm import RMSNorm
 from specmamba.layers.rotary import Rotary
 from specmamba.models.base import LoadOptions
-from specmamba.models.checkpoint import TensorReader
-from specmamba.models.shape_reader import DTYPES, have_same_values
+from specmamba.models.tensors import DTYPES, TensorReader, have_same_values
 
 if TYPE_CHECKING:
     from specmamba.models.hybrid import HybridTarget

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.errors import UnsupportedModelError
-from specmamba.kernels import delta_net, paged_attention
+from specmamba.kernels import delta_net, paged_attention, rowwise
 from specmamba.layers.attention import Attention
 from specmamba.layers.gated_delta_net import GatedDeltaNet
 from specmamba.layers.linear import Linear
 from specmamba.layers.mlp import GatedMLP
+from specmamba.layers.moe import Experts, MoE, SoftmaxRouter
 from specmamba.layers.norm import RMSNorm
-from specmamba.models.attention_layer import Heads
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.checkpoint import TensorReader
-from specmamba.models.hybrid import Block, HybridTarget, Layer
-from specmamba.models.mtp_head import MTPHead, MTPModule
+from specmamba.models.common_layers import Heads
+from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
+from specmamba.models.tensors import TensorReader
 from specmamba.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -37,6 +37,20 @@ MTP_PREFIX = "mtp."
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
     """Build the model from a checkpoint's text config and tensors; see ``registry.Loader``."""
     return load_qwen(QwenWeights(config, reader, options), QwenWeights(config, reader, options, options.draft_form))
+
+
+def load_moe(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
+    """Build the model from a checkpoint's text config and tensors; see ``registry.Loader``."""
+    if not getattr(config, "norm_topk_prob", True):  # no published config has it; readers of one differ over it
+        raise UnsupportedModelError("norm_topk_prob false is not supported for Qwen3.5")
+    weights = QwenMoEWeights(config, reader, options)
+    return load_qwen(weights, QwenMoEWeights(config, reader, options, options.draft_form))
+
+
+def load_next(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
+    """Build the model from a checkpoint's config and tensors; see ``registry.Loader``."""
+    weights = QwenNextWeights(config, reader, options)
+    return load_qwen(weights, QwenNextWeights(config, reader, options, options.draft_form))
 
 
 def load_qwen(weights: QwenWeights, draft_weights: QwenWeights) -> LoadedModel:
@@ -184,6 +198,74 @@ class QwenWeights(Weights):
         sizes |= {"b": s.num_value_heads, "a": s.num_value_heads}
         parts = [self.take(f"{prefix}in_proj_{x}.weight", size, self.config.hidden_size) for x, size in sizes.items()]
         return self.linear(torch.cat(parts))
+
+
+class QwenMoEWeights(QwenWeights):
+    """Makes this family's layers; those of Qwen3-Next have the same experts."""
+
+    renormalise = True  # the weights of a token's experts
+
+    def feed_forward(self, layer: int, prefix: str) -> Layer:
+        """See ``QwenWeights``: every layer has experts."""
+        return self.mixture(prefix)
+
+    def mixture(self, prefix: str) -> MoE:
+        """Experts and the shared expert. Raises UnsupportedModelError: a token asks for more experts than there are."""
+        c = self.config
+        if not 1 <= c.num_experts_per_tok <= c.num_experts:
+            raise UnsupportedModelError(f"a token cannot go to {c.num_experts_per_tok} of {c.num_experts} experts")
+        gate = self.take_router(f"{prefix}gate.weight", c.num_experts)
+        return MoE(
+            SoftmaxRouter(gate, c.num_experts_per_tok, self.renormalise),
+            self.all_experts(f"{prefix}experts."),
+            self.gated_mlp(f"{prefix}shared_expert.", c.shared_expert_intermediate_size),
+            Linear(self.take(f"{prefix}shared_expert_gate.weight", 1, c.hidden_size)),
+        )
+
+    def all_experts(self, prefix: str) -> Experts:
+        """Both layouts: one tensor for all experts, or one for each of them.
+
+        A checkpoint may have one in the target and the other in the MTP head (Qwen3.5-35B-A3B does).
+        """
+        num_experts, inner, hidden = self.config.num_experts, self.config.moe_intermediate_size, self.config.hidden_size
+        if self.reader.has(f"{prefix}gate_up_proj"):
+            up = self.take(f"{prefix}gate_up_proj", num_experts, 2 * inner, hidden)
+            down = self.take(f"{prefix}down_proj", num_experts, hidden, inner)
+        else:
+            up = self.take_experts(prefix, ("gate_proj", "up_proj"), num_experts, inner, hidden)
+            down = self.take_experts(prefix, ("down_proj",), num_experts, hidden, inner)
+        return self.experts(up, down, rowwise.silu_mul)
+
+
+class QwenNextWeights(QwenMoEWeights):
+    """Makes this family's layers."""
+
+    def __init__(self, config: Any, reader: TensorReader, options: LoadOptions, form: Any = None) -> None:
+        super().__init__(config, reader, options, form)
+        self.renormalise = config.norm_topk_prob
+
+    def feed_forward(self, layer: int, prefix: str) -> Layer:
+        """Experts or a dense layer, as the config says; in an MTP head, as the checkpoint says."""
+        c = self.config
+        if layer < c.num_hidden_layers:
+            is_turn = (layer + 1) % c.decoder_sparse_step == 0
+            has_experts = is_turn and layer not in c.mlp_only_layers and c.num_experts > 0
+        else:
+            has_experts = self.reader.has(f"{prefix}gate.weight")
+        return self.mixture(prefix) if has_experts else self.gated_mlp(prefix, c.intermediate_size)
+
+    def delta_projection(self, prefix: str) -> Linear:
+        """See ``QwenWeights``. The checkpoint has all parts of one key head side by side, then those of the next."""
+        s, hidden = self.state_shape, self.config.hidden_size
+        values_of_key = s.num_value_heads // s.num_key_heads
+        sizes = [s.key_dim, s.key_dim, values_of_key * s.value_dim, values_of_key * s.value_dim]
+        qkvz = self.take(f"{prefix}in_proj_qkvz.weight", s.num_key_heads * sum(sizes), hidden)
+        ba = self.take(f"{prefix}in_proj_ba.weight", 2 * s.num_value_heads, hidden)
+        parts = [
+            *qkvz.unflatten(0, (s.num_key_heads, -1)).split(sizes, 1),
+            *ba.unflatten(0, (s.num_key_heads, -1)).chunk(2, 1),
+        ]
+        return self.linear(torch.cat([part.flatten(0, 1) for part in parts]))
 
 
 def _count_modules(config: Any, reader: TensorReader) -> int:

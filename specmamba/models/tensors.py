@@ -1,0 +1,228 @@
+"""The tensors of a safetensors checkpoint, by name: with their values, or as shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmamba.errors import CheckpointError
+from specmamba.models.checkpoint import INDEX_FILE, SINGLE_FILE, read_json, require_file, require_safetensors
+
+FLOAT_TYPES = ("F32", "BF16", "F16")
+MAX_HEADER_BYTES = 64 << 20  # of a safetensors file; the format's library has a limit of its own, 100 MB
+MAX_TENSORS = 500_000  # of a file
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies and what it is, known without loading it."""
+
+    stored_name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors writes it: F32, BF16, F8_E4M3, ...
+
+
+class TensorReader:
+    """The tensors of a checkpoint folder by name, with a count of which ones the model took.
+
+    ``renames`` are (stored prefix, name prefix) pairs; the first that matches is applied, so that one model class
+    reads checkpoints that nest it differently.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or damaged, the index does not fit the shards or points out of
+            the folder, or two tensors end up with one name.
+    """
+
+    def __init__(self, folder: Path, renames: Sequence[tuple[str, str]] = ()) -> None:
+        self._tensors: dict[str, StoredTensor] = {}
+        self._taken: set[str] = set()
+        self._handles: dict[Path, Any] = {}
+        self._folder = folder
+        with ExitStack() as self._stack:
+            single = folder / SINGLE_FILE
+            for tensor in self._open(single) if single.exists() else self._open_shards():
+                self._add(_renamed(tensor.stored_name, renames), tensor)
+            self._stack = self._stack.pop_all()  # no error: the files stay open
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. Tensors that were taken stay valid."""
+        self._stack.close()
+
+    def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        """Some rows of a matrix, [rows, width], whatever kind of reader this is. Raises CheckpointError."""
+        from safetensors import SafetensorError
+
+        tensor = self.stored(name)
+        try:
+            stored = self._handles[tensor.file].get_slice(tensor.stored_name)
+            return torch.cat([stored[row : row + 1] for row in rows])
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{tensor.stored_name} cannot be read from {tensor.file}: {error}") from None
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tensors)
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def stored(self, name: str) -> StoredTensor:
+        """What is known of a tensor without loading it.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self._folder} lacks the tensor {name}") from None
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Load one tensor, in the type it is stored in and in memory of its own, and mark it as used.
+
+        Raises:
+            CheckpointError: the tensor is missing, has another shape, is not of a float type, or cannot be read.
+        """
+        tensor = self.stored(name)
+        if tensor.shape != tuple(shape):
+            raise CheckpointError(
+                f"{tensor.stored_name} has the shape {list(tensor.shape)} in {tensor.file}, "
+                f"but its config.json asks for {list(shape)}"
+            )
+        if tensor.dtype not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"{tensor.stored_name} is stored as {tensor.dtype} in {tensor.file}: "
+                f"use a checkpoint that is not quantised (specmamba reads {', '.join(FLOAT_TYPES)})"
+            )
+        self._taken.add(name)
+        return self._read(tensor)
+
+    def _read(self, tensor: StoredTensor) -> Tensor:
+        from safetensors import SafetensorError
+
+        try:
+            mapped: Tensor = self._handles[tensor.file].get_tensor(tensor.stored_name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{tensor.stored_name} cannot be read from {tensor.file}: {error}") from None
+        return mapped.clone()  # else the weights would be a view of the file, and change or crash with it
+
+    def finish(self, ignore: tuple[str, ...] = ()) -> None:
+        """Check that the model took every tensor, but for those whose names start with one of ``ignore``.
+
+        Raises:
+            CheckpointError: tensors are left over; the message names the first of them.
+        """
+        left = [
+            tensor.stored_name
+            for name, tensor in self._tensors.items()
+            if name not in self._taken and not name.startswith(ignore)
+        ]
+        if left:
+            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+            raise CheckpointError(
+                f"{self._folder} has tensors that the model in its config.json does not have: "
+                + ", ".join(map(repr, left[:5]))
+                + more
+            )
+
+    def _add(self, name: str, tensor: StoredTensor) -> None:
+        other = self._tensors.setdefault(name, tensor)
+        if other is not tensor:
+            raise CheckpointError(
+                f"two tensors are named {name!r}: {other.stored_name!r} in {other.file} "
+                f"and {tensor.stored_name!r} in {tensor.file}"
+            )
+
+    def _open_shards(self) -> list[StoredTensor]:
+        require_safetensors(self._folder)
+        index = self._folder / INDEX_FILE
+        weight_map = _read_index(index)
+        shards = {name: self._open(self._folder / name) for name in sorted(set(weight_map.values()))}
+        present = {(name, tensor.stored_name) for name, tensors in shards.items() for tensor in tensors}
+        for tensor_name, shard in weight_map.items():
+            if (shard, tensor_name) not in present:
+                raise CheckpointError(f"{index} places {tensor_name!r} in {shard}, which lacks it")
+        return [tensor for tensors in shards.values() for tensor in tensors]
+
+    def _open(self, file: Path) -> list[StoredTensor]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            _require_bounded_header(file)
+            handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            self._handles[file] = handle
+            names = handle.keys()
+            if len(names) > MAX_TENSORS:
+                raise CheckpointError(f"{file} has {len(names)} tensors; {MAX_TENSORS} is the most that is read")
+            slices = {name: handle.get_slice(name) for name in names}
+            return [StoredTensor(name, file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()]
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} is missing, though {INDEX_FILE} names it") from None
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+        except (SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{file} is truncated or not a safetensors file: {error}") from None
+
+
+class ShapeReader(TensorReader):
+    """A ``TensorReader`` whose tensors have shape and type, and no values: they are on PyTorch's meta device."""
+
+    def _read(self, tensor: StoredTensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
+
+
+def have_same_values(x: Tensor, y: Tensor, guess: bool) -> bool:
+    """Whether two tensors are equal; where one of them has no values and their shapes do not tell, the ``guess``."""
+    return x.shape == y.shape and (guess if x.is_meta or y.is_meta else torch.equal(x, y))
+
+
+def _require_bounded_header(file: Path) -> None:
+    """Look at the length that a safetensors file gives its header, before memory is taken for it.
+
+    Raises:
+        CheckpointError: it is no regular file, or its header is too long.
+        OSError: it cannot be read.
+    """
+    require_file(file)
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{file} is truncated or not a safetensors file: its header would have {length} bytes; "
+            f"{MAX_HEADER_BYTES} is the most that is read"
+        )
+
+
+def _renamed(name: str, renames: Iterable[tuple[str, str]]) -> str:
+    for stored, wanted in renames:
+        if name.startswith(stored):
+            return wanted + name[len(stored) :]
+    return name
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    weight_map = read_json(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f'{file} has no "weight_map" that says which shard holds which tensor')
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or "\0" in shard:
+            raise CheckpointError(f"{file} names the shard {shard!r}, which is not the name of a file in its folder")
+        if not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{file} names the shard {shard!r}: only .safetensors files are read")
+    return weight_map
