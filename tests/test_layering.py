@@ -1,4 +1,4 @@
-"""Imports run down the house, never up (docs/structures.md has the plan of it)."""
+"""Imports run down the layers, never up, and never in circles (docs/structures.md lists the packages)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "specmamba"
+SPECMAMBA = Path(__file__).parents[1] / "specmamba"
 
-# Lowest first. A room may import every room of a lower storey, itself, and nothing else.
-STOREYS: tuple[tuple[str, ...], ...] = (
+# Lowest first. A package may import every package of a lower layer, itself, and nothing else.
+LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels", "cuda_graphs", "demo"),
     ("core", "config", "server_config", "command_line", "errors", "trees"),
     ("cache",),
@@ -30,7 +30,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-STOREY_OF = {room: level for level, rooms in enumerate(STOREYS) for room in rooms}
+LAYER_OF = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 FOUNDATION = {
     "core",
     "config",
@@ -38,33 +38,35 @@ FOUNDATION = {
     "command_line",
     "errors",
     "trees",
-}  # one storey, and they may know each other
+}  # one layer, and they may import each other
+# Sets of modules that still import each other; falls to 0.
+MAX_CYCLES = 9
 FACES = {"llm", "__init__", "server"}
 TOOLS = ("measure", "tune", "train", "bench")  # they use faces and kernels only, and each other downwards
-# What these two may import from outside the package; the other rooms are free.
+# What these two may import from outside specmamba; the other packages are free.
 THIRD_PARTY_OF = {"kernels": {"torch", "triton"}, "cuda_graphs": {"torch", "triton"}}
 
 
-def may_import(room: str, other: str) -> bool:
-    if room == other:
+def may_import(package: str, other: str) -> bool:
+    if package == other:
         return True
-    if room in FOUNDATION and other in FOUNDATION:
+    if package in FOUNDATION and other in FOUNDATION:
         return True
-    if room in TOOLS and other not in TOOLS:
+    if package in TOOLS and other not in TOOLS:
         return other in FACES | FOUNDATION | {"kernels"}
-    return STOREY_OF[other] < STOREY_OF[room]
+    return LAYER_OF[other] < LAYER_OF[package]
 
 
-def python_files(package: Path) -> Iterator[Path]:
-    for folder, _, names in os.walk(package, followlinks=True):
+def python_files(root: Path) -> Iterator[Path]:
+    for folder, _, names in os.walk(root, followlinks=True):
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
 
 
-def room_of(package: Path, module: str) -> str:
-    """The room of a dotted name below ``package``; a name the package itself defines belongs to its ``__init__``."""
+def package_of(root: Path, module: str) -> str:
+    """The package of a dotted name below ``root``; a name that specmamba itself defines belongs to its ``__init__``."""
     first = module.split(".")[1] if "." in module else "__init__"
-    is_room = first in STOREY_OF or (package / first).exists() or (package / f"{first}.py").exists()
-    return first if is_room else "__init__"
+    is_package = first in LAYER_OF or (root / first).exists() or (root / f"{first}.py").exists()
+    return first if is_package else "__init__"
 
 
 def imported_modules(tree: ast.AST, package_of_module: list[str]) -> Iterator[tuple[int, str]]:
@@ -84,48 +86,93 @@ def imported_modules(tree: ast.AST, package_of_module: list[str]) -> Iterator[tu
                 yield node.lineno, name
 
 
-def violations(package: Path) -> list[str]:
+def violations(root: Path) -> list[str]:
     found = []
-    for file in python_files(package):
-        parts = list(file.relative_to(package).with_suffix("").parts)
-        room = parts[0]
-        where = f"{package.name}/{file.relative_to(package)}"
-        if room not in STOREY_OF:
-            found.append(f"{where}: the room {room!r} has no storey: place it in STOREYS of tests/test_layering.py")
+    for file in python_files(root):
+        parts = list(file.relative_to(root).with_suffix("").parts)
+        package = parts[0]
+        where = f"{root.name}/{file.relative_to(root)}"
+        if package not in LAYER_OF:
+            found.append(f"{where}: the package {package!r} has no layer: place it in LAYERS of tests/test_layering.py")
             continue
         tree = ast.parse(file.read_text("utf8"), str(file))
-        for line, module in imported_modules(tree, [package.name, *parts[:-1]]):
+        for line, module in imported_modules(tree, [root.name, *parts[:-1]]):
             top = module.split(".")[0]
-            if top == package.name:
-                other = room_of(package, module)
-                if other not in STOREY_OF:
-                    found.append(f"{where}:{line}: imports {module}, a room without a storey: place it in STOREYS")
-                elif not may_import(room, other):
-                    found.append(f"{where}:{line}: {room} must not import {other} ({module})")
-            elif room in THIRD_PARTY_OF and top not in THIRD_PARTY_OF[room] and top not in sys.stdlib_module_names:
-                found.append(f"{where}:{line}: {room} must not import {top}: {sorted(THIRD_PARTY_OF[room])} only")
+            if top == root.name:
+                other = package_of(root, module)
+                if other not in LAYER_OF:
+                    found.append(f"{where}:{line}: imports {module}, a package without a layer: place it in LAYERS")
+                elif not may_import(package, other):
+                    found.append(f"{where}:{line}: {package} must not import {other} ({module})")
+            elif package in THIRD_PARTY_OF and top not in THIRD_PARTY_OF[package] | sys.stdlib_module_names:
+                found.append(f"{where}:{line}: {package} must not import {top}: {sorted(THIRD_PARTY_OF[package])} only")
     return found
 
 
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """Which modules each module imports, by dotted name.
+
+    Every import counts: one inside a function runs later, and one under TYPE_CHECKING never runs, but a reader of
+    either of two such modules has to read both. ``from package import name`` imports the module ``name`` where there is
+    one, else ``package/__init__.py``. That Python also runs the ``__init__`` of the packages above does not count.
+    """
+    modules = {}
+    for file in python_files(root):
+        parts = [root.name, *file.relative_to(root).with_suffix("").parts]
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = (file, parts[:-1])
+    graph = {}
+    for name, (file, package) in modules.items():
+        graph[name] = set()
+        for _, imported in imported_modules(ast.parse(file.read_text("utf8"), str(file)), package):
+            target = imported if imported in modules else imported.rpartition(".")[0]
+            if target in modules and target != name:
+                graph[name].add(target)
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of modules that import each other, directly or through others."""
+    reached = {name: _reachable(graph, name) for name in graph}
+    in_cycles = sorted(name for name in graph if name in reached[name])
+    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in in_cycles}
+    return sorted(sorted(group) for group in groups)
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting.extend(graph[name])
+    return seen
+
+
 def test_no_import_runs_up() -> None:
-    assert violations(PACKAGE) == []
+    assert violations(SPECMAMBA) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    found = cycles(import_graph(SPECMAMBA))
+    assert len(found) <= MAX_CYCLES, found
 
 
 def test_the_walk_follows_the_links() -> None:
-    rooms = {file.relative_to(PACKAGE).parts[0] for file in python_files(PACKAGE)}
-    assert {"kernels", "bench", "core.py", "engine"} <= rooms
+    packages = {file.relative_to(SPECMAMBA).parts[0] for file in python_files(SPECMAMBA)}
+    assert {"kernels", "bench", "core.py", "engine"} <= packages
 
 
-def write_house(root: Path, files: dict[str, str]) -> Path:
-    package = root / "specmamba"
+def write_tree(folder: Path, files: dict[str, str]) -> Path:
+    root = folder / "specmamba"
     for name, source in files.items():
-        file = package / name
+        file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(source)
-    return package
+    return root
 
 
-GOOD_HOUSE = {
+GOOD_TREE = {
     "__init__.py": "from specmamba.llm import LLM\n__version__ = '1'\n",
     "core.py": "from specmamba.errors import E\n",
     "errors.py": "",
@@ -139,8 +186,8 @@ GOOD_HOUSE = {
 }
 
 
-def test_the_checker_accepts_a_good_house(tmp_path: Path) -> None:
-    assert violations(write_house(tmp_path, GOOD_HOUSE)) == []
+def test_the_checker_accepts_a_good_tree(tmp_path: Path) -> None:
+    assert violations(write_tree(tmp_path, GOOD_TREE)) == []
 
 
 @pytest.mark.parametrize(
@@ -173,12 +220,41 @@ def test_the_checker_accepts_a_good_house(tmp_path: Path) -> None:
         ("tune/tree.py", "from specmamba.bench import ops", "tune must not import bench"),
         ("tune/tree.py", "from specmamba.engine import step", "tune must not import engine"),
         ("doctor/table.py", "from specmamba.bench import ops", "doctor must not import bench"),
-        ("utils.py", "", "the room 'utils' has no storey: place it in STOREYS"),
-        ("helpers/text.py", "", "the room 'helpers' has no storey: place it in STOREYS"),
+        ("utils.py", "", "the package 'utils' has no layer: place it in LAYERS"),
+        ("helpers/text.py", "", "the package 'helpers' has no layer: place it in LAYERS"),
     ],
 )
 def test_the_checker_catches(tmp_path: Path, file: str, source: str, complaint: str) -> None:
-    found = violations(write_house(tmp_path, GOOD_HOUSE | {file: source}))
+    found = violations(write_tree(tmp_path, GOOD_TREE | {file: source}))
     assert len(found) == 1, found
     assert found[0].startswith(f"specmamba/{file}"), found
     assert complaint in found[0]
+
+
+def test_a_good_tree_has_no_cycles(tmp_path: Path) -> None:
+    assert cycles(import_graph(write_tree(tmp_path, GOOD_TREE))) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            {"engine/step.py": "from .runner import R", "engine/runner.py": "def f():\n    from .step import S"},
+            ["specmamba.engine.runner", "specmamba.engine.step"],
+        ),
+        (
+            {
+                "engine/step.py": "from . import runner",
+                "engine/runner.py": "from .. import llm",
+                "llm.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .engine.step import S",
+            },
+            ["specmamba.engine.runner", "specmamba.engine.step", "specmamba.llm"],
+        ),
+        (
+            {"kernels/op/__init__.py": "from .torch_ops import f", "kernels/op/torch_ops.py": "from . import SCALE"},
+            ["specmamba.kernels.op", "specmamba.kernels.op.torch_ops"],
+        ),
+    ],
+)
+def test_cycles_are_found(tmp_path: Path, files: dict[str, str], expected: list[str]) -> None:
+    assert cycles(import_graph(write_tree(tmp_path, GOOD_TREE | files))) == [expected]
