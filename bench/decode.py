@@ -93,8 +93,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(config: DecodeBenchConfig) -> dict[str, Any]:
     """All rounds; the report as a JSON object."""
-    from specmamba.bench.decode_floor import floor_report
-
     contestants = {
         "transformers": transformers_contestant(config),
         "plain": specmamba_contestant(config, "none"),
@@ -114,7 +112,6 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
         "num_steps": config.num_draft_steps,
         "prefix_cache": not config.disable_radix_cache,
         "results": {f"{t:g}": summarize(results[t]) for t in config.temperatures},
-        "floor": floor_report(without_drafts(config)),
     }
 
 
@@ -217,7 +214,7 @@ def transformers_contestant(config: DecodeBenchConfig) -> Contestant:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Two tables: speeds, and where a plain step's time goes."""
+    """Print the table of speeds."""
     from rich.console import Console
     from rich.table import Table
 
@@ -234,14 +231,6 @@ def print_report(report: dict[str, Any]) -> None:
                 f"{low:.2f}-{high:.2f}", f"{row['accept_length']:.2f}", f"{row['distinct_4gram_ratio']:.2f}",
             )  # fmt: skip
     console.print(table)
-    floor = report["floor"]
-    console.print(
-        f"plain step: floor {floor['floor_ms']:.2f} ms ({floor['weight_bytes'] / 1e6:.1f} MB of weights at the "
-        f"{floor['linear_gb_per_s']:.0f} GB/s of a linear layer), measured {floor['step_ms']:.2f} ms: "
-        f"{floor['share_of_floor']:.2f} of the floor's speed, {floor['operators']} operator calls of PyTorch"
-    )
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in floor["shares"].items())
-    console.print(f"where it goes: {shares}")
 
 
 if __name__ == "__main__":

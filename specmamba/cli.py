@@ -65,15 +65,21 @@ SUBCOMMANDS = {
             "acceptance length and speed-up, text compared with the plain run",
         ),
         "serving": ("specmamba.bench.serving", "throughput and latency of a server, over levels of load"),
-        "http-overhead": ("specmamba.bench.http_overhead", "tokens/s through HTTP over those of LLM.generate"),
+        "http-overhead": ("specmamba.bench.http_overhead.__main__", "tokens/s through HTTP over those of LLM.generate"),
         "soak": (
-            "specmamba.bench.soak",
+            "specmamba.bench.soak.__main__",
             "good clients beside bad ones: all is given back, and good ones do not feel it",
         ),
-        "prefix": ("specmamba.bench.prefix", "what the prefix cache spares, against an oracle, and what it costs"),
-        "state-drift": ("specmamba.bench.state_drift", "how far texts drift with recurrent states in fewer bits"),
-        "ops": ("specmamba.bench.ops", "operators against PyTorch, other packages and the machine's roofline"),
-        "gpu": ("specmamba.bench.gpu", "all that is to be measured on a machine with a GPU, in ten minutes"),
+        "prefix": (
+            "specmamba.bench.prefix.__main__",
+            "what the prefix cache spares, against an oracle, and what it costs",
+        ),
+        "state-drift": (
+            "specmamba.bench.state_drift.__main__",
+            "how far texts drift with recurrent states in fewer bits",
+        ),
+        "ops": ("specmamba.bench.ops.__main__", "operators against PyTorch, other packages and the machine's roofline"),
+        "gpu": ("specmamba.bench.gpu.__main__", "all that is to be measured on a machine with a GPU, in ten minutes"),
     },
     "train": {
         "draft": ("specmamba.train.draft", "an EAGLE-3 head for --speculative-draft-model-path"),

@@ -25,11 +25,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert all(row["tokens_per_second"] > 0 for row in rows.values())
     assert report["threads"] == {"transformers": 1, "plain": 1, "mtp": 1}
     assert report["prefix_cache"] is False
-    floor = report["floor"]
-    assert floor["weight_bytes"] == 4 * 8_293_296  # fp32, the MTP head not counted
-    assert 0 < floor["floor_ms"] < floor["step_ms"]
-    assert sum(floor["shares"].values()) == pytest.approx(1.0, abs=0.01)
-    assert "where it goes" in capsys.readouterr().out
+    assert "tokens/s" in capsys.readouterr().out
 
 
 def test_distinct_4grams() -> None:

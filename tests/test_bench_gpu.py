@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from specmamba import LLM, SamplingParams
-from specmamba.bench import gpu, gpu_rows, gpu_run
-from specmamba.bench.gpu_plan import CHAIN, GUESSES_S, PLAIN, TREE, Block, Budget, Shape, dry_plan, full_plan
-from specmamba.bench.gpu_print import has_failed, targets_of
-from specmamba.bench.gpu_run import Session
+from specmamba.bench.gpu import __main__ as gpu
+from specmamba.bench.gpu import rows as gpu_rows
+from specmamba.bench.gpu import run as gpu_run
+from specmamba.bench.gpu.plan import CHAIN, GUESSES_S, PLAIN, TREE, Block, Budget, Shape, dry_plan, full_plan
+from specmamba.bench.gpu.run import Session
+from specmamba.bench.gpu.tables import has_failed, targets_of
 from specmamba.bench.inflate import InflateConfig, inflate
 from specmamba.bench.inflate.files import read_config
 from specmamba.bench.inflate.shape import PUBLISHED, enlarged
@@ -287,4 +289,4 @@ def test_inflated_layers_may_repeat_and_be_rounded(tmp_path: Path) -> None:
 
 
 def test_it_is_a_command() -> None:
-    assert SUBCOMMANDS["bench"]["gpu"][0] == "specmamba.bench.gpu"
+    assert SUBCOMMANDS["bench"]["gpu"][0] == "specmamba.bench.gpu.__main__"

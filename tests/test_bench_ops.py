@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from specmamba.bench import op_tests, ops
-from specmamba.bench.op_case import NATIVE, TORCH, Candidate, Case, Cost, Operator, Place
-from specmamba.bench.op_clock import Clock, Roofline, interleaved
-from specmamba.bench.op_print import STATE_BYTES, has_failed, markdown, rows_of, target_lines, targets_of
-from specmamba.bench.op_registry import OPERATORS, chosen_operators
-from specmamba.bench.op_run import Effort, _prepare, largest_error, measure_operators
+from specmamba.bench.ops import __main__ as ops
+from specmamba.bench.ops import suite as op_tests
+from specmamba.bench.ops.case import NATIVE, TORCH, Candidate, Case, Cost, Operator, Place
+from specmamba.bench.ops.clock import Clock, Roofline, interleaved
+from specmamba.bench.ops.measure import Effort, _prepare, largest_error, measure_operators
+from specmamba.bench.ops.registry import OPERATORS, chosen_operators
+from specmamba.bench.ops.tables import STATE_BYTES, has_failed, markdown, rows_of, target_lines, targets_of
 from specmamba.cli import SUBCOMMANDS
 from specmamba.errors import ConfigError
 from specmamba.kernels.gpu.launch import has_triton
@@ -224,7 +225,7 @@ def test_a_run_refuses_what_is_red(
 ) -> None:
     root = checkout_of(tmp_path, tree=GREEN, state_copy=RED)
     monkeypatch.setattr(op_tests, "checkout", lambda: root)
-    monkeypatch.setattr("specmamba.bench.op_run.measure_roofline", lambda *a, **b: Roofline(1.0, {"float32": 1.0}))
+    monkeypatch.setattr("specmamba.bench.ops.measure.measure_roofline", lambda *a, **b: Roofline(1.0, {"float32": 1.0}))
     file = tmp_path / "ops.json"
     flags = ["--op", "tree", "state_copy", "--device", "cpu", "--quick", "--rounds", "1", "--json", str(file)]
     assert ops.main(flags) == 1
@@ -247,7 +248,7 @@ def test_a_run_refuses_what_is_red(
 def test_there_are_no_tests_in_a_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(op_tests, "__file__", str(tmp_path / "specmamba" / "bench" / "op_tests.py"))
+    monkeypatch.setattr(op_tests, "__file__", str(tmp_path / "specmamba" / "bench" / "ops" / "suite.py"))
     with pytest.raises(SystemExit) as ended:
         ops.main(["--device", "cpu"])
     assert ended.value.code == 2
@@ -320,4 +321,4 @@ def test_markdown_is_a_table() -> None:
 
 
 def test_it_is_a_command() -> None:
-    assert SUBCOMMANDS["bench"]["ops"][0] == "specmamba.bench.ops"
+    assert SUBCOMMANDS["bench"]["ops"][0] == "specmamba.bench.ops.__main__"

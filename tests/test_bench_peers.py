@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specmamba.bench import op_peers
-from specmamba.bench.op_case import TORCH, Place
-from specmamba.bench.op_registry import OPERATORS
-from specmamba.bench.op_run import largest_error
+from specmamba.bench.ops import peers as op_peers
+from specmamba.bench.ops.case import TORCH, Place
+from specmamba.bench.ops.measure import largest_error
+from specmamba.bench.ops.registry import OPERATORS
 
 PLACE = Place(torch.device("cpu"), has_triton=False)
 BY_NAME = {operator.name: operator for operator in OPERATORS}

@@ -13,17 +13,19 @@ import numpy as np
 import pytest
 
 from specmamba import LLM
-from specmamba.bench import prefix, prefix_run, prefix_stopwatch
-from specmamba.bench.prefix import SHARING, PrefixBenchConfig
-from specmamba.bench.prefix_costs import prefill_work, tree_lengths, tree_work
-from specmamba.bench.prefix_decode import decode_steps
-from specmamba.bench.prefix_engines import demand_of, pool_flags, rehearse, sizes_of
-from specmamba.bench.prefix_oracle import Oracle, oracle_hits
-from specmamba.bench.prefix_report import workload_figures
-from specmamba.bench.prefix_run import Answer, Play
-from specmamba.bench.prefix_stopwatch import stopwatch
-from specmamba.bench.prefix_texts import SPREAD, TextSource, read_source
-from specmamba.bench.prefix_workloads import Ask, Tokens, make_workload
+from specmamba.bench.prefix import __main__ as prefix
+from specmamba.bench.prefix import run as prefix_run
+from specmamba.bench.prefix import stopwatch as prefix_stopwatch
+from specmamba.bench.prefix.__main__ import SHARING, PrefixBenchConfig
+from specmamba.bench.prefix.costs import prefill_work, tree_lengths, tree_work
+from specmamba.bench.prefix.decoding import decode_steps
+from specmamba.bench.prefix.engines import demand_of, pool_flags, rehearse, sizes_of
+from specmamba.bench.prefix.figures import workload_figures
+from specmamba.bench.prefix.oracle import Oracle, oracle_hits
+from specmamba.bench.prefix.run import Answer, Play
+from specmamba.bench.prefix.stopwatch import stopwatch
+from specmamba.bench.prefix.texts import SPREAD, TextSource, read_source
+from specmamba.bench.prefix.workloads import Ask, Tokens, make_workload
 from specmamba.command_line import parse_command_line
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import ConfigError

@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from specmamba.bench import soak
-from specmamba.bench.soak_clients import Requests, Tally, Timing, well_behaved
-from specmamba.bench.soak_faults import ON_A_STREAM, Fault, Mischief, commit
-from specmamba.bench.soak_refused import BESIDE
-from specmamba.bench.soak_report import Bounds, broken_bounds, memory_report, phase_report, print_report, slowdowns
+from specmamba.bench.soak import __main__ as soak
+from specmamba.bench.soak.bad_clients import ON_A_STREAM, Fault, Mischief, commit
+from specmamba.bench.soak.clients import Requests, Tally, Timing, well_behaved
+from specmamba.bench.soak.figures import Bounds, broken_bounds, memory_report, phase_report, print_report, slowdowns
+from specmamba.bench.soak.refused import BESIDE
 from tests.fake_engine import FakeEngine, Served, serving, wait_until
 
 REFUSALS = {

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from specmamba.bench import state_drift, state_drift_run
-from specmamba.bench.state_drift_run import Drift
+from specmamba.bench.state_drift import __main__ as state_drift
+from specmamba.bench.state_drift import run as state_drift_run
+from specmamba.bench.state_drift.run import Drift
 from specmamba.cli import SUBCOMMANDS, main
 from specmamba.config import DEMO_MODEL
 from specmamba.models.tokenizer import Tokenizer
@@ -105,4 +106,4 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
 
 
 def test_it_is_a_command() -> None:
-    assert SUBCOMMANDS["bench"]["state-drift"][0] == "specmamba.bench.state_drift"
+    assert SUBCOMMANDS["bench"]["state-drift"][0] == "specmamba.bench.state_drift.__main__"

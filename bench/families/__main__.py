@@ -1,0 +1,256 @@
+"""Decoding of every family at about half a billion parameters, against transformers' ``generate``.
+
+    python -m specmamba.bench.families [--families falcon_h1,mamba2] [--rounds 3] [--json FILE]
+
+Random weights in bfloat16: speeds hardly depend on what they are, and nothing is downloaded. A checkpoint per family
+is written to a temporary folder. In every round both decode the same prompts, at batch 1 and 16; decoding is told from
+the prompt by the difference between a long and a short generation. The cost of a verify is that of its one forward with
+1 and with 4 nodes; its drafts come from the text (n-gram), which repeats itself here by order, so that trees are full.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_settings import NoDecode
+
+from specmamba.command_line import exit_with_error, read_flags
+from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.measure.report import CommandLine, JsonFile, machine, split_numbers, versions, write_json
+
+PROG = "python -m specmamba.bench.families"
+NAMES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "falcon_h1", "granite_hybrid", "nemotron_h", "mamba2")
+NUM_NODES = 4
+PATTERN = (101, 202, 303, 404, 505, 606, 707)  # what prompts repeat
+PROMPT_TOKENS = 35
+
+
+class FamiliesConfig(CommandLine, JsonFile):
+    """Decode speed of every family against transformers."""
+
+    families: Annotated[
+        tuple[str, ...], NoDecode, BeforeValidator(split_numbers), Field(description=f"of {', '.join(NAMES)}")
+    ] = NAMES
+    batch_sizes: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=256)], ...],
+        NoDecode,
+        BeforeValidator(split_numbers),
+        Field(description="requests that decode together"),
+    ] = (1, 16)
+    max_tokens: Annotated[int, Field(ge=4, description="tokens that are decoded and timed, at batch 1")] = 32
+    rounds: Annotated[int, Field(ge=1, description="rounds; medians over them are reported")] = 3
+
+    @field_validator("families")
+    @classmethod
+    def _are_known(cls, families: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := set(families) - set(NAMES):
+            raise ValueError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+        return families
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds per step of one round, at one batch size."""
+
+    transformers: float
+    plain: float
+    verify_one: float
+    verify_many: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    try:
+        config = read_flags(FamiliesConfig, PROG, sys.argv[1:] if arguments is None else arguments)
+        report = run(config)
+        print_report(report)
+        if config.json is not None:
+            write_json(config.json, report)
+    except SpecmambaError as error:
+        exit_with_error(PROG, error)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def run(config: FamiliesConfig) -> dict[str, Any]:
+    """All families, one after the other; the report as a JSON object."""
+    families = {}
+    for name in config.families:
+        with tempfile.TemporaryDirectory(prefix="specmamba-family-") as folder:
+            families[name] = measure_family(config, name, Path(folder))
+        gc.collect()
+        print(f"{name} done", file=sys.stderr)
+    return {
+        "dtype": "bfloat16",
+        "machine": machine(),
+        "versions": versions(),
+        "max_tokens": config.max_tokens,
+        "rounds": config.rounds,
+        "num_nodes": NUM_NODES,
+        "families": families,
+    }
+
+
+def measure_family(config: FamiliesConfig, name: str, folder: Path) -> dict[str, Any]:
+    """Both contestants on one checkpoint, in turns."""
+    from specmamba.bench.families.shapes import write_family
+
+    num_parameters = write_family(name, folder)
+    ours, theirs = OurSide(folder, max(config.batch_sizes)), TheirSide(folder)
+    try:
+        for batch_size in config.batch_sizes:  # warm up
+            ours.plain(batch_size, 2), theirs.decode(batch_size, 2)
+        rounds: dict[int, list[Round]] = {size: [] for size in config.batch_sizes}
+        for _ in range(config.rounds):
+            for size in config.batch_sizes:
+                tokens = config.max_tokens if size == 1 else max(4, config.max_tokens // 4)
+                rounds[size].append(Round(theirs.decode(size, tokens), *ours.decode(size, tokens)))
+        description = ours.llm.engine.describe()
+    finally:
+        ours.llm.close()
+    return {
+        "architecture": description["architecture"],
+        "num_parameters": num_parameters,
+        "threads": {"specmamba": ours.num_threads, "transformers": theirs.num_threads},
+        "batches": {str(size): summarize(found, size) for size, found in rounds.items()},
+    }
+
+
+def summarize(rounds: Sequence[Round], batch_size: int) -> dict[str, float | list[float]]:
+    """Medians over rounds; ratios are of one round."""
+    ratios = [one.transformers / one.plain for one in rounds]
+    return {
+        "plain_tokens_per_second": round(batch_size / statistics.median(one.plain for one in rounds), 1),
+        "transformers_tokens_per_second": round(batch_size / statistics.median(one.transformers for one in rounds), 1),
+        "ratio_to_transformers": round(statistics.median(ratios), 2),
+        "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
+        "verify_cost": round(statistics.median(one.verify_many / one.verify_one for one in rounds), 2),
+    }
+
+
+class OurSide:
+    """This runtime: plain decoding, and verifying chains."""
+
+    def __init__(self, folder: Path, max_batch: int) -> None:
+        import torch
+
+        from specmamba import LLM
+
+        self.llm = LLM(
+            model=str(folder),
+            dtype="bfloat16",
+            context_length=256,
+            max_running_requests=max_batch,
+            max_total_tokens=max_batch * 192,
+            disable_radix_cache=True,
+            speculative_algorithm="ngram",
+            speculative_num_draft_tokens=NUM_NODES,
+            speculative_num_steps=NUM_NODES - 1,
+            speculative_eagle_topk=1,
+        )
+        self.num_threads = torch.get_num_threads()
+
+    def decode(self, batch_size: int, tokens: int) -> tuple[float, float, float]:
+        """Seconds of a plain step, of its verify of one node, and of a verify of a chain."""
+        import torch
+
+        torch.set_num_threads(self.num_threads)
+        step, one = self.plain(batch_size, tokens)
+        self.llm.workbench.use_drafts(
+            speculative_algorithm="ngram",
+            speculative_num_draft_tokens=NUM_NODES,
+            speculative_num_steps=NUM_NODES - 1,
+            speculative_eagle_topk=1,
+        )
+        return step, one, self._run(batch_size, tokens * NUM_NODES)[1]
+
+    def plain(self, batch_size: int, tokens: int) -> tuple[float, float]:
+        """Seconds of a step, and of the verify in it."""
+        self.llm.workbench.use_drafts(speculative_algorithm="none")
+        return self._run(batch_size, tokens)
+
+    def _run(self, batch_size: int, tokens: int) -> tuple[float, float]:
+        from specmamba.core import SamplingParams
+        from specmamba.measure.full_batch import Job, run_full_batch
+
+        prompt, replay = prompt_and_rest(tokens)
+        params = SamplingParams(max_tokens=len(replay), temperature=0.0, ignore_eos=True)
+        stretch = run_full_batch(self.llm, [Job(prompt, params, replay)] * batch_size, clock=True)
+        return stretch.step_ms / 1e3, stretch.verify_ms / 1e3
+
+
+class TheirSide:
+    """transformers' own ``generate``, on all cores."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(_num_cores())
+        self.num_threads = torch.get_num_threads()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16").eval()
+        self._model.generation_config.eos_token_id = None
+
+    def decode(self, batch_size: int, tokens: int) -> float:
+        """Seconds of a step: a long generation less a short one."""
+        import torch
+
+        torch.set_num_threads(self.num_threads)
+        inputs = torch.tensor([prompt_and_rest(0)[0]] * batch_size)
+        seconds = []
+        with torch.inference_mode():
+            for count in (1, 1 + tokens):
+                began = time.perf_counter()
+                self._model.generate(
+                    input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False
+                )
+                seconds.append(time.perf_counter() - began)
+        return (seconds[1] - seconds[0]) / tokens
+
+
+def prompt_and_rest(tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A prompt that repeats a pattern, and at least so many tokens that go on repeating it."""
+    stream = PATTERN * (-(-(PROMPT_TOKENS + tokens + 8) // len(PATTERN)))
+    return stream[:PROMPT_TOKENS], stream[PROMPT_TOKENS : PROMPT_TOKENS + tokens + 8]
+
+
+def _num_cores() -> int:
+    import os
+
+    count = os.cpu_count()
+    if count is None:
+        raise ConfigError("this system does not say how many cores it has")
+    return count
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """A table of speeds."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"bfloat16, random weights; {report['machine']}; medians of {report['rounds']} rounds")
+    table = Table("family", "parameters", "batch", "transformers", "plain", "ratio", "range", "verify of 4 / of 1")
+    for name, family in report["families"].items():
+        for size, row in family["batches"].items():
+            low, high = row["ratio_range"]
+            table.add_row(
+                name, f"{family['num_parameters'] / 1e6:.0f}M", size,
+                f"{row['transformers_tokens_per_second']:.1f}", f"{row['plain_tokens_per_second']:.1f}",
+                f"{row['ratio_to_transformers']:.2f}x", f"{low:.2f}-{high:.2f}", f"{row['verify_cost']:.2f}",
+            )  # fmt: skip
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

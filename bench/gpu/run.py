@@ -1,0 +1,200 @@
+"""Runs the parts of ``specmamba bench gpu`` one after the other, within its time, and writes what it has after each."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specmamba.bench.gpu.plan import DEMO, Block, Budget, dry_plan, full_plan
+from specmamba.errors import ConfigError
+from specmamba.measure.report import write_json
+
+if TYPE_CHECKING:
+    from specmamba.bench.gpu.rows import Load
+
+NO_TIME = "no time"
+DISK_BYTES = {"qwen3.5-4b": 8e9, "qwen3.5-9b": 16e9}  # of a checkpoint, in bfloat16
+DRY_TEST = "tests/test_layering.py::test_the_walk_follows_the_links"
+TEXTS, DRY_TEXTS = (8, 96), (1, 12)  # prompts, and tokens of each
+MAX_TESTS_S = 240.0
+MAX_ERROR_TEXT = 200  # characters
+
+
+@dataclass
+class Session:
+    """One run. ``report`` grows; ``path`` holds what it has after every row."""
+
+    report: dict[str, Any]
+    path: Path
+    budget: Budget
+    is_dry: bool
+    say: Callable[[str], None]
+
+    def save(self) -> None:
+        """Raises ConfigError: the file cannot be written."""
+        self.report["seconds"] = self.budget.limit_s - self.budget.left_s
+        write_json(self.path, self.report)
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Say so, and keep it: nothing is left out silently."""
+        self.report["left_out"].append({"what": what, "why": why})
+        self.say(f"left out: {what}: {why}")
+        self.save()
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Keep what went wrong, and go on with the next part."""
+        text = f"{type(error).__name__}: {error}"[:MAX_ERROR_TEXT]
+        self.report["failed"].append({"what": what, "error": text})
+        self.say(f"could not run: {what}: {text}")
+        self.save()
+
+
+def run_all(session: Session) -> None:
+    """Tests, operators, texts, rows: what has to be right before what is fast."""
+    for name, part in (("tests", _run_tests), ("operators", _run_operators), ("texts", _run_texts)):
+        estimate = session.budget.estimate(name)
+        if not session.budget.fits(estimate):
+            session.leave_out(name, NO_TIME)
+            continue
+        session.say(f"{name} ...")
+        try:
+            part(session)
+        except Exception as error:  # noqa: BLE001 - a part that breaks must not take the others with it
+            session.fail(name, error)
+        session.save()
+    run_rows(session)
+
+
+def _run_tests(session: Session) -> None:
+    """All tests that need a GPU; in a dry run a single small one."""
+    from specmamba.bench.ops.suite import checkout, run_pytest
+
+    arguments = [DRY_TEST] if session.is_dry else ["-m", "gpu", "tests"]
+    outcome = run_pytest(checkout(), arguments, min(MAX_TESTS_S, session.budget.left_s))
+    session.report["tests"] = {"passed": outcome.is_green, "summary": outcome.summary, "failed": outcome.failed}
+    session.say(f"  {outcome.summary}")
+
+
+def _run_operators(session: Session) -> None:
+    from specmamba.bench.ops.__main__ import REPEATS, device_of, report_of
+    from specmamba.bench.ops.measure import Effort
+    from specmamba.bench.ops.registry import OPERATORS
+    from specmamba.bench.ops.suite import checkout, find_red
+    from specmamba.bench.ops.tables import print_report
+
+    if session.is_dry:
+        effort = Effort(1, 1, True, True, lambda *_: {})
+    else:
+        root, limit_s = checkout(), min(MAX_TESTS_S, session.budget.left_s)
+        effort = Effort(5, REPEATS, True, False, lambda chosen, with_gpu: find_red(chosen, root, with_gpu, limit_s))
+    found = report_of(OPERATORS, device_of("cpu" if session.is_dry else "cuda"), effort)
+    session.report["operators"] = found
+    if not session.is_dry:
+        print_report(found)
+
+
+def _run_texts(session: Session) -> None:
+    from specmamba.bench.gpu.texts import compare_texts
+
+    sizes = DRY_TEXTS if session.is_dry else TEXTS
+    session.report["texts"] = compare_texts("cpu" if session.is_dry else "cuda", *sizes)
+
+
+def run_rows(session: Session) -> None:
+    """All blocks of the plan. A model is written before its first one, and stays until the last of all is done."""
+    folders: dict[str, tuple[Path | None, str | None]] = {}
+    with ExitStack() as stack:
+        for block in dry_plan() if session.is_dry else full_plan():
+            if block.model not in folders:
+                folders[block.model] = stack.enter_context(checkpoint(session, block.model))
+            folder, why_not = folders[block.model]
+            if why_not is not None:
+                session.leave_out(block.name, why_not)
+            else:
+                run_block_in_time(session, block, folder)
+
+
+def run_block_in_time(session: Session, block: Block, folder: Path | None) -> None:
+    """One engine's rows, or why there are none."""
+    from specmamba.bench.gpu.rows import run_block, with_speed_up
+
+    if not session.budget.fits(session.budget.block_estimate(block)):
+        session.leave_out(block.name, NO_TIME)
+        return
+    rows = session.report["rows"]
+    try:
+        for figures in run_block(block, folder, load_of(session.is_dry)):
+            if "start_s" in figures:
+                session.budget.has_measured(f"start {block.model}", figures["start_s"])
+                continue
+            session.budget.has_measured("row", figures["row_s"])
+            rows.append(with_speed_up(figures, rows))
+            session.say(_line(rows[-1]))
+            session.save()
+    except Exception as error:  # noqa: BLE001 - whatever a device has against a row is for the report to say
+        session.fail(block.name, error)
+
+
+def load_of(is_dry: bool) -> Load:
+    """What the rows' requests do."""
+    from specmamba.bench.gpu.rows import Load
+
+    if is_dry:
+        return Load("cpu", "float32", max_tokens=10, warm_up_tokens=6, stretches=1, context_length=256)
+    return Load("cuda", "bfloat16", max_tokens=96, warm_up_tokens=32, stretches=3)
+
+
+@contextmanager
+def checkpoint(session: Session, model: str) -> Iterator[tuple[Path | None, str | None]]:
+    """The folder of a model, written for as long as this lasts, and why there is none. The demo is there: None."""
+    if model == DEMO:
+        yield None, None
+        return
+    kind = f"write {model}"
+    if not session.budget.fits(session.budget.estimate(kind)):
+        yield None, NO_TIME
+        return
+    with tempfile.TemporaryDirectory(prefix="specmamba-gpu-") as parent:
+        free = shutil.disk_usage(parent).free
+        if free < DISK_BYTES[model]:
+            yield None, f"{model} takes {DISK_BYTES[model] / 1e9:.0f} GB, and {parent} has {free / 1e9:.0f}"
+            return
+        folder = Path(parent) / model
+        try:
+            _write(session, model, folder)
+        except (ConfigError, OSError, RuntimeError) as error:
+            session.fail(kind, error)
+            yield None, f"{model} was not written"
+            return
+        yield folder, None
+
+
+def _write(session: Session, model: str, folder: Path) -> None:
+    from specmamba.bench.inflate import InflateConfig, inflate
+
+    session.say(f"writing {model} ...")
+    began = time.perf_counter()
+    config = InflateConfig(out=folder, like=model, rounded=True, repeat_noise=True)  # type: ignore[arg-type]
+    sizes = inflate(config)
+    seconds = time.perf_counter() - began
+    session.report["models"][model] = {
+        "write_s": seconds,
+        "bytes": sizes["bytes"][1],
+        "parameters": sizes["parameters, target"][1],
+    }
+    session.say(f"  {sizes['bytes'][1] / 1e9:.1f} GB in {seconds:.0f} s")
+    session.save()
+
+
+def _line(row: dict[str, Any]) -> str:
+    graphs = "graphs" if row["graphs"] else "eager"
+    return (
+        f"  {row['model']} {row['shape']} batch {row['batch_size']} {graphs} {row['state']}: "
+        f"{row['tokens_per_second']:.1f} tokens/s, acceptance length {row['accept_length']:.2f}"
+    )

@@ -1,0 +1,154 @@
+"""Choosing tokens, walking trees, moving records: what lies between two forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmamba.bench.ops.case import NATIVE, TORCH, TRITON, Candidate, Case, Cost, Operator, Place, Run, generator
+from specmamba.bench.ops.inputs import tree_parents, triton_ops
+from specmamba.kernels.sampling import native_ops as sampling_native
+from specmamba.kernels.sampling import torch_ops as sampling_torch
+from specmamba.kernels.state_copy import torch_ops as copy_torch
+from specmamba.kernels.tree import native_ops as tree_native
+from specmamba.kernels.tree import torch_ops as tree_torch
+
+VOCABULARY = 248_320  # Qwen3.5
+
+
+def sampling_candidates(case: Case, place: Place) -> list[Candidate]:
+    """The likeliest token, or one drawn, after every node."""
+    gen, shape = generator(case), (case["batch"], case["nodes"])
+    logits = (3 * torch.randn(*shape, case["vocabulary"], generator=gen)).to(place.device)
+    temperature = torch.full(shape[:1], 0.8, device=place.device)
+    uniforms = torch.rand(*shape, generator=gen).to(place.device)
+
+    def run(ops: Any, filters: tuple[None, ...]) -> Run:
+        if case.kind == "argmax":
+            return lambda: (ops.argmax(logits),)
+        return lambda: (ops.sample(logits, temperature, *filters, uniforms),)
+
+    none = (None, None, None)
+    found = [Candidate(TORCH, lambda: run(sampling_torch, none))]
+    if place.has_triton:
+        found.append(Candidate(TRITON, lambda: run(triton_ops("sampling"), none)))
+    elif sampling_native.can_take(logits):
+        found.append(Candidate(NATIVE, lambda: run(sampling_native, ())))
+    return found
+
+
+def sampling_cost(case: Case) -> Cost:
+    """Logits are read once, float32; a comparison each, or an exponential and two sums."""
+    count = case["batch"] * case["nodes"] * case["vocabulary"]
+    return Cost(4 * count + 8 * case["batch"] * case["nodes"], (1 if case.kind == "argmax" else 4) * count)
+
+
+def path_candidates(case: Case, place: Place) -> list[Candidate]:
+    """The accepted path of every tree, with tokens of which about half agree."""
+    parents = tree_parents(case)
+    gen, ancestors = generator(case), tree_torch.ancestors(parents).to(place.device)
+    tokens, target = torch.randint(0, 2, (2, *parents.shape), generator=gen).to(place.device).unbind()
+    parents = parents.to(place.device)
+
+    def in_triton() -> Run:
+        ops = triton_ops("tree")
+        return lambda: ops.accepted_path(tokens, parents, ancestors, target)
+
+    found = [Candidate(TORCH, lambda: lambda: tree_torch.accepted_path(tokens, parents, ancestors, target))]
+    if place.has_triton:
+        found.append(Candidate(TRITON, in_triton))
+    elif tree_native.can_take(tokens):
+        found.append(Candidate(NATIVE, lambda: lambda: tree_native.accepted_path(tokens, parents, target)))
+    return found
+
+
+def path_cost(case: Case) -> Cost:
+    """Tokens, parents and targets in, path and tokens out: int64."""
+    count = case["batch"] * case["nodes"]
+    return Cost(8 * (5 * count + 3 * case["batch"]), count)
+
+
+def compact_candidates(case: Case, place: Place) -> list[Candidate]:
+    """Accepted records moved to the front, in all layers at once: node 2 i to place i, as after a bushy tree."""
+    gen, (layers, rows, nodes) = generator(case), (case["layers"], case["batch"], case["nodes"])
+    buffer = torch.randn(layers, rows + 1, 2 * nodes, case["width"], generator=gen).to(place.device)
+    accepted = torch.arange(case["accepted"], device=place.device).expand(rows, -1)
+    source, target = 2 * accepted, accepted.clone()
+    places = torch.arange(1, rows + 1, device=place.device)
+
+    def run(ops: Any) -> Run:
+        own = buffer.clone()
+
+        def call() -> tuple[Tensor, ...]:
+            ops.compact(own, places, source, target)
+            return (own,)
+
+        return call
+
+    found = [Candidate(TORCH, lambda: run(copy_torch))]
+    return found + ([Candidate(TRITON, lambda: run(triton_ops("state_copy")))] if place.has_triton else [])
+
+
+def compact_cost(case: Case) -> Cost:
+    """All accepted records are read and written; the first stays where it is, but nobody looks."""
+    moves = case["batch"] * case["accepted"]
+    return Cost(2 * 4 * case["layers"] * moves * case["width"], 0)
+
+
+def _sampling_case(kind: str, batch: int, nodes: int, is_quick: bool = False) -> Case:
+    sizes = {"batch": batch, "nodes": nodes, "vocabulary": VOCABULARY}
+    return Case(f"{kind}, {nodes} nodes, batch {batch}", sizes, kind=kind, is_quick=is_quick)
+
+
+def _tiny_sampling(kind: str) -> Case:
+    return Case(f"tiny {kind}", {"batch": 2, "nodes": 2, "vocabulary": 600}, kind=kind, is_tiny=True)
+
+
+OPERATORS = (
+    Operator(
+        "sampling",
+        ("sampling",),
+        (
+            _sampling_case("argmax", 32, 8, True),
+            _sampling_case("sample", 1, 8),
+            _sampling_case("sample", 32, 8, True),
+            _tiny_sampling("argmax"),
+            _tiny_sampling("sample"),
+        ),
+        sampling_cost,
+        sampling_candidates,
+        tolerance=0.01,  # of the tokens: a number that falls where two tokens meet may go to either
+        gpu_tests=("sampling_triton",),
+    ),
+    Operator(
+        "tree.accepted_path",
+        ("tree",),
+        (
+            Case("8 nodes, batch 32", {"batch": 32, "nodes": 8}, is_quick=True),
+            Case("64 nodes, batch 32", {"batch": 32, "nodes": 64}),
+            Case("tiny", {"batch": 2, "nodes": 4}, is_tiny=True),
+        ),
+        path_cost,
+        path_candidates,
+        tolerance=0.0,
+        gpu_tests=("tree_triton",),
+    ),
+    Operator(
+        "state_copy.compact",
+        ("state_copy",),
+        (
+            Case(
+                "3 of 16 nodes, 24 layers, batch 32",
+                {"layers": 24, "batch": 32, "nodes": 16, "accepted": 3, "width": 4096},
+                is_quick=True,
+            ),
+            Case("tiny", {"layers": 2, "batch": 2, "nodes": 4, "accepted": 3, "width": 8}, is_tiny=True),
+        ),
+        compact_cost,
+        compact_candidates,
+        tolerance=0.0,
+        gpu_tests=("state_copy_triton",),
+    ),
+)

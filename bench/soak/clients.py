@@ -1,0 +1,99 @@
+"""Well-behaved clients: each streams one answer after the other over one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specmamba.bench.http_overhead.client import Connection, num_tokens, request_bytes
+from specmamba.errors import SpecmambaError
+from specmamba.measure.prompts import bundled_texts
+
+_PATIENCE_S = 120.0  # for one answer
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of one answer: seconds to its first text, and per token after that."""
+
+    first_s: float
+    per_token_s: float
+
+
+@dataclass
+class Tally:
+    """What happened to the clients of a phase."""
+
+    timings: list[Timing] = field(default_factory=list)
+    num_tokens: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # of well-behaved clients, by message
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)  # of bad ones, by what they did
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What is asked, seeded: bundled prompts, and answers of many lengths, so that clients do not go in step."""
+
+    host: str
+    prompts: Sequence[str]
+    max_tokens: int
+    seed: int
+
+    @classmethod
+    def to(cls, address: Address, max_tokens: int, seed: int) -> Requests:
+        return cls(f"{address[0]}:{address[1]}", [text.text for text in bundled_texts()], max_tokens, seed)
+
+    def stream(self, number: int, **fields: object) -> bytes:
+        """A streamed completion of 1/4 to all of ``max_tokens``; ``fields`` come before what is chosen here."""
+        chosen = random.Random(f"{self.seed} {number}")
+        return request_bytes(
+            self.host,
+            {
+                "prompt": chosen.choice(self.prompts),
+                "max_tokens": chosen.randint(max(1, self.max_tokens // 4), self.max_tokens),
+                "temperature": 0.8,
+                "seed": number,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                **fields,
+            },
+        )
+
+
+async def connect(address: Address) -> Connection:
+    """Open a connection to a server."""
+    return (await asyncio.get_running_loop().create_connection(Connection, *address))[1]
+
+
+async def well_behaved(address: Address, next_request: Callable[[], bytes], until: float, tally: Tally) -> None:
+    """Ask until ``time.monotonic()`` is ``until``, and take the last answer to its end."""
+    connection: Connection | None = None
+    while time.monotonic() < until:
+        try:
+            if connection is None:
+                connection = await connect(address)
+            async with asyncio.timeout(_PATIENCE_S):
+                answer = await connection.ask(next_request())
+            count = num_tokens(answer)
+            tally.timings.append(timing(connection, count))
+            tally.num_tokens += count
+        except (SpecmambaError, OSError) as error:  # a TimeoutError is an OSError
+            tally.failures[f"{type(error).__name__}: {error}"[:200]] += 1
+            if connection is not None:
+                connection.close()
+            connection = None
+            await asyncio.sleep(0.1)
+    if connection is not None:
+        connection.close()
+
+
+def timing(connection: Connection, count: int) -> Timing:
+    """Of the answer of ``count`` tokens that has just come."""
+    spent_s = connection.last_at - connection.first_at
+    return Timing(connection.first_at - connection.sent_at, spent_s / max(1, count - 1))
