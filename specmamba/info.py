@@ -19,8 +19,8 @@ class InfoConfig(JsonOption):
 def main(arguments: list[str]) -> int:
     """Print a table, or JSON where that goes to standard output. Returns 0. Raises SpecmambaError."""
     config = parse_command_line(InfoConfig, PROG, arguments)
-    from specmamba.engine.info import model_info
     from specmamba.engine.info_print import print_info
+    from specmamba.engine.model_report import model_info
 
     info = model_info(config)
     if config.json == STANDARD_OUTPUT:

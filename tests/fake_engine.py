@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from specmamba.cache.radix_stats import CacheStats
+from specmamba.cache.prefix.inspection import CacheStats
 from specmamba.core import FinishReason, OutputDelta, SamplingParams, SpecStats, TokenLogprob
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from specmamba.cache.kv_pool import KVPool
-from specmamba.cache.radix_cache import MambaRadixCache
-from specmamba.cache.radix_eviction import Costs, PolicyName
-from specmamba.cache.radix_node import NOTHING, Match, Node, TokenSlots
+from specmamba.cache.prefix import MambaRadixCache
+from specmamba.cache.prefix.eviction import Costs, PolicyName
+from specmamba.cache.prefix.node import NOTHING, Match, Node, TokenSlots
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.cache.state_pool import PREFIX_CACHE, StatePool

@@ -21,7 +21,7 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.command_line import parse_command_line
 from specmamba.config import DEMO_MODEL
 from specmamba.core import Batch, DraftTree, RequestOutput, SpecStats, Verdict
-from specmamba.draft.mtp import MTPDrafter
+from specmamba.draft.heads import MTPDrafter
 from specmamba.engine import runner
 from specmamba.errors import ConfigError
 from specmamba.kernels.sampling import sample, uniform

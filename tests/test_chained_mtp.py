@@ -22,8 +22,8 @@ from specmamba import LLM, SamplingParams
 from specmamba.bench.demo.checkpoint import read_checkpoint
 from specmamba.config import DEMO_MODEL
 from specmamba.core import Batch, DraftTree
-from specmamba.draft.modules import DraftEntries
-from specmamba.draft.mtp import MTPDrafter
+from specmamba.draft.heads import MTPDrafter
+from specmamba.draft.heads.descent import DraftEntries
 from specmamba.engine.engine import Engine
 from specmamba.errors import CheckpointError
 from tests.families import nemotron_h, qwen3_5_moe, qwen3_next

@@ -20,8 +20,8 @@ from transformers import Qwen3_5ForCausalLM
 
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, SamplingParams, Verdict
-from specmamba.draft import children
 from specmamba.draft.base import Drafter, tree_shape
+from specmamba.draft.heads import children
 from specmamba.engine import runner
 from specmamba.engine.engine import Engine
 from specmamba.verify.accept import accept

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from specmamba import LLM, SamplingParams
 from specmamba.cache.draft_states import DraftStates
-from specmamba.cache.memory_plan import plan_memory
+from specmamba.cache.memory import plan_memory
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import StateOwnershipError, StatePool

@@ -20,7 +20,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from specmamba import LLM, SamplingParams
 from specmamba.core import Batch, DraftTree, RequestOutput, SamplingBatch
-from specmamba.draft.children import ChildPicker
+from specmamba.draft.heads.children import ChildPicker
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.tensors import StoredTensor, TensorReader
 from tests.families import FAMILIES

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specmamba import LLM, SamplingParams
-from specmamba.cache.radix_node import slots_between
+from specmamba.cache.prefix.node import slots_between
 from specmamba.cache.state_pool import Stamp
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, OutputDelta, SpecStats, TreeShape, Verdict

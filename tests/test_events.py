@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 import specmamba.server.live_feed as live_feed
-from specmamba.cache.radix_cache import MambaRadixCache
-from specmamba.cache.radix_outline import OutlineNode
+from specmamba.cache.prefix import MambaRadixCache
+from specmamba.cache.prefix.inspection import OutlineNode
 from specmamba.core import DraftView, OutputDelta
 from specmamba.engine.thread import EngineThread
 from specmamba.server.events import LiveStream

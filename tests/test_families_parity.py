@@ -19,9 +19,9 @@ from torch import Tensor
 
 from specmamba import LLM, RequestOutput, SamplingParams
 from specmamba.cuda_graphs import EagerReplay
-from specmamba.draft.mtp import MTPDrafter
+from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.ngram import NgramDrafter
-from specmamba.draft.ngram_corpus import read_corpus
+from specmamba.draft.ngram.matching import read_corpus
 from specmamba.models.base import DraftHead
 from tests.families import FAMILIES
 from tests.heads import write_head

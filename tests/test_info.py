@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from specmamba.cli import main
 from specmamba.config import EngineConfig
-from specmamba.engine import info as info_module
+from specmamba.engine import model_report as info_module
 from specmamba.engine.engine import Engine
-from specmamba.engine.info import model_info
+from specmamba.engine.model_report import model_info
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.base import LoadOptions
 from specmamba.models.registry import load_model

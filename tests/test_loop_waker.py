@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from specmamba.engine.loop_waker import SHARE, LoopWaker
+from specmamba.engine.channels import SHARE, LoopWaker
 from tests.fake_engine import TEXT, FakeEngine, Served, serving
 
 Function = Callable[[], object]

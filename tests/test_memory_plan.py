@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
-from specmamba.cache.memory_plan import MemoryPlan, free_memory, plan_memory
-from specmamba.cache.memory_table import aligned, readable
+from specmamba.cache.memory import MemoryPlan, aligned, free_memory, plan_memory, readable
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
 from specmamba.cache.snapshot_buffers import SnapshotBuffers

@@ -25,7 +25,7 @@ from specmamba.bench.demo.model import DemoModel
 from specmamba.config import DEMO_MODEL, EngineConfig
 from specmamba.core import Batch, Chunk, DraftTree, SamplingParams, Verdict
 from specmamba.draft.base import Drafter, chain_shape, tree_shape
-from specmamba.draft.mtp import MTPDrafter
+from specmamba.draft.heads import MTPDrafter
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
 from specmamba.kernels import tree as tree_ops

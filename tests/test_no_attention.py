@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specmamba.cache.kv_pool import KVPool
-from specmamba.cache.memory_plan import MemoryPlan, plan_memory
+from specmamba.cache.memory import MemoryPlan, plan_memory
 from specmamba.cache.shapes import CacheShape, StateShape
 from specmamba.config import EngineConfig
 from specmamba.core import RequestOutput, SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specmamba.cache.page_allocator import PageAllocator
-from specmamba.cache.radix_cache import MambaRadixCache
+from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import StatePool

@@ -11,9 +11,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from specmamba.cache import radix_check, radix_eviction, radix_tree
-from specmamba.cache.radix_eviction import Costs, PolicyName
-from specmamba.cache.radix_node import MAX_EVICTED_CHILDREN, Node
+from specmamba.cache.prefix import eviction, inspection, tree
+from specmamba.cache.prefix.eviction import Costs, PolicyName
+from specmamba.cache.prefix.node import MAX_EVICTED_CHILDREN, Node
 from specmamba.cache.state_pool import PREFIX_CACHE, Stamp, StateOwnershipError
 from tests.radix import COSTS, World, array
 
@@ -548,7 +548,7 @@ class TestFlopsPolicy:
         world.check()
 
     def test_more_than_the_candidates_of_one_judgement(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(radix_eviction, "MAX_CANDIDATES", 2)
+        monkeypatch.setattr(eviction, "MAX_CANDIDATES", 2)
         world = self.world("flops")
         for seed in range(3):
             world.store(text(20, seed), ends=[5, 10, 15])
@@ -613,7 +613,7 @@ class TestSalts:
         world.check()
 
     def test_idle_roots_are_forgotten_and_used_ones_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (radix_tree, radix_check):
+        for module in (tree, inspection):
             monkeypatch.setattr(module, "MAX_IDLE_ROOTS", 3)
         world = World()
         world.store((1, 2), salt="used")
@@ -804,7 +804,7 @@ class TestSeeing:
         world = World(num_pages=100, num_states=40)
         for token in range(30):
             world.store((token, 9))
-        monkeypatch.setattr(radix_tree.RadixTree, "nodes", None)
+        monkeypatch.setattr(tree.RadixTree, "nodes", None)
         assert world.cache.render_text(max_nodes=3).splitlines()[3:] == ["... and 28 more"]
 
     def test_half_a_surrogate_pair_in_a_salt(self) -> None:

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from specmamba.cache.radix_eviction import PolicyName
-from specmamba.cache.radix_node import Match, Node, TokenSlots
+from specmamba.cache.prefix.eviction import PolicyName
+from specmamba.cache.prefix.node import Match, Node, TokenSlots
 from specmamba.cache.state_pool import PREFIX_CACHE
 from tests.radix import NUM_ROWS, Text, World, array
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.cache.memory_plan import plan_memory
+from specmamba.cache.memory import plan_memory
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
 from specmamba.cache.snapshot_buffers import SnapshotBuffers
 from specmamba.cache.spec_buffers import SpecBuffers

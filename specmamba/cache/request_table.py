@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.page_allocator import NO_PAGES, Pages
-from specmamba.cache.radix_node import TokenSlots
+from specmamba.cache.prefix.node import TokenSlots
 from specmamba.core import Chunk
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specmamba.cache.memory import lazy_zeros
+from specmamba.cache.kv_pool import lazy_zeros
 from specmamba.cache.shapes import CacheShape
 
 PREFIX_CACHE = "prefix cache"  # the owner of states that any request may copy

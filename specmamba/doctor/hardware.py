@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from specmamba.cache.memory_plan import free_memory
-from specmamba.cache.memory_table import readable
+from specmamba.cache.memory import free_memory, readable
 from specmamba.doctor.problems import Facts, Problem, warning
 from specmamba.kernels.native.build import cpu_flags
 from specmamba.measure.report import machine

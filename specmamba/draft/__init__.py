@@ -1,1 +1,42 @@
-"""Drafters: what proposes a draft tree for each running request."""
+"""Drafters propose a draft tree for each running request; ``build_drafter`` makes the one that a plan asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from specmamba.cache.kv_pool import KVPool
+from specmamba.cache.request_table import RequestTable
+from specmamba.config import EngineConfig
+from specmamba.draft.base import Drafter, NoDrafter
+from specmamba.draft.draft_model import ModelDrafter
+from specmamba.draft.heads import MTPDrafter
+from specmamba.draft.ngram import NgramDrafter
+from specmamba.draft.ngram.matching import read_corpus
+from specmamba.draft.plan import DraftPlan
+from specmamba.models.base import Models
+
+
+def build_drafter(
+    plan: DraftPlan,
+    config: EngineConfig,
+    models: Models,
+    kv_pool: KVPool,
+    table: RequestTable,
+    encode: Callable[[str], Sequence[int]],
+) -> Drafter:
+    """The drafter that a plan asks for; ``encode`` turns the text of a corpus into tokens.
+
+    Raises:
+        ConfigError: the corpus cannot be read.
+    """
+    if plan.algorithm == "none":
+        return NoDrafter()
+    if plan.algorithm == "ngram":
+        file = config.speculative_ngram_corpus
+        corpus = None if file is None else read_corpus(file, encode, models.target.target.vocab_size)
+        return NgramDrafter(plan, config, table, corpus)
+    if models.draft is not None:
+        return ModelDrafter(models.draft, plan, kv_pool, table)
+    head = models.target.draft_head
+    assert head is not None
+    return MTPDrafter(head, plan, kv_pool, table, models.target.cache_shape.dtype)

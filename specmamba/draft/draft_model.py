@@ -14,8 +14,7 @@ from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.core import Batch, Chunk, DraftTree, Verdict
 from specmamba.draft.base import Drafter, chain_shape, root_tree
-from specmamba.draft.chain import grow_chain
-from specmamba.draft.children import ChildPicker
+from specmamba.draft.heads.children import ChildPicker, grow_chain
 from specmamba.draft.plan import DraftPlan
 from specmamba.kernels import paged_attention
 from specmamba.layers.context import ForwardContext

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specmamba.core import Batch, Chunk, DraftTree, Verdict
 from specmamba.draft.base import Drafter, HostPendingTokens, chain_shape
-from specmamba.draft.mtp import MTPDrafter
+from specmamba.draft.heads import MTPDrafter
 
 
 class RankRecorder(Drafter):

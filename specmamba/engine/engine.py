@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 
-from specmamba.cache.memory_plan import free_memory, plan_memory
-from specmamba.cache.radix_stats import CacheStats
+from specmamba.cache.memory import free_memory, plan_memory
+from specmamba.cache.prefix.inspection import CacheStats
 from specmamba.config import EngineConfig
 from specmamba.core import DraftView, FinishReason, OutputDelta, SamplingParams, SpecStats
+from specmamba.draft import build_drafter
 from specmamba.draft.base import Drafter
-from specmamba.draft.build import build_drafter
 from specmamba.draft.plan import DraftPlan, plan_drafts
-from specmamba.engine.allocator import keep_freed_memory
-from specmamba.engine.describe import describe
 from specmamba.engine.graphs import build_replays, capture
-from specmamba.engine.load import load_models, require_target, resolve_device
+from specmamba.engine.load import keep_freed_memory, load_models, require_target, resolve_device
+from specmamba.engine.model_report import describe
 from specmamba.engine.outcome import Decision
 from specmamba.engine.prefixes import build_prefixes
 from specmamba.engine.request import Request, Run

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specmamba.cache.memory_table import readable
+from specmamba.cache.memory import readable
 from specmamba.config import EngineConfig
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, Replay, bucket_sizes
 from specmamba.engine.outcome import Outcome
@@ -16,7 +16,7 @@ from specmamba.errors import ConfigError
 from specmamba.kernels import gpu
 
 if TYPE_CHECKING:
-    from specmamba.cache.memory_plan import MemoryPlan
+    from specmamba.cache.memory import MemoryPlan
     from specmamba.engine.runner import Pools, Runner
 
 DEFAULT_LARGEST = 64

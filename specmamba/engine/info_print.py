@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specmamba.cache.memory_table import readable
+from specmamba.cache.memory import readable
 
 Info = Mapping[str, Any]
 Row = tuple[str, str]

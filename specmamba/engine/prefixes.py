@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from specmamba.cache.radix_cache import MambaRadixCache
-from specmamba.cache.radix_eviction import Costs
-from specmamba.cache.radix_node import Match
+from specmamba.cache.prefix import MambaRadixCache
+from specmamba.cache.prefix.eviction import Costs
+from specmamba.cache.prefix.node import Match
 from specmamba.cache.state_pool import PREFIX_CACHE
 from specmamba.config import EngineConfig
 from specmamba.engine.request import Request

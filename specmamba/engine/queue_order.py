@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from specmamba.cache.radix_node import Tokens, common_length
+from specmamba.cache.prefix.node import Tokens, common_length
 from specmamba.engine.prefixes import Prefixes
 from specmamba.engine.request import Request
 

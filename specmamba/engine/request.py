@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specmamba.cache.radix_node import Node
+from specmamba.cache.prefix.node import Node
 from specmamba.core import SamplingParams, SpecStats, TokenLogprob
 from specmamba.engine.text import TextStream
 from specmamba.grammar import GrammarMatcher

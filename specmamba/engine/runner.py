@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specmamba.cache.access import ExtendState, PagedKV, VerifyState, causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
-from specmamba.cache.memory_plan import MemoryPlan
+from specmamba.cache.memory import MemoryPlan
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.cache.snapshot_buffers import SnapshotBuffers

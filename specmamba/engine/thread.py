@@ -13,9 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from specmamba.core import FinishReason, OutputDelta
-from specmamba.engine.commands import CommandQueue
-from specmamba.engine.exchange import EngineConstants, EngineRequest, OpenRequest
-from specmamba.engine.loop_waker import LoopWaker
+from specmamba.engine.channels import CommandQueue, EngineConstants, EngineRequest, LoopWaker, OpenRequest
 from specmamba.errors import EngineFailedError, EngineStoppedError
 
 if TYPE_CHECKING:

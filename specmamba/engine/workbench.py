@@ -8,12 +8,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from specmamba.cache.memory_plan import free_memory
+from specmamba.cache.memory import free_memory
 from specmamba.command_line import describe_validation_error
 from specmamba.config import EngineConfig
 from specmamba.core import SamplingParams
 from specmamba.draft.base import Drafter, NoDrafter
-from specmamba.draft.mtp import MTPDrafter
+from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.plan import DraftPlan, plan_drafts
 from specmamba.draft.recorder import RankRecorder
 from specmamba.engine.clock import StepClock

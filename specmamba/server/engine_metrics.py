@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from specmamba.core import SpecStats
 
 if TYPE_CHECKING:
-    from specmamba.cache.radix_stats import CacheStats
+    from specmamba.cache.prefix.inspection import CacheStats
     from specmamba.engine.engine import EngineStats
 
 

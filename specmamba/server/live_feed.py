@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from specmamba.cache.radix_outline import Outline
+from specmamba.cache.prefix.inspection import Outline
 from specmamba.errors import EngineStoppedError
 from specmamba.server.errors import ApiError
 from specmamba.server.live_sample import Sample, as_json, draft_event, stats_event, take_sample, tree_event

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from specmamba.cache.radix_outline import Outline
+from specmamba.cache.prefix.inspection import Outline
 from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.core import DraftView, SpecStats
 from specmamba.server.engine_metrics import accepted_per_position

@@ -13,14 +13,12 @@ from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.core import Batch, Chunk, DraftTree, PendingTokens, SamplingBatch, SamplingParams, Verdict
 from specmamba.draft.base import Drafter, HostPendingTokens, root_tree
-from specmamba.draft.chain import grow_chain
-from specmamba.draft.children import ChildPicker
-from specmamba.draft.dynamic_tree import grow_dynamic_tree
-from specmamba.draft.modules import Descent
-from specmamba.draft.pending_tokens import PendingTokenTable
+from specmamba.draft.heads.children import ChildPicker, grow_chain
+from specmamba.draft.heads.descent import Descent
+from specmamba.draft.heads.dynamic_tree import grow_dynamic_tree
+from specmamba.draft.heads.pending_tokens import PendingTokenTable, Window
+from specmamba.draft.heads.static_tree import StaticLayout, grow_static_tree
 from specmamba.draft.plan import DraftPlan
-from specmamba.draft.static_tree import StaticLayout, grow_static_tree
-from specmamba.draft.window import Window
 from specmamba.kernels import paged_attention
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import DraftHead

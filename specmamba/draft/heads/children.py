@@ -1,13 +1,15 @@
-"""The children of draft nodes: the likeliest tokens, or tokens that are drawn."""
+"""The children of draft nodes (the likeliest tokens, or drawn ones), and chains of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specmamba.core import Batch
+from specmamba.core import Batch, DraftTree
+from specmamba.draft.base import chain_shape
 from specmamba.kernels import sampling as sampling_ops
 
 OVERFLOW = 1e4  # in place of what is not finite
@@ -89,3 +91,35 @@ def _draw(logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
 def _finite(logits: Tensor) -> Tensor:
     """Logits in float32. A head whose numbers overflow drafts badly; it must not decide what becomes of the text."""
     return logits.float().nan_to_num(-OVERFLOW, OVERFLOW, -OVERFLOW)
+
+
+def grow_chain(
+    picker: ChildPicker,
+    batch: Batch,
+    num_nodes: int,
+    hidden: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    descend: Callable[[Tensor, Tensor, int], Tensor],
+) -> DraftTree:
+    """Draft a chain of ``num_nodes`` nodes on every root.
+
+    Args:
+        picker: picks each node's only child.
+        batch: the roots.
+        num_nodes: the root counted.
+        hidden: [B, 1, H], the draft's states after the roots.
+        logits: [B, 1, H] -> [B, 1, V].
+        descend: (nodes [B, 1], states at their parents [B, 1, H], their depth) -> states at the nodes.
+    """
+    token = batch.root_tokens[:, None]
+    tokens, probs = [token], []
+    for depth in range(num_nodes - 1):
+        if depth:
+            hidden = descend(token, hidden, depth)
+        token, drawn_from = picker.pick_one(logits(hidden), batch, depth)
+        tokens.append(token)
+        if drawn_from is not None:
+            probs.append(drawn_from)
+    draft_probs = torch.cat([*probs, probs[-1]], 1) if probs else None  # the last node has no children: any will do
+    shape = chain_shape(batch.size, num_nodes, token.device)
+    return DraftTree(torch.cat(tokens, 1), shape, draft_probs)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from specmamba.cache.page_allocator import PageAllocator, Pages
-from specmamba.cache.radix_eviction import Recency
-from specmamba.cache.radix_node import Node, Root, Tokens, TokenSlots, new_root
+from specmamba.cache.prefix.eviction import Recency
+from specmamba.cache.prefix.node import Node, Root, Tokens, TokenSlots, new_root
 from specmamba.cache.state_pool import PREFIX_CACHE, StateOwnershipError, StatePool
 
 MAX_IDLE_ROOTS = 1024

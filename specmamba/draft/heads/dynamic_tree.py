@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specmamba.core import Batch, DraftTree
 from specmamba.draft.base import tree_shape
-from specmamba.draft.children import ChildPicker, Children
+from specmamba.draft.heads.children import ChildPicker, Children
 from specmamba.draft.plan import DraftPlan
 from specmamba.models.base import DraftHead
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import islice
 
 from specmamba.cache.page_allocator import PageAllocator
-from specmamba.cache.radix_check import check_tree
-from specmamba.cache.radix_eviction import Costs, PolicyName, make_policy
-from specmamba.cache.radix_node import (
+from specmamba.cache.prefix.eviction import Costs, PolicyName, make_policy
+from specmamba.cache.prefix.inspection import CacheStats, Counters, Outline, check_tree, outline, render_tree, summarize
+from specmamba.cache.prefix.node import (
     Insertion,
     Match,
     MissReason,
@@ -18,10 +18,7 @@ from specmamba.cache.radix_node import (
     follow,
     slots_between,
 )
-from specmamba.cache.radix_outline import Outline, outline
-from specmamba.cache.radix_stats import CacheStats, Counters
-from specmamba.cache.radix_text import render_tree, summarize
-from specmamba.cache.radix_tree import RadixTree
+from specmamba.cache.prefix.tree import RadixTree
 from specmamba.cache.state_pool import StatePool
 
 MAX_SALTS_ASKED = 32

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specmamba.core import Batch, DraftTree, TreeShape
 from specmamba.draft.base import chain_shape, tree_shape
-from specmamba.draft.children import ChildPicker, Children
-from specmamba.draft.dynamic_tree import HeadRunner
+from specmamba.draft.heads.children import ChildPicker, Children
+from specmamba.draft.heads.dynamic_tree import HeadRunner
 from specmamba.trees import StaticTree
 
 

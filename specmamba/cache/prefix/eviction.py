@@ -12,7 +12,7 @@ from typing import Literal, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from specmamba.cache.radix_node import Node
+from specmamba.cache.prefix.node import Node
 
 PolicyName = Literal["lru", "flops"]
 MAX_CANDIDATES = 256

@@ -1,0 +1,311 @@
+"""The prefix cache from outside: its statistics, its tree as text and as an outline, and a check of its invariants."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice, pairwise
+
+import numpy as np
+
+from specmamba.cache.prefix.node import MAX_EVICTED_CHILDREN, MISS_REASONS, Match, MissReason, Node, Root
+from specmamba.cache.prefix.tree import MAX_IDLE_ROOTS, RadixTree
+from specmamba.cache.state_pool import PREFIX_CACHE
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """What is in the cache now, and what has happened since the start."""
+
+    num_nodes: int  # without roots
+    num_tombstones: int
+    num_tokens: int
+    num_states: int
+    num_locked_tokens: int
+    query_tokens: int
+    hit_tokens: int
+    misses: dict[MissReason, int]  # requests by why their hit was not longer
+    inserted_tokens: int
+    evicted_tokens: int
+    evicted_states: int
+    duplicate_states: int  # states that were offered for a place that had one
+
+
+@dataclass(slots=True)
+class Counters:
+    """The counts of what has happened; ``stats`` adds what is there."""
+
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    misses: Counter[MissReason] = field(default_factory=Counter)
+    inserted_tokens: int = 0
+    evicted_tokens: int = 0
+    evicted_states: int = 0
+    duplicate_states: int = 0
+
+    def count_request(self, num_tokens: int, match: Match) -> None:
+        """A request with this many tokens was admitted with this match."""
+        self.query_tokens += num_tokens
+        self.hit_tokens += match.length
+        match.node.hits += 1
+        if match.miss is not None:
+            self.misses[match.miss] += 1
+
+    def stats(self, tree: RadixTree) -> CacheStats:
+        """These counts, and the sizes of the tree."""
+        num_states = len(tree.state_nodes)
+        return CacheStats(
+            num_nodes=tree.num_nodes,
+            num_tombstones=tree.num_nodes - num_states,
+            num_tokens=tree.num_tokens,
+            num_states=num_states,
+            num_locked_tokens=tree.num_locked_tokens,
+            query_tokens=self.query_tokens,
+            hit_tokens=self.hit_tokens,
+            misses={reason: self.misses[reason] for reason in MISS_REASONS},
+            inserted_tokens=self.inserted_tokens,
+            evicted_tokens=self.evicted_tokens,
+            evicted_states=self.evicted_states,
+            duplicate_states=self.duplicate_states,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OutlineNode:
+    """A node as it is drawn."""
+
+    depth: int  # 0 for a root
+    start: int
+    end: int
+    has_state: bool  # False for a root and for a tombstone
+    hits: int  # requests whose match ended here
+    locks: int  # of its KV: running requests that stand on it or below
+    state_locks: int
+    age: int  # uses of any node since its last one
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A tree from the most recent branch on, every node after its parent."""
+
+    nodes: tuple[OutlineNode, ...]
+    num_left: int  # that the tree has besides
+
+
+def outline(tree: RadixTree, max_nodes: int) -> Outline:
+    """The most recent ``max_nodes`` nodes of a tree, roots counted, in the order of ``_recent_first``."""
+    clock = tree.recency.clock
+    nodes = tuple(
+        OutlineNode(
+            depth,
+            node.start,
+            node.end,
+            node.state_slot is not None,
+            node.hits,
+            node.kv_locks,
+            node.state_locks,
+            0 if node.kv_locks or isinstance(node, Root) else clock - node.last_access,
+        )
+        for depth, node in _recent_first(tree, max_nodes)
+    )
+    return Outline(nodes, _num_shown_at_most(tree) - len(nodes))
+
+
+def render_tree(tree: RadixTree, max_nodes: int) -> str:
+    """One line per node, indented by depth, the most recent branches first; at most ``max_nodes`` nodes.
+
+    A salt is a secret between a client and the server, so only a digest of it is shown.
+    """
+    clock = tree.recency.clock
+    lines = ["  " * depth + _line(node, clock) for depth, node in _recent_first(tree, max_nodes)]
+    if num_left := _num_shown_at_most(tree) - len(lines):
+        lines.append(f"... and {num_left} more")
+    return "\n".join(lines) if lines else "empty"
+
+
+def _recent_first(tree: RadixTree, max_nodes: int) -> Iterator[tuple[int, Node]]:
+    """At most ``max_nodes`` nodes with their depths, parents before children, the most recently used branch first.
+
+    The work is bounded by the nodes that are shown and their children, because the engine waits meanwhile.
+    """
+    roots = (root for root in reversed(tree.roots.values()) if root not in tree.idle_roots)
+    todo: list[tuple[int, Node]] = [(0, root) for root in islice(roots, max_nodes)]
+    todo.reverse()
+    for num_wanted in range(max_nodes, 0, -1):
+        if not todo:
+            return
+        depth, node = todo.pop()
+        yield depth, node
+        youngest = heapq.nlargest(num_wanted - 1, node.children.values(), key=_recency)
+        todo += ((depth + 1, child) for child in reversed(youngest))  # so the youngest is popped first
+
+
+def _recency(node: Node) -> tuple[bool, int]:
+    """Sort key by last use; locked nodes are in use, so they count as the most recent."""
+    return node.kv_locks > 0, node.last_access
+
+
+def _num_shown_at_most(tree: RadixTree) -> int:
+    """Nodes and roots without the idle roots, which are never shown."""
+    return tree.num_nodes + len(tree.roots) - len(tree.idle_roots)
+
+
+def summarize(tree: RadixTree, stats: CacheStats) -> dict[str, object]:
+    """Statistics and the sizes that they are to be seen against, ready for JSON."""
+    allocator, states = tree.allocator, tree.states
+    return {
+        **asdict(stats),
+        "num_salts": sum(1 for root in tree.roots.values() if root.children),
+        "hit_rate": stats.hit_tokens / stats.query_tokens if stats.query_tokens else 0.0,
+        "page_size": tree.page_size,
+        "num_pages": allocator.num_pages,
+        "num_free_pages": allocator.num_free,
+        "num_evictable_pages": allocator.num_evictable,
+        "num_state_slots": states.num_slots,
+        "num_free_state_slots": states.num_free,
+        "num_evictable_states": len(tree.recency.states),
+    }
+
+
+def _line(node: Node, clock: int) -> str:
+    if isinstance(node, Root):
+        parts = ["no salt" if node.extra_key is None else f"salt {_digest(node.extra_key)}"]
+    else:
+        state = "tombstone" if node.state_slot is None else f"state {node.state_slot}"
+        parts = [f"[{node.start}:{node.end})", _count(node.end - node.start, "token"), state]
+    parts += [_count(node.kv_locks, "lock")] if node.kv_locks else []
+    parts += [_count(node.state_locks, "state lock")] if node.state_locks else []
+    parts += [_count(node.hits, "hit")] if node.hits else []
+    parts += [] if isinstance(node, Root) or node.kv_locks else [f"age {clock - node.last_access}"]
+    return ", ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _digest(extra_key: str) -> str:
+    # A key from JSON can have half of a surrogate pair in it, which strict UTF-8 has no bytes for.
+    return hashlib.sha256(extra_key.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+
+
+def check_tree(tree: RadixTree, row_pages: dict[int, int] | None) -> None:
+    """Verify a tree.
+
+    Args:
+        tree: whose allocator and states have no other holders than its nodes and rows.
+        row_pages: how many rows hold (and pin) each page; None: not known, then a page may have more holders and pins
+            than the nodes account for.
+
+    Raises:
+        RuntimeError: naming the first thing that is wrong.
+    """
+    nodes = list(tree.nodes())
+    for node in nodes:
+        _check_links(tree, node)
+        _check_locks(node)
+    _check_lists(tree, nodes)
+    _check_states(tree, nodes)
+    _check_pages(tree, nodes, row_pages)
+    _check_counts(tree, nodes)
+
+
+def _require(condition: bool, *message: object) -> None:
+    if not condition:
+        raise RuntimeError("prefix cache: " + " ".join(map(str, message)))
+
+
+def _check_links(tree: RadixTree, node: Node) -> None:
+    for first_token, child in node.children.items():
+        _require(child.parent is node, child, "is a child of", node, "but its parent is", child.parent)
+        _require(len(child.key) > 0, child, "has an empty edge")
+        _require(int(child.key[0]) == first_token, child, "is filed under token", first_token, "not its first")
+        _require(child.start == node.end, child, "does not start where", node, "ends")
+        _require(first_token not in node.evicted, node, "has the child", child, "and remembers it as evicted")
+    _require(node.end - node.start == len(node.key) == len(node.slots), node, "has another length than its tokens")
+    _require(len(node.evicted) <= MAX_EVICTED_CHILDREN, node, "remembers too many evicted children")
+    if isinstance(node, Root):
+        _require(tree.roots.get(node.extra_key) is node, "a root is filed under another salt than its own")
+        _require((node.end, node.parent, node.state_slot) == (0, None, None), "a root has tokens, a parent or a state")
+        return
+    _require(not node.is_useless, node, "is a leaf without state that nobody locks")
+
+
+def _check_locks(node: Node) -> None:
+    below = sum(child.kv_locks for child in node.children.values())
+    _require(
+        node.kv_locks == node.users + below, node, "has", node.kv_locks, "locks;", node.users, "+", below, "are due"
+    )
+    _require(0 <= node.state_locks <= node.users, node, "has", node.state_locks, "state locks,", node.users, "locks")
+    _require(not node.state_locks or node.state_slot is not None, node, "has a locked state, and none")
+
+
+def _check_lists(tree: RadixTree, nodes: list[Node]) -> None:
+    edges = [node for node in nodes if not isinstance(node, Root)]
+    recency = tree.recency
+    _same("the list of evictable nodes", recency.nodes, [node for node in edges if not node.kv_locks])
+    with_state = [node for node in edges if node.state_slot is not None]
+    _same("the list of evictable states", recency.states, [node for node in with_state if not node.state_locks])
+    idle: list[Node] = [node for node in nodes if isinstance(node, Root) and not node.children and not node.kv_locks]
+    _same("the list of idle roots", tree.idle_roots, idle)
+    _require(len(idle) <= MAX_IDLE_ROOTS, "too many idle roots are kept")
+    _ascending("the list of evictable nodes", [node.last_access for node in recency.nodes], recency.clock)
+    _ascending("the list of evictable states", [node.state_access for node in recency.states], recency.clock)
+    for node in recency.nodes:
+        parent = node.parent
+        in_order = parent not in recency.nodes or (parent is not None and parent.last_access > node.last_access)
+        _require(in_order, node, "is more recent than its parent")
+
+
+def _same(what: str, found: Iterable[Node], due: list[Node]) -> None:
+    extra, missing = set(found) - set(due), set(due) - set(found)
+    _require(not extra and not missing, what, "has wrongly", extra or "nothing", "and lacks", missing or "nothing")
+
+
+def _ascending(what: str, access: list[int], clock: int) -> None:
+    in_order = all(a < b for a, b in pairwise([*access, clock + 1]))
+    _require(in_order, what, "is not in the order of access")
+
+
+def _check_states(tree: RadixTree, nodes: list[Node]) -> None:
+    with_state = {node for node in nodes if node.state_slot is not None}
+    slots = {node.state_slot: node for node in with_state}
+    _require(len(slots) == len(with_state), "two nodes have one state slot")
+    _require(slots == tree.state_nodes, "the index of state slots does not fit the nodes")
+    for slot, node in tree.state_nodes.items():
+        tree.states.check(slot, PREFIX_CACHE, node.end)
+
+
+def _check_pages(tree: RadixTree, nodes: list[Node], row_pages: dict[int, int] | None) -> None:
+    holders: Counter[int] = Counter(row_pages or {})
+    pins: Counter[int] = Counter(row_pages or {})
+    for node in nodes:
+        due = np.unique(node.slots // tree.page_size)
+        _require(np.array_equal(node.pages, due), node, "holds the pages", node.pages, "for slots in", due)
+        holders.update(due.tolist())
+        if node.kv_locks:
+            pins.update(due.tolist())
+    allocator, is_exact = tree.allocator, row_pages is not None
+    for page in range(1, allocator.num_pages + 1):
+        for what, found, known in (
+            ("holders", allocator.holders(page), holders[page]),
+            ("pins", allocator.pins(page), pins[page]),
+        ):
+            fits = found == known if is_exact else found >= known
+            _require(fits, "page", page, "has", found, what, "and", known, "are known")
+    if is_exact:
+        _require(allocator.num_free == allocator.num_pages - len(+holders), "the number of free pages is wrong")
+        _require(allocator.num_pinned == len(+pins), "the number of pinned pages is wrong")
+
+
+def _check_counts(tree: RadixTree, nodes: list[Node]) -> None:
+    edges = [node for node in nodes if not isinstance(node, Root)]
+    for what, found, due in (
+        ("nodes", tree.num_nodes, len(edges)),
+        ("tokens", tree.num_tokens, sum(len(node.key) for node in edges)),
+        ("locked tokens", tree.num_locked_tokens, sum(len(node.key) for node in edges if node.kv_locks)),
+    ):
+        _require(found == due, found, what, "are counted, and", due, "are there")

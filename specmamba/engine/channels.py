@@ -1,0 +1,202 @@
+"""What passes between the engine thread and other threads: requests, functions to run, and calls on event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from specmamba.core import FinishReason, OutputDelta, SamplingParams
+
+if TYPE_CHECKING:
+    from specmamba.engine.engine import Engine
+    from specmamba.grammar import CompiledGrammar
+    from specmamba.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt for the engine. ``on_delta`` is called on the engine thread, so it must be quick and never block."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    on_delta: Callable[[OutputDelta], None]
+    extra_key: str | None = None  # cached prefixes are shared with requests of the same key only
+    grammar: CompiledGrammar | None = None  # of ``params.grammar``
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that still owes its caller a last delta."""
+
+    request: EngineRequest
+    latest: OutputDelta
+
+    @classmethod
+    def just_added(cls, request: EngineRequest) -> OpenRequest:
+        return cls(request, OutputDelta(request.request_id, (), "", len(request.prompt_token_ids), 0, 0))
+
+    def last_delta(self, finish_reason: FinishReason, error: str) -> OutputDelta:
+        """An end without news. What the engine had given before stays given."""
+        return OutputDelta(
+            request_id=self.latest.request_id,
+            token_ids=(),
+            text="",
+            num_prompt_tokens=self.latest.num_prompt_tokens,
+            num_cached_tokens=self.latest.num_cached_tokens,
+            num_output_tokens=self.latest.num_output_tokens,
+            finish_reason=finish_reason,
+            error=error,
+            spec=self.latest.spec,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConstants:
+    """What does not change while an engine lives, and so may be read from any thread."""
+
+    tokenizer: Tokenizer
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    description: dict[str, object]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """``must_succeed``: an exception means that the engine cannot go on."""
+
+    function: Callable[[Engine], Any]
+    future: Future[Any]
+    must_succeed: bool
+
+
+class CommandQueue:
+    """Takes functions from any thread and runs them on one.
+
+    A future stands in the set of those without an answer from the moment it is handed out, so that even a command that
+    was taken from the queue by a thread that then died is refused when the queue is closed.
+    """
+
+    def __init__(self, refusal: Callable[[], Exception]) -> None:
+        """``refusal`` makes the exception for what comes once the queue is closed."""
+        self._refusal = refusal
+        self._queue: SimpleQueue[_Command] = SimpleQueue()
+        self._unanswered: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def put(self, function: Callable[[Engine], T], must_succeed: bool = False) -> Future[T]:
+        """Queue a function. Raises the refusal when the queue is closed."""
+        future: Future[T] = Future()
+        with self._lock:
+            if not self._is_open:
+                raise self._refusal()
+            self._unanswered.add(future)
+            self._queue.put(_Command(function, future, must_succeed))
+        future.add_done_callback(self._unanswered.discard)
+        return future
+
+    def run(self, engine: Engine, wait: bool) -> None:
+        """Run what is queued; with ``wait``, at least one. Raises what means the end of the engine."""
+        with suppress(Empty):
+            while True:
+                command = self._queue.get(block=wait)
+                wait = False
+                if command.future.set_running_or_notify_cancel():
+                    _run(command, engine)
+
+    def close(self, unanswered: Callable[[], Exception] | None = None) -> None:
+        """Refuse all that has no answer yet, with ``unanswered`` where it is given, and from now on everything."""
+        with self._lock:
+            self._is_open = False
+        for future in list(self._unanswered):
+            with suppress(InvalidStateError):  # cancelled by who asked
+                future.set_exception((unanswered or self._refusal)())
+
+
+def _run(command: _Command, engine: Engine) -> None:
+    try:
+        command.future.set_result(command.function(engine))
+    except BaseException as error:
+        with suppress(InvalidStateError):
+            command.future.set_exception(error)
+        if command.must_succeed or not isinstance(error, Exception):
+            raise
+
+
+SHARE = 0.02  # of a core, for streams
+
+
+class LoopWaker:
+    """Has functions called on one event loop, those of a step together.
+
+    Every wake takes the interpreter, and often a core, away from the engine: with one stream of the demo on two cores a
+    wake at every step cost a fifth of all tokens. So after a wake the loop looks again by itself, and until then a step
+    leaves its functions for it to find. It does so once its last round has taken no more than ``SHARE`` of a core's
+    time, but ``interval_s`` later at the latest: whatever becomes of the engine, no function waits for longer.
+
+    ``add`` and ``end_step`` are for the engine thread (or for who speaks for it once it hangs).
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
+        self._loop = loop
+        self._interval_s = interval_s
+        self._spent_s = 0.0  # processor time of the loop's thread when it was here last
+        self._lock = threading.Lock()  # guards the fields below
+        self._functions: list[Callable[[], object]] = []
+        self._is_urgent = False
+        self._looks_by_itself = False  # a timer of the loop is set
+
+    def add(self, function: Callable[[], object], at_once: bool) -> None:
+        """Have a function called: when this step ends, or else within the interval."""
+        with self._lock:
+            self._functions.append(function)
+            self._is_urgent |= at_once
+
+    def end_step(self) -> None:
+        """Wake the loop where something cannot wait, or where it would not look by itself.
+
+        Raises:
+            RuntimeError: the loop has been closed.
+        """
+        with self._lock:
+            if not self._functions or (self._looks_by_itself and not self._is_urgent):
+                return
+        self._loop.call_soon_threadsafe(self._call_all)
+
+    def _call_all(self) -> None:
+        with self._lock:
+            functions, self._functions = self._functions, []
+            self._is_urgent = False
+            starts_timer = self._interval_s > 0 and not self._looks_by_itself
+            self._looks_by_itself |= starts_timer
+        if starts_timer:  # first, as it must run whatever a function does
+            self._loop.call_later(self._pause_s(), self._look)
+        for function in functions:
+            function()
+
+    def _pause_s(self) -> float:
+        before, self._spent_s = self._spent_s, time.thread_time()
+        return min(self._interval_s, (self._spent_s - before) / SHARE)
+
+    def _look(self) -> None:
+        with self._lock:
+            self._looks_by_itself = False
+            if not self._functions:
+                return  # and the next step wakes
+        self._call_all()
