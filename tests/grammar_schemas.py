@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from numpy.typing import NDArray
 
 from specmamba.core import GrammarSpec
-from specmamba.grammar.compiled import CompiledGrammar
+from specmamba.grammar.compilations import CompiledGrammar
 from specmamba.grammar.worker import rules_of
 
 # the package's own idea of a time has no zone, which the standard asks for

@@ -12,9 +12,9 @@ import pytest
 import specmamba.demo
 from specmamba.errors import GrammarError, RequestError
 from specmamba.grammar import GrammarMatcher
-from specmamba.grammar.effort import FREE_SECONDS, MAX_SECONDS, SLOW_SECONDS, Effort, scale_of
-from specmamba.grammar.trial import _grows
-from specmamba.grammar.vocabulary import token_bytes
+from specmamba.grammar.checks import _grows
+from specmamba.grammar.compiler import token_bytes
+from specmamba.grammar.matcher import FREE_SECONDS, MAX_SECONDS, SLOW_SECONDS, Effort, scale_of
 from specmamba.grammar.worker import compile_grammar
 from specmamba.models.tokenizer import Tokenizer
 from tests.grammar_schemas import allowed_tokens, compile_here

@@ -19,7 +19,7 @@ import specmamba.demo
 from specmamba.core import GrammarSpec
 from specmamba.errors import EngineStoppedError, GrammarQueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
-from specmamba.grammar.compiled import GrammarCache
+from specmamba.grammar.compilations import GrammarCache
 from specmamba.models.tokenizer import Tokenizer
 from tests.grammar_schemas import accepts
 
@@ -227,7 +227,7 @@ def test_refusals_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) ->
     slow.__cause__ = TimeoutError()
     cache.add(spec, slow)
     assert cache.get(spec) is slow
-    monkeypatch.setattr("specmamba.grammar.compiled.time.monotonic", lambda: time.time() + 10**6)
+    monkeypatch.setattr("specmamba.grammar.compilations.time.monotonic", lambda: time.time() + 10**6)
     assert cache.get(spec) is None
     cache.add(spec, RequestError("wrong"))
     assert str(cache.get(spec)) == "wrong"

@@ -13,7 +13,7 @@ import specmamba.demo
 from specmamba.core import GrammarSpec
 from specmamba.errors import GrammarQueueFullError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
-from specmamba.grammar.jobs import Job, Jobs
+from specmamba.grammar.compilations import Job, Jobs
 from specmamba.models.tokenizer import Tokenizer
 from tests.grammar_schemas import accepts
 

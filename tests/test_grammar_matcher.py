@@ -13,8 +13,8 @@ import pytest
 import specmamba.demo
 from specmamba.errors import GrammarError
 from specmamba.grammar import GrammarMatcher
-from specmamba.grammar.compiled import CompiledGrammar
-from specmamba.grammar.vocabulary import token_bytes
+from specmamba.grammar.compilations import CompiledGrammar
+from specmamba.grammar.compiler import token_bytes
 from specmamba.models.tokenizer import Tokenizer
 from tests.grammar_schemas import allowed_tokens, compile_here
 

@@ -15,8 +15,8 @@ import pytest
 
 from specmamba.errors import RequestError
 from specmamba.grammar.expressions import Expression
-from specmamba.grammar.formats import FORMATS
 from specmamba.grammar.json_schema import schema_rules
+from specmamba.grammar.json_values import FORMATS
 from tests.grammar_schemas import accepts, check_valid, compile_here, random_schema, random_text
 
 IS_FULL = bool(os.environ.get("SPECMAMBA_TEST_FULL"))

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from specmamba.core import GrammarSpec
 from specmamba.errors import EngineStoppedError, GrammarQueueFullError, RequestError, SpecmambaError
-from specmamba.grammar.compiled import CompiledGrammar, GrammarCache, copy_of
-from specmamba.grammar.jobs import MAX_WAITING, MAX_WAITING_OF_CALLER, Job, Jobs
-from specmamba.grammar.vocabulary import token_bytes
+from specmamba.grammar.compilations import (
+    MAX_WAITING,
+    MAX_WAITING_OF_CALLER,
+    CompiledGrammar,
+    GrammarCache,
+    Job,
+    Jobs,
+    copy_of,
+)
 from specmamba.grammar.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
@@ -193,3 +199,14 @@ class GrammarCompiler:
         text = self._worker.compile(job.spec, lambda: job.is_wanted)
         compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer_info)
         return CompiledGrammar(job.spec, compiled, len(text))
+
+
+def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
+    """By token id, ``vocab_size`` of them; empty where no text may have the token: special ones, padding."""
+    return [_bytes_of(tokenizer, index) for index in range(vocab_size)]
+
+
+def _bytes_of(tokenizer: Tokenizer, index: int) -> bytes:
+    if tokenizer.is_silent(index, skip_special_tokens=True):
+        return b""
+    return tokenizer.token_bytes(index) or b""

@@ -12,14 +12,25 @@ from collections import deque
 from itertools import combinations
 from typing import Any
 
-from specmamba.grammar import json_text as write
-from specmamba.grammar.one_of import are_disjoint
+from specmamba.grammar.json_values import (
+    COLON,
+    COMMA,
+    any_object,
+    anything,
+    constant,
+    container,
+    count,
+    enum,
+    key_except,
+    number,
+    string,
+)
 from specmamba.grammar.rules import Rules, one_of, repeated
-from specmamba.grammar.scalars import count, enum, number, string
 from specmamba.grammar.schema_reader import (
     OF_TYPE,
     Schema,
     SchemaReader,
+    are_disjoint,
     merge,
     refusal,
     schemas,
@@ -41,7 +52,7 @@ def schema_rules(text: str) -> str:
 def object_rules() -> str:
     """The grammar of any JSON object."""
     rules = Rules()
-    return rules.text(write.any_object(rules))
+    return rules.text(any_object(rules))
 
 
 class _SchemaRules:
@@ -77,7 +88,7 @@ class _SchemaRules:
         if types is None:
             types = [name for name, keywords in OF_TYPE.items() if keywords & schema.keys()]
             if not types:
-                return write.anything(self._rules)
+                return anything(self._rules)
         if "number" in types:
             types = [name for name in types if name != "integer"]
         return one_of([self._typed(name, schema, place) for name in types])
@@ -138,17 +149,17 @@ class _SchemaRules:
             raise refusal("'maxProperties' below the number of named properties is not supported", place)
         first, later = '""', '""'
         if extra is not False and room != 0:
-            key = write.key_except(self._rules, list(properties))
-            entry = f"{key} {write.COLON} {self._rule(extra, f'{place}/additionalProperties')}"
-            more = f"{write.COMMA} {entry}"
+            key = key_except(self._rules, list(properties))
+            entry = f"{key} {COLON} {self._rule(extra, f'{place}/additionalProperties')}"
+            more = f"{COMMA} {entry}"
             later = self._rules.add(repeated(more, 0, room))
             first = self._rules.add(f'"" | {entry} {repeated(more, 0, None if room is None else room - 1)}')
         for name, inner in reversed(properties.items()):
-            entry = f"{write.constant(name)} {write.COLON} {self._rule(inner, f'{place}/properties/{name:.40}')}"
+            entry = f"{constant(name)} {COLON} {self._rule(inner, f'{place}/properties/{name:.40}')}"
             is_required = name in required
             first, later = (
                 self._rules.add(f"{entry} {later}" if is_required else f"{entry} {later} | {first}"),
-                self._rules.add(f"{write.COMMA} {entry} {later}" + ("" if is_required else f" | {later}")),
+                self._rules.add(f"{COMMA} {entry} {later}" + ("" if is_required else f" | {later}")),
             )
         return f'"{{" {first} "}}"'
 
@@ -166,7 +177,7 @@ class _SchemaRules:
             raise refusal("'minItems' is more than there may be", place)
         if not heads:
             item = "" if most == 0 else self._rule(rest, f"{place}/items")
-            return write.container("[", "]", item, least, most)
+            return container("[", "]", item, least, most)
         return self._tuple(heads, rest, least, most, place)
 
     def _tuple(self, heads: list[Any], rest: Any, least: int, most: int | None, place: str) -> str:
@@ -174,11 +185,9 @@ class _SchemaRules:
         tail = '""'
         if rest is not False and (most is None or most > len(heads)):
             item = self._rule(rest, f"{place}/items")
-            tail = repeated(
-                f"{write.COMMA} {item}", max(least - len(heads), 0), None if most is None else most - len(heads)
-            )
+            tail = repeated(f"{COMMA} {item}", max(least - len(heads), 0), None if most is None else most - len(heads))
         for index in reversed(range(len(heads) if most is None else min(most, len(heads)))):
             item = self._rule(heads[index], f"{place}/prefixItems/{index}")
-            body = f"{write.COMMA if index else ''} {item} {self._rules.add(tail)}"
+            body = f"{COMMA if index else ''} {item} {self._rules.add(tail)}"
             tail = body if index < least else f'"" | {body}'
         return f'"[" ({tail}) "]"'

@@ -27,6 +27,7 @@ ANNOTATIONS = frozenset(
 )
 DRAFTS = ("draft/2020-12/schema", "draft/2019-09/schema", "draft-07/schema", "draft-06/schema")
 MAX_DEPTH, MAX_REFERENCES = 64, 64
+_MAX_DISJOINT_DEPTH = 4
 
 
 class SchemaReader:
@@ -159,6 +160,55 @@ def schemas(value: Any, keyword: str, place: str) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise refusal(f"'{keyword}' is not a list of schemas", place)
     return value
+
+
+def are_disjoint(reader: SchemaReader, one: Schema, other: Schema, place: str, depth: int = 0) -> bool:
+    """Whether it is sure that no value is valid against both. The schemas are as ``reader.read`` gives them."""
+    values, more = one.get("enum"), other.get("enum")
+    if isinstance(values, list) and isinstance(more, list):
+        return not any(is_same(a, b) for a in values for b in more)
+    types, others = types_of(one, place), types_of(other, place)
+    if isinstance(values, list) or isinstance(more, list):
+        constants, names = (values, others) if isinstance(values, list) else (more, types)
+        return names is not None and not any(has_type(value, name) for value in constants or () for name in names)
+    if types is None or others is None:
+        return False
+    if not _overlap(types, others):
+        return True
+    is_about_objects = types == ["object"] and others == ["object"] and depth < _MAX_DISJOINT_DEPTH
+    return is_about_objects and (
+        _differ_in_a_property(reader, one, other, place, depth) or _refuses(one, other) or _refuses(other, one)
+    )
+
+
+def _overlap(types: list[str], others: list[str]) -> bool:
+    wide = {"number", "integer"}
+    return bool(set(types) & set(others)) or bool(wide & set(types) and wide & set(others))
+
+
+def _differ_in_a_property(reader: SchemaReader, one: Schema, other: Schema, place: str, depth: int) -> bool:
+    """Whether both ask for a property whose values cannot be the same."""
+    mine, theirs = _properties(one), _properties(other)
+    for name in _required(one) & _required(other) & mine.keys() & theirs.keys():
+        inner = f"{place}/properties/{name}"
+        if are_disjoint(reader, reader.read(mine[name], inner), reader.read(theirs[name], inner), inner, depth + 1):
+            return True
+    return False
+
+
+def _refuses(one: Schema, other: Schema) -> bool:
+    """Whether one schema closes its objects to a property that the other asks for."""
+    return one.get("additionalProperties") is False and bool(_required(other) - _properties(one).keys())
+
+
+def _properties(schema: Schema) -> dict[str, Any]:
+    found = schema.get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def _required(schema: Schema) -> set[str]:
+    found = schema.get("required")
+    return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
 
 
 def _both(keyword: str, one: Any, other: Any, place: str) -> Any:

@@ -21,10 +21,9 @@ import threading
 from typing import Any, BinaryIO
 
 from specmamba.errors import RequestError
+from specmamba.grammar.checks import RuleGraph, check_by_trial
 from specmamba.grammar.expressions import Expression
 from specmamba.grammar.json_schema import object_rules, schema_rules
-from specmamba.grammar.rule_graph import RuleGraph
-from specmamba.grammar.trial import check_by_trial
 
 MAX_THREADS = 8
 _NICENESS = 10
