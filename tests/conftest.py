@@ -41,11 +41,11 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture
 def needs_native() -> None:
-    """Skip where native kernels cannot be had."""
-    from specmamba.kernels.linear import native_ops
+    """Skip where native kernels cannot be had, and say what is missing."""
+    from tests.exactness import why_not_native
 
-    if native_ops.code() is None:
-        pytest.skip("no native kernels here (no C++ compiler, no AVX512-BF16, or SPECMAMBA_NATIVE=0)")
+    if reason := why_not_native():
+        pytest.skip(f"no native kernels here: {reason}")
 
 
 @pytest.fixture
