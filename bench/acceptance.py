@@ -16,11 +16,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from specmamba.command_line import exit_with_error, parse_command_line
-from specmamba.errors import SpecmambaError
+from specmamba.command_line import parse_command_line
 from specmamba.measure.acceptance.options import AcceptanceBenchConfig, largest_flags, variants_of
 from specmamba.measure.prompts import texts_of
-from specmamba.measure.report import write_json
+from specmamba.measure.report import run_command, write_json
 
 PROG = "specmamba bench acceptance"
 LISTS = ("--configs", "--sweep")  # flags that take all words up to the next flag
@@ -28,15 +27,13 @@ LISTS = ("--configs", "--sweep")  # flags that take all words up to the next fla
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark. Returns the exit status: 1 when a text diverged, 130 after Ctrl-C."""
-    try:
-        given = join_lists(sys.argv[1:] if arguments is None else arguments)
-        config = parse_command_line(AcceptanceBenchConfig, PROG, given)
-        report = measure_and_report(config)
-        put_out(config, report)
-    except SpecmambaError as error:
-        exit_with_error(PROG, error)
-    except KeyboardInterrupt:
-        return 130
+    return run_command(PROG, _run, arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    config = parse_command_line(AcceptanceBenchConfig, PROG, join_lists(arguments))
+    report = measure_and_report(config)
+    put_out(config, report)
     return 1 if any(one["lossless"] and one["lossless"]["diverged"] for one in report["configurations"]) else 0
 
 

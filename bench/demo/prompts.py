@@ -21,9 +21,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from specmamba.command_line import exit_with_error, read_flags
-from specmamba.errors import ConfigError, SpecmambaError
-from specmamba.measure.report import CommandLine
+from specmamba.command_line import read_flags
+from specmamba.errors import ConfigError
+from specmamba.measure.report import CommandLine, run_command
 from specmamba.train.corpus import Document, read_corpus, roots_for
 
 PROG = "python -m specmamba.bench.demo.prompts"
@@ -133,20 +133,21 @@ def _row_of(line: str, where: str) -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the prompts file, or print it; return the exit status."""
-    try:
-        settings = read_flags(PromptSettings, PROG, sys.argv[1:] if arguments is None else arguments)
-        held_out = read_corpus(roots_for(settings.corpus, [])).held_out
-        if settings.complete is None:
-            rows = cut_prompts(settings, held_out)
-        else:
-            rows = complete_prompts(settings.complete, settings.continuation_characters, held_out)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        if settings.out is None:
-            sys.stdout.write(text)
-        else:
-            settings.out.write_text(text, "utf8")
-    except SpecmambaError as error:
-        exit_with_error(PROG, error)
+    return run_command(PROG, _run, arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    settings = read_flags(PromptSettings, PROG, arguments)
+    held_out = read_corpus(roots_for(settings.corpus, [])).held_out
+    if settings.complete is None:
+        rows = cut_prompts(settings, held_out)
+    else:
+        rows = complete_prompts(settings.complete, settings.continuation_characters, held_out)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if settings.out is None:
+        sys.stdout.write(text)
+    else:
+        settings.out.write_text(text, "utf8")
     return 0
 
 

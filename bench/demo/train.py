@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import platform
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmamba.bench.demo.settings import TrainSettings
-from specmamba.command_line import exit_with_error, read_flags
-from specmamba.errors import SpecmambaError
+from specmamba.command_line import read_flags
+from specmamba.measure.report import run_command
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: --help must not wait for them
     from rich.console import Console
@@ -135,16 +134,17 @@ def _report(
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 finished, 1 stopped before the end (resumable), 2 an error."""
-    try:
-        settings = read_flags(TrainSettings, PROG, sys.argv[1:] if arguments is None else arguments)
-        from rich.console import Console
+    return run_command(PROG, _run, arguments)
 
-        if settings.evaluate is not None:
-            print(evaluate_checkpoint(settings).describe())
-            return 0
-        return 0 if train(settings, Console()).share_done >= 1.0 else 1
-    except SpecmambaError as error:
-        exit_with_error(PROG, error)
+
+def _run(arguments: list[str]) -> int:
+    settings = read_flags(TrainSettings, PROG, arguments)
+    from rich.console import Console
+
+    if settings.evaluate is not None:
+        print(evaluate_checkpoint(settings).describe())
+        return 0
+    return 0 if train(settings, Console()).share_done >= 1.0 else 1
 
 
 if __name__ == "__main__":

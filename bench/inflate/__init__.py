@@ -26,22 +26,14 @@ per channel for the published shape, and larger ones where the last norms shrink
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from specmamba.bench.inflate.shape import FLAGS, PUBLISHED, Scales, Shape, enlarged, enlarged_config
-from specmamba.command_line import exit_with_error, read_flags
+from specmamba.bench.inflate.shape import FLAGS, PUBLISHED
 from specmamba.config import DEMO_MODEL
-from specmamba.errors import SpecmambaError
 from specmamba.measure.report import CommandLine, Count
-
-if TYPE_CHECKING:  # --help must not wait for torch
-    from specmamba.bench.inflate.files import Totals
-
-PROG = "python -m specmamba.bench.inflate"
 
 
 class InflateConfig(CommandLine):
@@ -84,82 +76,3 @@ class InflateConfig(CommandLine):
             given["hidden_size"] = self.hidden_factor * hidden_size
         published = {} if self.like is None else PUBLISHED[self.like]
         return {**published, **{name: size for name, size in given.items() if size is not None}}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Write the checkpoint and print what it is; returns the exit status."""
-    try:
-        config = read_flags(InflateConfig, PROG, sys.argv[1:] if arguments is None else arguments)
-        report = inflate(config)
-    except SpecmambaError as error:
-        exit_with_error(PROG, error)
-    print_report(report, config)
-    return 0
-
-
-def inflate(config: InflateConfig) -> dict[str, tuple[int, int]]:
-    """Write the large checkpoint.
-
-    Returns:
-        What the table shows: sizes, parameters and bytes, each before and after.
-
-    Raises:
-        ConfigError: sizes that cannot be had, or a folder that must not be written to.
-        CheckpointError: the small checkpoint is not a complete one of Qwen3.5's text model.
-    """
-    import torch
-
-    from specmamba.bench.inflate import files
-    from specmamba.bench.inflate.weights import WeightMaker
-
-    files.check_folder(config.out, config.model, config.force)
-    raw, model_config = files.read_config(config.model)
-    source = Shape.of(model_config)
-    target = enlarged(source, config.sizes(source.hidden_size))
-    tied = bool(model_config.tie_word_embeddings)
-    small = files.read_tensors(config.model)
-    if tied:
-        small.pop("lm_head.weight", None)  # a copy that some programs store
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    stored = dtype or files.matrix_dtype(small)
-    scales = Scales.between(source, target, tied)
-    if stored != torch.float32 and not config.rounded:
-        scales.check_exact()
-
-    files.prepare_folder(config.out)
-    before, writer = files.Totals(), files.ShardWriter(config.out, config.max_shard_mb * 10**6)
-    for name, tensor in small.items():
-        before.add(name, tensor)
-    maker = WeightMaker(source, target, model_config.vocab_size, scales, config.seed)
-    for name, tensor in maker.tensors(small, dtype, config.repeat_noise):
-        writer.add(name, tensor)
-    writer.finish()
-    files.copy_companions(config.model, config.out)
-    large = enlarged_config(raw, model_config, source, target, scales, str(stored).removeprefix("torch."))
-    files.write_json(config.out / "config.json", large)  # last: without it the folder is not taken for a checkpoint
-    return comparison(source, target, before, writer.totals)
-
-
-def comparison(source: Shape, target: Shape, before: Totals, after: Totals) -> dict[str, tuple[int, int]]:
-    """Rows of the table."""
-    old, new = source.sizes(), target.sizes()
-    return {
-        **{name: (old[name], new[name]) for name in old},
-        "parameters, target": (before.target_parameters, after.target_parameters),
-        "parameters, MTP head": (before.mtp_parameters, after.mtp_parameters),
-        "bytes": (before.num_bytes, after.num_bytes),
-    }
-
-
-def print_report(rows: dict[str, tuple[int, int]], config: InflateConfig) -> None:
-    """Sizes before and after."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", str(config.model.name), config.out.name, title=f"{config.out}, seed {config.seed}")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, (before, after) in rows.items():
-        style = None if before == after else "bold"
-        table.add_row(name, f"{before:,}", f"{after:,}", style=style)
-    Console().print(table)

@@ -1,7 +1,42 @@
-"""``python -m specmamba.bench.inflate``."""
+"""The program ``python -m specmamba.bench.inflate``."""
+
+from __future__ import annotations
 
 import sys
 
-from specmamba.bench.inflate import main
+from specmamba.bench.inflate import InflateConfig
+from specmamba.command_line import read_flags
+from specmamba.measure.report import run_command
 
-sys.exit(main())
+PROG = "python -m specmamba.bench.inflate"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the checkpoint and print what it is; returns the exit status."""
+    return run_command(PROG, _run, arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    config = read_flags(InflateConfig, PROG, arguments)
+    from specmamba.bench.inflate.checkpoint import inflate  # --help must not wait for torch
+
+    print_report(inflate(config), config)
+    return 0
+
+
+def print_report(rows: dict[str, tuple[int, int]], config: InflateConfig) -> None:
+    """Sizes before and after."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", str(config.model.name), config.out.name, title=f"{config.out}, seed {config.seed}")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, (before, after) in rows.items():
+        style = None if before == after else "bold"
+        table.add_row(name, f"{before:,}", f"{after:,}", style=style)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,12 +23,12 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
 
-from specmamba.command_line import exit_with_error, parse_command_line
+from specmamba.command_line import parse_command_line
 from specmamba.config import EngineConfig
 from specmamba.core import Temperature
-from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.errors import ConfigError
 from specmamba.measure.prompts import bundled_texts, read_texts
-from specmamba.measure.report import ReportOptions, require, split_numbers, write_json
+from specmamba.measure.report import ReportOptions, require, run_command, split_numbers, write_json
 
 PROG = "specmamba bench serving"
 DEFAULT_CONCURRENCY = (1, 2, 4, 8)
@@ -111,18 +111,15 @@ class ServingBenchConfig(ReportOptions):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark. Returns the exit status: 1 when no request of some level was answered, 130 after Ctrl-C."""
-    given = sys.argv[1:] if arguments is None else arguments
-    try:
-        config = parse_command_line(ServingBenchConfig, PROG, given)
-        _check(config, given)
-        texts = bundled_texts() if config.prompts is None else read_texts(config.prompts)
-        prompts = [text.text for text in texts]
-        report = _measure(config, prompts)
-        _put_out(config, report)
-    except SpecmambaError as error:
-        exit_with_error(PROG, error)
-    except KeyboardInterrupt:
-        return 130
+    return run_command(PROG, _run, arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    config = parse_command_line(ServingBenchConfig, PROG, arguments)
+    _check(config, arguments)
+    texts = bundled_texts() if config.prompts is None else read_texts(config.prompts)
+    report = _measure(config, [text.text for text in texts])
+    _put_out(config, report)
     return 0 if all(level["completed"] for level in report["levels"]) else 1
 
 

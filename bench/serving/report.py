@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from specmamba.bench.serving.load import Answer, Failure, Run
-from specmamba.errors import ConfigError
-from specmamba.measure.report import distinct_4gram_ratio
+from specmamba.measure.report import distinct_4gram_ratio, picture
 
 PERCENTILES = (50, 90, 99)
 LOOPING = 0.5  # share of distinct 4-grams below which acceptance says little
@@ -190,27 +189,23 @@ def plot_report(path: Path, report: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the file cannot be written; the message names ``--plot``.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     levels = [level for level in report["levels"] if level["completed"]]
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = (("ttft_ms", "time to first token, ms"), ("inter_token_ms", "time per output token, ms"))
-    for axes, (name, title) in zip(figure.subplots(1, 2), panels, strict=True):
-        throughput = [level["output_token_throughput"] for level in levels]
-        for q, style in ((50, "o-"), (99, "s--")):
-            axes.plot(throughput, [level[name][f"p{q}"] for level in levels], style, label=f"p{q}")
-        for level, x in zip(levels, throughput, strict=True):
-            axes.annotate(
-                level_name(level), (x, level[name]["p50"]), xytext=(0, -14), textcoords="offset points", ha="center"
-            )
-        axes.set(xlabel="output tokens per second, all requests", ylabel=title, ylim=(0, None))
-        axes.margins(x=0.12)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.suptitle(f"{report['model']}, temperature {report['temperature']:g}")
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"--plot: {path} cannot be written: {error.strerror}") from None
+    with picture(path, 10, 4.2) as figure:
+        left, right = figure.subplots(1, 2)
+        _plot_latency(left, levels, "ttft_ms", "time to first token, ms")
+        _plot_latency(right, levels, "inter_token_ms", "time per output token, ms")
+        figure.suptitle(f"{report['model']}, temperature {report['temperature']:g}")
+
+
+def _plot_latency(axes: Any, levels: Sequence[Mapping[str, Any]], name: str, title: str) -> None:
+    throughput = [level["output_token_throughput"] for level in levels]
+    for q, style in ((50, "o-"), (99, "s--")):
+        axes.plot(throughput, [level[name][f"p{q}"] for level in levels], style, label=f"p{q}")
+    for level, x in zip(levels, throughput, strict=True):
+        axes.annotate(
+            level_name(level), (x, level[name]["p50"]), xytext=(0, -14), textcoords="offset points", ha="center"
+        )
+    axes.set(xlabel="output tokens per second, all requests", ylabel=title, ylim=(0, None))
+    axes.margins(x=0.12)
+    axes.grid(alpha=0.3)
+    axes.legend()

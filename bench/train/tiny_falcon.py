@@ -9,7 +9,6 @@ The text is the demo's corpus, the tokenizer the demo's. DIR is a Hugging Face c
 from __future__ import annotations
 
 import math
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from specmamba.bench.demo.borrowed_tokenizer import save_with_demo_tokenizer
-from specmamba.command_line import exit_with_error, read_flags
+from specmamba.command_line import read_flags
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import ConfigError, SpecmambaError
-from specmamba.measure.report import CommandLine
+from specmamba.measure.report import CommandLine, run_command
 
 if TYPE_CHECKING:
     import torch
@@ -147,16 +146,14 @@ def _make_folder(folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, 2 for an error, 130 after Ctrl-C."""
-    try:
-        settings = read_flags(TinyFalconSettings, PROG, sys.argv[1:] if arguments is None else arguments)
-        from rich.console import Console
+    return run_command(PROG, _run, arguments, interrupted="nothing is written before the end")
 
-        train(settings, Console())
-    except SpecmambaError as error:
-        exit_with_error(PROG, error)
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted: nothing is written before the end", file=sys.stderr)
-        return 130
+
+def _run(arguments: list[str]) -> int:
+    settings = read_flags(TinyFalconSettings, PROG, arguments)
+    from rich.console import Console
+
+    train(settings, Console())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: where a report goes, what it says of the machine, and how far a run is.
+"""What all measuring programs share: flags, exit status, reports, and what a report says of the machine.
 
 A configuration that derives from ``ReportOptions`` has the flags ``--json FILE`` and ``--plot FILE.png``; both are
 checked when the flags are read (``checked_file``), so that no long run ends without its report.
@@ -17,14 +17,18 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 import specmamba
+from specmamba.command_line import exit_with_error
 from specmamba.config import EngineConfig
-from specmamba.errors import ConfigError
+from specmamba.errors import ConfigError, SpecmambaError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
 Count = Annotated[int, Field(ge=1)]
@@ -92,6 +96,32 @@ class ReportOptions(JsonOption):
         if path is not None:
             require_matplotlib("--plot")
         return None if path is None else checked_file(path)
+
+
+def run_command(
+    prog: str, run: Callable[[list[str]], int], arguments: list[str] | None, interrupted: str | None = None
+) -> int:
+    """Run a program on its arguments; the body of every ``main``.
+
+    A ``SpecmambaError`` is printed as the program's message and ends the process.
+
+    Args:
+        prog: the name of the program, for messages.
+        run: takes the arguments and returns the exit status.
+        arguments: None: those of the process.
+        interrupted: what to print after Ctrl-C.
+
+    Returns:
+        The exit status; 130 after Ctrl-C.
+    """
+    try:
+        return run(sys.argv[1:] if arguments is None else arguments)
+    except SpecmambaError as error:
+        exit_with_error(prog, error)
+    except KeyboardInterrupt:
+        if interrupted is not None:
+            print(f"{prog}: interrupted: {interrupted}", file=sys.stderr)
+        return 130
 
 
 def checked_file(path: Path) -> Path:
@@ -175,6 +205,30 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(_without_nan(report), indent=2, allow_nan=False) + "\n", "utf8")
     except OSError as error:
         raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """A matplotlib figure to draw on; it is written to ``path`` at the end.
+
+    Args:
+        path: ends with one of ``PICTURE_FORMATS``.
+        width: inches.
+        height: inches.
+
+    Raises:
+        ConfigError: the file cannot be written; the message names ``--plot``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    yield figure
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"--plot: {path} cannot be written: {error.strerror}") from None
 
 
 def _without_nan(value: Any) -> Any:

@@ -19,15 +19,15 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specmamba.command_line import exit_with_error, parse_command_line
+from specmamba.command_line import parse_command_line
 from specmamba.config import EngineConfig
-from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.errors import ConfigError
+from specmamba.measure.report import machine, run_command, versions
 from specmamba.train.settings import TrainDraftConfig
 
 if TYPE_CHECKING:  # torch takes seconds to import: --help must not wait for it
@@ -61,17 +61,15 @@ def main(arguments: list[str] | None = None) -> int:
     0: finished; 1: stopped before the end (resumable) or a text that diverged; 2: an error; 130: Ctrl-C before or after
     the training itself.
     """
-    try:
-        config = parse_command_line(TrainDraftConfig, PROG, sys.argv[1:] if arguments is None else arguments)
-        from rich.console import Console
+    return run_command(PROG, _run, arguments, interrupted="the same command goes on from what is in --out")
 
-        with _threads(config.num_threads):
-            return train(config, Console())
-    except SpecmambaError as error:
-        exit_with_error(PROG, error)
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted: the same command goes on from what is in --out", file=sys.stderr)
-        return 130
+
+def _run(arguments: list[str]) -> int:
+    config = parse_command_line(TrainDraftConfig, PROG, arguments)
+    from rich.console import Console
+
+    with _threads(config.num_threads):
+        return train(config, Console())
 
 
 def train(config: TrainDraftConfig, console: Console, on_step: StepCallback | None = None) -> int:
@@ -176,7 +174,6 @@ def outcome_of(config: TrainDraftConfig, trainer: DraftTrainer) -> dict[str, Any
 
 def report(config: TrainDraftConfig, outcome: dict[str, Any], console: Console) -> int:
     """Measure the head and write ``report.json``; status 1 when a text diverged."""
-    from specmamba.measure.report import machine, versions
     from specmamba.train.folder import writing
     from specmamba.train.report import measure_head
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specmamba.errors import ConfigError
 from specmamba.measure.prompts import PLAIN, looping_warning, sampling_name
+from specmamba.measure.report import picture
 from specmamba.trees import StaticTree
 
 STEADY = 1.2  # a machine that drifts by more than this factor does other things meanwhile
@@ -171,25 +171,17 @@ def plot_report(path: Path, report: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the file cannot be written; the message names ``--plot``.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    _plot_acceptance(figure, left, report["acceptance"]["probability"])
-    for result in report["results"]:
-        _plot_speeds(right, result)
-    right.set(xlabel="nodes of the tree, root included", ylabel="tokens per second and request")
-    right.set_title("predicted speed; star: chosen, cross: measured")
-    right.set_ylim(0, 1.1 * right.get_ylim()[1])
-    right.grid(alpha=0.3)
-    right.legend(title="batch size")
-    figure.suptitle(f"{report['model']}, {report['dtype']}, {sampling_name(report['temperature'])}")
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"--plot: {path} cannot be written: {error.strerror}") from None
+    with picture(path, 12, 4.6) as figure:
+        left, right = figure.subplots(1, 2)
+        _plot_acceptance(figure, left, report["acceptance"]["probability"])
+        for result in report["results"]:
+            _plot_speeds(right, result)
+        right.set(xlabel="nodes of the tree, root included", ylabel="tokens per second and request")
+        right.set_title("predicted speed; star: chosen, cross: measured")
+        right.set_ylim(0, 1.1 * right.get_ylim()[1])
+        right.grid(alpha=0.3)
+        right.legend(title="batch size")
+        figure.suptitle(f"{report['model']}, {report['dtype']}, {sampling_name(report['temperature'])}")
 
 
 def _plot_acceptance(figure: Any, axes: Any, odds: Sequence[Sequence[float]]) -> None:

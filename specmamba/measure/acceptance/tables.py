@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specmamba.errors import ConfigError
 from specmamba.measure.prompts import looping_warning, sampling_name
+from specmamba.measure.report import picture
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -165,20 +165,12 @@ def plot_report(path: Path, report: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the file cannot be written; the message names ``--plot``.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     configurations = report["configurations"]
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    _plot_positions(left, configurations)
-    _plot_speed(right, configurations)
-    figure.suptitle(title(configurations[0]), fontsize=9, wrap=True)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"--plot: {path} cannot be written: {error.strerror}") from None
+    with picture(path, 11, 4.6) as figure:
+        left, right = figure.subplots(1, 2)
+        _plot_positions(left, configurations)
+        _plot_speed(right, configurations)
+        figure.suptitle(title(configurations[0]), fontsize=9, wrap=True)
 
 
 def _plot_positions(axes: Any, configurations: Sequence[Figures]) -> None:
