@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from specmamba.command_line import parse_command_line
+from specmamba.console import readable
 from specmamba.measure.report import JsonOption, write_json
 
 PROG = "specmamba info"
 STANDARD_OUTPUT = Path("-")
+Info = Mapping[str, Any]
+Row = tuple[str, str]
+NAMES = {"gated_delta_net": "gated delta net", "mamba2": "Mamba2", "mixture_of_experts": "mixture of experts"}
+NAMES |= {"mlp": "MLP"}
 
 
 class InfoConfig(JsonOption):
@@ -19,7 +26,6 @@ class InfoConfig(JsonOption):
 def main(arguments: list[str]) -> int:
     """Print a table, or JSON where that goes to standard output. Returns 0. Raises SpecmambaError."""
     config = parse_command_line(InfoConfig, PROG, arguments)
-    from specmamba.engine.info_print import print_info
     from specmamba.engine.model_report import model_info
 
     info = model_info(config)
@@ -30,3 +36,98 @@ def main(arguments: list[str]) -> int:
     if config.json is not None:
         write_json(config.json, info)
     return 0
+
+
+def print_info(info: Info) -> None:
+    """A table in sections."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for i, section in enumerate((_model(info), _memory(info), _drafting(info), _choices(info))):
+        if i:
+            table.add_section()
+        for name, value in section:
+            table.add_row(name, value)
+    console = Console(highlight=False)
+    console.print(table, markup=False)
+    memory = info["memory"]
+    if "problem" in memory:
+        console.print(f" With these flags the engine does not start: {memory['problem']}", markup=False)
+        return
+    free = f"{readable(memory['free_bytes'])} of memory are free on {info['device']}"
+    lines = [f" With these flags the engine takes ({free}):", *(f"   {line}" for line in memory["table"])]
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _model(info: Info) -> Iterator[Row]:
+    tokenizer = info["tokenizer"]
+    yield "model", str(info["model"])
+    yield "architecture", info["architecture"]
+    yield "parameters", _count(info["parameters"])
+    yield "layers", _layers(info["layers"])
+    yield "hidden size", f"{info['hidden_size']:,}"
+    yield "context", f"{info['context_length']:,} tokens"
+    if "problem" in tokenizer:
+        yield "tokenizer", f"none: {tokenizer['problem']}"
+        return
+    template = "with a chat template" if tokenizer["has_chat_template"] else "without a chat template"
+    ends = ", ".join(map(str, tokenizer["eos_token_ids"])) or "no token"
+    of = f"of {info['vocab_size']:,} that the model has"
+    yield "tokenizer", f"{tokenizer['tokens']:,} tokens {of}, {template}; a text ends with {ends}"
+
+
+def _memory(info: Info) -> Iterator[Row]:
+    sizes, quantization = info["bytes"], info["quantization"]
+    form = info["dtype"] if quantization == "none" else f"{info['dtype']}, matrices {quantization}"
+    yield "weights", f"{readable(sizes['weights'])} ({form})"
+    yield "state", f"{readable(sizes['state_per_slot'])} per slot (recurrent states {info['mamba_ssm_dtype']})"
+    yield (
+        "record",
+        f"{readable(sizes['record_per_token'])} per token; a snapshot {readable(sizes['snapshot_per_node'])}",
+    )
+    yield "KV", f"{readable(sizes['kv_per_token'])} per token"
+    if sizes["draft_per_slot"] or sizes["draft_kv_per_token"]:
+        slot, token = readable(sizes["draft_per_slot"]), readable(sizes["draft_kv_per_token"])
+        yield "drafting adds", f"{slot} per slot, {token} of KV per token"
+    records, snapshots = readable(sizes["records_per_request"]), readable(sizes["snapshots_per_request"])
+    yield "running request", f"{records} of records (or {snapshots} of snapshots)"
+
+
+def _drafting(info: Info) -> Iterator[Row]:
+    draft, chosen = info["draft"], info["drafts_with"]
+    if draft is None:
+        yield "draft", "none was found: give one with --speculative-draft-model-path, or draft with ngram"
+    else:
+        where = "in the checkpoint" if draft["path"] is None else draft["path"]
+        size = f"{_count(draft['parameters'])} parameters, {readable(draft['weight_bytes'])}"
+        yield "draft", f"{draft['kind']} {where}: {_layers(draft['layers'])}; {size}"
+    if chosen["algorithm"] == "none":
+        yield "these flags draft", "nothing"
+    else:
+        steps, nodes = chosen["num_steps"], chosen["num_draft_tokens"]
+        yield "these flags draft", f"{chosen['algorithm']}, {steps} steps of top {chosen['topk']}, {nodes} nodes"
+
+
+def _choices(info: Info) -> Iterator[Row]:
+    supported = info["supported"]
+    for name, shapes in supported["algorithms"].items():
+        if shapes:
+            yield f"--speculative-algorithm {name}", ", ".join(shapes)
+    for name in ("dtype", "quantization", "mamba_ssm_dtype", "speculative_state", "speculative_accept"):
+        yield f"--{name.replace('_', '-')}", ", ".join(supported[name])
+
+
+def _layers(layers: Mapping[str, int]) -> str:
+    kinds = ", ".join(f"{number} {NAMES.get(kind, kind)}" for kind, number in layers.items() if kind != "blocks")
+    return f"{layers['blocks']} blocks: {kinds}" if "blocks" in layers else kinds
+
+
+def _count(number: int) -> str:
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= unit:
+            return f"{number / unit:,.3g} {name} ({number:,})"
+    return f"{number:,}"

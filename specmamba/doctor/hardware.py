@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from specmamba.cache.memory import free_memory, readable
+from specmamba.cache.memory import free_memory
+from specmamba.console import readable
 from specmamba.doctor.problems import Facts, Problem, warning
 from specmamba.kernels.native.build import cpu_flags
 from specmamba.measure.report import machine

@@ -8,7 +8,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from specmamba.cache.memory import readable
+from specmamba.console import readable
 from specmamba.doctor.problems import Facts
 
 Row = tuple[str, str]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specmamba.cache.memory import readable
 from specmamba.config import EngineConfig
+from specmamba.console import readable
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, Replay, bucket_sizes
 from specmamba.engine.outcome import Outcome
 from specmamba.engine.replayed_step import ReplayedSteps

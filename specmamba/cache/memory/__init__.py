@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +12,7 @@ import torch
 from specmamba.cache.memory.demand import Demand, explain_contradiction, explain_shortage, size_pools
 from specmamba.cache.shapes import CacheShape
 from specmamba.config import EngineConfig
+from specmamba.console import TableRow, aligned, readable
 from specmamba.errors import ConfigError
 
 
@@ -226,21 +226,3 @@ def _free_in_container() -> int:
     except (OSError, ValueError, KeyError):  # no such group, or no limit ("max")
         return 1 << 62
     return max(0, limit - current + reclaimable)
-
-
-TableRow = tuple[str, str, str]
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def readable(num_bytes: int) -> str:
-    """A size to compare with another: three digits or so."""
-    size, unit = float(num_bytes), 0
-    while size >= 1000 and unit < len(UNITS) - 1:  # 1023 B is 1.0 KiB: never four digits
-        size, unit = size / 1024, unit + 1
-    return f"{size:.1f} {UNITS[unit]}" if unit and size < 100 else f"{size:.0f} {UNITS[unit]}"
-
-
-def aligned(rows: Sequence[TableRow]) -> list[str]:
-    """Lines of a name, a size (right-aligned) and a remark."""
-    names, sizes = (max(len(row[i]) for row in rows) for i in range(2))
-    return [f"{name:<{names}}  {size:>{sizes}}  {remark}".rstrip() for name, size, remark in rows]
