@@ -19,7 +19,7 @@ from specmamba.draft.base import Drafter
 from specmamba.draft.plan import DraftPlan, plan_drafts
 from specmamba.engine.graphs import build_replays, capture
 from specmamba.engine.load import keep_freed_memory, load_models, require_target, resolve_device
-from specmamba.engine.model_report import describe
+from specmamba.engine.model_report import describe_engine
 from specmamba.engine.outcome import Decision
 from specmamba.engine.prefixes import build_prefixes
 from specmamba.engine.request import Request, Run
@@ -277,7 +277,16 @@ class Engine:
 
     def describe(self) -> dict[str, object]:
         """What runs here, for people and for ``/server_info``."""
-        return describe(self)
+        replays = self.runner.replays
+        return describe_engine(
+            self.config,
+            self.folder,
+            self.models,
+            self.draft_plan,
+            self.memory_plan,
+            self.device,
+            () if replays is None else replays.buckets,
+        )
 
     def close(self) -> None:
         """Drop all requests; the number of threads is again what it was before this engine."""

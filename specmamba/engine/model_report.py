@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 
-from specmamba.cache.memory import free_memory, plan_memory
+from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.shapes import pending_capacity
 from specmamba.config import EngineConfig
 from specmamba.draft.plan import DraftPlan, plan_drafts
@@ -27,11 +27,6 @@ from specmamba.layers.moe import MoE
 from specmamba.models.base import DraftKind, LoadedModel, Models
 from specmamba.models.checkpoint import read_json, resolve_checkpoint
 from specmamba.models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from specmamba.cache.memory import MemoryPlan
-    from specmamba.engine.engine import Engine
-
 
 # What layers are called, and in which order they are listed.
 KINDS: dict[type, str] = {
@@ -209,36 +204,53 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def describe(engine: Engine) -> dict[str, object]:
-    """Model, settings, sizes and versions, ready for JSON."""
-    model, plan, drafts = engine.model, engine.memory_plan, engine.draft_plan
-    draft = engine.models.draft
+def describe_engine(
+    config: EngineConfig,
+    folder: Path,
+    models: Models,
+    drafts: DraftPlan,
+    memory: MemoryPlan,
+    device: torch.device,
+    graph_batch_sizes: Sequence[int],
+) -> dict[str, object]:
+    """Model, settings, sizes and versions of an engine that was started, ready for JSON.
+
+    Args:
+        config: the flags.
+        folder: of the target's checkpoint.
+        models: the target and what drafts for it.
+        drafts: what is drafted.
+        memory: bytes of the pools.
+        device: of models and pools.
+        graph_batch_sizes: batch sizes that steps are captured for; empty where no step is captured.
+    """
+    model, draft = models.target, models.draft
     return {
-        "model": engine.config.model_path if engine.config.model is not None else "specmamba-demo",
+        "model": config.model_path if config.model is not None else "specmamba-demo",
         "architecture": model.architecture,
-        "model_type": read_json(engine.folder / "config.json").get("model_type"),
+        "model_type": read_json(folder / "config.json").get("model_type"),
         "parameters": model.num_parameters,
         "layers": model.num_layers,
         "dtype": str(model.cache_shape.dtype).removeprefix("torch."),
-        "device": str(engine.device),
-        "vocab_size": engine.vocab_size,
+        "device": str(device),
+        "vocab_size": model.target.vocab_size,
         "speculative_algorithm": drafts.algorithm,
-        "speculative_draft_model_path": engine.config.speculative_draft_model_path,
-        "draft_model": None if draft is None else engine.config.speculative_draft_model_path,
+        "speculative_draft_model_path": config.speculative_draft_model_path,
+        "draft_model": None if draft is None else config.speculative_draft_model_path,
         "draft_architecture": None if draft is None else draft.architecture,
         "draft_parameters": None if draft is None else draft.num_parameters,
         "speculative_num_steps": drafts.num_steps,
         "speculative_eagle_topk": drafts.topk,
         "speculative_num_draft_tokens": drafts.max_nodes,
-        "speculative_state": engine.config.speculative_state,
-        "speculative_accept": engine.config.speculative_accept,
-        **describe_memory(plan),
+        "speculative_state": config.speculative_state,
+        "speculative_accept": config.speculative_accept,
+        **describe_memory(memory),
         "state_bytes_per_request": model.cache_shape.state_bytes_per_slot,
         "record_bytes_per_token": model.cache_shape.record_bytes_per_token,
-        "cuda_graph_batch_sizes": [] if engine.runner.replays is None else list(engine.runner.replays.buckets),
-        "prefix_cache": engine.prefixes.is_on,
-        "prefix_cache_strategy": engine.config.mamba_radix_cache_strategy,
-        "prefix_cache_eviction": engine.config.cache_eviction,
+        "cuda_graph_batch_sizes": list(graph_batch_sizes),
+        "prefix_cache": memory.caches_prefixes,
+        "prefix_cache_strategy": config.mamba_radix_cache_strategy,
+        "prefix_cache_eviction": config.cache_eviction,
         "versions": {
             "specmamba": version("specmamba"),
             "torch": torch.__version__,
