@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specmamba.config import MAX_DRAFT_TOKENS
 from specmamba.core import Batch, DraftTree, SamplingBatch, SamplingParams, TreeShape, Verdict
-from specmamba.draft.base import chain_shape, tree_shape
+from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.kernels import sampling as sampling_ops
 from specmamba.kernels.sampling import reference
 from specmamba.verify import rules

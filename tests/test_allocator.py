@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not t
 CHURN = """
 import resource, threading
 import torch
-from specmamba.engine.load import keep_freed_memory
+from specmamba.engine.loading import keep_freed_memory
 
 print(keep_freed_memory())
 

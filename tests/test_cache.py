@@ -22,7 +22,7 @@ from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
 from specmamba.cache.token_counts import TokenCounts
 from specmamba.core import Batch, SamplingBatch, SamplingParams, TreeShape
-from specmamba.draft.base import chain_shape, tree_shape
+from specmamba.draft.drafter import chain_shape, tree_shape
 from tests.kernels.trees import path_to, random_parents
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specmamba.core import Batch, DraftTree, SamplingBatch, SamplingParams
-from specmamba.draft.base import chain_shape, tree_shape
+from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.engine.constraints import Restricted, restrict
 from specmamba.engine.request import Request
 from specmamba.errors import GrammarError

@@ -20,7 +20,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, SamplingParams, Verdict
-from specmamba.draft.base import Drafter, tree_shape
+from specmamba.draft.drafter import Drafter, tree_shape
 from specmamba.draft.heads import children
 from specmamba.engine import runner
 from specmamba.engine.engine import Engine

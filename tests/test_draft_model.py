@@ -29,8 +29,8 @@ from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import StateOwnershipError, StatePool
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, OutputDelta, RequestOutput
-from specmamba.draft.base import chain_shape
 from specmamba.draft.draft_model import ModelDrafter
+from specmamba.draft.drafter import chain_shape
 from specmamba.engine.workbench import Workbench
 from specmamba.errors import ConfigError
 from specmamba.models.tensors import StoredTensor, TensorReader

@@ -10,7 +10,7 @@ import pytest
 
 from specmamba import LLM
 from specmamba.config import EngineConfig
-from specmamba.draft.plan import plan_drafts
+from specmamba.draft.draft_plan import plan_drafts
 from specmamba.errors import ConfigError, RequestError
 from specmamba.trees import StaticTree, TreeFile, read_tree_file
 from tests.tiny import write_tiny_checkpoint

@@ -16,7 +16,7 @@ from specmamba.cache.prefix.node import slots_between
 from specmamba.cache.state_pool import Stamp
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, OutputDelta, SpecStats, TreeShape, Verdict
-from specmamba.draft.base import Drafter, chain_shape, tree_shape
+from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
 from specmamba.engine import runner
 from specmamba.engine.engine import Engine
 from specmamba.engine.request import Request

@@ -24,7 +24,7 @@ from specmamba.bench.demo.checkpoint import read_checkpoint
 from specmamba.bench.demo.model import DemoModel
 from specmamba.config import DEMO_MODEL, EngineConfig
 from specmamba.core import Batch, Chunk, DraftTree, SamplingParams, Verdict
-from specmamba.draft.base import Drafter, chain_shape, tree_shape
+from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
 from specmamba.draft.heads import MTPDrafter
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError

@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from specmamba.cache.prefix import eviction, inspection, tree
+from specmamba.cache.prefix import eviction, inspection, radix_tree
 from specmamba.cache.prefix.eviction import Costs, PolicyName
 from specmamba.cache.prefix.node import MAX_EVICTED_CHILDREN, Node
 from specmamba.cache.state_pool import PREFIX_CACHE, Stamp, StateOwnershipError
@@ -613,7 +613,7 @@ class TestSalts:
         world.check()
 
     def test_idle_roots_are_forgotten_and_used_ones_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (tree, inspection):
+        for module in (radix_tree, inspection):
             monkeypatch.setattr(module, "MAX_IDLE_ROOTS", 3)
         world = World()
         world.store((1, 2), salt="used")
@@ -804,7 +804,7 @@ class TestSeeing:
         world = World(num_pages=100, num_states=40)
         for token in range(30):
             world.store((token, 9))
-        monkeypatch.setattr(tree.RadixTree, "nodes", None)
+        monkeypatch.setattr(radix_tree.RadixTree, "nodes", None)
         assert world.cache.render_text(max_nodes=3).splitlines()[3:] == ["... and 28 more"]
 
     def test_half_a_surrogate_pair_in_a_salt(self) -> None:

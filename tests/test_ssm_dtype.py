@@ -18,9 +18,9 @@ from specmamba.cache.state_buffers import StateBuffers
 from specmamba.cache.state_pool import StatePool
 from specmamba.config import EngineConfig
 from specmamba.core import OutputDelta, SamplingParams
-from specmamba.draft.base import chain_shape, tree_shape
+from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.engine.engine import Engine
-from specmamba.engine.load import load_models
+from specmamba.engine.loading import load_models
 from specmamba.engine.workbench import Workbench
 from specmamba.kernels import delta_net, gated_delta_rule, mamba2, ssd, state_records
 from specmamba.kernels.state_records import as_stored

@@ -21,7 +21,7 @@ from specmamba.cache.state_buffers import StateBuffers
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, SamplingParams, TreeShape
-from specmamba.draft.base import Drafter, chain_shape, tree_shape
+from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
 from specmamba.kernels import delta_net, mamba2

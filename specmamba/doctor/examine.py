@@ -16,7 +16,7 @@ from specmamba.doctor.hardware import examine_hardware
 from specmamba.doctor.problems import Facts, Problem, error
 from specmamba.doctor.self_test import examine_model
 from specmamba.doctor.software import examine_software
-from specmamba.engine.load import resolve_device
+from specmamba.engine.loading import resolve_device
 from specmamba.engine.model_report import model_info
 from specmamba.errors import SpecmambaError
 

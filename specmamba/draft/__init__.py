@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.config import EngineConfig
-from specmamba.draft.base import Drafter, NoDrafter
 from specmamba.draft.draft_model import ModelDrafter
+from specmamba.draft.draft_plan import DraftPlan
+from specmamba.draft.drafter import Drafter, NoDrafter
 from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.ngram import NgramDrafter
 from specmamba.draft.ngram.matching import read_corpus
-from specmamba.draft.plan import DraftPlan
 from specmamba.models.base import Models
 
 

@@ -13,9 +13,9 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.rows import RowSet
 from specmamba.core import Batch, Chunk, DraftTree, Verdict
-from specmamba.draft.base import Drafter, chain_shape, root_tree
+from specmamba.draft.draft_plan import DraftPlan
+from specmamba.draft.drafter import Drafter, chain_shape, root_tree
 from specmamba.draft.heads.children import ChildPicker, grow_chain
-from specmamba.draft.plan import DraftPlan
 from specmamba.kernels import paged_attention
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import LoadedModel

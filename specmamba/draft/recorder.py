@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specmamba.core import Batch, Chunk, DraftTree, Verdict
-from specmamba.draft.base import Drafter, HostPendingTokens, chain_shape
+from specmamba.draft.drafter import Drafter, HostPendingTokens, chain_shape
 from specmamba.draft.heads import MTPDrafter
 
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from specmamba.core import Batch, DraftTree
-from specmamba.draft.base import chain_shape, tree_shape
+from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.engine.request import Request
 from specmamba.errors import GrammarError
 

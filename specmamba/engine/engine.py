@@ -15,10 +15,10 @@ from specmamba.cache.prefix.inspection import CacheStats
 from specmamba.config import EngineConfig
 from specmamba.core import DraftView, FinishReason, OutputDelta, SamplingParams, SpecStats
 from specmamba.draft import build_drafter
-from specmamba.draft.base import Drafter
-from specmamba.draft.plan import DraftPlan, plan_drafts
+from specmamba.draft.draft_plan import DraftPlan, plan_drafts
+from specmamba.draft.drafter import Drafter
 from specmamba.engine.graphs import build_replays, capture
-from specmamba.engine.load import keep_freed_memory, load_models, require_target, resolve_device
+from specmamba.engine.loading import keep_freed_memory, load_models, require_target, resolve_device
 from specmamba.engine.model_report import describe_engine
 from specmamba.engine.outcome import Decision
 from specmamba.engine.prefixes import build_prefixes

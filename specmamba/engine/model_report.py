@@ -15,8 +15,8 @@ import torch
 from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.shapes import pending_capacity
 from specmamba.config import EngineConfig
-from specmamba.draft.plan import DraftPlan, plan_drafts
-from specmamba.engine.load import load_models, require_target, resolve_device
+from specmamba.draft.draft_plan import DraftPlan, plan_drafts
+from specmamba.engine.loading import load_models, require_target, resolve_device
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.kernels.linear import WeightForm
 from specmamba.layers.attention import Attention

@@ -11,7 +11,7 @@ from specmamba.cache.request_table import RequestTable
 from specmamba.cache.state_buffers import HostPlaces, Places, StateBuffers
 from specmamba.core import Batch, DraftTree
 from specmamba.cuda_graphs import Replay, bucket_for
-from specmamba.draft.base import Drafter, HostPendingTokens
+from specmamba.draft.drafter import Drafter, HostPendingTokens
 from specmamba.engine.outcome import Outcome
 from specmamba.engine.request import Request
 from specmamba.engine.step_buffers import Sampling, StepBuffers, StepKind

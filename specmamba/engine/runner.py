@@ -20,7 +20,7 @@ from specmamba.cache.state_buffers import HostPlaces, Places, StateBuffers, Veri
 from specmamba.cache.state_pool import StatePool
 from specmamba.cache.token_counts import TokenCounts
 from specmamba.core import Batch, Chunk, DraftTree, DraftView, PendingTokens, SamplingBatch, Verdict
-from specmamba.draft.base import Drafter
+from specmamba.draft.drafter import Drafter
 from specmamba.engine.clock import StepClock
 from specmamba.engine.constraints import restrict
 from specmamba.engine.logprobs import PathLogprobs, of_known_tokens

@@ -12,7 +12,7 @@ from specmamba.cache.rows import RowSet
 from specmamba.cache.state_buffers import HostPlaces, Places
 from specmamba.core import Batch, DraftTree, Penalties, PendingTokens, SamplingBatch, SamplingParams
 from specmamba.cuda_graphs import Columns
-from specmamba.draft.base import HostPendingTokens, chain_shape, tree_shape
+from specmamba.draft.drafter import HostPendingTokens, chain_shape, tree_shape
 from specmamba.engine.request import Request, forced_ahead
 
 # what rows of padding have: row 0 of every table and slot 0 of every pool belong to nobody

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specmamba.core import Chunk, SamplingParams
-from specmamba.draft.base import NoDrafter
+from specmamba.draft.drafter import NoDrafter
 from specmamba.engine.engine import Engine
 from specmamba.errors import RequestError
 from specmamba.layers.context import ForwardContext

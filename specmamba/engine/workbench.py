@@ -12,9 +12,9 @@ from specmamba.cache.memory import free_memory
 from specmamba.command_line import describe_validation_error
 from specmamba.config import EngineConfig
 from specmamba.core import SamplingParams
-from specmamba.draft.base import Drafter, NoDrafter
+from specmamba.draft.draft_plan import DraftPlan, plan_drafts
+from specmamba.draft.drafter import Drafter, NoDrafter
 from specmamba.draft.heads import MTPDrafter
-from specmamba.draft.plan import DraftPlan, plan_drafts
 from specmamba.draft.recorder import RankRecorder
 from specmamba.engine.clock import StepClock
 from specmamba.engine.engine import Engine

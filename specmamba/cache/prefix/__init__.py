@@ -18,7 +18,7 @@ from specmamba.cache.prefix.node import (
     follow,
     slots_between,
 )
-from specmamba.cache.prefix.tree import RadixTree
+from specmamba.cache.prefix.radix_tree import RadixTree
 from specmamba.cache.state_pool import StatePool
 
 MAX_SALTS_ASKED = 32

@@ -12,7 +12,7 @@ from itertools import islice, pairwise
 import numpy as np
 
 from specmamba.cache.prefix.node import MAX_EVICTED_CHILDREN, MISS_REASONS, Match, MissReason, Node, Root
-from specmamba.cache.prefix.tree import MAX_IDLE_ROOTS, RadixTree
+from specmamba.cache.prefix.radix_tree import MAX_IDLE_ROOTS, RadixTree
 from specmamba.cache.state_pool import PREFIX_CACHE
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specmamba.core import Batch, DraftTree
-from specmamba.draft.base import chain_shape
+from specmamba.draft.drafter import chain_shape
 from specmamba.kernels import sampling as sampling_ops
 
 OVERFLOW = 1e4  # in place of what is not finite

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from specmamba.core import Batch, DraftTree
-from specmamba.draft.base import tree_shape
+from specmamba.draft.draft_plan import DraftPlan
+from specmamba.draft.drafter import tree_shape
 from specmamba.draft.heads.children import ChildPicker, Children
-from specmamba.draft.plan import DraftPlan
 from specmamba.models.base import DraftHead
 
 

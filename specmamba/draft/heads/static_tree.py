@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specmamba.core import Batch, DraftTree, TreeShape
-from specmamba.draft.base import chain_shape, tree_shape
+from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.draft.heads.children import ChildPicker, Children
 from specmamba.draft.heads.dynamic_tree import HeadRunner
 from specmamba.trees import StaticTree

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from specmamba.config import EngineConfig
-from specmamba.draft.plan import plan_drafts
+from specmamba.draft.draft_plan import plan_drafts
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
 from specmamba.kernels import gpu, linear
 from specmamba.kernels.linear import WeightForm
