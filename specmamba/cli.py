@@ -64,7 +64,7 @@ SUBCOMMANDS = {
             "specmamba.bench.acceptance",
             "acceptance length and speed-up, text compared with the plain run",
         ),
-        "serving": ("specmamba.bench.serving", "throughput and latency of a server, over levels of load"),
+        "serving": ("specmamba.bench.serving.__main__", "throughput and latency of a server, over levels of load"),
         "http-overhead": ("specmamba.bench.http_overhead.__main__", "tokens/s through HTTP over those of LLM.generate"),
         "soak": (
             "specmamba.bench.soak.__main__",

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from specmamba.bench import serving
+from specmamba.bench.serving import __main__ as serving
 from specmamba.bench.serving import server as serving_server
 from specmamba.bench.serving.load import Answer, Failure, Outcome, Run, closed_loop, open_loop, poisson_arrivals
 from specmamba.bench.serving.report import accept_length, level_report, percentile, print_report
@@ -503,7 +503,7 @@ sys.exit(run_server(config, lambda: Noted(config, step_s=0.05, chunk=1, fail_at_
 """
 BENCH = """
 import sys
-from specmamba.bench import serving
+from specmamba.bench.serving import __main__ as serving
 from specmamba.bench.serving import server as serving_server
 serving_server.SERVE = (sys.executable, "-c", {server!r})
 sys.exit(serving.main(["--prompts", {prompts!r}, "--concurrency", "1", "--num-requests", "1", "--num-warmup", "1"]))

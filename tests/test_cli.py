@@ -110,7 +110,7 @@ def test_an_error_of_a_subcommand_carries_its_name(
     def fail(arguments: list[str]) -> int:
         raise ConfigError("out of luck")
 
-    module = types.ModuleType("specmamba.bench.serving")
+    module = types.ModuleType("specmamba.bench.serving.__main__")
     module.main = fail  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(SystemExit) as ended:

@@ -176,8 +176,8 @@ def checkpoint(session: Session, model: str) -> Iterator[tuple[Path | None, str 
 
 
 def _write(session: Session, model: str, folder: Path) -> None:
-    from specmamba.bench.inflate import InflateConfig
     from specmamba.bench.inflate.checkpoint import inflate
+    from specmamba.bench.inflate.options import InflateConfig
 
     session.say(f"writing {model} ...")
     began = time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from specmamba.bench.inflate import InflateConfig
+from specmamba.bench.inflate.options import InflateConfig
 from specmamba.command_line import read_flags
 from specmamba.measure.report import run_command
 

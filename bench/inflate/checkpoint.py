@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from specmamba.bench.inflate import InflateConfig
+from specmamba.bench.inflate.options import InflateConfig
 from specmamba.bench.inflate.shape import Scales, Shape, enlarged, enlarged_config
 from specmamba.bench.inflate.weights import WeightMaker
 from specmamba.errors import CheckpointError, ConfigError

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
@@ -22,13 +22,11 @@ from specmamba.bench.serving.load import (
     open_loop,
     poisson_arrivals,
 )
+from specmamba.bench.serving.options import ServingBenchConfig
 from specmamba.bench.serving.report import level_name, level_report
+from specmamba.bench.serving.server import StartedServer
 from specmamba.errors import ConfigError
 from specmamba.measure.report import machine, progress_bar, versions
-
-if TYPE_CHECKING:
-    from specmamba.bench.serving import ServingBenchConfig
-    from specmamba.bench.serving.server import StartedServer
 
 # Answers that will not get better: what is asked is wrong. 429 and what a server's trouble gives are figures.
 _HOPELESS = {400, 401, 403, 404, 405, 413, 415, 422}

@@ -1,1 +1,0 @@
-"""Training of small models to try draft heads on."""

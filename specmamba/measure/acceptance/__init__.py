@@ -1,1 +1,0 @@
-"""How many drafts are accepted, what that buys, and whether the text stays the same."""
