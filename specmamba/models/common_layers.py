@@ -1,23 +1,37 @@
-"""Layers from the tensors that Hugging Face checkpoints name alike in every family: attention and Mamba2."""
+"""What several families have in common: names of config fields, attention, the gated MLP, and what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specmamba.cache.shapes import StateShape
+from specmamba.cache.shapes import KVShape
 from specmamba.errors import UnsupportedModelError
-from specmamba.kernels import mamba2, paged_attention
+from specmamba.kernels import paged_attention
 from specmamba.layers.attention import Attention
-from specmamba.layers.linear import Linear
-from specmamba.layers.mamba2 import Mamba2
+from specmamba.layers.mlp import GatedMLP
 from specmamba.models.weights import Weights, scaled
 
-NO_LIMIT = (0.0, float("inf"))
+# What transformers calls the kinds of layers. Older configs say "mamba" and "attention"; it translates them.
+RECURRENT, ATTENTION = "linear_attention", "full_attention"
+
+
+def number_layers(kinds: Sequence[str], first: Mapping[str, int] | None = None) -> Iterator[tuple[str, int]]:
+    """The kind of every layer and its number among the layers of that kind, which is its index in their pool.
+
+    Args:
+        kinds: of all layers, in order.
+        first: the number of the first layer of a kind; 0 for kinds that are missing.
+    """
+    counts = Counter(first)
+    for kind in kinds:
+        yield kind, counts[kind]
+        counts[kind] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +44,10 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any) -> Heads:
-        """As transformers reads them; the heads share out the hidden size unless ``head_dim`` says otherwise.
+        """Read the heads from a config. Without ``head_dim``, the query heads divide the hidden size among them.
 
         Raises:
-            UnsupportedModelError: query heads cannot be shared out among key heads, or there are none.
+            UnsupportedModelError: the number of query heads is not a positive multiple of the number of key heads.
         """
         num_query_heads, num_key_heads = config.num_attention_heads, config.num_key_value_heads
         if min(num_query_heads, num_key_heads) < 1 or num_query_heads % num_key_heads:
@@ -45,8 +59,12 @@ class Heads:
 
     @property
     def width(self) -> int:
-        """Of all query heads together."""
+        """Numbers in all query heads of one token."""
         return self.num_query_heads * self.head_dim
+
+    def kv_shapes(self, num_layers: int) -> tuple[KVShape, ...]:
+        """The KV of so many layers with these heads, for ``CacheShape.kv``."""
+        return (KVShape(num_layers, self.num_key_heads, self.head_dim),) if num_layers else ()
 
 
 def attention_layer(
@@ -56,25 +74,31 @@ def attention_layer(
     heads: Heads,
     *,
     has_bias: bool,
-    has_rotary: bool,
+    has_out_bias: bool | None = None,
+    has_rotary: bool = True,
+    width: int | None = None,
+    norm_eps: float | None = None,
     score_scale: float | None = None,
     in_scale: float = 1.0,
     key_scale: float = 1.0,
     out_scale: float = 1.0,
 ) -> Attention:
-    """The layer whose tensors are named ``prefix``q_proj, k_proj, v_proj and o_proj.
+    """Make the attention layer whose tensors are named ``prefix``q_proj, k_proj, v_proj and o_proj.
 
     Args:
         weights: of the model.
         prefix: ends in a dot.
-        kv_layer: where the layer's keys and values live in the KV pool.
+        kv_layer: index of the layer's keys and values in the KV pool.
         heads: of the layer.
-        has_bias: all four projections have one, or none has.
-        has_rotary: queries and keys are rotated by their positions.
-        score_scale: of the scores; None: one over the root of the head's size.
-        in_scale: multiplies the layer's input.
-        key_scale: multiplies the keys.
-        out_scale: multiplies what the layer gives.
+        has_bias: whether the projections of queries, keys and values have a bias.
+        has_out_bias: whether the output projection has one; None: as ``has_bias``.
+        has_rotary: whether queries and keys are rotated by their positions.
+        width: of the layer's input; None: the hidden size.
+        norm_eps: epsilon of the norms of queries and keys, ``prefix``q_norm and k_norm; None: there are no such norms.
+        score_scale: factor of the scores; None: 1 / sqrt(head size).
+        in_scale: factor of the layer's input.
+        key_scale: factor of the keys.
+        out_scale: factor of the layer's output.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
@@ -86,108 +110,82 @@ def attention_layer(
         ("k", heads.num_key_heads, key_scale),
         ("v", heads.num_key_heads, 1.0),
     ):
-        parts.append(scaled(weights.take(f"{prefix}{name}_proj.weight", count * dim, hidden), in_scale * scale))
+        weight = weights.take(f"{prefix}{name}_proj.weight", count * dim, width or hidden)
+        parts.append(scaled(weight, in_scale * scale))
         if has_bias:
             biases.append(scaled(weights.take(f"{prefix}{name}_proj.bias", count * dim), scale))
+    norm = None if norm_eps is None else head_norms(weights, prefix, heads)
     project = weights.linear(torch.cat(parts), torch.cat(biases) if has_bias else None)
-    out = weights.take_linear(f"{prefix}o_proj", hidden, heads.width, has_bias, out_scale)
+    out_bias = has_bias if has_out_bias is None else has_out_bias
+    out = weights.take_linear(f"{prefix}o_proj", hidden, heads.width, out_bias, out_scale)
     scale = dim**-0.5 if score_scale is None else score_scale
-    form = paged_attention.Form(heads.num_query_heads, heads.num_key_heads, dim, scale)
+    form = paged_attention.Form(heads.num_query_heads, heads.num_key_heads, dim, scale, norm, norm_eps or 0.0)
     return Attention(kv_layer, project, out, form, has_rotary)
 
 
-def mamba2_shape(num_groups: int, state_dim: int, num_heads: int, head_dim: int, conv_width: int) -> StateShape:
-    """The state of a Mamba2 layer.
-
-    Raises:
-        UnsupportedModelError: heads cannot be shared out among groups, or there are none.
-    """
-    if min(num_groups, num_heads) < 1 or num_heads % num_groups:
-        raise UnsupportedModelError(f"{num_heads} Mamba2 heads are not a multiple of {num_groups} groups")
-    return StateShape(num_groups, num_heads, state_dim, head_dim, conv_width)
-
-
-def mamba2_layer(
-    weights: Weights,
-    prefix: str,
-    state_layer: int,
-    shape: StateShape,
-    *,
-    eps: float,
-    has_proj_bias: bool,
-    has_out_bias: bool,
-    has_conv_bias: bool,
-    norm_groups: int,
-    has_norm: bool = True,
-    norm_before_gate: bool = False,
-    dt_limit: Sequence[float] | None = NO_LIMIT,
-    in_scale: float = 1.0,
-    channel_scale: Tensor | None = None,
-    out_scale: float = 1.0,
-) -> Mamba2:
-    """The layer whose tensors are named ``prefix``in_proj.weight, conv1d, A_log, D, dt_bias, norm and out_proj.
+def head_norms(weights: Weights, prefix: str, heads: Heads, offset: float = 0.0) -> Tensor:
+    """Weights of ``prefix``q_norm and k_norm, repeated for every head, so that one pass norms all heads.
 
     Args:
         weights: of the model.
         prefix: ends in a dot.
-        state_layer: where the layer's state lives in the state pool.
-        shape: see ``mamba2_shape``.
-        eps: of the gated norm.
-        has_proj_bias, has_out_bias, has_conv_bias: whether the input projection, the output projection and the
-            convolution have one.
-        norm_groups: the inner channels are normed in so many parts.
-        has_norm: without a norm there is the gate alone.
-        norm_before_gate: the norm comes first.
-        dt_limit: time steps are clamped to it, in decoding as in prefill; None: not at all.
-        in_scale: multiplies the layer's input.
-        channel_scale: [inner + C + heads], multiplies what the input projection gives.
-        out_scale: multiplies what the layer gives.
+        heads: of the layer.
+        offset: added to the stored weights; 1 for families that store w - 1.
+
+    Returns:
+        [query heads + key heads, head size] float32.
+    """
+    counts = {"q": heads.num_query_heads, "k": heads.num_key_heads}
+    norms = [weights.norm(f"{prefix}{name}_norm.weight", heads.head_dim, 0.0, offset).weight for name in counts]
+    rows = [norm.expand(count, -1) for norm, count in zip(norms, counts.values(), strict=True)]
+    return weights.instead(torch.cat(rows), *norms)
+
+
+def gated_mlp(
+    weights: Weights,
+    prefix: str,
+    inner: int,
+    *,
+    has_bias: bool = False,
+    gate_scale: float = 1.0,
+    down_scale: float = 1.0,
+) -> GatedMLP:
+    """Make the MLP whose tensors are named ``prefix``gate_proj, up_proj and down_proj.
+
+    Args:
+        weights: of the model.
+        prefix: ends in a dot.
+        inner: width I between the projections.
+        has_bias: all three projections have a bias, or none has.
+        gate_scale, down_scale: factors of the outputs of these two projections.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
-        UnsupportedModelError: the channels cannot be shared out among ``norm_groups``, or ``dt_limit`` is no range.
     """
-    heads, inner = shape.num_value_heads, shape.num_value_heads * shape.value_dim
-    if has_norm and inner % norm_groups:
-        raise UnsupportedModelError(f"{inner} Mamba2 channels cannot be normed in {norm_groups} groups of one size")
-    float32 = torch.float32
-    conv = weights.take(f"{prefix}conv1d.weight", shape.conv_channels, 1, shape.conv_width, dtype=float32)
-    a_log, dt_bias, skip = (weights.take(f"{prefix}{name}", heads, dtype=float32) for name in ("A_log", "dt_bias", "D"))
-    operands = mamba2.Weights(
-        conv=conv.squeeze(1).t().contiguous().t(),  # the kernel reads it by tap
-        conv_bias=weights.take(f"{prefix}conv1d.bias", shape.conv_channels, dtype=float32) if has_conv_bias else None,
-        negative_a=-a_log.exp(),
-        dt_bias=dt_bias,
-        skip=skip,
-        norm=weights.take(f"{prefix}norm.weight", inner, dtype=float32) if has_norm else None,
-        norm_eps=eps,
-        norm_groups=norm_groups,
-        norm_before_gate=norm_before_gate,
-        num_groups=shape.num_key_heads,
-        state_dim=shape.key_dim,
-        head_dim=shape.value_dim,
-        dt_limit=_range(NO_LIMIT if dt_limit is None else dt_limit),
-    )
-    project = _projection(weights, f"{prefix}in_proj", shape, has_proj_bias, in_scale, channel_scale)
-    out = weights.take_linear(f"{prefix}out_proj", weights.config.hidden_size, inner, has_out_bias, out_scale)
-    return Mamba2(state_layer, shape, project, out, operands)
+    hidden, parts, biases = weights.config.hidden_size, [], []
+    for name, scale in (("gate", gate_scale), ("up", 1.0)):
+        parts.append(scaled(weights.take(f"{prefix}{name}_proj.weight", inner, hidden), scale))
+        if has_bias:
+            biases.append(scaled(weights.take(f"{prefix}{name}_proj.bias", inner), scale))
+    gate_up = weights.linear(torch.cat(parts), torch.cat(biases) if has_bias else None)
+    return GatedMLP(gate_up, weights.take_linear(f"{prefix}down_proj", hidden, inner, has_bias, down_scale))
 
 
-def _projection(
-    weights: Weights, name: str, shape: StateShape, has_bias: bool, in_scale: float, channel_scale: Tensor | None
-) -> Linear:
-    """The input projection, with both scales in its weights."""
-    rows = shape.num_value_heads * (shape.value_dim + 1) + shape.conv_channels
-    bias = weights.take(f"{name}.bias", rows) if has_bias else None
-    weight = weights.take(f"{name}.weight", rows, weights.config.hidden_size)
-    if channel_scale is None:
-        return weights.linear(scaled(weight, in_scale), bias)
-    factors = channel_scale.to(weight.device)
-    bias = None if bias is None else scaled(bias, factors)
-    return weights.linear(scaled(weight, (factors * in_scale)[:, None]), bias)
+def require_silu(config: Any) -> None:
+    """Raise UnsupportedModelError where the activation is not SiLU."""
+    if config.hidden_act not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act {config.hidden_act!r} is not supported: only silu is")
 
 
-def _range(limit: Sequence[float]) -> tuple[float, float]:
-    if len(limit) != 2 or not limit[0] <= limit[1]:
-        raise UnsupportedModelError(f"time_step_limit {list(limit)} should be two numbers, the lower one first")
-    return float(limit[0]), float(limit[1])
+def require_layer_types(config: Any) -> None:
+    """Raise UnsupportedModelError where ``layer_types`` does not give one of the two kinds to every layer."""
+    if set(config.layer_types) - {RECURRENT, ATTENTION} or len(config.layer_types) != config.num_hidden_layers:
+        raise UnsupportedModelError(
+            f"layer_types must give {RECURRENT} or {ATTENTION} to each of {config.num_hidden_layers} layers"
+        )
+
+
+def require_experts(num_experts_per_tok: int, num_experts: int) -> None:
+    """Raise UnsupportedModelError where a token cannot go to so many of the experts."""
+    if not 1 <= num_experts_per_tok <= num_experts:
+        raise UnsupportedModelError(f"a token cannot go to {num_experts_per_tok} of {num_experts} experts")

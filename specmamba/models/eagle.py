@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specmamba.errors import CheckpointError, ConfigError
-from specmamba.kernels import paged_attention
 from specmamba.layers.attention import Attention
 from specmamba.layers.context import ForwardContext, LayerContext
 from specmamba.layers.linear import Linear
 from specmamba.layers.mlp import GatedMLP
 from specmamba.layers.norm import RMSNorm
 from specmamba.models.base import LoadOptions
-from specmamba.models.common_layers import Heads
+from specmamba.models.common_layers import Heads, attention_layer, gated_mlp
 from specmamba.models.hybrid import Block, HybridTarget
 from specmamba.models.tensors import TensorReader, have_same_values
 from specmamba.models.weights import Weights
@@ -125,28 +124,22 @@ class HeadWeights(Weights):
 
     def attention(self, layer: int, width: int) -> Attention:
         """Attention whose queries, keys and values are made of ``width`` numbers."""
-        c, prefix = self.config, f"layers.{layer}.self_attn."
-        heads = Heads.of(c)
-        num_q, num_kv, dim = heads.num_query_heads, heads.num_key_heads, heads.head_dim
-        sizes = {"q_proj": num_q * dim, "k_proj": num_kv * dim, "v_proj": num_kv * dim}
-        weight = torch.cat([self.take(f"{prefix}{name}.weight", size, width) for name, size in sizes.items()])
-        bias = norm = None
-        if self.reader.has(f"{prefix}q_proj.bias"):
-            bias = torch.cat([self.take(f"{prefix}{name}.bias", size) for name, size in sizes.items()])
-        if self.reader.has(f"{prefix}q_norm.weight"):
-            norms = [self.take(f"{prefix}{name}_norm.weight", dim, dtype=torch.float32) for name in ("q", "k")]
-            norm = self.instead(torch.cat([norms[0].expand(num_q, -1), norms[1].expand(num_kv, -1)]), *norms)
-        form = paged_attention.Form(num_q, num_kv, dim, dim**-0.5, norm, c.rms_norm_eps)
-        has_bias = self.reader.has(f"{prefix}o_proj.bias")
-        out = self.take_linear(f"{prefix}o_proj", c.hidden_size, num_q * dim, has_bias)
-        return Attention(self._first_kv_layer + layer, self.linear(weight, bias), out, form)
+        prefix = f"layers.{layer}.self_attn."
+        return attention_layer(
+            self,
+            prefix,
+            self._first_kv_layer + layer,
+            Heads.of(self.config),
+            width=width,
+            has_bias=self.reader.has(f"{prefix}q_proj.bias"),
+            has_out_bias=self.reader.has(f"{prefix}o_proj.bias"),
+            norm_eps=self.config.rms_norm_eps if self.reader.has(f"{prefix}q_norm.weight") else None,
+        )
 
     def _feed_forward(self, layer: int) -> tuple[RMSNorm, GatedMLP]:
-        hidden, inner, prefix = self.config.hidden_size, self.config.intermediate_size, f"layers.{layer}."
-        gate_up = [self.take(f"{prefix}mlp.{name}_proj.weight", inner, hidden) for name in ("gate", "up")]
-        down = self.take_linear(f"{prefix}mlp.down_proj", hidden, inner)
-        norm = self.rms_norm(f"{prefix}post_attention_layernorm.weight")
-        return norm, GatedMLP(self.linear(torch.cat(gate_up)), down)
+        prefix = f"layers.{layer}."
+        mlp = gated_mlp(self, f"{prefix}mlp.", self.config.intermediate_size)
+        return self.rms_norm(f"{prefix}post_attention_layernorm.weight"), mlp
 
 
 class Eagle3Head:

@@ -5,20 +5,21 @@ Multipliers are part of the weights here, but for those of the embedding and of 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from specmamba.cache.shapes import CacheShape, KVShape, StateShape
+from specmamba.cache.shapes import StateShape
 from specmamba.errors import UnsupportedModelError
 from specmamba.layers.context import LayerContext
-from specmamba.layers.mlp import GatedMLP
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.common_layers import Heads, attention_layer, mamba2_layer, mamba2_shape
-from specmamba.models.hybrid import Block, HybridTarget, Layer
+from specmamba.models.common_layers import Heads, attention_layer, gated_mlp, require_silu
+from specmamba.models.hybrid import Block, Layer
+from specmamba.models.mamba2 import Mamba2Config, mamba2_layer
 from specmamba.models.tensors import TensorReader
-from specmamba.models.weights import Weights, scaled
+from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -34,36 +35,16 @@ def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -
         UnsupportedModelError: the config asks for a variant that this class does not compute.
     """
     weights = FalconWeights(config, reader, options)
-    c, heads = weights.config, weights.heads
+    c, heads, num_layers = weights.config, weights.heads, config.num_hidden_layers
     embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-    blocks = [weights.block(i) for i in range(c.num_hidden_layers)]
+    blocks = [weights.block(i) for i in range(num_layers)]
     norm = weights.norm("model.final_layernorm.weight", c.hidden_size, c.rms_norm_eps)
-    head = weights.output_head("lm_head.weight", embedding, c.tie_word_embeddings)
+    scales = c.embedding_multiplier, c.lm_head_multiplier
+    target, _ = weights.target(embedding, blocks, norm, weights.rotary(), *scales)
     reader.finish()
-    target = HybridTarget(
-        embedding,
-        blocks,
-        norm,
-        weights.linear(head),
-        weights.rotary(),
-        embedding_scale=c.embedding_multiplier,
-        logits_scale=c.lm_head_multiplier,
-    )
-    return LoadedModel(
-        architecture="",
-        target=target,
-        draft_head=None,
-        cache_shape=CacheShape(
-            kv=(KVShape(c.num_hidden_layers, heads.num_key_heads, heads.head_dim),),
-            num_state_layers=c.num_hidden_layers,
-            state=weights.state_shape,
-            dtype=options.dtype,
-        ),
-        context_length=c.max_position_embeddings,
-        num_parameters=weights.num_parameters,
-        weight_bytes=weights.num_bytes,
-        num_layers=c.num_hidden_layers,
-        attention_width=heads.width * c.num_hidden_layers,
+    width = heads.width * num_layers
+    return loaded_model(
+        target, weights, num_layers, weights.mamba.shape, kv=heads.kv_shapes(num_layers), attention_width=width
     )
 
 
@@ -85,31 +66,23 @@ class FalconWeights(Weights):
         super().__init__(config, reader, options)
         _refuse_variants(config)
         self.heads = Heads.of(config)
-        self.state_shape = mamba2_shape(
-            config.mamba_n_groups,
-            config.mamba_d_state,
-            config.mamba_n_heads,
-            config.mamba_d_head,
-            config.mamba_d_conv,
+        self.mamba = replace(
+            Mamba2Config.bamba(config),
+            has_out_bias=config.projectors_bias,
+            has_norm=config.mamba_rms_norm,
+            norm_before_gate=config.mamba_norm_before_gate,
         )
-        self._channel_scale = _channel_scale(config.ssm_multipliers, self.state_shape)
+        self._channel_scale = _channel_scale(config.ssm_multipliers, self.mamba.shape)
 
     def block(self, layer: int) -> Block:
+        """Attention and Mamba2 side by side, then an MLP."""
         c, prefix = self.config, f"model.layers.{layer}."
         mixers = Sum(
             mamba2_layer(
                 self,
                 f"{prefix}mamba.",
                 layer,
-                self.state_shape,
-                eps=c.rms_norm_eps,
-                has_proj_bias=c.mamba_proj_bias,
-                has_out_bias=c.projectors_bias,
-                has_conv_bias=c.mamba_conv_bias,
-                norm_groups=c.mamba_n_groups,
-                has_norm=c.mamba_rms_norm,
-                norm_before_gate=c.mamba_norm_before_gate,
-                dt_limit=c.time_step_limit,
+                self.mamba,
                 in_scale=c.ssm_in_multiplier,
                 channel_scale=self._channel_scale,
                 out_scale=c.ssm_out_multiplier,
@@ -120,32 +93,28 @@ class FalconWeights(Weights):
                 layer,
                 self.heads,
                 has_bias=c.attention_bias,
-                has_rotary=True,
                 in_scale=c.attention_in_multiplier,
                 key_scale=c.key_multiplier,
                 out_scale=c.attention_out_multiplier,
             ),
         )
+        gate_scale, down_scale = c.mlp_multipliers
+        mlp = gated_mlp(
+            self,
+            f"{prefix}feed_forward.",
+            c.intermediate_size,
+            has_bias=c.mlp_bias,
+            gate_scale=gate_scale,
+            down_scale=down_scale,
+        )
         names = "input_layernorm", "pre_ff_layernorm"
         norms = [self.norm(f"{prefix}{name}.weight", c.hidden_size, c.rms_norm_eps) for name in names]
-        return Block(((norms[0], mixers), (norms[1], self.feed_forward(f"{prefix}feed_forward."))))
-
-    def feed_forward(self, prefix: str) -> GatedMLP:
-        c, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size
-        gate_scale, down_scale = c.mlp_multipliers
-        parts, biases = [], []
-        for name, scale in (("gate", gate_scale), ("up", 1.0)):
-            parts.append(scaled(self.take(f"{prefix}{name}_proj.weight", inner, hidden), scale))
-            if c.mlp_bias:
-                biases.append(scaled(self.take(f"{prefix}{name}_proj.bias", inner), scale))
-        gate_up = self.linear(torch.cat(parts), torch.cat(biases) if c.mlp_bias else None)
-        return GatedMLP(gate_up, self.take_linear(f"{prefix}down_proj", hidden, inner, c.mlp_bias, down_scale))
+        return Block(((norms[0], mixers), (norms[1], mlp)))
 
 
 def _refuse_variants(config: Any) -> None:
-    """Refuse what would be computed wrongly rather than compute it."""
-    if config.hidden_act != "silu":
-        raise UnsupportedModelError(f"hidden_act {config.hidden_act!r} is not supported: only silu is")
+    """Refuse what would be computed wrongly."""
+    require_silu(config)
     for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
         if len(getattr(config, name)) != count:
             raise UnsupportedModelError(f"{name} {getattr(config, name)} should be {count} numbers")

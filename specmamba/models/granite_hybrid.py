@@ -8,22 +8,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specmamba.cache.shapes import CacheShape, KVShape
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import rowwise
 from specmamba.layers.mlp import GatedMLP
 from specmamba.layers.moe import MoE, TopKSoftmaxRouter
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.common_layers import Heads, attention_layer, mamba2_layer, mamba2_shape
-from specmamba.models.hybrid import Block, HybridTarget, Layer
+from specmamba.models.common_layers import (
+    ATTENTION,
+    RECURRENT,
+    Heads,
+    attention_layer,
+    number_layers,
+    require_experts,
+    require_layer_types,
+    require_silu,
+)
+from specmamba.models.hybrid import Block, Layer
+from specmamba.models.mamba2 import Mamba2Config, mamba2_layer
 from specmamba.models.tensors import TensorReader
-from specmamba.models.weights import Weights
+from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 RENAMES = ()
-MAMBA, ATTENTION = "linear_attention", "full_attention"  # older configs say "mamba" and "attention": the same
 
 
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
@@ -36,34 +44,20 @@ def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -
     weights = GraniteWeights(config, reader, options)
     c, heads = weights.config, weights.heads
     embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-    blocks = []
-    index = {MAMBA: 0, ATTENTION: 0}  # layers of a kind are numbered in the pool of that kind
-    for i, kind in enumerate(c.layer_types):
-        blocks.append(weights.block(f"model.layers.{i}.", kind, index[kind]))
-        index[kind] += 1
+    numbered = enumerate(number_layers(c.layer_types))
+    blocks = [weights.block(f"model.layers.{i}.", kind, index) for i, (kind, index) in numbered]
     norm = weights.norm("model.norm.weight", c.hidden_size, c.rms_norm_eps)
-    head = weights.output_head("lm_head.weight", embedding, c.tie_word_embeddings)
+    rotary = weights.rotary() if weights.has_rotary else None
+    target, _ = weights.target(embedding, blocks, norm, rotary, c.embedding_multiplier, 1.0 / c.logits_scaling)
     reader.finish()
-    target = HybridTarget(
-        embedding,
-        blocks,
-        norm,
-        weights.linear(head),
-        weights.rotary() if weights.has_rotary else None,
-        embedding_scale=c.embedding_multiplier,
-        logits_scale=1.0 / c.logits_scaling,
-    )
-    kv = (KVShape(index[ATTENTION], heads.num_key_heads, heads.head_dim),) if index[ATTENTION] else ()
-    return LoadedModel(
-        architecture="",
-        target=target,
-        draft_head=None,
-        cache_shape=CacheShape(kv, num_state_layers=index[MAMBA], state=weights.state_shape, dtype=options.dtype),
-        context_length=c.max_position_embeddings,
-        num_parameters=weights.num_parameters,
-        weight_bytes=weights.num_bytes,
-        num_layers=c.num_hidden_layers,
-        attention_width=heads.width * index[ATTENTION],
+    num_attention = c.layer_types.count(ATTENTION)
+    return loaded_model(
+        target,
+        weights,
+        c.layer_types.count(RECURRENT),
+        weights.mamba.shape,
+        kv=heads.kv_shapes(num_attention),
+        attention_width=heads.width * num_attention,
     )
 
 
@@ -75,42 +69,26 @@ class GraniteWeights(Weights):
         _refuse_variants(config)
         self.heads = Heads.of(config)
         self.has_rotary = config.position_embedding_type == "rope"
-        self.state_shape = mamba2_shape(
-            config.mamba_n_groups,
-            config.mamba_d_state,
-            config.mamba_n_heads,
-            config.mamba_d_head,
-            config.mamba_d_conv,
-        )
+        self.mamba = Mamba2Config.bamba(config)
 
     def block(self, prefix: str, kind: str, index: int) -> Block:
         """A mixer, then a feed-forward layer. ``index``: the mixer's place in the pool of its kind."""
         c = self.config
-        mixer = self.mamba(f"{prefix}mamba.", index) if kind == MAMBA else self.attention(f"{prefix}self_attn.", index)
+        mixer = self.attention(prefix, index) if kind == ATTENTION else self.recurrent(prefix, index)
         names = "input_layernorm", "post_attention_layernorm"
         norms = [self.norm(f"{prefix}{name}.weight", c.hidden_size, c.rms_norm_eps) for name in names]
         return Block(((norms[0], mixer), (norms[1], self.feed_forward(prefix))), c.residual_multiplier)
 
-    def mamba(self, prefix: str, state_layer: int) -> Layer:
-        c = self.config
-        return mamba2_layer(
-            self,
-            prefix,
-            state_layer,
-            self.state_shape,
-            eps=c.rms_norm_eps,
-            has_proj_bias=c.mamba_proj_bias,
-            has_out_bias=c.mamba_proj_bias,
-            has_conv_bias=c.mamba_conv_bias,
-            norm_groups=c.mamba_n_groups,
-            dt_limit=c.time_step_limit,
-        )
+    def recurrent(self, prefix: str, state_layer: int) -> Layer:
+        """The Mamba2 layer of a block."""
+        return mamba2_layer(self, f"{prefix}mamba.", state_layer, self.mamba)
 
     def attention(self, prefix: str, kv_layer: int) -> Layer:
+        """The attention layer of a block."""
         c = self.config
         return attention_layer(
             self,
-            prefix,
+            f"{prefix}self_attn.",
             kv_layer,
             self.heads,
             has_bias=c.attention_bias,
@@ -135,9 +113,8 @@ class GraniteWeights(Weights):
 
 
 def _refuse_variants(config: Any) -> None:
-    """Refuse what would be computed wrongly rather than compute it."""
-    if config.hidden_act != "silu":
-        raise UnsupportedModelError(f"hidden_act {config.hidden_act!r} is not supported: only silu is")
+    """Refuse what would be computed wrongly."""
+    require_silu(config)
     if config.position_embedding_type not in (None, "nope", "rope"):
         raise UnsupportedModelError(
             f"position_embedding_type {config.position_embedding_type!r} is not supported (nope and rope are)"
@@ -145,11 +122,6 @@ def _refuse_variants(config: Any) -> None:
     normalization = getattr(config, "normalization_function", "rmsnorm")
     if normalization not in (None, "rmsnorm"):
         raise UnsupportedModelError(f"normalization_function {normalization!r} is not supported: only rmsnorm is")
-    num_experts, k = config.num_local_experts, config.num_experts_per_tok
-    if num_experts and not 1 <= k <= num_experts:
-        raise UnsupportedModelError(f"a token cannot go to {k} of {num_experts} experts")
-    unknown = set(config.layer_types) - {MAMBA, ATTENTION}
-    if unknown or len(config.layer_types) != config.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"layer_types must give {MAMBA} or {ATTENTION} to each of {config.num_hidden_layers} layers"
-        )
+    if config.num_local_experts:
+        require_experts(config.num_experts_per_tok, config.num_local_experts)
+    require_layer_types(config)

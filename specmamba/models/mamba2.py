@@ -1,20 +1,29 @@
-"""Mamba2: recurrent layers and nothing else (arXiv 2405.21060). There is no attention, so nothing is kept per token.
+"""Mamba2 (arXiv 2405.21060): the layers that several families have, and the model that has no others.
 
-``residual_in_fp32`` is not followed: it says how the residual stream is rounded, and here its dtype is the model's, as
-in every family. With bfloat16 weights the logits are nearer to those of float32 than what transformers gives with it.
+The model has no attention, so it keeps nothing per token. Its ``residual_in_fp32`` is not followed: the residual stream
+has the model's dtype, as in every family. With bfloat16 weights the logits are nearer to those of float32 than the
+logits that transformers computes with ``residual_in_fp32``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specmamba.cache.shapes import CacheShape, StateShape
+import torch
+from torch import Tensor
+
+from specmamba.cache.shapes import StateShape
 from specmamba.errors import UnsupportedModelError
+from specmamba.kernels import mamba2
+from specmamba.layers.linear import Linear
+from specmamba.layers.mamba2 import Mamba2
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.common_layers import mamba2_layer, mamba2_shape
-from specmamba.models.hybrid import Block, HybridTarget
+from specmamba.models.common_layers import require_silu
+from specmamba.models.hybrid import Block
 from specmamba.models.tensors import TensorReader
-from specmamba.models.weights import Weights
+from specmamba.models.weights import Weights, loaded_model, scaled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -22,57 +31,175 @@ if TYPE_CHECKING:
 # as the first conversions named it
 RENAMES = (("backbone.embedding.", "backbone.embeddings."),)
 
-# Configs name no length, and no layer minds one. Longer texts than this are not worth a row of the request table.
+# Configs name no length, and no layer has a limit. Longer texts than this are not worth a row of the request table.
 CONTEXT_LENGTH = 1 << 17
 
 
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
-    """Build the model from a checkpoint's config and tensors; see ``registry.Loader``.
+    """Build a model of Mamba2 layers alone from a checkpoint's config and tensors; see ``registry.Loader``.
 
     Raises:
         CheckpointError: a tensor is missing, left over or misshapen.
         UnsupportedModelError: the config asks for a variant that this class does not compute.
     """
     c: Any = config
-    if c.hidden_act not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act {c.hidden_act!r} is not supported: only silu is")
+    require_silu(c)
     if not getattr(c, "rms_norm", True):
         raise UnsupportedModelError("rms_norm false is not supported: Mamba2 models have RMS norms here")
     weights = Weights(c, reader, options)
-    shape = mamba2_shape(c.n_groups, c.state_size, c.num_heads, c.head_dim, c.conv_kernel)
+    layers = Mamba2Config.mamba(c, c.state_size, c.num_heads, c.head_dim)
     embedding = weights.take("backbone.embeddings.weight", c.vocab_size, c.hidden_size)
-    blocks = [_block(weights, i, shape) for i in range(c.num_hidden_layers)]
+    blocks = [_block(weights, i, layers) for i in range(c.num_hidden_layers)]
     norm = weights.norm("backbone.norm_f.weight", c.hidden_size, c.layer_norm_epsilon)
-    head = weights.output_head("lm_head.weight", embedding, c.tie_word_embeddings)
+    target, _ = weights.target(embedding, blocks, norm)
     reader.finish()
-    target = HybridTarget(embedding, blocks, norm, weights.linear(head), rotary=None)
-    cache_shape = CacheShape(kv=(), num_state_layers=c.num_hidden_layers, state=shape, dtype=options.dtype)
-    return LoadedModel(
-        architecture="",
-        target=target,
-        draft_head=None,
-        cache_shape=cache_shape,
-        context_length=CONTEXT_LENGTH,
-        num_parameters=weights.num_parameters,
-        weight_bytes=weights.num_bytes,
-        num_layers=c.num_hidden_layers,
-        attention_width=0,
-    )
+    return loaded_model(target, weights, c.num_hidden_layers, layers.shape, context_length=CONTEXT_LENGTH)
 
 
-def _block(weights: Weights, layer: int, shape: StateShape) -> Block:
+def _block(weights: Weights, layer: int, layers: Mamba2Config) -> Block:
     c, prefix = weights.config, f"backbone.layers.{layer}."
     norm = weights.norm(f"{prefix}norm.weight", c.hidden_size, c.layer_norm_epsilon)
-    mixer = mamba2_layer(
-        weights,
-        f"{prefix}mixer.",
-        layer,
-        shape,
-        eps=c.layer_norm_epsilon,
-        has_proj_bias=c.use_bias,
-        has_out_bias=c.use_bias,
-        has_conv_bias=c.use_conv_bias,
-        norm_groups=c.n_groups,
-        dt_limit=c.time_step_limit,
-    )
+    mixer = mamba2_layer(weights, f"{prefix}mixer.", layer, layers)
     return Block(((norm, mixer),))
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Config:
+    """What the config of a model says about its Mamba2 layers."""
+
+    shape: StateShape  # groups and state size as keys, heads and head size as values
+    norm_eps: float
+    norm_groups: int  # equal parts of the inner channels, each normed on its own
+    has_in_bias: bool
+    has_out_bias: bool
+    has_conv_bias: bool
+    dt_limit: Sequence[float] | None  # time steps are clamped to it, in decoding as in prefill; None: not at all
+    has_norm: bool = True  # False: there is the gate alone
+    norm_before_gate: bool = False
+
+    @classmethod
+    def mamba(cls, config: Any, state_dim: int, num_heads: int, head_dim: int) -> Mamba2Config:
+        """Read a config with the field names of Mamba2 itself; the sizes differ in name and are arguments.
+
+        Raises:
+            UnsupportedModelError: the number of heads is not a positive multiple of the number of groups.
+        """
+        c = config
+        return cls(
+            shape=mamba2_shape(c.n_groups, state_dim, num_heads, head_dim, c.conv_kernel),
+            norm_eps=c.layer_norm_epsilon,
+            norm_groups=c.n_groups,
+            has_in_bias=c.use_bias,
+            has_out_bias=c.use_bias,
+            has_conv_bias=c.use_conv_bias,
+            dt_limit=c.time_step_limit,  # time_step_min and time_step_max say how dt_bias was drawn before training
+        )
+
+    @classmethod
+    def bamba(cls, config: Any) -> Mamba2Config:
+        """Read a config with the field names of Bamba, which Falcon-H1 and Granite share (``mamba_n_heads``, ...).
+
+        Raises:
+            UnsupportedModelError: the number of heads is not a positive multiple of the number of groups.
+        """
+        c = config
+        return cls(
+            shape=mamba2_shape(c.mamba_n_groups, c.mamba_d_state, c.mamba_n_heads, c.mamba_d_head, c.mamba_d_conv),
+            norm_eps=c.rms_norm_eps,
+            norm_groups=c.mamba_n_groups,
+            has_in_bias=c.mamba_proj_bias,
+            has_out_bias=c.mamba_proj_bias,
+            has_conv_bias=c.mamba_conv_bias,
+            dt_limit=c.time_step_limit,
+        )
+
+
+def mamba2_shape(num_groups: int, state_dim: int, num_heads: int, head_dim: int, conv_width: int) -> StateShape:
+    """The state of a Mamba2 layer.
+
+    Raises:
+        UnsupportedModelError: the number of heads is not a positive multiple of the number of groups.
+    """
+    if min(num_groups, num_heads) < 1 or num_heads % num_groups:
+        raise UnsupportedModelError(f"{num_heads} Mamba2 heads are not a multiple of {num_groups} groups")
+    return StateShape(num_groups, num_heads, state_dim, head_dim, conv_width)
+
+
+def mamba2_layer(
+    weights: Weights,
+    prefix: str,
+    state_layer: int,
+    config: Mamba2Config,
+    *,
+    in_scale: float = 1.0,
+    channel_scale: Tensor | None = None,
+    out_scale: float = 1.0,
+) -> Mamba2:
+    """Make the layer whose tensors are named ``prefix``in_proj, conv1d, A_log, D, dt_bias, norm and out_proj.
+
+    Args:
+        weights: of the model.
+        prefix: ends in a dot.
+        state_layer: index of the layer's state in the state pool.
+        config: of all Mamba2 layers of the model.
+        in_scale: factor of the layer's input.
+        channel_scale: [inner + C + heads], factors of the input projection's output.
+        out_scale: factor of the layer's output.
+
+    Raises:
+        CheckpointError: a tensor is missing or misshapen.
+        UnsupportedModelError: the inner channels cannot be divided into ``norm_groups``, or ``dt_limit`` is no range.
+    """
+    shape, float32 = config.shape, torch.float32
+    heads, inner = shape.num_value_heads, shape.num_value_heads * shape.value_dim
+    if config.has_norm and inner % config.norm_groups:
+        raise UnsupportedModelError(
+            f"{inner} Mamba2 channels cannot be normed in {config.norm_groups} groups of one size"
+        )
+    conv = weights.take(f"{prefix}conv1d.weight", shape.conv_channels, 1, shape.conv_width, dtype=float32)
+    conv_bias = (
+        weights.take(f"{prefix}conv1d.bias", shape.conv_channels, dtype=float32) if config.has_conv_bias else None
+    )
+    a_log, dt_bias, skip = (weights.take(f"{prefix}{name}", heads, dtype=float32) for name in ("A_log", "dt_bias", "D"))
+    operands = mamba2.Weights(
+        conv=conv.squeeze(1).t().contiguous().t(),  # the kernel reads it by tap
+        conv_bias=conv_bias,
+        negative_a=-a_log.exp(),
+        dt_bias=dt_bias,
+        skip=skip,
+        norm=weights.take(f"{prefix}norm.weight", inner, dtype=float32) if config.has_norm else None,
+        norm_eps=config.norm_eps,
+        norm_groups=config.norm_groups,
+        norm_before_gate=config.norm_before_gate,
+        num_groups=shape.num_key_heads,
+        state_dim=shape.key_dim,
+        head_dim=shape.value_dim,
+        dt_limit=_time_step_range(config.dt_limit),
+    )
+    project = _mamba2_projection(weights, f"{prefix}in_proj", config, in_scale, channel_scale)
+    hidden = weights.config.hidden_size
+    out = weights.take_linear(f"{prefix}out_proj", hidden, inner, config.has_out_bias, out_scale)
+    return Mamba2(state_layer, shape, project, out, operands)
+
+
+def _mamba2_projection(
+    weights: Weights, name: str, config: Mamba2Config, in_scale: float, channel_scale: Tensor | None
+) -> Linear:
+    """The input projection, with both factors multiplied into its weights."""
+    shape = config.shape
+    rows = shape.num_value_heads * (shape.value_dim + 1) + shape.conv_channels
+    bias = weights.take(f"{name}.bias", rows) if config.has_in_bias else None
+    weight = weights.take(f"{name}.weight", rows, weights.config.hidden_size)
+    if channel_scale is None:
+        return weights.linear(scaled(weight, in_scale), bias)
+    factors = channel_scale.to(weight.device)
+    bias = None if bias is None else scaled(bias, factors)
+    return weights.linear(scaled(weight, (factors * in_scale)[:, None]), bias)
+
+
+def _time_step_range(limit: Sequence[float] | None) -> tuple[float, float]:
+    if limit is None:
+        return 0.0, float("inf")
+    if len(limit) != 2 or not limit[0] <= limit[1]:
+        raise UnsupportedModelError(f"time_step_limit {list(limit)} should be two numbers, the lower one first")
+    return float(limit[0]), float(limit[1])

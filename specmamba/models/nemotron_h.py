@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specmamba.cache.shapes import CacheShape, KVShape
 from specmamba.errors import UnsupportedModelError
 from specmamba.layers.attention import Attention
 from specmamba.layers.mlp import MLP, squared_relu
 from specmamba.layers.moe import MoE, SigmoidRouter
 from specmamba.layers.norm import RMSNorm
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.common_layers import Heads, attention_layer, mamba2_layer, mamba2_shape
+from specmamba.models.common_layers import ATTENTION, RECURRENT, Heads, attention_layer, number_layers
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
+from specmamba.models.mamba2 import Mamba2Config, mamba2_layer
 from specmamba.models.tensors import TensorReader
-from specmamba.models.weights import Weights
+from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 RENAMES = (("backbone.", "model."),)  # the published checkpoints' own name for it
-MAMBA, ATTENTION, MLP_LAYER, MOE_LAYER = "linear_attention", "full_attention", "mlp", "moe"
+MLP_LAYER, MOE_LAYER = "mlp", "moe"
 MTP_PREFIX = "mtp."
 
 
@@ -46,23 +46,16 @@ def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -
     head = _mtp_head(draft_weights, target, output) if has_head else None
     reader.finish(ignore=() if head else (MTP_PREFIX,))
     heads, num_attention = weights.heads, c.layers_block_type.count(ATTENTION)
-    num_kv_layers = num_attention + (head.num_modules * c.mtp_layers_block_type.count(ATTENTION) if head else 0)
-    return LoadedModel(
-        architecture="",
-        target=target,
-        draft_head=head,
-        cache_shape=CacheShape(
-            kv=(KVShape(num_kv_layers, heads.num_key_heads, heads.head_dim),) if num_kv_layers else (),
-            num_state_layers=c.layers_block_type.count(MAMBA),
-            state=weights.state_shape,
-            dtype=options.dtype,
-            draft_features=head.num_modules * head.width if head else 0,
-        ),
-        context_length=c.max_position_embeddings,
-        num_parameters=weights.num_parameters + draft_weights.num_parameters,
-        weight_bytes=weights.num_bytes + draft_weights.num_bytes,
-        num_layers=c.num_hidden_layers,
+    num_head_layers = head.num_modules * c.mtp_layers_block_type.count(ATTENTION) if head else 0
+    return loaded_model(
+        target,
+        weights,
+        c.layers_block_type.count(RECURRENT),
+        weights.mamba.shape,
+        kv=heads.kv_shapes(num_attention + num_head_layers),
         attention_width=heads.width * num_attention,
+        head=head,
+        draft_weights=draft_weights,
     )
 
 
@@ -72,8 +65,7 @@ def _target(weights: NemotronWeights) -> tuple[HybridTarget, Tensor]:
     embedding = weights.take("model.embeddings.weight", c.vocab_size, c.hidden_size)
     blocks = weights.blocks("model.layers.", c.layers_block_type)
     norm = weights.full_norm("model.norm_f.weight")
-    head = weights.output_head("lm_head.weight", embedding, c.tie_word_embeddings)
-    return HybridTarget(embedding, blocks, norm, weights.linear(head), rotary=None), head
+    return weights.target(embedding, blocks, norm)
 
 
 def _mtp_head(weights: NemotronWeights, target: HybridTarget, output: Tensor) -> MTPHead:
@@ -111,10 +103,7 @@ class NemotronWeights(Weights):
         super().__init__(config, reader, options, form)
         _refuse_variants(config)
         self.heads = Heads.of(config)
-        c = config
-        self.state_shape = mamba2_shape(
-            c.n_groups, c.ssm_state_size, c.mamba_num_heads, c.mamba_head_dim, c.conv_kernel
-        )
+        self.mamba = Mamba2Config.mamba(config, config.ssm_state_size, config.mamba_num_heads, config.mamba_head_dim)
 
     def full_norm(self, name: str) -> RMSNorm:
         """Over the whole width."""
@@ -125,35 +114,19 @@ class NemotronWeights(Weights):
 
         Blocks with KV or states are numbered in the pool of their kind.
         """
-        index = {MAMBA: 0, ATTENTION: first_kv_layer, MLP_LAYER: 0, MOE_LAYER: 0}
         blocks = []
-        for i, kind in enumerate(kinds, start=first):
+        for i, (kind, index) in enumerate(number_layers(kinds, {ATTENTION: first_kv_layer}), start=first):
             norm = self.full_norm(f"{prefix}{i}.norm.weight")
-            blocks.append(Block(((norm, self.mixer(kind, f"{prefix}{i}.mixer.", index[kind])),)))
-            index[kind] += 1
+            blocks.append(Block(((norm, self.mixer(kind, f"{prefix}{i}.mixer.", index)),)))
         return blocks
 
     def mixer(self, kind: str, prefix: str, index: int) -> Layer:
-        if kind == MAMBA:
-            return self.mamba2(prefix, index)
+        """The layer of a block. ``index``: its place in the pool of its kind."""
+        if kind == RECURRENT:
+            return mamba2_layer(self, prefix, index, self.mamba)
         if kind == ATTENTION:
             return self.attention(prefix, index)
         return self.moe(prefix) if kind == MOE_LAYER else self.mlp(prefix, self.config.intermediate_size)
-
-    def mamba2(self, prefix: str, state_layer: int) -> Layer:
-        c = self.config
-        return mamba2_layer(
-            self,
-            prefix,
-            state_layer,
-            self.state_shape,
-            eps=c.layer_norm_epsilon,
-            has_proj_bias=c.use_bias,
-            has_out_bias=c.use_bias,
-            has_conv_bias=c.use_conv_bias,
-            norm_groups=c.n_groups,
-            dt_limit=c.time_step_limit,  # time_step_min and time_step_max say how dt_bias was drawn before training
-        )
 
     def attention(self, prefix: str, kv_layer: int) -> Attention:
         has_bias = self.config.attention_bias  # transformers has none, the original code does

@@ -1,6 +1,6 @@
-"""Qwen3.5, dense text model, and its MTP head.
+"""The Qwen family and its MTP heads: Qwen3.5 dense, Qwen3.5 with mixtures of experts, Qwen3-Next.
 
-Hybrid of gated-delta-net layers and full attention with a gated output; norms multiply by (1 + w).
+Gated-delta-net layers and full attention with a gated output take turns; norms multiply by (1 + w).
 """
 
 from __future__ import annotations
@@ -10,20 +10,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specmamba.cache.shapes import CacheShape, KVShape, StateShape
+from specmamba.cache.shapes import StateShape
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import delta_net, paged_attention, rowwise
 from specmamba.layers.attention import Attention
 from specmamba.layers.gated_delta_net import GatedDeltaNet
 from specmamba.layers.linear import Linear
-from specmamba.layers.mlp import GatedMLP
 from specmamba.layers.moe import Experts, MoE, SoftmaxRouter
 from specmamba.layers.norm import RMSNorm
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.common_layers import Heads
+from specmamba.models.common_layers import (
+    ATTENTION,
+    RECURRENT,
+    Heads,
+    gated_mlp,
+    head_norms,
+    number_layers,
+    require_experts,
+    require_layer_types,
+    require_silu,
+)
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
 from specmamba.models.tensors import TensorReader
-from specmamba.models.weights import Weights
+from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,53 +44,44 @@ MTP_PREFIX = "mtp."
 
 
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
-    """Build the model from a checkpoint's text config and tensors; see ``registry.Loader``."""
-    return load_qwen(QwenWeights(config, reader, options), QwenWeights(config, reader, options, options.draft_form))
+    """Build Qwen3.5, the dense text model; see ``_load``."""
+    return _load(QwenWeights, config, reader, options)
 
 
 def load_moe(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
-    """Build the model from a checkpoint's text config and tensors; see ``registry.Loader``."""
+    """Build Qwen3.5 with mixtures of experts; see ``_load``."""
     if not getattr(config, "norm_topk_prob", True):  # no published config has it; readers of one differ over it
         raise UnsupportedModelError("norm_topk_prob false is not supported for Qwen3.5")
-    weights = QwenMoEWeights(config, reader, options)
-    return load_qwen(weights, QwenMoEWeights(config, reader, options, options.draft_form))
+    return _load(QwenMoEWeights, config, reader, options)
 
 
 def load_next(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
-    """Build the model from a checkpoint's config and tensors; see ``registry.Loader``."""
-    weights = QwenNextWeights(config, reader, options)
-    return load_qwen(weights, QwenNextWeights(config, reader, options, options.draft_form))
+    """Build Qwen3-Next; see ``_load``."""
+    return _load(QwenNextWeights, config, reader, options)
 
 
-def load_qwen(weights: QwenWeights, draft_weights: QwenWeights) -> LoadedModel:
-    """Put a Qwen3.5 together, or what differs from it in the layers that ``weights`` makes.
+def _load(kind: type[QwenWeights], config: Any, reader: TensorReader, options: LoadOptions) -> LoadedModel:
+    """Build a model from a checkpoint's text config and tensors, with the layers that ``kind`` makes.
 
     Raises:
         CheckpointError: a tensor is missing, left over or misshapen.
         UnsupportedModelError: the config asks for a variant that this class does not compute.
     """
-    c, reader, options = weights.config, weights.reader, weights.options
+    c, weights, draft_weights = config, kind(config, reader, options), kind(config, reader, options, options.draft_form)
     target, output = _target(weights)
     has_head = options.want_draft_head and reader.has(f"{MTP_PREFIX}fc.weight")
     head = _mtp_head(draft_weights, target, output) if has_head else None
     reader.finish(ignore=(*VISION_PREFIXES, *(() if head else (MTP_PREFIX,))))
-    num_attention = c.layer_types.count("full_attention")
-    return LoadedModel(
-        architecture="",
-        target=target,
-        draft_head=head,
-        cache_shape=CacheShape(
-            kv=(KVShape(num_attention + (head.num_modules if head else 0), c.num_key_value_heads, c.head_dim),),
-            num_state_layers=c.layer_types.count("linear_attention"),
-            state=weights.state_shape,
-            dtype=options.dtype,
-            draft_features=head.num_modules * head.width if head else 0,
-        ),
-        context_length=c.max_position_embeddings,
-        num_parameters=weights.num_parameters + draft_weights.num_parameters,
-        weight_bytes=weights.num_bytes + draft_weights.num_bytes,
-        num_layers=c.num_hidden_layers,
-        attention_width=c.num_attention_heads * c.head_dim * num_attention,
+    num_attention = c.layer_types.count(ATTENTION)
+    return loaded_model(
+        target,
+        weights,
+        c.layer_types.count(RECURRENT),
+        weights.state_shape,
+        kv=weights.heads.kv_shapes(num_attention + (head.num_modules if head else 0)),
+        attention_width=weights.heads.width * num_attention,
+        head=head,
+        draft_weights=draft_weights,
     )
 
 
@@ -89,14 +89,9 @@ def _target(weights: QwenWeights) -> tuple[HybridTarget, Tensor]:
     """The target, and the matrix of its output head."""
     c = weights.config
     embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-    blocks = []
-    index = {"full_attention": 0, "linear_attention": 0}  # layers of a kind are numbered in the pool of that kind
-    for i, kind in enumerate(c.layer_types):
-        blocks.append(weights.block(i, f"model.layers.{i}.", kind, index[kind]))
-        index[kind] += 1
-    norm = weights.one_plus_norm("model.norm.weight")
-    head = weights.output_head("lm_head.weight", embedding, c.tie_word_embeddings)
-    return HybridTarget(embedding, blocks, norm, weights.linear(head), weights.rotary()), head
+    numbered = enumerate(number_layers(c.layer_types))
+    blocks = [weights.block(i, f"model.layers.{i}.", kind, index) for i, (kind, index) in numbered]
+    return weights.target(embedding, blocks, weights.one_plus_norm("model.norm.weight"), weights.rotary())
 
 
 def _mtp_head(weights: QwenWeights, target: HybridTarget, output: Tensor) -> MTPHead:
@@ -113,7 +108,7 @@ def _mtp_head(weights: QwenWeights, target: HybridTarget, output: Tensor) -> MTP
     norms = [weights.one_plus_norm(f"mtp.pre_fc_norm_{name}.weight").weight for name in ("embedding", "hidden")]
     input_norm = RMSNorm(torch.stack(norms), c.rms_norm_eps)
     fc = weights.take_linear("mtp.fc", c.hidden_size, 2 * c.hidden_size)
-    norm, kind = weights.one_plus_norm("mtp.norm.weight"), "full_attention"
+    norm, kind = weights.one_plus_norm("mtp.norm.weight"), ATTENTION
     blocks = [
         weights.block(c.num_hidden_layers + d, f"mtp.layers.{d}.", kind, c.layer_types.count(kind) + d)
         for d in range(_count_modules(c, weights.reader))
@@ -123,7 +118,7 @@ def _mtp_head(weights: QwenWeights, target: HybridTarget, output: Tensor) -> MTP
 
 
 class QwenWeights(Weights):
-    """Makes this family's layers."""
+    """Makes the layers of dense Qwen3.5."""
 
     def __init__(self, config: Any, reader: TensorReader, options: LoadOptions, form: Any = None) -> None:
         super().__init__(config, reader, options, form)
@@ -137,13 +132,14 @@ class QwenWeights(Weights):
             conv_width=config.linear_conv_kernel_dim,
         )
 
-    def one_plus_norm(self, name: str, size: int | None = None) -> RMSNorm:
-        return self.norm(name, size or self.config.hidden_size, self.config.rms_norm_eps, offset=1.0)
+    def one_plus_norm(self, name: str) -> RMSNorm:
+        """The norm over the whole width whose stored weight is w - 1."""
+        return self.norm(name, self.config.hidden_size, self.config.rms_norm_eps, offset=1.0)
 
     def block(self, layer: int, prefix: str, kind: str, index: int) -> Block:
         """A mixer, then a feed-forward layer. ``index``: the mixer's place in the pool of its kind."""
         mixer: Layer
-        if kind == "full_attention":
+        if kind == ATTENTION:
             mixer = self.attention(f"{prefix}self_attn.", index)
         else:
             mixer = self.delta_net(f"{prefix}linear_attn.", index)
@@ -152,28 +148,23 @@ class QwenWeights(Weights):
 
     def feed_forward(self, layer: int, prefix: str) -> Layer:
         """The second half of a block."""
-        return self.gated_mlp(prefix, self.config.intermediate_size)
-
-    def gated_mlp(self, prefix: str, inner: int) -> GatedMLP:
-        hidden = self.config.hidden_size
-        gate_up = [self.take(f"{prefix}{name}_proj.weight", inner, hidden) for name in ("gate", "up")]
-        return GatedMLP(self.linear(torch.cat(gate_up)), self.take_linear(f"{prefix}down_proj", hidden, inner))
+        return gated_mlp(self, prefix, self.config.intermediate_size)
 
     def attention(self, prefix: str, kv_layer: int) -> Attention:
+        """Attention with normed queries and keys, whose output is multiplied by a gate."""
         c = self.config
         num_q, num_kv, dim = self.heads.num_query_heads, self.heads.num_key_heads, self.heads.head_dim
         # the checkpoint interleaves each head's query with its gate
         q_and_gate = self.take(f"{prefix}q_proj.weight", 2 * num_q * dim, c.hidden_size)
         q, gate = q_and_gate.view(num_q, 2, dim, c.hidden_size).transpose(0, 1).reshape(2, num_q * dim, c.hidden_size)
         k, v = (self.take(f"{prefix}{name}_proj.weight", num_kv * dim, c.hidden_size) for name in ("k", "v"))
-        q_norm, k_norm = (self.one_plus_norm(f"{prefix}{name}_norm.weight", dim).weight for name in ("q", "k"))
-        norm = torch.cat([q_norm.expand(num_q, -1), k_norm.expand(num_kv, -1)])  # of all heads in one pass
-        norm = self.instead(norm, q_norm, k_norm)
+        norm = head_norms(self, prefix, self.heads, offset=1.0)
         form = paged_attention.Form(num_q, num_kv, dim, dim**-0.5, norm, c.rms_norm_eps, has_gate=True)
         out = self.take_linear(f"{prefix}o_proj", c.hidden_size, num_q * dim)
         return Attention(kv_layer, self.linear(torch.cat([q, k, v, gate])), out, form)
 
     def delta_net(self, prefix: str, state_layer: int) -> GatedDeltaNet:
+        """The recurrent layer."""
         s = self.state_shape
         conv = self.take(f"{prefix}conv1d.weight", s.conv_channels, 1, s.conv_width, dtype=torch.float32)
         a_log, dt_bias = (
@@ -201,24 +192,23 @@ class QwenWeights(Weights):
 
 
 class QwenMoEWeights(QwenWeights):
-    """Makes this family's layers; those of Qwen3-Next have the same experts."""
+    """Makes the layers of Qwen3.5 with mixtures of experts, each with a gated shared expert."""
 
     renormalise = True  # the weights of a token's experts
 
     def feed_forward(self, layer: int, prefix: str) -> Layer:
-        """See ``QwenWeights``: every layer has experts."""
+        """Experts, in every layer."""
         return self.mixture(prefix)
 
     def mixture(self, prefix: str) -> MoE:
         """Experts and the shared expert. Raises UnsupportedModelError: a token asks for more experts than there are."""
         c = self.config
-        if not 1 <= c.num_experts_per_tok <= c.num_experts:
-            raise UnsupportedModelError(f"a token cannot go to {c.num_experts_per_tok} of {c.num_experts} experts")
+        require_experts(c.num_experts_per_tok, c.num_experts)
         gate = self.take_router(f"{prefix}gate.weight", c.num_experts)
         return MoE(
             SoftmaxRouter(gate, c.num_experts_per_tok, self.renormalise),
             self.all_experts(f"{prefix}experts."),
-            self.gated_mlp(f"{prefix}shared_expert.", c.shared_expert_intermediate_size),
+            gated_mlp(self, f"{prefix}shared_expert.", c.shared_expert_intermediate_size),
             Linear(self.take(f"{prefix}shared_expert_gate.weight", 1, c.hidden_size)),
         )
 
@@ -238,7 +228,7 @@ class QwenMoEWeights(QwenWeights):
 
 
 class QwenNextWeights(QwenMoEWeights):
-    """Makes this family's layers."""
+    """Makes the layers of Qwen3-Next: delta nets with fused projections, and experts in some of the layers."""
 
     def __init__(self, config: Any, reader: TensorReader, options: LoadOptions, form: Any = None) -> None:
         super().__init__(config, reader, options, form)
@@ -252,10 +242,10 @@ class QwenNextWeights(QwenMoEWeights):
             has_experts = is_turn and layer not in c.mlp_only_layers and c.num_experts > 0
         else:
             has_experts = self.reader.has(f"{prefix}gate.weight")
-        return self.mixture(prefix) if has_experts else self.gated_mlp(prefix, c.intermediate_size)
+        return self.mixture(prefix) if has_experts else gated_mlp(self, prefix, c.intermediate_size)
 
     def delta_projection(self, prefix: str) -> Linear:
-        """See ``QwenWeights``. The checkpoint has all parts of one key head side by side, then those of the next."""
+        """The input projection; the checkpoint stores all parts of one key head, then those of the next."""
         s, hidden = self.state_shape, self.config.hidden_size
         values_of_key = s.num_value_heads // s.num_key_heads
         sizes = [s.key_dim, s.key_dim, values_of_key * s.value_dim, values_of_key * s.value_dim]
@@ -269,22 +259,17 @@ class QwenNextWeights(QwenMoEWeights):
 
 
 def _count_modules(config: Any, reader: TensorReader) -> int:
-    """Of the MTP head: as many as are stored, for not every config says it; those that it says must be there."""
+    """The number of modules of the MTP head: those that are stored, and at least as many as the config names."""
     stored = {name.split(".")[2] for name in reader.names() if name.startswith(f"{MTP_PREFIX}layers.")}
     return max(len(stored), getattr(config, "mtp_num_hidden_layers", None) or 1)
 
 
 def _refuse_variants(config: Any) -> None:
-    """Refuse what would be computed wrongly rather than compute it."""
-    if config.hidden_act != "silu":
-        raise UnsupportedModelError(f"hidden_act {config.hidden_act!r} is not supported: only silu is")
+    """Refuse what would be computed wrongly."""
+    require_silu(config)
     if config.attention_bias:
         raise UnsupportedModelError("attention_bias is not supported for Qwen models")
-    unknown = set(config.layer_types) - {"full_attention", "linear_attention"}
-    if unknown or len(config.layer_types) != config.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"layer_types must give full_attention or linear_attention to each of {config.num_hidden_layers} layers"
-        )
+    require_layer_types(config)
     if not getattr(config, "attn_output_gate", True):
         raise UnsupportedModelError("attn_output_gate false is not supported for Qwen models")
     gate = getattr(config, "output_gate_type", None)

@@ -1,13 +1,14 @@
-"""From the tensors of a checkpoint to the parts that model families are put together from."""
+"""Turn the tensors of a checkpoint into the parts of a model, and the parts into a loaded model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import linear, moe
 from specmamba.kernels.linear import WeightForm
@@ -15,11 +16,9 @@ from specmamba.layers.linear import Linear
 from specmamba.layers.moe import Experts
 from specmamba.layers.norm import RMSNorm
 from specmamba.layers.rotary import Rotary
-from specmamba.models.base import LoadOptions
+from specmamba.models.base import LoadedModel, LoadOptions
+from specmamba.models.hybrid import Block, HybridTarget, MTPHead
 from specmamba.models.tensors import DTYPES, TensorReader, have_same_values
-
-if TYPE_CHECKING:
-    from specmamba.models.hybrid import HybridTarget
 
 
 class Weights:
@@ -105,6 +104,28 @@ class Weights:
         frequencies, scaling = rotary_frequencies(self.config)
         return Rotary(frequencies.to(self.options.device), scaling)
 
+    def target(
+        self,
+        embedding: Tensor,
+        blocks: Sequence[Block],
+        norm: RMSNorm,
+        rotary: Rotary | None = None,
+        embedding_scale: float = 1.0,
+        logits_scale: float = 1.0,
+    ) -> tuple[HybridTarget, Tensor]:
+        """Put the target together; its output head is ``lm_head.weight`` or the embedding.
+
+        Args:
+            embedding: [V, H].
+            blocks, norm, rotary, embedding_scale, logits_scale: as for ``HybridTarget``.
+
+        Returns:
+            The target, and the matrix [V, H] of its output head.
+        """
+        head = self.output_head("lm_head.weight", embedding, self.config.tie_word_embeddings)
+        made = HybridTarget(embedding, blocks, norm, self.linear(head), rotary, embedding_scale, logits_scale)
+        return made, head
+
     def output_head(self, name: str, embedding: Tensor, is_tied: bool) -> Tensor:
         """The stored head [V, H] where there is one, even if the config says tied: transformers decides so too."""
         if not is_tied or self.reader.has(name):
@@ -124,6 +145,50 @@ class Weights:
 def scaled(x: Tensor, scale: float | Tensor) -> Tensor:
     """x times a constant, or a tensor of them, in float32, rounded to x's dtype once."""
     return x if isinstance(scale, float) and scale == 1.0 else (x.float() * scale).to(x.dtype)
+
+
+def loaded_model(
+    target: HybridTarget,
+    weights: Weights,
+    num_state_layers: int,
+    state: StateShape,
+    *,
+    kv: tuple[KVShape, ...] = (),
+    attention_width: int = 0,
+    head: MTPHead | None = None,
+    draft_weights: Weights | None = None,
+    context_length: int | None = None,
+) -> LoadedModel:
+    """What the engine gets of a model whose tensors have all been taken. The registry adds its name and end tokens.
+
+    Args:
+        target: the model.
+        weights: of the target.
+        num_state_layers, state: its recurrent layers, and the shape of the state of each.
+        kv: of its attention layers, those of the draft head included.
+        attention_width: query heads times their size, summed over the target's attention layers.
+        head: the checkpoint's own draft head.
+        draft_weights: of that head.
+        context_length: None: the config's ``max_position_embeddings``.
+    """
+    config, counted = weights.config, [weights] if draft_weights is None else [weights, draft_weights]
+    return LoadedModel(
+        architecture="",
+        target=target,
+        draft_head=head,
+        cache_shape=CacheShape(
+            kv=kv,
+            num_state_layers=num_state_layers,
+            state=state,
+            dtype=weights.options.dtype,
+            draft_features=head.num_modules * head.width if head else 0,
+        ),
+        context_length=config.max_position_embeddings if context_length is None else context_length,
+        num_parameters=sum(each.num_parameters for each in counted),
+        weight_bytes=sum(each.num_bytes for each in counted),
+        num_layers=config.num_hidden_layers,
+        attention_width=attention_width,
+    )
 
 
 def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
