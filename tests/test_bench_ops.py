@@ -19,7 +19,7 @@ from specmamba.bench.ops.registry import OPERATORS, chosen_operators
 from specmamba.bench.ops.tables import STATE_BYTES, has_failed, markdown, rows_of, target_lines, targets_of
 from specmamba.cli import SUBCOMMANDS
 from specmamba.errors import ConfigError
-from specmamba.kernels.gpu.launch import has_triton
+from specmamba.kernels.gpu import has_triton
 
 CPU = torch.device("cpu")
 PLACE = Place(CPU, has_triton=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specmamba.bench.ops.case import TORCH, Candidate, Case, Operator, Place, Run
 from specmamba.bench.ops.clock import Clock, Roofline, interleaved, measure_roofline
-from specmamba.kernels.gpu.launch import has_triton, is_interpreted
+from specmamba.kernels.gpu import has_triton, is_interpreted
 from specmamba.measure.report import progress_bar
 
 MAX_ERROR_TEXT = 160  # characters

@@ -60,7 +60,7 @@ def path_candidates(case: Case, place: Place) -> list[Candidate]:
     if place.has_triton:
         found.append(Candidate(TRITON, in_triton))
     elif tree_native.can_take(tokens):
-        found.append(Candidate(NATIVE, lambda: lambda: tree_native.accepted_path(tokens, parents, target)))
+        found.append(Candidate(NATIVE, lambda: lambda: tree_native.accepted_path(tokens, parents, ancestors, target)))
     return found
 
 

@@ -8,46 +8,52 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels import gpu
+from specmamba.kernels.dispatch import operator
 from specmamba.kernels.linear import native_ops, torch_ops
 
 __all__ = ["PackedWeight", "WeightForm", "copies", "has_fast_int8", "pack"]
 
-WeightForm = Literal["plain", "int8"]  # as it is; a signed byte per weight and a scale per output
+WeightForm = Literal["plain", "int8"]  # as stored; a signed byte per weight and a scale per output
 
 
 class PackedWeight(Protocol):
-    """y = x W^T without bias, in x's dtype."""
+    """A weight laid out for its device: y = x W^T without bias, in x's dtype."""
 
-    nbytes: int  # of what is kept, but for the padding of panels
+    nbytes: int  # of the tensors that are kept, without the padding of panels
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """[..., K] -> [..., N]."""
+        """Multiply x [..., K] on the weight's device; the result is [..., N].
+
+        Raises:
+            ValueError: another dtype, device or width (native and Triton forms).
+        """
 
 
+@operator(
+    triton=lambda weight, form: form == "int8" and weight.numel() > 0 and gpu.can_launch(weight),
+    native=native_ops.can_pack,
+)
 def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
-    """Lay out a weight [N, K] for multiplying inputs of its dtype.
+    """Lay out a weight for multiplying inputs of its dtype.
 
-    ``plain``: bf16 on a CPU is copied into native panels, or oneDNN's blocks where native code cannot be had;
-    everything else stays as it is. ``int8``: rounded, see ``reference.quantize``; on a GPU few rows multiply in Triton,
-    bf16 and float32 on a CPU multiply in native code, everything else in PyTorch. An empty weight stays plain. Where a
-    copy takes its place, the weight is not kept.
+    ``plain``: bf16 on a CPU is copied into native panels, or into oneDNN's blocks where there is no native code;
+    every other weight is kept unchanged. ``int8``: rounded as ``reference.quantize`` says; on a GPU few rows multiply
+    in Triton, bf16 and float32 on a CPU multiply in native code, every other weight in PyTorch. An empty weight stays
+    plain.
+
+    Args:
+        weight: [N, K]; not kept where it is copied.
+        form: how the weight is stored.
+
+    Returns:
+        A product that takes x [..., K] to [..., N].
 
     Raises:
-        ValueError: no such form.
+        ValueError: there is no such form.
     """
     if form not in get_args(WeightForm):
         raise ValueError(f"a weight has no form {form!r}, only {', '.join(get_args(WeightForm))}")
-    is_int8 = form == "int8" and weight.numel() > 0
-    if is_int8 and gpu.can_launch(weight):
-        from specmamba.kernels.linear import triton_ops
-
-        return triton_ops.TritonInt8Weight(weight)
-    dtypes = (torch.bfloat16, torch.float32) if is_int8 else (torch.bfloat16,)
-    if weight.device.type == "cpu" and weight.dtype in dtypes and weight.numel():
-        code = native_ops.code()
-        if code is not None:
-            return native_ops.NativeInt8Weight(weight, code) if is_int8 else native_ops.NativeWeight(weight, code)
-    return torch_ops.Int8Weight(weight) if is_int8 else torch_ops.pack(weight)
+    return torch_ops.Int8Weight(weight) if form == "int8" and weight.numel() > 0 else torch_ops.pack(weight)
 
 
 def copies(device: torch.device, dtype: torch.dtype, form: WeightForm = "plain") -> bool:
@@ -62,6 +68,6 @@ def copies(device: torch.device, dtype: torch.dtype, form: WeightForm = "plain")
 def has_fast_int8(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the int8 form is known to multiply a few rows of this dtype faster than the plain one; see README.md.
 
-    On a GPU it reads half the bytes, but nobody has measured what that is worth, so it does not count as faster there.
+    On a GPU it reads half the bytes, but its speed there has not been measured, so it does not count as faster.
     """
     return device.type == "cpu" and dtype is torch.bfloat16 and native_ops.code() is not None

@@ -82,6 +82,19 @@ class NativeInt8Weight:
         return y
 
 
+def can_pack(weight: Tensor, form: str) -> bool:
+    """Whether native code multiplies by this weight [N, K]: not empty, on the CPU, of a dtype that the form takes."""
+    dtypes = {"plain": (torch.bfloat16,), "int8": (torch.bfloat16, torch.float32)}.get(form, ())
+    return weight.is_cpu and weight.dtype in dtypes and weight.numel() > 0 and code() is not None
+
+
+def pack(weight: Tensor, form: str = "plain") -> NativeWeight | NativeInt8Weight:
+    """Copy a weight that ``can_pack`` into panels."""
+    native = code()
+    assert native is not None
+    return NativeInt8Weight(weight, native) if form == "int8" else NativeWeight(weight, native)
+
+
 def _misfit(n: int, k: int, dtype: torch.dtype, x: Tensor) -> ValueError:
     name = str(dtype).removeprefix("torch.")
     return ValueError(f"a {name} weight [{n}, {k}] on the CPU cannot multiply {x.dtype} {list(x.shape)} on {x.device}")

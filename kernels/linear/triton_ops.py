@@ -27,6 +27,12 @@ class TritonInt8Weight(torch_ops.Int8Weight):
         return multiply_few(x.reshape(num_rows, k), self._weight, self._scale).view(*x.shape[:-1], n)
 
 
+def pack(weight: Tensor, form: str = "int8") -> TritonInt8Weight:
+    """Round a weight [N, K], not empty; there is no other form than int8."""
+    assert form == "int8"
+    return TritonInt8Weight(weight)
+
+
 def multiply_few(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """y[m, n] = scale[n] sum_k x[m, k] weight[n, k], summed in float32 and rounded once.
 

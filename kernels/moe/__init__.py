@@ -1,4 +1,7 @@
-"""Mixtures of experts: every token is multiplied by the matrices of the few experts that a router sends it to."""
+"""Mixtures of experts: every token is multiplied by the matrices of the few experts that a router chooses for it.
+
+Sizes: T tokens, E experts, k experts of a token, P = T k pairs of a token and an expert.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specmamba.kernels.dispatch import operator
 from specmamba.kernels.linear import WeightForm
 from specmamba.kernels.moe import native_ops, tiles, torch_ops
 from specmamba.kernels.moe.operands import Groups, Routing
@@ -29,76 +33,109 @@ __all__ = [
 
 
 class PackedRouter(Protocol):
-    """What a router says of every expert: x W^T in float32."""
+    """The weight of a router, laid out for its device: scores x W^T of all experts."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """[T, H] -> [T, E] float32."""
+        """Scores [T, E] float32 of x [T, H].
+
+        Raises:
+            ValueError: another device or width (native form).
+        """
 
 
 class PackedExperts(Protocol):
-    """y[p] = x[p] W[expert of p]^T in x's dtype, one product for all experts."""
+    """The weights of all experts, laid out for their device: y[p] = x[p] W[expert of p]^T in x's dtype."""
 
-    nbytes: int  # of what is kept, but for the padding of panels
+    nbytes: int  # of the tensors that are kept, without the padding of panels
 
     def __call__(self, x: Tensor, groups: Groups, /) -> Tensor:
-        """[P, K], sorted by expert -> [P, N]."""
+        """Multiply x [P, K], sorted by expert; the result is [P, N].
+
+        Raises:
+            ValueError: another dtype, device, width or number of rows (native and Triton forms).
+        """
 
 
+@operator(native=lambda weight: weight.is_cpu and weight.numel() > 0 and native_ops.code() is not None)
 def pack_router(weight: Tensor) -> PackedRouter:
-    """Lay out a router's weight [E, H]: in native panels on a CPU, in float32 elsewhere."""
-    if weight.device.type == "cpu" and weight.numel():
-        code = native_ops.code()
-        if code is not None:
-            return native_ops.NativeRouter(weight, code)
+    """Lay out a router's weight: in native panels on a CPU, in float32 elsewhere.
+
+    Args:
+        weight: [E, H]; not kept in native panels.
+
+    Returns:
+        A product that takes x [T, H] to scores [T, E] float32.
+    """
     return torch_ops.PlainRouter(weight)
 
 
 def router_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """The type in which ``pack_router`` keeps a weight of type ``stored``: nothing of it is lost."""
+    """The dtype in which ``pack_router`` keeps a weight of dtype ``stored``: no bit of it is lost."""
     is_native = device.type == "cpu" and native_ops.code() is not None
     return torch.bfloat16 if stored is torch.bfloat16 and is_native else torch.float32
 
 
+@operator(
+    triton=lambda weight, _: tiles.can_multiply(weight),
+    native=native_ops.can_pack,
+)
 def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
-    """Lay out the experts' weights [E, N, K] for multiplying inputs of their dtype.
+    """Lay out the experts' weights for multiplying inputs of their dtype.
 
-    On a GPU Triton multiplies by all experts in one launch and waits for nothing, in either form.
-    ``plain`` elsewhere: bf16 is copied into native panels on a CPU; everything else is one product per active expert.
-    ``int8``: rounded as ``linear``'s are; bf16 and float32 on a CPU multiply in native code, elsewhere active experts
-    are widened at every use, which saves memory and not time.
+    On a GPU Triton multiplies by all experts in one launch without waiting for the device, in either form.
+    ``plain`` elsewhere: bf16 is copied into native panels on a CPU; every other dtype is one product per active expert.
+    ``int8``: rounded as ``linear``'s weights are; bf16 and float32 on a CPU multiply in native code, elsewhere active
+    experts are widened at every use, which saves memory and not time. Empty weights stay plain.
+
+    Args:
+        weight: [E, N, K]; not kept where it is copied.
+        form: how the weights are stored.
+
+    Returns:
+        A product that takes x [P, K], sorted by expert, to [P, N].
     """
-    is_int8 = form == "int8" and weight.numel() > 0
-    if tiles.can_multiply(weight):
-        from specmamba.kernels.moe import triton_ops
-
-        return triton_ops.TritonInt8Experts(weight) if is_int8 else triton_ops.TritonExperts(weight)
-    dtypes = (torch.bfloat16, torch.float32) if is_int8 else (torch.bfloat16,)
-    if weight.device.type == "cpu" and weight.dtype in dtypes and weight.numel():
-        code = native_ops.code()
-        if code is not None:
-            return native_ops.NativeInt8Experts(weight, code) if is_int8 else native_ops.NativeExperts(weight, code)
-    if is_int8:
+    if form == "int8" and weight.numel() > 0:
         return torch_ops.Int8Experts(weight)
     return torch_ops.GroupedExperts(weight) if torch_ops.can_group(weight) else torch_ops.PlainExperts(weight)
 
 
+@operator(
+    triton=lambda x, experts, _: tiles.can_dispatch(x, experts),
+    native=lambda x, *_: native_ops.can_dispatch(x),
+)
 def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Groups]:
-    """The inputs of all pairs of a token and an expert, sorted by expert; see ``torch_ops.dispatch``."""
-    if tiles.can_dispatch(x, experts):
-        from specmamba.kernels.moe import triton_ops
+    """The inputs of all pairs of a token and an expert, sorted by expert and, for one expert, by token.
 
-        return triton_ops.dispatch(x, experts, num_experts)
-    if native_ops.can_dispatch(x):
-        return native_ops.dispatch(x, experts, num_experts)
+    Args:
+        x: [T, K].
+        experts: [T, k] int64, from 0 to E - 1.
+        num_experts: E.
+
+    Returns:
+        [P, K], and the place of each pair.
+
+    Raises:
+        ValueError: there is no such expert, or x and experts differ in shape or device (native form).
+    """
     return torch_ops.dispatch(x, experts, num_experts)
 
 
+@operator(
+    triton=tiles.can_combine,
+    native=lambda y, *_: native_ops.can_dispatch(y),
+)
 def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
-    """What each token's experts said, weighted and summed; see ``torch_ops.combine``."""
-    if tiles.can_combine(y, groups, weights):
-        from specmamba.kernels.moe import triton_ops
+    """Weight and sum the results of each token's experts, in float32.
 
-        return triton_ops.combine(y, groups, weights)
-    if native_ops.can_dispatch(y):
-        return native_ops.combine(y, groups, weights)
+    Args:
+        y: [P, N], sorted by expert.
+        groups: from ``dispatch``.
+        weights: [T, k] float32.
+
+    Returns:
+        [T, N] in y's dtype.
+
+    Raises:
+        ValueError: operands differ in shape or device, or a place is outside of y (native form).
+    """
     return torch_ops.combine(y, groups, weights)

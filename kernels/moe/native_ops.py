@@ -95,13 +95,29 @@ class NativeInt8Experts:
         return y
 
 
+def can_pack(weight: Tensor, form: str) -> bool:
+    """Whether native code multiplies by these experts: not empty, on the CPU, of a dtype that the form takes."""
+    dtypes = {"plain": (torch.bfloat16,), "int8": (torch.bfloat16, torch.float32)}.get(form, ())
+    return weight.is_cpu and weight.dtype in dtypes and weight.numel() > 0 and code() is not None
+
+
+def pack(weight: Tensor, form: str = "plain") -> NativeExperts | NativeInt8Experts:
+    """Copy experts that ``can_pack`` into panels."""
+    return NativeInt8Experts(weight, _native()) if form == "int8" else NativeExperts(weight, _native())
+
+
+def pack_router(weight: Tensor) -> NativeRouter:
+    """Copy a router's weight, which is on the CPU and not empty, into panels."""
+    return NativeRouter(weight, _native())
+
+
 def can_dispatch(x: Tensor) -> bool:
     """Whether native code sorts and sums rows of x: float32 or bfloat16 on the CPU."""
     return is_native(x) and code() is not None
 
 
 def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Groups]:
-    """See ``torch_ops.dispatch``. Raises ValueError: there is no such expert, or what does not fit."""
+    """A counting sort in one call."""
     are_matrices = x.dim() == 2 and experts.dim() == 2 and len(x) == len(experts)
     require(
         are_matrices and x.is_cpu and experts.is_cpu and experts.dtype is torch.int64,
@@ -121,7 +137,7 @@ def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Grou
 
 
 def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
-    """See ``torch_ops.combine``. Raises ValueError: what does not fit, or places that y does not have."""
+    """One call; a place that y does not have raises ValueError."""
     places = groups.places
     is_weighted = weights.dim() == 2 and weights.dtype is torch.float32 and weights.is_cpu
     are_rows = is_native(y) and y.dim() == 2 and len(y) == len(places) == weights.numel()

@@ -95,16 +95,7 @@ def is_grouped_on_device(weight: Tensor) -> bool:
 
 
 def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Groups]:
-    """The inputs of all pairs, sorted by expert.
-
-    Args:
-        x: [T, K].
-        experts: [T, k] int64.
-        num_experts: E.
-
-    Returns:
-        [P, K], and where each pair came to stand.
-    """
+    """A stable sort of all pairs."""
     ordered, order = experts.flatten().sort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel(), device=order.device)
@@ -114,6 +105,6 @@ def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Grou
 
 
 def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
-    """Sum what each token's experts said: y [P, N], sorted, weights [T, k] float32 -> [T, N], summed in float32."""
+    """One gather by token, then a weighted sum."""
     by_token = y.index_select(0, groups.places).view(*weights.shape, y.shape[1])
     return (by_token.float() * weights[..., None]).sum(1).to(y.dtype)

@@ -41,8 +41,13 @@ class TritonInt8Experts:
         return multiply(x, self._weight, self._scale, groups)
 
 
+def pack(weight: Tensor, form: str = "plain") -> TritonExperts | TritonInt8Experts:
+    """Keep the experts, or round them to int8."""
+    return TritonInt8Experts(weight) if form == "int8" else TritonExperts(weight)
+
+
 def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Groups]:
-    """See ``torch_ops.dispatch``. One launch."""
+    """One launch."""
     (num_tokens, num_chosen), width = experts.shape, x.shape[1]
     num_pairs = num_tokens * num_chosen
     x, experts = _with_whole_rows(x), experts.contiguous()
@@ -89,7 +94,7 @@ def multiply(x: Tensor, weight: Tensor, scale: Tensor | None, groups: Groups) ->
 
 
 def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
-    """See ``torch_ops.combine``. One launch; a token's sum is in ascending order of its experts."""
+    """One launch; a token's sum is in ascending order of its experts."""
     (num_tokens, num_chosen), width = weights.shape, y.shape[1]
     out = y.new_empty(num_tokens, width)
     if not out.numel():

@@ -22,7 +22,7 @@ def can_take(positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype)
 
 
 def angles(positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See ``torch_ops.angles``; the second half of the frequencies is taken for the first."""
+    """One call; the second half of the frequencies is assumed to repeat the first."""
     native, size = code(), inverse_frequencies.numel()
     assert native is not None
     require(positions.dtype is torch.int64 and inverse_frequencies.dtype is torch.float32, "wrong dtypes")

@@ -8,7 +8,7 @@ from specmamba.kernels.rotary.triton_kernels import angles_kernel
 
 
 def angles(positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See ``torch_ops.angles``."""
+    """One launch."""
     width = inverse_frequencies.numel()
     shape = (*positions.shape, 1, width)
     cos, sin = (torch.empty(shape, dtype=dtype, device=positions.device) for _ in range(2))

@@ -33,11 +33,16 @@ _DeltaInputs = struct(
 
 def can_take(x: Tensor, *others: Tensor) -> bool:
     """Whether native code computes on x, float32 or bfloat16 on the CPU, with these others, which must be float32."""
-    return is_native(x) and all(other.dtype is torch.float32 for other in others) and code() is not None
+    if not is_native(x) or code() is None:
+        return False
+    for other in others:  # noqa: SIM110 -- ``all`` would cost more than what it asks
+        if other.dtype is not torch.float32:
+            return False
+    return True
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ``torch_ops.rms_norm``."""
+    """One call; the weight of a head is reused for all tokens."""
     require(weight.shape == x.shape[x.dim() - weight.dim() :], "the weight has another shape")
     x, stride = tokens_of(x, weight.dim())
     y = torch.empty(x.shape, dtype=x.dtype)
@@ -53,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ``torch_ops.gated_rms_norm``."""
+    """One call for norm and gate."""
     heads, width = x.shape[-2:]
     require(gate.shape == x.shape and weight.shape == (width,), "x, gate and weight do not fit")
     weight = weight.contiguous()
@@ -69,7 +74,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See ``torch_ops.silu_mul``."""
+    """One call."""
     require(gate_up.shape[-1] % 2 == 0, "gate and up do not have the same width")
     gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype)
@@ -85,7 +90,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See ``torch_ops.rotate``."""
+    """One call; x, cos and sin need one dtype."""
     require(cos.dtype is x.dtype and sin.dtype is x.dtype, "x, cos and sin differ in dtype")
     require(cos.shape == sin.shape == (*x.shape[:2], 1, cos.shape[-1]), "cos and sin have another shape")
     require(cos.shape[-1] <= x.shape[-1] and cos.shape[-1] % 2 == 0, "so many components cannot rotate")
@@ -103,7 +108,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def delta_inputs(
     mixed: Tensor, a: Tensor, b: Tensor, negative_a: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``torch_ops.delta_inputs``."""
+    """One call for all four results."""
     batch, length, value_heads = a.shape
     require(b.shape == a.shape == (*mixed.shape[:2], value_heads) and b.dtype is a.dtype, "mixed, a and b do not fit")
     require(mixed.shape[2] >= 2 * num_key_heads * key_dim, "there are fewer channels than queries and keys")

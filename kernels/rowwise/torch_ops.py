@@ -15,51 +15,24 @@ L2_EPS = 1e-6
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension.
-
-    Args:
-        x: [..., D] or [..., H, D].
-        weight: [D] or [H, D] float32.
-        eps: under the root.
-
-    Returns:
-        x's shape and dtype.
-    """
+    """The norm in three operators."""
     return (x * _inverse_root(x, 1.0 / x.shape[-1], eps)).mul_(weight).to(x.dtype)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm(x) * silu(gate): the norm comes before the gate.
-
-    Args:
-        x: [..., H, D] float32.
-        gate: [..., H, D].
-        weight: [D] float32.
-        eps: under the root.
-
-    Returns:
-        x's shape, the gate's dtype.
-    """
+    """The norm, then the gate in float32."""
     scaled = (x * _inverse_root(x, 1.0 / x.shape[-1], eps)).mul_(weight)
     return scaled.mul_(F.silu(gate.float())).to(gate.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2 I], gates first -> [..., I]."""
+    """Both halves are views."""
     gate, up = torch.split_with_sizes(gate_up, [gate_up.shape[-1] // 2] * 2, -1)
     return F.silu(gate) * up
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first R components of heads; halves are paired, not neighbours.
-
-    Args:
-        x: [B, L, H, D].
-        cos, sin: [B, L, 1, R], R <= D, in x's dtype.
-
-    Returns:
-        x's shape and dtype.
-    """
+    """Halves are swapped by a concatenation."""
     dim = cos.shape[-1]
     first, second = x[..., : dim // 2], x[..., dim // 2 : dim]
     rotated = x[..., :dim] * cos + torch.cat([-second, first], -1) * sin
@@ -69,17 +42,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def delta_inputs(
     mixed: Tensor, a: Tensor, b: Tensor, negative_a: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Unit queries and keys, log decays and step sizes for the gated delta rule.
-
-    Args:
-        mixed: [B, L, C] float32; its first 2 Hk K channels are queries and keys.
-        a, b: [B, L, Hv].
-        negative_a, dt_bias: [Hv] float32.
-        num_key_heads, key_dim: Hk, K.
-
-    Returns:
-        q (scaled by K**-0.5) and k [B, L, Hk, K], g and beta [B, L, Hv], all float32.
-    """
+    """Queries and keys are normalised together."""
     qk = mixed[..., : 2 * num_key_heads * key_dim].unflatten(-1, (2, num_key_heads, key_dim))
     q, k = (qk * _inverse_root(qk, 1.0, L2_EPS)).unbind(2)
     return q * key_dim**-0.5, k, negative_a * F.softplus(a + dt_bias), b.float().sigmoid()

@@ -15,12 +15,12 @@ from specmamba.kernels.rowwise.torch_ops import L2_EPS
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ``torch_ops.rms_norm``."""
+    """One launch."""
     return _norm(x, None, weight, eps, x.dtype)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ``torch_ops.gated_rms_norm``."""
+    """One launch for norm and gate."""
     assert gate.shape == x.shape, "x and gate do not fit"
     return _norm(x, gate, weight, eps, gate.dtype)
 
@@ -43,7 +43,7 @@ def _norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, dtype: tor
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See ``torch_ops.silu_mul``; rounded once."""
+    """One launch; rounded once."""
     width = gate_up.shape[-1] // 2
     assert gate_up.shape[-1] == 2 * width, "gate and up do not have the same width"
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
@@ -60,7 +60,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See ``torch_ops.rotate``; rounded once."""
+    """One launch; rounded once."""
     dim = cos.shape[-1]
     assert cos.shape == sin.shape == (*x.shape[:2], 1, dim), "cos and sin have another shape"
     assert dim <= x.shape[-1] and dim % 2 == 0, "so many components cannot rotate"  # noqa: PT018
@@ -81,7 +81,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def delta_inputs(
     mixed: Tensor, a: Tensor, b: Tensor, negative_a: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``torch_ops.delta_inputs``."""
+    """One launch for all four results."""
     batch, length, value_heads = a.shape
     assert a.shape == b.shape == (*mixed.shape[:2], value_heads), "mixed, a and b do not fit"
     assert mixed.shape[2] >= 2 * num_key_heads * key_dim, "there are fewer channels than queries and keys"

@@ -1,13 +1,17 @@
-"""Choosing tokens: penalties, filters, drawing and accepting at every node of a draft tree."""
+"""Choosing tokens: penalties, filters, drawing and accepting at every node of a draft tree.
+
+Sizes: B batch, N nodes of a tree, V vocabulary, F parents of children that are drawn.
+"""
 
 from torch import Tensor
 
 from specmamba.kernels import gpu
+from specmamba.kernels.dispatch import operator
 from specmamba.kernels.sampling import native_ops, torch_ops
 from specmamba.kernels.sampling.torch_constraints import add_bias, allow_tokens, token_logprobs
 from specmamba.kernels.sampling.torch_rejection import draw_children, residual_choice, sibling_rank
 
-# What random numbers are for; the counters of a stream are its user's.
+# Independent streams of random numbers, by purpose; each user counts positions in its own stream.
 CHOICE_STREAM, DRAFT_STREAM, ACCEPT_STREAM, SYNTHETIC_STREAM = range(4)
 
 __all__ = [
@@ -19,7 +23,7 @@ __all__ = [
     "allow_tokens",
     "argmax",
     "draw_children",
-    "has_largest",
+    "has_finite_max",
     "penalize",
     "probabilities",
     "residual_choice",
@@ -30,39 +34,73 @@ __all__ = [
 ]
 
 
-def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
-    """Random numbers of (seed, stream, position); see ``torch_ops.uniform``."""
-    if gpu.can_launch(seeds, positions):
-        from specmamba.kernels.sampling import triton_ops
+def _can_launch(logits: Tensor, *_: object) -> bool:
+    return gpu.can_launch(logits)
 
-        return triton_ops.uniform(seeds, positions, stream)
-    if native_ops.can_draw(seeds, positions):
-        return native_ops.uniform(seeds, positions, stream)
+
+@operator(
+    triton=lambda seeds, positions, _: gpu.can_launch(seeds, positions),
+    native=lambda seeds, positions, _: native_ops.can_draw(seeds, positions),
+)
+def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
+    """Random numbers in [0, 1) that are a pure function of (seed, stream, position), equal bit for bit in all forms.
+
+    The same request therefore draws the same number at the same position in any batch. A counter-based generator
+    (Salmon et al., SC 2011) with the finalizer of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
+    generators", OOPSLA 2014) over seed and counter; the top 24 bits become a float32.
+
+    Args:
+        seeds: [B] int64.
+        positions: [B, ...] int64, any counters.
+        stream: numbers of different streams are independent, also at equal positions.
+
+    Returns:
+        [B, ...] float32.
+
+    Raises:
+        ValueError: seeds or positions have another shape or dtype (native form).
+    """
     return torch_ops.uniform(seeds, positions, stream)
 
 
+@operator(triton=_can_launch, native=native_ops.can_take)
 def argmax(logits: Tensor) -> Tensor:
-    """The likeliest token; see ``torch_ops.argmax``."""
-    if gpu.can_launch(logits):
-        from specmamba.kernels.sampling import triton_ops
+    """The likeliest token, the lowest id on ties.
 
-        return triton_ops.argmax(logits)
-    if native_ops.can_take(logits):
-        return native_ops.argmax(logits)
+    Args:
+        logits: [..., V]; where one is NaN, forms may differ in the token that they return.
+
+    Returns:
+        [...] int64.
+
+    Raises:
+        ValueError: V is 0 (native form).
+    """
     return torch_ops.argmax(logits)
 
 
-def has_largest(logits: Tensor) -> Tensor:
-    """Whether there is a largest logit; see ``torch_ops.has_largest``."""
-    if gpu.can_launch(logits):
-        from specmamba.kernels.sampling import triton_ops
+@operator(triton=_can_launch, native=native_ops.can_take)
+def has_finite_max(logits: Tensor) -> Tensor:
+    """Whether the largest logit is finite, so that a token can be chosen.
 
-        return triton_ops.has_largest(logits)
-    if native_ops.can_take(logits):
-        return native_ops.has_largest(logits)
-    return torch_ops.has_largest(logits)
+    It is not where any logit is NaN or +inf, or where all are -inf.
+
+    Args:
+        logits: [..., V].
+
+    Returns:
+        [...] bool.
+
+    Raises:
+        ValueError: V is 0 (native form).
+    """
+    return torch_ops.has_finite_max(logits)
 
 
+@operator(
+    triton=_can_launch,
+    native=lambda logits, _, top_k, top_p, min_p, __: top_k is top_p is min_p is None and native_ops.can_take(logits),
+)
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -71,27 +109,44 @@ def sample(
     min_p: Tensor | None,
     uniforms: Tensor,
 ) -> Tensor:
-    """One token after every node; see ``torch_ops.sample``."""
-    if gpu.can_launch(logits):
-        from specmamba.kernels.sampling import triton_ops
+    """Draw one token after every node by inverting the cumulative distribution in order of token id.
 
-        return triton_ops.sample(logits, temperature, top_k, top_p, min_p, uniforms)
-    if top_k is top_p is min_p is None and native_ops.can_take(logits):
-        return native_ops.sample(logits, temperature, uniforms)
+    Args:
+        logits, temperature, top_k, top_p, min_p: as for ``probabilities``.
+        uniforms: [B, N] float32 in [0, 1).
+
+    Returns:
+        [B, N] int64.
+
+    Raises:
+        ValueError: logits, temperature and uniforms differ in shape or dtype (native form).
+    """
     return torch_ops.sample(logits, temperature, top_k, top_p, min_p, uniforms)
 
 
+@operator(triton=_can_launch)
 def probabilities(
     logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> Tensor:
-    """The distribution a token is drawn from; see ``torch_ops.probabilities``."""
-    if gpu.can_launch(logits):
-        from specmamba.kernels.sampling import triton_ops
+    """The distribution a token is drawn from.
 
-        return triton_ops.probabilities(logits, temperature, top_k, top_p, min_p)
+    Temperature first, then top-k (ties with the k-th are kept), then top-p over what is left (the smallest set of the
+    likeliest tokens that reaches the mass; equal ones by lower id; arXiv 1904.09751, section 3), then min-p relative
+    to the largest probability (arXiv 2407.01082, section 3), then renormalised.
+
+    Args:
+        logits: [B, N, V].
+        temperature: [B] float32; 0 puts all mass on the argmax.
+        top_k: [B] int64, <= 0 keeps all; None: no row filters.
+        top_p, min_p: [B] float32, 1 and 0 keep all; None: no row filters.
+
+    Returns:
+        [B, N, V] float32.
+    """
     return torch_ops.probabilities(logits, temperature, top_k, top_p, min_p)
 
 
+@operator(triton=_can_launch)
 def penalize(
     logits: Tensor,
     output_counts: Tensor,
@@ -102,10 +157,20 @@ def penalize(
     frequency: Tensor,
     repetition: Tensor,
 ) -> Tensor:
-    """Penalise what each node's own path has said already; see ``torch_ops.penalize``."""
-    history = output_counts, prompt_mask, tokens, ancestors
-    if gpu.can_launch(logits):
-        from specmamba.kernels.sampling import triton_ops
+    """Penalise the tokens that already occurred on each node's own path.
 
-        return triton_ops.penalize(logits, *history, presence, frequency, repetition)
-    return torch_ops.penalize(logits, *history, presence, frequency, repetition)
+    Repetition comes first (arXiv 1909.05858, section 4.1: positive logits of tokens in prompt or output are divided,
+    others multiplied), then frequency (subtracted once per occurrence in the output), then presence (subtracted once).
+
+    Args:
+        logits: [B, N, V].
+        output_counts: [B, V] int32, committed output tokens (the root too when it is one).
+        prompt_mask: [B, V] bool, tokens of the prompt; only the repetition penalty reads them.
+        tokens: [B, N] int64; those of a node's ancestors below the root count as output.
+        ancestors: [B, N, N] bool, inclusive.
+        presence, frequency, repetition: [B] float32; neutral are 0, 0 and 1.
+
+    Returns:
+        [B, N, V] float32, new memory.
+    """
+    return torch_ops.penalize(logits, output_counts, prompt_mask, tokens, ancestors, presence, frequency, repetition)

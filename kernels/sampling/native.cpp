@@ -50,7 +50,7 @@ int64_t argmax(const T* x, int64_t size) {
 
 // Whether something is finite, and nothing is no number or infinite upwards.
 template <typename T>
-bool has_largest(const T* x, int64_t size) {
+bool has_finite_max(const T* x, int64_t size) {
   constexpr int kNumberless = 0x89, kLeast = 0x10;  // NaNs and infinity; minus infinity
   __mmask16 spoilt = 0, finite = 0;
   for_vectors(size, [&](int64_t i, auto lanes) {
@@ -144,11 +144,11 @@ void sampling_argmax(const void* logits, int64_t* tokens, int64_t rows, int64_t 
 }
 
 // logits [rows, size] -> answers [rows].
-void sampling_has_largest(const void* logits, bool* answers, int64_t rows, int64_t size, int is_bfloat16,
+void sampling_has_finite_max(const void* logits, bool* answers, int64_t rows, int64_t size, int is_bfloat16,
                           int num_threads) {
   for_rows(rows, size, num_threads, [&](int64_t r) {
-    answers[r] = is_bfloat16 ? has_largest(static_cast<const BFloat16*>(logits) + r * size, size)
-                             : has_largest(static_cast<const float*>(logits) + r * size, size);
+    answers[r] = is_bfloat16 ? has_finite_max(static_cast<const BFloat16*>(logits) + r * size, size)
+                             : has_finite_max(static_cast<const float*>(logits) + r * size, size);
   });
 }
 

@@ -32,7 +32,7 @@ def can_draw(seeds: Tensor, positions: Tensor) -> bool:
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
-    """See ``torch_ops.uniform``."""
+    """One call."""
     rows = positions.shape[0]
     require(seeds.shape == (rows,) and seeds.dtype is positions.dtype is torch.int64, "rows need an int64 seed each")
     seeds, positions = seeds.contiguous(), positions.contiguous()
@@ -43,18 +43,26 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """See ``torch_ops.argmax``; of rows without any number, 0."""
+    """One call; a row that has only NaN gives 0."""
     return _of_rows(_native().sampling_argmax, logits, torch.int64)
 
 
-def has_largest(logits: Tensor) -> Tensor:
-    """See ``torch_ops.has_largest``."""
-    return _of_rows(_native().sampling_has_largest, logits, torch.bool)
+def has_finite_max(logits: Tensor) -> Tensor:
+    """One call."""
+    return _of_rows(_native().sampling_has_finite_max, logits, torch.bool)
 
 
-def sample(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Tensor:
-    """See ``torch_ops.sample``; without filters."""
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    uniforms: Tensor,
+) -> Tensor:
+    """One call; filters must be None."""
     batch, nodes, size = logits.shape
+    require(top_k is top_p is min_p is None, "native code has no filters")
     fits = temperature.shape == (batch,) and uniforms.shape == (batch, nodes) and size > 0
     require(fits and temperature.dtype is uniforms.dtype is torch.float32, "logits, settings and uniforms do not fit")
     logits, temperature, uniforms = logits.contiguous(), temperature.contiguous(), uniforms.contiguous()
@@ -87,7 +95,7 @@ def code() -> ctypes.CDLL | None:
     signatures = {
         "sampling_uniform": [*[c_void_p] * 3, c_int64, c_int64, c_uint64],
         "sampling_argmax": [*[c_void_p] * 2, c_int64, c_int64, c_int, c_int],
-        "sampling_has_largest": [*[c_void_p] * 2, c_int64, c_int64, c_int, c_int],
+        "sampling_has_finite_max": [*[c_void_p] * 2, c_int64, c_int64, c_int, c_int],
         "sampling_sample": [*[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
     }
     return library.load_functions(SOURCE, signatures)

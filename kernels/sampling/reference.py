@@ -65,7 +65,7 @@ def argmax(logits: Tensor) -> Tensor:
     return torch.tensor([[_argmax(row) for row in rows] for rows in logits], dtype=torch.int64)
 
 
-def has_largest(logits: Tensor) -> Tensor:
+def has_finite_max(logits: Tensor) -> Tensor:
     """Whether a token can be chosen: no logit of a row is NaN or +inf, not all are -inf; [B, N, V] -> [B, N] bool."""
     spoilt = logits.isnan() | (logits == torch.inf)
     return ~spoilt.any(-1) & (logits > -torch.inf).any(-1)

@@ -11,19 +11,7 @@ _BLOCK = 512  # tokens whose mass is summed up before the cumulative sum
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
-    """Random numbers in [0, 1) that are a pure function of (seed, stream, position).
-
-    The finalizer of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014)
-    over seed and counter; the top 24 bits become a float32.
-
-    Args:
-        seeds: [B] int64.
-        positions: [B, ...] int64; any counter of what the numbers are for.
-        stream: numbers of different streams are independent, at equal positions too.
-
-    Returns:
-        [B, ...] float32.
-    """
+    """64-bit arithmetic in torch's signed integers."""
     key = _mix(seeds + stream_key(stream)).view(-1, *[1] * (positions.ndim - 1))
     bits = _mix(key + (positions + 1) * _GOLDEN)
     return _shift_right(bits, 40).float() * 2.0**-24
@@ -32,20 +20,7 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
 def probabilities(
     logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> Tensor:
-    """The distribution a token is drawn from.
-
-    Temperature first, then top-k (ties with the k-th are kept), then top-p over what is left (the smallest set of the
-    likeliest tokens that reaches the mass; equal ones by lower id), then min-p, then renormalised.
-
-    Args:
-        logits: [B, N, V].
-        temperature: [B] float32; 0 puts all mass on the argmax.
-        top_k: [B] int64, <= 0 keeps all; None: no row filters.
-        top_p, min_p: [B] float32, 1 and 0 keep all; None: no row filters.
-
-    Returns:
-        [B, N, V] float32.
-    """
+    """Filters by sorting; the argmax is subtracted first."""
     logits = logits.float()
     logits = logits - logits.amax(-1, keepdim=True)  # the largest is 0: no temperature can make it overflow
     is_greedy = (temperature == 0)[:, None, None]
@@ -64,12 +39,12 @@ def probabilities(
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The likeliest token [...] int64 of logits [..., V], the lowest id on ties."""
+    """PyTorch's argmax returns the first maximum."""
     return logits.argmax(-1)
 
 
-def has_largest(logits: Tensor) -> Tensor:
-    """Whether the largest of logits [..., V] is a finite number; [...] bool. It is none if any of them is NaN."""
+def has_finite_max(logits: Tensor) -> Tensor:
+    """The maximum is NaN where any logit is."""
     return logits.amax(-1).isfinite()
 
 
@@ -81,15 +56,7 @@ def sample(
     min_p: Tensor | None,
     uniforms: Tensor,
 ) -> Tensor:
-    """Draw one token after every node by inverting the cumulative distribution in order of token id.
-
-    Args:
-        logits, temperature, top_k, top_p, min_p: as for ``probabilities``.
-        uniforms: [B, N] float32 in [0, 1).
-
-    Returns:
-        [B, N] int64.
-    """
+    """Draw from ``probabilities``."""
     return draw(probabilities(logits, temperature, top_k, top_p, min_p), uniforms)
 
 
@@ -103,18 +70,7 @@ def penalize(
     frequency: Tensor,
     repetition: Tensor,
 ) -> Tensor:
-    """Penalise what each node's own path has said already.
-
-    Args:
-        logits: [B, N, V].
-        output_counts: [B, V] int32, committed output tokens (the root too when it is one).
-        prompt_mask: [B, V] bool, tokens of the prompt; only the repetition penalty looks at them.
-        tokens: [B, N] int64; ancestors: [B, N, N] bool.
-        presence, frequency, repetition: [B] float32; repetition comes first.
-
-    Returns:
-        [B, N, V] float32.
-    """
+    """Counts of all nodes at once, by a scatter."""
     logits = logits.float()
     counts = output_counts[:, None].to(logits.dtype).repeat(1, tokens.shape[1], 1)
     below_root = ancestors.to(logits.dtype)

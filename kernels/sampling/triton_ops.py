@@ -14,7 +14,7 @@ from specmamba.kernels.sampling.torch_ops import stream_key
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
-    """See ``torch_ops.uniform``: the same numbers, bit for bit."""
+    """One launch."""
     out = torch.empty(positions.shape, dtype=torch.float32, device=positions.device)
     if out.numel() == 0:
         return out
@@ -29,12 +29,12 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """See ``torch_ops.argmax``; the first NaN where there is one."""
+    """Two launches; the first NaN where there is one."""
     return _row_peaks(logits)[0]
 
 
-def has_largest(logits: Tensor) -> Tensor:
-    """See ``torch_ops.has_largest``."""
+def has_finite_max(logits: Tensor) -> Tensor:
+    """The same launches as ``argmax``."""
     return _row_peaks(logits)[1]
 
 
@@ -46,9 +46,9 @@ def sample(
     min_p: Tensor | None,
     uniforms: Tensor,
 ) -> Tensor:
-    """See ``torch_ops.sample``; another token only where rounding moves a boundary over a uniform.
+    """Differs from PyTorch's form only where rounding moves a boundary past a uniform.
 
-    What is NaN or +inf is never drawn; where nothing can be, the token is some token.
+    Tokens whose logit is NaN or +inf are never drawn; where no token has mass, any token is returned.
     """
     rows = _Rows.of(logits)
     tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
@@ -65,7 +65,7 @@ def sample(
 def probabilities(
     logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> Tensor:
-    """See ``torch_ops.probabilities``; 0 for what is NaN or +inf, and everywhere where nothing has any mass."""
+    """0 where a logit is NaN or +inf; all 0 where no token has mass."""
     rows = _Rows.of(logits)
     probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if probs.numel() == 0:
@@ -88,7 +88,7 @@ def penalize(
     frequency: Tensor,
     repetition: Tensor,
 ) -> Tensor:
-    """See ``torch_ops.penalize``."""
+    """One launch."""
     rows, tile = _Rows.of(logits), tiles.PENALTY_TILE
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if out.numel() == 0:

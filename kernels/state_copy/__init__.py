@@ -3,16 +3,24 @@
 from torch import Tensor
 
 from specmamba.kernels import gpu
+from specmamba.kernels.dispatch import operator
 from specmamba.kernels.state_copy import torch_ops
 from specmamba.kernels.state_copy.torch_ops import needed
 
 __all__ = ["compact", "needed"]
 
 
+@operator(triton=lambda buffer, *_: gpu.can_launch(buffer))
 def compact(buffer: Tensor, rows: Tensor, source: Tensor, target: Tensor) -> None:
-    """Move entries inside rows of a buffer; see ``torch_ops.compact``."""
-    if gpu.can_launch(buffer):
-        from specmamba.kernels.state_copy import triton_ops
+    """Move entries inside rows of a buffer, in all layers at once; every read happens before any write.
 
-        return triton_ops.compact(buffer, rows, source, target)
-    return torch_ops.compact(buffer, rows, source, target)
+    Args:
+        buffer: [layers, rows, R, ...], changed in place.
+        rows: [B] int64, distinct except for row 0, which is padding.
+        source, target: [B, J] int64, entries of the row; moves of one row that share a target share the source. J is
+            at most 64 in the Triton form.
+
+    Raises:
+        ValueError: the elements of an entry are not contiguous, or have more than 8 bytes (Triton form).
+    """
+    torch_ops.compact(buffer, rows, source, target)

@@ -12,10 +12,10 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def compact(buffer: Tensor, rows: Tensor, source: Tensor, target: Tensor) -> None:
-    """See ``torch_ops.compact``; at most 64 moves of a row. The elements of an entry lie side by side.
+    """One launch for all layers and rows; at most 64 moves of a row.
 
     Raises:
-        ValueError: they do not, or an element has more than 8 bytes.
+        ValueError: the elements of an entry are not contiguous, or have more than 8 bytes.
     """
     entries = _as_integers(buffer)
     (layers, _, _, size), (batch, moves) = entries.shape, source.shape

@@ -21,8 +21,13 @@ def can_take(tokens: Tensor) -> bool:
     return tokens.is_cpu and code() is not None
 
 
-def accepted_path(tokens: Tensor, parents: Tensor, target_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``torch_ops.accepted_path``; a parent that is not smaller than its node counts as none."""
+def accepted_path(
+    tokens: Tensor,
+    parents: Tensor,
+    ancestors: Tensor,  # noqa: ARG001 -- all forms of an operator have the same parameters
+    target_tokens: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One walk from the root; a parent that is not smaller than its node counts as none."""
     native = code()
     assert native is not None
     batch, nodes = tokens.shape

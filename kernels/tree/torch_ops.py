@@ -5,14 +5,7 @@ from torch import Tensor
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """Inclusive ancestor mask by repeated squaring of the parent relation.
-
-    Args:
-        parents: [B, N] int64; parents[:, 0] = -1, parents[:, i] < i. A later node with parent -1 is padding.
-
-    Returns:
-        [B, N, N] bool; [i, j] when j is i or an ancestor of i.
-    """
+    """Repeated squaring of the parent relation."""
     num_nodes = parents.shape[1]
     nodes = torch.arange(num_nodes, device=parents.device)
     reach = (parents[..., None] == nodes) | (nodes[:, None] == nodes)
@@ -23,21 +16,12 @@ def ancestors(parents: Tensor) -> Tensor:
 
 
 def depth(ancestors: Tensor) -> Tensor:
-    """Depth of each node below the root, [B, N] int64, from the ancestor mask [B, N, N]."""
+    """The number of ancestors."""
     return ancestors.sum(-1) - 1
 
 
 def conv_index(parents: Tensor, width: int) -> Tensor:
-    """The inputs under each node's convolution kernel, oldest first.
-
-    Args:
-        parents: [B, N] int64.
-        width: kernel width W.
-
-    Returns:
-        [B, N, W] int64: the node itself last; entries >= 0 are nodes; -1 is the newest input before the root, -2 the
-        one before it, and so on.
-    """
+    """One gather of parents per input."""
     slot = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
     slots = [slot]
     for _ in range(width - 1):
@@ -49,20 +33,7 @@ def conv_index(parents: Tensor, width: int) -> Tensor:
 def accepted_path(
     tokens: Tensor, parents: Tensor, ancestors: Tensor, target_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Follow the target's own choices down each tree.
-
-    Args:
-        tokens: [B, N] int64, the drafts; tokens[:, 0] are the roots.
-        parents: [B, N] int64.
-        ancestors: [B, N, N] bool.
-        target_tokens: [B, N] int64, the target's choice after each node.
-
-    Returns:
-        path [B, N] int64 (node indices from the root to the deepest accepted node, which then repeats),
-        num_accepted [B] int64 (the root not counted),
-        path_tokens [B, N + 1] int64 (tokens of path[1:], the bonus token, and the bonus token again as padding),
-        bonus [B] int64 (the target's choice after the last accepted node).
-    """
+    """The longest path without a disagreement, by masks."""
     num_nodes = tokens.shape[1]
     if num_nodes == 1:
         zeros = torch.zeros_like(tokens)
@@ -84,33 +55,14 @@ def accepted_path(
 
 
 def commit_moves(path: Tensor, num_accepted: Tensor, node_offset: int, num_pending: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of a row's records that an accepted path moves, for ``state_copy.compact``.
-
-    Args:
-        path: [B, N] int64, num_accepted: [B] int64; from ``accepted_path``.
-        node_offset: the entry of node 0.
-        num_pending: [B] int64, entries in front that stay.
-
-    Returns:
-        source, target [B, N] int64: step s goes from node_offset + path[b, s] to num_pending[b] + s; the steps behind
-        the last accepted one repeat the move of step 0.
-    """
+    """Moves of all steps, those behind the accepted path redirected."""
     steps = torch.arange(path.shape[1], device=path.device)
     taken = torch.where(steps <= num_accepted[:, None], steps, 0)
     return node_offset + path.gather(1, taken), num_pending[:, None] + taken
 
 
 def kv_moves(path: Tensor, num_accepted: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The KV slots that an accepted path moves.
-
-    Args:
-        path: [B, N] int64, num_accepted: [B] int64; from ``accepted_path``.
-        slots: [B, N] int64, of the nodes.
-
-    Returns:
-        source, target [B, N] int64: step s goes from slots[b, path[b, s]] to slots[b, s]; the steps behind the last
-        accepted one move slot 0, which is padding, onto itself.
-    """
+    """Moves of all steps, those behind the accepted path redirected."""
     steps = torch.arange(path.shape[1], device=path.device)
     is_accepted = steps <= num_accepted[:, None]
     return torch.where(is_accepted, slots.gather(1, path), 0), torch.where(is_accepted, slots, 0)

@@ -12,7 +12,7 @@ from specmamba.kernels.tree.tiles import constexprs, tile_for
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """See ``torch_ops.ancestors``; at most 64 nodes. A parent that is not smaller than its node counts as none."""
+    """At most 64 nodes; a parent that is not smaller than its node counts as none."""
     parents, (batch, nodes) = _dense(parents), parents.shape
     mask = torch.empty(batch, nodes, nodes, dtype=torch.bool, device=parents.device)
     _launch(kernels.ancestors_kernel, batch, nodes, parents, mask, nodes, parents.stride(0))
@@ -20,7 +20,7 @@ def ancestors(parents: Tensor) -> Tensor:
 
 
 def depth(ancestors: Tensor) -> Tensor:
-    """See ``torch_ops.depth``."""
+    """The number of ancestors."""
     mask, (batch, nodes, _) = _dense(ancestors), ancestors.shape
     depths = torch.empty(batch, nodes, dtype=torch.int64, device=mask.device)
     _launch(kernels.depth_kernel, batch, nodes, mask, depths, nodes, *mask.stride()[:2])
@@ -28,7 +28,7 @@ def depth(ancestors: Tensor) -> Tensor:
 
 
 def conv_index(parents: Tensor, width: int) -> Tensor:
-    """See ``torch_ops.conv_index``; a parent that is not smaller than its node counts as none."""
+    """A parent that is not smaller than its node counts as none."""
     parents, (batch, nodes) = _dense(parents), parents.shape
     index = torch.empty(batch, nodes, width, dtype=torch.int64, device=parents.device)
     _launch(kernels.conv_index_kernel, batch, nodes, parents, index, nodes, width, parents.stride(0))
@@ -38,7 +38,7 @@ def conv_index(parents: Tensor, width: int) -> Tensor:
 def accepted_path(
     tokens: Tensor, parents: Tensor, ancestors: Tensor, target_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``torch_ops.accepted_path``."""
+    """One program walks one tree."""
     tokens, parents, target_tokens = _dense(tokens), _dense(parents), _dense(target_tokens)
     mask, (batch, nodes) = _dense(ancestors), tokens.shape
     path, path_tokens = tokens.new_empty(batch, nodes), tokens.new_empty(batch, nodes + 1)
@@ -50,7 +50,7 @@ def accepted_path(
 
 
 def commit_moves(path: Tensor, num_accepted: Tensor, node_offset: int, num_pending: Tensor) -> tuple[Tensor, Tensor]:
-    """See ``torch_ops.commit_moves``."""
+    """One program per tree."""
     path, (batch, nodes) = _dense(path), path.shape
     counts = num_accepted.contiguous(), num_pending.contiguous()
     source, target = path.new_empty(batch, nodes), path.new_empty(batch, nodes)
@@ -61,7 +61,7 @@ def commit_moves(path: Tensor, num_accepted: Tensor, node_offset: int, num_pendi
 
 
 def kv_moves(path: Tensor, num_accepted: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """See ``torch_ops.kv_moves``."""
+    """One program per tree."""
     path, slots, (batch, nodes) = _dense(path), _dense(slots), path.shape
     source, target = path.new_empty(batch, nodes), path.new_empty(batch, nodes)
     strides = path.stride(0), slots.stride(0)

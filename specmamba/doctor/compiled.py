@@ -11,7 +11,7 @@ import torch
 
 from specmamba.doctor.problems import Facts, Problem, error, warning
 from specmamba.kernels import rowwise
-from specmamba.kernels.gpu.launch import has_triton, runs_on
+from specmamba.kernels.gpu import has_triton, runs_on
 from specmamba.kernels.native.build import KERNELS, NativeUnavailableError, cache_folder
 from specmamba.kernels.native.library import open_library
 from specmamba.kernels.rowwise import torch_ops

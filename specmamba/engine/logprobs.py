@@ -66,5 +66,5 @@ def of_known_tokens(
         index = torch.tensor(piece, device=hidden.device)
         own, top, ids = sampling_ops.token_logprobs(made, index, num_top)
         found += _listed(piece, own.tolist(), top.tolist(), ids.tolist(), num_top)
-        is_sound &= bool(sampling_ops.has_largest(made[None]).all())
+        is_sound &= bool(sampling_ops.has_finite_max(made[None]).all())
     return found, is_sound

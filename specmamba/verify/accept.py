@@ -38,7 +38,7 @@ def accept(
         The verdict; the bonus token of each row is never a draft.
     """
     shape, penalties = tree.shape, batch.sampling.penalties
-    can_choose = sampling_ops.has_largest(logits)
+    can_choose = sampling_ops.has_finite_max(logits)
     if batch.sampling.biases is not None:
         biases = batch.sampling.biases
         logits = sampling_ops.add_bias(logits, biases.rows, biases.tokens, biases.values)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from specmamba.kernels.gpu.launch import has_triton
+from specmamba.kernels import gpu
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -27,9 +27,15 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 @pytest.fixture
 def gpu_device() -> str:
     """Where Triton kernels run: on the GPU, and where there is none on the CPU, through Triton's interpreter."""
-    if not has_triton():
+    if not gpu.has_triton():
         pytest.skip("needs triton: pip install 'specmamba[gpu]'")
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def launchable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators choose Triton for tensors on the CPU too, as if they were on a GPU."""
+    monkeypatch.setattr(gpu, "is_interpreted", lambda: True)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels import gpu, linear
+from specmamba.kernels import linear
 from specmamba.kernels.linear import reference, tiles, torch_ops
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -125,14 +125,12 @@ def test_inputs_that_do_not_fit_are_refused(ops, gpu_device: str) -> None:
             product(x if x.is_meta else x.to(gpu_device))
 
 
-def test_pack_chooses(ops, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "can_launch", lambda *tensors: True)
+@pytest.mark.usefixtures("launchable")
+def test_pack_chooses(ops, gpu_device: str) -> None:
     weight = normal(20, 24, seed=15).to(gpu_device)
     assert isinstance(linear.pack(weight, "int8"), ops.TritonInt8Weight)
     assert isinstance(linear.pack(weight), torch_ops.PlainWeight)
     assert isinstance(linear.pack(weight[:0], "int8"), torch_ops.PlainWeight)
-    monkeypatch.setattr(gpu, "can_launch", lambda *tensors: False)
-    assert not isinstance(linear.pack(weight, "int8"), ops.TritonInt8Weight)
 
 
 @pytest.mark.gpu

@@ -242,8 +242,8 @@ class TestProducts:
 
 class TestWhoTakesWhat:
     @pytest.fixture(autouse=True)
-    def _launchable(self, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tiles, "can_launch", lambda *tensors: True)
+    def _launchable(self, launchable: None) -> None:
+        pass
 
     @pytest.mark.parametrize("form", ["plain", "int8"])
     def test_a_whole_layer(self, form: moe.WeightForm, ops, gpu_device: str) -> None:

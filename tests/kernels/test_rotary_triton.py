@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from specmamba.kernels import gpu, rotary
-from specmamba.kernels.rotary import native_ops, reference, torch_ops
+from specmamba.kernels import rotary
+from specmamba.kernels.dispatch import operator_of
+from specmamba.kernels.rotary import reference, torch_ops
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -51,12 +52,7 @@ def test_no_positions(triton_ops: Any, gpu_device: str) -> None:
     assert [x.shape for x in triton_ops.angles(positions, frequencies, 1.0, torch.float32)] == [(0, 4, 1, 6)] * 2
 
 
-def test_the_op_takes_triton_where_it_can(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    for ops in (triton_ops, native_ops, torch_ops):
-        monkeypatch.setattr(ops, "angles", lambda *_, ops=ops: taken.append(ops))
-    monkeypatch.setattr(native_ops, "can_take", lambda *_: False)
-    for can_launch in (True, False):
-        monkeypatch.setattr(gpu, "can_launch", lambda *_, can_launch=can_launch: can_launch)
-        rotary.angles(torch.zeros(1, 2, dtype=torch.int64), torch.ones(4), 1.0, torch.float32)
-    assert taken == [triton_ops, torch_ops]
+@pytest.mark.usefixtures("launchable")
+def test_triton_is_chosen_where_it_runs() -> None:
+    given = torch.zeros(1, 2, dtype=torch.int64), torch.ones(4), 1.0, torch.float32
+    assert operator_of(rotary.angles).choose(*given) == "triton"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels import rowwise
+from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.rowwise import native_ops, reference, torch_ops
 from tests.pairwise import pairwise
 
@@ -172,17 +173,14 @@ def test_empty_batches(name: str, make: Callable[..., Arguments], ops: ModuleTyp
 
 @pytest.mark.usefixtures("needs_native")
 @CASE
-def test_the_op_takes_native_code_where_it_can(
+def test_native_code_is_chosen_where_it_runs(
     name: str, make: Callable[..., Arguments], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = []
-    for ops in (native_ops, torch_ops):
-        monkeypatch.setattr(ops, name, lambda *_, ops=ops: taken.append(ops))
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        getattr(rowwise, name)(*make(dtype, (1, 2), 8))
+    operator = operator_of(getattr(rowwise, name))
+    given = {dtype: make(dtype, (1, 2), 8) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    assert [operator.choose(*x) for x in given.values()] == ["native", "native", "torch"]
     monkeypatch.setattr(native_ops, "code", lambda: None)
-    getattr(rowwise, name)(*make(torch.float32, (1, 2), 8))
-    assert taken == [native_ops, native_ops, torch_ops, torch_ops]
+    assert operator.choose(*given[torch.float32]) == "torch"
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels import gpu, rowwise
-from specmamba.kernels.rowwise import native_ops, reference, torch_ops
+from specmamba.kernels import rowwise
+from specmamba.kernels.dispatch import operator_of
+from specmamba.kernels.rowwise import reference, torch_ops
 from tests.kernels.test_rowwise import CASE, EPS, Arguments, normal, outputs
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -148,14 +149,6 @@ def test_empty_batches(triton_ops: Any, gpu_device: str, name: str, make: Callab
 
 
 @CASE
-def test_the_op_takes_triton_where_it_can(
-    triton_ops: Any, name: str, make: Callable[..., Arguments], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = []
-    for ops in (triton_ops, native_ops, torch_ops):
-        monkeypatch.setattr(ops, name, lambda *_, ops=ops: taken.append(ops))
-    monkeypatch.setattr(native_ops, "can_take", lambda *_: False)
-    for can_launch in (True, False):
-        monkeypatch.setattr(gpu, "can_launch", lambda *_, can_launch=can_launch: can_launch)
-        getattr(rowwise, name)(*make(torch.float32, (1, 2), 8))
-    assert taken == [triton_ops, torch_ops]
+@pytest.mark.usefixtures("launchable")
+def test_triton_is_chosen_where_it_runs(name: str, make: Callable[..., Arguments]) -> None:
+    assert operator_of(getattr(rowwise, name)).choose(*make(torch.float32, (1, 2), 8)) == "triton"

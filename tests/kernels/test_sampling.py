@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels import sampling
+from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.sampling import native_ops, reference, torch_ops
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
@@ -210,7 +211,7 @@ SIZES = pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 1), (1, 3), (7, 50
 def test_native_sample_matches_reference(nodes: int, vocabulary: int, dtype: torch.dtype) -> None:
     logits = make_logits(nodes, vocabulary, seed=vocabulary + 2).to(dtype) if vocabulary > 1 else torch.zeros(8, 1, 1)
     uniforms = torch.rand(8, nodes, generator=torch.Generator().manual_seed(nodes))
-    tokens = native_ops.sample(logits, SETTINGS[0], uniforms)
+    tokens = native_ops.sample(logits, SETTINGS[0], *NO_FILTERS, uniforms)
     assert tokens.dtype == torch.int64
     assert torch.equal(tokens, reference.sample(logits.double(), SETTINGS[0], *NO_FILTERS, uniforms))
 
@@ -222,7 +223,7 @@ def test_native_sample_never_returns_an_impossible_token(uniform: float, vocabul
     logits = make_logits(6, vocabulary, seed=5)
     logits[:, :, 520:1030] = float("-inf")
     logits[:, :, 0] = logits[:, :, -1] = float("-inf")
-    tokens = native_ops.sample(logits, SETTINGS[0], torch.full((8, 6), uniform))
+    tokens = native_ops.sample(logits, SETTINGS[0], *NO_FILTERS, torch.full((8, 6), uniform))
     assert bool((logits.gather(2, tokens[..., None]) > -torch.inf).all())
 
 
@@ -233,7 +234,7 @@ def test_native_sample_meets_every_token_where_its_share_begins_and_ends() -> No
     edges = torch.cat([torch.zeros(1, dtype=torch.float64), cumulative])
     is_wide = edges.diff() > 1e-5
     for inside in (edges[:-1] + 1e-6, edges[1:] - 1e-6):
-        tokens = native_ops.sample(logits.expand(1, 1300, -1), torch.ones(1), inside[None].float())
+        tokens = native_ops.sample(logits.expand(1, 1300, -1), torch.ones(1), *NO_FILTERS, inside[None].float())
         assert torch.equal(tokens[0, is_wide], torch.arange(1300)[is_wide])
 
 
@@ -257,15 +258,15 @@ def test_argmax_matches_reference(ops: ModuleType, nodes: int, vocabulary: int, 
 
 @DTYPES
 @pytest.mark.parametrize("vocabulary", [1, 16, 37])
-def test_has_largest_matches_reference(ops: ModuleType, vocabulary: int, dtype: torch.dtype) -> None:
+def test_has_finite_max_matches_reference(ops: ModuleType, vocabulary: int, dtype: torch.dtype) -> None:
     logits = torch.full((3, 5, vocabulary), -torch.inf, dtype=dtype)
     logits[1:] = torch.randn(2, 5, vocabulary)
     logits[0, 0, vocabulary // 2] = -1e30
     for node, value in enumerate((torch.nan, torch.inf, -torch.inf, 3e38)):
         logits[1, node, vocabulary - 1] = value
-    want = reference.has_largest(logits)
+    want = reference.has_finite_max(logits)
     assert want[:2].tolist() == [[True, *[False] * 4], [False, False, vocabulary > 1, True, True]]
-    assert torch.equal(ops.has_largest(logits), want)
+    assert torch.equal(ops.has_finite_max(logits), want)
 
 
 @needs_native
@@ -279,8 +280,8 @@ def test_threads_change_nothing(dtype: torch.dtype, set_threads: Callable[[int],
     results = []
     for count in (1, 2):
         set_threads(count)
-        sampled = native_ops.sample(logits, torch.tensor([0.7, 0.0, 1.3]), uniforms)
-        results.append((native_ops.argmax(logits), native_ops.has_largest(logits), sampled))
+        sampled = native_ops.sample(logits, torch.tensor([0.7, 0.0, 1.3]), *NO_FILTERS, uniforms)
+        results.append((native_ops.argmax(logits), native_ops.has_finite_max(logits), sampled))
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
     alone = torch.cat([native_ops.argmax(row) for row in logits.flatten(0, 1).split(1)])
     assert torch.equal(results[1][0].flatten(), alone)
@@ -301,30 +302,30 @@ def test_native_choices_stay_in_the_vocabulary(value: float) -> None:
     logits = torch.zeros(2, 3, 1300)
     logits[0], logits[1, 1, 700] = value, value
     uniforms = torch.full((2, 3), 0.999)
-    for tokens in (native_ops.argmax(logits), native_ops.sample(logits, torch.tensor([0.7, 1.3]), uniforms)):
+    for tokens in (
+        native_ops.argmax(logits),
+        native_ops.sample(logits, torch.tensor([0.7, 1.3]), *NO_FILTERS, uniforms),
+    ):
         assert bool(((tokens >= 0) & (tokens < 1300)).all())
 
 
 @needs_native
-def test_native_code_is_taken_where_nothing_is_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    for ops in (native_ops, torch_ops):
-        monkeypatch.setattr(ops, "sample", lambda *_, ops=ops: taken.append(ops))
-    logits, ones = torch.zeros(1, 1, 8), torch.ones(1)
-    for filters in (NO_FILTERS, (ones.long(), None, None), (None, ones, None), (None, None, ones)):
-        sampling.sample(logits, ones, *filters, ones[None])
-    sampling.sample(logits.half(), ones, *NO_FILTERS, ones[None])
-    assert taken == [native_ops, *[torch_ops] * 4]
+def test_native_code_samples_where_there_are_no_filters() -> None:
+    logits, ones, operator = torch.zeros(1, 1, 8), torch.ones(1), operator_of(sampling.sample)
+    assert operator.choose(logits, ones, *NO_FILTERS, ones[None]) == "native"
+    assert operator.choose(logits.half(), ones, *NO_FILTERS, ones[None]) == "torch"
+    for filters in ((ones.long(), None, None), (None, ones, None), (None, None, ones)):
+        assert operator.choose(logits, ones, *filters, ones[None]) == "torch"
 
 
 @needs_native
 def test_native_code_refuses_what_does_not_fit() -> None:
     logits, ones = torch.zeros(2, 3, 8), torch.ones(2)
     for wrong in [
-        (native_ops.sample, logits, ones[:1], torch.zeros(2, 3)),
-        (native_ops.sample, logits, ones, torch.zeros(2, 2)),
-        (native_ops.sample, logits, ones.double(), torch.zeros(2, 3)),
-        (native_ops.sample, logits[..., :0], ones, torch.zeros(2, 3)),
+        (native_ops.sample, logits, ones[:1], *NO_FILTERS, torch.zeros(2, 3)),
+        (native_ops.sample, logits, ones, *NO_FILTERS, torch.zeros(2, 2)),
+        (native_ops.sample, logits, ones.double(), *NO_FILTERS, torch.zeros(2, 3)),
+        (native_ops.sample, logits[..., :0], ones, *NO_FILTERS, torch.zeros(2, 3)),
         (native_ops.argmax, logits[..., :0]),
         (native_ops.uniform, ones.long(), torch.zeros(3, 1, dtype=torch.int64)),
         (native_ops.uniform, ones, torch.zeros(2, 1)),

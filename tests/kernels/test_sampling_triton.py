@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels import sampling
+from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.sampling import reference, torch_ops
 from tests.kernels.test_sampling import DTYPES, INT64, NEUTRAL, NO_FILTERS, SETTINGS, SIZES, make_logits
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
@@ -71,7 +72,7 @@ def test_argmax_matches_reference(
 
 @DTYPES
 @pytest.mark.parametrize("vocabulary", [1, 37, 1300])
-def test_has_largest_matches_reference(
+def test_has_finite_max_matches_reference(
     triton_ops: ModuleType, gpu_device: str, vocabulary: int, dtype: torch.dtype
 ) -> None:
     logits = torch.full((3, 5, vocabulary), -torch.inf, dtype=dtype)
@@ -79,9 +80,9 @@ def test_has_largest_matches_reference(
     logits[0, 0, vocabulary // 2] = -1e30
     for node, value in enumerate((torch.nan, torch.inf, -torch.inf, 3e38)):
         logits[1, node, vocabulary - 1] = value
-    want = reference.has_largest(logits)
+    want = reference.has_finite_max(logits)
     assert want[:2].tolist() == [[True, *[False] * 4], [False, False, vocabulary > 1, True, True]]
-    assert torch.equal(triton_ops.has_largest(logits.to(gpu_device)).cpu(), want)
+    assert torch.equal(triton_ops.has_finite_max(logits.to(gpu_device)).cpu(), want)
     assert torch.equal(triton_ops.argmax(logits.to(gpu_device)).cpu(), torch_ops.argmax(logits))
 
 
@@ -281,14 +282,14 @@ def test_rejection_waits_for_the_content_of_no_tensor() -> None:
     assert torch_ops.sample(torch.empty(8, 2, 1300, device="meta"), *settings, uniforms[0, :2, 0]).shape == (8, 2)
 
 
-def test_kernels_are_taken_before_native_code(triton_ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling.gpu, "can_launch", lambda *_: True)
-    names, taken = ["uniform", "argmax", "has_largest", "sample", "probabilities", "penalize"], []
-    arguments = {"uniform": 2, "sample": 6, "probabilities": 5, "penalize": 8}
-    for name in names:
-        monkeypatch.setattr(triton_ops, name, lambda *_, name=name: taken.append(name))
-        getattr(sampling, name)(*[torch.zeros(1, 1, 4)] * arguments.get(name, 1))
-    assert taken == names
+@pytest.mark.usefixtures("launchable")
+@pytest.mark.parametrize(
+    ("name", "num_arguments"),
+    [("uniform", 2), ("argmax", 1), ("has_finite_max", 1), ("sample", 6), ("probabilities", 5), ("penalize", 8)],
+)
+def test_triton_is_chosen_where_it_runs(name: str, num_arguments: int) -> None:
+    operator = operator_of(getattr(sampling, name))
+    assert operator.choose(*[torch.zeros(1, 1, 4)] * num_arguments) == "triton"
 
 
 @pytest.mark.gpu
@@ -303,7 +304,7 @@ def test_a_graph_holds_the_choice_of_tokens(triton_ops: ModuleType) -> None:
         drafts = children[..., 0].roll(1, 1)
         rejected = sampling.residual_choice(probs, drafts, parents, probs, 1, uniforms, uniforms)
         sampled = triton_ops.sample(logits, *settings, uniforms)
-        return sampled, rejected, children, triton_ops.argmax(logits), triton_ops.has_largest(logits)
+        return sampled, rejected, children, triton_ops.argmax(logits), triton_ops.has_finite_max(logits)
 
     torch.use_deterministic_algorithms(False)  # else fresh memory is filled, which is no part of a step
     choose()

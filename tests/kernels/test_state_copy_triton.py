@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels import state_copy
+from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.state_copy import reference
 from specmamba.kernels.tree import reference as tree_reference
 from tests.kernels.test_state_copy import make_buffer, random_moves
@@ -103,12 +104,7 @@ def test_special_values_move_unchanged(gpu_device: str) -> None:
     assert torch.equal(floats.view(torch.int32).cpu(), got)
 
 
-def test_kernels_are_taken_where_they_run(gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specmamba.kernels.state_copy import triton_ops
-
-    taken = []
-    monkeypatch.setattr(state_copy.gpu, "can_launch", lambda *_: True)
-    monkeypatch.setattr(triton_ops, "compact", lambda *_: taken.append("triton"))
+@pytest.mark.usefixtures("launchable")
+def test_triton_is_chosen_where_it_runs() -> None:
     entries = torch.zeros(1, 1, dtype=torch.int64)
-    state_copy.compact(torch.zeros(1, 1, 1), entries[0], entries, entries)
-    assert taken == ["triton"]
+    assert operator_of(state_copy.compact).choose(torch.zeros(1, 1, 1), entries[0], entries, entries) == "triton"

@@ -27,7 +27,7 @@ def form(request: pytest.FixtureRequest) -> str:
 
 def accept(form: str, tokens: Tensor, parents: Tensor, mask: Tensor, target_tokens: Tensor) -> tuple[Tensor, ...]:
     if form == "native":
-        return native_ops.accepted_path(tokens, parents, target_tokens)
+        return native_ops.accepted_path(tokens, parents, mask, target_tokens)
     return torch_ops.accepted_path(tokens, parents, mask, target_tokens)
 
 
@@ -135,14 +135,14 @@ def test_a_native_walk_takes_one_shape_for_all_rows_and_refuses_what_does_not_fi
     parents = torch.arange(-1, 4).expand(3, -1)
     tokens = torch.tensor([[9, 1, 2, 3, 4], [9, 1, 2, 0, 4], [9, 0, 0, 0, 0]])
     choices = torch.tensor([[1, 2, 3, 4, 5]] * 3)
-    path, num_accepted, path_tokens, bonus = native_ops.accepted_path(tokens, parents, choices)
+    path, num_accepted, path_tokens, bonus = native_ops.accepted_path(tokens, parents, mask_of(parents), choices)
     assert num_accepted.tolist() == [4, 2, 0]
     assert path.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 2, 2], [0, 0, 0, 0, 0]]
     assert path_tokens.tolist() == [[1, 2, 3, 4, 5, 5], [1, 2, 3, 3, 3, 3], [1] * 6]
     assert bonus.tolist() == [5, 3, 1]
     for wrong in [(tokens[:2], parents, choices), (tokens, parents[:, :4], choices), (tokens, parents, choices.int())]:
         with pytest.raises(ValueError, match=r"shape|int64"):
-            native_ops.accepted_path(*wrong)
+            native_ops.accepted_path(*wrong[:2], mask_of(parents), wrong[2])
 
 
 @pytest.mark.usefixtures("needs_native")
@@ -150,8 +150,9 @@ def test_a_native_walk_takes_one_shape_for_all_rows_and_refuses_what_does_not_fi
 def test_a_parent_behind_its_node_counts_as_none(parent: int) -> None:
     """Native code reads no memory of others for it, whatever it is."""
     tokens, targets = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64)
+    mask = mask_of(torch.tensor([[-1, 0, 1]]))
     for node, want in ((1, 0), (2, 1)):
         parents = torch.tensor([[-1, 0, 1]])
         parents[0, node] = parent
-        _, num_accepted, _, _ = native_ops.accepted_path(tokens, parents, targets)
+        _, num_accepted, _, _ = native_ops.accepted_path(tokens, parents, mask, targets)
         assert num_accepted.tolist() == [want]

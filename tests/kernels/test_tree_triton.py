@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels import tree
+from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.tree import reference, torch_ops
 from tests.kernels.test_tree import guesses
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
@@ -143,22 +144,12 @@ def test_nothing_waits_for_the_content_of_a_tensor() -> None:
     assert all(x.shape == (3, 5) for x in (torch_ops.depth(mask), *moves))
 
 
-def test_large_trees_stay_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node of more than 64 has more ancestors than an integer has bits."""
-    monkeypatch.setattr(tree.gpu, "can_launch", lambda *_: True)
-    parents = batch_of_parents(("chain",), tree.MAX_NODES + 1, seed=0)
-    assert torch.equal(tree.ancestors(parents), mask_of(parents))
-
-
-def test_kernels_are_taken_before_native_code(
-    triton_ops: ModuleType, gpu_device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tree.gpu, "can_launch", lambda *_: True)
-    taken = []
-    for name in tree.__all__:
-        monkeypatch.setattr(triton_ops, name, lambda *_, name=name: taken.append(name))
-    nodes = torch.zeros(1, 3, dtype=torch.int64, device=gpu_device)
-    for name in tree.__all__:
-        extra = {"accepted_path": 3, "commit_moves": 3, "kv_moves": 2, "conv_index": 1}.get(name, 0)
-        getattr(tree, name)(nodes, *[nodes] * extra)
-    assert taken == tree.__all__
+@pytest.mark.usefixtures("launchable")
+def test_triton_takes_trees_of_up_to_64_nodes() -> None:
+    """Beyond, a node has more ancestors than an integer has bits."""
+    for num_nodes, form in ((tree.MAX_NODES, "triton"), (tree.MAX_NODES + 1, "torch")):
+        nodes = torch.zeros(1, num_nodes, dtype=torch.int64)
+        for name in ("ancestors", "depth", "conv_index", "commit_moves", "kv_moves"):
+            extra = {"commit_moves": 3, "kv_moves": 2, "conv_index": 1}.get(name, 0)
+            assert operator_of(getattr(tree, name)).choose(nodes, *[nodes] * extra) == form
+    assert operator_of(tree.accepted_path).choose(*[torch.zeros(1, 3, dtype=torch.int64)] * 4) == "triton"
