@@ -74,10 +74,7 @@ SUBCOMMANDS = {
             "specmamba.bench.prefix.__main__",
             "what the prefix cache spares, against an oracle, and what it costs",
         ),
-        "state-drift": (
-            "specmamba.bench.state_drift.__main__",
-            "how far texts drift with recurrent states in fewer bits",
-        ),
+        "state-drift": ("specmamba.bench.state_drift", "how far texts drift with recurrent states in fewer bits"),
         "ops": ("specmamba.bench.ops.__main__", "operators against PyTorch, other packages and the machine's roofline"),
         "gpu": ("specmamba.bench.gpu.__main__", "all that is to be measured on a machine with a GPU, in ten minutes"),
     },

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from specmamba.bench.state_drift import __main__ as state_drift
-from specmamba.bench.state_drift import run as state_drift_run
-from specmamba.bench.state_drift.run import Drift
+from specmamba.bench import state_drift
+from specmamba.bench.state_drift import Drift
 from specmamba.cli import SUBCOMMANDS, main
 from specmamba.config import DEMO_MODEL
 from specmamba.models.tokenizer import Tokenizer
@@ -33,25 +32,25 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_how_logits_are_compared() -> None:
     drift = Drift()
-    state_drift_run._compare_logits(drift, torch.tensor([3.0, 1.0, -1.0, 1.0]), torch.tensor([3.0, 1.5, -1.0, 0.5]))
-    state_drift_run._compare_logits(drift, torch.tensor([0.0, 2.0]), torch.tensor([2.0, 2.0 - 1e-3]))
+    state_drift._compare_logits(drift, torch.tensor([3.0, 1.0, -1.0, 1.0]), torch.tensor([3.0, 1.5, -1.0, 0.5]))
+    state_drift._compare_logits(drift, torch.tensor([0.0, 2.0]), torch.tensor([2.0, 2.0 - 1e-3]))
     assert drift.logits_error[0] == pytest.approx((0.5 / 4) ** 0.5 / 2**0.5)
     assert drift.flipped == [False, True]
 
 
 def test_how_states_are_compared() -> None:
     drift, expected = Drift(), torch.zeros(3, 1, 2, 2)
-    state_drift_run._compare_states(drift, expected, expected)  # before the first fold
+    state_drift._compare_states(drift, expected, expected)  # before the first fold
     expected[0, 0, 0, 0], expected[1, 0, 1, 1] = 4.0, 3.0
     got = expected.clone()
     got[1, 0, 1, 1] += 0.5
-    state_drift_run._compare_states(drift, expected, got)
+    state_drift._compare_states(drift, expected, got)
     assert drift.state_error == pytest.approx([0.0, 0.1])
     assert drift.layer_error == pytest.approx([0.0, 0.5 / 3])
 
 
 def test_parts_of_a_text() -> None:
-    assert state_drift_run._by_part(torch.tensor([[1.0, 1, 2, 2, 3, 3, 4, 4]] * 3)) == [1.0, 2.0, 3.0, 4.0]
+    assert state_drift._by_part(torch.tensor([[1.0, 1, 2, 2, 3, 3, 4, 4]] * 3)) == [1.0, 2.0, 3.0, 4.0]
 
 
 def run(folder: Path, tmp_path: Path, *arguments: str) -> dict[str, Any]:
@@ -106,4 +105,4 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
 
 
 def test_it_is_a_command() -> None:
-    assert SUBCOMMANDS["bench"]["state-drift"][0] == "specmamba.bench.state_drift.__main__"
+    assert SUBCOMMANDS["bench"]["state-drift"][0] == "specmamba.bench.state_drift"

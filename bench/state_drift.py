@@ -1,47 +1,77 @@
-"""The runs behind ``specmamba bench state-drift``, and what is compared.
+"""How far a text drifts when recurrent states are kept in fewer bits: the cost of ``--mamba-ssm-dtype``.
 
-One engine at a time replays all texts; what the float32 run says is kept in a file, so that neither two models nor the
-logits of a long text need to fit the memory together. With x the float32 run's and y the other's, at every token
+    specmamba bench state-drift [--tokens 4000] [--texts 3] [--json FILE] [any engine flag]
+
+The same real text is replayed with states in float32, bfloat16 and float16 by plain decoding: with records a state is
+rounded once for every full list of pending records, with ``--speculative-state snapshots`` after every token. Weights
+and activations are float32 unless ``--dtype`` says otherwise, so that nothing else is rounded. With x of the float32
+run and y of the other, at every token:
 
     logits error      rms(y - x) / rms(x - mean(x)), rms and mean over the vocabulary
     flipped           argmax(y) != argmax(x): greedy decoding would choose another token here
 
-and at ``NUM_SAMPLES`` evenly spaced tokens, over the checkpoints of all layers as they stand in their slots,
+and at ``NUM_SAMPLES`` evenly spaced tokens, over the checkpoints of all layers as they stand in their slots:
 
     state error       |Y - X| / |X|, Frobenius norms; of all layers together, and the largest of a single layer
 
-Texts are replayed: a flipped token leads no text away, so every token compares states that have seen the same input.
+Because texts are replayed, a flipped token does not change the text: at every token the compared states have seen the
+same input. One engine at a time replays all texts, and the logits and states of the float32 run are kept in files,
+because neither two models nor the logits of a long text need to fit the memory together.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field, model_validator
 
-from specmamba import LLM
-from specmamba.bench.prefix.texts import read_source
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
-from specmamba.measure.report import progress_bar
+from specmamba.measure.command import Page, Report, put_out, run_command
+from specmamba.measure.report import JsonOption, NoRadixCache, machine, progress_bar, versions
 
-if TYPE_CHECKING:
-    from specmamba.bench.state_drift.__main__ import StateDriftConfig
+if TYPE_CHECKING:  # --help must not wait for torch
+    from torch import Tensor
 
-STATE_DTYPES = ("float32", "bfloat16", "float16")  # the first is what the others are compared with
+    from specmamba import LLM
+
+PROG = "specmamba bench state-drift"
+STATE_DTYPES = ("float32", "bfloat16", "float16")  # the others are compared with the first
 NUM_SAMPLES = 16  # of states, per text
 NUM_PARTS = 4  # of a text, to see whether an error grows
 
 
+class StateDriftConfig(JsonOption):
+    """How far states kept in bfloat16 and float16 lead a text away from states kept in float32."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    speculative_algorithm: Annotated[
+        Literal["none"], Field(description="text is replayed by plain decoding, so that all types round alike")
+    ] = "none"
+    disable_radix_cache: NoRadixCache = True
+    tokens: Annotated[int, Field(ge=16, description="tokens of a text that are replayed")] = 4000
+    texts: Annotated[int, Field(ge=1, description="texts; each starts from an empty state")] = 3
+    prompts: Annotated[
+        Path | None,
+        Field(description="take the text from the prompts of this file; none: bundled ones and held-out Python files"),
+    ] = None
+
+    @model_validator(mode="after")
+    def _all_types_are_run(self) -> StateDriftConfig:
+        if "mamba_ssm_dtype" in self.model_fields_set:
+            raise ValueError("--mamba-ssm-dtype: this measures all of its types, one after the other; drop it")
+        return self
+
+
 @dataclass
 class Drift:
-    """What has been compared of one type; an entry per text and token, or per text and sample."""
+    """Errors of one type of states: an entry per text and token, or per text and sample."""
 
     logits_error: list[float] = field(default_factory=list)
     flipped: list[bool] = field(default_factory=list)
@@ -50,12 +80,43 @@ class Drift:
     largest_state: float = 0.0  # element, in absolute value
 
 
-def measure(config: StateDriftConfig) -> tuple[dict[str, object], list[dict[str, Any]]]:
-    """The engine's description, and the figures by type.
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark. Returns the exit status: 0, or 130 after Ctrl-C."""
+    return run_command(PROG, StateDriftConfig, arguments, _run)
+
+
+def _run(config: StateDriftConfig) -> int:
+    put_out(config, measure_and_report(config), print_report)
+    return 0
+
+
+def measure_and_report(config: StateDriftConfig) -> dict[str, Any]:
+    """Measure all types; the report as a JSON object.
 
     Raises:
-        SpecmambaError: the flags do not allow to start, or the model has no recurrent state, or too short a context.
+        SpecmambaError: the flags do not allow to start, or the model has no recurrent state or too short a context.
     """
+    description, results = _measure(config)
+    return {
+        "model": Path(str(description["model"])).name,
+        "architecture": description["architecture"],
+        "parameters": description["parameters"],
+        "dtype": description["dtype"],
+        "device": description["device"],
+        "speculative_state": description["speculative_state"],
+        "machine": machine(),
+        "versions": versions(),
+        "seed": config.seed,
+        "texts": config.texts,
+        "tokens_per_text": config.tokens,
+        "results": results,
+    }
+
+
+def _measure(config: StateDriftConfig) -> tuple[dict[str, object], list[dict[str, Any]]]:
+    """The engine's description, and the figures by type."""
+    from specmamba import LLM
+
     description: dict[str, object] = {}
     results = []
     with (
@@ -76,7 +137,7 @@ def measure(config: StateDriftConfig) -> tuple[dict[str, object], list[dict[str,
 
 
 class Kept:
-    """What the float32 run said of one text: logits of every token, checkpoints at the sampled ones."""
+    """The float32 run of one text, in files: logits of every token, checkpoints at the sampled tokens."""
 
     def __init__(self, folder: Path, llm: LLM, num_tokens: int) -> None:
         folder.mkdir()
@@ -87,12 +148,16 @@ class Kept:
 
 
 def _on_disk(file: Path, shape: Sequence[int]) -> Tensor:
+    import torch
+
     size = torch.Size(shape)
     return torch.from_file(str(file), shared=True, size=size.numel(), dtype=torch.float32).view(size)
 
 
 def _texts(config: StateDriftConfig, llm: LLM) -> list[list[int]]:
-    """Real text, the same for every engine. Raises ConfigError."""
+    """Cut real text, the same for every engine. Raises ConfigError."""
+    from specmamba.bench.prefix.texts import read_source
+
     if config.tokens >= llm.engine.context_length:
         raise ConfigError(
             f"--tokens {config.tokens}: with the first token that is more than the {llm.engine.context_length} that fit"
@@ -107,7 +172,7 @@ def _texts(config: StateDriftConfig, llm: LLM) -> list[list[int]]:
 def _replay(
     llm: LLM, text: list[int], kept: Kept, drift: Drift, is_reference: bool, advance: Callable[[], None]
 ) -> None:
-    """Lead plain decoding along a text, and keep or compare what it says."""
+    """Replay a text by plain decoding; keep the reference's logits and states, or compare with them."""
     states, scheduler = llm.engine.pools.states.recurrent, llm.engine.scheduler
     position = 0
 
@@ -132,13 +197,16 @@ def _replay(
 
 
 def _compare_logits(drift: Drift, expected: Tensor, got: Tensor) -> None:
+    """Note the error of logits [V]."""
     spread = (expected - expected.mean()).square().mean().sqrt()
     drift.logits_error.append(float((got - expected).square().mean().sqrt() / spread))
     drift.flipped.append(bool(got.argmax() != expected.argmax()))
 
 
 def _compare_states(drift: Drift, expected: Tensor, got: Tensor) -> None:
-    """[layers, Hv, K, V] each."""
+    """Note the error of checkpoints [layers, Hv, K, V]."""
+    import torch
+
     error, size = (x.square().sum((1, 2, 3)) for x in (got - expected, expected))
     smallest = torch.finfo(torch.float32).tiny  # before the first fold a checkpoint is zero
     drift.state_error.append(float((error.sum() / size.sum().clamp(min=smallest)).sqrt()))
@@ -146,13 +214,15 @@ def _compare_states(drift: Drift, expected: Tensor, got: Tensor) -> None:
 
 
 def _figures(name: str, drift: Drift, config: StateDriftConfig, llm: LLM) -> dict[str, Any]:
-    """Of one type, ready for JSON."""
+    """The figures of one type as a JSON object; the reference has no errors."""
+    import torch
+
     figures: dict[str, Any] = {
         "state_dtype": name,
         "state_bytes_per_slot": llm.engine.model.cache_shape.state_bytes_per_slot,
         "largest_state_element": drift.largest_state,
     }
-    if not drift.logits_error:  # it is what the others are compared with
+    if not drift.logits_error:
         return figures
     logits = torch.tensor(drift.logits_error).view(config.texts, config.tokens)
     flipped = torch.tensor(drift.flipped).view(config.texts, config.tokens)
@@ -172,5 +242,40 @@ def _figures(name: str, drift: Drift, config: StateDriftConfig, llm: LLM) -> dic
 
 
 def _by_part(x: Tensor) -> list[float]:
-    """Means over quarters of the texts, x [texts, tokens]."""
+    """Means over the quarters of the texts, x [texts, tokens]."""
     return [float(part.mean()) for part in x.tensor_split(NUM_PARTS, dim=1)]
+
+
+def print_report(report: Report) -> None:
+    """Print a table with a row per type of states."""
+    page, total = Page(), report["texts"] * report["tokens_per_text"]
+    page.lines(
+        f"{report['model']}, {report['dtype']} on {report['device']}, {report['speculative_state']}: {report['texts']} "
+        f"texts of {report['tokens_per_text']:,} tokens, compared with states in float32"
+    )
+    page.table(
+        (
+            *("states", "KiB\nper slot", "largest\nelement", "state\nerror", "at the\nend", "worst\nlayer"),
+            *("logits error\nby quarter", "other choice\nby quarter, %", f"of {total:,}"),
+        ),
+        [_row(figures) for figures in report["results"]],
+    )
+
+
+def _row(figures: Report) -> list[str]:
+    sizes = [f"{figures['state_bytes_per_slot'] / 1024:,.0f}", f"{figures['largest_state_element']:.3g}"]
+    row = [figures["state_dtype"], *sizes]
+    if "state_error" not in figures:
+        return row
+    errors = ("state_error", "state_error_at_the_end", "state_error_largest_layer")
+    return [
+        *row,
+        *(f"{figures[name]:.1e}" for name in errors),
+        " ".join(f"{value:.1e}" for value in figures["logits_error_by_part"]),
+        " ".join(f"{100 * value:.2f}" for value in figures["flipped_share_by_part"]),
+        str(figures["flipped"]),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
