@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from specmamba.bench.http_overhead import __main__ as http_overhead
+from specmamba.bench.http_overhead.__main__ import print_report, summary
 from specmamba.bench.http_overhead.client import Connection, ask_all, num_tokens, request_bytes
-from specmamba.bench.http_overhead.tables import print_report, summary
 from specmamba.errors import SpecmambaError
 from tests.fake_engine import TEXT, FakeEngine, serving
 

@@ -1,4 +1,4 @@
-"""The siege: what bad clients do and are told, what is made of the figures, and a short one of the demo."""
+"""The soak benchmark: endings of bad clients, figures and bounds, and a short run with the demo."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import httpx
 import pytest
 
 from specmamba.bench.soak import __main__ as soak
-from specmamba.bench.soak.bad_clients import ON_A_STREAM, Fault, Mischief, commit
+from specmamba.bench.soak.bad_clients import IN_PLACE_OF_STREAMS, REFUSED, Fault, FaultContext, run_fault
 from specmamba.bench.soak.clients import Requests, Tally, Timing, well_behaved
 from specmamba.bench.soak.figures import Bounds, broken_bounds, memory_report, phase_report, print_report, slowdowns
-from specmamba.bench.soak.refused import BESIDE
 from tests.fake_engine import FakeEngine, Served, serving, wait_until
 
 REFUSALS = {
@@ -47,34 +46,34 @@ REFUSALS = {
 }
 
 
-def commit_all(served: Served, faults: Mapping[str, Fault]) -> dict[str, str]:
-    """All of them at once; how each ended."""
+def run_all_faults(served: Served, faults: Mapping[str, Fault]) -> dict[str, str]:
+    """Run all faults at once; how each ended."""
     url = httpx.URL(served.url)
     address = (url.host, int(url.port or 0))
     requests = Requests(f"{url.host}:{url.port}", ["def main():"], 40, seed=0)
 
     async def run() -> list[str]:
-        mischiefs = [Mischief(address, requests, number, random.Random(number)) for number in range(len(faults))]
-        return list(await asyncio.gather(*map(commit, faults.values(), mischiefs)))
+        contexts = [FaultContext(address, requests, number, random.Random(number)) for number in range(len(faults))]
+        return list(await asyncio.gather(*map(run_fault, faults.values(), contexts)))
 
     return dict(zip(faults, asyncio.run(run()), strict=True))
 
 
 def test_what_is_sent_beside_the_streams_is_refused() -> None:
     with serving(read_timeout=0.3) as served:
-        endings = commit_all(served, BESIDE)
+        endings = run_all_faults(served, REFUSED)
         assert not served.engine.seen_params
         assert served.complete(prompt="x").status_code == 200
     assert endings == REFUSALS
 
 
 def test_what_takes_the_place_of_a_stream_leaves_nothing() -> None:
-    faults = {name: fault for name, fault in ON_A_STREAM.items() if name not in ("stop reading", "constrained")}
+    faults = {name: fault for name, fault in IN_PLACE_OF_STREAMS.items() if name not in ("stop reading", "constrained")}
     with serving(FakeEngine(step_s=0.02)) as served:
-        endings = commit_all(served, faults)
+        endings = run_all_faults(served, faults)
         wait_until(lambda: not served.engine.running)
         assert served.complete(prompt="x").status_code == 200
-        assert len(served.engine.seen_params) >= 2  # those who asked for the whole
+        assert len(served.engine.seen_params) >= 2  # faults that send a whole request
         assert len(served.engine.aborted) >= 1
     assert endings == {name: "200" if name in ("hang up mid stream", "read slowly") else "left" for name in faults}
 
@@ -160,7 +159,7 @@ def test_a_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "told"),
+    ("place", "value", "message"),
     [
         ("after.kv_tokens", 3, "kv_tokens: 3 held by an idle server"),
         ("after.states", 1, "states: 1 held by an idle server"),
@@ -179,7 +178,7 @@ def test_a_report(capsys: pytest.CaptureFixture[str]) -> None:
         ("phases.with bad clients.first_ms.p50", math.nan, "first_ms p50: nan times that without bad clients"),
     ],
 )
-def test_every_bound(place: str, value: object, told: str) -> None:
+def test_every_bound(place: str, value: object, message: str) -> None:
     figures = copy.deepcopy(report())
     *parents, name = place.split(".")
     inner = figures
@@ -187,11 +186,11 @@ def test_every_bound(place: str, value: object, told: str) -> None:
         inner = inner[parent]
     assert name in inner
     inner[name] = value
-    assert broken_bounds(figures, Bounds(1.3, 5.0)) == [told]
+    assert broken_bounds(figures, Bounds(1.3, 5.0)) == [message]
 
 
-def test_a_short_siege(tmp_path: Path) -> None:
-    """Of the demo. What is bound to time is not bound here: the machine may be doing anything else."""
+def test_a_short_run(tmp_path: Path) -> None:
+    """With the demo; bounds on time are off, because the machine may be busy."""
     file = tmp_path / "report.json"
     flags = ["--minutes", "0.02", "--rounds", "1", "--warmup", "0.2", "--streams", "8", "--max-tokens", "16"]
     flags += ["--max-running-requests", "8", "--max-total-tokens", "4096", "--bad-share", "0.25", "--json", str(file)]

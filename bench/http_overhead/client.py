@@ -1,6 +1,6 @@
-"""The cheapest client there is: its processor time must not be in the figures of a server on the same two cores.
+"""A minimal HTTP client for load on the same machine: it takes as little processor time from the server as possible.
 
-An answer is kept as the bytes that come, and looked at when it has ended.
+An answer is kept as raw bytes and parsed after its end.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _HEAD_END, _LAST_CHUNK = b"\r\n\r\n", b"0\r\n\r\n"
 
 
 class Connection(asyncio.Protocol):
-    """One connection that stays open; one request at a time.
+    """One connection that stays open, for one request at a time.
 
-    ``sent_at``, ``first_at`` and ``last_at`` are ``time.perf_counter()`` of the latest request, of the first bytes of
-    its answer's body and of the last ones.
+    ``sent_at``, ``first_at`` and ``last_at`` are times of ``time.perf_counter()``: when the latest request was sent, and
+    when the first and the last bytes of its answer's body arrived.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,14 @@ class Connection(asyncio.Protocol):
             self._answer.set_exception(SpecmambaError(f"the server hung up: {error or 'end of file'}"))
 
     async def ask(self, request: bytes) -> bytes:
-        """Send a whole request; the bytes of its answer, head and all. Raises SpecmambaError: the server hung up."""
+        """Send a whole request and wait for its answer.
+
+        Returns:
+            The bytes of the answer, head included.
+
+        Raises:
+            SpecmambaError: the server hung up.
+        """
         if self._transport is None or self._transport.is_closing():
             raise SpecmambaError("the connection is closed")
         self.sent_at, self.first_at = time.perf_counter(), 0.0
@@ -78,7 +85,7 @@ class Connection(asyncio.Protocol):
 
 
 def request_bytes(host: str, body: Mapping[str, Any]) -> bytes:
-    """A whole POST."""
+    """The bytes of a POST request with a JSON body to the completions of ``host`` ("address:port")."""
     data = json.dumps(body).encode()
     head = (
         f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -87,7 +94,11 @@ def request_bytes(host: str, body: Mapping[str, Any]) -> bytes:
 
 
 def num_tokens(answer: bytes) -> int:
-    """The tokens that an answer's usage counts, whole or streamed. Raises SpecmambaError: it is no success."""
+    """The completion tokens in the usage of an answer, whole or streamed.
+
+    Raises:
+        SpecmambaError: the status is not 200, or the answer ended before its usage.
+    """
     head, _, body = answer.partition(_HEAD_END)
     if b" 200 " not in head.split(b"\r\n", 1)[0]:
         raise SpecmambaError(f"the server answered {head[:60]!r}: {body[:300]!r}")
@@ -100,19 +111,19 @@ def num_tokens(answer: bytes) -> int:
 
 
 async def ask_all(address: tuple[str, int], requests: Sequence[Sequence[bytes]]) -> list[bytes]:
-    """Ask on one connection for each inner sequence, at once; on each, one request after the other."""
+    """Send requests on one connection per inner sequence, all at once; on a connection one after the other."""
     loop = asyncio.get_running_loop()
     connections = [(await loop.create_connection(Connection, *address))[1] for _ in requests]
 
-    async def client(connection: Connection, its: Sequence[bytes]) -> list[bytes]:
-        return [await connection.ask(request) for request in its]
+    async def client(connection: Connection, own: Sequence[bytes]) -> list[bytes]:
+        return [await connection.ask(request) for request in own]
 
     try:
         answers = await asyncio.gather(*map(client, connections, requests))
     finally:
         for connection in connections:
             connection.close()
-    return [answer for its in answers for answer in its]
+    return [answer for of_one in answers for answer in of_one]
 
 
 def _content_length(head: bytes) -> int | None:

@@ -19,7 +19,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one answer: seconds to its first text, and per token after that."""
+    """The latency of one answer in seconds: to its first text, and per token after that."""
 
     first_s: float
     per_token_s: float
@@ -27,7 +27,7 @@ class Timing:
 
 @dataclass
 class Tally:
-    """What happened to the clients of a phase."""
+    """What happened to the clients of one phase."""
 
     timings: list[Timing] = field(default_factory=list)
     num_tokens: int = 0
@@ -37,7 +37,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What is asked, seeded: bundled prompts, and answers of many lengths, so that clients do not go in step."""
+    """Makes seeded requests: bundled prompts, and answers of many lengths, so that clients do not run in step."""
 
     host: str
     prompts: Sequence[str]
@@ -49,7 +49,7 @@ class Requests:
         return cls(f"{address[0]}:{address[1]}", [text.text for text in bundled_texts()], max_tokens, seed)
 
     def stream(self, number: int, **fields: object) -> bytes:
-        """A streamed completion of 1/4 to all of ``max_tokens``; ``fields`` come before what is chosen here."""
+        """A request for a streamed completion of 1/4 to all of ``max_tokens``; ``fields`` replace its own fields."""
         chosen = random.Random(f"{self.seed} {number}")
         return request_bytes(
             self.host,
@@ -72,7 +72,7 @@ async def connect(address: Address) -> Connection:
 
 
 async def well_behaved(address: Address, next_request: Callable[[], bytes], until: float, tally: Tally) -> None:
-    """Ask until ``time.monotonic()`` is ``until``, and take the last answer to its end."""
+    """Ask one request after the other until ``until`` (``time.monotonic()``), and read the last answer to its end."""
     connection: Connection | None = None
     while time.monotonic() < until:
         try:
@@ -94,6 +94,6 @@ async def well_behaved(address: Address, next_request: Callable[[], bytes], unti
 
 
 def timing(connection: Connection, count: int) -> Timing:
-    """Of the answer of ``count`` tokens that has just come."""
+    """The latency of the latest answer on a connection, which has ``count`` tokens."""
     spent_s = connection.last_at - connection.first_at
     return Timing(connection.first_at - connection.sent_at, spent_s / max(1, count - 1))

@@ -1,4 +1,4 @@
-"""The figures of a siege, the bounds that they must keep, and their table."""
+"""The figures of the soak benchmark, the bounds that they must keep, and their tables."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import Any
 
 from specmamba.bench.serving.report import percentile
 from specmamba.bench.soak.clients import Tally
+from specmamba.measure.command import Page
 
 LATENCIES = ("first_ms", "per_token_ms")
 _POOLS = {"kv_tokens": 0, "states": 0}  # nothing may be held by an idle server with an empty cache
 _SAME = ("free_pages", "free_states")
-_SPARE = {"descriptors": 0, "threads": 8}  # more than before: pools of threads grow to their size when first used
+_SPARE = {"descriptors": 0, "threads": 8}  # allowed growth: pools of threads reach their size when first used
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What may not be exceeded. ``slowdown``: of good clients, with bad ones over without."""
+    """Upper bounds. ``slowdown``: latency of good clients with bad ones over that without."""
 
     slowdown: float
     mb_per_minute: float
 
 
 def phase_report(tallies: Sequence[Tally]) -> dict[str, Any]:
-    """All phases of a kind: latencies of well-behaved clients in milliseconds, and what happened to whom."""
+    """Sum up all phases of a kind: latencies of good clients in milliseconds, their failures, endings of faults."""
     timings = [timing for tally in tallies for timing in tally.timings]
     failures, outcomes = Counter[str](), Counter[tuple[str, str]]()
     for tally in tallies:
@@ -52,7 +53,7 @@ def _endings(outcomes: Counter[tuple[str, str]], name: str) -> dict[str, int]:
 
 
 def memory_report(samples: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Memory in MiB over time in seconds: ends, and the slope of the least-squares line in MiB per minute."""
+    """The growth of memory, from samples (seconds, MiB): first, last, and the slope of the least-squares line."""
     times, sizes = [time for time, _ in samples], [size for _, size in samples]
     enough = len(set(times)) > 1
     slope = statistics.linear_regression(times, sizes).slope * 60 if enough else math.nan
@@ -60,7 +61,7 @@ def memory_report(samples: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def slowdowns(phases: Mapping[str, Any]) -> dict[str, float]:
-    """Latency with bad clients over that without, by figure."""
+    """Latency of good clients with bad ones over that without, by figure."""
     good, mixed = phases.values()
     return {f"{name} p{q}": mixed[name][f"p{q}"] / good[name][f"p{q}"] for name in LATENCIES for q in (50, 95)}
 
@@ -91,7 +92,7 @@ def _not_answered(report: Mapping[str, Any]) -> list[str]:
     return broken
 
 
-_NO_ENDS = ("silence", "never stopped")  # a bad client that was not told off
+_NO_ENDS = ("silence", "never stopped")  # endings of clients that the server should have dropped
 
 
 def _too_slow(report: Mapping[str, Any], bounds: Bounds) -> list[str]:
@@ -108,37 +109,34 @@ def _not_ended(end: Mapping[str, Any]) -> list[str]:
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """Latencies, faults and what is left, as tables, and the bounds that were broken."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160  # a file has no edge
-
-    def say(text: str) -> None:
-        console.print(text, markup=False)
-
-    say(
+    """Print tables of latencies and faults, what the server holds, and the bounds that are broken."""
+    page, phases = Page(), report["phases"]
+    page.lines(
         f"{report['model']}: {report['streams']} streams; with bad clients {report['bad_streams']} of them are bad, "
         f"and {report['bad_clients_beside']} more clients send what is refused"
     )
-    table = Table("", "answers", "tokens", "first token p50, p95 ms", "per token p50, p95 ms", box=SIMPLE_HEAD)
-    for name, phase in report["phases"].items():
-        cells = [f"{phase[figure]['p50']:.1f}, {phase[figure]['p95']:.1f}" for figure in LATENCIES]
-        table.add_row(name, str(phase["answers"]), str(phase["tokens"]), *cells)
-    ratios = [f"{ratio:.2f}" for ratio in slowdowns(report["phases"]).values()]
-    table.add_row("ratio", "", "", ", ".join(ratios[:2]), ", ".join(ratios[2:]))
-    console.print(table)
-    faults = Table("fault", "endings", box=SIMPLE_HEAD)
-    for phase in report["phases"].values():
-        for name, endings in phase["faults"].items():
-            faults.add_row(name, ", ".join(f"{number} {ending}" for ending, number in endings.items()))
-    console.print(faults)
+    ratios = [f"{ratio:.2f}" for ratio in slowdowns(phases).values()]
+    page.table(
+        ("", "answers", "tokens", "first token p50, p95 ms", "per token p50, p95 ms"),
+        [
+            *(
+                (name, str(phase["answers"]), str(phase["tokens"]), *_latencies(phase))
+                for name, phase in phases.items()
+            ),
+            ("ratio", "", "", ", ".join(ratios[:2]), ", ".join(ratios[2:])),
+        ],
+    )
+    faults = [item for phase in phases.values() for item in phase["faults"].items()]
+    endings = [(name, ", ".join(f"{number} {ending}" for ending, number in its.items())) for name, its in faults]
+    page.table(("fault", "endings"), endings, text_columns=(0, 1))
     memory, after = report["memory"], report["after"]
-    say(f"memory: {memory['first_mb']} to {memory['last_mb']} MiB, {memory['mb_per_minute']:+.2f} MiB a minute")
-    say("left: " + ", ".join(f"{name} {value} (was {report['before'][name]})" for name, value in after.items()))
-    say(f"SIGTERM: {report['end']['endings']}, exit status {report['end']['exit_status']}")
-    for line in report["broken"] or ("all bounds are kept",):
-        say(line)
+    page.lines(
+        f"memory: {memory['first_mb']} to {memory['last_mb']} MiB, {memory['mb_per_minute']:+.2f} MiB a minute",
+        "left: " + ", ".join(f"{name} {value} (was {report['before'][name]})" for name, value in after.items()),
+        f"SIGTERM: {report['end']['endings']}, exit status {report['end']['exit_status']}",
+        *(report["broken"] or ("all bounds are kept",)),
+    )
+
+
+def _latencies(phase: Mapping[str, Any]) -> list[str]:
+    return [f"{phase[figure]['p50']:.1f}, {phase[figure]['p95']:.1f}" for figure in LATENCIES]

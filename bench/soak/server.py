@@ -1,4 +1,4 @@
-"""The server under siege: a process of its own, what it holds, and how it ends. Linux only: it reads /proc."""
+"""The server of the soak benchmark: a process, what it holds, and how it ends. Linux only: it reads /proc."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
 
 import specmamba
 from specmamba.bench.serving.server import SERVE, StartedServer, engine_flags
 from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
 
-# What a client may do to the server before it is dropped, short enough for a run to see that happen.
+# Short limits of the server, so that a short run sees it drop clients.
 SERVER_FLAGS = (
     *("--read-timeout", "3"),
     *("--write-timeout", "3"),
@@ -37,7 +36,7 @@ _SAMPLE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What the process holds when nobody asks it anything and its cache is empty."""
+    """Resources that the process holds while it is idle and its cache is empty."""
 
     kv_tokens: int
     states: int
@@ -47,30 +46,35 @@ class Holdings:
     threads: int
 
 
-class Besieged:
-    """A running server and its process."""
+class ServerProcess:
+    """A running server: its address, its process, and questions to both."""
 
     def __init__(self, url: str, process: subprocess.Popen[bytes], server: StartedServer) -> None:
         self.url, self._process, self._server = url, process, server
-        self.address = (str(httpx.URL(url).host), int(httpx.URL(url).port or 0))
+        parts = urlsplit(url)
+        self.address = (str(parts.hostname), int(parts.port or 0))
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def check(self) -> None:
-        """Raises SpecmambaError when it has ended."""
+        """Raise SpecmambaError if the server has ended."""
         self._server.check()
 
     def get(self, path: str) -> dict[str, Any]:
         return self._ask("GET", path)
 
     def rss_mb(self) -> float:
-        """Memory that the process has in use, in MiB."""
+        """Resident memory of the process in MiB."""
         return self._status("VmRSS") / 1024
 
     def settle(self) -> Holdings:
-        """Wait until nothing runs, empty the cache, and see what is left. Raises SpecmambaError: something runs on."""
+        """Wait until nothing runs, empty the cache, and count what is still held.
+
+        Raises:
+            SpecmambaError: requests still run after ``_SETTLE_TIMEOUT_S``.
+        """
         deadline = time.monotonic() + _SETTLE_TIMEOUT_S
         while (stats := self._stats())["num_running"] or stats["num_waiting"]:
             if time.monotonic() > deadline:
@@ -78,7 +82,7 @@ class Besieged:
             time.sleep(0.1)
         self._ask("POST", "/flush_cache")
         stats, cache = self._stats(), self.get("/cache")
-        self._wait_for_connections()  # these questions' own among them
+        self._wait_for_connections()  # those of the requests above too
         return Holdings(
             kv_tokens=int(stats["kv_used_tokens"] + stats["kv_cached_tokens"]),
             states=int(stats["state_used_slots"] + stats["state_cached_slots"]),
@@ -92,7 +96,7 @@ class Besieged:
         self._process.send_signal(signal.SIGTERM)
 
     def wait(self) -> int:
-        """The exit status; -9 when it had to be killed."""
+        """Wait for the end; the exit status, -9 if the process had to be killed."""
         try:
             return self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -103,6 +107,8 @@ class Besieged:
         return dict(self.get("/server_info")["stats"])
 
     def _ask(self, method: str, path: str) -> dict[str, Any]:
+        import httpx
+
         with httpx.Client(base_url=self.url, timeout=_END_TIMEOUT_S, trust_env=False) as client:
             response = client.request(method, path)
         if response.status_code != httpx.codes.OK:
@@ -110,7 +116,7 @@ class Besieged:
         return dict(response.json())
 
     def _wait_for_connections(self) -> None:
-        """Descriptors of connections go when the server notices that they are closed: give it a few seconds."""
+        """Wait until the number of open files falls no more: the server closes its side of a connection later."""
         fewest, quiet_since = self._num_descriptors(), time.monotonic()
         while time.monotonic() < quiet_since + 1:
             time.sleep(0.1)
@@ -127,8 +133,12 @@ class Besieged:
 
 
 @contextmanager
-def besieged_server(config: EngineConfig, timeout_s: float) -> Iterator[Besieged]:
-    """Start a server with the engine flags of ``config`` and ``SERVER_FLAGS``. Raises SpecmambaError."""
+def server_process(config: EngineConfig, timeout_s: float) -> Iterator[ServerProcess]:
+    """Start a server with the engine flags of ``config`` and ``SERVER_FLAGS``; it ends with the context.
+
+    Raises:
+        SpecmambaError: it does not start within ``timeout_s``.
+    """
     command = [*SERVE, "--host", "127.0.0.1", "--port", "0", *SERVER_FLAGS, *engine_flags(config)]
     paths = [str(Path(specmamba.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -138,13 +148,13 @@ def besieged_server(config: EngineConfig, timeout_s: float) -> Iterator[Besieged
         )
         server = StartedServer(process, log)
         try:
-            yield Besieged(server.wait_until_ready(timeout_s), process, server)
+            yield ServerProcess(server.wait_until_ready(timeout_s), process, server)
         finally:
             server.end()
 
 
-async def sample_rss(server: Besieged, samples: list[tuple[float, float]]) -> None:
-    """Append (seconds of time.monotonic(), MiB) until cancelled."""
+async def sample_rss(server: ServerProcess, samples: list[tuple[float, float]]) -> None:
+    """Append (``time.monotonic()``, MiB of resident memory) every ``_SAMPLE_S`` until cancelled."""
     while True:
         try:
             samples.append((time.monotonic(), server.rss_mb()))
