@@ -20,8 +20,8 @@ _HEAD_END, _LAST_CHUNK = b"\r\n\r\n", b"0\r\n\r\n"
 class Connection(asyncio.Protocol):
     """One connection that stays open, for one request at a time.
 
-    ``sent_at``, ``first_at`` and ``last_at`` are times of ``time.perf_counter()``: when the latest request was sent, and
-    when the first and the last bytes of its answer's body arrived.
+    ``sent_at``, ``first_at`` and ``last_at`` are times of ``time.perf_counter()``: the latest request was sent, the
+    first bytes of its answer's body arrived, and the last ones.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ one after the other. In every second phase a share of them (``--bad-share``) are
 the middle, stop reading or ask for constrained answers, and as many others send requests that must be refused
 (bad_clients.py). So the engine never runs more streams than in the phases without bad clients. Each kind of phase takes
 ``--minutes`` in all. Afterwards the server must be as it was before: nothing runs, no place in a pool is held, and it
-has as many open files and threads. Its memory must not have grown over all phases (slope of a least-squares line), and the
+has as many open files and threads. Its memory must not have grown over all phases (slope of a least-squares line). The
 latency of good clients must be within ``--at-most`` of that without bad ones. At the end SIGTERM comes during work:
 every answer must finish or end with an error message, and the exit status must be 0.
 

@@ -11,20 +11,17 @@ import asyncio
 import json
 import math
 import random
-import socket
-import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from specmamba.bench.soak.clients import Address, Requests
+from specmamba.bench.soak.clients import Address, Requests, Wire, connected
 
 _PATIENCE_S = 60.0
 _TINY_BUFFER = 2048
 _LARGE = 1 << 30  # bytes that are announced and never sent
-_LAST_CHUNK = b"0\r\n\r\n"
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "size": {"type": "integer"}},
@@ -51,54 +48,6 @@ class FaultContext:
 
 
 Fault = Callable[[FaultContext], Awaitable[str]]
-
-
-class Wire:
-    """A connection that sends and receives raw bytes."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-        self._tail = b""
-
-    async def send(self, data: bytes) -> None:
-        self.writer.write(data)
-        await self.writer.drain()
-
-    async def status(self) -> str:
-        """Read the status of the answer, or "closed"."""
-        line = await self.reader.readline()
-        return line.split()[1].decode() if line.startswith(b"HTTP/") else "closed"
-
-    async def has_more(self, size: int) -> bool:
-        """Read up to ``size`` bytes of a streamed answer; False at its end, where the connection stays open."""
-        data = await self.reader.read(size)
-        self._tail = (self._tail + data)[-len(_LAST_CHUNK) :]
-        return bool(data) and self._tail != _LAST_CHUNK
-
-    def reset(self) -> None:
-        """Close at once with a TCP reset."""
-        connection = self.writer.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.writer.transport.abort()
-
-
-@asynccontextmanager
-async def connected(address: Address, buffer: int | None = None) -> AsyncIterator[Wire]:
-    """A connection that is closed with the context. ``buffer``: size of the kernel's receive buffer in bytes."""
-    connection = socket.socket()
-    if buffer is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)  # has no effect after connecting
-    connection.setblocking(False)
-    try:
-        await asyncio.get_running_loop().sock_connect(connection, address)
-    except BaseException:
-        connection.close()
-        raise
-    wire = Wire(*await asyncio.open_connection(sock=connection, limit=buffer or 1 << 16))
-    try:
-        yield wire
-    finally:
-        wire.writer.close()
 
 
 async def run_fault(fault: Fault, context: FaultContext, until: float = math.inf) -> str:

@@ -1,18 +1,22 @@
-"""Well-behaved clients: each streams one answer after the other over one connection."""
+"""Good clients, which stream one answer after the other, and the raw connections of bad ones."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from specmamba.bench.http_overhead.client import Connection, num_tokens, request_bytes
 from specmamba.errors import SpecmambaError
 from specmamba.measure.prompts import bundled_texts
 
+_LAST_CHUNK = b"0\r\n\r\n"
 _PATIENCE_S = 120.0  # for one answer
 Address = tuple[str, int]
 
@@ -97,3 +101,51 @@ def timing(connection: Connection, count: int) -> Timing:
     """The latency of the latest answer on a connection, which has ``count`` tokens."""
     spent_s = connection.last_at - connection.first_at
     return Timing(connection.first_at - connection.sent_at, spent_s / max(1, count - 1))
+
+
+class Wire:
+    """A connection that sends and receives raw bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self._tail = b""
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def status(self) -> str:
+        """Read the status of the answer, or "closed"."""
+        line = await self.reader.readline()
+        return line.split()[1].decode() if line.startswith(b"HTTP/") else "closed"
+
+    async def has_more(self, size: int) -> bool:
+        """Read up to ``size`` bytes of a streamed answer; False at its end, where the connection stays open."""
+        data = await self.reader.read(size)
+        self._tail = (self._tail + data)[-len(_LAST_CHUNK) :]
+        return bool(data) and self._tail != _LAST_CHUNK
+
+    def reset(self) -> None:
+        """Close at once with a TCP reset."""
+        connection = self.writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+
+@asynccontextmanager
+async def connected(address: Address, buffer: int | None = None) -> AsyncIterator[Wire]:
+    """A connection that is closed with the context. ``buffer``: size of the kernel's receive buffer in bytes."""
+    connection = socket.socket()
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)  # has no effect after connecting
+    connection.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(connection, address)
+    except BaseException:
+        connection.close()
+        raise
+    wire = Wire(*await asyncio.open_connection(sock=connection, limit=buffer or 1 << 16))
+    try:
+        yield wire
+    finally:
+        wire.writer.close()
