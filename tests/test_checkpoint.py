@@ -16,7 +16,7 @@ from torch import Tensor
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.checkpoint import read_config, resolve_checkpoint, text_config
-from specmamba.models.tensors import TensorReader
+from specmamba.models.tensor_reader import TensorReader
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

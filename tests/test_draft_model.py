@@ -33,7 +33,7 @@ from specmamba.draft.draft_model import ModelDrafter
 from specmamba.draft.drafter import chain_shape
 from specmamba.engine.workbench import Workbench
 from specmamba.errors import ConfigError
-from specmamba.models.tensors import StoredTensor, TensorReader
+from specmamba.models.tensor_reader import StoredTensor, TensorReader
 from specmamba.trees import StaticTree, TreeFile
 from tests.families import FAMILIES, mamba2
 from tests.noise import add_noise

@@ -22,7 +22,7 @@ from specmamba import LLM, SamplingParams
 from specmamba.core import Batch, DraftTree, RequestOutput, SamplingBatch
 from specmamba.draft.heads.children import ChildPicker
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
-from specmamba.models.tensors import StoredTensor, TensorReader
+from specmamba.models.tensor_reader import StoredTensor, TensorReader
 from tests.families import FAMILIES
 from tests.heads import STYLES, Head, Reference, Style, save, write_head
 from tests.test_model_exact import (

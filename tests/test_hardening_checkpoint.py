@@ -11,9 +11,9 @@ import pytest
 
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError
-from specmamba.models import checkpoint, tensors
+from specmamba.models import checkpoint, tensor_reader
 from specmamba.models.checkpoint import read_architecture, read_config, resolve_checkpoint
-from specmamba.models.tensors import TensorReader
+from specmamba.models.tensor_reader import TensorReader
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -67,7 +67,7 @@ def test_headers_that_lie(tmp_path: Path, header: Any) -> None:
 
 def test_a_header_is_not_read_when_it_is_too_long(tmp_path: Path) -> None:
     """The file is as long as it says, so that no other check would refuse it."""
-    length = tensors.MAX_HEADER_BYTES + 1
+    length = tensor_reader.MAX_HEADER_BYTES + 1
     with (tmp_path / SINGLE).open("wb") as file:
         file.write(length.to_bytes(8, "little"))
         file.truncate(length + 8)
@@ -76,7 +76,7 @@ def test_a_header_is_not_read_when_it_is_too_long(tmp_path: Path) -> None:
 
 
 def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "MAX_TENSORS", 3)
+    monkeypatch.setattr(tensor_reader, "MAX_TENSORS", 3)
     write(tmp_path, {str(i): tensor([1], 4 * i, 4 * i + 4) for i in range(4)})
     with pytest.raises(CheckpointError, match="has 4 tensors; 3 is the most"):
         TensorReader(tmp_path)

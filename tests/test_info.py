@@ -19,7 +19,7 @@ from specmamba.engine.model_report import model_info
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.base import LoadOptions
 from specmamba.models.registry import load_model
-from specmamba.models.tensors import StoredTensor, TensorReader
+from specmamba.models.tensor_reader import StoredTensor, TensorReader
 from tests.families import FAMILIES
 from tests.heads import save, write_head
 from tests.tiny import write_tiny_checkpoint

@@ -17,7 +17,7 @@ from specmamba.core import RequestOutput, SamplingParams
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
 from specmamba.llm import LLM
-from specmamba.models.mamba2 import CONTEXT_LENGTH
+from specmamba.models.mamba2_family import CONTEXT_LENGTH
 from tests.fake_engine import Served, serving
 from tests.families import mamba2
 from tests.test_model_exact import random_prompts

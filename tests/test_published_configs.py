@@ -17,7 +17,7 @@ from specmamba.cache.shapes import KVShape, StateShape
 from specmamba.kernels import mamba2
 from specmamba.models import registry
 from specmamba.models.base import LoadOptions
-from specmamba.models.tensors import ShapeReader, StoredTensor
+from specmamba.models.tensor_reader import ShapeReader, StoredTensor
 from tests.test_weight_bytes import parts
 
 Shape = tuple[int, ...]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specmamba.errors import RequestError
-from specmamba.grammar.rules import SCALARS, Ranges, char_class, complement, literal, minus, one_of, repeated, union
+from specmamba.grammar.ebnf import SCALARS, Ranges, char_class, complement, literal, minus, one_of, repeated, union
 
 _parser: Any = importlib.import_module("re._parser")  # a parser of its own would only differ from it
 _UNBOUNDED = _parser.MAXREPEAT

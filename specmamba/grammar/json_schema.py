@@ -12,6 +12,7 @@ from collections import deque
 from itertools import combinations
 from typing import Any
 
+from specmamba.grammar.ebnf import Rules, one_of, repeated
 from specmamba.grammar.json_values import (
     COLON,
     COMMA,
@@ -25,7 +26,6 @@ from specmamba.grammar.json_values import (
     number,
     string,
 )
-from specmamba.grammar.rules import Rules, one_of, repeated
 from specmamba.grammar.schema_reader import (
     OF_TYPE,
     Schema,

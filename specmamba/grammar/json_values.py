@@ -11,9 +11,9 @@ from decimal import Decimal
 from typing import Any
 
 from specmamba.errors import RequestError
+from specmamba.grammar.ebnf import SCALARS, Ranges, Rules, char_class, literal, minus, one_of, repeated
 from specmamba.grammar.expressions import Expression
 from specmamba.grammar.number_ranges import Bounds, decimals, integers
-from specmamba.grammar.rules import SCALARS, Ranges, Rules, char_class, literal, minus, one_of, repeated
 from specmamba.grammar.schema_reader import ASSERTING, Schema, has_type, refusal, types_of
 
 COMMA, COLON = '"," " "?', '":" " "?'

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from specmamba.errors import RequestError
-from specmamba.grammar.rules import literal, one_of, repeated
+from specmamba.grammar.ebnf import literal, one_of, repeated
 
 MAX_INTEGER_DIGITS, MAX_WHOLE_DIGITS, MAX_FRACTION_DIGITS = 15, 9, 6
 _MAX_BOUND_DIGITS = 30

@@ -32,7 +32,7 @@ from specmamba.models.checkpoint import read_architecture, read_json
 from specmamba.models.common_layers import Heads
 from specmamba.models.eagle import EMBEDDING, Eagle3Head, EagleHead, HeadWeights
 from specmamba.models.hybrid import HybridTarget
-from specmamba.models.tensors import ShapeReader, TensorReader
+from specmamba.models.tensor_reader import ShapeReader, TensorReader
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

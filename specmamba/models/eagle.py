@@ -19,7 +19,7 @@ from specmamba.layers.norm import RMSNorm
 from specmamba.models.base import LoadOptions
 from specmamba.models.common_layers import Heads, attention_layer, gated_mlp
 from specmamba.models.hybrid import Block, HybridTarget
-from specmamba.models.tensors import TensorReader, have_same_values
+from specmamba.models.tensor_reader import TensorReader, have_same_values
 from specmamba.models.weights import Weights
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"

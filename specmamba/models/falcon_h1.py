@@ -17,8 +17,8 @@ from specmamba.layers.context import LayerContext
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import Heads, attention_layer, gated_mlp, require_silu
 from specmamba.models.hybrid import Block, Layer
-from specmamba.models.mamba2 import Mamba2Config, mamba2_layer
-from specmamba.models.tensors import TensorReader
+from specmamba.models.mamba2_family import Mamba2Config, mamba2_layer
+from specmamba.models.tensor_reader import TensorReader
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from specmamba.models.common_layers import (
     require_silu,
 )
 from specmamba.models.hybrid import Block, Layer
-from specmamba.models.mamba2 import Mamba2Config, mamba2_layer
-from specmamba.models.tensors import TensorReader
+from specmamba.models.mamba2_family import Mamba2Config, mamba2_layer
+from specmamba.models.tensor_reader import TensorReader
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from specmamba.layers.norm import RMSNorm
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import ATTENTION, RECURRENT, Heads, attention_layer, number_layers
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
-from specmamba.models.mamba2 import Mamba2Config, mamba2_layer
-from specmamba.models.tensors import TensorReader
+from specmamba.models.mamba2_family import Mamba2Config, mamba2_layer
+from specmamba.models.tensor_reader import TensorReader
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from specmamba.models.common_layers import (
     require_silu,
 )
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
-from specmamba.models.tensors import TensorReader
+from specmamba.models.tensor_reader import TensorReader
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from specmamba.errors import ConfigError
-from specmamba.models import falcon_h1, granite_hybrid, mamba2, nemotron_h, qwen
+from specmamba.models import falcon_h1, granite_hybrid, mamba2_family, nemotron_h, qwen
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.checkpoint import read_config, read_eos_token_ids, text_config
-from specmamba.models.tensors import ShapeReader, TensorReader
+from specmamba.models.tensor_reader import ShapeReader, TensorReader
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -33,7 +33,7 @@ class Family:
 ARCHITECTURES = {
     "FalconH1ForCausalLM": Family(falcon_h1.load, falcon_h1.RENAMES),
     "GraniteMoeHybridForCausalLM": Family(granite_hybrid.load, granite_hybrid.RENAMES),
-    "Mamba2ForCausalLM": Family(mamba2.load, mamba2.RENAMES),
+    "Mamba2ForCausalLM": Family(mamba2_family.load, mamba2_family.RENAMES),
     "NemotronHForCausalLM": Family(nemotron_h.load, nemotron_h.RENAMES),
     "Qwen3_5ForCausalLM": Family(qwen.load, qwen.RENAMES),
     "Qwen3_5ForConditionalGeneration": Family(qwen.load, qwen.RENAMES),

@@ -18,7 +18,7 @@ from specmamba.layers.norm import RMSNorm
 from specmamba.layers.rotary import Rotary
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import Block, HybridTarget, MTPHead
-from specmamba.models.tensors import DTYPES, TensorReader, have_same_values
+from specmamba.models.tensor_reader import DTYPES, TensorReader, have_same_values
 
 
 class Weights:

@@ -22,7 +22,7 @@ from specmamba.layers.mamba2 import Mamba2
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import require_silu
 from specmamba.models.hybrid import Block
-from specmamba.models.tensors import TensorReader
+from specmamba.models.tensor_reader import TensorReader
 from specmamba.models.weights import Weights, loaded_model, scaled
 
 if TYPE_CHECKING:
