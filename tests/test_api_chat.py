@@ -15,10 +15,10 @@ import pytest
 from specmamba.core import GrammarSpec, OutputDelta, TokenLogprob
 from specmamba.errors import EngineStoppedError, RequestError
 from specmamba.grammar import CompiledGrammar
-from specmamba.server import structured
-from specmamba.server.chat_format import ChatFormat, ChatWishes
-from specmamba.server.structured import Grammars
-from specmamba.server.tools.plan import ToolPlan
+from specmamba.server.api import structured
+from specmamba.server.api.chat import ChatFormat, ChatOptions
+from specmamba.server.api.structured import Grammars
+from specmamba.server.tools.choice import ToolPlan
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import TEXT, FakeEngine, FakeTokenizer, Served, fake_logprob, serving
 from tests.test_server import events, refused
@@ -93,8 +93,8 @@ def test_logprobs_are_left_out_unless_asked_for(served: Served) -> None:
 
 
 def test_tokens_without_text_are_still_told() -> None:
-    wishes = ChatWishes(ToolPlan(), 1, None)
-    chat = ChatFormat("id", "model", FakeTokenizer(), wishes)  # type: ignore[arg-type]
+    options = ChatOptions(ToolPlan(), 1, None)
+    chat = ChatFormat("id", "model", FakeTokenizer(), options)  # type: ignore[arg-type]
     impossible = TokenLogprob(0xC3, -math.inf, ((65, -0.5), (1, -math.inf)))
     (chunk,) = chat.chunks(0, OutputDelta("id-0", (0xC3,), "", 1, 0, 1, logprobs=(impossible,)))
     choice = chunk.choices[0]

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from specmamba.core import GrammarSpec
-from specmamba.server.errors import api_error_of_validation
-from specmamba.server.protocol import CompletionRequest
+from specmamba.server.api.requests import CompletionRequest
+from specmamba.server.http.error_answers import api_error_of_validation
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 NAMED: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}

@@ -12,8 +12,8 @@ import pytest
 
 from specmamba.core import GrammarSpec
 from specmamba.grammar import CompiledGrammar
-from specmamba.server import structured
-from specmamba.server.chat_messages import MAX_ARGUMENTS
+from specmamba.server.api import structured
+from specmamba.server.api.conversation import MAX_ARGUMENTS
 from tests.fake_engine import FakeEngine, Served, serving
 from tests.test_server import events, refused
 

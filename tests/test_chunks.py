@@ -7,10 +7,8 @@ from collections.abc import Callable
 import pytest
 from pydantic import BaseModel
 
-from specmamba.server.chat_format import ChatDelta
-from specmamba.server.chat_responses import ChatChunkChoice, ChatCompletionChunk
-from specmamba.server.chunks import ChunkWriter
-from specmamba.server.responses import Completion, CompletionChoice
+from specmamba.server.api.answers import ChunkWriter
+from specmamba.server.api.responses import ChatChunkChoice, ChatCompletionChunk, ChatDelta, Completion, CompletionChoice
 
 TEXTS = [
     "",

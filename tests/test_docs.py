@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings
 
 from specmamba.cli import COMMANDS, SUBCOMMANDS
 from specmamba.config import EngineConfig, GenerateConfig
-from specmamba.server.metrics import ServerMetrics
+from specmamba.server.observe.metrics import ServerMetrics
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, serving
 from tests.repository import ROOT, tracked_files

@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
-import specmamba.server.live_feed as live_feed
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.inspection import OutlineNode
 from specmamba.core import DraftView, OutputDelta
 from specmamba.engine.thread import EngineThread
-from specmamba.server.events import LiveStream
-from specmamba.server.live_feed import Feed, Listener
-from specmamba.server.service import Service
+from specmamba.server.api.service import Service
+from specmamba.server.page import feed as live_feed
+from specmamba.server.page.feed import Feed, Listener
+from specmamba.server.page.routes import LiveStream
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, Served, serving, wait_until
 from tests.radix import World, array

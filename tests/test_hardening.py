@@ -13,10 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from specmamba.server.guards import is_allowed_origin
-from specmamba.server.json_size import MAX_VALUES, too_many_values
-from specmamba.server.limits import LimitCalls
-from specmamba.server.memory import give_back_memory
+from specmamba.server.http.guards import is_allowed_origin
+from specmamba.server.http.limits import MAX_VALUES, LimitCalls, give_back_memory, too_many_values
 from tests.fake_engine import TEXT, FakeEngine, Served, serving, wait_until
 
 GOOD = {"prompt": "x", "max_tokens": 2}

@@ -14,9 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specmamba.core import SpecStats
-from specmamba.server.histogram import Histogram
-from specmamba.server.logs import JsonFormatter, TextFormatter, configure_logging
-from specmamba.server.vllm_metrics import vllm_counters
+from specmamba.server.observe.logs import JsonFormatter, TextFormatter, configure_logging
+from specmamba.server.observe.metrics import Histogram, vllm_counters
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, Served, serving, wait_until
 

@@ -17,7 +17,7 @@ from opentelemetry.trace import StatusCode
 
 from specmamba.errors import ConfigError
 from specmamba.server import app as app_module
-from specmamba.server.tracing import Tracer, build_tracer, check_tracing
+from specmamba.server.observe.tracing import Tracer, build_tracer, check_tracing
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, Served, serving
 
@@ -172,7 +172,7 @@ def test_a_missing_package_is_said_at_start(monkeypatch: pytest.MonkeyPatch) -> 
             raise ModuleNotFoundError(name)
         return importlib.util.find_spec(name)
 
-    monkeypatch.setattr("specmamba.server.tracing.find_spec", find_spec)
+    monkeypatch.setattr("specmamba.server.observe.tracing.find_spec", find_spec)
     with pytest.raises(ConfigError, match=r"specmamba\[otel\]"):
         check_tracing(ServerConfig(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces"))
     check_tracing(ServerConfig())

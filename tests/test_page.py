@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-import specmamba.server.live_feed as live_feed
 from specmamba.config import EngineConfig
 from specmamba.core import SamplingParams
 from specmamba.engine.engine import Engine
+from specmamba.server.page import feed as live_feed
 from tests.fake_engine import Served, serving, wait_until
 from tests.test_events import WatchedEngine
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import specmamba.server
-from specmamba.server.page import load_files
+from specmamba.server.page.routes import load_files
 from tests.fake_engine import Served, serving
 
 FOLDER = Path(specmamba.server.__file__).parent / "page_files"

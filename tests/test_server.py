@@ -15,9 +15,9 @@ import openai
 import pytest
 
 from specmamba.core import OutputDelta, SpecStats
-from specmamba.server.chat_protocol import ChatCompletionRequest
-from specmamba.server.metrics import accepted_per_position
-from specmamba.server.protocol import CompletionRequest
+from specmamba.server.api.conversation import ChatCompletionRequest
+from specmamba.server.api.requests import CompletionRequest
+from specmamba.server.observe.metrics import accepted_per_position
 from tests.fake_engine import TEXT, FakeEngine, Served, serving, wait_until
 
 NUM_TOKENS = len(TEXT.encode())
@@ -616,7 +616,7 @@ def test_demo_disconnect_frees_its_slots(demo: Served) -> None:
 
 
 def test_merging_deltas_loses_nothing() -> None:
-    from specmamba.server.streams import merge
+    from specmamba.server.api.streaming import merge
 
     first = OutputDelta("a", (1, 2), "he", 3, 0, 2)
     second = OutputDelta("a", (3,), "y", 3, 0, 3, "stop")

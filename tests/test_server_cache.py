@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-import specmamba.server.prefix_cache
+import specmamba.server.api.operations
 from specmamba.config import EngineConfig
 from specmamba.core import OutputDelta
 from specmamba.engine.engine import Engine
-from specmamba.server.chat_protocol import ChatCompletionRequest
-from specmamba.server.protocol import CompletionRequest
-from specmamba.server.responses import CacheReport
+from specmamba.server.api.conversation import ChatCompletionRequest
+from specmamba.server.api.operations import CacheReport
+from specmamba.server.api.requests import CompletionRequest
 from tests.fake_engine import CACHE_STATS, FakeEngine, Served, serving, wait_until
 
 PROMPT = 'class Counter:\n    """Counts words in a text."""\n\n    def __init__(self) -> None:\n        self.'
@@ -245,7 +245,7 @@ def test_a_flush_leaves_running_requests_alone(demo: Served) -> None:
 
 
 def test_a_flush_of_an_engine_that_hangs_or_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specmamba.server.prefix_cache, "_ENGINE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(specmamba.server.api.operations, "_ENGINE_TIMEOUT_S", 0.05)
     engine, in_step, released = FakeEngine(), threading.Event(), threading.Event()
 
     def hang() -> list[OutputDelta]:

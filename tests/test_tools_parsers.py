@@ -11,11 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specmamba.server.tools.arguments import typed_value
-from specmamba.server.tools.events import AnswerParser, Event, WholeAnswer, WholeCall, whole_answer
-from specmamba.server.tools.families import Family, family_of, new_parser
-from specmamba.server.tools.forced import NamedCall, RequiredCall
-from specmamba.server.tools.json_scan import JsonScan
+from specmamba.server.tools.choice import Family, NamedCall, RequiredCall, family_of, new_parser
+from specmamba.server.tools.formats import JsonScan, typed_value
+from specmamba.server.tools.parsing import AnswerParser, Event, WholeAnswer, WholeCall, whole_answer
 
 PROPERTIES: dict[str, Any] = {
     "city": {"type": "string"}, "days": {"type": "integer"}, "metric": {"type": "boolean"}, "tags": {"type": "array"},

@@ -9,22 +9,18 @@ from fastapi import APIRouter, FastAPI
 
 import specmamba
 from specmamba.engine.thread import EngineThread
-from specmamba.server.calls import CallRecord, RecordCalls
-from specmamba.server.chat import chat_routes
-from specmamba.server.completions import completion_routes
-from specmamba.server.errors import install_error_handlers
-from specmamba.server.events import event_routes
-from specmamba.server.guards import install_guards
-from specmamba.server.health import health_routes
-from specmamba.server.info import info_routes
-from specmamba.server.logs import log_call
-from specmamba.server.openapi import errors, finished
-from specmamba.server.page import page_routes
-from specmamba.server.prefix_cache import prefix_cache_routes
-from specmamba.server.responses import ModelCard, ModelList
-from specmamba.server.service import Service
-from specmamba.server.tokenize import tokenize_routes
-from specmamba.server.tracing import build_tracer
+from specmamba.server.api.chat import chat_routes
+from specmamba.server.api.completions import completion_routes
+from specmamba.server.api.models import info_routes, model_routes
+from specmamba.server.api.operations import health_routes, prefix_cache_routes
+from specmamba.server.api.service import Service
+from specmamba.server.api.tokens import tokenize_routes
+from specmamba.server.http.error_answers import finished, install_error_handlers
+from specmamba.server.http.guards import install_guards
+from specmamba.server.observe.call_record import CallRecord, RecordCalls
+from specmamba.server.observe.logs import log_call
+from specmamba.server.observe.tracing import build_tracer
+from specmamba.server.page.routes import event_routes, page_routes
 from specmamba.server_config import ServerConfig
 
 
@@ -54,7 +50,7 @@ def _routers(service: Service) -> list[APIRouter]:
         completion_routes(service),
         chat_routes(service),
         tokenize_routes(service),
-        _model_routes(service),
+        model_routes(service),
         health_routes(service),
         info_routes(service),
         prefix_cache_routes(service),
@@ -82,25 +78,3 @@ def _describe_truly(app: FastAPI) -> None:
         return app.openapi_schema or finished(generate())
 
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _model_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    def card(name: str) -> ModelCard:
-        root = service.config.model or name
-        return ModelCard(id=name, created=service.created, max_model_len=service.context_length, root=root)
-
-    @router.head("/v1/models", include_in_schema=False)
-    @router.get("/v1/models", responses=errors(401))
-    async def list_models() -> ModelList:
-        """The models that requests can name."""
-        return ModelList(data=[card(name) for name in service.model_names])
-
-    @router.get("/v1/models/{name:path}", responses=errors(401, 404))
-    async def get_model(name: str) -> ModelCard:
-        """One of them; the name may hold slashes."""
-        service.check_model(name)
-        return card(name)
-
-    return router

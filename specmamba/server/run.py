@@ -18,9 +18,9 @@ from fastapi import FastAPI
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import ConfigError
 from specmamba.server.app import create_app
-from specmamba.server.connections import FLUSH_TIMEOUT_S, ConnectionConfig, ConnectionLimits
-from specmamba.server.logs import configure_logging
-from specmamba.server.tracing import check_tracing
+from specmamba.server.http.connections import FLUSH_TIMEOUT_S, ConnectionConfig, ConnectionLimits
+from specmamba.server.observe.logs import configure_logging
+from specmamba.server.observe.tracing import check_tracing
 from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -28,10 +28,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("specmamba")
 
+
 # Connections end by themselves before this; what does not end even then is cancelled.
 _GRACEFUL_TIMEOUT_S = int(FLUSH_TIMEOUT_S) + 2
+
+
 # The kernel keeps no more for a client that does not read; left to itself it may keep megabytes.
 _SEND_BUFFER_BYTES = 128 << 10
+
+
 # A step that takes longer than this past the deadline is given up.
 _HANG_TIMEOUT_S = 10.0
 

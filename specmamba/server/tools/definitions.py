@@ -9,11 +9,15 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from specmamba.core import MAX_GRAMMAR_CHARACTERS
-from specmamba.server.fields import STRING, StrictModel
-from specmamba.server.tools.json_text import read_json
+from specmamba.server.http.fields import STRING, StrictModel
+from specmamba.server.tools.formats import read_json
 
 MAX_TOOLS = 128
+
+
 MAX_DEPTH = 64  # of JSON objects that templates and schemas are made of
+
+
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 

@@ -1,0 +1,234 @@
+"""From the choices of a call to its HTTP response: one JSON document, or a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from fastapi import Request
+from pydantic import BaseModel
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specmamba.core import OutputDelta, SamplingParams
+from specmamba.server.api.requests import GenerationRequest
+from specmamba.server.api.responses import Usage
+from specmamba.server.api.streaming import INLINE_SIZE, Call, ChoiceRequest, off_loop, until_client_gone
+from specmamba.server.http.error_answers import ApiError, as_api_error
+from specmamba.server_config import ServerConfig
+
+if TYPE_CHECKING:
+    from specmamba.grammar import CompiledGrammar
+
+Chunk = BaseModel | str
+
+_BETWEEN_EVENTS = "\n\ndata: "
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a call generates: ``per_prompt`` choices for each prompt, of which ``kept`` are returned.
+
+    Prompt p has the requests ``p * per_prompt, p * per_prompt + 1, ...``, and the choices ``p * kept, p * kept + 1,
+    ...`` of the answer.
+    """
+
+    requests: Sequence[ChoiceRequest]
+    per_prompt: int = 1
+    kept: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        grammar: CompiledGrammar | None = None,
+        *,
+        per_prompt: int = 1,
+        kept: int = 1,
+    ) -> Choices:
+        """Request every prompt ``per_prompt`` times; choice i of a prompt has the seed ``params.seed + i``, if any."""
+        seeded = [_reseeded(params, i) for i in range(per_prompt)]
+        requests = [ChoiceRequest(prompt, own, grammar) for prompt in prompts for own in seeded]
+        return cls(requests, per_prompt, kept)
+
+    def best(self, outputs: Sequence[OutputDelta]) -> list[OutputDelta]:
+        """The outputs to return: for each prompt the ``kept`` with the likeliest tokens.
+
+        ``outputs`` has one whole output per request.
+        """
+        if self.kept == self.per_prompt:
+            return list(outputs)
+        of_prompts = (outputs[first : first + self.per_prompt] for first in range(0, len(outputs), self.per_prompt))
+        return [output for group in of_prompts for output in sorted(group, key=_negative_logprob)[: self.kept]]
+
+    def usage(self, last_deltas: Mapping[int, OutputDelta]) -> Usage:
+        """Token counts after the newest delta of each request, by its index; a prompt counts once."""
+        started = sorted(last_deltas)
+        first_of = {index // self.per_prompt: index for index in reversed(started)}
+        return Usage.of([last_deltas[i] for i in started], [last_deltas[i] for i in first_of.values()])
+
+
+def check_number(count: int, param: str, num_prompts: int, config: ServerConfig) -> None:
+    """Check that ``count`` choices for each of ``num_prompts`` prompts are allowed, and fit the engine's queue.
+
+    Raises:
+        ApiError: 400; they do not. The error names ``param`` or the prompt.
+    """
+    if count > config.max_choices:
+        message = f"{param}: {count} choices, but this server gives at most {config.max_choices} (--max-choices)"
+        raise ApiError(400, message, param=param)
+    most = config.max_running_requests + config.max_queued_requests
+    if num_prompts > most:
+        raise ApiError(400, f"prompt: {num_prompts} prompts in a call, but at most {most} fit in", param="prompt")
+    if num_prompts * count > most:
+        message = f"{param}: {num_prompts} prompts with {count} choices each, but at most {most} answers fit in a call"
+        raise ApiError(400, message, param=param)
+
+
+def _reseeded(params: SamplingParams, index: int) -> SamplingParams:
+    if params.seed is None or index == 0:
+        return params
+    seed = (params.seed + index + 2**63) % 2**64 - 2**63  # seeds are signed 64-bit numbers and wrap around
+    return params.model_copy(update={"seed": seed})
+
+
+def _negative_logprob(output: OutputDelta) -> float:
+    """Minus the mean log probability of an output's tokens; 0 for an output without tokens."""
+    return -sum(token.logprob for token in output.logprobs) / max(len(output.logprobs), 1)
+
+
+class AnswerFormat(Protocol):
+    """The JSON shape of one call's answer, whole or in chunks. A chunk that is a str stands for its ``text_chunk``."""
+
+    def whole(self, outputs: Sequence[OutputDelta], usage: Usage) -> BaseModel: ...
+    def opening(self, num_choices: int) -> Sequence[BaseModel]: ...
+    def chunks(self, index: int, delta: OutputDelta) -> Sequence[Chunk]: ...
+    def text_chunk(self, index: int, text: str) -> BaseModel: ...
+    def usage_chunk(self, usage: Usage) -> BaseModel: ...
+
+
+class ChunkWriter:
+    """Writes the chunks of one call as JSON.
+
+    Most chunks differ in their text only, so the JSON around the text is built once for each choice: building a model
+    for every piece would take most of the event loop's time.
+    """
+
+    def __init__(self, text_chunk: Callable[[int, str], BaseModel], *, with_usage: bool) -> None:
+        """``with_usage``: chunks have a field "usage", which is null until there is a value."""
+        self._text_chunk = text_chunk
+        # With include_usage OpenAI's chunks carry "usage": null, without it they have no such field.
+        self._without = None if with_usage else {"usage"}
+        self._around: dict[int, tuple[str, str]] = {}
+
+    def write(self, index: int, chunk: Chunk) -> str:
+        """The JSON of a chunk of the choice ``index``."""
+        if not isinstance(chunk, str):
+            return chunk.model_dump_json(exclude=self._without)
+        if index not in self._around:
+            self._around[index] = self._split(index)
+        before, after = self._around[index]
+        return f"{before}{to_json(chunk).decode()}{after}"
+
+    def full(self, index: int, chunk: Chunk) -> BaseModel:
+        """A chunk of the choice ``index`` as a model."""
+        return self._text_chunk(index, chunk) if isinstance(chunk, str) else chunk
+
+    def _split(self, index: int) -> tuple[str, str]:
+        empty = self._text_chunk(index, "").model_dump_json(exclude=self._without)
+        before, _, after = empty.rpartition('""')  # the text is the last string of a chunk
+        return before, after
+
+
+async def send_answer(
+    request: Request, body: GenerationRequest, call: Call, choices: Choices, answer_format: AnswerFormat
+) -> Response:
+    """The response to a call that has started: whole, or as a stream when ``body.stream`` is set.
+
+    The call is aborted when the client disconnects, and whenever it ends with an error. Raises as ``Call.collect``.
+    """
+    if body.stream:
+        return EventStream(_events(call, answer_format, choices, body), call.abort)
+    try:
+        outputs = await until_client_gone(request.receive, asyncio.create_task(call.collect()))
+    finally:
+        call.abort()
+    if outputs is None:
+        return Response(status_code=499)  # not sent: nginx's status for a client that disconnected, for the log
+    kept, usage = choices.best(outputs), choices.usage(call.last_deltas)
+    size = sum(map(_num_tokens, kept))
+    content = await off_loop(size, lambda: answer_format.whole(kept, usage).model_dump_json())
+    return Response(content, media_type="application/json")
+
+
+def _num_tokens(delta: OutputDelta) -> int:
+    """Tokens that have to be written out."""
+    return len(delta.token_ids) + len(delta.prompt_logprobs or ())
+
+
+async def _events(
+    call: Call, answer_format: AnswerFormat, choices: Choices, body: GenerationRequest
+) -> AsyncIterator[Sequence[str]]:
+    """The events of a stream, as lists of those that are ready at the same time."""
+    writer = ChunkWriter(answer_format.text_chunk, with_usage=bool(body.wants_stream_usage or body.wants_running_usage))
+    latest: dict[int, OutputDelta] = {}
+    if opening := [writer.write(0, chunk) for chunk in answer_format.opening(len(choices.requests))]:
+        yield opening
+    async for news in call:
+        events: list[str] = []
+        for index, delta in news:
+            latest[index] = delta
+            size = _num_tokens(delta)
+            if size <= INLINE_SIZE:  # the usual case: a coroutine for each delta would cost more than its chunk
+                chunks = answer_format.chunks(index, delta)
+            else:
+                chunks = await off_loop(size, answer_format.chunks, index, delta)
+            if body.wants_running_usage:
+                usage = {"usage": choices.usage(latest)}
+                chunks = [writer.full(index, chunk).model_copy(update=usage) for chunk in chunks]
+            events += [writer.write(index, chunk) for chunk in chunks]
+        if events:
+            yield events
+    if body.wants_stream_usage:
+        yield [answer_format.usage_chunk(choices.usage(latest)).model_dump_json()]
+
+
+class EventStream(Response):
+    """Server-sent events; those of one list are sent at once. The last event is ``[DONE]``.
+
+    ``on_close`` is called however the response ends, even when it has not begun.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[Sequence[str]], on_close: Callable[[], None]) -> None:
+        # Proxies must not hold events back in order to compress or to collect them.
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["Content-Length"]
+        self._events = events
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_client_gone(receive, asyncio.create_task(self._send_all(send)))
+        finally:
+            self._on_close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for events in self._with_error():
+            body = f"data: {_BETWEEN_EVENTS.join(events)}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _with_error(self) -> AsyncIterator[Sequence[str]]:
+        """The events; an error becomes the last of them, since the status has been sent already."""
+        try:
+            async for events in self._events:
+                yield events
+        except Exception as error:  # noqa: BLE001 -- as_api_error handles every exception
+            yield [as_api_error(error).body()]

@@ -1,0 +1,195 @@
+"""What the server answers, in OpenAI's shapes. The OpenAPI schema is made from these classes.
+
+GET /server_info and /model_info: what runs here, under the keys that SGLang's routers and benchmarks read too.
+
+GET /health, /ready and /metrics: what probes and scrapers ask.
+
+GET /cache and POST /flush_cache: what operators see of the prefix cache, and how they empty it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+from fastapi import APIRouter, Query, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, Field
+from starlette.responses import PlainTextResponse, Response
+
+from specmamba.engine.thread import EngineThread
+from specmamba.errors import EngineStoppedError
+from specmamba.server.api.service import Service
+from specmamba.server.http.error_answers import SERVER, ApiError, errors
+from specmamba.server.http.fields import StrictModel
+from specmamba.server.http.guards import is_allowed_origin
+
+if TYPE_CHECKING:
+    from specmamba.engine.engine import Engine, EngineStats
+
+
+class Health(BaseModel):
+    """Whether the engine runs."""
+
+    status: Literal["ok", "draining"]
+
+
+class CacheReport(BaseModel):
+    """The prefix cache: its settings, what is in it now, and what has happened since the start."""
+
+    enabled: bool
+    strategy: Literal["no_buffer", "extra_buffer"]
+    track_interval: Annotated[int | None, Field(description="generated tokens between two states; null: none left")]
+    policy: Annotated[Literal["lru", "flops"], Field(description="what is evicted first")]
+    page_size: int
+
+    hit_rate: Annotated[float, Field(description="hit_tokens / query_tokens; 0 before the first request")]
+    query_tokens: Annotated[int, Field(description="tokens of admitted requests that a hit could have spared")]
+    hit_tokens: Annotated[int, Field(description="those that one did spare")]
+    misses: Annotated[dict[str, int], Field(description="requests by why their hit was not longer")]
+
+    num_nodes: int
+    num_tombstones: Annotated[int, Field(description="nodes with KV and without a state")]
+    num_salts: Annotated[int, Field(description="trees that share nothing")]
+    num_tokens: Annotated[int, Field(description="tokens in the tree")]
+    num_locked_tokens: Annotated[int, Field(description="those that running requests stand on")]
+    num_states: int
+    inserted_tokens: int
+    evicted_tokens: int
+    evicted_states: int
+    duplicate_states: Annotated[int, Field(description="states that were offered for a place that had one")]
+
+    num_pages: Annotated[int, Field(description="of the whole KV pool, requests' included; so are the figures below")]
+    num_free_pages: int
+    num_evictable_pages: int
+    num_state_slots: int
+    num_free_state_slots: int
+    num_evictable_states: int
+
+
+class Flushed(BaseModel):
+    """What a flush of the prefix cache did."""
+
+    success: Literal[True] = True
+    flushed_tokens: int
+
+
+# Nobody who asks waits longer than this for a step to end; there are no figures then.
+_STATS_TIMEOUT_S = 2.0
+
+
+async def engine_stats(engine: EngineThread) -> EngineStats | None:
+    """The engine's statistics, or None when it has stopped or is in a long step."""
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(engine.call(lambda engine: engine.stats())), _STATS_TIMEOUT_S)
+    except (EngineStoppedError, TimeoutError):
+        return None
+
+
+class Ready(BaseModel):
+    """The model is loaded and requests are taken."""
+
+    status: Literal["ready"] = "ready"
+
+
+def health_routes(service: Service) -> APIRouter:
+    """GET /health, /ready and /metrics."""
+    router = APIRouter()
+    engine = service.engine
+
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health", responses=errors(503))
+    async def health() -> Health:
+        """200 while the engine runs, 503 once it has failed or stopped."""
+        _check_running(engine)
+        return Health(status="ok" if engine.is_accepting else "draining")
+
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready", responses=errors(503))
+    async def ready() -> Ready:
+        """200 while requests are taken: the model is loaded, and the server is not about to stop."""
+        _check_running(engine)
+        if not engine.is_accepting:
+            raise ApiError(
+                503, "the server is shutting down", kind=SERVER, code="draining", headers={"Retry-After": "1"}
+            )
+        return Ready()
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(service.metrics.render(await engine_stats(engine)), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _check_running(engine: EngineThread) -> None:
+    if engine.failed is not None:
+        raise ApiError(503, "the engine has failed", kind=SERVER, code="engine_failed")
+    if engine.has_stopped:
+        raise ApiError(503, "the engine has stopped", kind=SERVER, code="engine_stopped")
+
+
+T = TypeVar("T")
+
+
+# The engine answers between two steps; one that takes longer than this is better reported than waited for.
+_ENGINE_TIMEOUT_S = 60.0
+
+
+class CacheQuery(StrictModel):
+    """The parameters of GET /cache."""
+
+    format: Literal["json", "text"] = "json"
+
+
+def prefix_cache_routes(service: Service) -> APIRouter:
+    """GET /cache and POST /flush_cache."""
+    router = APIRouter()
+    text = {"text/plain": {"schema": {"type": "string", "description": "one line per node of the tree"}}}
+
+    @router.get("/cache", responses={200: {"content": text}, **errors(400, 401, 503)}, response_model=CacheReport)
+    async def cache(query: Annotated[CacheQuery, Query()]) -> Response:
+        """What the prefix cache holds and how it does: figures, or the tree itself. Neither shows any prompt."""
+        if query.format == "text":
+            return PlainTextResponse(await _between_steps(service.engine, _tree) + "\n")
+        report = await _between_steps(service.engine, _report)
+        return Response(report.model_dump_json(), media_type="application/json")
+
+    @router.post("/flush_cache", responses=errors(401, 403, 503))
+    async def flush_cache(request: Request) -> Flushed:
+        """Forget every cached prefix that no running request stands on."""
+        if not is_allowed_origin(request.headers, service.config.cors_allow_origins):
+            # A browser sends a request without a body for any page.
+            raise ApiError(403, "web pages of other servers may not do this (--cors-allow-origins)", code="forbidden")
+        num_tokens = await _between_steps(service.engine, lambda engine: engine.flush_cache())
+        return Flushed(flushed_tokens=num_tokens)
+
+    return router
+
+
+async def _between_steps(engine: EngineThread, function: Callable[[Engine], T]) -> T:
+    """Raises EngineStoppedError, and ApiError 503 when a step does not end."""
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(engine.call(function)), _ENGINE_TIMEOUT_S)
+    except TimeoutError:
+        message = f"the engine has been in one step for more than {_ENGINE_TIMEOUT_S:g} s: try again later"
+        raise ApiError(503, message, kind=SERVER, code="engine_busy") from None
+
+
+def _report(engine: Engine) -> CacheReport:
+    config = engine.config
+    tracks = config.mamba_radix_cache_strategy == "extra_buffer"
+    settings = {
+        "enabled": engine.prefixes.is_on,
+        "strategy": config.mamba_radix_cache_strategy,
+        "track_interval": config.mamba_track_interval if tracks else None,
+    }
+    return CacheReport.model_validate(settings | engine.prefixes.cache.summary())
+
+
+def _tree(engine: Engine) -> str:
+    if not engine.prefixes.is_on:
+        return "the prefix cache is off (--disable-radix-cache)"
+    return engine.prefixes.cache.render_text()

@@ -1,0 +1,160 @@
+"""What the routes share: the engine, the names of the model, and the steps that every generating call takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+
+from fastapi import Request
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from specmamba.core import GrammarSpec
+from specmamba.engine.thread import EngineThread
+from specmamba.models.tokenizer import Tokenizer
+from specmamba.server.api.answers import AnswerFormat, Choices, check_number, send_answer
+from specmamba.server.api.requests import GenerationRequest
+from specmamba.server.api.streaming import Call, off_loop
+from specmamba.server.api.structured import Grammars
+from specmamba.server.http.error_answers import ApiError, api_error_of_validation
+from specmamba.server.http.fields import shortened
+from specmamba.server.http.limits import CallLimits
+from specmamba.server.observe.call_record import CallRecord, CallRecorder, ObserverFactory
+from specmamba.server.observe.metrics import ServerMetrics
+from specmamba.server_config import ServerConfig
+
+
+class Service:
+    """The state of one application: created by ``create_app``, used on the event loop."""
+
+    def __init__(self, config: ServerConfig, engine: EngineThread) -> None:
+        """``engine`` must have been started: its constants are read here."""
+        self.config = config
+        self.engine = engine
+        self.tokenizer = engine.constants.tokenizer
+        self.context_length = engine.constants.context_length
+        self.metrics = ServerMetrics(config)
+        self.grammars = Grammars(config, engine.constants)
+        engine.on_stop(self.grammars.close)  # runs on the engine thread; waiting requests get EngineStoppedError
+        self.limits = CallLimits.of(config)
+        self.observers: list[ObserverFactory] = [self.metrics.observe, CallRecorder]
+        self.model_names = (config.model_name,)  # answers carry the first one
+        self.created = int(time.time())
+
+    def check_model(self, name: str | None) -> None:
+        """Check the model that a request names; None is allowed.
+
+        Raises:
+            ApiError: 404; this server does not serve the model.
+        """
+        if name is not None and name not in self.model_names:
+            raise ApiError(
+                404,
+                f"there is no model {shortened(name)!r} here; served: {', '.join(self.model_names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, computed without blocking the event loop.
+
+        Raises:
+            ApiError: 400, before the work is done; the prompt cannot fit into the context. A prompt just below this
+                bound may still have too many tokens; the engine refuses it.
+            RequestError: the text is not valid Unicode.
+        """
+        check_fits(self.tokenizer, text, self.context_length)
+        return await off_loop(len(text), self.tokenizer.encode, text, add_special_tokens)
+
+    def hidden_ids(self, body: GenerationRequest) -> frozenset[int]:
+        """The tokens that end an answer and have no text in it."""
+        own = () if body.ignore_eos else self.engine.constants.eos_token_ids
+        return frozenset((*own, *(body.stop_token_ids or ())))
+
+    async def choices(
+        self,
+        body: GenerationRequest,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        per_prompt: int | None = None,
+        grammar: GrammarSpec | None = None,
+        request: Request | None = None,
+    ) -> Choices:
+        """Build the engine requests of a call, and compile its grammar.
+
+        Args:
+            body: the request as it was sent.
+            prompts: token ids of each prompt.
+            max_tokens: new tokens of each choice at the most.
+            per_prompt: choices to generate for each prompt; by default ``body.n``, or 1.
+            grammar: used in place of the grammar that ``body`` asks for.
+            request: its connection; compiling ends when the client disconnects.
+
+        Raises:
+            ApiError: a field has a value that this server does not support; the error names the field.
+        """
+        kept = body.n or 1
+        per_prompt = kept if per_prompt is None else per_prompt
+        check_number(per_prompt, "n" if per_prompt == kept else "best_of", len(prompts), self.config)
+        self.check_token_ids("logit_bias", body.logit_bias or ())
+        self.check_token_ids("stop_token_ids", body.stop_token_ids or ())
+        param, spec = ("tools", grammar) if grammar else (body.grammar_field, body.grammar_spec)
+        try:
+            params = body.sampling_params(max_tokens, spec)
+        except ValidationError as error:
+            raise api_error_of_validation(error.errors()) from None
+        compiled = None if spec is None else await self.grammars.compile(spec, param, request)
+        return Choices.of(prompts, params, compiled, per_prompt=per_prompt, kept=kept)
+
+    def check_token_ids(self, param: str, ids: Collection[int]) -> None:
+        """Check token ids against the vocabulary.
+
+        Raises:
+            ApiError: 400; the field ``param`` has an id that is too large.
+        """
+        num_tokens = self.engine.constants.vocab_size
+        if (highest := max(ids, default=0)) >= num_tokens:
+            message = f"{param}: there is no token {highest}: the vocabulary has {num_tokens}"
+            raise ApiError(400, message, param=param)
+
+    async def answer(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        choices: Choices,
+        answer_format: AnswerFormat,
+        record: CallRecord,
+    ) -> Response:
+        """Generate ``choices``, and answer whole or as a stream. When the client disconnects, they are aborted.
+
+        Raises:
+            RequestError, QueueFullError, EngineStoppedError: the engine refuses the prompts.
+            ApiError: the engine failed, or time ran out, before a whole answer was ready.
+        """
+        call = await Call.start(
+            self.engine,
+            self.observers,
+            record,
+            choices.requests,
+            body.prefix_cache_key,
+            self.limits,
+            whole=not body.stream,
+        )
+        return await send_answer(request, body, call, choices, answer_format)
+
+
+def check_fits(tokenizer: Tokenizer, text: str, context_length: int) -> None:
+    """Check, without encoding it, that a text can fit into the context.
+
+    Raises:
+        ApiError: 400; the text has more characters than ``context_length`` tokens can have.
+    """
+    most = tokenizer.most_characters(context_length)
+    if most is not None and len(text) > most:
+        message = (
+            f"the prompt has {len(text)} characters, but at most {context_length - 1} tokens fit, and these "
+            f"never have more than {most} characters: "
+            "shorten it, or serve with a larger --context-length / --max-total-tokens"
+        )
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")

@@ -1,0 +1,242 @@
+"""Structured output: the fields that ask for it, and the compiler that makes grammars of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, PrivateAttr, Tag, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+
+from specmamba.core import MAX_GRAMMAR_CHARACTERS, GrammarSpec
+from specmamba.engine.thread import EngineConstants
+from specmamba.errors import EngineStoppedError, RequestError
+from specmamba.grammar import CompiledGrammar, GrammarCompiler
+from specmamba.server.api.streaming import until_client_gone
+from specmamba.server.http.error_answers import SERVER, ApiError
+from specmamba.server.http.fields import STRING, StrictModel, shortened
+from specmamba.server.http.limits import caller_of
+from specmamba.server_config import ServerConfig
+
+# The field that a grammar comes in, by its kind.
+FIELDS = {"json_object": "response_format", "json_schema": "response_format", "regex": "regex", "ebnf": "ebnf"}
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+class TextFormat(StrictModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(StrictModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(StrictModel):
+    """A JSON schema as OpenAI's clients send it. The answer keeps to it whether ``strict`` is set or not."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="changes nothing")]
+    description: Annotated[str | None, Field(description="changes nothing")] = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: Annotated[bool | None, Field(description="changes nothing")] = None
+
+
+class JsonSchemaFormat(StrictModel):
+    """JSON that a schema allows."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+def _kind_of_format(value: object) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"({kind})" if kind in ("text", "json_object", "json_schema") else None
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("(text)")]
+    | Annotated[JsonObjectFormat, Tag("(json_object)")]
+    | Annotated[JsonSchemaFormat, Tag("(json_schema)")],
+    Discriminator(
+        _kind_of_format,
+        custom_error_type="response_format_type",
+        custom_error_message='must be an object whose "type" is "text", "json_object" or "json_schema"',
+    ),
+]
+
+
+def _kind_of_schema(value: object) -> str | None:
+    return STRING if isinstance(value, str) else "(object)" if isinstance(value, dict) else None
+
+
+JsonSchema = Annotated[
+    Annotated[GrammarText, Tag(STRING)] | Annotated[dict[str, Any], Tag("(object)")],
+    Discriminator(
+        _kind_of_schema, custom_error_type="schema_type", custom_error_message="must be a JSON schema: object or string"
+    ),
+]
+
+
+class StructuredRequest(StrictModel):
+    """What every answer must be a text of; at most one of the four."""
+
+    response_format: Annotated[ResponseFormat | None, Field(description="the form of the whole answer")] = None
+    json_schema: Annotated[JsonSchema | None, Field(description="extension: JSON that this schema allows")] = None
+    regex: Annotated[GrammarText | None, Field(description="extension: a text that this expression matches")] = None
+    ebnf: Annotated[GrammarText | None, Field(description="extension: a text that these rules (GBNF) derive")] = None
+    ignore_eos: Annotated[
+        bool | None, Field(description="extension: go on after the model's own end-of-text token")
+    ] = None
+
+    _grammar: tuple[str, GrammarSpec] | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> Self:
+        asked = {name: spec for name, spec in self._specs().items() if spec is not None}
+        if len(asked) > 1:
+            message = "send one of {fields}"
+            raise _wrong(list(asked)[-1], "two_grammars", message, fields=" and ".join(asked))
+        if asked and self.ignore_eos:
+            message = "an answer ends where its form is whole: ignore_eos does not go together with {other}"
+            raise _wrong("ignore_eos", "ignore_eos", message, other=next(iter(asked)))
+        object.__setattr__(self, "_grammar", next(iter(asked.items()), None))
+        return self
+
+    @property
+    def grammar_spec(self) -> GrammarSpec | None:
+        """What structured output the request asks for."""
+        return None if self._grammar is None else self._grammar[1]
+
+    @property
+    def grammar_field(self) -> str | None:
+        """The field that asks for it."""
+        return None if self._grammar is None else self._grammar[0]
+
+    def _specs(self) -> dict[str, GrammarSpec | None]:
+        return {
+            "response_format": _of_response_format(self.response_format),
+            "json_schema": None if self.json_schema is None else _of_schema(self.json_schema, "json_schema"),
+            "regex": None if self.regex is None else GrammarSpec(kind="regex", text=self.regex),
+            "ebnf": None if self.ebnf is None else GrammarSpec(kind="ebnf", text=self.ebnf),
+        }
+
+
+def _of_response_format(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> GrammarSpec | None:
+    match asked:
+        case JsonObjectFormat():
+            return GrammarSpec(kind="json_object")
+        case JsonSchemaFormat():
+            return _of_schema(asked.json_schema.schema_, "response_format")
+    return None
+
+
+def _of_schema(schema: str | dict[str, Any], field: str) -> GrammarSpec:
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        is_object = isinstance(json.loads(text, parse_constant=_no_number), dict)
+    except (ValueError, RecursionError):  # no JSON; a number that is none; nested without end
+        raise _wrong(field, "invalid_schema", "the schema is not valid JSON") from None
+    if not is_object:
+        raise _wrong(field, "invalid_schema", "the schema must be a JSON object")
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        message = "the schema has {length} characters, but at most {most} are taken"
+        raise _wrong(field, "too_long", message, length=len(text), most=MAX_GRAMMAR_CHARACTERS)
+    return GrammarSpec(kind="json_schema", text=text)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(name)
+
+
+def _wrong(field: str, code: str, message: str, **words: object) -> PydanticCustomError:
+    return PydanticCustomError(code, message, {"field": field, **words})
+
+
+class Grammars:
+    """The grammar compiler of a server, created for the first request that needs it.
+
+    ``compile`` is called on the event loop, ``close`` on any thread.
+    """
+
+    def __init__(self, config: ServerConfig, constants: EngineConstants) -> None:
+        self._config, self._constants = config, constants
+        self._compiler: GrammarCompiler | None = None
+        self._making = asyncio.Lock()
+        self._is_closed = False
+
+    async def compile(
+        self, spec: GrammarSpec, param: str | None = None, request: Request | None = None
+    ) -> CompiledGrammar:
+        """Compile a grammar in the compiler's process. Clients are served in turns.
+
+        Args:
+            spec: the grammar, as in ``SamplingParams.grammar``.
+            param: the field that asks for it, named in errors; by default the field for this kind of grammar.
+            request: its connection; compiling ends when the client disconnects.
+
+        Raises:
+            ApiError: 400, it cannot be compiled; 503, its turn did not come in time; 499, the client disconnected.
+            GrammarQueueFullError: too many grammars wait already.
+            EngineStoppedError: the server shuts down.
+        """
+        param = FIELDS[spec.kind] if param is None else param
+        if request is None:
+            return await self._compiled(spec, param, None)
+        work = asyncio.create_task(self._compiled(spec, param, caller_of(request.scope)))
+        compiled = await until_client_gone(request.receive, work)
+        if compiled is None:
+            raise ApiError(499, "the client hung up before its grammar was compiled", code="client_gone")
+        return compiled
+
+    async def _compiled(self, spec: GrammarSpec, param: str, caller: str | None) -> CompiledGrammar:
+        limit = self._config.queue_timeout
+        try:
+            async with asyncio.timeout(limit):
+                compiler = await self._ready_compiler(param)
+                return await asyncio.wrap_future(compiler.compile(spec, caller))
+        except TimeoutError:
+            message = f"the grammar's turn did not come within {limit:g} s (--queue-timeout): try again later"
+            headers = {"Retry-After": "1"}
+            raise ApiError(503, message, kind=SERVER, code="queue_timeout", headers=headers) from None
+        except RequestError as error:
+            code = "grammar_too_complex" if isinstance(error.__cause__, TimeoutError) else "invalid_grammar"
+            raise ApiError(400, f"{param}: {shortened(str(error))}", param=param, code=code) from None
+
+    def close(self) -> None:
+        """Stop the compiler; requests that wait for it get EngineStoppedError. Does nothing when called again."""
+        self._is_closed = True
+        compiler, self._compiler = self._compiler, None
+        if compiler is not None:
+            compiler.close()
+
+    async def _ready_compiler(self, param: str) -> GrammarCompiler:
+        async with self._making:
+            if self._compiler is None:
+                self._refuse_when_closed()
+                self._compiler = await asyncio.to_thread(self._make_compiler, param)
+            if self._is_closed:  # by another thread, while the compiler was being made
+                self.close()
+            self._refuse_when_closed()
+            return self._compiler
+
+    def _refuse_when_closed(self) -> None:
+        if self._is_closed:
+            raise EngineStoppedError("the server is shutting down and takes no more requests")
+
+    def _make_compiler(self, param: str) -> GrammarCompiler:
+        try:
+            return GrammarCompiler(
+                self._constants.tokenizer,
+                self._constants.vocab_size,
+                self._constants.eos_token_ids,
+                self._config.grammar_timeout,
+                self._config.grammar_cache_mb << 20,
+            )
+        except ImportError:
+            message = f"{param}: structured output needs xgrammar on this server: pip install 'specmamba[grammar]'"
+            raise ApiError(400, message, param=param, code="grammar_unavailable") from None

@@ -1,0 +1,1 @@
+"""HTTP around the routes: connections, reading, limits, keys, errors."""

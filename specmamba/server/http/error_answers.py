@@ -1,0 +1,258 @@
+"""What the server answers, in OpenAI's shapes. The OpenAPI schema is made from these classes.
+
+Every error in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
+
+What the OpenAPI schema says about answers that FastAPI cannot see in a signature.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specmamba.errors import (
+    EngineFailedError,
+    EngineStoppedError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    SpecmambaError,
+)
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+logger = logging.getLogger("specmamba")
+
+
+INVALID, SERVER = "invalid_request_error", "server_error"
+
+
+class ApiError(SpecmambaError):
+    """An error that knows its HTTP status and its place in OpenAI's vocabulary."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.detail = ErrorDetail(
+            message=_encodable(message), type=kind, param=None if param is None else _encodable(param), code=code
+        )
+        self.headers = headers
+
+    def body(self) -> str:
+        return ErrorAnswer(error=self.detail).model_dump_json()
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def _encodable(text: str) -> str:
+    """Text that quotes a client may hold half of a surrogate pair, which UTF-8 has no bytes for."""
+    return text.encode("utf8", "replace").decode("utf8")
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Find the status of any exception. One that nobody foresaw is logged and tells the client nothing."""
+    match error:
+        case ApiError():
+            return error
+        case PromptTooLongError():
+            return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
+        case RequestError():
+            return ApiError(400, str(error), param=error.param)
+        case QueueFullError():
+            return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
+        case EngineFailedError():
+            return ApiError(500, str(error), kind=SERVER, code="engine_error")
+        case EngineStoppedError():
+            return ApiError(503, str(error), kind=SERVER, code="engine_stopped")
+        case RequestValidationError():
+            return api_error_of_validation(error.errors())
+        case HTTPException():
+            return _of_http_exception(error)
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return ApiError(500, "internal error: the server's log says more", kind=SERVER, code="internal_error")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every exception of the application through ``as_api_error``."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    for handled in (SpecmambaError, RequestValidationError, HTTPException):
+        app.add_exception_handler(handled, answer)
+    app.add_middleware(_AnswerUnforeseen)
+
+
+class _AnswerUnforeseen:
+    """Answers what no handler foresaw.
+
+    A handler for ``Exception`` would do so too, but the connection, and with it the client's next request, would be
+    closed.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched_send)
+        except Exception as error:
+            if has_begun:
+                raise
+            await as_api_error(error).response()(scope, receive, send)
+
+
+def _of_http_exception(error: HTTPException) -> ApiError:
+    if isinstance(error.__cause__, ClientDisconnect):
+        return ApiError(499, "the client hung up before its request was whole", code="disconnect")  # nobody reads it
+    messages = {
+        400: "the body is not valid JSON in UTF-8",  # the only 400 that is raised as an HTTPException
+        404: "there is nothing at this address",
+        405: "this address does not know this method",
+    }
+    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+    message = messages.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, code=codes.get(error.status_code), headers=error.headers)
+
+
+def api_error_of_validation(problems: Sequence[Any]) -> ApiError:
+    """Name the first field concerned, and say all that is wrong with it."""
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+    param = _place(first)
+    message = "; ".join(dict.fromkeys(_sentence(problem) for problem in problems if _place(problem) == param))
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=first["type"])
+
+
+def _place(problem: Mapping[str, Any]) -> str | None:
+    """``messages[0].content`` from a location of pydantic's, less the part of the request and the tags of unions."""
+    path = [part for part in problem["loc"] if not str(part).startswith("(")]
+    path = path[1:] if path and path[0] in ("body", "query") else path
+    path += [problem["ctx"]["field"]] if "field" in problem.get("ctx", {}) else []
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".") or None
+
+
+def _sentence(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "missing":
+        return "the request has no body" if tuple(problem["loc"]) == ("body",) else "this field is required"
+    if problem["type"] in ("model_attributes_type", "dict_type", "model_type"):
+        return "must be a JSON object"
+    text = str(problem["msg"]).removeprefix("Value error, ")
+    return text[0].lower() + text[1:]
+
+
+_COMPONENT = "#/components/schemas/{model}"
+
+
+_EVENTS = "text/event-stream"
+
+
+_ERRORS = {
+    400: "a field is wrong, or the prompt does not fit",
+    401: "the API key is missing or wrong",
+    403: "the request comes from a web page",
+    404: "there is no such model",
+    413: "the body is too large",
+    415: "the body is not declared as JSON",
+    429: "the queue is full, or the client has too many calls open: try again later",
+    500: "the engine failed",
+    503: "the request waited too long, or the server is shutting down",
+    504: "the answer was not whole in time",
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The error answers of a route."""
+    return {status: {"model": ErrorAnswer, "description": _ERRORS[status]} for status in statuses}
+
+
+def answers(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The answers of a route that generates: whole, streamed, or an error.
+
+    422 is FastAPI's own status for wrong fields; ``finished`` takes it out, since this server answers 400.
+    """
+    ok: dict[int | str, dict[str, Any]] = {
+        200: {
+            "model": whole,
+            "description": "the answer, or a stream of events",
+            "content": {_EVENTS: {"schema": _event(chunk)}},
+        }
+    }
+    return ok | errors(400, 401, 404, 413, 415, 429, 500, 503, 504)
+
+
+def _event(chunk: type[BaseModel]) -> dict[str, Any]:
+    """The schema of one event. What it needs stands in ``$defs``, for ``finished`` to put where the others are."""
+    models: list[Any] = [(chunk, "serialization"), (ErrorAnswer, "serialization")]
+    references, definitions = models_json_schema(models, ref_template=_COMPONENT)
+    chunk_or_error = {
+        "type": "string",
+        "description": "a chunk, or an error that ends the answer",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": list(references.values())},
+    }
+    data = {"anyOf": [{"const": "[DONE]", "description": "the end of every stream"}, chunk_or_error]}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}, **definitions}
+
+
+def finished(schema: dict[str, Any]) -> dict[str, Any]:
+    """Correct the schema that FastAPI makes.
+
+    It loses the 422 answers that this server never gives, and gets the definitions of what is streamed.
+    """
+    components = schema["components"]["schemas"]
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+            for content in operation["responses"]["200"].get("content", {}).values():
+                for name, definition in content.get("schema", {}).pop("$defs", {}).items():
+                    components.setdefault(name, definition)
+    for name in ("HTTPValidationError", "ValidationError"):
+        components.pop(name, None)
+    return schema
+
+
+drop_unused = finished

@@ -1,0 +1,118 @@
+"""Which web pages may use the API: none but the server's own, unless ``--cors-allow-origins`` names them.
+
+What stands before the application: where a request may come from, its key, its share, the size of its body.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specmamba.server.http.error_answers import ApiError
+from specmamba.server.http.limits import CALLER, LimitBody, LimitCalls
+from specmamba.server_config import ServerConfig
+
+ANY_ORIGIN = "*"
+
+
+_READABLE_HEADERS = ("X-Request-Id", "Retry-After")
+
+
+def is_allowed_origin(headers: Headers, allowed: Sequence[str]) -> bool:
+    """Whether a request that changes something may come from where it says it comes from.
+
+    Programs send no ``Origin``; a browser does, and may be in the hands of a foreign page. The server's own page
+    is known by the host that both headers name.
+    """
+    origins = headers.getlist("origin")
+    if not origins:
+        return True
+    if len(origins) > 1:
+        return False
+    origin = origins[0].lower()
+    if ANY_ORIGIN in allowed or origin in allowed:
+        return True
+    scheme, _, host = origin.partition("://")
+    return scheme in ("http", "https") and bool(host) and host == headers.get("host", "").lower()
+
+
+def cors_middleware(app: ASGIApp, origins: Sequence[str]) -> CORSMiddleware:
+    """Answers the questions that browsers ask before they send, and marks answers as readable for ``origins``."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=(ANY_ORIGIN,),  # clients add headers of their own; none of them gives a right
+        expose_headers=_READABLE_HEADERS,
+    )
+
+
+# Probes and scrapers rarely carry a key, and learn no more than load figures. The page's files hold nothing of the
+# model: it asks its user for a key.
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
+
+
+_OPEN_PREFIX = "/page/"
+
+
+def install_guards(app: FastAPI, config: ServerConfig) -> None:
+    """Put the guards before an application. What is added to it later sees requests before they do.
+
+    Outermost first: cross-origin questions (which carry no key), the key, calls at a time, the body.
+    """
+    app.add_middleware(LimitBody, max_bytes=config.max_request_bytes)
+    if config.max_calls_per_key is not None:
+        app.add_middleware(LimitCalls, max_calls=config.max_calls_per_key)
+    if config.api_key:
+        app.add_middleware(RequireApiKey, keys=[key.get_secret_value() for key in config.api_key])
+    if config.cors_allow_origins:
+        app.add_middleware(cors_middleware, origins=config.cors_allow_origins)
+
+
+class RequireApiKey:
+    """Asks for ``Authorization: Bearer KEY`` with one of ``keys``."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or scope["path"].startswith(_OPEN_PREFIX):
+            await self.app(scope, receive, send)
+            return
+        index = self._index_of_key(scope)
+        if index is None:
+            await _refusal().response()(scope, receive, send)
+            return
+        scope[CALLER] = f"key {index}"
+        await self.app(scope, receive, send)
+
+    def _index_of_key(self, scope: Scope) -> int | None:
+        """Which of the keys a request carries, found in a time that tells nothing of them."""
+        # Bytes as they came: a header need not be ASCII.
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        values = [value for name, value in headers if name == b"authorization"]
+        scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return matches.index(True) if any(matches) and scheme.lower() == b"bearer" else None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()  # of one length, which a comparison would give away
+
+
+def _refusal() -> ApiError:
+    return ApiError(
+        401,
+        "the API key is missing or wrong: send the header 'Authorization: Bearer KEY'",
+        kind="authentication_error",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )

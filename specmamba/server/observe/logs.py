@@ -1,0 +1,107 @@
+"""The log: one line per event, as text or as one JSON object. A line never holds what a client wrote as it wrote it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from specmamba.server.observe.call_record import CallRecord
+from specmamba.server_config import ServerConfig
+
+logger = logging.getLogger("specmamba")
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9._:@/+~,-]+")
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+_MAX_PATH = 128
+
+
+def configure_logging(config: ServerConfig) -> None:
+    """Send every logger of the process to standard error: this package's at the chosen level, others' trouble."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
+    logging.basicConfig(handlers=[handler])
+    logging.captureWarnings(True)
+    logging.getLogger("specmamba").setLevel(config.log_level.upper())
+
+
+class TextFormatter(logging.Formatter):
+    """``TIME LEVEL LOGGER: MESSAGE key=value ...``; only the lines of a traceback stand below it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 -- the base class calls it so
+        pairs = [f"{key}={_as_text(value)}" for key, value in _fields(record).items()]
+        return " ".join([_CONTROL.sub(_escaped, super().formatMessage(record)), *pairs])
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line, in ASCII: time in UTC, level, logger, message, the event's fields, a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def log_call(call: CallRecord) -> None:
+    """One line at the end of a call. Those that only look on, and succeed, are of interest to nobody but a debugger."""
+    is_notable = call.method == "POST" or call.status >= 400
+    level = logging.INFO if is_notable else logging.DEBUG
+    if logger.isEnabledFor(level):
+        logger.log(level, "request", extra={"fields": call_fields(call)})
+
+
+def call_fields(call: CallRecord) -> dict[str, object]:
+    """What the log says of a call: figures and names, nothing of its prompt, its answer or its headers."""
+    fields: dict[str, object] = {
+        "request_id": call.request_id,
+        "id": call.call_id,
+        "endpoint": f"{call.method} {call.path[:_MAX_PATH]}",
+        "status": call.status,
+        "total_s": round(call.total_s, 4),
+        "error": call.outcome,
+    }
+    if call.num_choices:
+        totals = call.totals()
+        first = call.time_to_first_token
+        fields |= {
+            "prompt_tokens": totals.prompt_tokens,
+            "cached_tokens": totals.cached_tokens,
+            "output_tokens": totals.output_tokens,
+            "accept_length": round(totals.accept_length, 3),
+            "ttft_s": None if first is None else round(first, 4),
+            "finish_reason": ",".join(dict.fromkeys(call.finish_reasons)),
+        }
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = getattr(record, "fields", {})
+    return fields
+
+
+def _as_text(value: object) -> str:
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return json.dumps(match.group())[1:-1]
