@@ -33,7 +33,8 @@ _one_at_a_time = threading.Lock()
 class LimitCalls:
     """ASGI middleware: at most ``max_calls`` calls of one client that generate or tokenize at a time.
 
-    A client is an API key, or an address where there are no keys; more calls get status 429. A call counts until the last part of its answer is sent, or its client disconnects.
+    A client is an API key, or an address where there are no keys; more calls get status 429. A call counts until the
+    last part of its answer is sent, or its client disconnects.
     """
 
     def __init__(self, app: ASGIApp, max_calls: int) -> None:
