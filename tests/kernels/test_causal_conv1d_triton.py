@@ -14,12 +14,13 @@ from specmamba.kernels.causal_conv1d import reference, torch_ops
 from specmamba.kernels.state_records import Buffers, Trees
 from specmamba.kernels.tree import reference as tree
 from tests.kernels.layer_case import moved
+from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+TOLERANCE = tolerance()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 NUM_SLOTS = 9
 

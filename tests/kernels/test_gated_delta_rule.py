@@ -2,7 +2,7 @@
 
 import random
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ from specmamba.kernels.gated_delta_rule import reference, torch_ops
 from specmamba.kernels.state_records import reference as records_reference
 from specmamba.kernels.state_records import torch_ops as records_ops
 from tests.kernels.records import HEADS, make_records, make_state
+from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of, path_to
 
-TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
+TOLERANCE = tolerance(terms=160)
 
 
 class Tokens(NamedTuple):

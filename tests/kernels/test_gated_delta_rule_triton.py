@@ -14,6 +14,7 @@ from specmamba.kernels import gated_delta_rule, gpu
 from specmamba.kernels.gated_delta_rule import reference, tiles, torch_ops
 from specmamba.kernels.state_records import Buffers, Trees
 from specmamba.kernels.state_records import reference as records_reference
+from tests.kernels import rounding
 from tests.kernels.layer_case import copied, make_buffers_and_trees, moved
 from tests.kernels.records import Records, make_records, make_state
 from tests.kernels.test_gated_delta_rule import Tokens, make_tokens
@@ -24,7 +25,7 @@ from specmamba.kernels.gated_delta_rule import triton_ops
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
+TOLERANCE = rounding.tolerance(terms=160)
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # (nodes, heads): one node and more, two blocks of values, odd widths, grouped heads, both tiles of large trees
 SIZES = [

@@ -14,6 +14,7 @@ from specmamba.kernels.mamba2 import Inputs, Weights, native_ops, reference
 from specmamba.kernels.state_records import Buffers, as_stored
 from specmamba.kernels.state_records import reference as records_reference
 from tests.kernels.layer_case import copied, moved, values
+from tests.kernels.rounding import tolerance
 from tests.kernels.test_mamba2 import Case
 from tests.kernels.trees import SHAPES
 from tests.pairwise import pairwise
@@ -21,11 +22,7 @@ from tests.pairwise import pairwise
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
-    torch.float32: {"rtol": 5e-5, "atol": 5e-5},
-    torch.float16: {"rtol": 2e-3, "atol": 1e-4},
-    torch.bfloat16: {"rtol": 1e-2, "atol": 1e-4},
-}
+TOLERANCE = {dtype: tolerance(dtype, terms=400) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 ULP = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 ONE, ODD = (1, 1, 8, 8), (1, 3, 7, 5)
 

@@ -11,14 +11,22 @@ from torch import Tensor
 
 from specmamba.kernels import paged_attention, rowwise
 from specmamba.kernels.paged_attention import native_ops, reference, torch_ops
+from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 from tests.pairwise import pairwise
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
-TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
-    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
-    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
-}
+
+
+def attention_tolerance(dtype: torch.dtype, sharpness: float = 1.0) -> dict[str, float]:
+    """Queries and keys are rounded, and the weights.
+
+    A score is a sum of D products, ``sharpness`` = scale * sqrt(D) of which is its size for normal queries and keys: a
+    rounding of these moves the score, and so the logarithm of a weight, by eps * sharpness.
+    """
+    return tolerance(dtype, roundings=1 + sharpness)
+
+
 needs_native = pytest.mark.usefixtures("needs_native")
 OPS = {"torch": torch_ops, "native": native_ops}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -56,7 +64,7 @@ def test_attend_to_everything(
 ) -> None:
     inputs = make(batch, nodes, length, heads, dtype)
     out = torch_ops.attend(*inputs, None)
-    torch.testing.assert_close(out, reference.attend(*inputs, None), **TOLERANCE[dtype])
+    torch.testing.assert_close(out, reference.attend(*inputs, None), **attention_tolerance(dtype))
     assert out.shape == inputs[0].shape
     assert out.dtype == dtype
 
@@ -74,7 +82,7 @@ def test_attend_under_a_random_mask(
     mask = torch.rand(batch, nodes, length, generator=gen) < 0.3
     mask.scatter_(2, torch.randint(length, (batch, nodes, 1), generator=gen), True)  # every query sees something
     out = torch_ops.attend(*inputs, mask)
-    torch.testing.assert_close(out, reference.attend(*inputs, mask), **TOLERANCE[dtype])
+    torch.testing.assert_close(out, reference.attend(*inputs, mask), **attention_tolerance(dtype))
 
 
 @pytest.mark.parametrize("heads", [(2, 2, 16), (6, 2, 8), (5, 1, 7)])
@@ -92,7 +100,7 @@ def test_attend_over_a_tree_after_ragged_contexts(nodes: int, heads: tuple[int, 
     mask = torch.cat([~unseen[:, None].expand(batch, nodes, longest), tree_mask], 2)
     out = torch_ops.attend(q, k_pool, v_pool, indices, mask)
     want = reference.attend(q, k_pool, v_pool, indices, mask)
-    torch.testing.assert_close(out, want, **TOLERANCE[torch.float32])
+    torch.testing.assert_close(out, want, **attention_tolerance(torch.float32))
     assert out[1:].abs().max() < 100  # the loud row leaked into no row that does not see it
 
 
@@ -149,10 +157,10 @@ def run_layer(form: str | ModuleType, arguments: dict[str, Any], **changes: Any)
     return ops.attend_layer(**(arguments | pools | changes)), pools["k_pool"], pools["v_pool"]
 
 
-def assert_alike(got: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+def assert_alike(got: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch.dtype, sharpness: float = 1.0) -> None:
     for x, y in zip(got, want, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        torch.testing.assert_close(x, y, equal_nan=True, **TOLERANCE[dtype])
+        torch.testing.assert_close(x, y, equal_nan=True, **attention_tolerance(dtype, sharpness))
     assert got[0].isfinite().all()
 
 
@@ -194,7 +202,8 @@ def test_a_layer_of_any_parts(
 ) -> None:
     arguments = make_layer(2, 5, 21, heads, 6, dtype, parts, scale)
     got = run_layer(form, arguments)
-    assert_alike(got, run_layer(reference, arguments), dtype)
+    sharpness = 1.0 if scale is None else scale * heads[2] ** 0.5
+    assert_alike(got, run_layer(reference, arguments), dtype, sharpness)
     if scale is not None:  # which must show
         usual = make_layer(2, 5, 21, heads, 6, dtype, parts)
         assert (run_layer(form, usual)[0] - got[0]).abs().max() > 0.05
@@ -213,7 +222,7 @@ def test_a_layer_over_a_tree_after_ragged_contexts(form: str, dtype: torch.dtype
     tree_mask = mask_of(batch_of_parents(SHAPES, nodes, seed=nodes))
     arguments["mask"] = torch.cat([~unseen[:, None].expand(batch, nodes, longest), tree_mask], 2)
     got, want = run_layer(form, arguments), run_layer(reference, arguments)
-    torch.testing.assert_close(got[0][1:], want[0][1:], **TOLERANCE[dtype])
+    torch.testing.assert_close(got[0][1:], want[0][1:], **attention_tolerance(dtype))
     assert got[0][1:].abs().max() < 100  # the loud row leaked into no row that does not see it
 
 
@@ -293,7 +302,7 @@ def test_a_query_that_sees_no_key_gets_zero(
         assert not got[0, 2].any()
         assert not got[1].any()
         others = [0, 1, 3, 4]
-        torch.testing.assert_close(got[0, others], want[0, others], **TOLERANCE[dtype])
+        torch.testing.assert_close(got[0, others], want[0, others], **attention_tolerance(dtype))
 
 
 @needs_native

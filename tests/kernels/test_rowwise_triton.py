@@ -12,17 +12,14 @@ from torch import Tensor
 from specmamba.kernels import rowwise
 from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.rowwise import reference, torch_ops
+from tests.kernels.rounding import tolerance
 from tests.kernels.test_rowwise import CASE, EPS, Arguments, normal, outputs
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 # rounded once; to bfloat16 the interpreter rounds towards zero
-TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
-    torch.float32: {"rtol": 1e-5, "atol": 1e-6},
-    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6},
-    torch.float16: {"rtol": 2**-10, "atol": 1e-6},
-}
+TOLERANCE = {dtype: tolerance(dtype, magnitude=0.1) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 @pytest.fixture

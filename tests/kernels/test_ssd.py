@@ -18,10 +18,11 @@ from specmamba.kernels.ssd import reference, torch_ops
 from specmamba.kernels.state_records import reference as records_reference
 from specmamba.kernels.state_records import torch_ops as records_ops
 from tests.kernels.records import HEADS, make_records, make_state
+from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of, path_to
 from tests.pairwise import pairwise
 
-TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
+TOLERANCE = tolerance(terms=160)
 LENGTHS = [1, 63, 64, 65, 500]
 
 

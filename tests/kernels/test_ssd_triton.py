@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,14 @@ from specmamba.kernels.state_records import Buffers, as_stored
 from specmamba.kernels.state_records import reference as records_reference
 from tests.kernels.layer_case import copied, make_buffers_and_trees, moved, values
 from tests.kernels.records import make_records, make_state
+from tests.kernels.rounding import tolerance
 from tests.kernels.test_ssd import Tokens, make_tokens, whole_sequence
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
+TOLERANCE = tolerance(terms=160)
 ULP = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 # (G, H, N, P): one head, groups of heads over blocks that do not divide anything
 ONE, ODD, WIDE = (1, 1, 8, 8), (1, 3, 7, 5), (2, 4, 20, 40)

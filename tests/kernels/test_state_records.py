@@ -13,8 +13,9 @@ from torch import Tensor
 from specmamba.kernels import state_records
 from specmamba.kernels.state_records import native_ops, reference, torch_ops
 from tests.kernels.records import HEADS, WIDE_HEADS, Records, make_records, make_state
+from tests.kernels.rounding import tolerance
 
-TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
+TOLERANCE = tolerance(terms=160)
 
 needs_native = pytest.mark.usefixtures("needs_native")
 

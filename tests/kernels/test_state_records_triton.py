@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,10 +12,11 @@ from tests.kernels.records import HEADS, Records, make_records, make_state
 
 pytest.importorskip("triton")
 from specmamba.kernels.state_records import triton_ops
+from tests.kernels.rounding import tolerance
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-5}
+TOLERANCE = tolerance(terms=160)
 COUNTS = [0, 1, 16, 20]  # of more than one block of records
 
 
