@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from specmamba.command_line import parse_command_line
 from specmamba.console import readable
-from specmamba.measure.report import JsonOption, write_json
+from specmamba.measure.report import JsonOption, Row, put_out, section_table
 
 PROG = "specmamba info"
-STANDARD_OUTPUT = Path("-")
 Info = Mapping[str, Any]
-Row = tuple[str, str]
 NAMES = {"gated_delta_net": "gated delta net", "mamba2": "Mamba2", "mixture_of_experts": "mixture of experts"}
 NAMES |= {"mlp": "MLP"}
 
@@ -29,29 +25,15 @@ def main(arguments: list[str]) -> int:
     from specmamba.engine.model_report import model_info
 
     info = model_info(config)
-    if config.json == STANDARD_OUTPUT:
-        print(json.dumps(info, indent=2))
-        return 0
-    print_info(info)
-    if config.json is not None:
-        write_json(config.json, info)
+    put_out(info, config.json, print_info)
     return 0
 
 
 def print_info(info: Info) -> None:
     """A table in sections."""
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=SIMPLE, show_header=False, padding=(0, 1, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for i, section in enumerate((_model(info), _memory(info), _drafting(info), _choices(info))):
-        if i:
-            table.add_section()
-        for name, value in section:
-            table.add_row(name, value)
+    table = section_table((_model(info), _memory(info), _drafting(info), _choices(info)))
     console = Console(highlight=False)
     console.print(table, markup=False)
     memory = info["memory"]

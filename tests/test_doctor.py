@@ -12,10 +12,9 @@ import torch
 
 from specmamba.cli import main
 from specmamba.config import EngineConfig
-from specmamba.doctor import complete_json_flag, self_test, waiting
-from specmamba.doctor.examine import SMALL_POOLS, engines_of, examine, guarded
-from specmamba.doctor.self_test import affordable_tokens, problems_of
-from specmamba.doctor.table import print_report, text_words
+from specmamba.doctor import complete_json_flag, print_report, text_words, waiting
+from specmamba.doctor import examine as self_test
+from specmamba.doctor.examine import SMALL_POOLS, affordable_tokens, engines_of, examine, guarded, problems_of
 from specmamba.kernels.native.build import KERNELS
 
 CHEAP = ["doctor", "--device", "cpu", "--num-threads", "1"]

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specmamba.doctor.compiled import examine_native, examine_triton, why_triton_fails
-from specmamba.doctor.hardware import driver_version, examine_hardware
+from specmamba.doctor.machine import driver_version, examine_hardware, examine_native, examine_triton, why_triton_fails
 from specmamba.doctor.software import EXTRAS, declared_ranges, examine_software, is_in_range
 from specmamba.kernels.native import library
 
@@ -79,8 +78,8 @@ def test_a_driver_without_a_gpu_in_torch(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue Jan 1\n")
     assert driver_version(tmp_path / "version") == "570.86.15"
     assert driver_version(tmp_path / "none") is None
-    monkeypatch.setattr("specmamba.doctor.hardware.driver_version", lambda: "570.86.15")
-    monkeypatch.setattr("specmamba.doctor.hardware.free_memory", lambda device: 1 << 20)
+    monkeypatch.setattr("specmamba.doctor.machine.driver_version", lambda: "570.86.15")
+    monkeypatch.setattr("specmamba.doctor.machine.free_memory", lambda device: 1 << 20)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     little, no_gpu = examine_hardware()[1]
     assert "only 1.0 MiB of memory are free" in little.what
@@ -120,14 +119,14 @@ def test_what_nobody_can_help_is_no_problem(switched: bool, monkeypatch: pytest.
 
 def test_triton_where_it_is_meant_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
-    monkeypatch.setattr("specmamba.doctor.compiled.has_triton", lambda: False)
+    monkeypatch.setattr("specmamba.doctor.machine.has_triton", lambda: False)
     assert examine_triton(CPU)[1] == []
     assert "specmamba[gpu]" in examine_triton(gpu)[1][0].advice
-    monkeypatch.setattr("specmamba.doctor.compiled.has_triton", lambda: True)
-    monkeypatch.setattr("specmamba.doctor.compiled.runs_on", lambda device: device.type == "cuda")
+    monkeypatch.setattr("specmamba.doctor.machine.has_triton", lambda: True)
+    monkeypatch.setattr("specmamba.doctor.machine.runs_on", lambda device: device.type == "cuda")
     assert examine_triton(CPU)[0]["reason"] == "no GPU for it to run on"
     for reason, count in ((None, 0), ("no gcc", 1)):
-        monkeypatch.setattr("specmamba.doctor.compiled.why_triton_fails", lambda device, reason=reason: reason)
+        monkeypatch.setattr("specmamba.doctor.machine.why_triton_fails", lambda device, reason=reason: reason)
         facts, problems = examine_triton(gpu)
         assert facts["runs"] == (reason is None)
         assert [problem.what for problem in problems] == [f"Triton does not run: {reason}"] * count

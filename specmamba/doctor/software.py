@@ -7,14 +7,34 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any, Literal
 
 from specmamba import __version__
-from specmamba.doctor.problems import Facts, Problem, error, warning
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "jinja2"),
     *("pydantic", "pydantic-settings", "fastapi", "starlette", "uvicorn", "prometheus-client", "rich"),
 )
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong, and what to do about it. Errors make the exit status 1, warnings do not."""
+
+    severity: Literal["error", "warning"]
+    what: str
+    advice: str
+
+
+def error(what: str, advice: str) -> Problem:
+    """A problem that keeps the server from running."""
+    return Problem("error", what, advice)
+
+
+def warning(what: str, advice: str) -> Problem:
+    """A problem that the server runs with."""
+    return Problem("warning", what, advice)
 
 
 @dataclass(frozen=True, slots=True)
