@@ -14,17 +14,14 @@ import pytest
 
 from specmamba import LLM
 from specmamba.bench.prefix import __main__ as prefix
+from specmamba.bench.prefix import decoding
 from specmamba.bench.prefix import run as prefix_run
-from specmamba.bench.prefix import stopwatch as prefix_stopwatch
-from specmamba.bench.prefix.__main__ import SHARING, PrefixBenchConfig
 from specmamba.bench.prefix.costs import prefill_work, tree_lengths, tree_work
-from specmamba.bench.prefix.decoding import decode_steps
-from specmamba.bench.prefix.engines import demand_of, pool_flags, rehearse, sizes_of
+from specmamba.bench.prefix.decoding import decode_steps, stopwatch
+from specmamba.bench.prefix.engines import SHARING, PrefixBenchConfig, demand_of, pool_flags, rehearse, sizes_of
 from specmamba.bench.prefix.figures import workload_figures
-from specmamba.bench.prefix.oracle import Oracle, oracle_hits
 from specmamba.bench.prefix.run import Answer, Play
-from specmamba.bench.prefix.stopwatch import stopwatch
-from specmamba.bench.prefix.texts import SPREAD, TextSource, read_source
+from specmamba.bench.prefix.texts import SPREAD, Oracle, TextSource, oracle_hits, read_source
 from specmamba.bench.prefix.workloads import Ask, Tokens, make_workload
 from specmamba.command_line import parse_command_line
 from specmamba.config import DEMO_MODEL
@@ -420,7 +417,7 @@ def test_time_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
             nonlocal now
             now += seconds
 
-    monkeypatch.setattr(prefix_stopwatch.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(decoding.time, "perf_counter", lambda: now)
     worker = Worker()
     with stopwatch() as (seconds, watch):
         watch(worker, "outer", "a")

@@ -3,148 +3,47 @@
     specmamba bench prefix [--workloads shared,chat,branch,agent,pressure,ttft,costs] [--json FILE] [--plot FILE.png]
                            [any engine flag]
 
-Every wave of requests runs on an engine with the cache and on one without, in turns, with greedy decoding; the outputs
-are compared. In float32 (the default here) a text that differs is an error: the exit status is 1. Of each workload the
-pools hold everything that can be cached, but ``pressure`` gets a share of that, and runs with both eviction policies;
-the engine without the cache has roomy memory there too.
-workloads.py says what the workloads are, oracle.py what the oracle is, figures.py how each figure
-is defined; ``ttft`` is first_token.py, ``costs`` costs.py and decoding.py.
+Every wave of requests runs on an engine with the cache and on one without, in turns, with greedy decoding, and the
+outputs are compared. In float32 (the default here) a text that differs is an error: the exit status is 1. The pools
+hold everything of a workload that can be cached, except for ``pressure``, which gets a share of that and runs with both
+eviction policies; the engine without the cache has enough memory there too. workloads.py describes the workloads,
+texts.py the oracle, figures.py each figure; ``ttft`` is in run.py, ``costs`` in costs.py and decoding.py.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
-from pydantic_settings import NoDecode
-
-from specmamba.command_line import exit_with_error, parse_command_line
-from specmamba.errors import SpecmambaError
-from specmamba.measure.report import ReportOptions, write_json
+from specmamba.bench.prefix.engines import SHARING, PrefixBenchConfig
+from specmamba.errors import ConfigError
+from specmamba.measure.command import Page, put_out, run_command, versions_text
 
 PROG = "specmamba bench prefix"
-SHARING = ("shared", "chat", "branch", "agent", "pressure")
-PARTS = (*SHARING, "ttft", "costs")
-
-
-def _names(value: object) -> object:
-    return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
-
-
-class PrefixBenchConfig(ReportOptions):
-    """What the prefix cache spares, against an oracle and against no cache, and what it costs."""
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    workloads: Annotated[
-        Annotated[tuple[str, ...], Field(min_length=1)],
-        NoDecode,
-        BeforeValidator(_names),
-        Field(description=f"what to run, of {','.join(PARTS)}"),
-    ] = PARTS
-    prompts: Annotated[
-        Path | None,
-        Field(description="take the text from the prompts of this file; none: bundled ones and held-out Python files"),
-    ] = None
-    concurrency: Annotated[
-        int, Field(ge=1, description="requests of a wave, at least, while so many ask; the next comes after it")
-    ] = 4
-    output_tokens: Annotated[int, Field(ge=1, description="new tokens of every request")] = 16
-    turn_tokens: Annotated[int, Field(ge=1, description="tokens of a question or a user's turn, usually")] = 48
-    shared_tokens: Annotated[int, Field(ge=1, description="tokens of a system prompt, or of agents' instructions")] = (
-        600
-    )
-    num_users: Annotated[int, Field(ge=1, description="shared: users of the system prompt")] = 24
-    num_chats: Annotated[int, Field(ge=1, description="chat: conversations")] = 6
-    num_turns: Annotated[int, Field(ge=1, description="chat: turns of each")] = 6
-    num_documents: Annotated[int, Field(ge=1, description="branch: documents, and as many trees of thought")] = 2
-    document_tokens: Annotated[int, Field(ge=1, description="branch: tokens of a document")] = 1000
-    num_questions: Annotated[int, Field(ge=1, description="branch: questions to each document")] = 12
-    thought_depth: Annotated[int, Field(ge=1, description="branch: levels of a tree of thought")] = 3
-    thought_width: Annotated[int, Field(ge=1, description="branch: continuations of a thought that was kept")] = 4
-    thoughts_kept: Annotated[int, Field(ge=1, description="branch: thoughts that are kept of a level")] = 2
-    num_agents: Annotated[int, Field(ge=1, description="agent: agents")] = 3
-    agent_steps: Annotated[int, Field(ge=1, description="agent: steps of each")] = 6
-    tool_tokens: Annotated[int, Field(ge=1, description="agent: tokens of a tool's output, usually")] = 96
-    pressure_requests: Annotated[int, Field(ge=1, description="pressure: requests, or a few more")] = 64
-    pressure_share: Annotated[
-        float, Field(gt=0, le=1, description="pressure: size of both pools, as a share of what would hold everything")
-    ] = 0.1
-    ttft_tokens: Annotated[int, Field(ge=2, description="ttft: tokens of a prompt")] = 2000
-    ttft_shared_tokens: Annotated[int, Field(ge=1, description="ttft: tokens of it that others had before")] = 1900
-    rounds: Annotated[int, Field(ge=1, description="ttft, costs: rounds; medians over them")] = 5
-    cost_tokens: Annotated[int, Field(ge=1024, description="costs: tokens of the longest prompt in the tree")] = 32768
-    cost_requests: Annotated[int, Field(ge=1, le=4096, description="costs: requests that decode together")] = 64
-
-    @field_validator("workloads")
-    @classmethod
-    def _are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            if name not in PARTS:
-                raise ValueError(f"{name!r} is none of {', '.join(PARTS)}")
-        return tuple(part for part in PARTS if part in names)
-
-    @model_validator(mode="after")
-    def _flags_go_together(self) -> PrefixBenchConfig:
-        if self.disable_radix_cache:
-            raise ValueError("--disable-radix-cache: the cache is what is measured, and runs without it too; drop it")
-        if self.ttft_shared_tokens >= self.ttft_tokens:
-            raise ValueError(
-                f"--ttft-shared-tokens {self.ttft_shared_tokens}: a prompt of {self.ttft_tokens} tokens needs one of "
-                "its own; lower it, or raise --ttft-tokens"
-            )
-        if self.concurrency > self.max_running_requests:
-            raise ValueError(
-                f"--concurrency {self.concurrency}: only {self.max_running_requests} requests run together; raise "
-                "--max-running-requests"
-            )
-        if self.plot is not None and not set(SHARING) & set(self.workloads):
-            raise ValueError(f"--plot: the picture is of workloads: choose some of {', '.join(SHARING)}")
-        return self
-
-    @model_validator(mode="after")
-    def _costs_have_pools_of_their_own(self) -> PrefixBenchConfig:
-        if "costs" not in self.workloads:
-            return self
-        sizes = {"--max-total-tokens": self.max_total_tokens, "--max-mamba-cache-size": self.max_mamba_cache_size}
-        given = [flag for flag, size in sizes.items() if size is not None]
-        if given:
-            raise ValueError(
-                f"{', '.join(given)}: costs sizes its pools itself, by --cost-tokens and --cost-requests; drop it, or "
-                "leave costs out of --workloads"
-            )
-        is_limited = "max_running_requests" in self.model_fields_set
-        if is_limited and self.cost_requests > self.max_running_requests:
-            raise ValueError(
-                f"--cost-requests {self.cost_requests}: only {self.max_running_requests} requests run together; lower "
-                "it, or raise --max-running-requests"
-            )
-        return self
+Figures = Mapping[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark. Returns the exit status: 1 when a text differs in float32, 130 after Ctrl-C."""
-    try:
-        config = parse_command_line(PrefixBenchConfig, PROG, sys.argv[1:] if arguments is None else arguments)
-        report = measure_and_report(config)
-        put_out(config, report)
-    except SpecmambaError as error:
-        exit_with_error(PROG, error)
-    except KeyboardInterrupt:
-        return 130
+    return run_command(PROG, PrefixBenchConfig, arguments, _run)
+
+
+def _run(config: PrefixBenchConfig) -> int:
+    report = measure_and_report(config)
+    put_out(config, report, print_report, plot_report)
     return 1 if report["dtype"] == "float32" and report["different_texts"] else 0
 
 
 def measure_and_report(config: PrefixBenchConfig) -> dict[str, Any]:
-    """All figures, as in the JSON file. Raises SpecmambaError."""
+    """Measure everything that was asked for; the report as a JSON object. Raises SpecmambaError."""
     import torch
 
     from specmamba.bench.prefix.costs import measure_costs
     from specmamba.bench.prefix.engines import start_cold_engine
     from specmamba.bench.prefix.figures import full_report
-    from specmamba.bench.prefix.first_token import measure_ttft
-    from specmamba.bench.prefix.run import run_workloads
+    from specmamba.bench.prefix.run import measure_ttft, run_workloads
     from specmamba.bench.prefix.texts import read_source
 
     with start_cold_engine(config) as cold:
@@ -157,15 +56,168 @@ def measure_and_report(config: PrefixBenchConfig) -> dict[str, Any]:
     return full_report(config, description, num_threads, source, plays, ttft, costs)
 
 
-def put_out(config: PrefixBenchConfig, report: dict[str, Any]) -> None:
-    """Table, JSON and picture."""
-    from specmamba.bench.prefix.tables import plot_report, print_report
+def print_report(report: Figures) -> None:
+    """Print a row per workload, then time to first token, costs, and remarks."""
+    page = Page()
+    page.lines(title(report))
+    if report["workloads"]:
+        page.table(
+            (
+                *("workload", "requests\n(wave)", "prompt\ntokens", "hit\nrate", "oracle", "ratio"),
+                *("first token, ms\nwith (p50/p90)", "without\n(p50/p90)", "p50\nratio", "missed because"),
+                *("evicted\ntokens/states", "nodes/states\nat the end", "text"),
+            ),
+            [_cells(figures) for figures in report["workloads"]],
+            text_columns=(0, 12),
+        )
+    page.lines(*_about_ttft(report["ttft"]), *_about_costs(report["costs"]), *_remarks(report))
 
-    print_report(report)
-    if config.json is not None:
-        write_json(config.json, report)
-    if config.plot is not None:
-        plot_report(config.plot, report)
+
+def title(report: Figures) -> str:
+    """What was run, in one line."""
+    return (
+        f"{report['model']}, {report['dtype']} on {report['device']}, {report['algorithm']} drafts of "
+        f"{report['num_draft_tokens']} nodes, {report['strategy']}, pages of {report['page_size']}, chunks of "
+        f"{report['chunked_prefill_size']}, waves of at least {report['concurrency']} while so many ask, "
+        f"{report['output_tokens']} new tokens each"
+    )
+
+
+def label_of(figures: Figures) -> str:
+    """A workload's name, with the policy where it has been run with both."""
+    name: str = figures["workload"]
+    return f"{name} {figures['cache_eviction']}" if name == "pressure" else name
+
+
+def _cells(figures: Figures) -> list[str]:
+    misses = [f"{reason} {count}" for reason, count in figures["miss_reasons"].items() if count]
+    different = figures["different_texts"]
+    times = figures["ttft_ms"]
+    return [
+        label_of(figures),
+        f"{figures['requests']} ({figures['largest_wave']})",
+        str(figures["prompt_tokens"]),
+        f"{figures['hit_rate']:.3f}",
+        f"{figures['oracle_hit_rate']:.3f}",
+        _number(figures["ratio_to_oracle"]),
+        *("{p50:.1f}/{p90:.1f}".format(**times[name]) for name in ("with_cache", "without_cache")),
+        _number(figures["ttft_ratio"]),
+        "\n".join(misses) or "-",
+        f"{figures['evicted_tokens']}/{figures['evicted_states']}",
+        f"{figures['num_nodes']}/{figures['num_states']}",
+        "same" if not different else f"{different} DIFFER",
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _about_ttft(ttft: Figures | None) -> list[str]:
+    if ttft is None:
+        return []
+    lines = []
+    for name, who in (("ttft_shared", "from the third user on"), ("ttft_second_user", "second user")):
+        low, high = ttft[f"{name}_ratio_range"]
+        times = ttft[f"{name}_ms"]
+        lines.append(
+            f"first token of a prompt of {ttft['prompt_tokens']} tokens that shares {ttft['shared_tokens']}, {who}: "
+            f"{ttft[f'{name}_ratio']:.3f} of cold ({low:.3f}-{high:.3f}; {times['with_cache']:.1f} of "
+            f"{times['without_cache']:.1f} ms), {ttft[f'{name}_cached_tokens']} tokens cached"
+        )
+    return lines
+
+
+def _about_costs(costs: Figures | None) -> list[str]:
+    if costs is None:
+        return []
+    tree, engine = costs["tree"], costs["engine"]
+    growth = "" if tree["growth"] is None else f", growing as its length to the power of {tree['growth']:.2f}"
+    if tree["last_doubling"] is not None:
+        growth = f", {tree['last_doubling']:.2f}x that of half of it"
+    about_tree = (
+        f"tree: a prompt of {tree['tokens'][-1]} tokens takes {tree['insert_ms'][-1]:.2f} ms to insert in chunks of "
+        f"{tree['chunk_tokens']} and {tree['match_ms'][-1]:.2f} ms to match, {tree['share_of_prefill'][-1]:.3%} of its "
+        f"prefill at {engine['prefill_us_per_token']:.0f} us a token{growth}"
+    )
+    about_engine = (
+        f"engine: of {engine['prefill_ms']:.1f} ms to the first token of a prompt of {engine['tokens']} tokens that "
+        f"finds nothing, the cache takes {engine['share']:.3%} (admission {engine['acquire_ms']:.2f} ms, chunk ends "
+        f"{engine['leave_chunk_ms']:.2f} ms)"
+    )
+    return [about_tree, about_engine, *(_about_decoding(name, each) for name, each in costs["decode"].items())]
+
+
+def _about_decoding(strategy: str, decode: Figures) -> str:
+    shares = ", ".join(f"{name} {share:.2%}" for name, share in decode["shares"].items())
+    interval = decode["track_interval"]
+    left = ""
+    if interval is not None:
+        each = f"{decode['states_left']} in all, {decode['leave_ms_per_state']:.2f} ms each"
+        left = f", a state every {interval} tokens, {each}"
+    return (
+        f"decoding, {strategy}: of a step of {decode['step_ms']:.2f} ms with {decode['requests']} requests, "
+        f"bookkeeping takes {decode['bookkeeping_share']:.2%} ({shares}; {decode['steps']} steps{left})"
+    )
+
+
+def _remarks(report: Figures) -> list[str]:
+    lines = []
+    for figures in report["workloads"]:
+        lost = figures["lost_most"]
+        if lost:
+            worst = lost[0]
+            lines.append(
+                f"{label_of(figures)}: furthest behind the oracle is request {worst['request']} ({worst['kind']}), "
+                f"{worst['hit_tokens']} of {worst['oracle_tokens']} tokens"
+            )
+    if any(figures["workload"] == "pressure" for figures in report["workloads"]):
+        lines.append("pressure: without the cache, the engine has roomy memory: its first tokens wait for no room")
+    if report["different_texts"]:
+        verdict = "an error" if report["dtype"] == "float32" else "rounding, or an error: compare in float32"
+        lines.append(f"DIFFERENT TEXTS: {report['different_texts']}, with the cache and without: {verdict}")
+    text = f"{report['prompts']}, {report['text']['tokens']} tokens of {report['text']['documents']} documents"
+    where = f"{report['machine']}, threads: {report['threads']}; {versions_text(report)}"
+    return [*lines, f"{where}; text: {text}, seed {report['seed']}"]
+
+
+def plot_report(path: Path, report: Figures) -> None:
+    """Hit rates beside the oracle's, and time to first token beside that without the cache, by workload.
+
+    Raises:
+        ConfigError: the file cannot be written; the message names ``--plot``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    workloads = report["workloads"]
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    places = range(len(workloads))
+    _bars(left, [each["hit_rate"] for each in workloads], -0.2, "cache")
+    _bars(left, [each["oracle_hit_rate"] for each in workloads], 0.2, "oracle")
+    left.set(ylabel="share of prompt tokens spared", ylim=(0, 1))
+    for name, shift in (("with_cache", -0.2), ("without_cache", 0.2)):
+        times = [each["ttft_ms"][name] for each in workloads]
+        bars = _bars(right, [each["p50"] for each in times], shift, name.replace("_", " "))
+        right.plot([i + shift for i in places], [each["p90"] for each in times], "_", color=bars, markersize=12)
+    right.set(ylabel="time to first token, ms: median, and 90th percentile")
+    for axes in (left, right):
+        axes.set_xticks(list(places), [label_of(each).replace(" ", "\n") for each in workloads])
+        axes.grid(alpha=0.3, axis="y")
+        axes.legend()
+    figure.suptitle(title(report), fontsize=8, wrap=True)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"--plot: {path} cannot be written: {error.strerror}") from None
+
+
+def _bars(axes: Any, values: list[float], shift: float, label: str) -> Any:
+    """Draw bars beside others; their colour."""
+    bars = axes.bar([i + shift for i in range(len(values))], values, width=0.38, label=label)
+    return bars.patches[0].get_facecolor()
 
 
 if __name__ == "__main__":

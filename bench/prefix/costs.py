@@ -1,9 +1,9 @@
-"""What the prefix cache costs: its tree on long prompts, all of its work on a real one, and bookkeeping while decoding.
+"""What the prefix cache costs: its tree on long prompts, all its work on a real one, and bookkeeping while decoding.
 
 - **Tree**: prompts of 1k, 2k, 4k ... tokens, and of ``--cost-tokens``, go into an empty tree in chunks: a match that
   finds nothing, then at every chunk end an insertion with a state, behind the node of the one before, which stays
-  locked; then a match of the whole prompt. No model runs, so a prompt may be longer than its context, and nothing but
-  the tree's own work is in it. ``share_of_prefill`` sets this against prefill at the time per token of the real prompt
+  locked; then a match of the whole prompt. No model runs, so a prompt may be longer than its context, and only the
+  tree's own work is measured. ``share_of_prefill`` sets this against prefill at the time per token of the real prompt
   below, whatever the length: attention makes the tokens of a longer prompt dearer and those of a shorter one cheaper,
   so the share is smaller than said for the one, and larger for the other. ``growth`` is the slope of log time over log
   tokens, and ``last_doubling`` the time of the longest prompt over that of half of it, null where there is none of
@@ -20,22 +20,18 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specmamba import LLM
-from specmamba.bench.prefix.decoding import decode_costs
-from specmamba.bench.prefix.engines import start_cost_engine, start_engine
+from specmamba.bench.prefix.decoding import decode_costs, stopwatch
+from specmamba.bench.prefix.engines import PrefixBenchConfig, start_cost_engine, start_engine
 from specmamba.bench.prefix.run import run_wave, warm_up
-from specmamba.bench.prefix.stopwatch import stopwatch
 from specmamba.bench.prefix.texts import TextSource
 from specmamba.bench.prefix.workloads import Ask
 from specmamba.errors import ConfigError
-
-if TYPE_CHECKING:
-    from specmamba.bench.prefix.__main__ import PrefixBenchConfig
 
 Tokens = NDArray[np.int64]
 SHORTEST, PREFILL_TOKENS = 1024, 4096
@@ -43,7 +39,7 @@ OWNER = "prefix benchmark"
 
 
 def measure_costs(config: PrefixBenchConfig, source: TextSource) -> dict[str, Any]:
-    """All of it.
+    """Measure tree, engine and decoding.
 
     Raises:
         ConfigError: the pools do not fit the memory, or the requests not together.
@@ -55,7 +51,7 @@ def measure_costs(config: PrefixBenchConfig, source: TextSource) -> dict[str, An
 
 
 def tree_lengths(longest: int) -> list[int]:
-    """Tokens of the prompts: doubled until ``longest``, and that."""
+    """Lengths of prompts: doubled from ``SHORTEST`` up to ``longest``, which is always one of them."""
     lengths = [SHORTEST]
     while 2 * lengths[-1] < longest:
         lengths.append(2 * lengths[-1])
@@ -90,7 +86,7 @@ def _tree_costs(config: PrefixBenchConfig, source: TextSource, seconds_per_token
 
 
 def tree_work(llm: LLM, tokens: Tokens, chunk_size: int) -> tuple[float, float]:
-    """Seconds that the tree takes to store a prompt chunk by chunk, and to match it afterwards.
+    """Time the tree: seconds to store a prompt chunk by chunk, and to match it afterwards.
 
     Args:
         llm: idle, with pools that hold the prompt and a state per chunk; its cache is emptied before and afterwards.
@@ -107,20 +103,20 @@ def tree_work(llm: LLM, tokens: Tokens, chunk_size: int) -> tuple[float, float]:
         raise ConfigError(f"a KV pool of {kv.num_tokens} tokens does not hold a prompt of {len(tokens)} tokens")
     slots = (pages[:, None] * kv.page_size + np.arange(kv.page_size)).reshape(-1)[: len(tokens)]
     ends = [*range(chunk_size, len(tokens), chunk_size), len(tokens)]
-    ready = [_state_at(llm, end) for end in ends]  # not the tree's work, and not timed
+    ready = [_state_at(llm, end) for end in ends]  # outside the timed part: not the tree's work
     began = time.perf_counter()
     _store(llm, tokens, slots, dict(zip(ends, ready, strict=True)))
     stored = time.perf_counter()
     match = cache.match(tokens)
     matched = time.perf_counter()
     assert match.length == len(tokens)
-    kv.allocator.release(pages, pinned=True)  # as a row would; the tree holds them alone now
+    kv.allocator.release(pages, pinned=True)  # as a request's row does: now only the tree holds the pages
     llm.flush_cache()
     return stored - began, matched - stored
 
 
 def _state_at(llm: LLM, position: int) -> int:
-    """A slot with a state that the tree can take."""
+    """A slot of the state pool, marked as written up to ``position``, that the tree can take."""
     states = llm.engine.pools.states
     slot = states.reserve(OWNER)
     assert slot is not None
@@ -131,7 +127,7 @@ def _state_at(llm: LLM, position: int) -> int:
 
 
 def _store(llm: LLM, tokens: Tokens, slots: Tokens, states: dict[int, int]) -> None:
-    """What the tree does while a prompt runs; ``states`` are slots by chunk end."""
+    """Insert a prompt as the cache does while the prompt runs; ``states`` are state slots by chunk end."""
     cache = llm.engine.prefixes.cache
     node = cache.match(tokens).node
     cache.lock(node)
@@ -143,7 +139,7 @@ def _store(llm: LLM, tokens: Tokens, slots: Tokens, states: dict[int, int]) -> N
 
 
 def _engine_costs(config: PrefixBenchConfig, source: TextSource) -> tuple[dict[str, Any], float]:
-    """Figures, and seconds per token of the prefill without what the cache takes."""
+    """The figures of a real prompt, and seconds per token of its prefill without the cache's work."""
     with start_engine(config) as llm:
         length = min(PREFILL_TOKENS, config.cost_tokens, llm.engine.context_length - 1)
         warm_up(llm, source, config)
@@ -165,7 +161,7 @@ def _engine_costs(config: PrefixBenchConfig, source: TextSource) -> tuple[dict[s
 
 
 def prefill_work(llm: LLM, prompt: tuple[int, ...]) -> dict[str, float]:
-    """Seconds until the first token of a prompt that finds nothing, and those of them that the cache takes.
+    """Time a prompt that finds nothing in the cache: seconds to its first token, and the cache's parts of them.
 
     Args:
         llm: idle; its cache is emptied before.
@@ -183,7 +179,7 @@ def prefill_work(llm: LLM, prompt: tuple[int, ...]) -> dict[str, float]:
 
 
 def _slope(times: dict[int, float]) -> float | None:
-    """Of log time over log length, by least squares; None for a single length."""
+    """The slope of log time over log length by least squares; None for a single length."""
     if len(times) < 2:
         return None
     x, y = np.log(list(times)), np.log(list(times.values()))

@@ -1,4 +1,4 @@
-"""What bookkeeping takes of a step while many requests decode.
+"""The share of bookkeeping in a step while many requests decode.
 
 ``--cost-requests`` requests run together, and of every step in which all of them decode, and none begins or ends, the
 time in the scheduler (``make_room``, ``admit``, ``next_runs``) and in ``advance`` (text, stop conditions, and states
@@ -11,25 +11,24 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from specmamba import LLM, SamplingParams
-from specmamba.bench.prefix.engines import SPARE_TOKENS, start_cost_engine
-from specmamba.bench.prefix.stopwatch import stopwatch
+from specmamba.bench.prefix.engines import SPARE_TOKENS, PrefixBenchConfig, start_cost_engine
 from specmamba.bench.prefix.texts import TextSource
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, RequestError
 
-if TYPE_CHECKING:
-    from specmamba.bench.prefix.__main__ import PrefixBenchConfig
-
 PROMPT_TOKENS, DECODE_TOKENS = 96, 160  # of each request
 LONGEST_INTERVAL = DECODE_TOKENS // 2
 PARTS = ("scheduler", "leave", "advance")
+Watch = Callable[[object, str, str], None]
 
 
 def decode_costs(config: PrefixBenchConfig, source: TextSource) -> dict[str, Any]:
-    """The figures of both strategies.
+    """Measure both strategies of leaving states.
 
     Raises:
         ConfigError: the pools do not fit the memory, or the requests not together.
@@ -68,7 +67,7 @@ def _share(config: PrefixBenchConfig, source: TextSource, interval: int | None) 
 
 
 def _flags(config: PrefixBenchConfig, interval: int | None) -> dict[str, Any]:
-    """An engine that holds all requests and all states that they leave."""
+    """Flags of an engine that holds all requests and all states that they leave."""
     count, num_tracked = config.cost_requests, DECODE_TOKENS // interval if interval else 0
     default = EngineConfig.model_fields["mamba_track_interval"].default
     strategy: dict[str, Any] = {"mamba_radix_cache_strategy": "no_buffer", "mamba_track_interval": default}
@@ -84,14 +83,14 @@ def _flags(config: PrefixBenchConfig, interval: int | None) -> dict[str, Any]:
 
 
 def _use_all_memory(llm: LLM) -> None:
-    """The system hands memory out at its first use, which takes longer than the use: once, and not in every step."""
+    """Write all pools once: the first use of memory takes longer, and must not count in the steps."""
     pools = llm.engine.pools
     for memory in (pools.states.recurrent, pools.states.conv, *pools.kv.k, *pools.kv.v):
         memory.zero_()
 
 
 def decode_steps(llm: LLM, prompts: list[tuple[int, ...]]) -> list[dict[str, float]]:
-    """Of the steps in which all prompts decode: seconds, whole and by part, and the states that were left.
+    """Run requests, and time the steps in which all of them decode: seconds, whole and by part, and states left.
 
     Raises:
         RequestError: the model's numbers are not finite.
@@ -121,6 +120,42 @@ def decode_steps(llm: LLM, prompts: list[tuple[int, ...]]) -> list[dict[str, flo
 
 
 def _num_left(llm: LLM) -> int:
-    """States that have been left in the cache so far."""
+    """The number of states left in the cache so far."""
     stats = llm.engine.stats().prefix_cache
     return stats.num_states + stats.evicted_states
+
+
+@contextmanager
+def stopwatch() -> Iterator[tuple[dict[str, float], Watch]]:
+    """Time methods while the context lasts.
+
+    The time of a watched method that another one calls counts for the inner one only. Methods are restored at the end.
+
+    Yields:
+        Seconds by part, and a function (object, name of a method, part) that adds a method's time to a part.
+    """
+    seconds: dict[str, float] = {}
+    inner = [0.0]  # seconds of watched calls inside the one that runs, a level per call
+    watched: list[tuple[object, str]] = []
+
+    def watch(owner: object, name: str, part: str) -> None:
+        method = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            inner.append(0.0)
+            began = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                elapsed = time.perf_counter() - began
+                seconds[part] = seconds.get(part, 0.0) + elapsed - inner.pop()
+                inner[-1] += elapsed
+
+        setattr(owner, name, timed)
+        watched.append((owner, name))
+
+    try:
+        yield seconds, watch
+    finally:
+        for owner, name in watched:
+            delattr(owner, name)

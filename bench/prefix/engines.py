@@ -1,51 +1,152 @@
-"""The engines of the prefix benchmark: with a cache and without, their pools as large as a workload asks for."""
+"""The flags of the prefix benchmark, and its engines, with pools as large as a workload needs."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from specmamba import LLM
-from specmamba.bench.prefix.oracle import Oracle
-from specmamba.bench.prefix.texts import TextSource
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_settings import NoDecode
+
+from specmamba.bench.prefix.texts import Oracle, TextSource
 from specmamba.bench.prefix.workloads import Sizes, Tokens, Workload, make_workload
 from specmamba.config import MAX_DRAFT_TOKENS, EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.measure.report import ReportOptions
 
-if TYPE_CHECKING:
-    from specmamba.bench.prefix.__main__ import PrefixBenchConfig
+if TYPE_CHECKING:  # --help must not wait for torch
+    from specmamba import LLM
 
-SPARE_TOKENS = 2 * MAX_DRAFT_TOKENS  # KV of a running request besides its text: a draft, and what it gets ahead
+SPARE_TOKENS = 2 * MAX_DRAFT_TOKENS  # KV of a running request besides its text: a draft, and slots that are given ahead
 POOLS = ("max_total_tokens", "max_mamba_cache_size")
 CACHE_FLAGS = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction")
-ORDER_FLAGS = ("schedule_policy", "schedule_max_overtakes")  # by cached prefixes, if at all
+ORDER_FLAGS = ("schedule_policy", "schedule_max_overtakes")  # they matter only with cached prefixes
+SHARING = ("shared", "chat", "branch", "agent", "pressure")
+PARTS = (*SHARING, "ttft", "costs")
+
+
+def _names(value: object) -> object:
+    return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
+
+
+class PrefixBenchConfig(ReportOptions):
+    """What the prefix cache spares, against an oracle and against no cache, and what it costs."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    workloads: Annotated[
+        Annotated[tuple[str, ...], Field(min_length=1)],
+        NoDecode,
+        BeforeValidator(_names),
+        Field(description=f"what to run, of {','.join(PARTS)}"),
+    ] = PARTS
+    prompts: Annotated[
+        Path | None,
+        Field(description="take the text from the prompts of this file; none: bundled ones and held-out Python files"),
+    ] = None
+    concurrency: Annotated[
+        int, Field(ge=1, description="requests of a wave, at least, while so many ask; the next comes after it")
+    ] = 4
+    output_tokens: Annotated[int, Field(ge=1, description="new tokens of every request")] = 16
+    turn_tokens: Annotated[int, Field(ge=1, description="tokens of a question or a user's turn, usually")] = 48
+    shared_tokens: Annotated[int, Field(ge=1, description="tokens of a system prompt, or of agents' instructions")] = (
+        600
+    )
+    num_users: Annotated[int, Field(ge=1, description="shared: users of the system prompt")] = 24
+    num_chats: Annotated[int, Field(ge=1, description="chat: conversations")] = 6
+    num_turns: Annotated[int, Field(ge=1, description="chat: turns of each")] = 6
+    num_documents: Annotated[int, Field(ge=1, description="branch: documents, and as many trees of thought")] = 2
+    document_tokens: Annotated[int, Field(ge=1, description="branch: tokens of a document")] = 1000
+    num_questions: Annotated[int, Field(ge=1, description="branch: questions to each document")] = 12
+    thought_depth: Annotated[int, Field(ge=1, description="branch: levels of a tree of thought")] = 3
+    thought_width: Annotated[int, Field(ge=1, description="branch: continuations of a thought that was kept")] = 4
+    thoughts_kept: Annotated[int, Field(ge=1, description="branch: thoughts that are kept of a level")] = 2
+    num_agents: Annotated[int, Field(ge=1, description="agent: agents")] = 3
+    agent_steps: Annotated[int, Field(ge=1, description="agent: steps of each")] = 6
+    tool_tokens: Annotated[int, Field(ge=1, description="agent: tokens of a tool's output, usually")] = 96
+    pressure_requests: Annotated[int, Field(ge=1, description="pressure: requests, or a few more")] = 64
+    pressure_share: Annotated[
+        float, Field(gt=0, le=1, description="pressure: size of both pools, as a share of what would hold everything")
+    ] = 0.1
+    ttft_tokens: Annotated[int, Field(ge=2, description="ttft: tokens of a prompt")] = 2000
+    ttft_shared_tokens: Annotated[int, Field(ge=1, description="ttft: tokens of it that others had before")] = 1900
+    rounds: Annotated[int, Field(ge=1, description="ttft, costs: rounds; medians over them")] = 5
+    cost_tokens: Annotated[int, Field(ge=1024, description="costs: tokens of the longest prompt in the tree")] = 32768
+    cost_requests: Annotated[int, Field(ge=1, le=4096, description="costs: requests that decode together")] = 64
+
+    @field_validator("workloads")
+    @classmethod
+    def _are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in PARTS:
+                raise ValueError(f"{name!r} is none of {', '.join(PARTS)}")
+        return tuple(part for part in PARTS if part in names)
+
+    @model_validator(mode="after")
+    def _flags_go_together(self) -> PrefixBenchConfig:
+        if self.disable_radix_cache:
+            raise ValueError("--disable-radix-cache: the cache is what is measured, and runs without it too; drop it")
+        if self.ttft_shared_tokens >= self.ttft_tokens:
+            raise ValueError(
+                f"--ttft-shared-tokens {self.ttft_shared_tokens}: a prompt of {self.ttft_tokens} tokens needs one of "
+                "its own; lower it, or raise --ttft-tokens"
+            )
+        if self.concurrency > self.max_running_requests:
+            raise ValueError(
+                f"--concurrency {self.concurrency}: only {self.max_running_requests} requests run together; raise "
+                "--max-running-requests"
+            )
+        if self.plot is not None and not set(SHARING) & set(self.workloads):
+            raise ValueError(f"--plot: the picture is of workloads: choose some of {', '.join(SHARING)}")
+        return self
+
+    @model_validator(mode="after")
+    def _costs_have_pools_of_their_own(self) -> PrefixBenchConfig:
+        if "costs" not in self.workloads:
+            return self
+        sizes = {"--max-total-tokens": self.max_total_tokens, "--max-mamba-cache-size": self.max_mamba_cache_size}
+        given = [flag for flag, size in sizes.items() if size is not None]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)}: costs sizes its pools itself, by --cost-tokens and --cost-requests; drop it, or "
+                "leave costs out of --workloads"
+            )
+        is_limited = "max_running_requests" in self.model_fields_set
+        if is_limited and self.cost_requests > self.max_running_requests:
+            raise ValueError(
+                f"--cost-requests {self.cost_requests}: only {self.max_running_requests} requests run together; lower "
+                "it, or raise --max-running-requests"
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a workload can take at the most."""
+    """Upper bounds of what a workload needs."""
 
     num_requests: int
     largest_wave: int  # requests that come together
     longest: int  # prompt and output
     distinct_tokens: int  # of all texts, common beginnings counted once, if no two outputs begin alike
-    kv_tokens: int  # that hold everything
-    states: int  # likewise
+    kv_tokens: int  # of a pool that holds everything
+    states: int  # of a pool that holds everything
 
 
 def start_engine(config: PrefixBenchConfig, **flags: Any) -> LLM:
-    """An engine with the flags of the command line, and others in their place.
+    """Start an engine with the flags of the command line; ``flags`` replace some of them.
 
     Raises:
         ConfigError: the flags do not allow to start.
     """
+    from specmamba import LLM
+
     return LLM(**config.model_dump(include=set(EngineConfig.model_fields)) | flags)
 
 
 def start_cold_engine(config: PrefixBenchConfig) -> LLM:
-    """An engine without a cache, and without the flags that need one.
+    """Start an engine without a cache, and without the flags that need one.
 
     Raises:
         ConfigError: the flags do not allow to start.
@@ -55,7 +156,7 @@ def start_cold_engine(config: PrefixBenchConfig) -> LLM:
 
 
 def start_cost_engine(config: PrefixBenchConfig, flag: str, **flags: Any) -> LLM:
-    """An engine for ``costs``, which sizes its pools itself; ``flag`` says how much they are to hold.
+    """Start an engine for ``costs``, which sizes its pools itself; ``flag`` names the flag that decides their sizes.
 
     Raises:
         ConfigError: it does not start.
@@ -72,7 +173,7 @@ def start_cost_engine(config: PrefixBenchConfig, flag: str, **flags: Any) -> LLM
 
 
 def pool_flags(config: PrefixBenchConfig, demands: Iterable[Demand], share: float = 1.0) -> dict[str, int]:
-    """Sizes of pools that hold a share of the largest demand, and always ``concurrency`` requests; given sizes stay."""
+    """Flags of pools for a share of the largest demand, and always for ``concurrency`` requests; given sizes stay."""
     demands = list(demands)
     running = config.concurrency * (max(demand.longest for demand in demands) + SPARE_TOKENS + 2 * config.page_size)
     kv = max(running, round(share * max(demand.kv_tokens for demand in demands)))
@@ -84,7 +185,7 @@ def pool_flags(config: PrefixBenchConfig, demands: Iterable[Demand], share: floa
 
 
 def demand_of(config: PrefixBenchConfig, name: str, source: TextSource, context_length: int) -> Demand:
-    """Rehearse a workload.
+    """The demand of a workload, from a rehearsal.
 
     Raises:
         ConfigError: a request does not fit the model's context, or a wave of them the running requests.
@@ -114,7 +215,10 @@ def demand_of(config: PrefixBenchConfig, name: str, source: TextSource, context_
 
 
 def rehearse(workload: Workload, size: int, output_tokens: int, draw: random.Random) -> Iterator[list[Tokens]]:
-    """Prompts with made-up outputs of a whole workload, by wave, no two outputs alike: as large as it can become."""
+    """Prompts with made-up outputs of a whole workload, by wave.
+
+    No two outputs begin alike, so that the workload becomes as large as it can.
+    """
     waves = workload.waves(size, draw)
     wave, number = next(waves), 0
     while True:
@@ -128,7 +232,7 @@ def rehearse(workload: Workload, size: int, output_tokens: int, draw: random.Ran
 
 
 def wave_draws(config: PrefixBenchConfig, name: str) -> random.Random:
-    """Draws whose turn it is; always the same ones for a workload."""
+    """Random numbers that choose the sessions of each wave: the same in every run of a workload."""
     return random.Random(f"{config.seed}/{name}/waves")
 
 

@@ -1,16 +1,16 @@
-"""From answers to figures.
+"""The figures of the prefix benchmark, from answers.
 
 - ``hit_rate``: prompt tokens that the cache spared, over all prompt tokens of the workload. What counts is what a
   request found when it was first admitted.
-- ``oracle_hit_rate``: the same for a cache without bounds (oracle.py); ``ratio_to_oracle`` is the one over the
+- ``oracle_hit_rate``: the same for a cache without bounds (texts.py); ``ratio_to_oracle`` is the one over the
   other, null where there was nothing to spare. ``by_kind`` has these of every kind of request.
 - ``ttft_ms``: from the submission of a request's wave to its first token, the wait for others of the wave in it, with
   and without the cache, of the same requests; ``ttft_ratio`` is the one median over the other. The engine without the
-  cache always has roomy memory: ``pressure`` compares one that has to be sparing with one that has not.
+  cache always has enough memory: ``pressure`` compares an engine that is short of memory with one that is not.
 - ``largest_wave``: requests of a workload that were submitted together, at the most.
 - ``distinct_tokens``: of prompts and outputs, common beginnings counted once.
 - ``miss_reasons``: requests by why they did not hit more, where something of the prompt was missing: ``never_stored``
-  (nobody has run it, or nobody left a state there), ``evicted``, ``page_grid``, ``salt``.
+  (no request has run it, or none left a state there), ``evicted``, ``page_grid``, ``salt``.
 - ``lost_most``: the requests that fell furthest behind the oracle.
 - ``different_texts``: requests whose greedy output with the cache is not the one without.
 """
@@ -19,17 +19,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from specmamba.bench.prefix.engines import sizes_of
-from specmamba.bench.prefix.oracle import distinct_tokens, oracle_hits
+from specmamba.bench.prefix.engines import PrefixBenchConfig, sizes_of
 from specmamba.bench.prefix.run import Answer, Play
-from specmamba.bench.prefix.texts import TextSource
+from specmamba.bench.prefix.texts import TextSource, distinct_tokens, oracle_hits
 from specmamba.measure.prompts import model_name
 from specmamba.measure.report import machine, versions
-
-if TYPE_CHECKING:
-    from specmamba.bench.prefix.__main__ import PrefixBenchConfig
 
 MAX_LOST = 5  # requests that are named
 
@@ -43,7 +39,7 @@ def full_report(
     ttft: dict[str, Any] | None,
     costs: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """All figures, as a JSON object; ``description`` and ``num_threads`` are those of the engine without the cache."""
+    """The report as a JSON object; ``description`` and ``num_threads`` are those of the engine without the cache."""
     workloads = [workload_figures(each) for each in plays]
     different = sum(each["different_texts"] for each in workloads) + (ttft["different_texts"] if ttft else 0)
     return {

@@ -1,33 +1,49 @@
-"""Runs the waves of a workload on engines with and without the cache, in turns."""
+"""Runs the waves of a workload on engines with and without the cache, in turns, and measures times to first token.
+
+**ttft**: in every round three users ask different questions behind one text, and the cache is empty before the first.
+The second user is the first that leaves the path of another in the middle: there is KV up to there but no recurrent
+state, so it goes on from the end of a chunk and leaves a state where the two part. From the third user on all of the
+shared text is spared, which is the figure (``ttft_shared_ratio``). Second and third user also run without the cache, in
+turns with the runs with it.
+"""
 
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specmamba import LLM, SamplingParams
-from specmamba.bench.prefix.engines import Demand, demand_of, pool_flags, sizes_of, start_engine, wave_draws
+from specmamba.bench.prefix.engines import (
+    Demand,
+    PrefixBenchConfig,
+    demand_of,
+    pool_flags,
+    sizes_of,
+    start_engine,
+    wave_draws,
+)
 from specmamba.bench.prefix.texts import TextSource
 from specmamba.bench.prefix.workloads import Ask, Kind, Tokens, make_workload
-from specmamba.errors import RequestError
+from specmamba.errors import ConfigError, RequestError
+from specmamba.measure.command import in_turns
 from specmamba.measure.report import progress_bar
 
-if TYPE_CHECKING:
-    from specmamba.bench.prefix.__main__ import PrefixBenchConfig
-
-COLD = "without"  # the engine that has no cache, and whose outputs are the truth
+COLD = "without"  # the engine without a cache: its outputs are the expected ones
 WARM_UP_TOKENS = 64
+WITH, WITHOUT = "with_cache", "without_cache"
+USERS = 3  # of a text, in a round of ttft
 COUNTERS = ("query_tokens", "hit_tokens", "inserted_tokens", "evicted_tokens", "evicted_states", "duplicate_states")
 GAUGES = ("num_nodes", "num_tombstones", "num_states", "num_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request as one engine answered it."""
+    """The answer of one engine to one request."""
 
     kind: Kind
     prompt: Tokens
@@ -38,19 +54,19 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """A workload on one engine with a cache, and the same requests without."""
+    """The answers to a workload with a cache, and to the same requests without."""
 
     name: str
     cache_eviction: str
     demand: Demand
     warm: list[Answer]  # in the order of submission
     cold: list[Answer]
-    cache: dict[str, Any]  # what happened in the cache meanwhile, and what is in it at the end
+    cache: dict[str, Any]  # counts of what the cache did, and what it holds at the end
     pools: dict[str, int]
 
 
 def run_workloads(config: PrefixBenchConfig, cold: LLM, source: TextSource, names: Sequence[str]) -> list[Play]:
-    """All workloads; ``pressure`` with both eviction policies.
+    """Run workloads, ``pressure`` with both eviction policies.
 
     Raises:
         ConfigError: a workload fits neither the context nor the memory.
@@ -78,7 +94,7 @@ def run_workloads(config: PrefixBenchConfig, cold: LLM, source: TextSource, name
 def play(
     config: PrefixBenchConfig, engines: dict[str, LLM], source: TextSource, name: str, demand: Demand
 ) -> list[Play]:
-    """One workload, every wave on every engine before the next one begins. Outputs without cache make the next wave."""
+    """Run one workload, every wave on all engines in turns. The outputs without cache lead to the next wave."""
     answers: dict[str, list[Answer]] = {policy: [] for policy in engines}
     for llm in engines.values():
         warm_up(llm, source, config)
@@ -91,7 +107,7 @@ def play(
         while wave is not None:
             for policy in turns:
                 answers[policy] += run_wave(engines[policy], wave, config.output_tokens)
-            turns.append(turns.pop(0))  # nobody always has the first turn
+            turns = in_turns(turns, 1)  # no engine is always the first
             for _ in wave:
                 advance()
             try:
@@ -106,7 +122,7 @@ def play(
 
 
 def warm_up(llm: LLM, source: TextSource, config: PrefixBenchConfig) -> None:
-    """Run a text that is nobody's, so that no first call is measured, and forget it."""
+    """Run a text that no workload has, so that no first call is measured, and empty the cache."""
     prompt = source.start + source.cut(WARM_UP_TOKENS, random.Random(config.seed))
     run_wave(llm, [Ask("user", prompt)] * config.concurrency, 4)
     llm.flush_cache()
@@ -152,7 +168,7 @@ def _counts(llm: LLM) -> dict[str, Any]:
 
 
 def _since(before: dict[str, Any], llm: LLM) -> dict[str, Any]:
-    """What has been counted since, and what there is now."""
+    """What was counted since ``before``, and what the cache holds now."""
     now, cache = _counts(llm), llm.engine.stats().prefix_cache
     misses = {reason: count - before["miss_reasons"][reason] for reason, count in now.pop("miss_reasons").items()}
     counted = {name: count - before[name] for name, count in now.items()}
@@ -162,3 +178,75 @@ def _since(before: dict[str, Any], llm: LLM) -> dict[str, Any]:
 def _pools(llm: LLM) -> dict[str, int]:
     stats = llm.engine.stats()
     return {"kv_pool_tokens": stats.kv_total_tokens, "state_slots": stats.state_total_slots}
+
+
+def measure_ttft(config: PrefixBenchConfig, cold: LLM, source: TextSource) -> dict[str, Any]:
+    """Measure times to first token; figures in milliseconds are medians over rounds.
+
+    Raises:
+        ConfigError: the prompt does not fit the context.
+    """
+    length = config.ttft_tokens
+    if length >= cold.engine.context_length:
+        raise ConfigError(
+            f"--ttft-tokens {length}: no output fits behind it in a context of {cold.engine.context_length}; lower it "
+            "and --ttft-shared-tokens"
+        )
+    states = USERS * (4 + -(-length // config.chunked_prefill_size))
+    kv = USERS * (length + 2 * config.page_size)
+    demand = Demand(USERS, 1, length + 1, USERS * length, kv, states)
+    with start_engine(config, **pool_flags(config, [demand])) as warm:
+        for llm in (cold, warm):
+            warm_up(llm, source, config)
+        rounds = [_round(config, {WITH: warm, WITHOUT: cold}, source, number) for number in range(config.rounds)]
+    return {
+        "prompt_tokens": length,
+        "shared_tokens": config.ttft_shared_tokens,
+        "rounds": config.rounds,
+        "different_texts": sum(one["different_texts"] for one in rounds),
+        **_figures(rounds, "ttft_shared", 1),
+        **_figures(rounds, "ttft_second_user", 0),
+    }
+
+
+def _round(config: PrefixBenchConfig, engines: dict[str, LLM], source: TextSource, number: int) -> dict[str, Any]:
+    """Times and cached tokens of the second and the third user of a text, by engine."""
+    draw = random.Random(f"{config.seed}/ttft/{number}")
+    text = (source.start + source.cut(config.ttft_shared_tokens, draw))[: config.ttft_shared_tokens]
+    own = config.ttft_tokens - len(text)
+    first, *others = [Ask("user", text + question) for question in _different(source, own, draw, USERS)]
+    engines[WITH].flush_cache()
+    run_wave(engines[WITH], [first], 1)
+    order = [WITH, WITHOUT] if number % 2 else [WITHOUT, WITH]
+    answers: dict[str, list[Answer]] = {name: [] for name in order}
+    for ask in others:
+        for name in order:
+            answers[name] += run_wave(engines[name], [ask], 1)
+    return {
+        "seconds": {name: [answer.ttft_s for answer in given] for name, given in answers.items()},
+        "cached": [answer.num_cached_tokens for answer in answers[WITH]],
+        "different_texts": sum(a.output != b.output for a, b in zip(answers[WITH], answers[WITHOUT], strict=True)),
+    }
+
+
+def _different(source: TextSource, length: int, draw: random.Random, count: int) -> list[Tokens]:
+    """``count`` pieces whose first tokens differ. Raises ConfigError: the text has too few different tokens."""
+    pieces: list[Tokens] = []
+    for _ in range(100 * count):
+        piece = source.cut(length, draw)
+        if piece[0] not in {other[0] for other in pieces}:
+            pieces.append(piece)
+        if len(pieces) == count:
+            return pieces
+    raise ConfigError("--prompts: the text has next to no different tokens: give another one")
+
+
+def _figures(rounds: list[dict[str, Any]], name: str, user: int) -> dict[str, Any]:
+    warm, cold = ([one["seconds"][engine][user] for one in rounds] for engine in (WITH, WITHOUT))
+    ratios = [a / b for a, b in zip(warm, cold, strict=True)]
+    return {
+        f"{name}_ratio": round(statistics.median(ratios), 4),
+        f"{name}_ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
+        f"{name}_ms": {WITH: round(statistics.median(warm) * 1e3, 3), WITHOUT: round(statistics.median(cold) * 1e3, 3)},
+        f"{name}_cached_tokens": min(one["cached"][user] for one in rounds),
+    }

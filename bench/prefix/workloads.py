@@ -41,7 +41,7 @@ Session = Generator[list[Ask], list[Tokens], None]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything; lengths are in tokens."""
+    """The sizes of all workloads; lengths are in tokens."""
 
     turn_tokens: int
     shared_tokens: int
@@ -62,7 +62,7 @@ class Sizes:
 
 @dataclass(slots=True)
 class Workload:
-    """Sessions and how often it is their turn; run once. ``max_requests``: it ends then, whoever still has a wish."""
+    """Sessions and their weights, to be run once; it ends after ``max_requests``, even if sessions have more to ask."""
 
     name: str
     sessions: list[Session]
@@ -71,34 +71,34 @@ class Workload:
 
     def waves(self, size: int, draw: random.Random) -> Generator[list[Ask], list[Tokens], None]:
         """Requests in waves of ``size`` or a few more; send the outputs of one to get the next."""
-        wishes = {i: next(session) for i, session in enumerate(self.sessions)}
+        pending = {i: next(session) for i, session in enumerate(self.sessions)}
         num_asked = 0
-        while wishes and (self.max_requests is None or num_asked < self.max_requests):
+        while pending and (self.max_requests is None or num_asked < self.max_requests):
             chosen: list[int] = []
-            for i in self._by_turn(list(wishes), draw):
-                if sum(len(wishes[j]) for j in chosen) >= size:
+            for i in self._by_turn(list(pending), draw):
+                if sum(len(pending[j]) for j in chosen) >= size:
                     break
                 chosen.append(i)
-            wave = [ask for i in chosen for ask in wishes[i]]
+            wave = [ask for i in chosen for ask in pending[i]]
             num_asked += len(wave)
             outputs = iter((yield wave))
             for i in chosen:
-                _go_on(wishes, i, self.sessions[i], [next(outputs) for _ in wishes[i]])
+                _go_on(pending, i, self.sessions[i], [next(outputs) for _ in pending[i]])
 
     def _by_turn(self, waiting: Sequence[int], draw: random.Random) -> list[int]:
-        """Sessions in random order, the heavy ones likelier first (Efraimidis and Spirakis 2006, algorithm A-Res)."""
+        """Sessions in random order, heavy ones more often first (Efraimidis and Spirakis 2006, algorithm A-Res)."""
         return sorted(waiting, key=lambda i: draw.random() ** (1 / self.weights[i]), reverse=True)
 
 
-def _go_on(wishes: dict[int, list[Ask]], number: int, session: Session, outputs: list[Tokens]) -> None:
+def _go_on(pending: dict[int, list[Ask]], number: int, session: Session, outputs: list[Tokens]) -> None:
     try:
-        wishes[number] = session.send(outputs)
+        pending[number] = session.send(outputs)
     except StopIteration:
-        del wishes[number]
+        del pending[number]
 
 
 def make_workload(name: str, source: TextSource, sizes: Sizes, seed: int) -> Workload:
-    """One of ``WORKLOADS``, as good as new: the same arguments give the same requests for the same outputs."""
+    """Make one of ``WORKLOADS``: the same arguments give the same requests for the same outputs."""
     build, draw = WORKLOADS[name], random.Random(f"{seed}/{name}")
     sessions, weights = build(Writer(source, draw), sizes)
     return Workload(name, sessions, weights, sizes.pressure_requests if name == "pressure" else None)
@@ -106,7 +106,7 @@ def make_workload(name: str, source: TextSource, sizes: Sizes, seed: int) -> Wor
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes texts from a source by draws of its own."""
+    """Cuts texts from a source, with random numbers of its own."""
 
     source: TextSource
     draw: random.Random
@@ -122,7 +122,7 @@ class Writer:
         return self.source.vary(length, self.draw)
 
     def fork(self) -> Writer:
-        """A writer whose draws do not depend on when others draw."""
+        """A writer with its own random numbers, which do not depend on the order in which writers are used."""
         return Writer(self.source, random.Random(self.draw.getrandbits(64)))
 
 
@@ -204,7 +204,7 @@ def _new_agent(writer: Writer, instructions: Tokens, sizes: Sizes) -> Session:
 
 
 def _pressure(writer: Writer, sizes: Sizes) -> Plan:
-    """Twice as many of everything as elsewhere, of documents four times, and their lengths differ."""
+    """All kinds of sessions: twice as many as in the other workloads, four times as many documents, of many lengths."""
     systems = [writer.begin(sizes.shared_tokens) for _ in range(2)]
     documents = [writer.source.start + writer.vary(sizes.document_tokens // 2) for _ in range(4 * sizes.num_documents)]
     count = sizes.pressure_requests
