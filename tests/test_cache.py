@@ -686,7 +686,7 @@ class TestRowSet:
 
 
 class TestKeys:
-    """What attention sees of a row; ``Keys`` itself is tested beside its kernels."""
+    """What attention sees of a row; ``AttentionMetadata`` itself is tested beside its kernels."""
 
     table = RequestTable(4, 20, KVPool(cache_shape(), 8, 1, CPU), CPU)
 

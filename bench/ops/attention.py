@@ -32,7 +32,7 @@ QWEN = {"heads": 16, "key_heads": 2, "head_dim": 256}  # Qwen3-Next
 ROTATED = 64
 
 
-def make_keys(case: Case, device: torch.device) -> paged_attention.Keys:
+def make_keys(case: Case, device: torch.device) -> paged_attention.AttentionMetadata:
     """A tree of nodes behind ``context`` tokens in each row; the pool's slots lie in no order, 0 is padding."""
     batch, nodes, context = case["batch"], case["nodes"], case["context"]
     slots = 1 + torch.randperm(batch * (context + nodes), generator=generator(case)).view(batch, -1)
@@ -41,7 +41,7 @@ def make_keys(case: Case, device: torch.device) -> paged_attention.Keys:
     roots = torch.full((batch,), context, device=device)
     last = (roots - 1)[:, None].expand(batch, nodes)
     places = torch.arange(1, batch + 1, device=device)
-    return paged_attention.Keys(table, places, last, context + nodes, roots=roots, seen=seen, first_row=1)
+    return paged_attention.AttentionMetadata(table, places, last, context + nodes, roots=roots, seen=seen, first_row=1)
 
 
 def make_pools(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -72,10 +72,10 @@ def attend_candidates(case: Case, place: Place) -> list[Candidate]:
 
 
 def _layer_candidates(
-    case: Case, place: Place, keys: paged_attention.Keys, k_pool: Tensor, v_pool: Tensor
+    case: Case, place: Place, keys: paged_attention.AttentionMetadata, k_pool: Tensor, v_pool: Tensor
 ) -> list[Candidate]:
     heads, key_heads, dim, device = case["heads"], case["key_heads"], case["head_dim"], place.device
-    form = paged_attention.Form(
+    config = paged_attention.AttentionConfig(
         heads, key_heads, dim, dim**-0.5, torch.ones(heads + key_heads, dim, device=device), 1e-6, has_gate=True
     )
     width = (2 * heads + 2 * key_heads) * dim
@@ -85,15 +85,15 @@ def _layer_candidates(
     turn = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
     write_slots = keys.table[1:, case["context"] :].flatten()
 
-    def run(layer: Any, own_keys: tuple[Any, ...]) -> Run:
+    def run(layer: Any) -> Run:
         pools = k_pool.clone(), v_pool.clone()
-        return lambda: (layer(projected, form, *turn, *pools, write_slots, *own_keys), *pools)
+        return lambda: (layer(projected, config, *turn, *pools, write_slots, keys), *pools)
 
-    found = [Candidate(TORCH, lambda: run(torch_ops.attend_layer, (keys.indices, keys.mask)))]
+    found = [Candidate(TORCH, lambda: run(torch_ops.attend_layer))]
     if place.has_triton:
-        found.append(Candidate(TRITON, lambda: run(triton_ops("paged_attention").attend_layer, (keys,))))
+        found.append(Candidate(TRITON, lambda: run(triton_ops("paged_attention").attend_layer)))
     elif native_ops.can_take(projected, k_pool, v_pool, keys.indices):
-        found.append(Candidate(NATIVE, lambda: run(paged_attention.attend_layer, (keys,))))
+        found.append(Candidate(NATIVE, lambda: run(native_ops.attend_layer)))
     return found
 
 

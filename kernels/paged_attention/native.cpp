@@ -10,7 +10,7 @@ namespace {
 using namespace specmamba;
 
 // What stays from call to call.
-struct Form {
+struct Config {
   const float* norm;  // [Hq + Hkv, D], or null: queries and keys are not normalised
   int64_t query_heads, key_heads, width, has_gate;
   double scale, eps;
@@ -28,21 +28,21 @@ struct Layer {
 
 // One head, normalised and rotated where that is asked for; rounded after each of the two, as kernels/rowwise does.
 template <typename T>
-void prepare(const Form& form, const Layer& p, int64_t token, const T* x, const float* norm, T* y) {
+void prepare(const Config& config, const Layer& p, int64_t token, const T* x, const float* norm, T* y) {
   if (norm != nullptr)
-    normalize<false>(x, static_cast<const T*>(nullptr), norm, form.width, static_cast<float>(form.eps), y);
+    normalize<false>(x, static_cast<const T*>(nullptr), norm, config.width, static_cast<float>(config.eps), y);
   else
-    std::copy_n(x, form.width, y);
+    std::copy_n(x, config.width, y);
   const int64_t at = token * p.rotated;
   rotate_head(y, static_cast<const T*>(p.cos) + at, static_cast<const T*>(p.sin) + at, p.rotated, y);
 }
 
 template <typename T>
-void attend_layer(const Form& form, const Layer& p, int num_threads) {
+void attend_layer(const Config& config, const Layer& p, int num_threads) {
   static thread_local std::vector<T> scratch;
-  const int64_t width = form.width, tokens = p.batch * p.queries;
-  const int64_t q_size = form.query_heads * width, k_size = form.key_heads * width, qk_size = q_size + k_size;
-  const int64_t size = qk_size + k_size + (form.has_gate ? q_size : 0);
+  const int64_t width = config.width, tokens = p.batch * p.queries;
+  const int64_t q_size = config.query_heads * width, k_size = config.key_heads * width, qk_size = q_size + k_size;
+  const int64_t size = qk_size + k_size + (config.has_gate ? q_size : 0);
   scratch.resize(tokens * qk_size);
   T *queries = scratch.data(), *keys = queries + tokens * q_size;
   const T* projected = static_cast<const T*>(p.projected);
@@ -51,7 +51,7 @@ void attend_layer(const Form& form, const Layer& p, int num_threads) {
       const T* x = projected + t * size;
       const auto prepare_heads = [&](int64_t first, int64_t last, T* y) {
         for (int64_t at = first; at < last; at += width)
-          prepare(form, p, t, x + at, form.norm == nullptr ? nullptr : form.norm + at, y + at - first);
+          prepare(config, p, t, x + at, config.norm == nullptr ? nullptr : config.norm + at, y + at - first);
       };
       prepare_heads(0, q_size, queries + t * q_size);
       prepare_heads(q_size, qk_size, keys + t * k_size);
@@ -60,16 +60,16 @@ void attend_layer(const Form& form, const Layer& p, int num_threads) {
       store_finite(x + qk_size, static_cast<T*>(p.v) + p.write_slots[t] * p.v_row, k_size);
     }
   });
-  const T* gate = form.has_gate ? projected + qk_size + k_size : nullptr;
+  const T* gate = config.has_gate ? projected + qk_size + k_size : nullptr;
   const Attend a{queries, p.k, p.v, p.indices, p.mask, gate, p.out,
-                 p.batch, p.queries, form.query_heads, form.key_heads, width, p.length,
+                 p.batch, p.queries, config.query_heads, config.key_heads, width, p.length,
                  p.k_row, p.v_row, p.indices_batch, p.mask_batch, p.mask_query, size,
-                 form.scale};
+                 config.scale};
   attend<T>(a, num_threads);
 }
 
 }  // namespace
 
-extern "C" void paged_attend_layer(const Form* form, const Layer* p, int is_bfloat16, int num_threads) {
-  is_bfloat16 ? attend_layer<BFloat16>(*form, *p, num_threads) : attend_layer<float>(*form, *p, num_threads);
+extern "C" void paged_attend_layer(const Config* config, const Layer* p, int is_bfloat16, int num_threads) {
+  is_bfloat16 ? attend_layer<BFloat16>(*config, *p, num_threads) : attend_layer<float>(*config, *p, num_threads);
 }

@@ -14,12 +14,12 @@ from torch import Tensor
 from specmamba.kernels.native import library
 from specmamba.kernels.native.tensors import contiguous_from, is_contiguous_from, is_native, require, struct
 from specmamba.kernels.native.told import told
-from specmamba.kernels.paged_attention.operands import Form
+from specmamba.kernels.paged_attention.operands import AttentionConfig, AttentionMetadata
 
 SOURCE = Path(__file__).parent / "native.cpp"
 MAX_QUERIES = 64  # per row: a draft tree's. Longer runs are matrix products, which PyTorch does better
 
-_Form = struct("Form", ["norm"], ["query_heads", "key_heads", "width", "has_gate"], ["scale", "eps"])
+_Config = struct("Config", ["norm"], ["query_heads", "key_heads", "width", "has_gate"], ["scale", "eps"])
 _Layer = struct(
     "Layer",
     ["projected", "cos", "sin", "write_slots", "indices", "mask", "k", "v", "out"],
@@ -50,29 +50,26 @@ def _are_alike(projected: Tensor, k_pool: Tensor, v_pool: Tensor) -> bool:
 
 def attend_layer(
     projected: Tensor,
-    form: Form,
+    config: AttentionConfig,
     cos: Tensor | None,
     sin: Tensor | None,
     k_pool: Tensor,
     v_pool: Tensor,
     write_slots: Tensor,
-    kv_indices: Tensor,
-    mask: Tensor | None,
+    metadata: AttentionMetadata,
 ) -> Tensor:
-    """``torch_ops.attend_layer`` where ``can_take`` allows it, in one call.
+    """One call; shapes, dtypes and devices that do not belong together raise ValueError.
 
-    Raises:
-        ValueError: shapes, dtypes or devices do not belong together. Entries of ``write_slots`` and ``kv_indices`` are
-            trusted.
+    Entries of ``write_slots`` and ``metadata.indices`` are trusted.
     """
-    native, told_form = code(), told(form, _tell)
+    native, marshalled_config = code(), told(config, _marshalled)
     assert native is not None
-    _check_layer(projected, form, k_pool, v_pool, write_slots)
+    _check_layer(projected, config, k_pool, v_pool, write_slots)
     batch, queries = projected.shape[:2]
-    cos, sin, rotated = _angles(projected, form, cos, sin)
-    kv_indices, mask, strides = _keys(batch, queries, kv_indices, mask)
+    cos, sin, rotated = _angles(projected, config, cos, sin)
+    kv_indices, mask, strides = _indices_and_mask(batch, queries, metadata.indices, metadata.mask)
     projected, write_slots = projected.contiguous(), write_slots.contiguous()
-    out = torch.empty(batch, queries, form.num_query_heads * form.head_dim, dtype=projected.dtype)
+    out = torch.empty(batch, queries, config.num_query_heads * config.head_dim, dtype=projected.dtype)
     layer = _Layer(
         projected.data_ptr(),
         None if cos is None else cos.data_ptr(),
@@ -83,37 +80,41 @@ def attend_layer(
         *(batch, queries, kv_indices.shape[1], rotated),
         *(k_pool.stride(0), v_pool.stride(0), *strides),
     )
-    native.paged_attend_layer(told_form, layer, projected.dtype is torch.bfloat16, torch.get_num_threads())
+    native.paged_attend_layer(marshalled_config, layer, projected.dtype is torch.bfloat16, torch.get_num_threads())
     return out
 
 
-def _tell(form: Form) -> Any:
-    """For native code.
+def _marshalled(config: AttentionConfig) -> Any:
+    """The structure that native code reads.
 
     Raises:
-        ValueError: the form's parts do not fit each other, or native code cannot read the norm.
+        ValueError: the parts of the configuration do not fit each other, or native code cannot read the norm.
     """
-    heads, width, norm = (form.num_query_heads, form.num_key_heads), form.head_dim, form.norm
+    heads, width, norm = (config.num_query_heads, config.num_key_heads), config.head_dim, config.norm
     require(heads[1] > 0 and heads[0] % heads[1] == 0, "query heads and key heads do not fit each other")
     if norm is not None:
         require(norm.shape == (sum(heads), width), "the norm has another shape than the heads")
         is_read = norm.dtype is torch.float32 and norm.is_cpu and norm.is_contiguous()
         require(is_read, "the norm's dtype, device or layout is none that native code reads")
-    return _Form(None if norm is None else norm.data_ptr(), *heads, width, form.has_gate, form.scale, form.norm_eps)
+    return _Config(
+        None if norm is None else norm.data_ptr(), *heads, width, config.has_gate, config.scale, config.norm_eps
+    )
 
 
-def _check_layer(projected: Tensor, form: Form, k_pool: Tensor, v_pool: Tensor, write_slots: Tensor) -> None:
-    """Native code trusts these; outside of them there is other memory."""
+def _check_layer(
+    projected: Tensor, config: AttentionConfig, k_pool: Tensor, v_pool: Tensor, write_slots: Tensor
+) -> None:
+    """Native code trusts these: wrong shapes would make it read other memory."""
     require(_are_alike(projected, k_pool, v_pool), "projections and pools need one dtype, and whole rows on the CPU")
     batch, queries, width = projected.shape
-    require(k_pool.shape[1:] == v_pool.shape[1:] == form.key_shape, "keys and values do not fit the heads")
-    require(width == form.projected_width, "the projections have another width")
+    require(k_pool.shape[1:] == v_pool.shape[1:] == config.key_shape, "keys and values do not fit the heads")
+    require(width == config.projected_width, "the projections have another width")
     is_list = write_slots.shape == (batch * queries,) and write_slots.dtype is torch.int64 and write_slots.is_cpu
     require(is_list, "every token needs an int64 slot on the CPU")
 
 
 def _angles(
-    projected: Tensor, form: Form, cos: Tensor | None, sin: Tensor | None
+    projected: Tensor, config: AttentionConfig, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, int]:
     """Cosines and sines as native code takes them, and how many components of a head turn."""
     if cos is None or sin is None:
@@ -123,11 +124,11 @@ def _angles(
     require(cos.dtype is sin.dtype is projected.dtype, "projections, cos and sin differ in dtype")
     require(cos.is_cpu and sin.is_cpu, "cos and sin need to be on the CPU")
     require(cos.shape == sin.shape == (*projected.shape[:2], 1, rotated), "cos and sin have another shape")
-    require(rotated <= form.head_dim and rotated % 2 == 0, "so many components cannot rotate")
+    require(rotated <= config.head_dim and rotated % 2 == 0, "so many components cannot rotate")
     return cos.contiguous(), sin.contiguous(), rotated
 
 
-def _keys(
+def _indices_and_mask(
     batch: int, queries: int, kv_indices: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, tuple[int, int, int]]:
     """Which keys are read and seen, as native code takes them, and the strides of both."""
@@ -145,5 +146,5 @@ def _keys(
 @cache
 def code() -> ctypes.CDLL | None:
     """The native code of this op; None where there is none."""
-    arguments = [POINTER(_Form), POINTER(_Layer), c_int, c_int]
+    arguments = [POINTER(_Config), POINTER(_Layer), c_int, c_int]
     return library.load_functions(SOURCE, {"paged_attend_layer": arguments})

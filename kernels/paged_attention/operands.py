@@ -1,4 +1,4 @@
-"""What an attention layer does between its two products, besides attending."""
+"""What attention is given besides tensors: the configuration of a layer, and the metadata of a forward."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
-    """Of one layer; it stays for several calls, and compares by identity, so that what follows from it is made once."""
+class AttentionConfig:
+    """One attention layer. Compares by identity: what native code needs of it is marshalled once and kept."""
 
     num_query_heads: int
     num_key_heads: int
@@ -34,15 +34,16 @@ class Form:
 
 
 @dataclass(frozen=True, eq=False)
-class Keys:
+class AttentionMetadata:
     """Which keys each query of a forward sees; the same for all layers.
 
-    Query q of row b sees the keys at positions first..last[b, q] of the row. A query whose ``last`` stands below
-    ``first`` sees all up to there: it is nobody's (a draft head has no entry for the first tokens), but must see
-    something. With ``roots``, it also sees entry m of a draft tree, at position roots[b] + m, where seen[b, q, m] says
-    so; then ``last`` stands below the roots, and may stand below ``first``: the entry itself is seen.
+    Query q of row b sees the keys at positions first..last[b, q] of the row. A query whose ``last`` is below ``first``
+    sees all positions up to ``last``: it is a query without a token (a draft head has no entry for the first tokens),
+    but must see some key. With ``roots``, a query also sees entry m of a draft tree, at position roots[b] + m, where
+    seen[b, q, m] is set; then ``last`` is below the roots, and may be below ``first``, since the query sees its own
+    entry.
 
-    Positions from ``num_keys`` on are never seen: it bounds all that the queries of tokens see, and need not be tight.
+    Positions from ``num_keys`` on are never seen: it is an upper bound for all queries, and need not be tight.
     """
 
     table: Tensor  # [rows, T] int64, the pool's slot of every position of a row
@@ -52,7 +53,7 @@ class Keys:
     first: int = 0
     roots: Tensor | None = None  # [B] int64
     seen: Tensor | None = None  # [B, Q, M] bool
-    first_row: int | None = None  # the rows are consecutive, beginning with this one; None: nobody knows
+    first_row: int | None = None  # the rows are consecutive and begin with this one; None: unknown
     sees_all: bool = False  # every query sees first..num_keys - 1, all of it
 
     @cached_property

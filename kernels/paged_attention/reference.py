@@ -9,7 +9,7 @@ section 2.2; a tree as an attention mask, arXiv 2305.09781, section 4. See READM
 import torch
 from torch import Tensor
 
-from specmamba.kernels.paged_attention.operands import Form
+from specmamba.kernels.paged_attention.operands import AttentionConfig, AttentionMetadata
 from specmamba.kernels.rowwise import reference as rowwise
 
 
@@ -43,29 +43,29 @@ def attend(
 
 def attend_layer(
     projected: Tensor,
-    form: Form,
+    config: AttentionConfig,
     cos: Tensor | None,
     sin: Tensor | None,
     k_pool: Tensor,
     v_pool: Tensor,
     write_slots: Tensor,
-    kv_indices: Tensor,
-    mask: Tensor | None,
+    metadata: AttentionMetadata,
 ) -> Tensor:
-    """Normalise and rotate queries and keys, store keys and values, attend, gate: what of it the form and angles ask.
+    """Normalise and rotate queries and keys, store keys and values, attend, gate: the parts that the layer has.
 
     projected [B, N, (Hq + 2 Hkv) D], with gates Hq D more: queries, keys, values, gates; cos and sin [B, N, 1, R] or
-    None; write_slots [B * N] int64, rows of the pools, which are written: numbers that are not finite become 0.
-    The rest as for ``attend``. Normalised and rotated values are rounded to the dtype of ``projected``.
+    None; write_slots [B * N] int64, rows of the pools, which are written: numbers that are not finite become 0. The
+    metadata gives ``kv_indices`` and ``mask`` of ``attend``. Normalised and rotated values are rounded to the dtype of
+    ``projected``.
 
     Returns attend(q), with a gate times its sigmoid, [B, N, Hq D].
     """
     batch, nodes, _ = projected.shape
-    heads = projected.view(batch, nodes, -1, form.head_dim)
-    query_heads, num_qk = form.num_query_heads, form.num_query_heads + form.num_key_heads
-    qk, v, gate = heads[:, :, :num_qk], heads[:, :, num_qk : num_qk + form.num_key_heads], heads[:, :, -query_heads:]
-    if form.norm is not None:
-        qk = rowwise.rms_norm(qk, form.norm, form.norm_eps)
+    heads = projected.view(batch, nodes, -1, config.head_dim)
+    query_heads, num_qk = config.num_query_heads, config.num_query_heads + config.num_key_heads
+    qk, v, gate = heads[:, :, :num_qk], heads[:, :, num_qk : num_qk + config.num_key_heads], heads[:, :, -query_heads:]
+    if config.norm is not None:
+        qk = rowwise.rms_norm(qk, config.norm, config.norm_eps)
     if cos is not None and sin is not None:
         qk = rowwise.rotate(qk, cos, sin)
     for b in range(batch):
@@ -73,8 +73,8 @@ def attend_layer(
             slot = write_slots[b * nodes + n]
             for pool, new in ((k_pool, qk[b, n, query_heads:]), (v_pool, v[b, n])):
                 pool[slot] = torch.where(new.isfinite(), new, 0)
-    out = attend(qk[:, :, :query_heads], k_pool, v_pool, kv_indices, mask, form.scale)
-    if form.has_gate:
+    out = attend(qk[:, :, :query_heads], k_pool, v_pool, metadata.indices, metadata.mask, config.scale)
+    if config.has_gate:
         dtype = torch.promote_types(projected.dtype, torch.float32)
         out = (out.to(dtype) / (1 + torch.exp(-gate.to(dtype)))).to(projected.dtype)
     return out.flatten(2)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specmamba.kernels import rowwise
-from specmamba.kernels.paged_attention.operands import Form
+from specmamba.kernels.paged_attention.operands import AttentionConfig, AttentionMetadata
 
 
 def attend(
@@ -45,50 +45,36 @@ def attend(
 
 def attend_layer(
     projected: Tensor,
-    form: Form,
+    config: AttentionConfig,
     cos: Tensor | None,
     sin: Tensor | None,
     k_pool: Tensor,
     v_pool: Tensor,
     write_slots: Tensor,
-    kv_indices: Tensor,
-    mask: Tensor | None,
+    metadata: AttentionMetadata,
 ) -> Tensor:
-    """All of an attention layer between its two products: new keys and values are stored, then attended to.
-
-    Args:
-        projected: [B, N, (Hq + 2 Hkv) D], with a gate Hq D more, in the order queries, keys, values, gates.
-        form: heads, scale, norm and gate of this layer.
-        cos, sin: [B, N, 1, R], R <= D; see ``rowwise.rotate``. None: positions are not told.
-        k_pool, v_pool: [T, Hkv, D], written at ``write_slots``.
-        write_slots: [B * N] int64, where the tokens' keys and values go. Several may share a slot that nobody reads.
-        kv_indices, mask: as for ``attend``; what is stored here may be among them.
-
-    Returns:
-        [B, N, Hq D].
-    """
+    """Norm and rotation by ``rowwise``, keys and values gathered, then PyTorch's attention."""
     batch, length, _ = projected.shape
-    query_heads, key_heads, dim = form.num_query_heads, form.num_key_heads, form.head_dim
+    query_heads, key_heads, dim = config.num_query_heads, config.num_key_heads, config.head_dim
     q_dim, kv_dim = query_heads * dim, key_heads * dim
-    sizes = [q_dim + kv_dim, kv_dim, q_dim if form.has_gate else 0]
+    sizes = [q_dim + kv_dim, kv_dim, q_dim if config.has_gate else 0]
     qk, v, gate = torch.split_with_sizes(projected, sizes, -1)
     qk = qk.reshape(batch, length, -1, dim)
-    if form.norm is not None:
-        qk = rowwise.rms_norm(qk, form.norm, form.norm_eps)
+    if config.norm is not None:
+        qk = rowwise.rms_norm(qk, config.norm, config.norm_eps)
     if cos is not None and sin is not None:
         qk = rowwise.rotate(qk, cos, sin)
     q, k = torch.split_with_sizes(qk, [query_heads, key_heads], 2)
     write(k_pool, v_pool, write_slots, k.flatten(0, 1), v.reshape(-1, key_heads, dim))
-    out = attend(q, k_pool, v_pool, kv_indices, mask, form.scale).flatten(2)
-    return out * gate.sigmoid() if form.has_gate else out
+    out = attend(q, k_pool, v_pool, metadata.indices, metadata.mask, config.scale).flatten(2)
+    return out * gate.sigmoid() if config.has_gate else out
 
 
 def write(k_pool: Tensor, v_pool: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store k, v [T, Hkv, D] at slots [T] of the pools; what is not finite as 0.
+    """Store k, v [T, Hkv, D] at slots [T] of the pools; numbers that are not finite as 0.
 
-    A hidden key still meets a query in some forms of attention, and what is not a number survives any mask: it would
-    spoil whoever shares the padding slot, or gets the slot next. A request whose numbers are not finite is found out
-    by its own hidden states.
+    Some forms of attention multiply masked keys too, and NaN survives any mask: it would spoil other requests that
+    share the padding slot, or get the slot next. A request with such numbers is detected by its own hidden states.
     """
     k_pool.index_copy_(0, slots, k.nan_to_num(0.0, 0.0, 0.0))
     v_pool.index_copy_(0, slots, v.nan_to_num(0.0, 0.0, 0.0))

@@ -7,38 +7,38 @@ from torch import Tensor
 
 from specmamba.kernels.paged_attention import tiles, torch_ops
 from specmamba.kernels.paged_attention import triton_kernels as kernels
-from specmamba.kernels.paged_attention.operands import Form, Keys
+from specmamba.kernels.paged_attention.operands import AttentionConfig, AttentionMetadata
 
 
 def attend_layer(
     projected: Tensor,
-    form: Form,
+    config: AttentionConfig,
     cos: Tensor | None,
     sin: Tensor | None,
     k_pool: Tensor,
     v_pool: Tensor,
     write_slots: Tensor,
-    keys: Keys,
+    metadata: AttentionMetadata,
 ) -> Tensor:
-    """See ``torch_ops.attend_layer``; rows of padding (``keys.rows`` 0) get zeros, and nothing is stored in slot 0."""
-    q = store(projected, form, cos, sin, k_pool, v_pool, write_slots)
-    gate = projected[..., -form.num_query_heads * form.head_dim :] if form.has_gate else None
-    return _attend(q, k_pool, v_pool, keys, form.scale, gate).flatten(2)
+    """Three launches for trees; rows of padding (``metadata.rows`` 0) get zeros, and nothing is stored in slot 0."""
+    q = store(projected, config, cos, sin, k_pool, v_pool, write_slots)
+    gate = projected[..., -config.num_query_heads * config.head_dim :] if config.has_gate else None
+    return _attend(q, k_pool, v_pool, metadata, config.scale, gate).flatten(2)
 
 
 def store(
     projected: Tensor,
-    form: Form,
+    config: AttentionConfig,
     cos: Tensor | None,
     sin: Tensor | None,
     k_pool: Tensor,
     v_pool: Tensor,
     write_slots: Tensor,
 ) -> Tensor:
-    """What ``torch_ops.attend_layer`` does before it attends, in one launch.
+    """What a layer does before it attends, in one launch.
 
     Args:
-        projected, form, cos, sin, k_pool, v_pool, write_slots: see ``torch_ops.attend_layer``. Nothing is stored in
+        projected, config, cos, sin, k_pool, v_pool, write_slots: see the entry. Nothing is stored in
             slot 0, and 0 where a number is not finite.
 
     Returns:
@@ -54,33 +54,37 @@ def store(
     if cos is not None and sin is not None:
         cos, sin, rotated = _dense(cos), _dense(sin), cos.shape[-1]
         angles = [cos.stride(0), cos.stride(1), sin.stride(0), sin.stride(1)]
-    norm = None if form.norm is None else form.norm.contiguous()
+    norm = None if config.norm is None else config.norm.contiguous()
     q = torch.empty(
-        *(batch, num_queries, form.num_query_heads, form.head_dim), dtype=projected.dtype, device=projected.device
+        *(batch, num_queries, config.num_query_heads, config.head_dim), dtype=projected.dtype, device=projected.device
     )
     if q.numel() == 0:
         return q
-    num_heads = form.num_query_heads + 2 * form.num_key_heads
+    num_heads = config.num_query_heads + 2 * config.num_key_heads
     kernels.store_kernel[batch * num_queries, -(-num_heads // tiles.STORE_HEADS)](
         *(projected, norm, cos, sin, write_slots, q, k_pool, v_pool),
-        *(form.norm_eps, num_queries),
+        *(config.norm_eps, num_queries),
         *(projected.stride(0), projected.stride(1), *angles),
         *(k_pool.stride(0), k_pool.stride(1), v_pool.stride(0), v_pool.stride(1)),
-        **tiles.store_constexprs(form.num_query_heads, form.num_key_heads, form.head_dim, rotated, norm is not None),
+        **tiles.store_constexprs(
+            config.num_query_heads, config.num_key_heads, config.head_dim, rotated, norm is not None
+        ),
         num_warps=tiles.NUM_WARPS,
         num_stages=1,
     )
     return q
 
 
-def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, keys: Keys, scale: float | None = None) -> Tensor:
+def attend(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, scale: float | None = None
+) -> Tensor:
     """Attention of N queries per row over the keys that they see.
 
     Args:
         q: [B, N, Hq, D].
         k_pool, v_pool: [T, Hkv, D], Hq a multiple of Hkv; query head h reads key head h // (Hq // Hkv).
-        keys: who sees what. Slots of keys that nobody sees may hold anything. A query that sees none gets 0, and so do
-            rows of padding.
+        metadata: which keys each query sees. Slots of keys that no query sees may hold anything. A query that sees none
+            gets 0, and so do rows of padding.
         scale: of the scores; None: D**-0.5.
 
     Returns:
@@ -89,29 +93,37 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, keys: Keys, scale: float |
     Raises:
         ValueError: the numbers of a head do not lie side by side in a pool.
     """
-    return _attend(q, k_pool, v_pool, keys, scale, None)
+    return _attend(q, k_pool, v_pool, metadata, scale, None)
 
 
-def _attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, keys: Keys, scale: float | None, gate: Tensor | None) -> Tensor:
+def _attend(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, scale: float | None, gate: Tensor | None
+) -> Tensor:
     """``attend``, then times the sigmoid of the gate [B, N, Hq D]."""
     _check_pools(k_pool, v_pool)
     if q.numel() == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format)
     num_queries, dim = q.shape[1], q.shape[3]
-    num_keys = min(keys.num_keys, keys.table.shape[1])
+    num_keys = min(metadata.num_keys, metadata.table.shape[1])
     if num_queries > tiles.MAX_SPLIT_QUERIES and tiles.prefers_torch(num_queries, num_keys, dim, q.dtype):
-        return _attend_in_torch(q, k_pool, v_pool, keys, scale, gate)
+        return _attend_in_torch(q, k_pool, v_pool, metadata, scale, gate)
     q, gate = _dense(q), None if gate is None else _dense(gate)
     scale = dim**-0.5 if scale is None else scale
     if num_queries <= tiles.MAX_SPLIT_QUERIES:
-        return _attend_in_parts(q, k_pool, v_pool, keys, num_keys, scale, gate)
+        return _attend_in_parts(q, k_pool, v_pool, metadata, num_keys, scale, gate)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _launch(q, k_pool, v_pool, keys, num_keys, scale, gate, out)
+    _launch(q, k_pool, v_pool, metadata, num_keys, scale, gate, out)
     return out
 
 
 def _attend_in_parts(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, keys: Keys, num_keys: int, scale: float, gate: Tensor | None
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    metadata: AttentionMetadata,
+    num_keys: int,
+    scale: float,
+    gate: Tensor | None,
 ) -> Tensor:
     """Few queries: many programs share the keys of a row."""
     batch, num_queries, query_heads, dim = q.shape
@@ -121,10 +133,10 @@ def _attend_in_parts(
     splits = tiles.num_splits(batch * key_heads * -(-num_rows // tile.rows), num_keys)
     parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
     peaks, sums = (torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
-    _launch(q, k_pool, v_pool, keys, num_keys, scale, None, parts, peaks, sums)
+    _launch(q, k_pool, v_pool, metadata, num_keys, scale, None, parts, peaks, sums)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernels.combine_kernel[batch * num_queries, query_heads](
-        *(parts, peaks, sums, keys.rows.contiguous(), gate, out, num_queries, splits),
+        *(parts, peaks, sums, metadata.rows.contiguous(), gate, out, num_queries, splits),
         *((0, 0) if gate is None else (gate.stride(0), gate.stride(1))),
         **tiles.combine_constexprs(query_heads, dim, gate is not None),
         num_warps=tiles.NUM_WARPS,
@@ -137,7 +149,7 @@ def _launch(
     q: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
-    keys: Keys,
+    metadata: AttentionMetadata,
     num_keys: int,
     scale: float,
     gate: Tensor | None,
@@ -152,17 +164,17 @@ def _launch(
     tile = tiles.attend_tile(num_queries * group, dim, q.dtype, is_split)
     roots = seen = None
     seen_b = seen_n = seen_m = num_entries = 0
-    if keys.roots is not None and keys.seen is not None:
-        roots, seen, num_entries = keys.roots.contiguous(), keys.seen.view(torch.uint8), keys.seen.shape[2]
+    if metadata.roots is not None and metadata.seen is not None:
+        roots, seen, num_entries = metadata.roots.contiguous(), metadata.seen.view(torch.uint8), metadata.seen.shape[2]
         seen_b, seen_n, seen_m = seen.stride()
-    table = _dense(keys.table)
+    table = _dense(metadata.table)
     grid = -(-num_queries * group // tile.rows) * key_heads, out.shape[0] if is_split else 1, batch
     kernels.attend_kernel[grid](
-        *(q, k_pool, v_pool, table, keys.rows.contiguous(), keys.last, roots, seen, gate),
+        *(q, k_pool, v_pool, table, metadata.rows.contiguous(), metadata.last, roots, seen, gate),
         *(out, peaks, sums),
-        *(scale * math.log2(math.e), num_queries, num_keys, keys.first, num_entries),
+        *(scale * math.log2(math.e), num_queries, num_keys, metadata.first, num_entries),
         *(*q.stride()[:3], k_pool.stride(0), k_pool.stride(1), v_pool.stride(0), v_pool.stride(1)),
-        *(table.stride(0), *keys.last.stride(), seen_b, seen_n, seen_m),
+        *(table.stride(0), *metadata.last.stride(), seen_b, seen_n, seen_m),
         *((0, 0) if gate is None else gate.stride()[:2]),
         **tiles.attend_constexprs(tile, key_heads, group, dim, seen is not None, is_split, gate is not None, q.is_cpu),
         num_warps=tile.num_warps,
@@ -171,13 +183,13 @@ def _launch(
 
 
 def _attend_in_torch(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, keys: Keys, scale: float | None, gate: Tensor | None
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, scale: float | None, gate: Tensor | None
 ) -> Tensor:
     """The same through PyTorch's own attention, over keys that are gathered first."""
-    out = torch_ops.attend(q, k_pool, v_pool, keys.indices, keys.mask, scale)
+    out = torch_ops.attend(q, k_pool, v_pool, metadata.indices, metadata.mask, scale)
     if gate is not None:
         out = out * gate.sigmoid().view(out.shape)
-    return torch.where((keys.rows == 0)[:, None, None, None], 0.0, out)
+    return torch.where((metadata.rows == 0)[:, None, None, None], 0.0, out)
 
 
 def _dense(x: Tensor) -> Tensor:

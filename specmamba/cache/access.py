@@ -91,16 +91,21 @@ class PagedKV:
 
     pool: KVPool
     write_slots: Tensor  # [B * L] int64; 0 for padding
-    keys: paged_attention.Keys
+    keys: paged_attention.AttentionMetadata
 
     @classmethod
     def of_chunk(cls, pool: KVPool, table: RequestTable, chunk: Chunk, first_key: int = 0) -> PagedKV:
-        """Known tokens: each sees what came before it, from position ``first_key`` on (see ``Keys``)."""
-        keys = paged_attention.Keys(table.kv_slots, chunk.row_index, chunk.positions, chunk.end, first_key)
+        """Known tokens: each sees what came before it, from position ``first_key`` on (see ``AttentionMetadata``)."""
+        keys = paged_attention.AttentionMetadata(table.kv_slots, chunk.row_index, chunk.positions, chunk.end, first_key)
         return cls(pool, table.slots_of(chunk).view(-1), keys)
 
     def attend(
-        self, layer: int, projected: Tensor, form: paged_attention.Form, cos: Tensor | None, sin: Tensor | None
+        self,
+        layer: int,
+        projected: Tensor,
+        form: paged_attention.AttentionConfig,
+        cos: Tensor | None,
+        sin: Tensor | None,
     ) -> Tensor:
         """Make keys and values of new tokens and store them, attend to all that is seen, gate where there is a gate.
 
@@ -119,8 +124,8 @@ class PagedKV:
 
 def causal_keys(
     table: RequestTable, batch: Batch, positions: Tensor, num_keys: int, first_key: int = 0, sees_all: bool = False
-) -> paged_attention.Keys:
-    """Each query, at positions [B, Q], sees its row from position ``first_key`` (see ``Keys``) up to itself.
+) -> paged_attention.AttentionMetadata:
+    """Each query, at positions [B, Q], sees its row from position ``first_key`` up to itself.
 
     Args:
         table: has the slots.
@@ -130,7 +135,7 @@ def causal_keys(
         first_key: 1 for a draft head, which has no entry for the first token.
         sees_all: every query is the last of all keys, and there are keys from ``first_key`` on.
     """
-    return paged_attention.Keys(
+    return paged_attention.AttentionMetadata(
         table.kv_slots,
         batch.row_index,
         positions,
@@ -143,7 +148,7 @@ def causal_keys(
 
 def tree_keys(
     table: RequestTable, batch: Batch, ancestors: Tensor, num_keys: int, first_key: int = 0
-) -> paged_attention.Keys:
+) -> paged_attention.AttentionMetadata:
     """Each query sees its row from ``first_key`` to before the root, and entries of a tree behind that.
 
     Args:
@@ -155,7 +160,7 @@ def tree_keys(
         first_key: 1 for a draft head, which has no entry for the first token; the tree's own entries do not mind.
     """
     before_root = (batch.root_positions - 1)[:, None].expand(-1, ancestors.shape[1])
-    return paged_attention.Keys(
+    return paged_attention.AttentionMetadata(
         table.kv_slots,
         batch.row_index,
         before_root,

@@ -166,7 +166,9 @@ class ModelDrafter(Drafter):
         first_row = plan.rows.rows[0] if plan.rows.is_range else None
         is_lone = tokens.numel() == 1  # the last token of all that are read
         table, index = self._table.kv_slots, plan.rows.index
-        keys = paged_attention.Keys(table, index, positions, num_keys, first_row=first_row, sees_all=is_lone)
+        keys = paged_attention.AttentionMetadata(
+            table, index, positions, num_keys, first_row=first_row, sees_all=is_lone
+        )
         kv = PagedKV(self._kv_pool, slots.view(-1), keys)
         hidden = self._model.forward(tokens, ForwardContext(kv, state, positions)).hidden
         self._states.commit(plan, counts or [length] * size)

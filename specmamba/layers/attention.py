@@ -13,7 +13,12 @@ class Attention:
     """One attention layer; its keys and values live at ``kv_layer`` of the KV pool."""
 
     def __init__(
-        self, kv_layer: int, project: Linear, out: Linear, form: paged_attention.Form, has_rotary: bool = True
+        self,
+        kv_layer: int,
+        project: Linear,
+        out: Linear,
+        form: paged_attention.AttentionConfig,
+        has_rotary: bool = True,
     ) -> None:
         """Make the layer from its projections.
 

@@ -119,7 +119,9 @@ def attention_layer(
     out_bias = has_bias if has_out_bias is None else has_out_bias
     out = weights.take_linear(f"{prefix}o_proj", hidden, heads.width, out_bias, out_scale)
     scale = dim**-0.5 if score_scale is None else score_scale
-    form = paged_attention.Form(heads.num_query_heads, heads.num_key_heads, dim, scale, norm, norm_eps or 0.0)
+    form = paged_attention.AttentionConfig(
+        heads.num_query_heads, heads.num_key_heads, dim, scale, norm, norm_eps or 0.0
+    )
     return Attention(kv_layer, project, out, form, has_rotary)
 
 

@@ -159,7 +159,7 @@ class QwenWeights(Weights):
         q, gate = q_and_gate.view(num_q, 2, dim, c.hidden_size).transpose(0, 1).reshape(2, num_q * dim, c.hidden_size)
         k, v = (self.take(f"{prefix}{name}_proj.weight", num_kv * dim, c.hidden_size) for name in ("k", "v"))
         norm = head_norms(self, prefix, self.heads, offset=1.0)
-        form = paged_attention.Form(num_q, num_kv, dim, dim**-0.5, norm, c.rms_norm_eps, has_gate=True)
+        form = paged_attention.AttentionConfig(num_q, num_kv, dim, dim**-0.5, norm, c.rms_norm_eps, has_gate=True)
         out = self.take_linear(f"{prefix}o_proj", c.hidden_size, num_q * dim)
         return Attention(kv_layer, self.linear(torch.cat([q, k, v, gate])), out, form)
 

@@ -1,4 +1,4 @@
-"""Who sees which key: ``Keys`` against its docstring, position by position."""
+"""Which query sees which key: ``AttentionMetadata`` against its docstring, position by position."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels.paged_attention import Keys
+from specmamba.kernels.paged_attention import AttentionMetadata
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 from tests.pairwise import pairwise
 
@@ -17,7 +17,7 @@ PAGE = 4
 NUM_ROWS = 7
 
 
-def sees(keys: Keys, b: int, q: int, position: int) -> bool:
+def sees(keys: AttentionMetadata, b: int, q: int, position: int) -> bool:
     """The definition."""
     last = int(keys.last[b, q])
     if position >= keys.num_keys:
@@ -30,7 +30,7 @@ def sees(keys: Keys, b: int, q: int, position: int) -> bool:
     return position <= last if last < keys.first else keys.first <= position <= last
 
 
-def plain_mask(keys: Keys) -> Tensor:
+def plain_mask(keys: AttentionMetadata) -> Tensor:
     """[B, Q, num_keys] bool."""
     batch, num_queries = keys.last.shape
     positions = range(keys.num_keys)
@@ -49,7 +49,9 @@ def make_table(width: int, seed: int = 0) -> Tensor:
     return table
 
 
-def make_keys(contexts: list[int], num_queries: int, *, first: int = 0, slack: int = 3, num_entries: int = 0) -> Keys:
+def make_keys(
+    contexts: list[int], num_queries: int, *, first: int = 0, slack: int = 3, num_entries: int = 0
+) -> AttentionMetadata:
     """Queries behind contexts of these lengths, in rows of no order.
 
     Without entries each sees itself and what came before it. With them it is one of the newest nodes of a tree of so
@@ -60,11 +62,11 @@ def make_keys(contexts: list[int], num_queries: int, *, first: int = 0, slack: i
     rows = torch.tensor(random.Random(num_queries).sample(range(1, NUM_ROWS + 1), len(contexts)))
     roots = torch.tensor(contexts)
     if not num_entries:
-        return Keys(table, rows, roots[:, None] + torch.arange(num_queries), num_keys, first)
+        return AttentionMetadata(table, rows, roots[:, None] + torch.arange(num_queries), num_keys, first)
     shapes = tuple(SHAPES[b % len(SHAPES)] for b in range(len(contexts)))
     seen = mask_of(batch_of_parents(shapes, num_entries, seed=num_queries))[:, -num_queries:]
     last = (roots - 1)[:, None].expand(-1, num_queries)
-    return Keys(table, rows, last, num_keys, first, roots, seen)
+    return AttentionMetadata(table, rows, last, num_keys, first, roots, seen)
 
 
 @pairwise(

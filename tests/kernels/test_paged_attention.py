@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels import paged_attention, rowwise
+from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.paged_attention import native_ops, reference, torch_ops
 from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
@@ -133,7 +134,7 @@ def make_layer(
     has_gate, has_rotary = "gate" in parts, "rotary" in parts
     return {
         "projected": projected if has_gate else projected[..., : (query_heads + 2 * kv_heads) * width],
-        "form": paged_attention.Form(
+        "config": paged_attention.AttentionConfig(
             *heads,
             scale=width**-0.5 if scale is None else scale,
             norm=norm if "norm" in parts else None,
@@ -154,7 +155,17 @@ def run_layer(form: str | ModuleType, arguments: dict[str, Any], **changes: Any)
     """The result, and the pools, which are not the ones that were given."""
     ops = OPS[form] if isinstance(form, str) else form
     pools = {name: arguments[name].clone() for name in ("k_pool", "v_pool")}
-    return ops.attend_layer(**(arguments | pools | changes)), pools["k_pool"], pools["v_pool"]
+    return call_layer(ops, arguments | pools | changes), pools["k_pool"], pools["v_pool"]
+
+
+def call_layer(ops: ModuleType, arguments: dict[str, Any]) -> Tensor:
+    """``attend_layer`` with metadata of any indices and mask."""
+    given = dict(arguments)
+    indices, mask = given.pop("kv_indices"), given.pop("mask")
+    metadata = paged_attention.AttentionMetadata(indices, indices[:, 0], indices, indices.shape[1])
+    vars(metadata).update(indices=indices, mask=mask)
+    out: Tensor = ops.attend_layer(**given, metadata=metadata)
+    return out
 
 
 def assert_alike(got: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch.dtype, sharpness: float = 1.0) -> None:
@@ -239,7 +250,7 @@ def test_a_layer_reads_views_and_many_rows(form: str, dtype: torch.dtype) -> Non
     pools = torch.zeros(2, 5, *arguments["k_pool"].shape, dtype=dtype)
     pools[0, 3], pools[1, 3] = arguments["k_pool"], arguments["v_pool"]
     views = {"projected": wide[..., 30:350], "kv_indices": table[:, 7:57], "mask": mask[..., :50]}
-    out = OPS[form].attend_layer(**(arguments | views | {"k_pool": pools[0, 3], "v_pool": pools[1, 3]}))
+    out = call_layer(OPS[form], arguments | views | {"k_pool": pools[0, 3], "v_pool": pools[1, 3]})
     for got, expected in zip((out, pools[0, 3], pools[1, 3]), want, strict=True):
         assert torch.equal(got.nan_to_num(9.0), expected.nan_to_num(9.0))
 
@@ -324,7 +335,7 @@ def test_a_native_layer_stores_the_same_keys_as_its_parts(dtype: torch.dtype) ->
     arguments = make_layer(2, 5, 9, (4, 2, 67), 34, dtype)
     _, k_pool, v_pool = run_layer(native_ops, arguments)
     heads = arguments["projected"].view(10, -1, 67)
-    qk = rowwise.rms_norm(arguments["projected"].view(2, 5, -1, 67)[:, :, :6], arguments["form"].norm, 1e-5)
+    qk = rowwise.rms_norm(arguments["projected"].view(2, 5, -1, 67)[:, :, :6], arguments["config"].norm, 1e-5)
     keys = rowwise.rotate(qk, arguments["cos"], arguments["sin"])[:, :, 4:].flatten(0, 1)
     assert torch.equal(k_pool[arguments["write_slots"]], keys)
     assert torch.equal(v_pool[arguments["write_slots"]], heads[:, 6:8])
@@ -367,49 +378,48 @@ def test_a_layer_whose_padding_shares_a_slot(form: str) -> None:
     assert torch.equal(got, want)
 
 
-def with_keys(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same with ``Keys``, whose queries see the first key, the second one, and so on; and what forms take."""
+def with_metadata(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same with metadata by which query i sees the first i + 1 keys; and with its indices and mask."""
     batch, nodes = arguments["projected"].shape[:2]
     indices = arguments["kv_indices"]
     table = torch.cat([torch.zeros_like(indices[:1]), indices])
     last = torch.arange(nodes).expand(batch, nodes)
-    keys = paged_attention.Keys(table, torch.arange(1, batch + 1), last, indices.shape[1], first_row=1)
+    rows = torch.arange(1, batch + 1)
+    metadata = paged_attention.AttentionMetadata(table, rows, last, indices.shape[1], first_row=1)
     layer = {name: x for name, x in arguments.items() if name not in ("kv_indices", "mask")}
-    return layer | {"keys": keys}, layer | {"kv_indices": keys.indices, "mask": keys.mask}
+    return layer | {"metadata": metadata}, layer | {"kv_indices": metadata.indices, "mask": metadata.mask}
 
 
 @pytest.mark.parametrize("nodes", [5, native_ops.MAX_QUERIES + 1])
-def test_the_layer_gives_each_form_what_the_keys_say(nodes: int) -> None:
-    layer, wanted = with_keys(make_layer(2, nodes, nodes, (4, 2, 8), 4, torch.float32))
+def test_every_form_gets_the_indices_and_the_mask_of_the_metadata(nodes: int) -> None:
+    layer, wanted = with_metadata(make_layer(2, nodes, nodes, (4, 2, 8), 4, torch.float32))
     pools = {name: layer[name].clone() for name in ("k_pool", "v_pool")}
     got = paged_attention.attend_layer(**(layer | pools)), pools["k_pool"], pools["v_pool"]
     assert_alike(got, run_layer(reference, wanted), torch.float32)
 
 
 @needs_native
-def test_the_layer_takes_native_code_for_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    for ops in (native_ops, torch_ops):
-        monkeypatch.setattr(ops, "attend_layer", lambda *_, ops=ops: taken.append(ops))
-    for nodes in (1, native_ops.MAX_QUERIES, native_ops.MAX_QUERIES + 1):
-        layer, _ = with_keys(make_layer(1, nodes, nodes, (2, 1, 4), 2, torch.float32))
-        paged_attention.attend_layer(**layer)
-    assert taken == [native_ops, native_ops, torch_ops]
+@pytest.mark.parametrize(
+    ("nodes", "expected"), [(1, "native"), (native_ops.MAX_QUERIES, "native"), (native_ops.MAX_QUERIES + 1, "torch")]
+)
+def test_native_code_is_chosen_for_few_queries(nodes: int, expected: str) -> None:
+    layer, _ = with_metadata(make_layer(1, nodes, nodes, (2, 1, 4), 2, torch.float32))
+    assert operator_of(paged_attention.attend_layer).choose(**layer) == expected
 
 
 @needs_native
 def test_a_native_layer_refuses_what_does_not_fit() -> None:
     arguments = make_layer(2, 3, 9, (4, 2, 8), 4, torch.float32)
-    wide, fitting = torch.zeros(2, 3, 1, 10), arguments["form"]
+    wide, fitting = torch.zeros(2, 3, 1, 10), arguments["config"]
     for wrong in [
         {"projected": arguments["projected"][..., :-8].contiguous()},
-        {"form": replace(fitting, norm=fitting.norm[:5])},
-        {"form": replace(fitting, norm=fitting.norm.bfloat16())},
-        {"form": replace(fitting, norm=fitting.norm.t().contiguous().t())},
-        {"form": replace(fitting, has_gate=False)},
-        {"form": replace(fitting, num_query_heads=3)},
-        {"form": replace(fitting, num_query_heads=2, num_key_heads=4)},
-        {"form": replace(fitting, head_dim=4)},
+        {"config": replace(fitting, norm=fitting.norm[:5])},
+        {"config": replace(fitting, norm=fitting.norm.bfloat16())},
+        {"config": replace(fitting, norm=fitting.norm.t().contiguous().t())},
+        {"config": replace(fitting, has_gate=False)},
+        {"config": replace(fitting, num_query_heads=3)},
+        {"config": replace(fitting, num_query_heads=2, num_key_heads=4)},
+        {"config": replace(fitting, head_dim=4)},
         {"sin": None},
         {"cos": arguments["cos"].bfloat16(), "sin": arguments["sin"].bfloat16()},
         {"cos": arguments["cos"][:, :2]},
@@ -420,7 +430,7 @@ def test_a_native_layer_refuses_what_does_not_fit() -> None:
         {"write_slots": arguments["write_slots"].int()},
         {"kv_indices": arguments["kv_indices"][:1]},
         {"mask": arguments["mask"][..., :8]},
-        {"form": replace(fitting, num_query_heads=0, num_key_heads=0)},
+        {"config": replace(fitting, num_query_heads=0, num_key_heads=0)},
         {"k_pool": arguments["k_pool"].bfloat16()},
         {"v_pool": arguments["v_pool"].transpose(1, 2).contiguous().transpose(1, 2)},
         {"cos": arguments["cos"].to("meta"), "sin": arguments["sin"].to("meta")},
@@ -431,7 +441,7 @@ def test_a_native_layer_refuses_what_does_not_fit() -> None:
         ),
     ]:
         with pytest.raises(ValueError, match=r"fit|need|width|shape|dtype|rotate"):
-            native_ops.attend_layer(**(arguments | wrong))
+            call_layer(native_ops, arguments | wrong)
     operands = [arguments[name] for name in ("projected", "k_pool", "v_pool", "kv_indices")]
     assert native_ops.can_take(*operands)
     for i in range(3):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels import gpu, paged_attention
-from specmamba.kernels.paged_attention import Form, Keys, reference, tiles, torch_ops
+from specmamba.kernels import paged_attention
+from specmamba.kernels.paged_attention import AttentionConfig, AttentionMetadata, reference, tiles, torch_ops
 from tests.kernels.rounding import tolerance
 from tests.kernels.test_attention_keys import make_keys, plain_mask
 
@@ -29,12 +29,12 @@ def triton_ops(gpu_device: str) -> Any:
     return triton_ops
 
 
-def on(device: str, keys: Keys) -> Keys:
+def on(device: str, keys: AttentionMetadata) -> AttentionMetadata:
     tensors = {x.name: getattr(keys, x.name) for x in fields(keys)}
     return replace(keys, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)})
 
 
-def make_pools(keys: Keys, heads: Heads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def make_pools(keys: AttentionMetadata, heads: Heads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """NaN in every slot that no query sees."""
     gen = torch.Generator().manual_seed(keys.num_keys)
     shape = int(keys.table.max()) + 2, heads[1], heads[2]
@@ -46,19 +46,21 @@ def make_pools(keys: Keys, heads: Heads, dtype: torch.dtype) -> tuple[Tensor, Te
     return k_pool, v_pool
 
 
-def make_queries(keys: Keys, heads: Heads, dtype: torch.dtype) -> Tensor:
+def make_queries(keys: AttentionMetadata, heads: Heads, dtype: torch.dtype) -> Tensor:
     gen = torch.Generator().manual_seed(heads[2])
     return torch.randn(*keys.last.shape, heads[0], heads[2], generator=gen).to(dtype)
 
 
-def right_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, keys: Keys, scale: float | None = None) -> Tensor:
+def right_attention(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, keys: AttentionMetadata, scale: float | None = None
+) -> Tensor:
     """In float64; rows of padding are zeros."""
     slots = keys.table[keys.rows, : keys.num_keys]
     out = reference.attend(q.double(), k_pool.double(), v_pool.double(), slots, plain_mask(keys), scale)
     return torch.where((keys.rows == 0)[:, None, None, None], 0.0, out)
 
 
-def check_attention(ops: Any, device: str, keys: Keys, heads: Heads, dtype: torch.dtype) -> None:
+def check_attention(ops: Any, device: str, keys: AttentionMetadata, heads: Heads, dtype: torch.dtype) -> None:
     q, (k_pool, v_pool) = make_queries(keys, heads, dtype), make_pools(keys, heads, dtype)
     got = ops.attend(q.to(device), k_pool.to(device), v_pool.to(device), on(device, keys), 0.3).cpu()
     assert got.dtype is dtype
@@ -182,13 +184,13 @@ def test_a_query_that_is_no_number_stays_alone(
     assert torch.equal(got.nan_to_num(9.0), want.nan_to_num(9.0))
 
 
-def make_layer(keys: Keys, heads: Heads, rotated: int, dtype: torch.dtype, parts: str) -> dict[str, Any]:
+def make_layer(keys: AttentionMetadata, heads: Heads, rotated: int, dtype: torch.dtype, parts: str) -> dict[str, Any]:
     """A layer's arguments; the tokens' own slots are those of the last positions that they see, or of the entries."""
     gen = torch.Generator().manual_seed(rotated)
     query_heads, key_heads, dim = heads
     batch, num_queries = keys.last.shape
     norm = torch.rand(query_heads + key_heads, dim, generator=gen) + 0.5
-    form = Form(*heads, 0.3, norm if "norm" in parts else None, 1e-5, "gate" in parts)
+    config = AttentionConfig(*heads, 0.3, norm if "norm" in parts else None, 1e-5, "gate" in parts)
     angles = torch.rand(batch, num_queries, 1, rotated, generator=gen) * 7
     positions = keys.last
     if keys.roots is not None and keys.seen is not None:
@@ -196,32 +198,32 @@ def make_layer(keys: Keys, heads: Heads, rotated: int, dtype: torch.dtype, parts
     k_pool, v_pool = make_pools(keys, heads, dtype)
     has_rotary = "rotary" in parts
     return {
-        "projected": torch.randn(batch, num_queries, form.projected_width, generator=gen).to(dtype),
-        "form": form,
+        "projected": torch.randn(batch, num_queries, config.projected_width, generator=gen).to(dtype),
+        "config": config,
         "cos": angles.cos().to(dtype) if has_rotary else None,
         "sin": angles.sin().to(dtype) if has_rotary else None,
         "k_pool": k_pool,
         "v_pool": v_pool,
         "write_slots": keys.table[keys.rows[:, None], positions].flatten(),
-        "keys": keys,
+        "metadata": keys,
     }
 
 
 def run_layer(ops: Any, device: str, layer: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and copies of the pools."""
     there = {name: x.to(device, copy=True) if isinstance(x, Tensor) else x for name, x in layer.items()}
-    if (form := layer["form"]).norm is not None:
-        there["form"] = replace(form, norm=form.norm.to(device))
-    out = ops.attend_layer(**(there | {"keys": on(device, layer["keys"])}))
+    if (config := layer["config"]).norm is not None:
+        there["config"] = replace(config, norm=config.norm.to(device))
+    out = ops.attend_layer(**(there | {"metadata": on(device, layer["metadata"])}))
     return out.cpu(), there["k_pool"].cpu(), there["v_pool"].cpu()
 
 
 def right_layer(layer: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Of the reference, whose pools then hold the new keys; it knows nothing of padding."""
-    keys, pools = layer["keys"], (layer["k_pool"].clone(), layer["v_pool"].clone())
-    given = {name: x for name, x in layer.items() if name not in ("keys", "k_pool", "v_pool")}
-    slots = keys.table[keys.rows, : keys.num_keys]
-    out = reference.attend_layer(**given, k_pool=pools[0], v_pool=pools[1], kv_indices=slots, mask=plain_mask(keys))
+    keys, pools = replace(layer["metadata"]), (layer["k_pool"].clone(), layer["v_pool"].clone())
+    given = {name: x for name, x in layer.items() if name not in ("metadata", "k_pool", "v_pool")}
+    vars(keys).update(indices=keys.table[keys.rows, : keys.num_keys], mask=plain_mask(keys))
+    out = reference.attend_layer(**given, k_pool=pools[0], v_pool=pools[1], metadata=keys)
     is_padding = keys.rows == 0
     out[is_padding] = 0
     for pool, before in zip(pools, (layer["k_pool"], layer["v_pool"]), strict=True):
@@ -259,10 +261,8 @@ def test_a_layer_of_long_runs(triton_ops: Any, gpu_device: str) -> None:
 def test_what_is_stored_bit_for_bit(triton_ops: Any, gpu_device: str) -> None:
     """Every product is rounded where PyTorch rounds it."""
     layer = make_layer(make_keys([9, 4], 4), (2, 1, 16), 6, FP16, "rotary")
-    kv = layer["keys"]
     in_torch = layer | {"k_pool": layer["k_pool"].clone(), "v_pool": layer["v_pool"].clone()}
-    in_torch.pop("keys")
-    torch_ops.attend_layer(**in_torch, kv_indices=kv.indices, mask=kv.mask)
+    torch_ops.attend_layer(**in_torch)
     _, k_pool, v_pool = run_layer(triton_ops, gpu_device, layer)
     assert torch.equal(k_pool.nan_to_num(9.0), in_torch["k_pool"].nan_to_num(9.0))
     assert torch.equal(v_pool.nan_to_num(9.0), in_torch["v_pool"].nan_to_num(9.0))
@@ -313,24 +313,24 @@ def test_views(triton_ops: Any, gpu_device: str) -> None:
     layer = make_layer(make_keys([9, 21], 5, num_entries=7), (4, 2, 16), 8, FP32, "norm rotary gate")
     want = run_layer(triton_ops, gpu_device, layer)
     there = {name: x.to(gpu_device) for name, x in layer.items() if isinstance(x, Tensor)}
-    there["form"] = replace(layer["form"], norm=layer["form"].norm.to(gpu_device))
+    there["config"] = replace(layer["config"], norm=layer["config"].norm.to(gpu_device))
     wide = torch.full((2, 5, 250), torch.nan, device=gpu_device)
     wide[..., 30:222] = there["projected"]
     angles = torch.cat([there["cos"], there["sin"]], -1)
     pools = torch.full((2, 2, *layer["k_pool"].shape), torch.nan, device=gpu_device)
     pools[0, 1], pools[1, 1] = there["k_pool"], there["v_pool"]
-    keys = on(gpu_device, layer["keys"])
+    keys = on(gpu_device, layer["metadata"])
     assert keys.seen is not None
     turned = replace(
         keys, seen=keys.seen.transpose(1, 2).contiguous().transpose(1, 2), table=keys.table.t().contiguous().t()
     )
-    views = {"projected": wide[..., 30:222], "cos": angles[..., :8], "sin": angles[..., 8:], "keys": turned}
+    views = {"projected": wide[..., 30:222], "cos": angles[..., :8], "sin": angles[..., 8:], "metadata": turned}
     out = triton_ops.attend_layer(**(there | views | {"k_pool": pools[0, 1], "v_pool": pools[1, 1]}))
     for got, expected in zip((out, pools[0, 1], pools[1, 1]), want, strict=True):
         assert torch.equal(got.cpu().nan_to_num(9.0), expected.nan_to_num(9.0))
     assert pools[:, 0].isnan().all()
     with pytest.raises(ValueError, match="side by side"):
-        triton_ops.attend_layer(**(there | {"keys": keys, "v_pool": pools[0, 1].transpose(1, 2)}))
+        triton_ops.attend_layer(**(there | {"metadata": keys, "v_pool": pools[0, 1].transpose(1, 2)}))
 
 
 @pytest.mark.parametrize(("batch", "num_queries"), [(0, 5), (0, 70), (2, 0)])
@@ -340,8 +340,8 @@ def test_nothing_to_attend(triton_ops: Any, gpu_device: str, batch: int, num_que
     layer["write_slots"] = layer["write_slots"][:0]
     for name in ("projected", "cos", "sin"):
         layer[name] = layer[name][:batch, :1].expand(-1, num_queries, *layer[name].shape[2:])
-    keys = layer["keys"]
-    layer["keys"] = replace(
+    keys = layer["metadata"]
+    layer["metadata"] = replace(
         keys,
         rows=keys.rows[:batch],
         last=keys.last[:batch, :1].expand(-1, num_queries),
@@ -374,16 +374,14 @@ def test_the_choice_of_torch(triton_ops: Any, gpu_device: str, monkeypatch: pyte
     assert not tiles.prefers_torch(10, 10, 16, BF16)
 
 
-def test_the_layer_takes_triton_where_it_runs(
-    triton_ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And neither slots nor a mask are made."""
-    monkeypatch.setattr(gpu, "can_launch", lambda *_: True)
+@pytest.mark.usefixtures("launchable")
+def test_triton_is_chosen_where_it_runs(triton_ops: Any, gpu_device: str) -> None:
+    """Neither indices nor a mask are made for it."""
     layer = make_layer(make_keys([9, 4], 4), (4, 2, 16), 8, FP32, "norm rotary gate")
     want = run_layer(triton_ops, gpu_device, layer)
-    layer["keys"] = keys = on(gpu_device, layer["keys"])
+    layer["metadata"] = keys = on(gpu_device, layer["metadata"])
     there = {name: x.to(gpu_device) if isinstance(x, Tensor) else x for name, x in layer.items()}
-    there["form"] = replace(layer["form"], norm=layer["form"].norm.to(gpu_device))
+    there["config"] = replace(layer["config"], norm=layer["config"].norm.to(gpu_device))
     assert torch.equal(paged_attention.attend_layer(**there).cpu(), want[0])
     assert not {"indices", "mask"} & set(vars(keys))
 

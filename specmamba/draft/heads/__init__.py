@@ -262,7 +262,7 @@ class MTPDrafter(Drafter):
         hidden: Tensor,
         positions: Tensor,
         slots: Tensor,
-        keys: paged_attention.Keys,
+        keys: paged_attention.AttentionMetadata,
         module: int = 0,
     ) -> Tensor:
         kv = PagedKV(self._kv_pool, slots.reshape(-1), keys)
