@@ -16,10 +16,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from specmamba.command_line import parse_command_line
 from specmamba.measure.acceptance.options import AcceptanceBenchConfig, largest_flags, variants_of
+from specmamba.measure.command import run_command
 from specmamba.measure.prompts import texts_of
-from specmamba.measure.report import run_command, write_json
+from specmamba.measure.report import write_json
 
 PROG = "specmamba bench acceptance"
 LISTS = ("--configs", "--sweep")  # flags that take all words up to the next flag
@@ -27,11 +27,11 @@ LISTS = ("--configs", "--sweep")  # flags that take all words up to the next fla
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark. Returns the exit status: 1 when a text diverged, 130 after Ctrl-C."""
-    return run_command(PROG, _run, arguments)
+    given = join_lists(sys.argv[1:] if arguments is None else arguments)
+    return run_command(PROG, AcceptanceBenchConfig, given, _run)
 
 
-def _run(arguments: list[str]) -> int:
-    config = parse_command_line(AcceptanceBenchConfig, PROG, join_lists(arguments))
+def _run(config: AcceptanceBenchConfig) -> int:
     report = measure_and_report(config)
     put_out(config, report)
     return 1 if any(one["lossless"] and one["lossless"]["diverged"] for one in report["configurations"]) else 0

@@ -7,7 +7,8 @@ from typing import Any
 
 from specmamba.command_line import parse_command_line
 from specmamba.console import readable
-from specmamba.measure.report import JsonOption, Row, put_out, section_table
+from specmamba.measure.command import Row, put_out, section_table
+from specmamba.measure.report import JsonOption
 
 PROG = "specmamba info"
 Info = Mapping[str, Any]
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> int:
     from specmamba.engine.model_report import model_info
 
     info = model_info(config)
-    put_out(info, config.json, print_info)
+    put_out(config, info, print_info, can_print_json=True)
     return 0
 
 

@@ -23,9 +23,12 @@ import pytest
 from specmamba.bench.serving import __main__ as serving
 from specmamba.bench.serving import server as serving_server
 from specmamba.bench.serving.load import Answer, Failure, Outcome, Run, closed_loop, open_loop, poisson_arrivals
+from specmamba.bench.serving.options import ServingBenchConfig
 from specmamba.bench.serving.report import accept_length, level_report, percentile, print_report
 from specmamba.bench.serving.sweep import sweep
+from specmamba.command_line import parse_command_line
 from specmamba.config import EngineConfig
+from specmamba.errors import ConfigError
 from specmamba.measure import report as report_module
 from tests.fake_engine import FakeEngine, wait_until
 from tests.fake_engine import serving as fake_server
@@ -197,7 +200,7 @@ def scripted(*answers: httpx.Response | Exception) -> Handler:
 
 
 def measure(handler: Handler, **settings: Any) -> dict[str, Any]:
-    config = serving.ServingBenchConfig(**{"base_url": "http://test", "num_warmup": 0, "concurrency": (1,), **settings})
+    config = ServingBenchConfig(**{"base_url": "http://test", "num_warmup": 0, "concurrency": (1,), **settings})
     return asyncio.run(sweep(config, ["x", "y"], "http://test", transport=httpx.MockTransport(handler)))
 
 
@@ -290,7 +293,7 @@ def test_a_report_has_no_paths_of_the_server() -> None:
     ],
 )
 def test_a_request_that_the_server_refuses_ends_it(response: httpx.Response, message: str) -> None:
-    with pytest.raises(serving.ConfigError) as refused:
+    with pytest.raises(ConfigError) as refused:
         measure(scripted(response), num_warmup=1, num_requests=1)
     assert message in str(refused.value)
 
@@ -341,7 +344,7 @@ def test_every_level_begins_with_an_empty_cache(
     ],
 )
 def test_a_server_that_is_none(response: httpx.Response, message: str) -> None:
-    with pytest.raises(serving.ConfigError) as refused:
+    with pytest.raises(ConfigError) as refused:
         measure(lambda request: response)
     assert message in str(refused.value)
 
@@ -555,7 +558,7 @@ def test_a_server_that_breaks_on_the_way(prompts: Path, tmp_path: Path) -> None:
 
 def test_the_engine_gets_what_was_set_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECMAMBA_PAGE_SIZE", "16")
-    config = serving.ServingBenchConfig(model="a b", speculative_tree=Path("t.json"), num_requests=5)
+    config = ServingBenchConfig(model="a b", speculative_tree=Path("t.json"), num_requests=5)
     assert sorted(serving_server.engine_flags(config)) == [
         "--model=a b",
         "--page-size=16",
@@ -661,8 +664,8 @@ def test_a_missing_package_is_said_before_anything_runs(
 def test_levels_from_the_environment_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "bench.toml"
     file.write_text('request-rate = 2.5\njson = "a.json"\n')
-    parse: Callable[[list[str]], serving.ServingBenchConfig]
-    parse = lambda arguments: serving.parse_command_line(serving.ServingBenchConfig, "x", arguments)  # noqa: E731
+    parse: Callable[[list[str]], ServingBenchConfig]
+    parse = lambda arguments: parse_command_line(ServingBenchConfig, "x", arguments)  # noqa: E731
     config = parse(["--config", str(file)])
     assert config.levels == ((None, 2.5),)
     assert config.json == Path("a.json")
@@ -678,6 +681,6 @@ def test_a_report_with_figures_that_are_no_numbers(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     report_module.write_json(file, {"a": NAN, "b": [1.5, math.inf], "c": {"d": (2, None)}})
     assert json_of(file) == {"a": None, "b": [1.5, None], "c": {"d": [2, None]}}
-    with pytest.raises(serving.ConfigError) as refused:
+    with pytest.raises(ConfigError) as refused:
         report_module.write_json(tmp_path, {})
     assert "--json: " in str(refused.value)

@@ -21,9 +21,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from specmamba.command_line import read_flags
 from specmamba.errors import ConfigError
-from specmamba.measure.report import CommandLine, run_command
+from specmamba.measure.command import run_command
+from specmamba.measure.report import CommandLine
 from specmamba.train.corpus import Document, read_corpus, roots_for
 
 PROG = "python -m specmamba.bench.demo.prompts"
@@ -133,11 +133,10 @@ def _row_of(line: str, where: str) -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the prompts file, or print it; return the exit status."""
-    return run_command(PROG, _run, arguments)
+    return run_command(PROG, PromptSettings, arguments, _run)
 
 
-def _run(arguments: list[str]) -> int:
-    settings = read_flags(PromptSettings, PROG, arguments)
+def _run(settings: PromptSettings) -> int:
     held_out = read_corpus(roots_for(settings.corpus, [])).held_out
     if settings.complete is None:
         rows = cut_prompts(settings, held_out)

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmamba.bench.demo.settings import TrainSettings
-from specmamba.command_line import read_flags
-from specmamba.measure.report import run_command
+from specmamba.measure.command import run_command
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: --help must not wait for them
     from rich.console import Console
@@ -134,11 +133,10 @@ def _report(
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 finished, 1 stopped before the end (resumable), 2 an error."""
-    return run_command(PROG, _run, arguments)
+    return run_command(PROG, TrainSettings, arguments, _run)
 
 
-def _run(arguments: list[str]) -> int:
-    settings = read_flags(TrainSettings, PROG, arguments)
+def _run(settings: TrainSettings) -> int:
     from rich.console import Console
 
     if settings.evaluate is not None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import sys
 
 from specmamba.bench.inflate.options import InflateConfig
-from specmamba.command_line import read_flags
-from specmamba.measure.report import run_command
+from specmamba.measure.command import run_command
 
 PROG = "python -m specmamba.bench.inflate"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the checkpoint and print what it is; returns the exit status."""
-    return run_command(PROG, _run, arguments)
+    return run_command(PROG, InflateConfig, arguments, _run)
 
 
-def _run(arguments: list[str]) -> int:
-    config = read_flags(InflateConfig, PROG, arguments)
+def _run(config: InflateConfig) -> int:
     from specmamba.bench.inflate.checkpoint import inflate  # --help must not wait for torch
 
     print_report(inflate(config), config)

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from specmamba.bench.serving.options import ServingBenchConfig
-from specmamba.command_line import parse_command_line
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.measure.command import put_out, run_command
 from specmamba.measure.prompts import bundled_texts, read_texts
-from specmamba.measure.report import require, run_command, write_json
+from specmamba.measure.report import require
 
 PROG = "specmamba bench serving"
 # With --base-url: which model of the server to ask, and the seeds of requests and arrivals.
@@ -32,15 +32,17 @@ FLAGS_OF_THE_CLIENT = {"model", "seed"}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark. Returns the exit status: 1 when no request of some level was answered, 130 after Ctrl-C."""
-    return run_command(PROG, _run, arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    return run_command(PROG, ServingBenchConfig, given, lambda config: _run(config, given))
 
 
-def _run(arguments: list[str]) -> int:
-    config = parse_command_line(ServingBenchConfig, PROG, arguments)
+def _run(config: ServingBenchConfig, arguments: Sequence[str]) -> int:
     _check(config, arguments)
     texts = bundled_texts() if config.prompts is None else read_texts(config.prompts)
     report = _measure(config, [text.text for text in texts])
-    _put_out(config, report)
+    from specmamba.bench.serving.report import plot_report, print_report
+
+    put_out(config, report, print_report, plot_report)
     return 0 if all(level["completed"] for level in report["levels"]) else 1
 
 
@@ -74,16 +76,6 @@ def _measure(config: ServingBenchConfig, prompts: Sequence[str]) -> dict[str, An
         print("starting a server", file=sys.stderr)
     with started_server(config, config.key, config.startup_timeout) as (url, server):
         return asyncio.run(sweep(config, prompts, url, server))
-
-
-def _put_out(config: ServingBenchConfig, report: dict[str, Any]) -> None:
-    from specmamba.bench.serving.report import plot_report, print_report
-
-    print_report(report)
-    if config.json is not None:
-        write_json(config.json, report)
-    if config.plot is not None:
-        plot_report(config.plot, report)
 
 
 if __name__ == "__main__":

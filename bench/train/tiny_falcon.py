@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from specmamba.bench.demo.borrowed_tokenizer import save_with_demo_tokenizer
-from specmamba.command_line import read_flags
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import ConfigError, SpecmambaError
-from specmamba.measure.report import CommandLine, run_command
+from specmamba.measure.command import run_command
+from specmamba.measure.report import CommandLine
 
 if TYPE_CHECKING:
     import torch
@@ -146,11 +146,10 @@ def _make_folder(folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, 2 for an error, 130 after Ctrl-C."""
-    return run_command(PROG, _run, arguments, interrupted="nothing is written before the end")
+    return run_command(PROG, TinyFalconSettings, arguments, _run, "nothing is written before the end")
 
 
-def _run(arguments: list[str]) -> int:
-    settings = read_flags(TinyFalconSettings, PROG, arguments)
+def _run(settings: TinyFalconSettings) -> int:
     from rich.console import Console
 
     train(settings, Console())

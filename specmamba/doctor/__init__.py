@@ -14,7 +14,8 @@ from typing import Any
 from specmamba.command_line import parse_command_line
 from specmamba.console import readable
 from specmamba.doctor.software import Facts
-from specmamba.measure.report import STANDARD_OUTPUT, JsonOption, Row, put_out, section_table
+from specmamba.measure.command import STANDARD_OUTPUT, Row, put_out, section_table
+from specmamba.measure.report import JsonOption
 
 PROG = "specmamba doctor"
 
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
     config = parse_command_line(DoctorConfig, PROG, complete_json_flag(arguments))
     with waiting() as say:
         report = examine_or_say_why_not(config, say)
-    put_out(report, config.json, print_report)
+    put_out(config, report, print_report, can_print_json=True)
     return 0 if report["ok"] else 1
 
 

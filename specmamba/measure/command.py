@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pydantic_settings import BaseSettings
 
@@ -14,14 +15,24 @@ from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
 from specmamba.measure.report import write_json
 
+if TYPE_CHECKING:
+    from rich.console import OverflowMethod
+    from rich.table import Table
+
 ConfigT = TypeVar("ConfigT", bound=BaseSettings)
 ItemT = TypeVar("ItemT")
 Report = Mapping[str, Any]
+Row = tuple[str, str]
+STANDARD_OUTPUT = Path("-")
 WIDTH = 150  # characters that the widest table needs
 
 
 def run_command(
-    prog: str, config_class: type[ConfigT], arguments: list[str] | None, run: Callable[[ConfigT], int]
+    prog: str,
+    config_class: type[ConfigT],
+    arguments: list[str] | None,
+    run: Callable[[ConfigT], int],
+    interrupted: str | None = None,
 ) -> int:
     """Read the flags of a command and run it. ``--help`` exits with status 0, a mistake in the flags with 2.
 
@@ -30,6 +41,7 @@ def run_command(
         config_class: its flags. Those of an ``EngineConfig`` also come from the environment and ``--config FILE.toml``.
         arguments: the command line behind the command; None: that of this process.
         run: measures, reports, and returns the exit status.
+        interrupted: what to print after Ctrl-C.
 
     Returns:
         The exit status of ``run``; 130 after Ctrl-C.
@@ -42,6 +54,8 @@ def run_command(
     except SpecmambaError as error:
         exit_with_error(prog, error)
     except KeyboardInterrupt:
+        if interrupted is not None:
+            print(f"{prog}: interrupted: {interrupted}", file=sys.stderr)
         return 130
 
 
@@ -50,6 +64,8 @@ def put_out(
     report: Report,
     print_report: Callable[[Report], None],
     plot_report: Callable[[Path, Report], None] | None = None,
+    *,
+    can_print_json: bool = False,
 ) -> None:
     """Print a report, and write it to the files of ``--json`` and ``--plot``.
 
@@ -58,10 +74,14 @@ def put_out(
         report: what was measured.
         print_report: writes the tables to standard output.
         plot_report: draws the picture into a file.
+        can_print_json: ``--json -`` prints the report as JSON, and nothing else.
 
     Raises:
         ConfigError: a file cannot be written.
     """
+    if can_print_json and config.json == STANDARD_OUTPUT:
+        print(json.dumps(report, indent=2))
+        return
     print_report(report)
     if config.json is not None:
         write_json(config.json, report)
@@ -97,6 +117,22 @@ class Page:
         for row in rows:
             table.add_row(*row)
         self._console.print(table, markup=False)
+
+
+def section_table(sections: Iterable[Iterable[Row]], overflow: OverflowMethod = "ellipsis") -> Table:
+    """A table of names and values; a line separates sections, and empty ones are left out."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow=overflow)
+    for rows in filter(None, map(list, sections)):
+        if table.row_count:
+            table.add_section()
+        for row in rows:
+            table.add_row(*row)
+    return table
 
 
 def versions_text(report: Report) -> str:

@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -23,17 +23,12 @@ from pydantic import BaseModel, Field, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 import specmamba
-from specmamba.command_line import exit_with_error
 from specmamba.config import EngineConfig
-from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import OverflowMethod
-    from rich.table import Table
 
-Row = tuple[str, str]
-STANDARD_OUTPUT = Path("-")
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
 Count = Annotated[int, Field(ge=1)]
 # For benchmarks that run a text again and again: a prefix that one run leaves to the next would flatter it.
@@ -100,32 +95,6 @@ class ReportOptions(JsonOption):
         if path is not None:
             require_matplotlib("--plot")
         return None if path is None else checked_file(path)
-
-
-def run_command(
-    prog: str, run: Callable[[list[str]], int], arguments: list[str] | None, interrupted: str | None = None
-) -> int:
-    """Run a program on its arguments; the body of every ``main``.
-
-    A ``SpecmambaError`` is printed as the program's message and ends the process.
-
-    Args:
-        prog: the name of the program, for messages.
-        run: takes the arguments and returns the exit status.
-        arguments: None: those of the process.
-        interrupted: what to print after Ctrl-C.
-
-    Returns:
-        The exit status; 130 after Ctrl-C.
-    """
-    try:
-        return run(sys.argv[1:] if arguments is None else arguments)
-    except SpecmambaError as error:
-        exit_with_error(prog, error)
-    except KeyboardInterrupt:
-        if interrupted is not None:
-            print(f"{prog}: interrupted: {interrupted}", file=sys.stderr)
-        return 130
 
 
 def checked_file(path: Path) -> Path:
@@ -209,32 +178,6 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(_without_nan(report), indent=2, allow_nan=False) + "\n", "utf8")
     except OSError as error:
         raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from None
-
-
-def put_out(report: Mapping[str, Any], json_file: Path | None, print_report: Callable[[Any], None]) -> None:
-    """Print a report for people, and write it to ``--json`` where that is given; ``--json -`` prints JSON alone."""
-    if json_file == STANDARD_OUTPUT:
-        print(json.dumps(report, indent=2))
-        return
-    print_report(report)
-    if json_file is not None:
-        write_json(json_file, report)
-
-
-def section_table(sections: Iterable[Iterable[Row]], overflow: OverflowMethod = "ellipsis") -> Table:
-    """A table of names and values; a line separates sections, and empty ones are left out."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, show_header=False, padding=(0, 1, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow=overflow)
-    for rows in filter(None, map(list, sections)):
-        if table.row_count:
-            table.add_section()
-        for row in rows:
-            table.add_row(*row)
-    return table
 
 
 @contextmanager

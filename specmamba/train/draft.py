@@ -24,10 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specmamba.command_line import parse_command_line
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
-from specmamba.measure.report import machine, run_command, versions
+from specmamba.measure.command import run_command
+from specmamba.measure.report import machine, versions
 from specmamba.train.settings import TrainDraftConfig
 
 if TYPE_CHECKING:  # torch takes seconds to import: --help must not wait for it
@@ -61,11 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     0: finished; 1: stopped before the end (resumable) or a text that diverged; 2: an error; 130: Ctrl-C before or after
     the training itself.
     """
-    return run_command(PROG, _run, arguments, interrupted="the same command goes on from what is in --out")
+    return run_command(PROG, TrainDraftConfig, arguments, _run, "the same command goes on from what is in --out")
 
 
-def _run(arguments: list[str]) -> int:
-    config = parse_command_line(TrainDraftConfig, PROG, arguments)
+def _run(config: TrainDraftConfig) -> int:
     from rich.console import Console
 
     with _threads(config.num_threads):

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from specmamba.command_line import parse_command_line
 from specmamba.config import MAX_DRAFT_TOKENS
 from specmamba.errors import ConfigError
+from specmamba.measure.command import put_out, run_command
 from specmamba.measure.prompts import PLAIN, PLAIN_FLAGS, PromptText, TextOptions, texts_of
-from specmamba.measure.report import checked_file, progress_bar, run_command, split_numbers, write_json
+from specmamba.measure.report import checked_file, progress_bar, split_numbers
 
 if TYPE_CHECKING:
     from specmamba import LLM
@@ -107,19 +107,14 @@ def _tuning_problem(config: TreeTunerConfig) -> str | None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit status; 130 after Ctrl-C."""
-    return run_command(PROG, _run, arguments)
+    return run_command(PROG, TreeTunerConfig, arguments, _run)
 
 
-def _run(arguments: list[str]) -> int:
-    config = parse_command_line(TreeTunerConfig, PROG, arguments)
+def _run(config: TreeTunerConfig) -> int:
     report = tune(config, texts_of(config))
     from specmamba.tune.tables import plot_report, print_report
 
-    print_report(report)
-    if config.json is not None:
-        write_json(config.json, report)
-    if config.plot is not None:
-        plot_report(config.plot, report)
+    put_out(config, report, print_report, plot_report)
     return 0
 
 
