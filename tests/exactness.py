@@ -14,6 +14,7 @@ which CPU and at which token this happens is chance, so a test that compares tex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -57,7 +58,7 @@ def assert_same_greedy_texts(
     got: Sequence[Tokens],
     expected: Sequence[Tokens],
     prompts: Sequence[Sequence[int] | str],
-    new_plain: Callable[[], LLM],
+    new_plain: Callable[[], AbstractContextManager[LLM]],
 ) -> None:
     """Fail unless the texts are equal, or part at near ties in float32.
 

@@ -12,6 +12,7 @@ import json
 import shutil
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from specmamba.engine.workbench import Workbench
 from specmamba.errors import ConfigError
 from specmamba.models.tensor_reader import StoredTensor, TensorReader
 from specmamba.trees import StaticTree, TreeFile
+from tests.exactness import assert_same_greedy_texts
 from tests.families import FAMILIES, mamba2
 from tests.noise import add_noise
 from tests.test_prefix_exact import check_pools
@@ -87,8 +89,9 @@ class Plain:
         return self._models[target].generate(prompt, greedy(num_tokens))[0].token_ids
 
     def check(self, outputs: Sequence[RequestOutput], target: str = "target") -> None:
-        for output in outputs:
-            assert output.token_ids == self.after(output.prompt_token_ids, len(output.token_ids), target)
+        got, prompts = [output.token_ids for output in outputs], [output.prompt_token_ids for output in outputs]
+        expected = [self.after(prompt, len(text), target) for prompt, text in zip(prompts, got, strict=True)]
+        assert_same_greedy_texts(got, expected, prompts, lambda: nullcontext(self._models[target]))
 
 
 @pytest.fixture(scope="module")

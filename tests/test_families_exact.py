@@ -34,6 +34,7 @@ from tests.test_model_exact import (
 CASES = [(family, variant) for family, module in FAMILIES.items() for variant in module.VARIANTS]
 NUM_TOKENS = 64 if os.environ.get("SPECMAMBA_TEST_FULL") == "1" else 40
 CHUNK = 16
+NEAR_TIE = 1e-4  # in logits, where rounding may decide between two tokens
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,12 @@ def test_greedy_text(case: Case) -> None:
     alone = [greedy(engine, [prompt])[0][0] for prompt in prompts]
     again, num_cached = greedy(engine, prompts)
     assert num_cached == [len(prompt) - 1 for prompt in prompts]
-    for prompt, text in zip(prompts, together, strict=True):
-        # a text whose every token is the likeliest one behind the text before it is the greedy text
-        likeliest = case.logits(prompt + text)[len(prompt) - 1 : -1].argmax(-1).tolist()
-        assert text == likeliest
-        assert len(set(text)) >= 8, "the texts of this checkpoint say little: change its weights"
-    assert alone == together
-    assert again == together
+    for texts in [together] + [others for others in (alone, again) if others != together]:
+        for prompt, text in zip(prompts, texts, strict=True):
+            # a text whose every token is the likeliest one behind the text before it is the greedy text
+            logits = case.logits(prompt + text)[len(prompt) - 1 : -1]
+            assert (logits.amax(-1) - logits[range(len(text)), text]).max() < NEAR_TIE
+            assert len(set(text)) >= 8, "the texts of this checkpoint say little: change its weights"
 
 
 def greedy(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:

@@ -23,6 +23,7 @@ from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.ngram import NgramDrafter
 from specmamba.draft.ngram.matching import read_corpus
 from specmamba.models.base import DraftHead
+from tests.exactness import assert_same_greedy_texts
 from tests.families import FAMILIES
 from tests.heads import write_head
 from tests.noise import add_noise
@@ -55,6 +56,14 @@ class Family:
     eagle3: Path
     draft_model: Path
     texts: tuple[tuple[int, ...], ...]
+
+    def plain(self) -> LLM:
+        return LLM(model=str(self.folder), speculative_algorithm="none", disable_radix_cache=True, **MEMORY)
+
+    def check(self, outputs: list[RequestOutput]) -> None:
+        """Fail unless the answers to the first prompts are those of plain decoding."""
+        got, count = [output.token_ids for output in outputs], len(outputs)
+        assert_same_greedy_texts(got, self.texts[:count], PROMPTS[:count], self.plain)
 
     def flags(self, drafter: str) -> dict[str, Any]:
         if drafter == "plain":
@@ -140,13 +149,14 @@ def test_text_is_that_of_plain_decoding(family: Family, drafter: str, state: str
             llm.engine.runner.replays.replay = EagerReplay(has_fixed_shapes=True)
         cold, hit = answer(llm, PROMPTS[0]), answer(llm, PROMPTS[0])
         assert cold.num_cached_tokens == 0 < hit.num_cached_tokens
-        assert cold.token_ids == hit.token_ids == family.texts[0]
+        family.check([cold])
+        family.check([hit])
         params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
         for _ in ("two of them cold", "all of them cached"):
-            assert tuple(output.token_ids for output in llm.generate(PROMPTS, params)) == family.texts
+            family.check(llm.generate(PROMPTS, params))
         llm.flush_cache()
         outputs = llm.generate(PROMPTS, params)
-        assert tuple(output.token_ids for output in outputs) == family.texts
+        family.check(outputs)
         if drafter != "plain":
             check_variety(outputs)
 

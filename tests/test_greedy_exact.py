@@ -85,23 +85,26 @@ class Oracle:
         return [tuple(row) for row in tokens[:, longest:].tolist()]
 
     @torch.no_grad()
-    def margin(self, prefix: Sequence[int]) -> float:
-        """How much likelier the likeliest token is than the second, in logits."""
-        best, second = self.model(torch.tensor([prefix]), use_cache=False).logits[0, -1].topk(2).values.tolist()
-        return float(best - second)
+    def margin(self, prefix: Sequence[int], token: int) -> float:
+        """How much likelier the likeliest token is than this one, in logits."""
+        logits = self.model(torch.tensor([prefix]), use_cache=False).logits[0, -1]
+        return float(logits.max() - logits[token])
 
     def check(self, outputs: Sequence[RequestOutput], expected: Sequence[Tokens]) -> None:
-        """Fail unless all tokens are the same; the message tells a bug from a tie that rounding decides."""
+        """Fail unless all tokens are the same; one text may part where rounding decides between two tokens."""
+        num_near_ties = 0
         for i, (output, tokens) in enumerate(zip(outputs, expected, strict=True)):
             if output.token_ids == tokens[: len(output.token_ids)]:
                 continue
             at = next(t for t, (a, b) in enumerate(zip(output.token_ids, tokens, strict=False)) if a != b)
-            margin = self.margin([*output.prompt_token_ids, *tokens[:at]])
-            kind = "a near tie" if margin < NEAR_TIE else "a BUG"
-            pytest.fail(
-                f"prompt {i} ({len(output.prompt_token_ids)} tokens): token {at} is {output.token_ids[at]}, "
-                f"transformers has {tokens[at]} by a margin of {margin:.2e} ({kind})"
-            )
+            prefix = [*output.prompt_token_ids, *tokens[:at]]
+            margin = max(self.margin(prefix, token) for token in (output.token_ids[at], tokens[at]))
+            num_near_ties += margin < NEAR_TIE
+            if margin >= NEAR_TIE or num_near_ties > 1:
+                pytest.fail(
+                    f"prompt {i} ({len(output.prompt_token_ids)} tokens): token {at} is {output.token_ids[at]}, "
+                    f"transformers has {tokens[at]} by a margin of {margin:.2e}"
+                )
 
 
 @pytest.fixture(scope="module")
