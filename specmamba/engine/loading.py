@@ -80,7 +80,7 @@ def _load(
         want_draft_head=config.speculative_algorithm in ("auto", "mtp") and draft_folder is None,
         form="int8" if config.quantization == "int8" else "plain",
         draft_form=_draft_form(config, dtype, device),
-        stands_for=device.type,
+        layout_device_type=device.type,
     )
     target = _keeping_states(load_model(folder, options), config, device)
     looks = config.speculative_algorithm not in ("none", "ngram")

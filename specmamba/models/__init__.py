@@ -1,1 +1,1 @@
-"""Model families, one short file each over shared layers, and the reading of their checkpoints."""
+"""Model families over shared layers, draft heads, tokenizers, and the reading of checkpoints."""

@@ -1,4 +1,4 @@
-"""What the engine asks of a model family."""
+"""The interface between the engine and the models: targets, draft heads, and loaded checkpoints."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ class LoadOptions:
     """How the weights of a checkpoint are brought into memory."""
 
     dtype: torch.dtype  # of weights and activations
-    device: torch.device  # "meta": nothing but shapes
-    want_draft_head: bool = False  # load the checkpoint's own draft head too, where there is one
-    form: WeightForm = "plain"  # of the target's matrices
-    draft_form: WeightForm = "plain"  # of a draft's
-    stands_for: str = "cpu"  # the kind of device on which a model that is nothing but shapes would be
+    device: torch.device  # "meta": shapes without values
+    want_draft_head: bool = False  # load the checkpoint's own draft head too, if it has one
+    form: WeightForm = "plain"  # how the target's matrices are stored
+    draft_form: WeightForm = "plain"  # how a draft's matrices are stored
+    layout_device_type: str = "cpu"  # where ``device`` is "meta": the type of device whose layout of weights is assumed
 
     @property
-    def place(self) -> torch.device:
-        """The device that decides how weights are laid out."""
-        return torch.device(self.stands_for) if self.device.type == "meta" else self.device
+    def layout_device(self) -> torch.device:
+        """The device whose layout of weights is used, also where the weights are shapes without values."""
+        return torch.device(self.layout_device_type) if self.device.type == "meta" else self.device
 
 
 class TargetOutput(NamedTuple):
-    """What a target says of tokens [B, L]."""
+    """Output of a target for tokens [B, L]."""
 
     hidden: Tensor  # [B, L, H], after the final norm
-    features: Tensor  # [B, L, F], what a draft head starts from: the same, unless it reads other layers
+    features: Tensor  # [B, L, F], input of a draft head: the same as ``hidden`` unless the head reads other layers
 
 
 class Target(Protocol):
-    """The model that decides."""
+    """The model that decides which tokens are generated."""
 
     vocab_size: int
     hidden_size: int
-    is_watched: bool  # somebody notes what is run: no step is replayed, for that would note nothing
+    is_watched: bool  # a tool records what the layers compute: steps run without CUDA graphs, which cannot record
 
     def forward(self, tokens: Tensor, context: ForwardContext) -> TargetOutput:
         """Run tokens [B, L] int64."""
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[B, L] int64 -> [B, L, H], what the first layer gets."""
+        """Embed tokens [B, L] int64: the input [B, L, H] of the first layer."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., V]."""
+        """Apply the output head to hidden states [..., H]: [..., V]."""
 
     def read_features(self, layers: tuple[int, ...]) -> None:
-        """From now on ``features`` are the residual streams in front of these layers, side by side.
+        """Make ``features`` the concatenated residual streams in front of these layers, from the next forward on.
 
         Raises:
             UnsupportedModelError: the model has no such layer.
@@ -65,28 +65,36 @@ class Target(Protocol):
 
 
 class DraftHead(Protocol):
-    """A head that guesses from the target's hidden states: MTP, EAGLE.
+    """A head that drafts from the target's hidden states: MTP, EAGLE.
 
-    Entry t takes the hidden state of position t-1 and the token at t, and guesses the token at t+1. Its keys and values
-    live in the target's KV pool, at the token's own position, so a shared prefix shares them too.
+    Entry t takes the hidden state of position t-1 and the token at t, and predicts the token at t+1. Its keys and values
+    are in the target's KV pool at the token's own position, so requests with a common prefix share them too.
 
-    A head may have several modules, one for each depth of a draft, with KV layers of their own; see ``MTPDrafter``.
+    A head may have several modules, one for each depth of a draft, each with KV layers of its own; see ``MTPDrafter``.
     """
 
-    width: int  # H', of the hidden states that it takes and gives
-    num_modules: int  # 1: the same one at every depth
+    width: int  # H', of the hidden states that are its input and output
+    num_modules: int  # 1: the same module at every depth
 
     def combine(self, features: Tensor) -> Tensor:
-        """The target's features [..., F] as this head takes them: [..., H']."""
+        """Turn the target's features [..., F] into this head's input [..., H']."""
 
     def forward(self, tokens: Tensor, hidden: Tensor, context: ForwardContext, module: int = 0) -> Tensor:
-        """Tokens [B, L] and hidden states [B, L, H'] of the positions before them -> the head's own [B, L, H'].
+        """Run the head over tokens [B, L] int64.
 
-        The hidden states are the target's, combined, or the head's own: those of the module before, or of the last one.
+        Args:
+            tokens: [B, L] int64.
+            hidden: [B, L, H'], of the positions before the tokens: the target's combined features, or the output of the
+                module of the depth before.
+            context: positions and KV of these tokens.
+            module: the index of the module.
+
+        Returns:
+            [B, L, H'], the head's own hidden states.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head's own [..., H'] -> [..., V] over the target's vocabulary; -inf for what it never drafts."""
+        """Apply the output head to [..., H']: [..., V] over the target's vocabulary, -inf for tokens never drafted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +111,20 @@ class LoadedModel:
     num_layers: int
     attention_width: int  # query heads times their size, summed over the target's attention layers
     eos_token_ids: tuple[int, ...] = ()
-    draft_algorithm: DraftAlgorithm = "mtp"  # what the draft head is, where there is one
+    draft_algorithm: DraftAlgorithm = "mtp"  # the kind of ``draft_head``
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The target, and where a model of its own drafts for it, that too."""
+    """The target, and the separate draft model if there is one."""
 
     target: LoadedModel
     draft: LoadedModel | None
-    looked_for_draft: bool  # False: nothing to draft with was asked for, whatever there may be
+    looked_for_draft: bool  # False: the flags ask for no draft, so a draft that is there was not loaded
 
     @property
     def draft_kind(self) -> DraftKind | None:
-        """What there is to draft with."""
+        """The kind of draft that was loaded; None: there is none."""
         if self.draft is not None:
             return "draft-model"
         return None if self.target.draft_head is None else self.target.draft_algorithm

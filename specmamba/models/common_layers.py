@@ -140,7 +140,7 @@ def head_norms(weights: Weights, prefix: str, heads: Heads, offset: float = 0.0)
     counts = {"q": heads.num_query_heads, "k": heads.num_key_heads}
     norms = [weights.norm(f"{prefix}{name}_norm.weight", heads.head_dim, 0.0, offset).weight for name in counts]
     rows = [norm.expand(count, -1) for norm, count in zip(norms, counts.values(), strict=True)]
-    return weights.instead(torch.cat(rows), *norms)
+    return weights.keep_instead(torch.cat(rows), *norms)
 
 
 def gated_mlp(

@@ -282,4 +282,4 @@ def _read_target_ids(weights: HeadWeights, size: int, vocab_size: int) -> Tensor
         raise CheckpointError(f"{DRAFT_IDS} in {stored.file} maps {size} draft tokens to {len(ids.unique())} tokens")
     if size == vocab_size and not bool(offsets.any()):
         return None
-    return weights.instead(ids.to(weights.options.device))
+    return weights.keep_instead(ids.to(weights.options.device))

@@ -1,6 +1,6 @@
-"""Falcon-H1: attention and Mamba2 side by side in every block, and constant multipliers (muP) at every product.
+"""Falcon-H1: attention and Mamba2 in parallel in every block, and a constant multiplier (muP) for every product.
 
-Multipliers are part of the weights here, but for those of the embedding and of the output head.
+The multipliers are folded into the weights when they are loaded, except those of the embedding and of the output head.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -
 
 
 class Sum:
-    """Two layers side by side: both see the same, and what they give is added."""
+    """Two layers in parallel: both get the same input, and their outputs are added."""
 
     def __init__(self, first: Layer, second: Layer) -> None:
         self._first, self._second = first, second
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[B, L, H] -> [B, L, H]."""
+        """Add the outputs of both layers for [B, L, H]."""
         return self._first(x, context) + self._second(x, context)
 
 
 class FalconWeights(Weights):
-    """Makes this family's layers."""
+    """Makes the layers of Falcon-H1."""
 
     def __init__(self, config: Any, reader: TensorReader, options: LoadOptions) -> None:
         super().__init__(config, reader, options)
@@ -75,7 +75,7 @@ class FalconWeights(Weights):
         self._channel_scale = _channel_scale(config.ssm_multipliers, self.mamba.shape)
 
     def block(self, layer: int) -> Block:
-        """Attention and Mamba2 side by side, then an MLP."""
+        """Attention and Mamba2 in parallel, then an MLP."""
         c, prefix = self.config, f"model.layers.{layer}."
         mixers = Sum(
             mamba2_layer(
@@ -121,7 +121,7 @@ def _refuse_variants(config: Any) -> None:
 
 
 def _channel_scale(multipliers: list[float], shape: StateShape) -> Tensor:
-    """Of the input projection's channels: gate, x, B, C, time steps."""
+    """Factors [inner + C + heads] of the input projection's channels: gate, x, B, C, time steps."""
     inner, keys = shape.num_value_heads * shape.value_dim, shape.num_key_heads * shape.key_dim
     sizes = torch.tensor([inner, inner, keys, keys, shape.num_value_heads])
     return torch.tensor(multipliers, dtype=torch.float32).repeat_interleave(sizes)

@@ -1,7 +1,7 @@
-"""Granite 4 hybrid: Mamba2 or attention, then an MLP that every token has and, in most models, a mixture of experts.
+"""Granite 4 hybrid: Mamba2 or attention, then an MLP for every token and, in most models, a mixture of experts.
 
-Multipliers stand at the embedding, at every residual connection, at the scores and at the logits. Most models do not
-rotate queries and keys: order comes from the recurrent layers.
+There are constant multipliers at the embedding, at every residual connection, at the scores and at the logits. Most
+models have no rotary embedding: the recurrent layers know the order of the tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -
 
 
 class GraniteWeights(Weights):
-    """Makes this family's layers."""
+    """Makes the layers of Granite 4 hybrid."""
 
     def __init__(self, config: Any, reader: TensorReader, options: LoadOptions) -> None:
         super().__init__(config, reader, options)
@@ -97,7 +97,7 @@ class GraniteWeights(Weights):
         )
 
     def feed_forward(self, prefix: str) -> Layer:
-        """The shared MLP, and beside it the experts where there are some."""
+        """The MLP that every token has; in models with experts, together with them."""
         c, hidden, inner = self.config, self.config.hidden_size, self.config.shared_intermediate_size
         shared = GatedMLP(
             self.take_linear(f"{prefix}shared_mlp.input_linear", 2 * inner, hidden),

@@ -23,13 +23,13 @@ Layer = Callable[[Tensor, LayerContext], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """x + scale * layer(norm(x)), once for every one of its layers."""
+    """x + scale * layer(norm(x)), once for each of its layers."""
 
     layers: tuple[tuple[RMSNorm, Layer], ...]
     residual_scale: float = 1.0
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[B, L, H] -> [B, L, H]."""
+        """Run the block on the residual stream [B, L, H]; gives the same shape."""
         for norm, layer in self.layers:
             y = layer(norm(x), context)
             x = x + y if self.residual_scale == 1.0 else torch.add(x, y, alpha=self.residual_scale)
@@ -37,7 +37,7 @@ class Block:
 
 
 class HybridTarget:
-    """A target of any family."""
+    """The body of every family: embedding, blocks with a residual stream, final norm, output head."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class HybridTarget:
         embedding_scale: float = 1.0,
         logits_scale: float = 1.0,
     ) -> None:
-        """Make a model from its layers.
+        """Put a model together.
 
         Args:
             embedding: [V, H].
             blocks: in the order in which they run.
-            norm: the final one.
+            norm: behind the last block.
             head: H -> V.
-            rotary: of the attention layers; None in models that do not rotate.
-            embedding_scale, logits_scale: multiply what the embedding and the head give.
+            rotary: of the attention layers; None in models without rotary embedding.
+            embedding_scale, logits_scale: factors of the outputs of the embedding and of the head.
         """
         self.vocab_size, self.hidden_size = embedding.shape
         self.embedding, self.rotary, self.head = embedding, rotary, head
@@ -67,7 +67,11 @@ class HybridTarget:
         self.is_watched = False
 
     def read_features(self, layers: tuple[int, ...]) -> None:
-        """See ``Target``."""
+        """Make the residual streams in front of these layers the ``features`` of every forward.
+
+        Raises:
+            UnsupportedModelError: the model has no such layer.
+        """
         last = len(self.blocks) - 1
         if missing := [layer for layer in layers if not 0 <= layer <= last]:
             read = f"layer{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
@@ -75,60 +79,64 @@ class HybridTarget:
         self._feature_layers = layers
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[B, L] -> [B, L, H]."""
+        """Embed tokens [B, L] int64: [B, L, H]."""
         x = F.embedding(tokens, self.embedding)
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
 
     def forward(self, tokens: Tensor, context: ForwardContext) -> TargetOutput:
-        """See ``Target``."""
+        """Run tokens [B, L] int64 through all blocks."""
         x = self.embed(tokens)
         rotary = None if self.rotary is None else self.rotary.angles(context.positions, x.dtype)
         layer_context = LayerContext(context.kv, context.state, rotary)
-        taken = {}
+        streams = {}
         for i, block in enumerate(self.blocks):
             if i in self._feature_layers:
-                taken[i] = x
+                streams[i] = x
             x = block(x, layer_context)
         hidden = self._norm(x)
-        features = torch.cat([taken[i] for i in self._feature_layers], -1) if taken else hidden
+        features = torch.cat([streams[i] for i in self._feature_layers], -1) if streams else hidden
         return TargetOutput(hidden, features)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``Target``."""
+        """Apply the output head to hidden states [..., H]: [..., V]."""
         logits = self.head(hidden)
         return logits if self._logits_scale == 1.0 else logits * self._logits_scale
 
 
 @dataclass(frozen=True, slots=True)
 class MTPModule:
-    """norm(blocks(fc([norm(embedding), norm(hidden)]))); modules of one head may have parts in common."""
+    """norm(blocks(fc([norm(embedding), norm(hidden)]))). Modules of one head may share parts."""
 
-    input_norm: RMSNorm  # of the embedding and of the hidden state, in one pass: its weight is [2, H]
+    input_norm: RMSNorm  # weight [2, H]: norms the embedding and the hidden state in one pass
     fc: Linear  # 2 H -> H, the embedding first
-    blocks: tuple[Block, ...]  # in the order in which they run; none of them may keep a recurrent state
-    norm: RMSNorm  # the last one; what it gives is what the next step of a draft takes
+    blocks: tuple[Block, ...]  # in the order in which they run; none has a recurrent state
+    norm: RMSNorm  # behind the blocks; its output is the input of the next step of a draft
 
 
 class MTPHead:
-    """Modules, one for each depth of a draft, or one for all; embedding and rotary are the target's."""
+    """An MTP head (DeepSeek-V3, arXiv 2412.19437, section 2.2); its embedding and rotary embedding are the target's.
+
+    It has one module for each depth of a draft, or one module for all depths.
+    """
 
     def __init__(self, target: HybridTarget, modules: Sequence[MTPModule], output: Linear) -> None:
         """Make a head of one or several modules.
 
         Args:
-            target: has the embedding, [V, H].
-            modules: the first of them drafts after the root. Attention layers of all are numbered in the KV pool.
-            output: H -> V, of every module.
+            target: the model that the head drafts for.
+            modules: the first one drafts the token after the root. The attention layers of each have KV layers of their
+                own.
+            output: H -> V, the output head of every module.
         """
         self.width, self.num_modules = target.hidden_size, len(modules)
         self._target, self._modules, self._output = target, tuple(modules), output
 
     def combine(self, features: Tensor) -> Tensor:
-        """See ``DraftHead``."""
+        """Give the target's features [..., H] back unchanged."""
         return features
 
     def forward(self, tokens: Tensor, hidden: Tensor, context: ForwardContext, module: int = 0) -> Tensor:
-        """See ``DraftHead``."""
+        """Run one module over tokens [B, L] and hidden states [B, L, H] of the positions before: [B, L, H]."""
         parts = self._modules[module]
         inputs = torch.stack([self._target.embed(tokens), hidden], 2)
         x = parts.fc(parts.input_norm(inputs).flatten(2))
@@ -139,20 +147,20 @@ class MTPHead:
         return parts.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``DraftHead``."""
+        """Apply the output head to [..., H]: [..., V]."""
         return self._output(hidden)
 
 
 @contextmanager
 def record_expert_load(target: Target) -> Iterator[dict[int, Tensor]]:
-    """Count what a target's routers decide within the block.
+    """Count the tokens that each expert gets while the ``with`` block runs, to find routers that have collapsed.
 
-    Every token that is run counts, in each layer for as many experts as it goes to: those of prompts, those of draft
-    trees that are not accepted, and padding. Nothing is counted, and nothing is spent on it, outside.
+    Every token that is run counts once for each expert it goes to: tokens of prompts, rejected tokens of draft trees,
+    and padding. Outside of the block nothing is counted and no time is spent on it.
 
         with record_expert_load(llm.engine.model.target) as load:
             llm.generate(prompts)
-        load[3]  # of the experts in block 3, [E] int64
+        load[3]  # of the experts in block 3: [E] int64
 
     Raises:
         ConfigError: the model has no experts, or they are being counted already.
@@ -172,7 +180,7 @@ def record_expert_load(target: Target) -> Iterator[dict[int, Tensor]]:
 
 
 def expert_layers(target: Target) -> dict[int, MoE]:
-    """The mixtures of experts of a target, by the number of their block."""
+    """The mixture-of-experts layers of a target, by the index of their block."""
     assert isinstance(target, HybridTarget)
     layers = [(i, layer) for i, block in enumerate(target.blocks) for _, layer in block.layers]
     return {i: layer for i, layer in layers if isinstance(layer, MoE)}

@@ -28,7 +28,7 @@ from specmamba.models.weights import Weights, loaded_model, scaled
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# as the first conversions named it
+# the name in the first converted checkpoints
 RENAMES = (("backbone.embedding.", "backbone.embeddings."),)
 
 # Configs name no length, and no layer has a limit. Longer texts than this are not worth a row of the request table.

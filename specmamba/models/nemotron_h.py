@@ -1,7 +1,7 @@
 """Nemotron-H (2 and 3), and its MTP head: arXiv 2504.03624, 2508.14444.
 
-A block is one norm and one mixer: Mamba2, attention, a feed-forward layer with squared ReLU, or a mixture of such.
-Nothing is rotated: the recurrent layers know the order of the tokens.
+A block is one norm and one mixer: Mamba2, attention, a feed-forward layer with squared ReLU, or a mixture of them.
+There is no rotary embedding: the recurrent layers know the order of the tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specmamba.models.weights import Weights, loaded_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-RENAMES = (("backbone.", "model."),)  # the published checkpoints' own name for it
+RENAMES = (("backbone.", "model."),)  # the published checkpoints say "backbone"
 MLP_LAYER, MOE_LAYER = "mlp", "moe"
 MTP_PREFIX = "mtp."
 
@@ -69,9 +69,9 @@ def _target(weights: NemotronWeights) -> tuple[HybridTarget, Tensor]:
 
 
 def _mtp_head(weights: NemotronWeights, target: HybridTarget, output: Tensor) -> MTPHead:
-    """Modules of the same kinds of blocks, whose layers are numbered through.
+    """Build the MTP head: modules of the same kinds of blocks, whose layers are numbered consecutively.
 
-    Every published head is one module that is applied again to what it gives.
+    Every published head is one module that is applied again to its own output.
     """
     c = weights.config
     _refuse_mtp_variants(c)
@@ -84,7 +84,7 @@ def _mtp_head(weights: NemotronWeights, target: HybridTarget, output: Tensor) ->
 
 
 def _mtp_module(weights: NemotronWeights, first: int, first_kv_layer: int) -> MTPModule:
-    """The first of its blocks has the norms and the product in front, the last has the norm behind."""
+    """One module: its first block also has the input norms and the projection, its last block the norm at the end."""
     c, prefix = weights.config, f"{MTP_PREFIX}layers."
     kinds = c.mtp_layers_block_type
     input_norms = [weights.full_norm(f"{prefix}{first}.{name}norm.weight").weight for name in ("e", "h")]
@@ -97,7 +97,7 @@ def _mtp_module(weights: NemotronWeights, first: int, first_kv_layer: int) -> MT
 
 
 class NemotronWeights(Weights):
-    """Makes this family's layers."""
+    """Makes the layers of Nemotron-H."""
 
     def __init__(self, config: Any, reader: TensorReader, options: LoadOptions, form: Any = None) -> None:
         super().__init__(config, reader, options, form)
@@ -106,7 +106,7 @@ class NemotronWeights(Weights):
         self.mamba = Mamba2Config.mamba(config, config.ssm_state_size, config.mamba_num_heads, config.mamba_head_dim)
 
     def full_norm(self, name: str) -> RMSNorm:
-        """Over the whole width."""
+        """The norm over the whole width."""
         return self.norm(name, self.config.hidden_size, self.config.layer_norm_epsilon)
 
     def blocks(self, prefix: str, kinds: list[str], first: int = 0, first_kv_layer: int = 0) -> list[Block]:
@@ -129,7 +129,7 @@ class NemotronWeights(Weights):
         return self.moe(prefix) if kind == MOE_LAYER else self.mlp(prefix, self.config.intermediate_size)
 
     def attention(self, prefix: str, kv_layer: int) -> Attention:
-        has_bias = self.config.attention_bias  # transformers has none, the original code does
+        has_bias = self.config.attention_bias  # transformers ignores it, the original code does not
         return attention_layer(self, prefix, kv_layer, self.heads, has_bias=has_bias, has_rotary=False)
 
     def mlp(self, prefix: str, inner: int) -> MLP:
@@ -168,7 +168,7 @@ class NemotronWeights(Weights):
 
 
 def _refuse_variants(config: Any) -> None:
-    """Refuse what would be computed wrongly rather than compute it."""
+    """Refuse what would be computed wrongly."""
     c = config
     if c.mlp_hidden_act != "relu2" or c.mamba_hidden_act != "silu":
         raise UnsupportedModelError(
@@ -180,7 +180,7 @@ def _refuse_variants(config: Any) -> None:
 
 
 def _refuse_routing(config: Any) -> None:
-    """Refuse mixtures of experts that say two things, or that cannot be chosen from."""
+    """Refuse groups and numbers of experts from which no choice is possible."""
     c = config
     if c.n_shared_experts != 1:
         raise UnsupportedModelError(f"n_shared_experts {c.n_shared_experts} is not supported: only one is")
@@ -194,7 +194,7 @@ def _refuse_routing(config: Any) -> None:
 
 
 def _refuse_mtp_variants(config: Any) -> None:
-    """Refuse heads that cannot be driven as a ``DraftHead`` is."""
+    """Refuse heads with layers that a ``DraftHead`` cannot have."""
     kinds = config.mtp_layers_block_type
     if not kinds or set(kinds) - {ATTENTION, MLP_LAYER, MOE_LAYER}:
         raise UnsupportedModelError(

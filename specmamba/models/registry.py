@@ -1,4 +1,4 @@
-"""Architectures by name, and the way from a model's name to a model in memory."""
+"""The supported architectures by name, and the loading of a checkpoint by its architecture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specmamba.models.tensor_reader import ShapeReader, TensorReader
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# from a checkpoint's text config and tensors; raises CheckpointError and UnsupportedModelError
+# Builds a model from a checkpoint's text config and tensors; raises CheckpointError and UnsupportedModelError.
 Loader = Callable[["PretrainedConfig", TensorReader, LoadOptions], LoadedModel]
 
 
@@ -53,7 +53,7 @@ def load_model(folder: Path, options: LoadOptions) -> LoadedModel:
     config, architecture = read_config(folder, tuple(ARCHITECTURES))
     family = ARCHITECTURES[architecture]
     text = text_config(config)
-    # a multimodal config says it for the whole model, and its text part may not repeat it
+    # A multimodal config has this field for the whole model, and its text part may lack it.
     text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
     reader_class = ShapeReader if options.device.type == "meta" else TensorReader
     with reader_class(folder, family.renames) as reader:
@@ -62,7 +62,7 @@ def load_model(folder: Path, options: LoadOptions) -> LoadedModel:
 
 
 def choose_dtype(folder: Path, name: str) -> torch.dtype:
-    """The type of weights and activations that ``name`` (see ``EngineConfig.dtype``) means for a checkpoint.
+    """The dtype of weights and activations for a checkpoint and the ``dtype`` of ``EngineConfig``.
 
     Raises:
         CheckpointError, UnsupportedModelError: as for ``load_model``.

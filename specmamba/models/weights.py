@@ -22,10 +22,10 @@ from specmamba.models.tensor_reader import DTYPES, TensorReader, have_same_value
 
 
 class Weights:
-    """Takes tensors out of a checkpoint, counts what is kept of them, and makes layers of them."""
+    """Takes tensors out of a checkpoint, makes layers of them, and counts the parameters and bytes that are kept."""
 
     def __init__(self, config: Any, reader: TensorReader, options: LoadOptions, form: WeightForm | None = None) -> None:
-        """config: the text part of the config; form: of the matrices, None: the target's."""
+        """config: the text part of the config; form: how matrices are stored, None: as the target's."""
         self.config = config
         self.reader = reader
         self.options = options
@@ -34,36 +34,36 @@ class Weights:
         self.num_bytes = 0
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor on the device, in the model's dtype unless another is asked for. Raises CheckpointError."""
+        """Load a tensor of this shape onto the device; ``dtype``: None is the model's. Raises CheckpointError."""
         tensor = self.reader.take(name, shape).to(self.options.device, dtype or self.options.dtype)
         self.num_parameters += tensor.numel()
         self.num_bytes += tensor.nbytes
         return tensor
 
     def take_router(self, name: str, num_experts: int) -> Tensor:
-        """A router's weight [E, H], as exact as it is stored, for a rounded one sends near ties to other experts."""
-        stored = DTYPES.get(self.reader.stored(name).dtype, self.options.dtype)  # take refuses what has no such type
-        dtype = moe.router_dtype(self.options.place, stored)
+        """Load a router's weight [E, H] in the type it is stored in: rounding sends near ties to other experts."""
+        stored = DTYPES.get(self.reader.stored(name).dtype, self.options.dtype)  # ``take`` refuses other types
+        dtype = moe.router_dtype(self.options.layout_device, stored)
         return self.take(name, num_experts, self.config.hidden_size, dtype=dtype)
 
-    def instead(self, kept: Tensor, *taken: Tensor) -> Tensor:
-        """A tensor that is kept in place of some that were taken, or beside them."""
+    def keep_instead(self, kept: Tensor, *taken: Tensor) -> Tensor:
+        """Count the bytes of ``kept`` in place of those of tensors that were taken; gives ``kept``."""
         self._replace(kept.nbytes, *taken)
         return kept
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A matrix [out, in] that was taken, in the form that was chosen. It is not needed again; else see ``keep``."""
+        """Make a layer of a matrix [out, in] that was taken. If the matrix itself is still needed, call ``keep`` first."""
         made = Linear(weight, bias, self.form)
         self._replace(made.nbytes, weight, bias)
         return made
 
     def keep(self, matrix: Tensor) -> None:
-        """Say that a matrix stays what it is beside what ``linear`` makes of it next, as an embedding does."""
-        if linear.copies(self.options.place, matrix.dtype, self.form):
+        """Count a matrix that stays in memory beside the layer that ``linear`` makes of it, as an embedding does."""
+        if linear.copies(self.options.layout_device, matrix.dtype, self.form):
             self.num_bytes += matrix.nbytes
 
     def share_linear(self, matrix: Tensor, target: HybridTarget) -> Linear:
-        """The target's output layer, which is made of ``matrix``, or one of our own in another form."""
+        """The output layer of a draft head: the target's, made of ``matrix`` [V, H], or a copy in the draft's form."""
         if self.form == self.options.form:
             return target.head
         if matrix is target.embedding:
@@ -73,13 +73,13 @@ class Weights:
         return self.linear(matrix)
 
     def take_linear(self, name: str, out: int, width: int, has_bias: bool = False, scale: float = 1.0) -> Linear:
-        """``name``.weight [out, width] and, where there is one, ``name``.bias [out]; both times ``scale``."""
+        """Make a layer of ``name``.weight [out, width] and perhaps ``name``.bias [out], both times ``scale``."""
         bias = self.take(f"{name}.bias", out) if has_bias else None
         weight = self.take(f"{name}.weight", out, width)
         return self.linear(scaled(weight, scale), None if bias is None else scaled(bias, scale))
 
     def take_experts(self, prefix: str, names: Sequence[str], num_experts: int, out: int, width: int) -> Tensor:
-        """``prefix``e.name.weight [out, width] of every expert e -> [E, names x out, width], never held twice."""
+        """Stack ``prefix``e.name.weight [out, width] of every expert e to [E, names * out, width], one by one."""
         stack = None
         for expert in range(num_experts):
             for place, name in enumerate(names):
@@ -91,16 +91,17 @@ class Weights:
         return stack.flatten(1, 2)
 
     def experts(self, up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]) -> Experts:
-        """Matrices of all experts that were taken, in the form that was chosen; see ``Experts``."""
+        """Make a layer of the stacked matrices of all experts; arguments as for ``Experts``."""
         made = Experts(up, down, activation, self.form)
         self._replace(made.nbytes, up, down)
         return made
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
-        """``name`` [size]; ``offset`` 1 for families that store w - 1."""
+        """Make a norm of the weight ``name`` [size]; ``offset``: 1 for families that store w - 1."""
         return RMSNorm(self.take(name, size, dtype=torch.float32) + offset, eps)
 
     def rotary(self) -> Rotary:
+        """The rotary embedding of the config's ``rope_parameters``. Raises UnsupportedModelError."""
         frequencies, scaling = rotary_frequencies(self.config)
         return Rotary(frequencies.to(self.options.device), scaling)
 
@@ -127,7 +128,7 @@ class Weights:
         return made, head
 
     def output_head(self, name: str, embedding: Tensor, is_tied: bool) -> Tensor:
-        """The stored head [V, H] where there is one, even if the config says tied: transformers decides so too."""
+        """The stored output head [V, H] if there is one, even where the config says tied, as transformers does."""
         if not is_tied or self.reader.has(name):
             head = self.take(name, *embedding.shape)
             if not have_same_values(head, embedding, guess=is_tied):
@@ -138,12 +139,12 @@ class Weights:
         return embedding
 
     def _replace(self, num_bytes: int, *taken: Tensor | None) -> None:
-        """Count what is kept in place of tensors that were counted as they were taken."""
+        """Count ``num_bytes`` in place of the bytes of tensors that were taken."""
         self.num_bytes += num_bytes - sum(tensor.nbytes for tensor in taken if tensor is not None)
 
 
 def scaled(x: Tensor, scale: float | Tensor) -> Tensor:
-    """x times a constant, or a tensor of them, in float32, rounded to x's dtype once."""
+    """Multiply x by a number or a tensor in float32, and round the product to x's dtype once."""
     return x if isinstance(scale, float) and scale == 1.0 else (x.float() * scale).to(x.dtype)
 
 
@@ -194,7 +195,7 @@ def loaded_model(
 def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
     """Inverse frequencies [rotary_dim / 2] and the scaling of cosines and sines.
 
-    For text the three sections of the multimodal embedding carry the same position, so it is the plain one.
+    For text the three sections of a multimodal rotary embedding have the same position: it equals the plain one.
 
     Raises:
         UnsupportedModelError: a rope type whose frequencies depend on the length of the text.
