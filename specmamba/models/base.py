@@ -67,8 +67,8 @@ class Target(Protocol):
 class DraftHead(Protocol):
     """A head that drafts from the target's hidden states: MTP, EAGLE.
 
-    Entry t takes the hidden state of position t-1 and the token at t, and predicts the token at t+1. Its keys and values
-    are in the target's KV pool at the token's own position, so requests with a common prefix share them too.
+    Entry t takes the hidden state of position t-1 and the token at t, and predicts the token at t+1. Its keys and
+    values are in the target's KV pool at the token's own position, so requests with a common prefix share them too.
 
     A head may have several modules, one for each depth of a draft, each with KV layers of its own; see ``MTPDrafter``.
     """

@@ -1,4 +1,4 @@
-"""Conversations written out by the chat template of a checkpoint."""
+"""Rendering of conversations by the chat template of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jinja2 import nodes
     from jinja2.parser import Parser
 
-# What the renderer takes itself. A client that set ``chat_template`` would bring a program of its own.
+# Arguments of the renderer itself. With ``chat_template`` a client could run a program of its own.
 RESERVED = frozenset(
     {
         "add_generation_prompt",
@@ -36,10 +36,10 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any],
 ) -> str:
-    """The text of a conversation, up to where the assistant's answer begins; in a sandbox that changes nothing.
+    """Render a conversation up to the beginning of the assistant's answer, in a sandbox without side effects.
 
     Raises:
-        RequestError: the template refuses these messages, or never reads one of the variables.
+        RequestError: the template refuses these messages, or does not read one of the variables.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -53,7 +53,7 @@ def render(
             **special_tokens,
             **variables,
         )
-    # A template is a program over what the client sent: any error of it is the answer to that client.
+    # A template is a program over the client's input: any error in it is an error of that request.
     except Exception as error:
         reason = str(error) or type(error).__name__
         raise RequestError(f"the model's chat template refuses these messages: {reason}", "messages") from error
@@ -62,7 +62,7 @@ def render(
 
 
 def check_variables(template: str, special_tokens: Mapping[str, Any], variables: Mapping[str, Any]) -> None:
-    """Raises RequestError for a variable that the template cannot read, or that is not the client's to set."""
+    """Raise RequestError for a variable that the template does not read, or that clients may not set."""
     for name in variables:
         if name in RESERVED or name in special_tokens:
             problem = "is not for clients to set"
@@ -75,13 +75,13 @@ def check_variables(template: str, special_tokens: Mapping[str, Any], variables:
 
 @lru_cache(maxsize=8)
 def variables_of(template: str) -> frozenset[str]:
-    """What a template reads and does not define itself; nothing where it is no template."""
+    """The variables that a template reads and does not define; empty where it is not a valid template."""
     from jinja2 import TemplateSyntaxError, meta
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}``, which marks answers: templates may have it, and it adds nothing to a text."""
+        """``{% generation %}``, which marks answers in templates and adds nothing to the text."""
 
         tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -98,6 +98,6 @@ def variables_of(template: str) -> frozenset[str]:
 
 
 def _known_role(message: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """The role "developer" is a newer word for "system"; templates that do not know it would leave the message out."""
+    """Rename the role "developer" to "system" for templates without it, which would leave the message out."""
     is_new = message.get("role") == "developer" and "developer" not in template
     return {**message, "role": "system"} if is_new else dict(message)

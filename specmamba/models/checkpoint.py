@@ -17,7 +17,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
-# Several times what the largest published checkpoints have.
+# Several times the sizes in the largest published checkpoints.
 MAX_TEXT_BYTES = 256 << 20  # tokenizer.json, vocabularies, merges
 MAX_JSON_BYTES = 64 << 20  # configs and the index of the shards
 MAX_LAYERS = 10_000
@@ -25,17 +25,17 @@ _TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"
 
 
 def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "--revision") -> Path:
-    """The folder of a checkpoint: ``model`` itself, or a download of the hub repository of that name.
+    """Find the folder of a checkpoint: ``model`` itself, or a download of the hub repository of that name.
 
     Args:
         model: a folder or a hub id.
-        revision: on the hub.
-        revision_flag: what the user calls it.
+        revision: branch, tag or commit on the hub.
+        revision_flag: the name of the flag, for messages.
 
     Raises:
         ConfigError: a revision is given for a local folder.
         CheckpointError: ``model`` is neither a folder nor a hub id, the hub or the repository cannot be reached, or
-            there are no safetensors in it, or a file is larger than any of its kind.
+            there are no safetensors in it, or a file is too large.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -53,10 +53,10 @@ def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "-
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``.
+    """Read the JSON object in ``file``.
 
     Raises:
-        CheckpointError: the file is missing, unreadable or too large, or holds anything but a JSON object.
+        CheckpointError: the file is missing, unreadable or too large, or does not hold a JSON object.
     """
     try:
         require_file(file, MAX_JSON_BYTES)
@@ -73,7 +73,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_architecture(folder: Path) -> str:
-    """The name of the model that a checkpoint says it is. Raises CheckpointError where it says none."""
+    """Read the name of a checkpoint's architecture. Raises CheckpointError where config.json has none."""
     file = folder / "config.json"
     config = read_json(file)
     require_bounded_layers(file, config)
@@ -84,11 +84,11 @@ def read_architecture(folder: Path) -> str:
 
 
 def read_config(folder: Path, supported: Sequence[str]) -> tuple[PretrainedConfig, str]:
-    """The config of a checkpoint, and the name of its architecture, which is one of ``supported``.
+    """Read the config of a checkpoint, and the name of its architecture, which is one of ``supported``.
 
     Raises:
         UnsupportedModelError: the architecture is not supported; the message lists those that are.
-        CheckpointError: config.json is missing, damaged, names no architecture, or has values that do not fit it.
+        CheckpointError: config.json is missing, damaged, names no architecture, or has invalid values.
     """
     architecture = read_architecture(folder)
     if architecture not in supported:
@@ -99,20 +99,20 @@ def read_config(folder: Path, supported: Sequence[str]) -> tuple[PretrainedConfi
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    # The config classes validate what anybody may have written into the file, and raise whatever comes up.
+    # Config classes validate the contents of the file and raise exceptions of any type.
     except Exception as error:
         raise CheckpointError(f"{folder / 'config.json'} is not a config that transformers accepts: {error}") from error
     return config, architecture
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The part of a config that describes the language model: nested in a multimodal one, else the whole."""
+    """The part of a config that describes the language model: the nested one in a multimodal config, else all of it."""
     nested: PretrainedConfig | None = getattr(config, "text_config", None)
     return config if nested is None else nested
 
 
 def read_eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
-    """The tokens that end a text: generation_config.json's, else config.json's, else none.
+    """Read the tokens that end a text from generation_config.json, else from config.json; () if neither has any.
 
     Raises:
         CheckpointError: generation_config.json is damaged, or a value is not a token id or a list of them.
@@ -131,13 +131,13 @@ def read_eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...
 
 
 def require_file(file: Path, max_bytes: int | None = None) -> None:
-    """Refuse pipes and devices, which would be read for ever, and files that are too large to be what they claim.
+    """Refuse pipes and devices, of which reading never ends, and files that are too large for their kind.
 
-    Links are followed: the hub's own cache consists of them.
+    Links are followed, because the hub's own cache consists of links.
 
     Raises:
-        CheckpointError: it is no regular file, or larger than ``max_bytes``.
-        OSError: it is not there, or cannot be looked at.
+        CheckpointError: it is not a regular file, or larger than ``max_bytes``.
+        OSError: it does not exist, or its status cannot be read.
     """
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -147,7 +147,7 @@ def require_file(file: Path, max_bytes: int | None = None) -> None:
 
 
 def require_bounded_folder(folder: Path) -> None:
-    """Look at the files that are read as a whole, by whatever library. Raises CheckpointError."""
+    """Refuse folders with text files that are too large to be read as a whole. Raises CheckpointError."""
     for file in (file for pattern in _TEXT_FILES for file in folder.glob(pattern)):
         try:
             require_file(file, MAX_TEXT_BYTES)
@@ -156,7 +156,7 @@ def require_bounded_folder(folder: Path) -> None:
 
 
 def require_bounded_layers(file: Path, raw: dict[str, Any]) -> None:
-    """Refuse a config with more layers than any model: lists of that length are made of it before it is checked.
+    """Refuse a config with too many layers before transformers makes lists of that length.
 
     Raises:
         CheckpointError: the message names the field.
@@ -167,7 +167,7 @@ def require_bounded_layers(file: Path, raw: dict[str, Any]) -> None:
 
 
 def _fields(value: object) -> Iterator[tuple[str, object]]:
-    """Every field of nested objects."""
+    """Name and value of every field, also in nested objects."""
     waiting = [value]
     while waiting:
         current = waiting.pop()
@@ -194,7 +194,7 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        # What lies in subfolders is other formats or other models: not the checkpoint proper.
+        # Subfolders hold other formats or other models, not this checkpoint.
         return Path(snapshot_download(model, revision=revision, allow_patterns=HUB_PATTERNS, ignore_patterns=["*/*"]))
     except HFValidationError:
         raise CheckpointError(f"{model!r} is neither a folder nor a hub id like 'owner/name'") from None
@@ -205,7 +205,7 @@ def _download(model: str, revision: str | None) -> Path:
             f"there is no folder {model}, and no hub repository of that name that you may read "
             "(private or gated: log in with `hf auth login`)"
         ) from None
-    # The HTTP library below has its own errors, and the hub client has changed that library before.
+    # The HTTP library of the hub client raises its own errors, and is not always the same library.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Draft heads that live in folders of their own, beside any target.
+"""Loading of draft heads that are checkpoints of their own and fit a target of any family.
 
-Two layouts are read, both as safetensors with a config.json of the fields of a Llama config, and no layout is
-specmamba's own: ``specmamba train draft`` writes the second one, so that other runtimes can load its heads too.
+Two layouts are read, both safetensors with a config.json that has the fields of a Llama config. ``specmamba train
+draft`` writes the second one, so that other runtimes can load its heads too.
 
 **EAGLE** (``eagle.py``; ``"architectures": ["LlamaForCausalLMEagle"]`` and others). Tensors: ``fc.weight`` [H, 2 H]
 and perhaps ``fc.bias`` [H], over an embedding and a hidden state in this order; ``layers.i.`` with
@@ -14,8 +14,8 @@ and perhaps ``fc.bias`` [H], over an embedding and a hidden state in this order;
 i + d2t[i]; perhaps ``embed_tokens.weight``. ``t2d`` says the same and is not read.
 
 Any name may begin with ``model.``. Queries and keys may be normed (``self_attn.{q,k}_norm``), projections may have
-biases: both where such tensors are there. What is not stored is the target's: rows of its embedding as its checkpoint
-has them, not multiplied by anything, and its logits, with all that it multiplies them by.
+biases, where such tensors are stored. Where no embedding is stored, the target's is used, without its multiplier; where
+no output matrix is stored, the target's logits are used, with their multiplier.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NUM_SAMPLES = 64  # rows of an embedding
 
 
 def is_draft_head(folder: Path) -> bool:
-    """Whether a checkpoint says that it is a head, or has what only heads have."""
+    """Whether a checkpoint is a draft head, by its architecture or by tensors that only heads have."""
     if "eagle" in read_architecture(folder).lower():
         return True
     try:
@@ -57,17 +57,17 @@ def is_draft_head(folder: Path) -> bool:
 
 
 def load_draft_head(folder: Path, target: LoadedModel, options: LoadOptions, target_folder: Path) -> LoadedModel:
-    """The target with the draft head in ``folder`` attached to it. The head's matrices get the draft's form.
+    """Load the draft head in ``folder`` and attach it to the target. The head's matrices get the draft's form.
 
     Args:
         folder: of the head.
         target: has no draft head.
-        options: where there are shapes only, of the head's weights its token map is read, and samples of its embedding.
-        target_folder: for these samples.
+        options: on the meta device only the head's token map and samples of its embedding are read.
+        target_folder: the target's checkpoint, for samples of its embedding.
 
     Raises:
         CheckpointError: the head is incomplete, damaged or inconsistent.
-        UnsupportedModelError: it is no draft head, or a variant that is not computed here.
+        UnsupportedModelError: it is not a draft head, or a variant that is not supported.
         ConfigError: it was made for another target; the message has both numbers.
     """
     architecture, config = read_architecture(folder), read_head_config(folder)
@@ -86,7 +86,7 @@ def load_draft_head(folder: Path, target: LoadedModel, options: LoadOptions, tar
         weights = HeadWeights(config, reader, options, folder, target.cache_shape.num_kv_layers, shares)
         head = Eagle3Head(weights, body, target.num_layers) if is_eagle3 else EagleHead(weights, body)
         rotary = (f"layers.{i}.self_attn.rotary_emb." for i in range(config.num_hidden_layers))
-        reader.finish(ignore=(*NOT_READ, *rotary))  # old programs stored what follows from the config
+        reader.finish(ignore=(*NOT_READ, *rotary))  # old programs stored frequencies, which follow from the config
     if isinstance(head, Eagle3Head) and head.target_layers:
         body.read_features(head.target_layers)
     kv = KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
@@ -102,11 +102,11 @@ def load_draft_head(folder: Path, target: LoadedModel, options: LoadOptions, tar
 
 
 def read_head_config(folder: Path) -> PretrainedConfig:
-    """The config of a head, in whichever way it is nested.
+    """Read the config of a head, nested or not.
 
     Raises:
-        CheckpointError: a size is missing, or values are not what they should be.
-        UnsupportedModelError: it asks for what the heads here do not compute.
+        CheckpointError: a size is missing, or a value is invalid.
+        UnsupportedModelError: it asks for a variant that is not supported.
     """
     file = folder / "config.json"
     stored = read_json(file)
@@ -115,13 +115,14 @@ def read_head_config(folder: Path) -> PretrainedConfig:
     fields = {name: value for name, value in fields.items() if name not in NOT_LLAMA and value is not None}
     if missing := [name for name in REQUIRED if name not in fields]:
         raise CheckpointError(f"{file} lacks {', '.join(missing)}: it is not the config of a draft head")
-    from transformers import Qwen3Config  # a Llama's fields; a Llama's hidden size has to be a multiple of its heads
+    # It has the fields of LlamaConfig, which would require a hidden size that is a multiple of the heads.
+    from transformers import Qwen3Config
 
     try:
         heads = fields["num_attention_heads"]
         derived = {"num_key_value_heads": heads, "head_dim": fields["hidden_size"] // heads}
         config: PretrainedConfig = Qwen3Config.from_dict(derived | fields)
-    # The config classes validate what anybody may have written into the file, and raise whatever comes up.
+    # Config classes validate the contents of the file and raise exceptions of any type.
     except Exception as error:
         raise CheckpointError(f"{file} is not a config that transformers accepts: {error}") from error
     _refuse_variants(folder, config)
@@ -129,7 +130,7 @@ def read_head_config(folder: Path) -> PretrainedConfig:
 
 
 def _refuse_variants(folder: Path, config: Any) -> None:
-    """Refuse what would be computed wrongly rather than compute it."""
+    """Refuse what would be computed wrongly."""
     Heads.of(config)
     if config.hidden_act != "silu":
         raise UnsupportedModelError(f"{folder}: hidden_act {config.hidden_act!r} is not supported: only silu is")
@@ -145,7 +146,7 @@ def _refuse_variants(folder: Path, config: Any) -> None:
 
 
 def _shares_embedding(head: TensorReader, target_folder: Path, options: LoadOptions) -> bool:
-    """Whether a head's embedding is the target's, told from samples of both: reading all of them takes too long."""
+    """Whether a head's embedding equals the target's in sampled rows; reading all rows takes too long."""
     if not head.has(EMBEDDING):
         return False
     with TensorReader(target_folder) as target:

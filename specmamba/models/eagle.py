@@ -1,4 +1,8 @@
-"""EAGLE heads (arXiv 2401.15077): they guess the target's next hidden state, and its output head makes tokens of it."""
+"""EAGLE heads (arXiv 2401.15077) and EAGLE-3 heads (arXiv 2503.01840): Llama's layers on the target's hidden states.
+
+An EAGLE head predicts the target's next hidden state, and the target's output head turns that into tokens. An EAGLE-3
+head reads several layers of the target, and has an output head of its own over a part of the target's vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +34,12 @@ Logits = Callable[[Tensor], Tensor]
 
 
 class EagleHead:
-    """fc([embedding, hidden]), then Llama's layers, the first of them without a norm in front; no norm at the end."""
+    """EAGLE: fc([embedding, hidden]), then Llama's layers, without a norm in front of the first and at the end."""
 
     num_modules = 1
 
     def __init__(self, weights: HeadWeights, target: HybridTarget) -> None:
-        """Raises ConfigError where the head's hidden size is not the target's."""
+        """Load the head. Raises ConfigError where its hidden size is not the target's."""
         self.width = width = weights.config.hidden_size
         weights.require_width(width, target.hidden_size)
         self._embedding = weights.embedding(target)
@@ -46,11 +50,11 @@ class EagleHead:
         self._logits = weights.own_output() or target.logits
 
     def combine(self, features: Tensor) -> Tensor:
-        """See ``DraftHead``."""
+        """Give the target's last hidden states [..., H] back unchanged."""
         return features
 
     def forward(self, tokens: Tensor, hidden: Tensor, context: ForwardContext, module: int = 0) -> Tensor:
-        """See ``DraftHead``."""
+        """Run the head over tokens [B, L] and hidden states [B, L, H'] of the positions before: [B, L, H']."""
         x = self._fc(torch.cat([F.embedding(tokens, self._embedding), hidden], -1))
         layer_context = LayerContext(context.kv, None, self._rotary.angles(context.positions, x.dtype))
         x = x + self._attention(x, layer_context)
@@ -59,12 +63,12 @@ class EagleHead:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``DraftHead``."""
+        """Apply the output head, the head's own or the target's, to [..., H']: [..., V]."""
         return self._logits(hidden)
 
 
 class HeadWeights(Weights):
-    """Makes the layers of draft heads: Llama's, but for what goes into the first of them."""
+    """Makes the layers of draft heads: Llama's, except the input of the first one."""
 
     def __init__(
         self,
@@ -79,14 +83,14 @@ class HeadWeights(Weights):
 
         Args:
             config, reader, options, folder: of the head.
-            first_kv_layer: where the head's keys and values begin in the pool, behind the target's.
-            shares_embedding: whether its embedding is the target's, where that cannot be seen from shapes.
+            first_kv_layer: index of the head's first KV layer in the pool, behind the target's.
+            shares_embedding: whether its embedding equals the target's, for tensors without values.
         """
         super().__init__(config, reader, options, options.draft_form)
         self.folder, self._first_kv_layer, self._shares_embedding = folder, first_kv_layer, shares_embedding
 
     def require_width(self, width: int, target_width: int) -> None:
-        """Raises ConfigError where the two are not the same."""
+        """Raise ConfigError where the two differ."""
         if width != target_width:
             raise ConfigError(
                 f"--speculative-draft-model-path {self.folder}: the head's hidden size is {width}, the target's "
@@ -94,7 +98,7 @@ class HeadWeights(Weights):
             )
 
     def embedding(self, target: HybridTarget) -> Tensor:
-        """The head's own [V, H]; the target's where it has none, or one that is the same."""
+        """The head's own embedding [V, H]; the target's where the head has none or an equal one."""
         if not self.reader.has(EMBEDDING):
             self.require_width(self.config.hidden_size, target.hidden_size)
             return target.embedding
@@ -106,12 +110,12 @@ class HeadWeights(Weights):
         return target.embedding
 
     def own_output(self) -> Linear | None:
-        """The head's own output matrix, where it is stored."""
+        """The head's own output matrix, or None where none is stored."""
         c = self.config
         return self.take_linear("lm_head", c.vocab_size, c.hidden_size) if self.reader.has(OUTPUT) else None
 
     def blocks_behind_attention(self) -> list[Block]:
-        """Everything behind the attention of the first layer."""
+        """All blocks behind the attention of the first layer."""
         blocks = [Block((self._feed_forward(0),))]
         for layer in range(1, self.config.num_hidden_layers):
             norm = self.rms_norm(f"layers.{layer}.input_layernorm.weight")
@@ -120,10 +124,11 @@ class HeadWeights(Weights):
         return blocks
 
     def rms_norm(self, name: str) -> RMSNorm:
+        """The norm over the whole width whose weight has this name."""
         return self.norm(name, self.config.hidden_size, self.config.rms_norm_eps)
 
     def attention(self, layer: int, width: int) -> Attention:
-        """Attention whose queries, keys and values are made of ``width`` numbers."""
+        """Attention whose input has ``width`` numbers per token."""
         prefix = f"layers.{layer}.self_attn."
         return attention_layer(
             self,
@@ -143,16 +148,16 @@ class HeadWeights(Weights):
 
 
 class Eagle3Head:
-    """Llama's layers, the first of which attends with [norm(embedding), norm(hidden)]; a norm and an output head.
+    """EAGLE-3: Llama's layers, the first with the input [norm(embedding), norm(hidden)]; a norm and an output head.
 
-    ``hidden`` is fc of what the target's layers say. Behind the first step of a draft it is the head's own output in
-    front of its last norm, without fc.
+    In the first step of a draft ``hidden`` is fc of the residual streams of some of the target's layers. In later steps
+    it is the head's own output in front of its last norm, without fc.
     """
 
     num_modules = 1
 
     def __init__(self, weights: HeadWeights, target: HybridTarget, num_target_layers: int) -> None:
-        """Raises ConfigError where the head reads or drafts what the target does not have."""
+        """Load the head. Raises ConfigError where it reads layers or drafts tokens that the target does not have."""
         c = weights.config
         self.width = width = c.hidden_size
         self._vocab_size = target.vocab_size
@@ -172,11 +177,11 @@ class Eagle3Head:
         self._logits = own or target.logits
 
     def combine(self, features: Tensor) -> Tensor:
-        """See ``DraftHead``."""
+        """Apply fc to the target's features: [..., F] -> [..., H']."""
         return features if self._fc is None else self._fc(features)
 
     def forward(self, tokens: Tensor, hidden: Tensor, context: ForwardContext, module: int = 0) -> Tensor:
-        """See ``DraftHead``."""
+        """Run the head over tokens [B, L] and hidden states [B, L, H'] of the positions before: [B, L, H']."""
         pair = self._input_norm(torch.stack([F.embedding(tokens, self._embedding), hidden], 2))
         residual = pair[:, :, 1] if self._adds_normed else hidden
         layer_context = LayerContext(context.kv, None, self._rotary.angles(context.positions, hidden.dtype))
@@ -186,7 +191,7 @@ class Eagle3Head:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``DraftHead``."""
+        """Apply norm and output head to [..., H']: [..., V], -inf for tokens outside of the draft vocabulary."""
         logits = self._logits(self._norm(hidden))
         if self._target_ids is None:
             return logits
@@ -195,13 +200,13 @@ class Eagle3Head:
 
 
 def read_layer_ids(config: Any, num_layers: int) -> tuple[int, ...]:
-    """The target's layers in front of which its residual stream is read; () where its last hidden state is.
+    """The target's layers in front of which its residual stream is read; (): its last hidden state is read.
 
-    There are two conventions for one name. In the config itself (vLLM, speculators) i stands for what goes into layer
-    i; within ``eagle_config`` (SGLang, ModelOpt) for what comes out of it. Features lie in the order of layers.
+    There are two conventions for one name. In the config itself (vLLM, speculators) i means the input of layer i;
+    within ``eagle_config`` (SGLang, ModelOpt) it means the output of layer i. Features are in the order of the layers.
 
     Raises:
-        CheckpointError: they are no list of numbers.
+        CheckpointError: the field is not a list of integers.
     """
     nested = getattr(config, "eagle_config", {})
     if not nested.get("use_aux_hidden_state", True):
@@ -230,9 +235,9 @@ def _fc(weights: HeadWeights, num_layers: int, target_width: int) -> Linear | No
 
 
 def _output(weights: HeadWeights, embedding: Tensor, vocab_size: int) -> tuple[Linear | None, Tensor | None]:
-    """The head's own output matrix, and the target's token [draft vocabulary] for each of its rows.
+    """The head's own output matrix, and for each of its rows the target's token: [draft vocabulary] int64.
 
-    None in place of the matrix: the target's is used. None in place of the tokens: they are the same.
+    None as matrix: the target's is used. None as tokens: row i is token i.
     """
     c, reader = weights.config, weights.reader
     size = getattr(c, "draft_vocab_size", vocab_size)
@@ -252,11 +257,11 @@ def _output(weights: HeadWeights, embedding: Tensor, vocab_size: int) -> tuple[L
 
 
 def _read_target_ids(weights: HeadWeights, size: int, vocab_size: int) -> Tensor | None:
-    """i + d2t[i] for every draft token i; None where that is i throughout.
+    """The target's token i + d2t[i] for every draft token i: [size] int64; None where all of them are i.
 
     Raises:
-        CheckpointError: the tensor is not of that shape or type, cannot be read, or gives two the same.
-        ConfigError: it points out of the target's vocabulary.
+        CheckpointError: the tensor has another shape or type, cannot be read, or maps two draft tokens to one token.
+        ConfigError: a token is not in the target's vocabulary.
     """
     stored = weights.reader.stored(DRAFT_IDS)
     if stored.shape != (size,) or stored.dtype not in INTEGER_TYPES:

@@ -16,14 +16,14 @@ from specmamba.errors import CheckpointError
 from specmamba.models.checkpoint import INDEX_FILE, SINGLE_FILE, read_json, require_file, require_safetensors
 
 FLOAT_TYPES = ("F32", "BF16", "F16")
-MAX_HEADER_BYTES = 64 << 20  # of a safetensors file; the format's library has a limit of its own, 100 MB
+MAX_HEADER_BYTES = 64 << 20  # of a safetensors file; safetensors has a limit of its own, 100 MB
 MAX_TENSORS = 500_000  # of a file
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies and what it is, known without loading it."""
+    """File, shape and type of a stored tensor, read without loading it."""
 
     stored_name: str
     file: Path
@@ -32,14 +32,14 @@ class StoredTensor:
 
 
 class TensorReader:
-    """The tensors of a checkpoint folder by name, with a count of which ones the model took.
+    """The tensors of a checkpoint folder by name. It notes which ones the model took.
 
     ``renames`` are (stored prefix, name prefix) pairs; the first that matches is applied, so that one model class
-    reads checkpoints that nest it differently.
+    reads checkpoints with differently nested names.
 
     Raises:
-        CheckpointError: a file is missing, truncated or damaged, the index does not fit the shards or points out of
-            the folder, or two tensors end up with one name.
+        CheckpointError: a file is missing, truncated or damaged, the index does not match the shards or names
+            files outside of the folder, or two tensors get the same name.
     """
 
     def __init__(self, folder: Path, renames: Sequence[tuple[str, str]] = ()) -> None:
@@ -66,7 +66,7 @@ class TensorReader:
         self._stack.close()
 
     def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
-        """Some rows of a matrix, [rows, width], whatever kind of reader this is. Raises CheckpointError."""
+        """Load some rows of a matrix: [rows, width], also in a ``ShapeReader``. Raises CheckpointError."""
         from safetensors import SafetensorError
 
         tensor = self.stored(name)
@@ -83,7 +83,7 @@ class TensorReader:
         return name in self._tensors
 
     def stored(self, name: str) -> StoredTensor:
-        """What is known of a tensor without loading it.
+        """File, shape and type of a tensor, without loading it.
 
         Raises:
             CheckpointError: there is no such tensor.
@@ -120,10 +120,10 @@ class TensorReader:
             mapped: Tensor = self._handles[tensor.file].get_tensor(tensor.stored_name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{tensor.stored_name} cannot be read from {tensor.file}: {error}") from None
-        return mapped.clone()  # else the weights would be a view of the file, and change or crash with it
+        return mapped.clone()  # a view of the file would change when the file changes, or crash
 
     def finish(self, ignore: tuple[str, ...] = ()) -> None:
-        """Check that the model took every tensor, but for those whose names start with one of ``ignore``.
+        """Check that the model took every tensor, except those whose names start with one of ``ignore``.
 
         Raises:
             CheckpointError: tensors are left over; the message names the first of them.
@@ -188,15 +188,15 @@ class ShapeReader(TensorReader):
 
 
 def have_same_values(x: Tensor, y: Tensor, guess: bool) -> bool:
-    """Whether two tensors are equal; where one of them has no values and their shapes do not tell, the ``guess``."""
+    """Whether two tensors are equal; ``guess`` where their shapes are equal and one of them has no values."""
     return x.shape == y.shape and (guess if x.is_meta or y.is_meta else torch.equal(x, y))
 
 
 def _require_bounded_header(file: Path) -> None:
-    """Look at the length that a safetensors file gives its header, before memory is taken for it.
+    """Refuse a safetensors file with a header that is too long, before memory is allocated for it.
 
     Raises:
-        CheckpointError: it is no regular file, or its header is too long.
+        CheckpointError: it is not a regular file, or its header is too long.
         OSError: it cannot be read.
     """
     require_file(file)

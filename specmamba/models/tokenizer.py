@@ -13,15 +13,16 @@ from specmamba.models.vocabulary import TokenBytes, longest_token
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 REPLACEMENT = "\ufffd"
-# Characters, or tokens, above which a text is a batch of one: only batches let other threads run meanwhile.
+# Texts above this many characters or tokens are encoded as batches of one: only batches let other threads run
+# meanwhile.
 _LONG = 4096
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Some checkpoints call these special, but what a model writes between them is part of its answer.
+# Some checkpoints declare these special, but they are part of the answer.
 TOOL_TOKENS = frozenset({"<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"})
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a checkpoint folder has files of a tokenizer."""
+    """Whether a checkpoint folder has a tokenizer."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
@@ -29,7 +30,7 @@ class Tokenizer:
     """The tokenizer of a checkpoint folder. Safe to share between threads: nothing changes after construction.
 
     Raises:
-        CheckpointError: the folder has no tokenizer, or one that cannot be loaded without running its own code.
+        CheckpointError: the folder has no tokenizer, or one that cannot be loaded without running code from the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +40,7 @@ class Tokenizer:
 
         try:
             loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        # The parsers of the tokenizer's files raise whatever comes up, bare Exception included.
+        # The parsers of these files raise exceptions of any type, bare Exception included.
         except Exception as error:
             raise CheckpointError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
         if not isinstance(loaded, PreTrainedTokenizerFast):
@@ -47,8 +48,8 @@ class Tokenizer:
                 f"the tokenizer of {folder} has no tokenizer.json and none can be made from its files"
             )
         self._loaded = loaded
-        # The backend is asked directly: transformers' own encode() sets its padding and truncation from call to
-        # call, which threads must not do to each other.
+        # The backend is called directly: transformers' own encode() sets padding and truncation on it in every call,
+        # which is not safe between threads.
         self._backend = loaded.backend_tokenizer
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -62,11 +63,11 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """All tokens, the added ones included. The model's embedding may have more rows than that."""
+        """The number of tokens, the added ones included. The model's embedding may have more rows."""
         return len(self._loaded)
 
     def token_ids(self) -> dict[str, int]:
-        """All tokens, the added ones included, and their numbers."""
+        """All tokens, the added ones included, and their ids."""
         return dict(self._backend.get_vocab())
 
     @property
@@ -74,23 +75,23 @@ class Tokenizer:
         return bool(self._loaded.chat_template)
 
     def chat_template(self, with_tools: bool = False) -> str | None:
-        """The program that writes a conversation out (Jinja); some checkpoints have one of its own for tools."""
+        """The Jinja template that renders a conversation; some checkpoints have another one for tools. None: none."""
         try:
             template: str = self._loaded.get_chat_template(tools=[] if with_tools else None)
-        except ValueError:  # it has none, or none for conversations without tools
+        except ValueError:  # no template, or none for conversations without tools
             return None
         return template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a plain prompt, with the special tokens that the checkpoint's own settings add to one.
+        """Encode a plain prompt, with the special tokens that the checkpoint's settings add.
 
         Raises:
-            RequestError: the text is not valid Unicode (it holds half of a surrogate pair).
+            RequestError: the text is not valid Unicode (it has half of a surrogate pair).
         """
         return self._encode(text, "prompt", add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids without a token are left out."""
+        """Decode tokens to text. Bytes that are not UTF-8 become U+FFFD; ids without a token are left out."""
         if skip_special_tokens:
             token_ids = [i for i in token_ids if i not in self._special_ids]
         ids = list(token_ids)
@@ -101,11 +102,11 @@ class Tokenizer:
         return text
 
     def most_characters(self, num_tokens: int) -> int | None:
-        """Characters of the longest text that so many tokens can stand for; None: no such bound is known."""
+        """An upper bound of the characters of a text of so many tokens; None: no bound is known."""
         return None if self._longest_token is None else num_tokens * self._longest_token
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """What one token stands for inside a text, be it special or part of a character; None: no such token."""
+        """The bytes of one token inside a text, perhaps a part of a character; None: there is no such token."""
         return self._bytes.of(token_id)
 
     def apply_chat_template(
@@ -114,7 +115,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of ``chat_text``, which writes the special tokens itself. Raises RequestError as that does."""
+        """Encode ``chat_text``, which has the special tokens already. Raises RequestError as that does."""
         return self._encode(self.chat_text(messages, tools, variables), "messages", add_special_tokens=False)
 
     def chat_text(
@@ -123,13 +124,13 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """A conversation written out, up to where the assistant's answer begins.
+        """Render a conversation, up to the beginning of the assistant's answer.
 
-        The template may come from anywhere and the messages do: it runs in Jinja's sandbox. ``variables`` are for the
-        template alone (``enable_thinking``, say).
+        Neither template nor messages are trusted: the template runs in Jinja's sandbox. ``variables`` are read by the
+        template alone (such as ``enable_thinking``).
 
         Raises:
-            RequestError: the checkpoint has no chat template, it refuses these messages, or it has no such variable.
+            RequestError: the checkpoint has no chat template, or the template refuses these messages or variables.
         """
         template = self.chat_template(with_tools=tools is not None)
         if template is None:
@@ -160,16 +161,16 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """The growing text of one request. What ``push`` and ``flush`` return, joined, is ``decode`` of all tokens.
+    """Decodes one request token by token. The results of ``push`` and ``flush``, joined, are ``decode`` of all tokens.
 
-    Each push decodes a short window of the newest tokens, so its cost does not grow with the text. A character whose
-    bytes are not all there shows as one U+FFFD at the end of the window. Only that one is held back, so that even a
-    model that writes no valid text at all can neither slow the stream down nor stop it. (``DecodeStream`` of
-    tokenizers holds back all text since the last valid character, and decodes all of it again with each token.)
+    Each push decodes a short window of the newest tokens, so its cost does not grow with the text. An incomplete
+    character shows as one U+FFFD at the end of the window. Only that one is held back, so that invalid text neither
+    slows the stream down nor stops it. (``DecodeStream`` of tokenizers holds back all text since the last valid
+    character, and decodes all of it again with each token.)
     """
 
-    # A character is four bytes at the most and a token at least one, so the last four tokens alone settle where the
-    # next character begins. The window is cut back to them whenever it has doubled.
+    # A character has at most four bytes and a token at least one, so the last four tokens determine where the next
+    # character begins. The window is cut back to them whenever it has doubled.
     CONTEXT = 4
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -179,12 +180,12 @@ class Detokenizer:
         self._num_final = 0  # characters of the window's text that were returned already
 
     def push(self, token_id: int) -> str:
-        """The text that is final now and was not before; often one token's, sometimes none."""
+        """Add a token; gives the text that has become final, often that of one token, sometimes none."""
         if self._tokenizer.is_silent(token_id, self._skip_special_tokens):
             return ""
         self._window.append(token_id)
         if self._tokenizer.is_byte(token_id):
-            return ""  # such bytes are decoded as a whole run: a wrong one at its end still spoils the first
+            return ""  # such bytes are decoded as a whole run, and one invalid byte changes the text of all
         text = self._final_text()
         new = text[self._num_final :]
         self._num_final = len(text)
@@ -194,7 +195,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What is still held back, now that no more tokens come."""
+        """The text that is still held back, after the last token."""
         new = self._decode()[self._num_final :]
         self._num_final += len(new)
         return new

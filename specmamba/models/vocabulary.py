@@ -1,4 +1,7 @@
-"""What the single tokens of a vocabulary stand for: their bytes, and the longest text that one token can hold."""
+"""The bytes of single tokens, and the length of the longest text that one token can stand for.
+
+The second bounds the text of a number of tokens: a longer text need not be encoded to be refused.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ _DROP_NOTHING = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "S
 
 
 def byte_of_character() -> dict[str, int]:
-    """How byte-level BPE writes bytes: those that print in Latin-1 as themselves, the rest from U+0100 on."""
+    """The characters by which byte-level BPE writes bytes: printable Latin-1 as itself, the rest from U+0100 on."""
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in prints]
     return {chr(byte): byte for byte in prints} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenBytes:
-    """Bytes of the tokens of a backend (``tokenizers.Tokenizer``), each as it stands inside a text.
+    """The bytes of each token of a backend (``tokenizers.Tokenizer``) inside a text.
 
-    Knows byte-level vocabularies, and those that write a space as "▁" and unknown characters as ``<0xE4>``. Added
-    tokens are written as they are. Safe to share between threads.
+    They follow from the decoder of the backend: of byte-level vocabularies, and of those that write a space as "▁" and
+    unknown characters as ``<0xE4>``. Added tokens stand for their own text. Safe to share between threads.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -51,7 +54,7 @@ class TokenBytes:
 
 
 def _joined(byte_of: dict[str, int], token: str) -> bytes:
-    """A character that stands for no byte is written as itself, as the decoder does."""
+    """The bytes of a byte-level token; a character that stands for no byte is itself, as in the decoder."""
     return b"".join(bytes([byte_of[c]]) if c in byte_of else c.encode() for c in token)
 
 
@@ -75,9 +78,9 @@ def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def longest_token(backend: Any) -> int | None:
-    """Characters of a text that one token of a backend (``tokenizers.Tokenizer``) can stand for at the most.
+    """The most characters of a text that one token of a backend (``tokenizers.Tokenizer``) can stand for.
 
-    None where there is no such bound: where a tokenizer leaves characters out, or has one token for any unknown word.
+    None where there is no bound: the tokenizer drops characters, or has one token for any unknown word.
     """
     normalizers = _steps(backend.normalizer, "normalizers")
     splits = _steps(backend.pre_tokenizer, "pretokenizers")

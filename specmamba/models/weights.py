@@ -52,7 +52,7 @@ class Weights:
         return kept
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Make a layer of a matrix [out, in] that was taken. If the matrix itself is still needed, call ``keep`` first."""
+        """Make a layer of a matrix [out, in] that was taken. If that itself is still needed, call ``keep`` first."""
         made = Linear(weight, bias, self.form)
         self._replace(made.nbytes, weight, bias)
         return made
