@@ -1,4 +1,4 @@
-"""The command line. Nothing heavy is imported before it is known to be needed."""
+"""The command line: dispatch to the commands, and ``specmamba generate``. Only commands import heavy modules."""
 
 from __future__ import annotations
 
@@ -91,7 +91,14 @@ SUBCOMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit status: 0, 1 for a failure on the way, 2 for a mistake in the call."""
+    """Run a command.
+
+    Args:
+        argv: the arguments without the program's name; by default those of the process.
+
+    Returns:
+        The exit status: 0, 1 for a failure, 2 for invalid arguments, 130 after Ctrl-C.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else ""
     if command in ("-h", "--help", "help"):
@@ -106,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SpecmambaError as error:
         return _end_with(f"specmamba {command}", error)
     except KeyboardInterrupt:
-        return 130  # as shells report a program that Ctrl-C ended
+        return 130  # 128 + SIGINT, as shells report it
 
 
 def _serve(arguments: list[str]) -> int:
@@ -145,10 +152,10 @@ def _doctor(arguments: list[str]) -> int:
 
 
 def _generate(config: GenerateConfig) -> int:
-    """Run the command. Returns 0, 1 when the engine gives up, 130 after Ctrl-C.
+    """Continue one prompt. Returns the exit status: 0, 1 when the engine fails, 130 after Ctrl-C.
 
     Raises:
-        SpecmambaError: the model cannot be loaded, or the prompt cannot be served.
+        SpecmambaError: the model cannot be loaded, or the prompt is refused.
     """
     params = _sampling_params(config)
     prompt = _read_prompt() if config.prompt is None else config.prompt
@@ -156,32 +163,36 @@ def _generate(config: GenerateConfig) -> int:
         raise RequestError("the prompt is empty: give --prompt TEXT, or text on standard input", param="prompt")
     engine = _build_engine(config)
     status = _stream(engine, prompt, params)
-    if status == 0:  # after Ctrl-C in the middle of a step the engine is not fit for anything, not even for this
+    if status == 0:  # after Ctrl-C in the middle of a step the engine cannot be closed
         engine.close()
     return status
 
 
 def _sampling_params(config: GenerateConfig) -> SamplingParams:
-    """Raises ConfigError that names the flag."""
+    """The sampling parameters of the flags.
+
+    Raises:
+        ConfigError: a value is not valid; the message names the flag.
+    """
     from pydantic import ValidationError
 
     from specmamba.command_line import describe_validation_error
     from specmamba.core import SamplingParams
 
     try:
-        # --seed is the engine's, which seeds the request
+        # --seed seeds the engine, and through it the request
         return SamplingParams(**config.model_dump(include=set(SamplingParams.model_fields) - {"seed"}))
     except ValidationError as error:
         raise ConfigError(describe_validation_error(error)) from None
 
 
 def _stream(engine: Engine, prompt: str, params: SamplingParams) -> int:
-    """Write the continuation of a prompt, then one line of figures. Raises RequestError as the engine does."""
+    """Print the continuation of a prompt, then one line of figures. Raises RequestError as ``Engine.add_request``."""
     began = time.perf_counter()
     engine.add_request(_REQUEST_ID, engine.tokenizer.encode(prompt), params)
     last, status = None, 0
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show becomes a question mark
     try:
         while engine.has_unfinished_requests:
             for last in engine.step():
@@ -189,7 +200,7 @@ def _stream(engine: Engine, prompt: str, params: SamplingParams) -> int:
                 sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:  # "| head" has seen enough
+    except BrokenPipeError:  # the reader, such as "| head", has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if sys.stdout.isatty():
         print(flush=True)
@@ -221,7 +232,7 @@ def _read_prompt() -> str:
 
 
 def _run_subcommand(command: str, arguments: list[str]) -> int:
-    """``specmamba COMMAND NAME [OPTIONS]``."""
+    """Run ``specmamba COMMAND NAME [OPTIONS]``. Returns its exit status."""
     subcommands = SUBCOMMANDS[command]
     name = arguments[0] if arguments else ""
     help_text = _subcommand_help(command, subcommands)

@@ -1,4 +1,4 @@
-"""From a command line, the environment and a TOML file to a configuration, and from mistakes in them to messages."""
+"""Reading configurations from the command line, the environment and a TOML file; messages about invalid values."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from specmamba.server_config import ServerConfig
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
-# Fields whose values appear in no message.
+# Fields whose values are left out of messages.
 _SECRETS = frozenset({"api_key"})
 
 
 def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[str]) -> ConfigT:
-    """Resolve one configuration: command line over environment over ``--config FILE.toml`` over defaults.
+    """Read a configuration: command line over environment over ``--config FILE.toml`` over defaults.
 
     Prints usage and exits with status 0 for ``--help`` and 2 for an argument that the parser does not know.
 
@@ -52,7 +52,9 @@ def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[s
 
 
 def read_flags(settings_class: type[SettingsT], prog: str, arguments: list[str], **given: Any) -> SettingsT:
-    """Settings from flags, over what is ``given`` and the class's own sources. ``--help`` prints usage and exits.
+    """Read settings from flags; values of ``given`` and of the class's own sources have lower priority.
+
+    Prints usage and exits for ``--help``.
 
     Raises:
         ConfigError: a value or a combination is not valid; the message names each flag concerned.
@@ -80,7 +82,7 @@ def describe_validation_error(error: ValidationError) -> str:
 def _take_config_file(config_class: type[EngineConfig], arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     """The settings of ``--config FILE.toml`` by field name, and the arguments without it.
 
-    One file can serve all commands: what only another command knows is left out.
+    One file can be used for all commands: fields of other commands are ignored.
     """
     files, rest = _take_flag("--config", arguments)
     settings = _read_toml(Path(files[-1])) if files else {}
@@ -89,13 +91,13 @@ def _take_config_file(config_class: type[EngineConfig], arguments: list[str]) ->
 
 
 def _take_repeated(config_class: type[EngineConfig], arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Flags that may be given again, and the arguments without them.
+    """The values of flags that may be repeated, and the arguments without these flags.
 
-    pydantic-settings would read the values as JSON or as lists with commas; a stop string may be any of that.
+    pydantic-settings would parse the values as JSON or as lists with commas, which a stop string may look like.
     """
     taken: dict[str, list[str]] = {}
     for name, field in config_class.model_fields.items():
-        if "may be given again" in (field.description or ""):  # what --help promises is what is done
+        if "may be given again" in (field.description or ""):  # the text of --help is the declaration
             values, arguments = _take_flag("--" + name.replace("_", "-"), arguments)
             taken |= {name: values} if values else {}
     return taken, arguments
@@ -116,7 +118,7 @@ def _take_flag(flag: str, arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
-    """Settings by field name; a key may also be spelled as its flag is."""
+    """Settings by field name; a key may also be spelled like its flag, with hyphens."""
     import tomllib
 
     if not file.is_file():
@@ -131,6 +133,6 @@ def _read_toml(file: Path) -> dict[str, Any]:
 
 
 def exit_with_error(prog: str, error: Exception) -> NoReturn:
-    """End the process as command-line tools do: one message, no traceback, status 2."""
+    """Print an error as one message without traceback, and exit with status 2."""
     print(f"{prog}: error: {error}", file=sys.stderr)
     raise SystemExit(2)

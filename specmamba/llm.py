@@ -1,12 +1,13 @@
-"""The Python interface: prompts in, texts out."""
+"""The Python interface: ``LLM`` continues prompts in this process."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from pydantic import ValidationError
 
@@ -24,15 +25,26 @@ GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES = 30.0, 256 << 20
 
 
 class LLM:
-    """A model that answers batches of prompts.
+    """A model in this process that continues prompts.
 
-    Keyword arguments are the command line's flags: ``LLM(model="...", speculative_algorithm="mtp")``.
+    Use it from one thread, and close it (or use it as a context manager) to free its memory::
 
-    Raises:
-        SpecmambaError: a flag, the checkpoint or the memory does not allow to start; the message says which.
+        with LLM(model="./my-model", speculative_algorithm="mtp") as llm:
+            outputs = llm.generate(["def main():", "class A"], SamplingParams(max_tokens=64))
     """
 
     def __init__(self, **flags: Any) -> None:
+        """Load the model and allocate its memory.
+
+        Args:
+            flags: the fields of ``EngineConfig``, which are the flags of the command line
+                (``--speculative-num-steps 4`` is ``speculative_num_steps=4``). Without ``model`` the bundled demo is
+                loaded.
+
+        Raises:
+            ConfigError: a flag is unknown or has an invalid value.
+            SpecmambaError: the checkpoint cannot be loaded, or the memory does not suffice; the message says why.
+        """
         try:
             config = EngineConfig(**flags)
         except ValidationError as error:
@@ -40,7 +52,7 @@ class LLM:
         self.engine = Engine(config)
         self._grammars: GrammarCompiler | None = None
         self._num_calls = 0
-        self._inboxes: dict[str, deque[OutputDelta]] = {}  # of every open request, whichever call steps the engine
+        self._undelivered: dict[str, deque[OutputDelta]] = {}  # of every open request
 
     def generate(
         self,
@@ -49,43 +61,58 @@ class LLM:
         replay: Sequence[Sequence[int]] | None = None,
         extra_key: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts (texts or lists of token ids), batched continuously; answers in the order of the prompts.
+        """Continue prompts, batched continuously.
 
-        With ``replay``, a list of token ids for each prompt, the output is these tokens as far as they go, and the
-        speculation figures say how drafts would have fared on them: acceptance on a given text.
+        Args:
+            prompts: one prompt or several; a prompt is a text or a list of token ids.
+            sampling_params: for all prompts, or a sequence with one for each; by default ``SamplingParams()``.
+            replay: for each prompt, token ids that are used as output instead of chosen tokens, as far as they go. The
+                speculation figures then say how drafts are accepted on this text.
+            extra_key: cached prefixes are shared among prompts of the same key only.
 
-        Prefixes that earlier prompts of the same ``extra_key`` have left in the cache are not computed again.
+        Returns:
+            One output per prompt, in the order of the prompts.
 
         Raises:
-            RequestError: a prompt is empty, too long, or has a token that is not in the vocabulary, the numbers of
-                prompts and sampling parameters (or replays) differ, or a grammar cannot be used. Nothing is run then.
+            RequestError: a prompt is empty, too long, or has a token that is not in the vocabulary; the numbers of
+                prompts and of sampling parameters (or replays) differ; or a grammar cannot be used. No prompt is run
+                then.
         """
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         params = _one_each(sampling_params, len(token_ids))
         replays = [()] * len(token_ids) if replay is None else [tuple(tokens) for tokens in replay]
         if len(replays) != len(token_ids):
             raise RequestError(f"{len(replays)} replays were given for {len(token_ids)} prompts")
-        for ids, own, replayed in zip(token_ids, params, replays, strict=True):
+        for ids, own, forced in zip(token_ids, params, replays, strict=True):
             self.engine.check_prompt(ids, own.max_tokens)
-            self.engine.check_tokens(replayed, "replay")
+            self.engine.check_tokens(forced, "replay")
             self.engine.check_tokens(own.logit_bias, "logit_bias")
         grammars = self._compile(params)
         self._num_calls += 1
         names = [f"generate-{self._num_calls}-{i}" for i in range(len(token_ids))]
+        add = partial(self.engine.add_request, extra_key=extra_key)
+        requests = {
+            name: partial(add, name, ids, own, forced, grammar=grammars.get(own.grammar))
+            for name, ids, own, forced in zip(names, token_ids, params, replays, strict=True)
+        }
         deltas: dict[str, list[OutputDelta]] = {name: [] for name in names}
-        for delta in self._run(
-            [
-                _Ask(name, ids, own, replayed, extra_key, grammars.get(own.grammar))
-                for name, ids, own, replayed in zip(names, token_ids, params, replays, strict=True)
-            ]
-        ):
+        for delta in self._run(requests):
             deltas[delta.request_id].append(delta)
         return [_output(ids, deltas[name]) for name, ids in zip(names, token_ids, strict=True)]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, extra_key: str | None = None
     ) -> Iterator[OutputDelta]:
-        """Answer one prompt piece by piece. Leaving the iterator early aborts the request.
+        """Continue one prompt, piece by piece.
+
+        Args:
+            prompt: a text or a list of token ids.
+            sampling_params: by default ``SamplingParams()``.
+            extra_key: cached prefixes are shared among prompts of the same key only.
+
+        Yields:
+            The deltas of the output; the last one has a ``finish_reason``. Closing the iterator early aborts the
+            request.
 
         Raises:
             RequestError: the prompt is empty, too long, or has a token that is not in the vocabulary, or the grammar
@@ -94,19 +121,21 @@ class LLM:
         self._num_calls += 1
         params = sampling_params or SamplingParams()
         grammar = self._compile([params]).get(params.grammar)
-        yield from self._run([_Ask(f"stream-{self._num_calls}", self._encode(prompt), params, (), extra_key, grammar)])
+        name, ids = f"stream-{self._num_calls}", self._encode(prompt)
+        add = partial(self.engine.add_request, name, ids, params, extra_key=extra_key, grammar=grammar)
+        yield from self._run({name: add})
 
     def flush_cache(self) -> int:
-        """Forget cached prefixes that no running request stands on; the number of tokens that were forgotten."""
+        """Evict the cached prefixes that no running request uses. Returns the number of evicted tokens."""
         return self.engine.flush_cache()
 
     @property
     def workbench(self) -> Workbench:
-        """For tools that measure and tune: drafts in other ways, ranks, times, logits."""
+        """Access for tools that measure and tune: other drafters, ranks of drafts, step times, logits."""
         return Workbench(self.engine)
 
     def close(self) -> None:
-        """Drop whatever still runs. The object is of no use afterwards."""
+        """Abort running requests and free the memory. The object cannot be used afterwards."""
         if self._grammars is not None:
             self._grammars.close()
         self.engine.close()
@@ -128,7 +157,11 @@ class LLM:
         return [int(token) for token in tokens]
 
     def _compile(self, params: Sequence[SamplingParams]) -> dict[GrammarSpec | None, CompiledGrammar]:
-        """The grammars of these requests, each compiled once. Raises RequestError."""
+        """The compiled grammars of these requests, each compiled once.
+
+        Raises:
+            RequestError: a grammar cannot be compiled, or is combined with ``ignore_eos``.
+        """
         specs = dict.fromkeys(own.grammar for own in params if own.grammar is not None)
         if not specs:
             return {}
@@ -136,17 +169,21 @@ class LLM:
             raise RequestError("ignore_eos cannot be used with a grammar: nothing follows where it ends", "ignore_eos")
         if self._grammars is None:
             self._grammars = _grammar_compiler(self.engine)
-        return {spec: self._grammars.compile(spec).result() for spec in specs}  # one by one: the queue has a bound
+        return {spec: self._grammars.compile(spec).result() for spec in specs}  # the queue is limited
 
-    def _run(self, requests: list[_Ask]) -> Iterator[OutputDelta]:
-        waiting, names = requests[::-1], [request.name for request in requests]
+    def _run(self, requests: Mapping[str, Callable[[], None]]) -> Iterator[OutputDelta]:
+        """Add requests to the engine, given by name, as far as its queue has room, and step it until they have ended.
+
+        Yields their deltas. Several calls may be open at a time; each steps the engine when it has no delta to yield.
+        """
+        names, waiting = list(requests), list(requests.values())[::-1]
         unfinished = set(names)
-        self._inboxes.update({name: deque() for name in names})
+        self._undelivered.update({name: deque() for name in names})
         try:
-            while unfinished and (waiting or self.engine.has_unfinished_requests or self._has_mail(names)):
+            while unfinished and (waiting or self.engine.has_unfinished_requests or self._has_deltas(names)):
                 while waiting and len(self.engine.scheduler.waiting) < self.engine.config.max_queued_requests:
-                    self.engine.add_request(*waiting.pop())
-                if not self._has_mail(names):
+                    waiting.pop()()
+                if not self._has_deltas(names):
                     self._step()
                 for delta in self._take(names):
                     if delta.finish_reason is not None:
@@ -155,31 +192,20 @@ class LLM:
         finally:
             for name in names:
                 self.engine.abort(name)
-                del self._inboxes[name]
+                del self._undelivered[name]
 
     def _step(self) -> None:
         for delta in self.engine.step():
-            if delta.request_id in self._inboxes:  # else it was put into the engine by other means
-                self._inboxes[delta.request_id].append(delta)
+            if delta.request_id in self._undelivered:  # else the request was added to the engine directly
+                self._undelivered[delta.request_id].append(delta)
 
-    def _has_mail(self, names: Sequence[str]) -> bool:
-        return any(self._inboxes[name] for name in names)
+    def _has_deltas(self, names: Sequence[str]) -> bool:
+        return any(self._undelivered[name] for name in names)
 
     def _take(self, names: Sequence[str]) -> Iterator[OutputDelta]:
         for name in names:
-            while self._inboxes[name]:
-                yield self._inboxes[name].popleft()
-
-
-class _Ask(NamedTuple):
-    """What ``Engine.add_request`` is given."""
-
-    name: str
-    token_ids: list[int]
-    params: SamplingParams
-    replay: tuple[int, ...]
-    extra_key: str | None
-    grammar: CompiledGrammar | None
+            while self._undelivered[name]:
+                yield self._undelivered[name].popleft()
 
 
 def _grammar_compiler(engine: Engine) -> GrammarCompiler:
@@ -199,7 +225,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _is_token(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's integers are integers too
+    return isinstance(value, Integral) and not isinstance(value, bool)  # includes the integers of NumPy
 
 
 def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

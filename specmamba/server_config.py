@@ -16,12 +16,12 @@ Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
 def _split(value: object) -> object:
-    """``a,b`` in the environment or a file is a list."""
+    """Split a text at commas: lists are written ``a,b`` in the environment and in files."""
     return value.split(",") if isinstance(value, str) else value
 
 
 def _checked_keys(keys: Sequence[SecretStr]) -> Sequence[SecretStr]:
-    """Keys that a header can carry and a list with commas can hold."""
+    """Check that keys can be sent in a header and written in a list with commas."""
     for key in keys:
         text = key.get_secret_value()
         if not text or not text.isprintable() or "," in text or " " in text:
@@ -30,7 +30,7 @@ def _checked_keys(keys: Sequence[SecretStr]) -> Sequence[SecretStr]:
 
 
 def _checked_origins(origins: Sequence[str]) -> tuple[str, ...]:
-    """Origins as browsers write them. What no browser would ever send is refused."""
+    """Check that origins are written as browsers send them, and convert them to lower case."""
     for origin in origins:
         if origin != "*" and _ORIGIN.fullmatch(origin) is None:
             raise ValueError("an origin is written like https://example.com:8080, without a path, or is * for any")
@@ -40,7 +40,7 @@ def _checked_origins(origins: Sequence[str]) -> tuple[str, ...]:
 class ServerConfig(EngineConfig):
     """``specmamba serve``: the engine and the HTTP server in front of it."""
 
-    model_config = SettingsConfigDict(hide_input_in_errors=True)  # it may be a key
+    model_config = SettingsConfigDict(hide_input_in_errors=True)  # the input may be a key
 
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 30000

@@ -15,7 +15,7 @@ from specmamba.server.api.models import info_routes, model_routes
 from specmamba.server.api.operations import health_routes, prefix_cache_routes
 from specmamba.server.api.service import Service
 from specmamba.server.api.tokens import tokenize_routes
-from specmamba.server.http.error_answers import finished, install_error_handlers
+from specmamba.server.http.error_answers import corrected_schema, install_error_handlers
 from specmamba.server.http.guards import install_guards
 from specmamba.server.observe.call_record import CallRecord, RecordCalls
 from specmamba.server.observe.logs import log_call
@@ -25,22 +25,30 @@ from specmamba.server_config import ServerConfig
 
 
 def create_app(config: ServerConfig, engine_thread: EngineThread) -> FastAPI:
-    """The HTTP interface of an engine thread that has been started. Raises ConfigError as ``build_tracer`` does."""
+    """The ASGI application that serves an engine over HTTP.
+
+    Args:
+        config: the flags of ``specmamba serve``.
+        engine_thread: must have been started; it is not stopped when the application ends.
+
+    Raises:
+        ConfigError: ``--otlp-traces-endpoint`` is not usable, or OpenTelemetry is not installed.
+    """
     service = Service(config, engine_thread)
     app = FastAPI(
         title="specmamba",
         version=specmamba.__version__,
         description="OpenAI-compatible serving of hybrid language models with speculative decoding.",
-        docs_url=None,  # both pages load scripts from elsewhere
+        docs_url=None,  # both pages load scripts from other servers
         redoc_url=None,
-        redirect_slashes=False,  # it would send clients to an address made of their own Host header
+        redirect_slashes=False,  # it would redirect clients to whatever host their Host header names
     )
     install_error_handlers(app)
     for router in _routers(service):
         app.include_router(router)
-    _describe_truly(app)
+    _correct_schema(app)
     install_guards(app, config)
-    # Added last, so that it sees every call first, and every answer last: those of the guards too.
+    # Added last, so that it is the outermost: it also records the calls that the guards refuse.
     app.add_middleware(RecordCalls, at_end=_at_end(service))
     return app
 
@@ -61,20 +69,20 @@ def _routers(service: Service) -> list[APIRouter]:
 
 
 def _at_end(service: Service) -> list[Callable[[CallRecord], None]]:
-    """Who is told of every call that is over."""
+    """The functions that get the record of every call when it ends."""
     config, tracer = service.config, build_tracer(service.config)
-    tell: list[Callable[[CallRecord], None]] = [service.metrics.record_call]
+    reports: list[Callable[[CallRecord], None]] = [service.metrics.record_call]
     if not config.disable_log_requests:
-        tell.append(log_call)
+        reports.append(log_call)
     if tracer is not None:
-        tell.append(tracer.record_call)
-    return tell
+        reports.append(tracer.record_call)
+    return reports
 
 
-def _describe_truly(app: FastAPI) -> None:
+def _correct_schema(app: FastAPI) -> None:
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
-        return app.openapi_schema or finished(generate())
+        return app.openapi_schema or corrected_schema(generate())
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""``specmamba serve``: from a configuration to an exit status."""
+"""``specmamba serve``: builds the engine, serves until the end, returns an exit status."""
 
 from __future__ import annotations
 
@@ -28,16 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("specmamba")
 
-
-# Connections end by themselves before this; what does not end even then is cancelled.
+# Connections end earlier by themselves; requests that have not ended after this time are cancelled.
 _GRACEFUL_TIMEOUT_S = int(FLUSH_TIMEOUT_S) + 2
-
-
-# The kernel keeps no more for a client that does not read; left to itself it may keep megabytes.
+# The kernel buffers at most this for a client that does not read; by default it may be megabytes.
 _SEND_BUFFER_BYTES = 128 << 10
-
-
-# A step that takes longer than this past the deadline is given up.
+# A step that takes this much longer than the deadline is abandoned.
 _HANG_TIMEOUT_S = 10.0
 
 
@@ -45,13 +40,15 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
     """Serve until a signal or a failure of the engine. Returns the exit status: 0 after a signal, 1 after a failure.
 
     Raises:
-        ConfigError: the address cannot be listened on, or a package is missing for what is asked for.
-        SpecmambaError: what building the engine raises.
+        ConfigError: the address cannot be listened on, or a package that a flag needs is missing.
+        SpecmambaError: raised by ``build_engine``.
     """
     configure_logging(config)
     check_tracing(config)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes over: nothing runs yet
-    with bind(config.host, config.port) as listener:  # before the slow part, so that a port in use shows at once
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server installs its handlers; no request runs yet
+    with bind(
+        config.host, config.port
+    ) as listener:  # before the model is loaded, so that a port in use is reported at once
         engine_thread = EngineThread(build_engine, config.stream_chunk_interval)
         engine_thread.start()
         _keep_what_is_loaded()
@@ -74,7 +71,11 @@ def _keep_what_is_loaded() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on an address, not listening yet. Raises ConfigError."""
+    """A socket that is bound to an address and does not listen yet.
+
+    Raises:
+        ConfigError: the host cannot be resolved, or the address is in use or not allowed.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -99,9 +100,9 @@ def url_of(listener: socket.socket) -> str:
 
 
 class ApiServer(uvicorn.Server):
-    """A uvicorn server that lives as long as its engine thread: a signal drains the engine, its end ends the server.
+    """A uvicorn server that runs as long as its engine thread: a signal drains the engine, then the server ends.
 
-    While the engine drains, the address stays open and answers new requests with 503.
+    While the engine drains, new requests get status 503.
     """
 
     def __init__(
@@ -136,11 +137,11 @@ class ApiServer(uvicorn.Server):
             print(self._ready_line, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # A handler runs between any two instructions of this thread, which may hold locks: only make a note.
+        # This thread may hold locks when a signal arrives, so the work is left to the event loop.
         self._loop.call_soon_threadsafe(self._on_signal, signal.Signals(sig).name)
 
     def _on_signal(self, name: str) -> None:
-        """First signal: finish what runs. Second: end it now. Third: do not even wait for clients."""
+        """First signal: finish running requests. Second: abort them. Third: do not wait for clients either."""
         self._num_signals += 1
         first = self._num_signals == 1
         deadline_s = self._shutdown_timeout if first else 0.0
@@ -148,12 +149,12 @@ class ApiServer(uvicorn.Server):
         logger.warning("%s: %s", name, text)
         self.force_exit = self._num_signals > 2
         self._engine_thread.drain(deadline_s)
-        # A step that hangs must not keep the process: the end of the engine does this in every other case.
-        self._loop.call_later(deadline_s + _HANG_TIMEOUT_S, self._give_up)
+        # If a step hangs, the end of the engine never calls _stop.
+        self._loop.call_later(deadline_s + _HANG_TIMEOUT_S, self._abandon_engine)
 
-    def _give_up(self) -> None:
+    def _abandon_engine(self) -> None:
         self._engine_thread.give_up()
         self._stop()
 
     def _stop(self) -> None:
-        self.should_exit = True  # read by uvicorn ten times a second, so any thread may set it
+        self.should_exit = True  # polled by uvicorn ten times a second; any thread may set it

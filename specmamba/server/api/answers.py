@@ -23,9 +23,9 @@ from specmamba.server_config import ServerConfig
 if TYPE_CHECKING:
     from specmamba.grammar import CompiledGrammar
 
-Chunk = BaseModel | str
-
 _BETWEEN_EVENTS = "\n\ndata: "
+
+Chunk = BaseModel | str
 
 
 @dataclass(frozen=True, slots=True)

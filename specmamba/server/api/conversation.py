@@ -18,13 +18,11 @@ from specmamba.server.http.fields import MessageContent, StrictModel, only, shor
 from specmamba.server.tools.definitions import EarlierCall, JsonObject, NamedTool, ToolChoice, Tools
 
 MAX_MESSAGES, MAX_CALLS = 4096, 128
-
-
 # Characters of the arguments of all earlier calls together: each is read as JSON.
 MAX_ARGUMENTS = 1 << 19
+MAX_VARIABLES = 32
 
-
-Empty = Field(description="only the values that say nothing: a client may send an answer back as it came")
+Empty = Field(description="only empty values: a client may send an answer back as it came")
 
 
 class ChatMessage(StrictModel):
@@ -78,7 +76,7 @@ class ChatMessage(StrictModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it; parts of a content are joined by line breaks."""
+        """The message as chat templates read it; text parts are joined with line breaks."""
         parts = self.content or ""
         content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         message: dict[str, Any] = {"role": self.role, "content": content}
@@ -111,10 +109,6 @@ Messages = Annotated[
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
     BeforeValidator(_few_arguments),
 ]
-
-
-MAX_VARIABLES = 32
-
 
 TemplateVariables = Annotated[
     JsonObject,

@@ -1,8 +1,6 @@
-"""What the server answers, in OpenAI's shapes. The OpenAPI schema is made from these classes.
+"""GET /v1/models, /model_info and /server_info: what is served, and how the server is doing.
 
-The application: routes, guards and error handlers around one engine thread.
-
-GET /server_info and /model_info: what runs here, under the keys that SGLang's routers and benchmarks read too.
+/model_info and /server_info have the keys that SGLang's routers and benchmarks read.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def model_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{name:path}", responses=errors(401, 404))
     async def get_model(name: str) -> ModelCard:
-        """One of them; the name may hold slashes."""
+        """One model by its name, which may have slashes."""
         service.check_model(name)
         return card(name)
 
@@ -82,14 +80,14 @@ class ModelInfo(BaseModel):
 
 
 class InternalState(BaseModel):
-    """How the engine is doing, as SGLang's benchmarks read it."""
+    """Figures of the engine that SGLang's benchmarks read."""
 
     avg_spec_accept_length: Annotated[float | None, Field(description="since the start; null before the first step")]
     effective_max_running_requests_per_dp: int
 
 
 class ServerInfo(BaseModel):
-    """What runs here and how it is doing. One process serves one copy of one model."""
+    """The configuration and the state of the server. One process serves one copy of one model."""
 
     version: str
     uptime_seconds: float
@@ -117,20 +115,20 @@ class ServerInfo(BaseModel):
 
 
 def info_routes(service: Service) -> APIRouter:
-    """The routes that describe the server."""
+    """GET /server_info and /model_info, also under their older names."""
     router = APIRouter()
     started = time.monotonic()
 
     @router.get("/server_info", responses=errors(401))
     @router.get("/get_server_info", responses=errors(401), include_in_schema=False)
     async def server_info() -> ServerInfo:
-        """What runs here and how it is doing."""
+        """The configuration and the state of the server."""
         return _server_info(service, await engine_stats(service.engine), time.monotonic() - started)
 
     @router.get("/model_info", responses=errors(401))
     @router.get("/get_model_info", responses=errors(401), include_in_schema=False)
     async def model_info() -> ModelInfo:
-        """What is served here."""
+        """The model that is served."""
         described = service.engine.constants.description
         return ModelInfo(
             model_path=_model_path(service),

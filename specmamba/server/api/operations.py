@@ -1,11 +1,4 @@
-"""What the server answers, in OpenAI's shapes. The OpenAPI schema is made from these classes.
-
-GET /server_info and /model_info: what runs here, under the keys that SGLang's routers and benchmarks read too.
-
-GET /health, /ready and /metrics: what probes and scrapers ask.
-
-GET /cache and POST /flush_cache: what operators see of the prefix cache, and how they empty it.
-"""
+"""GET /health, /ready, /metrics and /cache, POST /flush_cache: for probes, scrapers and operators."""
 
 from __future__ import annotations
 
@@ -27,6 +20,13 @@ from specmamba.server.http.guards import is_allowed_origin
 
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine, EngineStats
+
+T = TypeVar("T")
+
+# Without an answer of the engine within this time, a report has no engine figures.
+_STATS_TIMEOUT_S = 2.0
+# The engine answers between two steps. After this time the client gets an error in place of an answer.
+_ENGINE_TIMEOUT_S = 60.0
 
 
 class Health(BaseModel):
@@ -75,10 +75,6 @@ class Flushed(BaseModel):
     flushed_tokens: int
 
 
-# Nobody who asks waits longer than this for a step to end; there are no figures then.
-_STATS_TIMEOUT_S = 2.0
-
-
 async def engine_stats(engine: EngineThread) -> EngineStats | None:
     """The engine's statistics, or None when it has stopped or is in a long step."""
     try:
@@ -88,7 +84,7 @@ async def engine_stats(engine: EngineThread) -> EngineStats | None:
 
 
 class Ready(BaseModel):
-    """The model is loaded and requests are taken."""
+    """The model is loaded, and requests are accepted."""
 
     status: Literal["ready"] = "ready"
 
@@ -108,7 +104,7 @@ def health_routes(service: Service) -> APIRouter:
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", responses=errors(503))
     async def ready() -> Ready:
-        """200 while requests are taken: the model is loaded, and the server is not about to stop."""
+        """200 while requests are accepted: the model is loaded, and the server is not about to stop."""
         _check_running(engine)
         if not engine.is_accepting:
             raise ApiError(
@@ -131,13 +127,6 @@ def _check_running(engine: EngineThread) -> None:
         raise ApiError(503, "the engine has stopped", kind=SERVER, code="engine_stopped")
 
 
-T = TypeVar("T")
-
-
-# The engine answers between two steps; one that takes longer than this is better reported than waited for.
-_ENGINE_TIMEOUT_S = 60.0
-
-
 class CacheQuery(StrictModel):
     """The parameters of GET /cache."""
 
@@ -151,7 +140,7 @@ def prefix_cache_routes(service: Service) -> APIRouter:
 
     @router.get("/cache", responses={200: {"content": text}, **errors(400, 401, 503)}, response_model=CacheReport)
     async def cache(query: Annotated[CacheQuery, Query()]) -> Response:
-        """What the prefix cache holds and how it does: figures, or the tree itself. Neither shows any prompt."""
+        """The contents and the counters of the prefix cache, as JSON, or its tree as text. Neither shows any prompt."""
         if query.format == "text":
             return PlainTextResponse(await _between_steps(service.engine, _tree) + "\n")
         report = await _between_steps(service.engine, _report)
@@ -159,9 +148,9 @@ def prefix_cache_routes(service: Service) -> APIRouter:
 
     @router.post("/flush_cache", responses=errors(401, 403, 503))
     async def flush_cache(request: Request) -> Flushed:
-        """Forget every cached prefix that no running request stands on."""
+        """Evict every cached prefix that no running request uses."""
         if not is_allowed_origin(request.headers, service.config.cors_allow_origins):
-            # A browser sends a request without a body for any page.
+            # Browsers send requests without a body for pages of any server.
             raise ApiError(403, "web pages of other servers may not do this (--cors-allow-origins)", code="forbidden")
         num_tokens = await _between_steps(service.engine, lambda engine: engine.flush_cache())
         return Flushed(flushed_tokens=num_tokens)
@@ -170,7 +159,12 @@ def prefix_cache_routes(service: Service) -> APIRouter:
 
 
 async def _between_steps(engine: EngineThread, function: Callable[[Engine], T]) -> T:
-    """Raises EngineStoppedError, and ApiError 503 when a step does not end."""
+    """Call a function with the engine, on its thread, between two steps.
+
+    Raises:
+        EngineStoppedError: the engine has stopped.
+        ApiError: 503; the current step did not end in time.
+    """
     try:
         return await asyncio.wait_for(asyncio.wrap_future(engine.call(function)), _ENGINE_TIMEOUT_S)
     except TimeoutError:

@@ -1,7 +1,7 @@
-"""What clients may send. Each field works or is refused by name; the few that change nothing by nature say so.
+"""The bodies of generating requests: the shared fields, and those of POST /v1/completions.
 
-Fields that a later version will support are declared with the values that ask for nothing: supporting one means
-widening its type here.
+Each field works or is refused by name; the description of the few that change nothing says so. Fields that a later
+version will support are declared with the values that ask for nothing: supporting one means widening its type here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,8 @@ from specmamba.server.api.structured import StructuredRequest
 from specmamba.server.http.fields import LogitBias, Prompt, Stop, StrictModel, TokenId, only
 
 NoEffect = Field(description="accepted; changes nothing")
-
-
 NotYet = Field(description="not supported yet: only the values that ask for nothing")
-
-
 NumChoices = Annotated[int, Field(ge=1, le=1024)]
-
-
 CacheKey = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -108,26 +102,30 @@ class GenerationRequest(StructuredRequest):
 
     @property
     def prefix_cache_key(self) -> str | None:
-        """Salt and key as one text, which no other pair of them has; None where there is neither."""
+        """``cache_salt`` and ``extra_key`` as one text, different for every pair; None without both."""
         if self.cache_salt is None and self.extra_key is None:
             return None
         return json.dumps([self.cache_salt, self.extra_key])
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to list beside each new one; None: not even the log-probability of the new one."""
+        """Likeliest tokens to list for each new token; None: no log probabilities."""
         return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """Likeliest tokens to list for each token of the prompt; None: no log probabilities."""
         return None
 
     def sampling_params(self, max_tokens: int, grammar: GrammarSpec | None = None) -> SamplingParams:
-        """How the engine is to sample; what the request leaves open takes the default of ``SamplingParams``.
+        """The sampling parameters of the request; fields that it does not set have the defaults of ``SamplingParams``.
+
+        Args:
+            max_tokens: new tokens at most.
+            grammar: restricts the text of the answer.
 
         Raises:
-            pydantic.ValidationError: a limit that only ``SamplingParams`` knows is passed.
+            pydantic.ValidationError: a value exceeds a limit that only ``SamplingParams`` checks.
         """
         named = {name: getattr(self, name, None) for name in SamplingParams.model_fields}
         named |= {"max_tokens": max_tokens, "grammar": grammar}
@@ -171,7 +169,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        # the answers of best_of are compared by theirs
+        # choices of best_of are compared by their log probabilities
         return 0 if self.logprobs is None and self.num_asked > (self.n or 1) else self.logprobs
 
     @property

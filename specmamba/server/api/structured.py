@@ -22,6 +22,7 @@ from specmamba.server_config import ServerConfig
 
 # The field that a grammar comes in, by its kind.
 FIELDS = {"json_object": "response_format", "json_schema": "response_format", "regex": "regex", "ebnf": "ebnf"}
+
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 
 
@@ -47,7 +48,7 @@ class NamedSchema(StrictModel):
 
 
 class JsonSchemaFormat(StrictModel):
-    """JSON that a schema allows."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -83,7 +84,7 @@ JsonSchema = Annotated[
 
 
 class StructuredRequest(StrictModel):
-    """What every answer must be a text of; at most one of the four."""
+    """The fields that restrict the text of every answer; a request may use one of them."""
 
     response_format: Annotated[ResponseFormat | None, Field(description="the form of the whole answer")] = None
     json_schema: Annotated[JsonSchema | None, Field(description="extension: JSON that this schema allows")] = None
@@ -109,12 +110,12 @@ class StructuredRequest(StrictModel):
 
     @property
     def grammar_spec(self) -> GrammarSpec | None:
-        """What structured output the request asks for."""
+        """The grammar that the request asks for, or None."""
         return None if self._grammar is None else self._grammar[1]
 
     @property
     def grammar_field(self) -> str | None:
-        """The field that asks for it."""
+        """The name of the field that asks for a grammar, or None."""
         return None if self._grammar is None else self._grammar[0]
 
     def _specs(self) -> dict[str, GrammarSpec | None]:
@@ -139,7 +140,7 @@ def _of_schema(schema: str | dict[str, Any], field: str) -> GrammarSpec:
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         is_object = isinstance(json.loads(text, parse_constant=_no_number), dict)
-    except (ValueError, RecursionError):  # no JSON; a number that is none; nested without end
+    except (ValueError, RecursionError):  # not JSON; NaN or infinity; nested too deeply
         raise _wrong(field, "invalid_schema", "the schema is not valid JSON") from None
     if not is_object:
         raise _wrong(field, "invalid_schema", "the schema must be a JSON object")

@@ -1,8 +1,6 @@
-"""Log-probabilities in the shape of OpenAI's completions, and the names of tokens in them.
+"""Tokens as clients see them: names, log probabilities and pieces of answers; POST /tokenize and /detokenize.
 
-An answer token by token: the text that each one adds, and how deep it was drafted.
-
-POST /tokenize and POST /detokenize: what a prompt is to the model, in the shapes of vLLM.
+The two routes have the shapes of vLLM's.
 """
 
 from __future__ import annotations
@@ -25,17 +23,20 @@ from specmamba.server.http.error_answers import ApiError, errors
 from specmamba.server.http.fields import StrictModel, TokenId
 from specmamba.server.tools.definitions import Tool, Tools
 
-# Stands for a token that the model holds to be impossible: JSON has no infinity.
+# The log probability of an impossible token: JSON has no infinity.
 LEAST_LOGPROB = -9999.0
+_ERRORS = errors(400, 401, 404, 413, 415, 429, 500)
+# Characters that /tokenize accepts: the first number, or this many per token of the context where that is more.
+_LONG_TEXT, _CHARACTERS_PER_TOKEN = 1 << 20, 8
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as JSON can write it."""
+    """A log probability that JSON can represent: negative infinity becomes ``LEAST_LOGPROB``."""
     return max(logprob, LEAST_LOGPROB)
 
 
 def token_string(tokenizer: Tokenizer, token_id: int) -> str:
-    r"""A name for a token: its text, ``bytes:\xe4`` where its bytes are none, ``token_id:7`` where it has no bytes."""
+    r"""A name for a token: its text, ``bytes:\xe4`` where its bytes are not UTF-8, ``token_id:7`` without bytes."""
     data = tokenizer.token_bytes(token_id)
     if data is None:
         return f"token_id:{token_id}"
@@ -48,7 +49,17 @@ def token_string(tokenizer: Tokenizer, token_id: int) -> str:
 def completion_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], num_top: int
 ) -> CompletionLogprobs:
-    """Of ``tokens``, each with its entry and as many of the likeliest. Offsets are 0: the caller sets them."""
+    """Log probabilities in the shape of OpenAI's completions.
+
+    Args:
+        tokenizer: names the tokens.
+        tokens: T token ids.
+        logprobs: one entry per token, None for a token without any.
+        num_top: likeliest tokens to list for each token.
+
+    Returns:
+        The log probabilities. Their ``text_offset`` is all 0: the caller sets it.
+    """
     return CompletionLogprobs(
         tokens=[token_string(tokenizer, token) for token in tokens],
         token_logprobs=[None if entry is None else finite(entry.logprob) for entry in logprobs],
@@ -58,7 +69,7 @@ def completion_logprobs(
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Both, one after the other."""
+    """The log probabilities of a text and of the text that follows it."""
     tops = None
     if first.top_logprobs is not None and second.top_logprobs is not None:
         tops = first.top_logprobs + second.top_logprobs
@@ -74,16 +85,17 @@ def _top(tokenizer: Tokenizer, entry: TokenLogprob | None, num_top: int) -> dict
     if entry is None:
         return None
     top: dict[str, float] = {}
-    # the likeliest first, so that of two tokens with one name it is the one that stays
+    # likeliest first: of two tokens with the same name the likelier one is listed
     for token, logprob in (*entry.top[:num_top], (entry.token_id, entry.logprob)):
         top.setdefault(token_string(tokenizer, token), finite(logprob))
     return top
 
 
 class TokenPieces:
-    """The pieces of one choice. ``hidden`` are the tokens that end it; they have no text."""
+    """Splits one choice into its tokens: the text that each adds, and how deep it was drafted."""
 
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int] = ()) -> None:
+        """``hidden``: token ids that end the choice and have no text."""
         self._detokenizer = Detokenizer(tokenizer)
         self._hidden = hidden
 
@@ -105,8 +117,8 @@ class TokenPieces:
 def prompt_offsets(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
     """Characters of a prompt's text before each of its tokens.
 
-    The text need not be what the tokens decode to: a tokenizer may add special tokens, which take no room unless they
-    stand in the text, and may normalize characters.
+    The text may differ from the decoded tokens: a tokenizer may normalize characters, and may add special tokens,
+    which have no length unless they are part of the text.
     """
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     offsets, at = [], 0
@@ -118,20 +130,13 @@ def prompt_offsets(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> li
     return offsets
 
 
-_ERRORS = errors(400, 401, 404, 413, 415, 429, 500)
-
-
-# Characters. Where more fit the context (most tokens have fewer than eight), that is the limit.
-_LONG_TEXT, _CHARACTERS_PER_TOKEN = 1 << 20, 8
-
-
 class TokenizeRequest(StrictModel):
     """The body of POST /tokenize: a prompt or the messages of a chat."""
 
     model: Annotated[str | None, Field(description="a name listed by /v1/models; none: the served model")] = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Annotated[Tools | None, Field(description="with messages: told to the chat template")] = None
+    tools: Annotated[Tools | None, Field(description="with messages: given to the chat template")] = None
     chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: Annotated[
         bool | None, Field(description="as the checkpoint's settings say; not for messages: their template writes them")
@@ -176,12 +181,12 @@ class Detokenized(BaseModel):
 
 
 def tokenize_routes(service: Service) -> APIRouter:
-    """The routes ``/tokenize`` and ``/detokenize``."""
+    """POST /tokenize and /detokenize."""
     router = APIRouter()
 
     @router.post("/tokenize", responses=_ERRORS, response_model=Tokenized)
     async def tokenize(body: TokenizeRequest) -> Response:
-        """The tokens that the model would be given for a prompt or for messages."""
+        """The tokens that the model would get for a prompt or for messages."""
         service.check_model(body.model)
         text, field = body.prompt or "", "prompt"
         if body.messages is not None:
@@ -203,7 +208,7 @@ def tokenize_routes(service: Service) -> APIRouter:
 
 
 async def _answer(size: int, work: Callable[[], BaseModel]) -> Response:
-    """What ``work`` on ``size`` characters or tokens finds, written out where it was found."""
+    """Answer with the result of ``work`` on ``size`` characters or tokens. It is made and serialized off the loop."""
     content = await off_loop(size, lambda: work().model_dump_json())
     return Response(content, media_type="application/json")
 
@@ -216,7 +221,11 @@ def _check_length(service: Service, text: str, field: str) -> None:
 
 
 def _for_template(service: Service, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    """The tools as a chat would tell them to the chat template. Raises ApiError 400 when it knows none."""
+    """The tools as the chat template reads them.
+
+    Raises:
+        ApiError: 400; the template does not use tools.
+    """
     if tools and "tools" not in (service.tokenizer.chat_template(with_tools=True) or ""):
         message = "tools: the model's chat template knows no tools"
         raise ApiError(400, message, param="tools", code="tools_not_supported")

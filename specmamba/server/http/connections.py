@@ -1,4 +1,4 @@
-"""Connections that cost nobody else anything: bounded in number, and in the time that a client may keep one waiting."""
+"""Client connections: their number is limited, and the time that a client may take to send and to read."""
 
 from __future__ import annotations
 
@@ -18,35 +18,25 @@ from specmamba.server.http.reading import BoundedHttp
 from specmamba.server.observe.call_record import CallRecord
 from specmamba.server_config import ServerConfig
 
-# Longer than the pools of common clients keep a connection: the one that waits longer must not be the client.
+# Longer than connection pools of common clients: a connection must not be closed just when a client uses it again.
 _KEEP_ALIVE_S = 30
-
-
-# A refused client is heard for so long: closing at once on bytes that were not read would destroy the answer.
+# A refused connection is read for this time: closing it with unread bytes would reset it and lose the answer.
 _LINGER_S = 1.0
-
-
 _MAX_LINGERING = 64
-
-
-# When the server ends, clients get this long to take what has been written for them.
+# When the server ends, clients have this time to read what has been written.
 FLUSH_TIMEOUT_S = 5.0
-
-
-# uvicorn has a line for whatever is not HTTP, with which anybody could fill the log.
+# uvicorn logs a line for every invalid request, with which any client could fill the log.
 _parser_logger = logging.getLogger("specmamba.connections")
-
-
 _parser_logger.setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What all connections together, and each by itself, may take."""
+    """Limits on the number of connections, and on the time of each."""
 
     max_connections: int
     read_timeout: float  # seconds from the first byte of a request to its last
-    write_timeout: float  # seconds in which a client takes nothing of what lies ready for it
+    write_timeout: float  # seconds in which a client reads nothing although data is ready
 
     @classmethod
     def of(cls, config: ServerConfig) -> ConnectionLimits:
@@ -65,7 +55,7 @@ class ConnectionConfig(uvicorn.Config):
             **options,
         )
         self.limits = limits
-        self.lingering: set[LimitedConnection] = set()  # refused, and not closed yet
+        self.lingering: set[LimitedConnection] = set()  # refused, not closed yet
 
 
 class _Timer:
@@ -76,7 +66,7 @@ class _Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """One that runs goes on as it was."""
+        """Does nothing when the timer runs already."""
         if self._handle is None:
             self._handle = self._loop.call_later(self._seconds, self._fire)
 
@@ -91,10 +81,11 @@ class _Timer:
 
 
 class LimitedConnection(BoundedHttp):
-    """One client. Whoever sends too slowly gets a 408, whoever does not read is dropped, and one too many gets a 503.
+    """One client connection.
 
-    The transport reports every byte that the kernel does not take at once, so that an answer waits in the
-    application, where deltas are merged, and no more than one piece of it lies here.
+    A client that sends too slowly gets status 408, one that does not read is disconnected, and a connection above the
+    limit gets 503. The transport pauses the application as soon as the kernel does not accept a byte, so that an
+    answer waits in the application, where deltas are merged, and at most one piece of it is buffered here.
     """
 
     config: ConnectionConfig
@@ -146,7 +137,7 @@ class LimitedConnection(BoundedHttp):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # Of the next request nothing may be there yet: until then the timer for idle connections runs.
+        # Before the first byte of the next request uvicorn's timer for idle connections applies.
         if self not in self.config.lingering:
             self._time_reading(self.has_begun and self.awaits_client)
 
@@ -160,10 +151,10 @@ class LimitedConnection(BoundedHttp):
         if self.has_half_a_request:
             self.refuse(_too_slow(self.config.limits.read_timeout))
         else:
-            self.drop()  # there is no request to answer, or it has been answered
+            self.drop()  # no request waits for an answer
 
     def refuse(self, error: ApiError) -> None:
-        """Answer in place of the application, and close as soon as the client has, or a moment later."""
+        """Answer in place of the application, and close when the client does, or after ``_LINGER_S``."""
         self._reading.stop()
         self._unset_keepalive_if_required()
         if self.part == "body":  # the application waits for the rest of the request

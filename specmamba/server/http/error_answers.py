@@ -1,9 +1,4 @@
-"""What the server answers, in OpenAI's shapes. The OpenAPI schema is made from these classes.
-
-Every error in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
-
-What the OpenAPI schema says about answers that FastAPI cannot see in a signature.
-"""
+"""Errors in OpenAI's shape, ``{"error": {"message", "type", "param", "code"}}``, and answers in the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -29,9 +24,27 @@ from specmamba.errors import (
     SpecmambaError,
 )
 
+logger = logging.getLogger("specmamba")
+
+INVALID, SERVER = "invalid_request_error", "server_error"
+_COMPONENT = "#/components/schemas/{model}"
+_EVENTS = "text/event-stream"
+_ERRORS = {
+    400: "a field is wrong, or the prompt does not fit",
+    401: "the API key is missing or wrong",
+    403: "the request comes from a web page",
+    404: "there is no such model",
+    413: "the body is too large",
+    415: "the body is not declared as JSON",
+    429: "the queue is full, or the client has too many calls open: try again later",
+    500: "the engine failed",
+    503: "the request waited too long, or the server is shutting down",
+    504: "the answer was not whole in time",
+}
+
 
 class ErrorDetail(BaseModel):
-    """What went wrong, in OpenAI's words."""
+    """An error in OpenAI's terms."""
 
     message: str
     type: str
@@ -40,19 +53,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """Every answer that is not a success."""
+    """The body of every answer that is not a success."""
 
     error: ErrorDetail
 
 
-logger = logging.getLogger("specmamba")
-
-
-INVALID, SERVER = "invalid_request_error", "server_error"
-
-
 class ApiError(SpecmambaError):
-    """An error that knows its HTTP status and its place in OpenAI's vocabulary."""
+    """An error with its HTTP status, and its type, field and code in OpenAI's terms."""
 
     def __init__(
         self,
@@ -79,12 +86,12 @@ class ApiError(SpecmambaError):
 
 
 def _encodable(text: str) -> str:
-    """Text that quotes a client may hold half of a surrogate pair, which UTF-8 has no bytes for."""
+    """Replace lone surrogates, which text of a client may contain and UTF-8 cannot encode."""
     return text.encode("utf8", "replace").decode("utf8")
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Find the status of any exception. One that nobody foresaw is logged and tells the client nothing."""
+    """The error to answer any exception with. An unexpected exception is logged; its answer has no details."""
     match error:
         case ApiError():
             return error
@@ -114,14 +121,13 @@ def install_error_handlers(app: FastAPI) -> None:
 
     for handled in (SpecmambaError, RequestValidationError, HTTPException):
         app.add_exception_handler(handled, answer)
-    app.add_middleware(_AnswerUnforeseen)
+    app.add_middleware(_AnswerUnexpected)
 
 
-class _AnswerUnforeseen:
-    """Answers what no handler foresaw.
+class _AnswerUnexpected:
+    """ASGI middleware: answers exceptions that have no handler.
 
-    A handler for ``Exception`` would do so too, but the connection, and with it the client's next request, would be
-    closed.
+    With a handler for ``Exception`` the connection would be closed, and with it the client's next request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -145,7 +151,7 @@ class _AnswerUnforeseen:
 
 def _of_http_exception(error: HTTPException) -> ApiError:
     if isinstance(error.__cause__, ClientDisconnect):
-        return ApiError(499, "the client hung up before its request was whole", code="disconnect")  # nobody reads it
+        return ApiError(499, "the client hung up before its request was whole", code="disconnect")  # for the log only
     messages = {
         400: "the body is not valid JSON in UTF-8",  # the only 400 that is raised as an HTTPException
         404: "there is nothing at this address",
@@ -157,7 +163,7 @@ def _of_http_exception(error: HTTPException) -> ApiError:
 
 
 def api_error_of_validation(problems: Sequence[Any]) -> ApiError:
-    """Name the first field concerned, and say all that is wrong with it."""
+    """The error for failed validation: it names the first field concerned, and lists all problems of that field."""
     first = problems[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
@@ -167,7 +173,7 @@ def api_error_of_validation(problems: Sequence[Any]) -> ApiError:
 
 
 def _place(problem: Mapping[str, Any]) -> str | None:
-    """``messages[0].content`` from a location of pydantic's, less the part of the request and the tags of unions."""
+    """``messages[0].content`` from pydantic's location, without "body" or "query" and without the tags of unions."""
     path = [part for part in problem["loc"] if not str(part).startswith("(")]
     path = path[1:] if path and path[0] in ("body", "query") else path
     path += [problem["ctx"]["field"]] if "field" in problem.get("ctx", {}) else []
@@ -184,26 +190,6 @@ def _sentence(problem: Mapping[str, Any]) -> str:
     return text[0].lower() + text[1:]
 
 
-_COMPONENT = "#/components/schemas/{model}"
-
-
-_EVENTS = "text/event-stream"
-
-
-_ERRORS = {
-    400: "a field is wrong, or the prompt does not fit",
-    401: "the API key is missing or wrong",
-    403: "the request comes from a web page",
-    404: "there is no such model",
-    413: "the body is too large",
-    415: "the body is not declared as JSON",
-    429: "the queue is full, or the client has too many calls open: try again later",
-    500: "the engine failed",
-    503: "the request waited too long, or the server is shutting down",
-    504: "the answer was not whole in time",
-}
-
-
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The error answers of a route."""
     return {status: {"model": ErrorAnswer, "description": _ERRORS[status]} for status in statuses}
@@ -212,7 +198,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def answers(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """The answers of a route that generates: whole, streamed, or an error.
 
-    422 is FastAPI's own status for wrong fields; ``finished`` takes it out, since this server answers 400.
+    FastAPI adds 422 for wrong fields; ``corrected_schema`` removes it, since this server answers 400.
     """
     ok: dict[int | str, dict[str, Any]] = {
         200: {
@@ -225,7 +211,7 @@ def answers(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, d
 
 
 def _event(chunk: type[BaseModel]) -> dict[str, Any]:
-    """The schema of one event. What it needs stands in ``$defs``, for ``finished`` to put where the others are."""
+    """The schema of one event. Its definitions are in ``$defs``; ``corrected_schema`` moves them to the components."""
     models: list[Any] = [(chunk, "serialization"), (ErrorAnswer, "serialization")]
     references, definitions = models_json_schema(models, ref_template=_COMPONENT)
     chunk_or_error = {
@@ -238,10 +224,10 @@ def _event(chunk: type[BaseModel]) -> dict[str, Any]:
     return {"type": "object", "required": ["data"], "properties": {"data": data}, **definitions}
 
 
-def finished(schema: dict[str, Any]) -> dict[str, Any]:
-    """Correct the schema that FastAPI makes.
+def corrected_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Correct the OpenAPI schema that FastAPI makes, in place; returned for convenience.
 
-    It loses the 422 answers that this server never gives, and gets the definitions of what is streamed.
+    It loses the 422 answers that this server never gives, and gets the definitions of streamed events.
     """
     components = schema["components"]["schemas"]
     for path in schema["paths"].values():
@@ -253,6 +239,3 @@ def finished(schema: dict[str, Any]) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         components.pop(name, None)
     return schema
-
-
-drop_unused = finished

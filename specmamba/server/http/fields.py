@@ -1,4 +1,4 @@
-"""Field types of the HTTP interface: what is accepted, and how the rest is refused by name."""
+"""Field types of request bodies: what is accepted, and how the rest is refused by name."""
 
 from __future__ import annotations
 
@@ -21,33 +21,38 @@ from pydantic_core import PydanticCustomError
 
 from specmamba.core import MAX_BIASES, MAX_STOP_STRINGS, StopString
 
+# Tags begin with a bracket, which distinguishes them from field names in the location of an error.
+STRING, STRINGS, TOKENS, TOKEN_LISTS, PARTS = "(string)", "(strings)", "(tokens)", "(token lists)", "(parts)"
+MAX_PROMPTS, MAX_PARTS = 16_384, 4096
+_BIASED_TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
+
 
 def shortened(text: str, most: int = 300) -> str:
-    """Text that quotes a client, cut to what an error message can bear."""
+    """Text of a client, cut to ``most`` characters for an error message."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 class StrictModel(BaseModel):
-    """A JSON object of which every field is known. Types are not guessed: ``"16"`` is not a number."""
+    """A JSON object without unknown fields. Types are not converted: ``"16"`` is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
     def _fields_are_known(cls, value: Any) -> Any:
-        # Pydantic would report each unknown field by itself: a body of a million of them would cost gigabytes.
+        # Pydantic would report every unknown field: for a million of them that would take gigabytes.
         names = value if isinstance(value, dict) else ()
         known = {field.alias or name for name, field in cls.model_fields.items()} if names else set()
         for name in names:
             if name not in known:
-                # Half of a surrogate pair must not get into an error: pydantic cannot write it out.
+                # Pydantic cannot write an error that contains a lone surrogate.
                 field = name[:100].encode("utf8", "replace").decode("utf8")
                 raise PydanticCustomError("unknown_field", "there is no such field", {"field": field})
         return value
 
 
 def only(*neutral: object) -> BeforeValidator:
-    """For a field of OpenAI's that is not supported yet: let the values pass that ask for nothing, refuse the rest."""
+    """For a field of OpenAI that is not supported yet: accept null and the ``neutral`` values, refuse all others."""
 
     def check(value: object) -> object:
         if value is None or any(type(value) is type(other) and value == other for other in neutral):
@@ -59,21 +64,11 @@ def only(*neutral: object) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-# Tags begin with a bracket so that they can be told from field names in the place of an error.
-STRING, STRINGS, TOKENS, TOKEN_LISTS, PARTS = "(string)", "(strings)", "(tokens)", "(token lists)", "(parts)"
-
-
-MAX_PROMPTS, MAX_PARTS = 16_384, 4096
-
-
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-_BIASED_TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
-
-
 def _bias_keys(value: object) -> object:
-    """JSON has no keys but strings; they must be token ids, each in the one way to write it."""
+    """Convert the keys, which are strings in JSON, to token ids. Each id is accepted in one spelling only."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_BIASES:
@@ -115,14 +110,14 @@ def _kind(when_list: str) -> Callable[[object], str | None]:
 
 
 class TextPart(StrictModel):
-    """A piece of a message. Images, sound and files are refused: the model reads text."""
+    """A part of a message. Images, sound and files are refused: the model reads text."""
 
     type: Literal["text"]
     text: str
 
     @model_validator(mode="before")
     @classmethod
-    def _is_text(cls, value: Any) -> Any:  # runs before the fields of an image are found to be unknown
+    def _is_text(cls, value: Any) -> Any:  # before an error reports the fields of an image as unknown
         if isinstance(value, dict) and value.get("type", "text") != "text":
             raise PydanticCustomError("not_supported", 'only parts of type "text" are supported', {"field": "type"})
         return value
@@ -144,7 +139,6 @@ Prompt = Annotated[
     ),
 ]
 
-
 Stop = Annotated[
     Annotated[StopString, Tag(STRING)]
     | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag(STRINGS)],
@@ -152,7 +146,6 @@ Stop = Annotated[
         _kind(STRINGS), custom_error_type="stop_type", custom_error_message="must be a string or a list of strings"
     ),
 ]
-
 
 MessageContent = Annotated[
     Annotated[str, Tag(STRING)]

@@ -1,7 +1,4 @@
-"""Which web pages may use the API: none but the server's own, unless ``--cors-allow-origins`` names them.
-
-What stands before the application: where a request may come from, its key, its share, the size of its body.
-"""
+"""The middlewares around an application: cross-origin requests, API keys, and the limits on calls and bodies."""
 
 from __future__ import annotations
 
@@ -19,16 +16,18 @@ from specmamba.server.http.limits import CALLER, LimitBody, LimitCalls
 from specmamba.server_config import ServerConfig
 
 ANY_ORIGIN = "*"
-
-
 _READABLE_HEADERS = ("X-Request-Id", "Retry-After")
+# Probes and scrapers rarely send a key, and get load figures only. The page's files hold nothing about the model; the
+# page asks its user for a key.
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
+_OPEN_PREFIX = "/page/"
 
 
 def is_allowed_origin(headers: Headers, allowed: Sequence[str]) -> bool:
-    """Whether a request that changes something may come from where it says it comes from.
+    """Whether the ``Origin`` of a request that changes something is allowed.
 
-    Programs send no ``Origin``; a browser does, and may be in the hands of a foreign page. The server's own page
-    is known by the host that both headers name.
+    Programs send no ``Origin``. Browsers do, also for requests that a page of another server has started. The
+    server's own page is recognized by equal hosts in ``Origin`` and ``Host``.
     """
     origins = headers.getlist("origin")
     if not origins:
@@ -43,28 +42,20 @@ def is_allowed_origin(headers: Headers, allowed: Sequence[str]) -> bool:
 
 
 def cors_middleware(app: ASGIApp, origins: Sequence[str]) -> CORSMiddleware:
-    """Answers the questions that browsers ask before they send, and marks answers as readable for ``origins``."""
+    """ASGI middleware: answers preflight requests of browsers, and lets pages of ``origins`` read answers."""
     return CORSMiddleware(
         app,
         allow_origins=origins,
         allow_methods=("GET", "POST"),
-        allow_headers=(ANY_ORIGIN,),  # clients add headers of their own; none of them gives a right
+        allow_headers=(ANY_ORIGIN,),  # clients send headers of their own; no header grants access except a valid key
         expose_headers=_READABLE_HEADERS,
     )
 
 
-# Probes and scrapers rarely carry a key, and learn no more than load figures. The page's files hold nothing of the
-# model: it asks its user for a key.
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
-
-
-_OPEN_PREFIX = "/page/"
-
-
 def install_guards(app: FastAPI, config: ServerConfig) -> None:
-    """Put the guards before an application. What is added to it later sees requests before they do.
+    """Add the middlewares that ``config`` asks for. A middleware that is added later is further outside.
 
-    Outermost first: cross-origin questions (which carry no key), the key, calls at a time, the body.
+    From the outside: cross-origin (preflight requests carry no key), key, calls at a time, body.
     """
     app.add_middleware(LimitBody, max_bytes=config.max_request_bytes)
     if config.max_calls_per_key is not None:
@@ -76,7 +67,7 @@ def install_guards(app: FastAPI, config: ServerConfig) -> None:
 
 
 class RequireApiKey:
-    """Asks for ``Authorization: Bearer KEY`` with one of ``keys``."""
+    """ASGI middleware: requires ``Authorization: Bearer KEY`` with one of ``keys``; else status 401."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
@@ -94,8 +85,8 @@ class RequireApiKey:
         await self.app(scope, receive, send)
 
     def _index_of_key(self, scope: Scope) -> int | None:
-        """Which of the keys a request carries, found in a time that tells nothing of them."""
-        # Bytes as they came: a header need not be ASCII.
+        """The index of the key that a request carries, or None. Takes the same time for every wrong key."""
+        # Compared as bytes: a header need not be ASCII.
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         values = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
@@ -105,7 +96,7 @@ class RequireApiKey:
 
 
 def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()  # of one length, which a comparison would give away
+    return hashlib.sha256(key).digest()  # equal lengths: compare_digest reveals the length
 
 
 def _refusal() -> ApiError:

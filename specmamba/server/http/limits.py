@@ -26,7 +26,6 @@ MAX_VALUES, MAX_STRINGS, MAX_NESTED = 1 << 20, 1 << 17, 1 << 16
 SMALL_BODY = 1 << 18
 # After a larger body, freed memory is returned to the system.
 _LARGE_BODY = 1 << 20
-
 _one_at_a_time = threading.Lock()
 
 

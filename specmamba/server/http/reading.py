@@ -1,4 +1,4 @@
-"""Reading HTTP with bounds: how long a head may be, what is no HTTP, and when the next request is looked at."""
+"""Reading HTTP with limits: the size of a head, what is refused as invalid, and when the next request is read."""
 
 from __future__ import annotations
 
@@ -14,31 +14,22 @@ from specmamba.server.http.error_answers import ApiError
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
-_MAX_HEAD_BYTES = 32 << 10  # request line and headers; also of what frames a body in chunks
-
-
-_SLICE_BYTES = 1 << 10  # of a body in chunks, whose end only the parser knows
-
-
+_MAX_HEAD_BYTES = 32 << 10  # request line and headers; also the framing of a chunked body
+_SLICE_BYTES = 1 << 10  # of a chunked body, whose end only the parser finds
 _BLANK_LINE = re.compile(rb"(?:\A|\n)\r?\n")
-
-
-# The parser takes such a request for the last thing in HTTP and drops its body. No upgrade is granted here.
+# The parser stops after a request to upgrade, without its body. No upgrade is supported here.
 _UPGRADE = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Reads a request, and the next one only when it has been answered.
+    """Reads one request at a time: the next one is read when the one before has been answered."""
 
-    ``part`` is where the newest request stands: "head" or "body" while more of it has to come, else None.
-    """
-
-    part: str | None = None
+    part: str | None = None  # of the newest request, "head" or "body" while it is incomplete
     active: RequestResponseCycle | None = None  # being answered, or answered last
-    _num_left: int | None = None  # bytes of the body that the parser has not seen; None: the body comes in chunks
-    _num_unbounded = 0  # bytes that the parser has seen since it gave something away
+    _num_left: int | None = None  # bytes of the body that have not been parsed; None: the body is chunked
+    _num_unbounded = 0  # bytes parsed since the last result of the parser
     _unread = b""
-    _failure: ApiError | None = None  # for when the answers before it are out
+    _failure: ApiError | None = None  # answered after the requests before it
 
     @property
     def is_answering(self) -> bool:
@@ -46,23 +37,23 @@ class BoundedHttp(HttpToolsProtocol):
 
     @property
     def awaits_client(self) -> bool:
-        """Nothing goes on before the client has sent more."""
+        """Whether the connection waits for more bytes of the client."""
         return self.cycle is self.active if self.part == "body" else not self.is_answering
 
     @property
     def has_half_a_request(self) -> bool:
-        """And no answer to it has begun."""
+        """Whether a request is incomplete and its answer has not begun."""
         if self.part == "body":
             return self.cycle is self.active and not self.cycle.response_started
         return self.has_begun and not self.is_answering
 
     @property
     def has_begun(self) -> bool:
-        """A part of a request is there that has not come whole."""
+        """Whether a part of an incomplete request has been received."""
         return self.part is not None or bool(self._unread)
 
     def refuse(self, error: ApiError) -> None:
-        """Answer in place of the application, and close."""
+        """Answer with an error in place of the application, and close."""
         raise NotImplementedError
 
     def drop(self) -> None:
@@ -81,10 +72,10 @@ class BoundedHttp(HttpToolsProtocol):
         if not self.transport.is_closing():
             self._read_on()
             if self.has_begun:
-                self._unset_keepalive_if_required()  # the rest must come, in its own time
+                self._unset_keepalive_if_required()  # the timer for idle connections does not apply
 
     def _read_on(self) -> None:
-        """Parse what is there, up to the end of a request that is not answered yet."""
+        """Parse the received bytes up to the end of the first request that has no answer yet."""
         data, self._unread = self._unread, b""
         place = 0
         while self._failure is None and self.awaits_client and (size := self._num_readable(data, place)):
@@ -100,12 +91,12 @@ class BoundedHttp(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def _num_readable(self, data: bytes, place: int) -> int:
-        """Of a head whole lines and no more than the head, of a body no more than there is."""
+        """How many bytes may be parsed next: complete lines of a head, or a part of a body, but no byte beyond it."""
         if self.part == "body":
             return min(len(data) - place, _SLICE_BYTES if self._num_left is None else self._num_left)
         first = data[place : place + 1]
         if self.part is None and not (first.isupper() or first in b"\r\n"):
-            return len(data) - place  # this will never be a method: no need to wait for the line
+            return len(data) - place  # not a method: refuse it without waiting for the end of the line
         blank = _BLANK_LINE.search(data, place)
         end = data.rfind(b"\n", place) + 1 if blank is None else blank.end()
         is_bounded = self._num_unbounded + end - place <= _MAX_HEAD_BYTES
@@ -124,27 +115,27 @@ class BoundedHttp(HttpToolsProtocol):
             self._num_unbounded += len(data)
 
     def _fail(self) -> None:
-        """Refuse what cannot be read, now or after the answers to what came before it."""
+        """Refuse an invalid request, now or after the answers to the requests before it."""
         error = self._failure
         assert error is not None
         if self.part == "body" and self.cycle is not self.active:
-            self.pipeline.popleft()  # its turn will not come
+            self.pipeline.popleft()  # it will not be answered by the application
             self.part = None
         if self.part == "body" and self.cycle.response_started:
-            self.drop()  # another answer would be taken for a part of this one
+            self.drop()  # a second answer would be read as a part of the first
         elif self.part == "body" or not self.is_answering:
             self.refuse(error)
         else:
             self.flow.pause_reading()
 
-    # ---- what the parser finds ---------------------------------------------------------------------------------------
+    # ---- callbacks of the parser -------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.part, self._num_unbounded = "head", 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.part == "head":  # what follows a body in chunks is no header of the request
+        if self.part == "head":  # trailers of a chunked body are not headers of the request
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -157,7 +148,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._num_unbounded = 0
-        if self._num_left is not None:  # not by what was fed: the end of a body in chunks may have a request behind it
+        if self._num_left is not None:  # bytes that are fed may belong to the next request, these do not
             self._num_left -= len(body)
 
     def on_message_complete(self) -> None:
@@ -170,7 +161,11 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def _check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Raises ApiError for what the parser lets through."""
+    """Check what the parser does not.
+
+    Raises:
+        ApiError: the version, the Host headers or the transfer encoding are not accepted.
+    """
     if version not in ("1.0", "1.1"):
         raise _not_http(400, f"HTTP/{version} is not spoken")
     hosts = [value for name, value in headers if name == b"host"]

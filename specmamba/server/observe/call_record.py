@@ -17,14 +17,14 @@ from specmamba.core import OutputDelta
 
 logger = logging.getLogger("specmamba")
 
-AbortReason = Literal["disconnect", "queue_timeout", "request_timeout", "write_timeout"]
-
 _SCOPE_KEY = "specmamba.call"
 # Request ids that can be copied into a header and into a log line unchanged.
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:@/+=~-]{1,128}")
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _STREAMED_ERROR = b'data: {"error":'
 _CLIENT_LEFT = 499
+
+AbortReason = Literal["disconnect", "queue_timeout", "request_timeout", "write_timeout"]
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The log: one line per event, as text or as one JSON object. A line never holds what a client wrote as it wrote it."""
+"""The log: one line per event, as text or as JSON. No line contains text of a client unescaped."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ from specmamba.server_config import ServerConfig
 
 logger = logging.getLogger("specmamba")
 
-
 _PLAIN = re.compile(r"[A-Za-z0-9._:@/+~,-]+")
-
-
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-
-
 _MAX_PATH = 128
 
 
 def configure_logging(config: ServerConfig) -> None:
-    """Send every logger of the process to standard error: this package's at the chosen level, others' trouble."""
+    """Write all loggers to standard error: this package's at ``--log-level``, others' warnings and errors."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler])
@@ -34,12 +29,12 @@ def configure_logging(config: ServerConfig) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """``TIME LEVEL LOGGER: MESSAGE key=value ...``; only the lines of a traceback stand below it."""
+    """``TIME LEVEL LOGGER: MESSAGE key=value ...`` on one line; only a traceback has lines of its own."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 -- the base class calls it so
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 -- the name of the base class
         pairs = [f"{key}={_as_text(value)}" for key, value in _fields(record).items()]
         return " ".join([_CONTROL.sub(_escaped, super().formatMessage(record)), *pairs])
 
@@ -62,7 +57,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_call(call: CallRecord) -> None:
-    """One line at the end of a call. Those that only look on, and succeed, are of interest to nobody but a debugger."""
+    """Log one line at the end of a call: level info for POST and for errors, else debug."""
     is_notable = call.method == "POST" or call.status >= 400
     level = logging.INFO if is_notable else logging.DEBUG
     if logger.isEnabledFor(level):
@@ -70,7 +65,7 @@ def log_call(call: CallRecord) -> None:
 
 
 def call_fields(call: CallRecord) -> dict[str, object]:
-    """What the log says of a call: figures and names, nothing of its prompt, its answer or its headers."""
+    """The fields of a call's log line: figures and names, no text of its prompt, answer or headers."""
     fields: dict[str, object] = {
         "request_id": call.request_id,
         "id": call.call_id,

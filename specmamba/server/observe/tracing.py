@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a span for every call that generates, continuing the trace that its client began."""
+"""OpenTelemetry traces: a span for every call that generates, continuing the trace of its client."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("specmamba")
 
-
 _NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
-
-
 _EXPORT_TIMEOUT_S = 5.0
-
-
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 
 
 def check_tracing(config: ServerConfig) -> None:
-    """Raises ConfigError for an endpoint that traces cannot be sent to, or cannot from here."""
+    """Check ``--otlp-traces-endpoint``.
+
+    Raises:
+        ConfigError: it is not an HTTP address, or OpenTelemetry is not installed.
+    """
     endpoint = config.otlp_traces_endpoint
     if endpoint is None:
         return
@@ -42,7 +41,7 @@ def check_tracing(config: ServerConfig) -> None:
 
 
 def build_tracer(config: ServerConfig) -> Tracer | None:
-    """None when no traces are wanted. Raises ConfigError as ``check_tracing`` does."""
+    """The tracer that ``config`` asks for, or None. Raises ConfigError as ``check_tracing`` does."""
     if config.otlp_traces_endpoint is None:
         return None
     check_tracing(config)
@@ -54,10 +53,10 @@ def build_tracer(config: ServerConfig) -> Tracer | None:
 
 
 class Tracer:
-    """Makes spans of calls and hands them to an exporter on a thread of its own.
+    """Makes a span of every call; a thread of its own exports them.
 
-    Spans wait in a queue of bounded length: an exporter that fails or is slow loses spans and holds up nobody. What
-    still waits is sent when the process ends.
+    Spans wait in a queue of limited length: an exporter that fails or is slow loses spans, and does not delay calls.
+    The rest of the queue is exported when the process ends.
     """
 
     def __init__(self, exporter: SpanExporter, model_name: str) -> None:
@@ -71,7 +70,7 @@ class Tracer:
         self._model_name = model_name
 
     def record_call(self, call: CallRecord) -> None:
-        """Make the span of a call that is over. A call that is no generation, or never became one, has none."""
+        """Make the span of a call that has ended. Calls without a ``call_id``, which generate nothing, have no span."""
         if call.call_id is None:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -91,15 +90,15 @@ class Tracer:
         span.end(call.arrived_ns + int(call.total_s * 1e9))
 
     def close(self) -> None:
-        """Send what waits, for a few seconds at the most."""
+        """Export the spans in the queue, for a few seconds at most."""
         try:
             self._provider.shutdown()
-        except Exception:  # of an exporter, which may be anybody's
+        except Exception:  # exporters of other packages may raise anything
             logger.warning("the last traces are lost", exc_info=True)
 
 
 def span_attributes(call: CallRecord, operation: str, model_name: str) -> dict[str, str | int | float | list[str]]:
-    """What a trace says of a call, under OpenTelemetry's names for generative models where it has one."""
+    """The attributes of a call's span; OpenTelemetry's names for generative models where there are any."""
     totals = call.totals()
     attributes: dict[str, str | int | float | list[str]] = {
         "gen_ai.operation.name": operation,
@@ -128,5 +127,5 @@ def span_attributes(call: CallRecord, operation: str, model_name: str) -> dict[s
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent
+    except ModuleNotFoundError:  # a parent package is missing
         return False

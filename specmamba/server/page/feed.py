@@ -1,6 +1,6 @@
-"""One look at the engine, and the events that the live page gets of it. Neither shows any prompt.
+"""The events of the live page: one sampler reads the engine, and every listener gets what it finds.
 
-Who looks at the live page, and the one sampler that looks at the engine for all of them.
+No event shows a prompt.
 """
 
 from __future__ import annotations
@@ -27,22 +27,28 @@ if TYPE_CHECKING:
     from specmamba.engine.engine import Engine, EngineStats
     from specmamba.models.tokenizer import Tokenizer
 
+logger = logging.getLogger("specmamba")
+
 MAX_DRAFTS, MAX_TREE_NODES = 8, 160
+MAX_LISTENERS = 16
+INTERVAL_S = 0.4
+TREE_INTERVAL_S = 1.5
+BUSY_AFTER_S = 2.0  # a "busy" event is sent for a step that takes longer, and again after each further interval
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the engine thread is asked for between two steps."""
+    """What the sampler reads of the engine between two steps."""
 
     stats: EngineStats
-    drafts: tuple[DraftView, ...]  # since the sample before, the newest last
+    drafts: tuple[DraftView, ...]  # since the previous sample, the newest last
     num_pending: int  # records in the speculation buffers
-    num_records: int  # that they have room for; 0 where there are no records
-    outline: Outline | None  # None: not asked for
+    num_records: int  # capacity of the speculation buffers; 0 without records
+    outline: Outline | None  # None: not requested
 
 
 def take_sample(engine: Engine, with_outline: bool) -> Sample:
-    """Runs on the engine thread: a few sums, and at most ``MAX_TREE_NODES`` nodes of the prefix cache."""
+    """Read the engine, on its thread. Cheap: a few sums, and at most ``MAX_TREE_NODES`` nodes of the prefix cache."""
     records = engine.pools.records
     num_pending, num_records = 0, 0
     if isinstance(records, SpecBuffers):
@@ -57,7 +63,7 @@ def take_sample(engine: Engine, with_outline: bool) -> Sample:
 
 
 def as_json(value: Mapping[str, Any]) -> str:
-    """On one line, in ASCII: an event's data may hold no line break."""
+    """JSON on one line, in ASCII: the data of an event must not contain line breaks."""
     return json.dumps(value, separators=(",", ":"))
 
 
@@ -84,12 +90,12 @@ def stats_event(sample: Sample, metrics: ServerMetrics, now: float) -> dict[str,
 
 
 def draft_event(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The newest drafts, the newest last."""
+    """The drafts of a sample, the newest last."""
     return {"drafts": [_draft(view, tokenizer) for view in sample.drafts]}
 
 
 def tree_event(outline: Outline) -> dict[str, Any]:
-    """The prefix cache's tree, node by node as ``Outline`` has them."""
+    """The tree of the prefix cache: the fields of ``Outline``."""
     return asdict(outline)
 
 
@@ -110,7 +116,7 @@ def _spec(spec: SpecStats) -> dict[str, Any]:
 
 
 def _histogram(histogram: Histogram) -> dict[str, Any]:
-    """Sum in seconds, and counts at or below each bound; the last bound, infinity, is null."""
+    """The sum in seconds, and the counts at or below each bound; the last bound, infinity, is null."""
     (metric,) = histogram.collect()
     buckets, total = [], 0.0
     for sample in metric.samples:
@@ -136,23 +142,8 @@ def _token(token_id: int, tokenizer: Tokenizer) -> dict[str, Any]:
     return {"id": token_id, "text": token_string(tokenizer, token_id)}
 
 
-logger = logging.getLogger("specmamba")
-
-
-MAX_LISTENERS = 16
-
-
-INTERVAL_S = 0.4
-
-
-TREE_INTERVAL_S = 1.5
-
-
-BUSY_AFTER_S = 2.0  # so long a step is told of, again and again
-
-
 class Listener:
-    """Events for one client. Of those that it has not taken yet only the newest of each kind is kept."""
+    """The events for one client. Of those that it has not received yet, only the newest of each kind is kept."""
 
     def __init__(self, events: dict[str, str]) -> None:
         self._pending = dict(events)
@@ -163,17 +154,17 @@ class Listener:
     def put(self, name: str, data: str) -> None:
         if not self._is_open:
             return
-        self._pending.pop(name, None)  # what comes later is taken later
+        self._pending.pop(name, None)  # so that the order is that of the newest events
         self._pending[name] = data
         self._arrived.set()
 
     def close(self) -> None:
-        """What is pending can still be taken."""
+        """Accept no more events. Pending events are still delivered."""
         self._is_open = False
         self._arrived.set()
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, str]]:
-        """Names and data, until it is closed."""
+        """Names and data of events, until the listener is closed."""
         while self._is_open or self._pending:
             await self._arrived.wait()
             self._arrived.clear()
@@ -183,7 +174,7 @@ class Listener:
 
 
 class Feed:
-    """Samples the engine while anybody listens, once for all; belongs to one event loop.
+    """Samples the engine while there are listeners, once for all of them. Used on one event loop.
 
     The engine records drafts in that time only. It is asked between two steps and never twice at a time, so a long
     step delays the next sample and nothing else.
@@ -192,7 +183,7 @@ class Feed:
     def __init__(self, service: Service) -> None:
         self._service, self._engine = service, service.engine
         self._listeners: set[Listener] = set()
-        self._latest: dict[str, str] = {}  # newest event of each kind, for who comes next
+        self._latest: dict[str, str] = {}  # newest event of each kind, for new listeners
         self._sampler: asyncio.Task[None] | None = None
 
     @property
@@ -200,7 +191,11 @@ class Feed:
         return len(self._listeners)
 
     def join(self) -> Listener:
-        """Raises ApiError 429: too many listen already."""
+        """Add a listener; the first one starts the sampler.
+
+        Raises:
+            ApiError: 429; there are ``MAX_LISTENERS`` already.
+        """
         if len(self._listeners) >= MAX_LISTENERS:
             message = f"{MAX_LISTENERS} clients listen to events already: close one of their pages, or try again later"
             raise ApiError(
@@ -215,7 +210,7 @@ class Feed:
         return listener
 
     def leave(self, listener: Listener) -> None:
-        """The last one to leave stops the sampler."""
+        """Remove a listener; the last one stops the sampler."""
         self._listeners.discard(listener)
         if not self._listeners and self._sampler is not None:
             self._sampler.cancel()
@@ -231,8 +226,8 @@ class Feed:
         }
 
     def _command(self, function: Callable[[Engine], None]) -> None:
-        """In the order of these calls, however tasks come and go."""
-        with suppress(EngineStoppedError):  # the sampler will notice
+        """Call a function with the engine. Calls are executed in order, whichever task makes them."""
+        with suppress(EngineStoppedError):  # the sampler publishes "end"
             self._engine.call(function)
 
     async def _run(self) -> None:

@@ -1,9 +1,7 @@
-"""GET / and /page/...: the live page. Static files of the package; what moves on it comes from the API and /events.
+"""The routes of the live page: its static files at / and /page/..., and its server-sent events at /events.
 
-GET /events: server-sent events that feed the live page.
-
-``hello`` once, then ``stats`` a few times a second, ``draft`` and ``tree`` when there is something new, ``busy`` while
-the engine is in a long step, and ``end`` when it has stopped. The data of each is a JSON object.
+The events: ``hello`` once, then ``stats`` a few times a second, ``draft`` and ``tree`` when there is something new,
+``busy`` while the engine is in a long step, and ``end`` when it has stopped. The data of each is a JSON object.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ from specmamba.server.http.error_answers import ApiError
 from specmamba.server.page.feed import Feed, Listener
 
 INDEX = "index.html"
-
-
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -34,9 +30,7 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-
-
-# The page runs its own scripts, speaks to its own server, and is put into no other page.
+# The page runs its own scripts only, connects to its own server only, and cannot be framed.
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -49,7 +43,7 @@ SECURITY_HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """A file as it is sent."""
+    """A file with its headers."""
 
     body: bytes
     media_type: str
@@ -57,12 +51,12 @@ class StaticFile:
 
 
 def load_files() -> dict[str, StaticFile]:
-    """All files of the page by their path below its folder. Nothing else is ever looked for on the disk."""
+    """Read all files of the page, by their path below its folder. Requests never read the disk."""
     return dict(_read(files("specmamba.server") / "page_files", ""))
 
 
 def page_routes() -> APIRouter:
-    """Routes that need no key: there is nothing of the model or of its clients in these files."""
+    """GET / and /page/...; they need no key: the files contain nothing about the model or its clients."""
     router = APIRouter(include_in_schema=False)
     static = load_files()
 
@@ -101,7 +95,7 @@ def _read(folder: Traversable, prefix: str) -> Iterator[tuple[str, StaticFile]]:
 
 
 def event_routes(service: Service) -> APIRouter:
-    """The route asks for the key like any other: it tells what is drafted."""
+    """GET /events; it requires a key like the API: drafted tokens are shown."""
     router = APIRouter(include_in_schema=False)
     feed = Feed(service)
 
@@ -113,7 +107,7 @@ def event_routes(service: Service) -> APIRouter:
 
 
 class LiveStream(Response):
-    """Events until the engine stops or the client goes."""
+    """Server-sent events until the engine stops or the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -123,7 +117,7 @@ class LiveStream(Response):
         self._feed = feed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        listener = self._feed.join()  # here, so that who joins leaves, whatever happens; its error is answered
+        listener = self._feed.join()  # called here so that leave() follows in any case; its ApiError is answered
         try:
             await until_client_gone(receive, asyncio.create_task(self._send_all(listener, send)))
         finally:

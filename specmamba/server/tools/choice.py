@@ -1,9 +1,4 @@
-"""How families of models write tool calls, and which of them a checkpoint belongs to.
-
-Calls that a request insists on: a grammar makes the whole answer one call, so there is nothing to look for.
-
-What a request's tools mean for its prompt, its grammar and the reading of its answers.
-"""
+"""What a request's tools and its ``tool_choice`` mean for its prompt, its grammar and the parsing of its answers."""
 
 from __future__ import annotations
 
@@ -29,14 +24,17 @@ from specmamba.server.tools.parsing import (
     PlainText,
 )
 
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+# Under these keys a schema quotes values, in which "$ref" is not a reference.
+_QUOTING = frozenset({"const", "default", "enum", "examples"})
+MAX_CALLS = 128  # of one answer
+
 Family = Literal["hermes", "qwen3-xml", "nemotron"]
-
-
 Schemas = Mapping[str, Mapping[str, Any]]  # of the tools' parameters, by the names of the tools
 
 
 def family_of(template: str) -> Family | None:
-    """The family whose marks a chat template writes or describes; None where it knows no tools."""
+    """The family whose marks a chat template writes or describes; None when it does not use tools."""
     if "tools" not in template:
         return None
     if "<function=" in template and "<parameter=" in template:
@@ -47,12 +45,17 @@ def family_of(template: str) -> Family | None:
 
 
 def new_parser(family: Family, schemas: Schemas, max_calls: int) -> AnswerParser:
-    """A parser of one answer, by a model that was offered tools with these parameters.
+    """A new parser for one answer of a model.
 
     - ``hermes``: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen3-Next, Granite 4, Falcon-H1)
     - ``qwen3-xml``: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``
       (Qwen3.5, Nemotron 3)
     - ``nemotron``: ``<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>`` (Nemotron Nano 2)
+
+    Args:
+        family: how the model writes calls.
+        schemas: of the tools' parameters, by the names of the tools.
+        max_calls: further calls are dropped.
     """
     match family:
         case "hermes":
@@ -63,15 +66,8 @@ def new_parser(family: Family, schemas: Schemas, max_calls: int) -> AnswerParser
             return MarkedCalls("<TOOLCALL>", "</TOOLCALL>", lambda: JsonCalls(schemas), max_calls)
 
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
-
-
-# A schema may hold what only looks like a reference where it quotes values.
-_QUOTING = frozenset({"const", "default", "enum", "examples"})
-
-
 class NamedCall:
-    """An answer that is the arguments of one tool."""
+    """``AnswerParser`` of an answer that consists of the arguments of one tool."""
 
     def __init__(self, name: str) -> None:
         self._opening: list[Event] = [CallBegin(name)]
@@ -85,7 +81,7 @@ class NamedCall:
 
 
 class RequiredCall:
-    """An answer that is ``{"name": ..., "arguments": {...}}``. Cut off before the arguments it is content."""
+    """``AnswerParser`` of ``{"name": ..., "arguments": {...}}``. Without arguments it is content."""
 
     def __init__(self) -> None:
         self._head = ""
@@ -112,16 +108,16 @@ class RequiredCall:
 
 
 def arguments_grammar(parameters: Mapping[str, Any]) -> GrammarSpec:
-    """Of the arguments of one tool."""
+    """The grammar of the arguments of one tool."""
     return _grammar(dict(parameters))
 
 
 def any_call_grammar(tools: Sequence[tuple[str, Mapping[str, Any]]]) -> GrammarSpec:
-    """Of a call of one of these tools, given by name and parameters."""
+    """The grammar of a call of any of these tools, given as pairs of name and parameters."""
     definitions: dict[str, Any] = {}
     calls = []
     for index, (name, parameters) in enumerate(tools):
-        own = {key: value for key, value in parameters.items() if key != "$schema"}  # is for a root alone
+        own = {key: value for key, value in parameters.items() if key != "$schema"}  # only allowed in a root
         definitions[f"{index}"] = _moved(own, index)
         for group in ("$defs", "definitions"):
             inner = parameters.get(group)
@@ -134,7 +130,7 @@ def any_call_grammar(tools: Sequence[tuple[str, Mapping[str, Any]]]) -> GrammarS
 
 
 def _moved(schema: Any, index: int) -> Any:
-    """A part of a tool's schema, less its definitions, with references to where they are now."""
+    """A part of a tool's schema without its definitions; references point to where these have been moved."""
     if isinstance(schema, list):
         return [_moved(one, index) for one in schema]
     if not isinstance(schema, dict):
@@ -168,9 +164,6 @@ def _grammar(schema: Mapping[str, Any]) -> GrammarSpec:
     return GrammarSpec(kind="json_schema", text=text)
 
 
-MAX_CALLS = 128  # of one answer
-
-
 ParserName = Literal["auto", "hermes", "qwen3-xml", "nemotron", "none"]
 
 
@@ -191,24 +184,31 @@ def plan_tools(
     template: str,
     parser: ParserName,
 ) -> ToolPlan:
-    """``template``: the checkpoint's chat template for tools. ``parser``: what ``--tool-call-parser`` says.
+    """Decide how the tools of a request are offered, forced and parsed.
+
+    Args:
+        tools: of the request.
+        choice: its ``tool_choice``.
+        parallel: whether an answer may have several calls.
+        template: the checkpoint's chat template for tools.
+        parser: the value of ``--tool-call-parser``.
 
     Raises:
-        ApiError: 400; the model has no way to choose, or the schemas cannot be made into a grammar.
+        ApiError: 400; the model cannot choose among tools, or the schemas cannot be made into a grammar.
     """
     if choice == "none":
         return ToolPlan()
-    told = [tool.for_template() for tool in tools] if "tools" in template else None
+    template_tools = [tool.for_template() for tool in tools] if "tools" in template else None
     if choice == "auto":
         family = _family(template, parser)
-        if told is None or family is None:
-            raise _cannot_choose(told is None)
+        if template_tools is None or family is None:
+            raise _cannot_choose(template_tools is None)
         _refuse_strict(tools)
         schemas = {tool.function.name: tool.function.schema_of_arguments for tool in tools}
         max_calls = MAX_CALLS if parallel else 1
-        return ToolPlan(told, None, lambda: new_parser(family, schemas, max_calls))
+        return ToolPlan(template_tools, None, lambda: new_parser(family, schemas, max_calls))
     try:
-        return _forced(tools, choice, told)
+        return _forced(tools, choice, template_tools)
     except PydanticCustomError as error:
         raise ApiError(400, f"tools: {error.message()}", param="tools", code=error.type) from None
 
@@ -220,19 +220,19 @@ def _family(template: str, parser: ParserName) -> Family | None:
 
 
 def _forced(
-    tools: Sequence[Tool], choice: Literal["required"] | NamedTool, told: list[dict[str, Any]] | None
+    tools: Sequence[Tool], choice: Literal["required"] | NamedTool, template_tools: list[dict[str, Any]] | None
 ) -> ToolPlan:
     if choice == "required":
         grammar = any_call_grammar([(tool.function.name, tool.function.schema_of_arguments) for tool in tools])
-        return ToolPlan(told, grammar, RequiredCall)
+        return ToolPlan(template_tools, grammar, RequiredCall)
     name = choice.function.name
     function = next(tool.function for tool in tools if tool.function.name == name)
     # OpenAI's answers end with "stop" where the request has named the function.
-    return ToolPlan(told, arguments_grammar(function.schema_of_arguments), lambda: NamedCall(name), "stop")
+    return ToolPlan(template_tools, arguments_grammar(function.schema_of_arguments), lambda: NamedCall(name), "stop")
 
 
-def _cannot_choose(template_knows_no_tools: bool) -> ApiError:
-    if template_knows_no_tools:
+def _cannot_choose(template_has_no_tools: bool) -> ApiError:
+    if template_has_no_tools:
         reason = "the model's chat template knows no tools"
     else:
         reason = "this server cannot read the model's tool calls (--tool-call-parser)"

@@ -1,4 +1,4 @@
-"""What clients say about tools, and which of them a model must or may call."""
+"""The fields of requests that define tools, choose among them, and repeat earlier calls."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from specmamba.server.http.fields import STRING, StrictModel
 from specmamba.server.tools.formats import read_json
 
 MAX_TOOLS = 128
-
-
-MAX_DEPTH = 64  # of JSON objects that templates and schemas are made of
-
+MAX_DEPTH = 64  # of JSON objects that are passed to templates and grammars
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def check_json(value: dict[str, Any]) -> dict[str, Any]:
-    """A JSON object that is neither too deep nor too large to be walked."""
+    """Check that a JSON object is neither too large nor nested too deeply."""
     try:
         text = json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
@@ -64,7 +61,7 @@ class FunctionDefinition(StrictModel):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """What the arguments must keep to; no arguments at all where ``parameters`` are left out."""
+        """The JSON schema of the arguments. Without ``parameters`` no arguments are allowed."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}
@@ -80,13 +77,13 @@ FunctionType = Annotated[Literal["function"], BeforeValidator(_only_functions)]
 
 
 class Tool(StrictModel):
-    """A tool of the client's."""
+    """A tool of the client."""
 
     type: FunctionType
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it; ``strict`` is nothing to the model."""
+        """The tool as chat templates read it, without ``strict``."""
         function = {"name": self.function.name, "description": self.function.description or ""}
         return {"type": "function", "function": {**function, "parameters": self.function.schema_of_arguments}}
 
@@ -130,14 +127,14 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), AfterValidator(_names
 
 
 class CalledFunction(StrictModel):
-    """What an earlier answer called."""
+    """The function and the arguments of an earlier call."""
 
     name: ToolName
     arguments: Annotated[str, Field(max_length=1 << 20, description="a JSON object, written out")]
 
 
 class EarlierCall(StrictModel):
-    """A tool call of an earlier answer, sent back as it came."""
+    """A tool call of an earlier answer, sent back unchanged."""
 
     id: Annotated[str, Field(min_length=1, max_length=256)]
     type: FunctionType
@@ -145,11 +142,11 @@ class EarlierCall(StrictModel):
     index: Annotated[int | None, Field(ge=0, description="changes nothing: streamed calls carry it")] = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: the arguments as an object."""
+        """The call as chat templates read it: the arguments are an object."""
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": self.read()}}
 
     def read(self) -> dict[str, Any]:
-        """The arguments. Raises ValueError when they are no JSON object."""
+        """The arguments, parsed. Raises ValueError when they are not a JSON object."""
         values = read_json(self.function.arguments or "{}")
         if not isinstance(values, dict):
             raise ValueError("no object")

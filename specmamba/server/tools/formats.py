@@ -1,13 +1,4 @@
-"""JSON that a model or a client has written: read without surprises, and written so that it can be sent.
-
-Where a JSON object or array ends, in a text that is still being written.
-
-Values of arguments that a model has written without quotes, typed by the tool's schema.
-
-Calls written as JSON: ``{"name": ..., "arguments": {...}}``, or an array of such objects.
-
-Calls written as ``<function=NAME><parameter=KEY>VALUE</parameter>...</function>``.
-"""
+"""Tool calls as models write them: JSON objects, or ``<function=NAME><parameter=KEY>VALUE</parameter></function>``."""
 
 from __future__ import annotations
 
@@ -18,9 +9,16 @@ from typing import Any
 
 from specmamba.server.tools.parsing import Body, WholeCall
 
+_MARKS = re.compile(r'["\\{}\[\]]')
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+MAX_SCHEMAS = 256  # subschemas that are searched for the type of one value
+FUNCTION, PARAMETER = "<function=", "<parameter="
+FUNCTION_END, PARAMETER_END = "</function>", "</parameter>"
+MAX_NAME = 256
+
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError for everything else, NaN and endless nesting included."""
+    """Parse JSON. Raises ValueError for anything else, also for NaN and for nesting that is too deep."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
@@ -28,11 +26,11 @@ def read_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """A JSON text that UTF-8 has bytes for."""
+    """Serialize to JSON that UTF-8 can encode."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
+    except UnicodeEncodeError:  # a lone surrogate, which must be escaped
         return json.dumps(value)
     return text
 
@@ -41,19 +39,19 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-_MARKS = re.compile(r'["\\{}\[\]]')
-
-
 class JsonScan:
-    """Counts brackets outside of strings. Whether what they enclose is JSON, a decoder finds out afterwards."""
+    """Finds the end of a JSON object or array in a text that is still generated.
+
+    Only brackets outside of strings are counted; whether the value is valid JSON is not checked.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
-        self._skip_next = False  # a backslash was the last character of the piece before
+        self._skip_next = False  # the last character of the previous piece was a backslash
 
     def push(self, text: str) -> int | None:
-        """The number of characters of this piece that belong to the value, or None while all do and it goes on.
+        """The number of characters of this piece that belong to the value; None when the value goes on after it.
 
         The first character of the first piece must be the opening bracket.
         """
@@ -76,14 +74,11 @@ class JsonScan:
         return None
 
 
-_PYTHON_WORDS = {"True": True, "False": False, "None": None}
-
-
-MAX_SCHEMAS = 256  # that are looked at for one value
-
-
 def typed_value(text: str, key: str, schema: Mapping[str, Any]) -> Any:
-    """What a parameter's text stands for: JSON where its schema wants no string, else the text itself."""
+    """The value of a parameter that a model has written without quotes.
+
+    It is parsed as JSON where the schema of the parameter does not allow a string, else it is the text itself.
+    """
     properties = schema.get("properties")
     types = allowed_types(properties.get(key) if isinstance(properties, dict) else None, schema)
     bare = text.strip()
@@ -98,7 +93,7 @@ def typed_value(text: str, key: str, schema: Mapping[str, Any]) -> Any:
 
 
 def allowed_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """The JSON types of what a schema allows; empty where it does not say. References are those of ``root``."""
+    """The JSON types that a schema allows; empty when it does not say. References are resolved in ``root``."""
     types: set[str] = set()
     seen: set[int] = set()
     waiting = [schema]
@@ -134,7 +129,7 @@ def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
 
 
 class JsonCalls:
-    """Reads one JSON value behind an opening mark. Calls of tools that nobody offered are no calls."""
+    """``BodyReader`` of one JSON value: a call, or an array of calls. Calls of unknown tools are not calls."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -162,7 +157,7 @@ class JsonCalls:
 
 
 def _calls(raw: str, names: Collection[str]) -> tuple[WholeCall, ...]:
-    """All calls of a value, or none when anything is wrong with one of them."""
+    """The calls of a JSON value; none when one of them is invalid."""
     try:
         value = read_json(raw)
         values = value if isinstance(value, list) else [value]
@@ -176,33 +171,25 @@ def _call(value: Any, names: Collection[str]) -> WholeCall:
     if not isinstance(name, str) or name not in names:
         raise ValueError("no call")
     arguments = value.get("arguments", {})
-    if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's own messages
+    if isinstance(arguments, str):  # a string that contains JSON, as in OpenAI's messages
         arguments = read_json(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("no arguments")
     return WholeCall(name, write_json(arguments))
 
 
-FUNCTION, PARAMETER = "<function=", "<parameter="
-
-
-FUNCTION_END, PARAMETER_END = "</function>", "</parameter>"
-
-
-MAX_NAME = 256
-
-
 class XmlCall:
-    """Reads one call behind an opening mark. ``schemas``: of the tools' parameters, by the names of the tools.
+    """``BodyReader`` of one call in XML notation.
 
-    Values are text as it stands, so the schema says what they are; a value goes to the first ``</parameter>``.
+    A value ends at the first ``</parameter>``. It is plain text, so that its type comes from the tool's schema.
     """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """``schemas``: of the tools' parameters, by the names of the tools."""
         self._schemas = schemas
-        self._raw: list[str] = []  # what has been understood
-        self._left = ""  # what has not
-        self._searched = 0  # characters of it that hold no end of a value
+        self._raw: list[str] = []  # parsed
+        self._left = ""  # not parsed yet
+        self._searched = 0  # characters of ``_left`` that were searched for the end of a value
         self._name: str | None = None
         self._key: str | None = None
         self._arguments: dict[str, Any] = {}
@@ -231,7 +218,7 @@ class XmlCall:
         return Body((), "".join(self._raw) + self._left, "")
 
     def _read_name(self, opening: str) -> str | None:
-        """What stands before the next ">"; empty when it is too far away, None when it may still come."""
+        """The name before the next ">"; empty when it is too long, None when it is incomplete."""
         at = self._left.find(">", len(opening), len(opening) + MAX_NAME)
         if at >= 0:
             return self._left[len(opening) : at]
@@ -250,7 +237,7 @@ class XmlCall:
             self._searched = max(0, len(self._left) - len(PARAMETER_END) + 1)
             return False
         assert self._name is not None
-        value = self._left[:at].removeprefix("\n").removesuffix("\n")  # the template puts it on lines of its own
+        value = self._left[:at].removeprefix("\n").removesuffix("\n")  # templates put the value on lines of its own
         self._arguments[key] = typed_value(value, key, self._schemas[self._name])
         self._key, self._searched = None, 0
         self._move(at + len(PARAMETER_END))

@@ -1,7 +1,4 @@
-"""What a parser makes of the text of an answer, piece by piece.
-
-Calls between two marks, amid text: the part that the formats of all families share.
-"""
+"""From the text of an answer, piece by piece, to content and tool calls."""
 
 from __future__ import annotations
 
@@ -9,24 +6,28 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+MAX_SPACE = (
+    256  # characters of white space around calls that are not content; they are held back until more text follows
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the reader."""
+    """Text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call of a tool begins."""
+    """The beginning of a tool call."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of the JSON text that the latest call hands to its tool."""
+    """The next piece of the newest call's arguments, which are JSON."""
 
     text: str
 
@@ -35,9 +36,9 @@ Event = Content | CallBegin | CallArguments
 
 
 class AnswerParser(Protocol):
-    """Reads one answer as it comes. However the text is cut into pieces, the events say the same in the end.
+    """Parses one answer while it is generated. The result does not depend on how the text is cut into pieces.
 
-    Nothing that a model writes is an error: what is no call is content.
+    No text is an error: what is not a valid call is content.
     """
 
     def push(self, text: str) -> list[Event]: ...
@@ -45,7 +46,7 @@ class AnswerParser(Protocol):
 
 
 class PlainText:
-    """An answer without tools: all of it is content."""
+    """``AnswerParser`` without tools: all text is content."""
 
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
@@ -56,7 +57,7 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class WholeCall:
-    """A call with all of its arguments, a JSON object written out."""
+    """A call with all of its arguments, a JSON object as text."""
 
     name: str
     arguments: str
@@ -64,14 +65,14 @@ class WholeCall:
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """All that the events of an answer say."""
+    """The content and the calls of a complete answer."""
 
     content: str
     calls: tuple[WholeCall, ...]
 
 
 def whole_answer(events: Iterable[Event]) -> WholeAnswer:
-    """Put the pieces together."""
+    """Collect the events of a complete answer."""
     content: list[str] = []
     calls: list[tuple[str, list[str]]] = []
     for event in events:
@@ -85,12 +86,9 @@ def whole_answer(events: Iterable[Event]) -> WholeAnswer:
     return WholeAnswer("".join(content), tuple(WholeCall(name, "".join(pieces)) for name, pieces in calls))
 
 
-MAX_SPACE = 256  # characters around calls that are no content; so much is held back until it is known what follows
-
-
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What came after an opening mark: ``raw`` was read, ``rest`` was not. Without calls it was not a body at all."""
+    """What followed an opening mark: ``raw`` was parsed, ``rest`` was not. Without calls, ``raw`` is content."""
 
     calls: tuple[WholeCall, ...]
     raw: str
@@ -98,9 +96,9 @@ class Body:
 
 
 class BodyReader(Protocol):
-    """Reads from behind an opening mark to the end of what is called there.
+    """Parses the calls behind an opening mark, up to their end.
 
-    Where it stops depends on the characters alone, not on how they were cut into pieces. ``finish`` leaves no rest.
+    The end depends on the characters only, not on how they are cut into pieces. ``finish`` returns no ``rest``.
     """
 
     def push(self, text: str) -> Body | None: ...
@@ -108,17 +106,17 @@ class BodyReader(Protocol):
 
 
 class MarkedCalls:
-    """Reads answers in which each call, or list of calls, stands between ``begin`` and ``end``.
+    """``AnswerParser`` of answers in which each call, or list of calls, stands between the marks ``begin`` and ``end``.
 
-    White space before a call, and all there is after it, is no content. A missing ``end`` is forgiven; anything else
-    that is wrong with a call makes it content, from the mark on. Calls beyond ``max_calls`` are left out.
+    White space around a call is not content. A missing ``end`` is accepted; a call with any other error becomes
+    content, including its opening mark. Calls beyond ``max_calls`` are dropped.
     """
 
     def __init__(self, begin: str, end: str, new_reader: Callable[[], BodyReader], max_calls: int) -> None:
         self._begin, self._end, self._new_reader, self._calls_left = begin, end, new_reader, max_calls
         self._reader: BodyReader | None = None
-        self._held = ""  # may be the beginning of a mark, with the white space before it
-        self._space = ""  # between content and the call that is being read
+        self._held = ""  # possible beginning of a mark, and the white space before it
+        self._space = ""  # between content and the call that is being parsed
         self._follows_call = self._has_content = self._end_may_come = False
 
     def push(self, text: str) -> list[Event]:
@@ -132,7 +130,7 @@ class MarkedCalls:
         if self._reader is not None:
             self._take(self._reader.finish(), events)
         elif not self._end_may_come and not (self._follows_call and self._held.isspace()):
-            self._say(self._held, events)
+            self._add_content(self._held, events)
         self._held = ""
         return events
 
@@ -149,7 +147,7 @@ class MarkedCalls:
                 events += [CallBegin(call.name), CallArguments(call.arguments)]
             self._calls_left = max(0, self._calls_left - len(body.calls))
         else:
-            self._say(self._space + self._begin + body.raw, events)
+            self._add_content(self._space + self._begin + body.raw, events)
         self._space = ""
         return body.rest
 
@@ -161,24 +159,24 @@ class MarkedCalls:
         if at >= 0:
             said = _content_of(text[:at])
             self._space = text[len(said) : at]
-            self._say(said, events)
+            self._add_content(said, events)
             self._reader = self._new_reader()
             self._end_may_come = False
             return text[at + len(self._begin) :]
         keep = len(text) - _partial(text, self._begin)
         said = _content_of(text[:keep]) if not self._end_may_come else ""
         self._held = text[len(said) :]
-        self._say(said, events)
+        self._add_content(said, events)
         return ""
 
     def _skip_end(self, text: str) -> str:
-        """The text behind the closing mark of the call before, if it comes; it is not known yet while it may."""
+        """Remove the closing mark of the previous call. While the mark is incomplete, ``_end_may_come`` stays set."""
         bare = text.lstrip()
         is_near = len(text) - len(bare) <= MAX_SPACE
         self._end_may_come = is_near and self._end.startswith(bare) and bare != self._end
         return bare.removeprefix(self._end) if is_near and bare.startswith(self._end) else text
 
-    def _say(self, text: str, events: list[Event]) -> None:
+    def _add_content(self, text: str, events: list[Event]) -> None:
         if self._follows_call and not self._has_content:
             text = text.lstrip()
         if text:
@@ -187,10 +185,10 @@ class MarkedCalls:
 
 
 def _content_of(text: str) -> str:
-    """Text without the white space at its end, if there is not too much of it."""
+    """Text without white space at its end, of which at most ``MAX_SPACE`` characters are removed."""
     return text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
 
 
 def _partial(text: str, mark: str) -> int:
-    """Length of the longest end of ``text`` that begins ``mark``."""
+    """Length of the longest suffix of ``text`` that is a prefix of ``mark``."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
