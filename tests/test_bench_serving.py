@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -439,7 +439,7 @@ def test_the_demo_served_for_the_benchmark(
     assert serving.main([*engine, *load, "--api-key", "secret", *out]) == 0
     (process,) = processes
     assert process.returncode == 0  # it has ended, and cleanly
-    assert not any("secret" in argument for argument in process.args)
+    assert not any("secret" in argument for argument in cast(list[str], process.args))
     report = json_of(tmp_path / "report.json")
     assert report["model"] == "specmamba-demo"
     assert report["server"]["dtype"] == "float32"

@@ -60,7 +60,7 @@ def test_langchain(demo: Served) -> None:
     text = completion.invoke("def main():")
     assert text == "".join(completion.stream("def main():"))
     assert text == demo.complete(prompt="def main():", max_tokens=12, temperature=0).json()["choices"][0]["text"]
-    chat = ChatOpenAI(max_tokens=24, **common)
+    chat = ChatOpenAI(**common | {"max_tokens": 24})
     message = chat.invoke("def main():")
     assert message.content == "".join(str(chunk.content) for chunk in chat.stream("def main():"))
     assert message.usage_metadata is not None
@@ -98,7 +98,7 @@ def run_lm_eval(url: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
     for name, task in TASKS.items():
-        common = {
+        common: dict[str, object] = {
             "task": name,
             "dataset_path": "json",
             "dataset_kwargs": {"data_files": {"test": str(data)}},
@@ -178,7 +178,7 @@ def test_answers_are_those_of_the_schema(short: Served, mode: GenerationMode) ->
 
         @EXAMPLES
         @given(case=operation.as_strategy(generation_mode=mode))
-        def call(case: schemathesis.Case) -> None:
+        def call(case: schemathesis.Case[Any]) -> None:
             case.call_and_validate(checks=CHECKS)
 
         call()

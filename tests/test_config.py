@@ -128,7 +128,7 @@ class TestFlags:
 
     def test_frozen(self) -> None:
         with pytest.raises(ValueError, match="frozen"):
-            serve().port = 1  # type: ignore[misc]
+            serve().port = 1
 
 
 class TestAliases:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -129,7 +130,7 @@ class TestGraphs:
             return x * 2
 
         for numbers in ([1, 2], [3], [4, 5, 6, 7]):
-            out = replay.run("step", step, lambda: columns.write({}), lambda n=numbers: columns.write({"x": n}))
+            out = replay.run("step", step, lambda: columns.write({}), partial(columns.write, {"x": numbers}))
             assert out.tolist() == [2 * n for n in numbers] + [0] * (4 - len(numbers))
         assert total.item() == 1 + 2 + 3 + 4 + 5 + 6 + 7
         assert list(replay.costs) == ["step"]

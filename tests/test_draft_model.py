@@ -504,7 +504,7 @@ class TestSettings:
         tree = tmp_path / "tree.json"
         tree.write_text(TreeFile(trees=(StaticTree(parents=(-1, 0, 0), ranks=(0, 0, 1)),)).model_dump_json(), "utf8")
         for flag, value in (("tree", tree), ("eagle_topk", 2)):
-            flags = {"speculative_num_steps": None, f"speculative_{flag}": value}
+            flags: dict[str, Any] = {"speculative_num_steps": None, f"speculative_{flag}": value}
             with pytest.raises(ConfigError, match=f"drafts chains: drop --speculative-{flag.replace('_', '-')}"):
                 new_llm(checkpoints, "other", speculative_algorithm="auto", **flags)
 

@@ -106,7 +106,7 @@ def test_more_children_than_tokens() -> None:
         plan_drafts(EngineConfig(**flags(num_steps=1, eagle_topk=20)), "mtp", 10)
 
 
-GOOD = {"parents": [-1, 0, 0, 1], "ranks": [0, 0, 1, 0]}
+GOOD: dict[str, Any] = {"parents": [-1, 0, 0, 1], "ranks": [0, 0, 1, 0]}
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def best_paths(head: FakeHead, root: int, num_steps: int, topk: int, num_nodes: 
     frontier: list[tuple[float, NodePath, int]] = [(0.0, (), root)]
     seen: list[tuple[float, NodePath]] = []
     for _ in range(num_steps):
-        children = []
+        children: list[Any] = []
         for value, path, state in frontier:
             logp = log_probs(head, state)
             likeliest = sorted(range(VOCABULARY), key=lambda t: -logp[t])[:topk]

@@ -607,7 +607,7 @@ def test_a_head_in_the_targets_place(heads: dict[str, Head]) -> None:
 
 def test_folders_that_are_none(target: Path, tmp_path: Path, heads: dict[str, Head]) -> None:
     flag = "--speculative-draft-model-path"
-    path = {"speculative_draft_model_path": str(tmp_path)}
+    path: dict[str, Any] = {"speculative_draft_model_path": str(tmp_path)}
     with pytest.raises(CheckpointError, match=f"^{flag}: {tmp_path} has neither model.safetensors nor"):
         new_llm(target, **path)
     with pytest.raises(CheckpointError, match=f"^{flag}: 'no/such/thing' is neither a folder nor a hub id"):

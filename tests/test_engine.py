@@ -45,9 +45,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def build(model: str | None = None, mtp: int = 3, **flags: Any) -> Engine:
     """An engine with ``mtp`` draft steps (0: plain decoding); the demo where no model is given."""
-    speculation = {"speculative_algorithm": "mtp", "speculative_num_steps": mtp}
+    speculation: dict[str, Any] = {"speculative_algorithm": "mtp", "speculative_num_steps": mtp}
     limits = {"context_length": 256} if model is None and "max_total_tokens" not in flags else {}
-    settings = limits | {"dtype": "float32", "device": "cpu", "max_running_requests": 8} | flags
+    settings: dict[str, Any] = limits | {"dtype": "float32", "device": "cpu", "max_running_requests": 8} | flags
     settings |= speculation if mtp else {"speculative_algorithm": "none"}
     return Engine(EngineConfig(model=model, **settings))
 
@@ -287,7 +287,7 @@ class TestPenalties:
         self, tiny: str, trees: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The penalised argmax of the raw logits, counted anew for every token, several tokens per step."""
-        checked = []
+        checked: list[Any] = []
 
         def checking(
             tree: DraftTree, logits: Tensor, batch: Batch, history: tuple[Tensor, Tensor] | None, **rule: Any

@@ -132,7 +132,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with LLM(model=str(folder / "target"), speculative_algorithm="none", disable_radix_cache=True, **MEMORY) as llm:
         texts = tuple(answer(llm, prompt).token_ids for prompt in PROMPTS)
     assert all(len(set(text)) > 4 for text in texts)  # a text that says one thing only proves little
-    return Family(folder / "target", module.HAS_MTP, *heads, folder / "draft", texts)
+    eagle, eagle3 = heads
+    return Family(folder / "target", module.HAS_MTP, eagle, eagle3, folder / "draft", texts)
 
 
 def answer(llm: LLM, prompt: list[int]) -> RequestOutput:

@@ -103,6 +103,7 @@ def test_calls_at_a_time(api_key: tuple[str, ...], stream: bool) -> None:
                     other = served.http.post("/v1/completions", json=GOOD, headers=bearer("b"))
                     assert other.status_code == 200
         wait_until(lambda: not limiter.num_open)  # the client hung up in the middle
+        body: dict[str, Any]
         for body in (GOOD, {"prompt": []}, GOOD | {"stream": stream}):
             status = served.http.post("/v1/completions", json=body, headers=own).status_code
             assert status == (400 if body == {"prompt": []} else 200)

@@ -121,7 +121,7 @@ def import_graph(root: Path) -> dict[str, set[str]]:
     for file in python_files(root):
         parts = [root.name, *file.relative_to(root).with_suffix("").parts]
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = (file, parts[:-1])
-    graph = {}
+    graph: dict[str, set[str]] = {}
     for name, (file, package) in modules.items():
         graph[name] = set()
         for _, imported in imported_modules(ast.parse(file.read_text("utf8"), str(file)), package):

@@ -233,7 +233,7 @@ class TestScarcity:
         assert 60_000 - made.total_bytes < SHAPE.state_bytes_per_slot
 
     @pytest.mark.parametrize("given", [{"max_total_tokens": 600}, {"max_mamba_cache_size": 30}], ids=str)
-    def test_a_size_that_is_given_leaves_the_rest_to_the_other(self, given: dict[str, int]) -> None:
+    def test_a_size_that_is_given_leaves_the_rest_to_the_other(self, given: dict[str, Any]) -> None:
         made = plan(150_000, max_running_requests=4, mamba_full_memory_ratio=5.0, **ANY_STATES, **given)
         assert (made.num_kv_tokens == 600) if "max_total_tokens" in given else (made.num_state_slots == 30)
         assert 150_000 - made.total_bytes < SHAPE.state_bytes_per_slot

@@ -34,7 +34,8 @@ def served() -> Iterator[Served]:
 @contextmanager
 def log_lines(formatter: logging.Formatter, level: int = logging.INFO) -> Iterator[list[str]]:
     """The lines that the package's logger writes meanwhile."""
-    stream, lines = io.StringIO(), []
+    lines: list[Any] = []
+    stream = io.StringIO()
     handler, logger = logging.StreamHandler(stream), logging.getLogger("specmamba")
     handler.setFormatter(formatter)
     before = logger.level
@@ -84,7 +85,7 @@ def test_calls_without_an_id_get_a_fresh_one(served: Served, path: str) -> None:
 
 @pytest.mark.parametrize("bad", ["", "x" * 129, "a b", 'a"b', "a;b", b"\xff\xfe", b"a\tb"])
 def test_an_id_that_is_not_plain_is_replaced(served: Served, bad: str | bytes) -> None:
-    response = served.http.get("/health", headers={ID: bad})  # type: ignore[dict-item]
+    response = served.http.get("/health", headers={ID: bad})  # type: ignore[arg-type]
     assert len(response.headers[ID]) == 32
 
 

@@ -22,7 +22,7 @@ from tests.fake_engine import Served, serving, wait_until
 from tests.test_events import WatchedEngine
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 EXECUTABLE = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
@@ -66,9 +66,18 @@ class Watch:
 
     def __init__(self, page: Page, url: str) -> None:
         self.wrongs: list[str] = []
-        page.on("console", lambda m: m.type == "error" and self.wrongs.append(f"console: {m.text}"))
+        self._url = url
+        page.on("console", self._note_message)
         page.on("pageerror", lambda error: self.wrongs.append(f"exception: {error}"))
-        page.on("request", lambda r: r.url.startswith(f"{url}/") or self.wrongs.append(f"outside: {r.url}"))
+        page.on("request", self._note_request)
+
+    def _note_message(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.wrongs.append(f"console: {message.text}")
+
+    def _note_request(self, request: Request) -> None:
+        if not request.url.startswith(f"{self._url}/"):
+            self.wrongs.append(f"outside: {request.url}")
 
 
 @pytest.fixture

@@ -181,7 +181,7 @@ def test_chat_stream(served: Served) -> None:
 
 def test_chat_takes_parts_and_earlier_answers(served: Served) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    earlier = {
+    earlier: dict[str, Any] = {
         "role": "assistant",
         "content": "x",
         "refusal": None,
@@ -347,7 +347,8 @@ def test_bodies_have_a_limit(announced: bool) -> None:
 
 def test_api_key() -> None:
     with serving(api_key="sécret") as served:
-        right = {"Authorization": "Bearer sécret".encode()}
+        right: Any = {"Authorization": "Bearer sécret".encode()}
+        headers: Any
         for headers in (
             {},
             {"Authorization": "Bearer nope"},

@@ -39,7 +39,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
             context_length=1024,
             page_size=page_size,
             mamba_radix_cache_strategy=strategy,
-            **({"mamba_track_interval": 8} if strategy == "extra_buffer" else {}),
+            mamba_track_interval=8 if strategy == "extra_buffer" else None,
         )
     )
 

@@ -188,7 +188,7 @@ class Bench:
         index = tuple(torch.tensor(x) for x in zip(*on_path, strict=True))
         for result in results.values():
             for got, want in zip(result, zip(*wanted, strict=True), strict=True):
-                torch.testing.assert_close(got[:, *index].double(), torch.cat(want, 1), **TOLERANCE)
+                torch.testing.assert_close(got[(slice(None), *index)].double(), torch.cat(want, 1), **TOLERANCE)
         for row in rows:
             for buffers in self.buffers.values():
                 assert buffers.position(row) == self.references[row].position

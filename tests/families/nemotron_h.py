@@ -99,15 +99,16 @@ class MTPHead(nn.Module):
 
     def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Embeddings of tokens and the hidden states before them, both [B, T, H] -> [B, T, H]."""
-        first = self.layers[0]
+        first: Any = self.layers[0]
+        last: Any = self.layers[-1]
         x = first.eh_proj(torch.cat([first.enorm(embedded), first.hnorm(hidden)], -1))
         for layer in self.layers:
             x = layer(x)
-        return self.layers[-1].final_layernorm(x)
+        return last.final_layernorm(x)
 
     def tensors(self) -> dict[str, Tensor]:
         """As published checkpoints store them: experts one by one."""
-        stored = {}
+        stored: dict[str, Tensor] = {}
         for name, tensor in self.state_dict().items():
             before, found, projection = f"mtp.{name}".partition(".experts.")
             if found:

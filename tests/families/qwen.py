@@ -76,6 +76,7 @@ class MTPHead(nn.Module):
 def lively(module: nn.Module, seed: int) -> Any:
     """Random weights; norms here multiply by 1 + w."""
     randomize(module, torch.Generator().manual_seed(seed))
+    part: Any
     for part in module.modules():
         if type(part).__name__.endswith("RMSNorm"):
             part.weight -= 1.0
@@ -117,7 +118,8 @@ def _split(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _fuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts in one tensor for each -> one for all."""
-    fused, experts = {}, {}
+    fused: dict[str, Tensor] = {}
+    experts: dict[str, Any] = {}
     for name, tensor in tensors.items():
         prefix, is_expert, rest = name.partition(".experts.")
         if is_expert:

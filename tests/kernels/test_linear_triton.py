@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-7, torch.float16: 2**-11}
 
 
 @pytest.fixture
-def ops(gpu_device: str):
+def ops(gpu_device: str) -> Any:
     from specmamba.kernels.linear import triton_ops
 
     return triton_ops
@@ -37,7 +39,7 @@ def assert_rounded(y: Tensor, x: Tensor, weight: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 70), (20, 128), (5, 300)])
-def test_any_size(n: int, k: int, dtype: torch.dtype, ops, gpu_device: str) -> None:
+def test_any_size(n: int, k: int, dtype: torch.dtype, ops: Any, gpu_device: str) -> None:
     """One row, one more than a tile is high, and as many as there may be."""
     weight = normal(n, k, seed=1, dtype=dtype)
     product = ops.TritonInt8Weight(weight.to(gpu_device))
@@ -49,7 +51,7 @@ def test_any_size(n: int, k: int, dtype: torch.dtype, ops, gpu_device: str) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_outputs", [12288, 151936])
 def test_every_tile(
-    num_outputs: int, dtype: torch.dtype, ops, gpu_device: str, monkeypatch: pytest.MonkeyPatch
+    num_outputs: int, dtype: torch.dtype, ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of wide weights too, on few outputs."""
     of_wide = tiles.int8_tile
@@ -61,7 +63,7 @@ def test_every_tile(
         assert_rounded(product(x.to(gpu_device)).cpu(), x, weight)
 
 
-def test_it_is_the_reference(ops, gpu_device: str) -> None:
+def test_it_is_the_reference(ops: Any, gpu_device: str) -> None:
     """Inputs that the reference's 16 bits hold exactly."""
     weight = normal(9, 40, seed=3)
     x = torch.randint(-100, 100, (3, 40), generator=torch.Generator().manual_seed(4)).float()
@@ -69,7 +71,7 @@ def test_it_is_the_reference(ops, gpu_device: str) -> None:
     torch.testing.assert_close(ops.TritonInt8Weight(weight.to(gpu_device))(x.to(gpu_device)).cpu(), want)
 
 
-def test_layouts_and_empty_batches(ops, gpu_device: str) -> None:
+def test_layouts_and_empty_batches(ops: Any, gpu_device: str) -> None:
     weight, x = normal(40, 24, seed=5).to(gpu_device), normal(4, 6, 24, seed=6).to(gpu_device)
     product = ops.TritonInt8Weight(weight)
     weight.fill_(float("nan"))  # it is not kept
@@ -83,7 +85,7 @@ def test_layouts_and_empty_batches(ops, gpu_device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype, ops, gpu_device: str) -> None:
+def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype, ops: Any, gpu_device: str) -> None:
     product, x = ops.TritonInt8Weight(normal(40, 24, seed=7).to(gpu_device)), normal(5, 24, seed=8, dtype=dtype)
     clean = product(x.to(gpu_device))
     x[2, 23] = float("nan")
@@ -94,7 +96,7 @@ def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype, ops, gpu_device:
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's, for 0 times infinity
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_no_number_stays_in_its_output(value: float, ops, gpu_device: str) -> None:
+def test_a_weight_that_is_no_number_stays_in_its_output(value: float, ops: Any, gpu_device: str) -> None:
     weight = normal(20, 24, seed=9)
     weight[7, 3] = value
     y = ops.TritonInt8Weight(weight.to(gpu_device))(normal(3, 24, seed=10).to(gpu_device))
@@ -102,13 +104,13 @@ def test_a_weight_that_is_no_number_stays_in_its_output(value: float, ops, gpu_d
     assert y[:, [n for n in range(20) if n != 7]].isfinite().all()
 
 
-def test_sums_of_float16_do_not_overflow(ops, gpu_device: str) -> None:
+def test_sums_of_float16_do_not_overflow(ops: Any, gpu_device: str) -> None:
     weight, x = torch.full((3, 64), 0.01).half(), torch.full((1, 64), 100.0).half()  # sum of x q: 812,800
     y = ops.TritonInt8Weight(weight.to(gpu_device))(x.to(gpu_device)).cpu()
     torch.testing.assert_close(y, torch.full((1, 3), 64.0).half(), rtol=2**-8, atol=0)
 
 
-def test_many_rows_and_other_types_are_pytorchs(ops, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_and_other_types_are_pytorchs(ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(20, 24, seed=11).to(gpu_device)
     product, of_torch = ops.TritonInt8Weight(weight), torch_ops.Int8Weight(weight)
     assert product.nbytes == 20 * 24 + 4 * 20
@@ -118,7 +120,7 @@ def test_many_rows_and_other_types_are_pytorchs(ops, gpu_device: str, monkeypatc
         assert torch.equal(product(x.to(gpu_device)), of_torch(x.to(gpu_device)))
 
 
-def test_inputs_that_do_not_fit_are_refused(ops, gpu_device: str) -> None:
+def test_inputs_that_do_not_fit_are_refused(ops: Any, gpu_device: str) -> None:
     product = ops.TritonInt8Weight(normal(20, 24, seed=14).to(gpu_device))
     for x in (torch.ones(2, 23), torch.tensor(1.0), torch.ones(2, 24, device="meta")):
         with pytest.raises(ValueError, match=r"an int8 weight \[20, 24\] on .* cannot multiply"):
@@ -126,7 +128,7 @@ def test_inputs_that_do_not_fit_are_refused(ops, gpu_device: str) -> None:
 
 
 @pytest.mark.usefixtures("launchable")
-def test_pack_chooses(ops, gpu_device: str) -> None:
+def test_pack_chooses(ops: Any, gpu_device: str) -> None:
     weight = normal(20, 24, seed=15).to(gpu_device)
     assert isinstance(linear.pack(weight, "int8"), ops.TritonInt8Weight)
     assert isinstance(linear.pack(weight), torch_ops.PlainWeight)
@@ -134,7 +136,7 @@ def test_pack_chooses(ops, gpu_device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_it_is_captured(ops) -> None:
+def test_it_is_captured(ops: Any) -> None:
     product, x = ops.TritonInt8Weight(normal(40, 24, seed=16).cuda()), normal(3, 24, seed=17).cuda()
     torch.use_deterministic_algorithms(False)  # as where graphs are captured for use
     product(x)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def random_experts(tokens: int, k: int, num_experts: int, seed: int) -> Tensor:
     return torch.stack([torch.randperm(num_experts, generator=generator)[:k] for _ in range(tokens)])
 
 
-def code():
+def code() -> Any:
     loaded = native_ops.code()
     assert loaded is not None
     return loaded
@@ -85,7 +86,7 @@ class TestDispatch:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("tokens", "k", "num_experts"), [(1, 1, 1), (1, 4, 9), (6, 3, 5), (17, 5, 5), (3, 2, 40)])
     def test_matches_reference(
-        self, tokens: int, k: int, num_experts: int, dtype: torch.dtype, dispatch_ops: object, threads: int
+        self, tokens: int, k: int, num_experts: int, dtype: torch.dtype, dispatch_ops: Any, threads: int
     ) -> None:
         x, experts = normal(tokens, 13, seed=1, dtype=dtype), random_experts(tokens, k, num_experts, seed=2)
         expected, groups = reference.dispatch(x, experts, num_experts)
@@ -98,7 +99,7 @@ class TestDispatch:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("tokens", "k", "width"), [(1, 1, 1), (5, 3, 17), (9, 10, 40)])
     def test_combine(
-        self, tokens: int, k: int, width: int, dtype: torch.dtype, dispatch_ops: object, threads: int
+        self, tokens: int, k: int, width: int, dtype: torch.dtype, dispatch_ops: Any, threads: int
     ) -> None:
         y, weights = normal(tokens * k, width, seed=3, dtype=dtype), normal(tokens, k, seed=4)
         _, groups = reference.dispatch(normal(tokens, 1, seed=1), random_experts(tokens, k, 12, seed=5), 12)
@@ -107,7 +108,7 @@ class TestDispatch:
         tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
         torch.testing.assert_close(got, reference.combine(y, groups, weights), rtol=tolerance, atol=1e-5)
 
-    def test_views_are_read_where_they_are(self, dispatch_ops: object) -> None:
+    def test_views_are_read_where_they_are(self, dispatch_ops: Any) -> None:
         x, experts = normal(6, 20, seed=6), random_experts(6, 4, 5, seed=7)
         want, groups = reference.dispatch(x[:, 3:14], experts[:, :2], 5)
         got, _ = dispatch_ops.dispatch(x[:, 3:14], experts[:, :2], 5)
@@ -116,7 +117,7 @@ class TestDispatch:
         got = dispatch_ops.combine(y[:, 3:14], groups, weights[:, :2])
         torch.testing.assert_close(got, reference.combine(y[:, 3:14], groups, weights[:, :2]))
 
-    def test_no_tokens(self, dispatch_ops: object) -> None:
+    def test_no_tokens(self, dispatch_ops: Any) -> None:
         empty = torch.zeros(0, 3, dtype=torch.int64)
         rows, groups = dispatch_ops.dispatch(normal(0, 8, seed=1), empty, 4)
         assert rows.shape == (0, 8)

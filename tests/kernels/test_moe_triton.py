@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from specmamba.kernels import moe
+from specmamba.kernels import linear, moe
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.moe import reference, tiles, torch_ops
 from specmamba.kernels.moe.operands import Groups
@@ -32,7 +33,7 @@ GROUPS = {  # pairs of each expert
 
 
 @pytest.fixture
-def ops(gpu_device: str):
+def ops(gpu_device: str) -> Any:
     from specmamba.kernels.moe import triton_ops
 
     return triton_ops
@@ -53,7 +54,7 @@ def grouped(counts: list[int], device: str) -> Groups:
     return Groups(torch.arange(sum(counts)).to(device), ends.to(device))
 
 
-def exact(x: Tensor, weight: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+def exact(x: Tensor, weight: Tensor, groups: Groups) -> tuple[Tensor, ...]:
     """The products in float64, and with all signs taken away: what rounding errors are measured by."""
     ends = groups.ends.long().cpu()
     of_row = weight.double()[torch.repeat_interleave(torch.arange(len(ends)), ends.diff(prepend=ends.new_zeros(1)))]
@@ -76,7 +77,7 @@ class TestDispatch:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("tokens", "k", "num_experts"), [(1, 1, 1), (1, 4, 9), (6, 3, 5), (17, 5, 5), (3, 2, 40)])
     def test_matches_reference(
-        self, tokens: int, k: int, num_experts: int, dtype: torch.dtype, ops, gpu_device: str
+        self, tokens: int, k: int, num_experts: int, dtype: torch.dtype, ops: Any, gpu_device: str
     ) -> None:
         x, experts = normal(tokens, 13, seed=1, dtype=dtype), random_experts(tokens, k, num_experts, seed=2)
         want, groups = reference.dispatch(x, experts, num_experts)
@@ -86,7 +87,9 @@ class TestDispatch:
         assert torch.equal(got.ends.cpu(), groups.ends)
         assert got.ends.dtype == torch.int32
 
-    def test_more_pairs_and_columns_than_a_block(self, ops, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_more_pairs_and_columns_than_a_block(
+        self, ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Sorted as a stable sort does: all but a few go to two of the experts, so that ties span blocks."""
         monkeypatch.setitem(tiles.DISPATCH_BLOCKS, "BLOCK_P", 16)
         tokens = 20
@@ -101,7 +104,7 @@ class TestDispatch:
         rows, _ = ops.dispatch(x.to(gpu_device), torch.tensor([[1], [0]]).to(gpu_device), 2)
         assert torch.equal(rows.cpu(), x.flip(0))
 
-    def test_views_are_read_where_they_are(self, ops, gpu_device: str) -> None:
+    def test_views_are_read_where_they_are(self, ops: Any, gpu_device: str) -> None:
         x, experts = normal(6, 20, seed=6).to(gpu_device), random_experts(6, 4, 5, seed=7).to(gpu_device)
         want, groups = reference.dispatch(x[:, 3:14].cpu(), experts[:, :2].cpu(), 5)
         for part in (x[:, 3:14], x[:, 3:14].T.contiguous().T):
@@ -111,7 +114,7 @@ class TestDispatch:
         got = ops.combine(y.to(gpu_device)[:, 3:14], there, weights.to(gpu_device)[:, :2]).cpu()
         torch.testing.assert_close(got, reference.combine(y[:, 3:14], groups, weights[:, :2]))
 
-    def test_no_tokens(self, ops, gpu_device: str) -> None:
+    def test_no_tokens(self, ops: Any, gpu_device: str) -> None:
         empty = torch.zeros(0, 3, dtype=torch.int64, device=gpu_device)
         rows, groups = ops.dispatch(torch.zeros(0, 8, device=gpu_device), empty, 4)
         assert rows.shape == (0, 8)
@@ -123,7 +126,9 @@ class TestDispatch:
 class TestCombine:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("tokens", "k", "width"), [(1, 1, 1), (5, 3, 17), (3, 10, 300), (66, 2, 5)])
-    def test_matches_reference(self, tokens: int, k: int, width: int, dtype: torch.dtype, ops, gpu_device: str) -> None:
+    def test_matches_reference(
+        self, tokens: int, k: int, width: int, dtype: torch.dtype, ops: Any, gpu_device: str
+    ) -> None:
         y, weights = normal(tokens * k, width, seed=3, dtype=dtype), normal(tokens, k, seed=4)
         places = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(5))
         groups = Groups(places.to(gpu_device), torch.tensor([tokens * k], dtype=torch.int32).to(gpu_device))
@@ -132,7 +137,7 @@ class TestCombine:
         by_token = y.double()[places].view(tokens, k, width) * weights.double()[..., None]
         assert_rounded(got, by_token.sum(1), by_token.abs().sum(1))
 
-    def test_what_is_no_number_stays_in_its_token(self, ops, gpu_device: str) -> None:
+    def test_what_is_no_number_stays_in_its_token(self, ops: Any, gpu_device: str) -> None:
         y, weights, experts = normal(12, 9, seed=1), normal(4, 3, seed=2), random_experts(4, 3, 5, seed=3)
         _, groups = reference.dispatch(normal(4, 1, seed=1), experts, 5)
         there = Groups(*(z.to(gpu_device) for z in groups))
@@ -146,7 +151,7 @@ class TestCombine:
 class TestProducts:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("counts", GROUPS.values(), ids=GROUPS.keys())
-    def test_any_groups(self, counts: list[int], dtype: torch.dtype, ops, gpu_device: str) -> None:
+    def test_any_groups(self, counts: list[int], dtype: torch.dtype, ops: Any, gpu_device: str) -> None:
         weight, groups = normal(len(counts), 35, 21, seed=1, dtype=dtype), grouped(counts, gpu_device)
         x = normal(sum(counts), 21, seed=2, dtype=dtype)
         for form, stands_for in ((ops.TritonExperts, weight), (ops.TritonInt8Experts, widened(weight))):
@@ -159,7 +164,7 @@ class TestProducts:
         pytest.mark.parametrize(("n", "k"), [(1, 1), (130, 7), (3, 300), (64, 128)]),
         pytest.mark.parametrize("is_tall", [False, True]),
     )
-    def test_any_size(self, is_tall: bool, n: int, k: int, dtype: torch.dtype, ops, gpu_device: str) -> None:
+    def test_any_size(self, is_tall: bool, n: int, k: int, dtype: torch.dtype, ops: Any, gpu_device: str) -> None:
         """Beyond a block of outputs and of inputs, odd and whole, in both heights of a tile."""
         counts = [50, 0, 30] if is_tall else [3, 0, 5]
         heights = {tiles.product_tile(dtype, sum(c), 3).rows for c in ([50, 0, 30], [3, 0, 5])}
@@ -170,7 +175,7 @@ class TestProducts:
             y = form(weight.to(gpu_device))(x.to(gpu_device), groups).cpu()
             assert_rounded(y, *exact(x, stands_for, groups))
 
-    def test_the_reference(self, ops, gpu_device: str) -> None:
+    def test_the_reference(self, ops: Any, gpu_device: str) -> None:
         weight, groups = normal(3, 5, 7, seed=5), grouped([2, 0, 3], gpu_device)
         x = normal(5, 7, seed=6)
         y = ops.TritonExperts(weight.to(gpu_device))(x.to(gpu_device), groups).cpu()
@@ -187,14 +192,14 @@ class TestProducts:
             assert needed <= tiles.num_row_blocks(num_pairs, num_experts, rows) <= num_experts + num_pairs // rows
 
     @pytest.mark.parametrize("form", ["TritonExperts", "TritonInt8Experts"])
-    def test_experts_without_tokens_are_not_read(self, form: str, ops, gpu_device: str) -> None:
+    def test_experts_without_tokens_are_not_read(self, form: str, ops: Any, gpu_device: str) -> None:
         weight, groups = normal(4, 20, 18, seed=7), grouped([0, 3, 0, 2], gpu_device)
         weight[[0, 2]] = float("nan")
         assert getattr(ops, form)(weight.to(gpu_device))(normal(5, 18, seed=8).to(gpu_device), groups).isfinite().all()
 
     @pytest.mark.parametrize("form", ["TritonExperts", "TritonInt8Experts"])
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_what_is_no_number_stays_in_its_row(self, dtype: torch.dtype, form: str, ops, gpu_device: str) -> None:
+    def test_what_is_no_number_stays_in_its_row(self, dtype: torch.dtype, form: str, ops: Any, gpu_device: str) -> None:
         weight, groups = normal(3, 40, 24, seed=9, dtype=dtype), grouped([4, 0, 6], gpu_device)
         x, product = normal(10, 24, seed=10, dtype=dtype).to(gpu_device), getattr(ops, form)(weight.to(gpu_device))
         clean = product(x, groups)
@@ -205,7 +210,7 @@ class TestProducts:
         assert torch.equal(y[others], clean[others])
 
     @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's, for 0 times infinity
-    def test_a_weight_that_is_no_number_stays_in_its_output(self, ops, gpu_device: str) -> None:
+    def test_a_weight_that_is_no_number_stays_in_its_output(self, ops: Any, gpu_device: str) -> None:
         weight, groups = normal(3, 20, 18, seed=11), grouped([2, 1, 3], gpu_device)
         weight[1, 7, 3] = float("inf")
         y = ops.TritonInt8Experts(weight.to(gpu_device))(normal(6, 18, seed=12).to(gpu_device), groups).cpu()
@@ -213,13 +218,13 @@ class TestProducts:
         is_spoilt[2, 7] = True
         assert torch.equal(y.isnan(), is_spoilt)
 
-    def test_sums_of_float16_do_not_overflow(self, ops, gpu_device: str) -> None:
+    def test_sums_of_float16_do_not_overflow(self, ops: Any, gpu_device: str) -> None:
         weight, groups = torch.full((1, 3, 64), 0.01).half(), grouped([1], gpu_device)  # sum of x q: 812,800
         y = ops.TritonInt8Experts(weight.to(gpu_device))(torch.full((1, 64), 100.0).half().to(gpu_device), groups)
         torch.testing.assert_close(y.cpu(), torch.full((1, 3), 64.0).half(), rtol=2**-8, atol=0)
 
     @pytest.mark.parametrize("form", ["TritonExperts", "TritonInt8Experts"])
-    def test_strided_inputs(self, form: str, ops, gpu_device: str) -> None:
+    def test_strided_inputs(self, form: str, ops: Any, gpu_device: str) -> None:
         weight, groups, x = normal(2, 20, 18, seed=13), grouped([2, 3], gpu_device), normal(5, 18, seed=14)
         product = getattr(ops, form)(weight.to(gpu_device))
         want = product(x.to(gpu_device), groups)
@@ -228,7 +233,7 @@ class TestProducts:
         turned = getattr(ops, form)(weight.transpose(1, 2).contiguous().to(gpu_device).transpose(1, 2))
         assert torch.equal(turned(x.to(gpu_device), groups), want)
 
-    def test_inputs_that_do_not_fit_are_refused(self, ops, gpu_device: str) -> None:
+    def test_inputs_that_do_not_fit_are_refused(self, ops: Any, gpu_device: str) -> None:
         weight, groups = normal(2, 20, 18, seed=13).to(gpu_device), grouped([2, 3], gpu_device)
         x = normal(5, 18, seed=14).to(gpu_device)
         for product in (ops.TritonExperts(weight), ops.TritonInt8Experts(weight)):
@@ -246,7 +251,7 @@ class TestWhoTakesWhat:
         pass
 
     @pytest.mark.parametrize("form", ["plain", "int8"])
-    def test_a_whole_layer(self, form: moe.WeightForm, ops, gpu_device: str) -> None:
+    def test_a_whole_layer(self, form: linear.WeightForm, ops: Any, gpu_device: str) -> None:
         x, experts, weights = normal(7, 18, seed=1), random_experts(7, 2, 4, seed=2), normal(7, 2, seed=3)
         weight = normal(4, 20, 18, seed=4)
         product = moe.pack(weight.to(gpu_device), form)
@@ -277,7 +282,7 @@ class TestWhoTakesWhat:
             assert tiles.takes_grouped_mm(weight, 2 * tiles.MANY_ROWS) == is_there
             assert not tiles.takes_grouped_mm(weight, 2 * tiles.MANY_ROWS - 1)
 
-    def test_the_grouped_product_agrees(self, ops, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_grouped_product_agrees(self, ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         weight, groups = normal(3, 16, 24, seed=1, dtype=torch.bfloat16), grouped([3, 0, 4], gpu_device)
         x, product = normal(7, 24, seed=2, dtype=torch.bfloat16), ops.TritonExperts(weight.to(gpu_device))
         monkeypatch.setattr(tiles, "takes_grouped_mm", lambda weight, num_pairs: True)
@@ -314,7 +319,7 @@ class TestNothingAsksTheDevice:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("form", ["plain", "int8"])
-    def test_a_layer_is_captured(self, form: moe.WeightForm, ops) -> None:
+    def test_a_layer_is_captured(self, form: linear.WeightForm, ops: Any) -> None:
         product = moe.pack(normal(8, 32, 32, seed=1, dtype=torch.bfloat16).cuda(), form)
         router, x = moe.pack_router(normal(8, 32, seed=3).cuda()), normal(5, 32, seed=2, dtype=torch.bfloat16).cuda()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -144,7 +145,7 @@ def test_sibling_rank() -> None:
 # --- exact distributions: the rule is a black box, and its probabilities are found by bisection over its uniforms
 
 
-def star(p: Tensor, q: Tensor | None, tokens: Tensor) -> tuple[Tensor, ...]:
+def star(p: Tensor, q: Tensor | None, tokens: Tensor) -> tuple[Any, ...]:
     """Arguments of a rule for stars: tokens [B, k] behind one root -> probs, tokens, parents, draft_probs."""
     batch, k = tokens.shape
     parents = torch.tensor([-1] + [0] * k).expand(batch, -1)
