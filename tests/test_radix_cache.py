@@ -865,9 +865,9 @@ class TestCheck:
         ("damage", "message"),
         [
             ("node.start += 1", "has another length than its tokens|does not start where"),
-            ("node.key[0] += 1", "is filed under token"),
+            ("node.key[0] += 1", "is stored under token"),
             ("node.parent = cache.root(None)", "is a child of"),
-            ("node.kv_locks += 1", "has 0 locks; 0 . 1 are due"),
+            ("node.kv_locks += 1", "has 0 locks, and 1 are expected"),
             ("node.users = node.state_locks = -1", "locks"),
             ("node.state_slot = None", "leaf without state|state"),
             ("node.parent.state_slot = node.state_slot", "two nodes have one state slot|state"),

@@ -1,4 +1,4 @@
-"""The prefix cache of hybrid models: KV that is shared at any length, and states to go on from, which cannot rewind."""
+"""The prefix cache of hybrid models: KV can be shared at any length, recurrent states only where one was stored."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ MAX_SALTS_ASKED = 32
 
 
 class MambaRadixCache:
-    """Texts that were run, as a tree of tokens: every node has KV pages, some have the recurrent state at their end.
+    """Texts that were run, as a radix tree of tokens: every node has KV, some have the recurrent state at their end.
 
     The rules:
 
-    - A text can go on from the deepest node with a state on its path; all KV up to there is shared. Edges end anywhere,
-      pages or not: two nodes that meet inside a page both hold it.
-    - Splitting an edge leaves the state below, where it stands, and a *tombstone* above: KV without a state.
-    - KV is locked from a node to the root. A state is locked by itself; such a lock holds the node's KV too, as a state
-      without it is worth nothing.
-    - KV is evicted leaf by leaf, with the state and with the tombstones above that have no other child. States are
-      evicted from any node, which becomes a tombstone, or goes if it is a leaf that nobody locks.
+    - A text can continue from the deepest node with a state on its path; it shares all KV up to there. Edges may end
+      inside a page: then the nodes on both sides hold that page.
+    - Splitting an edge leaves the state at the lower node; the new upper node is a *tombstone*: KV without a state.
+    - A KV lock covers all nodes from the locked one to the root. A state is locked separately; such a lock includes a
+      KV lock, because a state is useless without the KV before it.
+    - KV is evicted leaf by leaf, with the leaf's state and with the tombstones above it that have no other child. A
+      state can be evicted from any node, which becomes a tombstone, or is removed if it is an unlocked leaf.
     - Salts share nothing: each has its own root.
 
-    The cache allocates nothing; it holds pages and takes states that others have allocated, and lets go of them.
+    The cache allocates nothing. It holds pages and takes over states that its callers have allocated, and frees them.
     """
 
     def __init__(
@@ -59,22 +59,22 @@ class MambaRadixCache:
 
     @property
     def num_evictable_states(self) -> int:
-        """States that nobody locks."""
+        """Number of unlocked states."""
         return len(self._recency.states)
 
     @property
     def stats(self) -> CacheStats:
-        """What is there, and what has happened since the start."""
+        """Sizes now, and counts since the start."""
         return self._counters.stats(self._tree)
 
     def root(self, extra_key: str | None) -> Node:
-        """Where the texts of a salt begin. A root that is neither locked nor used can be forgotten after a while."""
+        """Return the root of a salt. A root without children and locks may be dropped by later calls."""
         return self._tree.root(extra_key)
 
     def match(self, tokens: Tokens, extra_key: str | None = None) -> Match:
-        """The longest beginning of ``tokens`` [n] int64 that ends in a state; its KV and that state are recent now.
+        """Find the longest prefix of ``tokens`` [n] int64 that ends in a state, and mark its KV and that state as used.
 
-        Nothing is locked: whoever wants to keep what was matched locks ``node`` before anything can be evicted.
+        Nothing is locked: a caller that needs the match must lock ``node`` before the next eviction.
         """
         way = follow(self._tree.root(extra_key), tokens)
         node = way.deepest_state
@@ -84,7 +84,7 @@ class MambaRadixCache:
         return Match(node, slots_between(way.start, node), way.end, self._why_no_longer(way, node, tokens))
 
     def peek(self, tokens: Tokens, extra_key: str | None = None) -> tuple[int, int]:
-        """(length, kv_length) of a match of ``tokens`` [n] int64; changes nothing."""
+        """Return (length, kv_length) of a match of ``tokens`` [n] int64 without marking anything as used."""
         root = self._tree.roots.get(extra_key)
         if root is None:
             return 0, 0
@@ -96,16 +96,18 @@ class MambaRadixCache:
 
         Args:
             start: a root, or a node that the caller has locked.
-            tokens: [n] int64, those of positions start.end..start.end+n-1; none: only a state is left, on ``start``.
-            slots: [n] int64, where their KV lies, in pages that the caller holds. Where the tree has the tokens
-                already it keeps its own slots, and the caller may let go of these.
-            state_slot: the prefix cache's (by ``StatePool.fork`` or ``donate``), standing at start.end + n. None: the
-                caller is going to lock the node, which nobody could go on from otherwise.
+            tokens: [n] int64, at positions start.end..start.end+n-1; n may be 0 to store only a state, at ``start``.
+            slots: [n] int64, token slots of their KV, in pages that the caller holds. For tokens that the tree has
+                already it keeps its own slots, and the caller may release these.
+            state_slot: a slot that the prefix cache owns (by ``StatePool.fork`` or ``donate``), with the state after
+                start.end + n tokens. None: the caller must lock the node, as unlocked leaves without a state are
+                removed.
 
         Raises:
             ValueError: tokens and slots differ in number, or a state is offered to a root.
-            StateOwnershipError: the slot is not the prefix cache's, stands elsewhere or is another node's.
-            RuntimeError: ``start`` was evicted, or a page of ``slots`` is free. Nothing has changed.
+            StateOwnershipError: the prefix cache does not own the slot, it has another position, or another node has
+                it.
+            RuntimeError: ``start`` was evicted, or a page of ``slots`` is free. Nothing was changed.
         """
         self._check_insertion(start, tokens, slots, state_slot)
         way = follow(start, tokens)
@@ -125,22 +127,22 @@ class MambaRadixCache:
         return Insertion(node, slots_between(start, node), takes_state)
 
     def lock(self, node: Node) -> None:
-        """Keep the KV of a node and of all above it. Raises RuntimeError: the node was evicted."""
+        """Lock the KV of a node and of all nodes above it. Raises RuntimeError: the node was evicted."""
         self._tree.check_attached(node)
         self._tree.lock(node)
 
     def unlock(self, node: Node) -> None:
-        """Undo a ``lock``; a leaf without a state goes when nobody locks it any more. Raises RuntimeError: no lock."""
+        """Undo a ``lock``; an unlocked leaf without a state is removed. Raises RuntimeError: there is no lock."""
         self._check_locked(node)
         self._tree.unlock(node)
         if node.is_useless:
             self._remove_branch(node)
 
     def move_lock(self, node: Node, below: Node) -> None:
-        """As ``lock(below)`` and ``unlock(node)``, for a node at or below ``node``: O(nodes between), not O(depth).
+        """Do ``lock(below)`` and ``unlock(node)``, for a node at or below ``node``, in O(nodes between), not O(depth).
 
         Raises:
-            RuntimeError: ``node`` has no lock, or ``below`` is not below it. Nothing has changed.
+            RuntimeError: ``node`` has no lock, or ``below`` is not below it. Nothing was changed.
         """
         self._check_locked(node)
         if all(each is not node for each in below.path()):
@@ -149,7 +151,7 @@ class MambaRadixCache:
         node.users -= 1
 
     def lock_state(self, node: Node) -> None:
-        """Keep a node's state, and with it its KV. Raises RuntimeError: it has none, or was evicted."""
+        """Lock a node's state and its KV. Raises RuntimeError: it has no state, or was evicted."""
         if node.state_slot is None:
             raise RuntimeError(f"{node} has no state to lock")
         self.lock(node)
@@ -157,7 +159,7 @@ class MambaRadixCache:
         self._recency.states.pop(node, None)
 
     def unlock_state(self, node: Node) -> None:
-        """Undo a ``lock_state``. Raises RuntimeError: no lock."""
+        """Undo a ``lock_state``. Raises RuntimeError: there is no lock."""
         if not node.state_locks:
             raise RuntimeError(f"the state of {node} was unlocked more often than it was locked")
         node.state_locks -= 1
@@ -166,10 +168,10 @@ class MambaRadixCache:
         self.unlock(node)
 
     def give_state(self, node: Node) -> int:
-        """Give the state of a node, whose KV is locked, away: the node is a tombstone, the slot the caller's to take.
+        """Detach the state of a node whose KV is locked, and return its slot for the caller to take over.
 
         Raises:
-            RuntimeError: it has none, its state is locked, or its KV is not.
+            RuntimeError: the node has no state, its state is locked, or its KV is not locked.
         """
         if node.state_slot is None or node.state_locks or not node.kv_locks:
             raise RuntimeError(f"{node} cannot give its state away: it has none, or the locks do not allow it")
@@ -178,7 +180,7 @@ class MambaRadixCache:
         return self._tree.give_state(node)
 
     def evict_pages(self, count: int) -> bool:
-        """Make ``count`` pages free, by evicting leaves; False, and nothing is evicted, where that is out of reach."""
+        """Evict leaves until ``count`` pages are free. Returns False and evicts nothing if that is impossible."""
         if self._allocator.num_available < count:
             return False
         if self._allocator.num_free < count:
@@ -189,7 +191,7 @@ class MambaRadixCache:
         return self._allocator.num_free >= count
 
     def evict_states(self, count: int) -> bool:
-        """Make ``count`` state slots free; False, and nothing is evicted, where that is out of reach."""
+        """Evict states until ``count`` slots are free. Returns False and evicts nothing if that is impossible."""
         missing = count - self._states.num_free
         if missing > self.num_evictable_states:
             return False
@@ -203,7 +205,7 @@ class MambaRadixCache:
         return True
 
     def reset(self) -> int:
-        """Drop everything that nobody locks, as if it had never been there; the number of tokens dropped."""
+        """Drop everything that is not locked and all memory of evictions; return the number of tokens dropped."""
         num_tokens = self._tree.num_tokens
         for node in list(self._recency.states):
             self._tree.drop_state(node)
@@ -215,34 +217,34 @@ class MambaRadixCache:
         return num_tokens - self._tree.num_tokens
 
     def count_request(self, num_tokens: int, match: Match) -> None:
-        """Add a request that was admitted, with this many tokens and this match, to the statistics."""
+        """Count an admitted request with this many tokens and this match in the statistics."""
         self._counters.count_request(num_tokens, match)
 
     def check(self, row_pages: dict[int, int] | None = None) -> None:
-        """Verify every link, count, lock, list, page and slot stamp.
+        """Check every link, count, lock, list, page and slot stamp.
 
         Args:
-            row_pages: how many rows hold (and pin) each page; None: not known, and pages are checked less strictly.
+            row_pages: how many rows hold (and pin) each page; None: unknown, and pages are checked less strictly.
 
         Raises:
-            RuntimeError: naming what is wrong.
+            RuntimeError: an invariant is violated; the message names it.
         """
         check_tree(self._tree, row_pages)
 
     def render_text(self, max_nodes: int = 200) -> str:
-        """The tree for people, the most recent branches first."""
+        """Render the tree as text, the most recent branches first."""
         return render_tree(self._tree, max_nodes)
 
     def outline(self, max_nodes: int = 200) -> Outline:
-        """The tree for pictures, the most recent branches first."""
+        """Return the shape of the tree for drawing, the most recent branches first."""
         return outline(self._tree, max_nodes)
 
     def summary(self) -> dict[str, object]:
-        """Statistics and sizes, ready for JSON."""
+        """Return policy, statistics and sizes, ready for JSON."""
         return {"policy": self.policy, **summarize(self._tree, self.stats)}
 
     def _remove_branch(self, node: Node) -> None:
-        """Evict a leaf, and what above it is of no use without it."""
+        """Evict a leaf and the tombstones above it that only lead to it."""
         while True:
             self._counters.evicted_tokens += len(node.key)
             self._counters.evicted_states += node.state_slot is not None
@@ -265,7 +267,7 @@ class MambaRadixCache:
         self._tree.check_state(state_slot, start.end + len(tokens))
 
     def _why_no_longer(self, way: Way, node: Node, tokens: Tokens) -> MissReason | None:
-        """Why a match ends at ``node``."""
+        """Return why a match ends at ``node``; None: it covers the whole text."""
         if node.end == len(tokens):
             return None
         lost = any(each.lost_state for each in way.nodes if each.end > node.end)
@@ -276,6 +278,6 @@ class MambaRadixCache:
         return "never_stored"
 
     def _another_salt_has(self, tokens: Tokens, root: Node) -> bool:
-        """Whether ``tokens`` would have matched with another salt: the newest ones are asked."""
+        """Whether ``tokens`` would match under one of the newest other salts."""
         newest = islice(reversed(self._tree.roots.values()), MAX_SALTS_ASKED)
         return any(follow(other, tokens).deepest_state is not other for other in newest if other is not root)

@@ -1,4 +1,4 @@
-"""What the prefix cache gives up first: recency lists, and the two policies that order them."""
+"""The order of eviction from the prefix cache: lists by recency, and the policies LRU and compute saved per byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALPHA = 1.0  # weight of compute saved per byte against recency, both between 0 
 
 
 class Recency:
-    """The nodes that nobody locks, and the states that nobody locks, each from the least recently used on.
+    """The unlocked nodes and the unlocked states, each ordered from the least recently used on.
 
     A node is always less recent than its parent, so the first of ``nodes`` is a leaf.
     """
@@ -31,25 +31,25 @@ class Recency:
         self.clock = 0
 
     def add(self, node: Node) -> None:
-        """``node``, which nobody locks any more, is the most recent one now."""
+        """Add a node whose last lock was released, as the most recent one."""
         self._stamp(node)
         self.nodes[node] = None
 
     def add_state(self, node: Node) -> None:
-        """The state of ``node``, which nobody locks any more, is the most recent one now."""
+        """Add the state of ``node``, which is not locked (any more), as the most recent one."""
         self.states[node] = None
         self.touch_state(node)
 
     def touch(self, node: Node) -> None:
-        """``node`` and all above it were used; parents end up more recent than their children."""
+        """Mark ``node`` and all nodes above it as used; parents become more recent than their children."""
         for each in node.path():
-            if each not in self.nodes:  # locked, as all above it then are, or a root
+            if each not in self.nodes:  # a root, or locked; then all nodes above it are locked too
                 break
             self._stamp(each)
             self.nodes.move_to_end(each)
 
     def touch_state(self, node: Node) -> None:
-        """The state of ``node`` was used."""
+        """Mark the state of ``node`` as used."""
         self.clock += 1
         node.state_access = self.clock
         if node in self.states:
@@ -62,24 +62,24 @@ class Recency:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a model's prefixes cost to keep and to compute again."""
+    """What the prefixes of a model cost in memory, and in compute to run them again."""
 
     state_bytes: int
     kv_bytes_per_token: int
     flops_per_token: float
-    flops_per_token_squared: float  # of attention, which looks at all tokens before
+    flops_per_token_squared: float  # of attention, whose work per token grows with the number of tokens before it
 
     def flops(self, start: int, end: int) -> float:
-        """To compute positions start..end-1 from a state at ``start``."""
+        """FLOPs to compute positions start..end-1 from a state at ``start``."""
         return self.flops_per_token * (end - start) + self.flops_per_token_squared * (end**2 - start**2) / 2
 
     def efficiency(self, node: Node, frees_kv: bool) -> float:
-        """Compute that the state of ``node`` saves, over the nearest state above it, per byte that evicting it frees.
+        """FLOPs that the state of ``node`` saves over the nearest state above it, per byte that evicting it frees.
 
         Args:
-            node: with a state.
-            frees_kv: it goes as a leaf, with its KV and the tombstones that are of no use without it, and not its state
-                alone.
+            node: has a state.
+            frees_kv: the node is evicted as a leaf: with its state, its KV and the tombstones that only lead to it.
+                False: its state alone is evicted.
         """
         num_tokens = node.end - _kept_above(node).end if frees_kv else 0
         flops = self.flops(_state_above(node).end, node.end)
@@ -87,19 +87,19 @@ class Costs:
 
 
 class EvictionPolicy(Protocol):
-    """In which order things are evicted. What was yielded is evicted before the next is asked for."""
+    """The order of eviction. The caller evicts each node that was yielded before it asks for the next one."""
 
     def leaves(self, recency: Recency) -> Iterator[Node]:
-        """Leaves that nobody locks, until there are none; a parent laid bare by an eviction is one too."""
+        """Iterate over unlocked leaves until there are none; parents become leaves when their last child goes."""
         ...
 
     def states(self, recency: Recency) -> Iterator[Node]:
-        """Nodes with a state that nobody locks, until there are none."""
+        """Iterate over nodes with an unlocked state until there are none."""
         ...
 
 
 class LruPolicy:
-    """The least recently used first."""
+    """Evict the least recently used first."""
 
     def leaves(self, recency: Recency) -> Iterator[Node]:
         while recency.nodes:
@@ -111,11 +111,11 @@ class LruPolicy:
 
 
 class FlopsPolicy:
-    """The lowest of recency + ALPHA * compute saved per byte first, both scaled to 0..1 over the candidates.
+    """Evict the lowest recency + ALPHA * compute saved per byte first, both scaled to 0..1 over the candidates.
 
     After Marconi ("Prefix Caching for the Era of Hybrid LLMs", MLSys 2025, section 4.2), where only nodes with at most
     one child can be evicted; here the state of any node can. The candidates are the MAX_CANDIDATES least recently used,
-    so that the work per eviction is bounded; they are judged once, as they were when the first of them was asked for.
+    so that the work per eviction is bounded. They are scored once, when the first of them is asked for.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -123,13 +123,13 @@ class FlopsPolicy:
 
     def leaves(self, recency: Recency) -> Iterator[Node]:
         while recency.nodes:
-            # A leaf that nobody locks has a state; so these are the leaves, and above them what will be leaves.
+            # Unlocked leaves always have a state, so these candidates are the leaves and nodes that may become leaves.
             with_state = (node for node in recency.nodes if node.state_slot is not None)
             nodes = list(islice(with_state, MAX_CANDIDATES))
-            values = [self._costs.efficiency(node, frees_kv=True) for node in nodes]  # none goes before it is a leaf
+            values = [self._costs.efficiency(node, frees_kv=True) for node in nodes]  # each is a leaf when evicted
             order = [nodes[i] for i in _order(values, [node.last_access for node in nodes])]
             rank = {node: r for r, node in enumerate(order)}
-            leaves = [r for r, node in enumerate(order) if not node.children]  # ascending, and so a heap
+            leaves = [r for r, node in enumerate(order) if not node.children]  # ascending, which is a valid heap
             while leaves:
                 node = order[heapq.heappop(leaves)]
                 above = _state_above(node)
@@ -145,33 +145,33 @@ class FlopsPolicy:
 
 
 def make_policy(name: PolicyName, costs: Costs) -> EvictionPolicy:
-    """The policy of ``--cache-eviction``."""
+    """Return the policy that ``--cache-eviction`` names."""
     return LruPolicy() if name == "lru" else FlopsPolicy(costs)
 
 
 def _order(efficiency: Sequence[float], access: Sequence[int]) -> list[int]:
-    """Indices of the candidates [n >= 1], from the one to evict first on."""
+    """Return the indices of the candidates [n >= 1] in the order of eviction."""
     scores = _scaled(np.array(access, dtype=np.float64)) + ALPHA * _scaled(np.array(efficiency, dtype=np.float64))
     return cast(list[int], scores.argsort(kind="stable").tolist())
 
 
 def _scaled(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """From 0 (the lowest) to 1 (the highest) of at least one value; 0 where all are alike."""
+    """Scale values [n >= 1] linearly to 0 (the lowest) ... 1 (the highest); all 0 where they are equal."""
     span = values.max() - values.min()
     return (values - values.min()) / span if span > 0 else np.zeros_like(values)
 
 
 def _state_above(node: Node) -> Node:
-    """The nearest node above ``node`` that has a state; the root where there is none."""
+    """Return the nearest node above ``node`` that has a state, or the root."""
     return next(above for above in _above(node) if above.state_slot is not None or above.parent is None)
 
 
 def _kept_above(node: Node) -> Node:
-    """The nearest node above ``node`` that keeps its KV when ``node`` and all below it are evicted."""
+    """Return the nearest node above ``node`` that keeps its KV when ``node`` and all nodes below it are evicted."""
     above = _state_above(node)
     return next((each for each in _above(node) if each is above or len(each.children) > 1 or each.kv_locks), above)
 
 
 def _above(node: Node) -> Iterator[Node]:
-    """The nodes above ``node``, from its parent to the root."""
+    """Iterate over the nodes above ``node``, from its parent to the root."""
     return islice(node.path(), 1, None)

@@ -1,4 +1,4 @@
-"""The prefix cache from outside: its statistics, its tree as text and as an outline, and a check of its invariants."""
+"""Views of the prefix cache: its statistics, its tree as text and as an outline, and a check of its invariants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specmamba.cache.state_pool import PREFIX_CACHE
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """What is in the cache now, and what has happened since the start."""
+    """Sizes of the cache now, and counts since the start."""
 
     num_nodes: int  # without roots
     num_tombstones: int
@@ -27,16 +27,16 @@ class CacheStats:
     num_locked_tokens: int
     query_tokens: int
     hit_tokens: int
-    misses: dict[MissReason, int]  # requests by why their hit was not longer
+    misses: dict[MissReason, int]  # requests whose match was not their whole prompt, by reason
     inserted_tokens: int
     evicted_tokens: int
     evicted_states: int
-    duplicate_states: int  # states that were offered for a place that had one
+    duplicate_states: int  # states that were offered to a node that had one already
 
 
 @dataclass(slots=True)
 class Counters:
-    """The counts of what has happened; ``stats`` adds what is there."""
+    """Counts since the start; ``stats`` adds the sizes of the tree."""
 
     query_tokens: int = 0
     hit_tokens: int = 0
@@ -47,7 +47,7 @@ class Counters:
     duplicate_states: int = 0
 
     def count_request(self, num_tokens: int, match: Match) -> None:
-        """A request with this many tokens was admitted with this match."""
+        """Count an admitted request with this many tokens and this match."""
         self.query_tokens += num_tokens
         self.hit_tokens += match.length
         match.node.hits += 1
@@ -55,7 +55,7 @@ class Counters:
             self.misses[match.miss] += 1
 
     def stats(self, tree: RadixTree) -> CacheStats:
-        """These counts, and the sizes of the tree."""
+        """Return these counts with the sizes of the tree."""
         num_states = len(tree.state_nodes)
         return CacheStats(
             num_nodes=tree.num_nodes,
@@ -75,43 +75,37 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class OutlineNode:
-    """A node as it is drawn."""
+    """A node of the drawing. It has no tokens: texts of clients are not shown."""
 
     depth: int  # 0 for a root
     start: int
     end: int
     has_state: bool  # False for a root and for a tombstone
     hits: int  # requests whose match ended here
-    locks: int  # of its KV: running requests that stand on it or below
+    locks: int  # KV locks: running requests that use this node or one below it
     state_locks: int
-    age: int  # uses of any node since its last one
+    age: int  # accesses of any node since its last one; 0 for a root and while it is locked
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A tree from the most recent branch on, every node after its parent."""
+    """The shape of a tree, the most recent branches first, every node after its parent."""
 
     nodes: tuple[OutlineNode, ...]
-    num_left: int  # that the tree has besides
+    num_left: int  # nodes that are not among ``nodes``
 
 
 def outline(tree: RadixTree, max_nodes: int) -> Outline:
     """The most recent ``max_nodes`` nodes of a tree, roots counted, in the order of ``_recent_first``."""
     clock = tree.recency.clock
-    nodes = tuple(
-        OutlineNode(
-            depth,
-            node.start,
-            node.end,
-            node.state_slot is not None,
-            node.hits,
-            node.kv_locks,
-            node.state_locks,
-            0 if node.kv_locks or isinstance(node, Root) else clock - node.last_access,
-        )
-        for depth, node in _recent_first(tree, max_nodes)
-    )
-    return Outline(nodes, _num_shown_at_most(tree) - len(nodes))
+    nodes = tuple(_outline_node(depth, node, clock) for depth, node in _recent_first(tree, max_nodes))
+    return Outline(nodes, _num_visible(tree) - len(nodes))
+
+
+def _outline_node(depth: int, node: Node, clock: int) -> OutlineNode:
+    has_state = node.state_slot is not None
+    age = 0 if node.kv_locks or isinstance(node, Root) else clock - node.last_access
+    return OutlineNode(depth, node.start, node.end, has_state, node.hits, node.kv_locks, node.state_locks, age)
 
 
 def render_tree(tree: RadixTree, max_nodes: int) -> str:
@@ -121,7 +115,7 @@ def render_tree(tree: RadixTree, max_nodes: int) -> str:
     """
     clock = tree.recency.clock
     lines = ["  " * depth + _line(node, clock) for depth, node in _recent_first(tree, max_nodes)]
-    if num_left := _num_shown_at_most(tree) - len(lines):
+    if num_left := _num_visible(tree) - len(lines):
         lines.append(f"... and {num_left} more")
     return "\n".join(lines) if lines else "empty"
 
@@ -148,13 +142,13 @@ def _recency(node: Node) -> tuple[bool, int]:
     return node.kv_locks > 0, node.last_access
 
 
-def _num_shown_at_most(tree: RadixTree) -> int:
-    """Nodes and roots without the idle roots, which are never shown."""
+def _num_visible(tree: RadixTree) -> int:
+    """Number of nodes, roots included but for idle ones, which are never shown."""
     return tree.num_nodes + len(tree.roots) - len(tree.idle_roots)
 
 
 def summarize(tree: RadixTree, stats: CacheStats) -> dict[str, object]:
-    """Statistics and the sizes that they are to be seen against, ready for JSON."""
+    """Return statistics and the sizes to compare them with, ready for JSON."""
     allocator, states = tree.allocator, tree.states
     return {
         **asdict(stats),
@@ -193,15 +187,15 @@ def _digest(extra_key: str) -> str:
 
 
 def check_tree(tree: RadixTree, row_pages: dict[int, int] | None) -> None:
-    """Verify a tree.
+    """Recompute from the nodes everything that the tree keeps up to date, and compare.
 
     Args:
-        tree: whose allocator and states have no other holders than its nodes and rows.
-        row_pages: how many rows hold (and pin) each page; None: not known, then a page may have more holders and pins
+        tree: whose pages and states are held by its nodes and by rows of the request table only.
+        row_pages: how many rows hold (and pin) each page; None: unknown, then a page may have more holders and pins
             than the nodes account for.
 
     Raises:
-        RuntimeError: naming the first thing that is wrong.
+        RuntimeError: an invariant is violated; the message names the first one found.
     """
     nodes = list(tree.nodes())
     for node in nodes:
@@ -222,25 +216,24 @@ def _check_links(tree: RadixTree, node: Node) -> None:
     for first_token, child in node.children.items():
         _require(child.parent is node, child, "is a child of", node, "but its parent is", child.parent)
         _require(len(child.key) > 0, child, "has an empty edge")
-        _require(int(child.key[0]) == first_token, child, "is filed under token", first_token, "not its first")
+        _require(int(child.key[0]) == first_token, child, "is stored under token", first_token, "not its first")
         _require(child.start == node.end, child, "does not start where", node, "ends")
         _require(first_token not in node.evicted, node, "has the child", child, "and remembers it as evicted")
     _require(node.end - node.start == len(node.key) == len(node.slots), node, "has another length than its tokens")
     _require(len(node.evicted) <= MAX_EVICTED_CHILDREN, node, "remembers too many evicted children")
     if isinstance(node, Root):
-        _require(tree.roots.get(node.extra_key) is node, "a root is filed under another salt than its own")
+        _require(tree.roots.get(node.extra_key) is node, "a root is stored under another salt than its own")
         _require((node.end, node.parent, node.state_slot) == (0, None, None), "a root has tokens, a parent or a state")
         return
-    _require(not node.is_useless, node, "is a leaf without state that nobody locks")
+    _require(not node.is_useless, node, "is an unlocked leaf without a state")
 
 
 def _check_locks(node: Node) -> None:
     below = sum(child.kv_locks for child in node.children.values())
-    _require(
-        node.kv_locks == node.users + below, node, "has", node.kv_locks, "locks;", node.users, "+", below, "are due"
-    )
+    expected = node.users + below
+    _require(node.kv_locks == expected, node, "has", node.kv_locks, "locks, and", expected, "are expected")
     _require(0 <= node.state_locks <= node.users, node, "has", node.state_locks, "state locks,", node.users, "locks")
-    _require(not node.state_locks or node.state_slot is not None, node, "has a locked state, and none")
+    _require(not node.state_locks or node.state_slot is not None, node, "has state locks and no state")
 
 
 def _check_lists(tree: RadixTree, nodes: list[Node]) -> None:
@@ -266,8 +259,7 @@ def _same(what: str, found: Iterable[Node], due: list[Node]) -> None:
 
 
 def _ascending(what: str, access: list[int], clock: int) -> None:
-    in_order = all(a < b for a, b in pairwise([*access, clock + 1]))
-    _require(in_order, what, "is not in the order of access")
+    _require(all(a < b for a, b in pairwise([*access, clock + 1])), what, "is not in the order of access")
 
 
 def _check_states(tree: RadixTree, nodes: list[Node]) -> None:
@@ -290,10 +282,8 @@ def _check_pages(tree: RadixTree, nodes: list[Node], row_pages: dict[int, int] |
             pins.update(due.tolist())
     allocator, is_exact = tree.allocator, row_pages is not None
     for page in range(1, allocator.num_pages + 1):
-        for what, found, known in (
-            ("holders", allocator.holders(page), holders[page]),
-            ("pins", allocator.pins(page), pins[page]),
-        ):
+        counts = ("holders", allocator.holders(page), holders[page]), ("pins", allocator.pins(page), pins[page])
+        for what, found, known in counts:
             fits = found == known if is_exact else found >= known
             _require(fits, "page", page, "has", found, what, "and", known, "are known")
     if is_exact:

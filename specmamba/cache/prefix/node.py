@@ -1,4 +1,4 @@
-"""The nodes of the prefix cache's tree, the way a text takes through them, and what match and insert answer."""
+"""The nodes of the prefix cache's radix tree, the walk of a text through them, and the results of match and insert."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ MAX_EVICTED_CHILDREN = 256
 
 @dataclass(eq=False, slots=True, repr=False)
 class Node:
-    """An edge of the tree and the place where it ends; two nodes are the same only if they are one object.
+    """An edge of the tree and its lower end. Nodes are compared by identity.
 
-    Its KV covers positions start..end-1, its state (if it has one) stands at ``end`` exactly.
+    The KV covers positions start..end-1; the recurrent state, if the node has one, is the one after ``end`` tokens.
     """
 
-    parent: Node | None  # None: a root, or no part of the tree any more
+    parent: Node | None  # None: a root, or a node that was removed from the tree
     key: Tokens  # [end - start], tokens of the edge; empty for roots only
-    slots: TokenSlots  # [end - start], where their KV lies
-    pages: Pages  # the pages of these slots, each once: the node is a holder of them
+    slots: TokenSlots  # [end - start], token slots of their KV
+    pages: Pages  # the pages of these slots without repeats; the node is a holder of them
     start: int
     end: int
     children: dict[int, Node] = field(default_factory=dict)  # by the first token of their edge
     state_slot: int | None = None  # None: a tombstone, or a root
-    users: int = 0  # KV locks that were taken at this very node
-    kv_locks: int = 0  # of this node and of all below
+    users: int = 0  # KV locks taken at this node itself
+    kv_locks: int = 0  # KV locks taken at this node and at all nodes below it
     state_locks: int = 0
-    last_access: int = 0  # on the cache's clock, which counts accesses
+    last_access: int = 0  # value of the cache's clock, which counts accesses
     state_access: int = 0
-    hits: int = 0  # requests whose match ended here
-    evicted: dict[int, None] = field(default_factory=dict)  # first tokens of children that were evicted, oldest first
-    lost_state: bool = False  # it had a state, and that was evicted
+    hits: int = 0  # requests whose match ended at this node
+    evicted: dict[int, None] = field(default_factory=dict)  # first tokens of evicted children, oldest first
+    lost_state: bool = False  # the node had a state that was evicted or given away
 
     def __repr__(self) -> str:
         state = "tombstone" if self.state_slot is None else f"state {self.state_slot}"
@@ -51,17 +51,17 @@ class Node:
 
     @property
     def is_useless(self) -> bool:
-        """Whether this is a leaf that nobody locks and nobody can go on from; roots never are."""
+        """Whether this is an unlocked leaf without a state, from which no request can continue. False for roots."""
         return self.end > 0 and not (self.children or self.kv_locks) and self.state_slot is None
 
     def remember_evicted(self, first_token: int) -> None:
-        """A child with this first token was evicted: a later miss there will say so."""
+        """Record that a child with this first token was evicted, so that a later miss there reports it."""
         self.evicted[first_token] = None
         if len(self.evicted) > MAX_EVICTED_CHILDREN:
             del self.evicted[next(iter(self.evicted))]
 
     def path(self) -> Iterator[Node]:
-        """This node, its parent, and so on up to the root, which is the last."""
+        """Iterate over this node, its parent and so on; the root comes last."""
         node: Node | None = self
         while node is not None:
             yield node
@@ -70,67 +70,67 @@ class Node:
 
 @dataclass(eq=False, slots=True, repr=False)
 class Root(Node):
-    """Where the texts of one salt begin: no tokens, no state, never evicted while anything hangs on it."""
+    """Start of all texts of one salt. It has no tokens and no state, and is kept while it has children or locks."""
 
     extra_key: str | None = None
 
 
 def new_root(extra_key: str | None) -> Root:
-    """A root without children."""
+    """Return a root without children."""
     return Root(None, NOTHING, NOTHING, NOTHING, 0, 0, extra_key=extra_key)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the cache has of a text."""
+    """The part of a text that the cache holds."""
 
-    node: Node  # the deepest with a state whose whole path the text follows; the salt's root where there is none
+    node: Node  # the deepest node with a state on the text's path; the salt's root if no node there has one
     slots: TokenSlots  # [length], token slots of the first tokens
-    kv_length: int  # tokens whose KV is there, where the text leaves the tree, be it inside an edge; >= length
-    miss: MissReason | None  # why the match is not longer; None: it is the whole text
+    kv_length: int  # tokens whose KV is cached: up to where the text leaves the tree, also inside an edge; >= length
+    miss: MissReason | None  # why the match is not longer; None: it covers the whole text
 
     @property
     def length(self) -> int:
-        """Tokens after which there is a state to go on from."""
+        """Tokens that need not be computed again: there is a state after them."""
         return self.node.end
 
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """What became of an insertion."""
+    """The result of an insertion."""
 
     node: Node  # ends where the inserted tokens end
-    slots: TokenSlots  # the tree's own slots of these tokens: not the caller's where the tree had them already
-    takes_state: bool  # whether the offered state is the tree's now; if not, its slot is still the caller's to free
+    slots: TokenSlots  # the tree's slots of these tokens; they differ from the caller's where the tree had the tokens
+    takes_state: bool  # the tree owns the offered state now; False: the caller must free its slot
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How far a text follows the tree."""
+    """The path of a text in the tree."""
 
     start: Node
-    nodes: list[Node]  # followed to their ends, from the top; without ``start``
-    partial: Node | None  # followed for ``partial_length`` tokens, at least one and not to its end
+    nodes: list[Node]  # nodes whose whole edge the text follows, from the top; without ``start``
+    partial: Node | None  # the next node, of whose edge the text shares only the first ``partial_length`` >= 1 tokens
     partial_length: int
 
     @property
     def last(self) -> Node:
-        """The deepest node that was followed to its end."""
+        """The deepest node whose whole edge the text follows."""
         return self.nodes[-1] if self.nodes else self.start
 
     @property
     def end(self) -> int:
-        """The position at which the text leaves the tree, or ends."""
+        """The position where the text leaves the tree or ends."""
         return self.last.end + self.partial_length
 
     @property
     def deepest_state(self) -> Node:
-        """The deepest node that was followed to its end and has a state; the start where there is none."""
+        """The deepest node with a state among ``nodes``; the start if none has one."""
         return next((node for node in reversed(self.nodes) if node.state_slot is not None), self.start)
 
 
 def follow(start: Node, tokens: Tokens) -> Way:
-    """Walk down from ``start`` along ``tokens`` [n], which are those after ``start.end``. Edges are compared whole."""
+    """Walk down from ``start`` along ``tokens`` [n], the tokens from position ``start.end`` on."""
     nodes: list[Node] = []
     node, position = start, 0
     while position < len(tokens):
@@ -146,7 +146,7 @@ def follow(start: Node, tokens: Tokens) -> Way:
 
 
 def common_length(a: Tokens, b: Tokens) -> int:
-    """How many first tokens two texts share; neither is empty."""
+    """Length of the common prefix of two texts that are not empty."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     first = int(differs.argmax())
@@ -154,7 +154,7 @@ def common_length(a: Tokens, b: Tokens) -> int:
 
 
 def slots_between(above: Node, node: Node) -> TokenSlots:
-    """The token slots of positions above.end..node.end-1, for a node at or below ``above``; a copy."""
+    """Copy the token slots of positions above.end..node.end-1, for a node at or below ``above``."""
     parts: list[TokenSlots] = []
     while node is not above:
         parts.append(node.slots)

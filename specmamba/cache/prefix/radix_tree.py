@@ -1,4 +1,4 @@
-"""The body of the prefix cache: nodes, the pages and states that they hold, and locks. Rules are in radix_cache.py."""
+"""The data structure of the prefix cache: nodes, the pages and states that they hold, and their locks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MAX_IDLE_ROOTS = 1024
 
 
 class RadixTree:
-    """One tree per salt. A change leaves links, holders, pins, lists and counts in agreement, or changes nothing."""
+    """One radix tree per salt.
+
+    Every method keeps links, page holders and pins, recency lists and counts consistent, or raises before any change.
+    """
 
     def __init__(self, allocator: PageAllocator, page_size: int, states: StatePool) -> None:
         self.allocator = allocator
@@ -23,14 +26,14 @@ class RadixTree:
         self.states = states
         self.recency = Recency()
         self.roots: dict[str | None, Root] = {}
-        self.idle_roots: dict[Root, None] = {}  # without children and locks, the one that was asked for last at the end
+        self.idle_roots: dict[Root, None] = {}  # roots without children and locks; the last one asked for is at the end
         self.state_nodes: dict[int, Node] = {}  # by state slot
         self.num_nodes = 0
         self.num_tokens = 0
         self.num_locked_tokens = 0
 
     def root(self, extra_key: str | None) -> Root:
-        """The root of a salt. Of idle ones the oldest are forgotten when there are too many."""
+        """Return the root of a salt. When there are too many idle roots, the oldest ones are dropped."""
         root = self.roots.get(extra_key)
         if root is None:
             root = self.roots[extra_key] = new_root(extra_key)
@@ -38,7 +41,7 @@ class RadixTree:
         return root
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes, roots too, parents before their children."""
+        """Iterate over all nodes including roots, parents before their children."""
         todo: list[Node] = list(self.roots.values())
         while todo:
             node = todo.pop()
@@ -46,26 +49,26 @@ class RadixTree:
             todo += node.children.values()
 
     def check_attached(self, node: Node) -> None:
-        """Make sure that a node is still part of the tree.
+        """Check that a node is still part of the tree.
 
         Raises:
-            RuntimeError: it was evicted, because nobody had locked it.
+            RuntimeError: it was evicted because it was not locked.
         """
         if node.parent is None and not (isinstance(node, Root) and self.roots.get(node.extra_key) is node):
             raise RuntimeError(f"{node} is no part of the prefix cache any more: it was not locked when it was evicted")
 
     def hold(self, slots: TokenSlots) -> Pages:
-        """Hold the pages of these slots [n] for a node that is going to be appended; the pages, each once.
+        """Hold the pages of these slots [n] for a node that will be appended, and return them without repeats.
 
         Raises:
-            RuntimeError: a page is free, or none of the pool.
+            RuntimeError: a page is free or does not belong to the pool.
         """
         pages = self._pages(slots)
         self.allocator.hold(pages, pinned=False)
         return pages
 
     def append(self, parent: Node, tokens: Tokens, slots: TokenSlots, pages: Pages) -> Node:
-        """A new leaf below ``parent``, over tokens and slots [n >= 1] and the pages that ``hold`` has answered."""
+        """Add a leaf below ``parent`` with tokens and slots [n >= 1] and the pages that ``hold`` returned."""
         node = Node(parent, _copy(tokens), _copy(slots), pages, parent.end, parent.end + len(tokens))
         first_token = int(tokens[0])
         parent.children[first_token] = node
@@ -78,9 +81,9 @@ class RadixTree:
         return node
 
     def split(self, node: Node, length: int) -> Node:
-        """Divide an edge after ``length`` tokens; the new upper node, a tombstone. The state stays where it stands.
+        """Split an edge after ``length`` tokens; the lower node keeps its state, the new upper one is a tombstone.
 
-        An upper node that nobody locks is more recent than its parent now: the caller has to touch it.
+        Returns the upper node. If it is not locked it is now more recent than its parent, so the caller must touch it.
         """
         parent, pinned = node.parent, node.kv_locks > 0
         assert parent is not None
@@ -103,7 +106,7 @@ class RadixTree:
         return upper
 
     def remove(self, leaf: Node) -> Node:
-        """Take a leaf that nobody locks out of the tree, with its state; its parent."""
+        """Remove an unlocked leaf and its state from the tree; return its parent."""
         parent = leaf.parent
         assert parent is not None
         if leaf.state_slot is not None:
@@ -119,17 +122,17 @@ class RadixTree:
         return parent
 
     def put_state(self, node: Node, slot: int) -> None:
-        """A slot of the prefix cache, which stands at the node's end, is the node's state."""
+        """Give a node its state: a slot that the prefix cache owns, with the state after ``node.end`` tokens."""
         node.state_slot, node.lost_state = slot, False
         self.state_nodes[slot] = node
         self.recency.add_state(node)
 
     def drop_state(self, node: Node) -> None:
-        """Free a node's state, which nobody locks."""
+        """Free the unlocked state of a node."""
         self.states.free(self.give_state(node), PREFIX_CACHE)
 
     def give_state(self, node: Node) -> int:
-        """Let go of a node's state, which nobody locks; its slot is still the prefix cache's."""
+        """Detach the unlocked state of a node and return its slot, which the prefix cache still owns."""
         slot = node.state_slot
         assert slot is not None
         node.state_slot = None
@@ -137,7 +140,7 @@ class RadixTree:
         return slot
 
     def check_state(self, slot: int, position: int) -> None:
-        """Make sure that a slot holds a state at ``position`` that is the prefix cache's, but no node's yet.
+        """Check that a slot holds a state at ``position`` that the prefix cache owns and that no node has yet.
 
         Raises:
             StateOwnershipError: it does not.
@@ -149,7 +152,7 @@ class RadixTree:
             )
 
     def lock(self, node: Node, above: Node | None = None) -> None:
-        """One more user of a node's KV and of all above, or of all below ``above``: none of it can be evicted."""
+        """Lock the KV of a node and of all nodes above it (up to ``above``, exclusive), so that none is evicted."""
         node.users += 1
         for each in node.path():
             if each is above:
@@ -165,7 +168,7 @@ class RadixTree:
                 self.num_locked_tokens += len(each.key)
 
     def unlock(self, node: Node) -> None:
-        """One user less. What nobody uses any more is as recent as can be."""
+        """Undo one ``lock``. Nodes that are not locked any more become the most recently used."""
         node.users -= 1
         for each in node.path():
             each.kv_locks -= 1
@@ -187,9 +190,9 @@ class RadixTree:
                 del self.idle_roots[oldest], self.roots[oldest.extra_key]
 
     def _pages(self, slots: TokenSlots) -> Pages:
-        """The pages of token slots [n], each once and in ascending order."""
+        """Return the pages of token slots [n] in ascending order, without repeats."""
         pages = _without_repeats(slots // self.page_size)
-        # Mostly they are in order, and np.unique takes ten times as long as all the rest of an insertion.
+        # The slots are usually in order, and np.unique takes ten times as long as the rest of an insertion.
         return pages if (pages[1:] > pages[:-1]).all() else _without_repeats(np.sort(pages))
 
 
@@ -200,5 +203,5 @@ def _without_repeats(pages: Pages) -> Pages:
 
 
 def _copy(values: Tokens) -> Tokens:
-    """So that no node keeps a caller's (or another node's) larger array alive, or changes with it."""
+    """Copy, so that a node neither keeps a larger array alive nor changes when its caller's array changes."""
     return np.array(values, dtype=np.int64)
