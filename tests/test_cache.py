@@ -72,14 +72,14 @@ class TestPageAllocator:
         with pytest.raises(RuntimeError, match="freed twice in one call"):
             allocator.release(np.array([1, 1]), pinned=True)
 
-    def test_pins_of_nobody(self) -> None:
+    def test_pages_that_are_not_pinned_cannot_be_unpinned(self) -> None:
         allocator = PageAllocator(3)
         pages = allocator.allocate(1)
         assert pages is not None
         allocator.hold(pages, pinned=False)
         allocator.release(pages, pinned=True)
         assert (allocator.num_free, allocator.num_evictable) == (2, 1)
-        with pytest.raises(RuntimeError, match="unpinned that nobody had pinned"):
+        with pytest.raises(RuntimeError, match="unpinned that was not pinned"):
             allocator.release(pages, pinned=True)
 
     def test_the_last_holder_leaves_a_pinned_page(self) -> None:

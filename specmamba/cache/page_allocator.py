@@ -1,4 +1,4 @@
-"""Who holds which KV page: requests, which cannot do without it, and the prefix cache, which can."""
+"""Allocation of KV pages, which running requests and the prefix cache share by reference counts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ NO_PAGES: Pages = np.empty(0, dtype=np.int64)
 
 
 class PageAllocator:
-    """Pages 1..num_pages; page 0 is padding and belongs to nobody.
+    """Reference counts of the pages 1..num_pages; page 0 is padding and is never allocated.
 
     A page has holders: rows of the request table and nodes of the prefix cache. It is free when it has none. A holder
-    may pin the page: rows always do, nodes while a request runs on them. What nobody pins can be had by eviction, so
-    ``num_available`` pages are what an allocation could get at the most. Arrays of pages have no duplicates.
+    may pin the page: rows always do, nodes while a running request uses them. Pages that are held and not pinned can be
+    freed by eviction, so an allocation can get at most ``num_available`` pages. Arrays of pages have no duplicates.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -27,7 +27,7 @@ class PageAllocator:
 
     @property
     def num_available(self) -> int:
-        """Free pages, and those that eviction could free."""
+        """Pages that are free or that eviction could free."""
         return self.num_pages - self.num_pinned
 
     @property
@@ -36,7 +36,7 @@ class PageAllocator:
         return self.num_available - self.num_free
 
     def allocate(self, count: int) -> Pages | None:
-        """``count`` free pages, held and pinned once; None (and nothing taken) when there are not so many."""
+        """Take ``count`` free pages, held and pinned once; returns None and takes nothing if fewer are free."""
         if count > self.num_free:
             return None
         pages = self._stack[self.num_free - count : self.num_free][::-1].copy()
@@ -47,10 +47,10 @@ class PageAllocator:
         return pages
 
     def hold(self, pages: Pages, pinned: bool) -> None:
-        """One more holder for pages that are held.
+        """Add a holder to pages that are held already.
 
         Raises:
-            RuntimeError: a page is free, or is none of this pool.
+            RuntimeError: a page is free or does not belong to this pool.
         """
         self._check_held(pages)
         self._holders[pages] += 1
@@ -58,10 +58,10 @@ class PageAllocator:
             self._pin(pages)
 
     def release(self, pages: Pages, pinned: bool) -> None:
-        """One holder less, who had pinned the pages or not; pages without a holder are free again.
+        """Remove a holder, and its pin if ``pinned``; pages without a holder become free.
 
         Raises:
-            RuntimeError: a page is free already, is there twice, is none of this pool, or was not pinned.
+            RuntimeError: a page is free already, is given twice, does not belong to this pool, or was not pinned.
         """
         self._check_held(pages)
         if len(np.unique(pages)) < len(pages):
@@ -76,21 +76,21 @@ class PageAllocator:
         self.num_free += len(freed)
 
     def pin(self, pages: Pages) -> None:
-        """A holder of these pages pins them. Raises RuntimeError: a page is free, or is none of this pool."""
+        """Pin pages for one of their holders. Raises RuntimeError: a page is free or does not belong to this pool."""
         self._check_held(pages)
         self._pin(pages)
 
     def unpin(self, pages: Pages) -> None:
-        """The holder can do without them again. Raises RuntimeError: a page was not pinned."""
+        """Remove one pin of these pages. Raises RuntimeError: a page was not pinned."""
         self._check_held(pages)
         self._unpin(pages)
 
     def holders(self, page: int) -> int:
-        """How many hold a page."""
+        """Number of holders of a page."""
         return int(self._holders[page])
 
     def pins(self, page: int) -> int:
-        """How many pin a page."""
+        """Number of pins of a page."""
         return int(self._pins[page])
 
     def _pin(self, pages: Pages) -> None:
@@ -99,7 +99,7 @@ class PageAllocator:
 
     def _unpin(self, pages: Pages) -> None:
         if (self._pins[pages] < 1).any():
-            raise RuntimeError("a KV page was unpinned that nobody had pinned")
+            raise RuntimeError("a KV page was unpinned that was not pinned")
         self._pins[pages] -= 1
         self.num_pinned -= int((self._pins[pages] == 0).sum())
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from specmamba.cache.memory.demand import Demand, explain_contradiction, explain_shortage, size_pools
+from specmamba.cache.memory.demand import Demand, explain_contradiction, explain_shortage, largest_fitting
 from specmamba.cache.shapes import CacheShape
 from specmamba.config import EngineConfig
 from specmamba.console import TableRow, aligned, readable
@@ -20,8 +20,8 @@ from specmamba.errors import ConfigError
 class MemoryPlan:
     """Sizes of all pools. Running requests and the prefix cache share KV pages and state slots.
 
-    Every running request can have a row, and a state unless fewer states were asked for; not every one a full context
-    of KV.
+    There is a row for every running request, and a state slot unless ``--max-mamba-cache-size`` asks for fewer. The KV
+    pool may be too small for a full context of every running request.
     """
 
     num_rows: int
@@ -29,35 +29,35 @@ class MemoryPlan:
     num_pages: int
     page_size: int
     context_length: int  # prompt and output tokens that one request can have
-    max_nodes: int  # nodes of a draft tree at the most, the root counted
-    num_lookahead_slots: int  # positions from the root on that one step may write
+    max_nodes: int  # largest number of nodes of a draft tree, the root included
+    num_lookahead_slots: int  # KV positions from the root on that one step may write
     caches_prefixes: bool
-    budget_bytes: int  # what all of the following may take together
+    budget_bytes: int  # limit of the sum of all following bytes
     weight_bytes: int
     kv_bytes: int
     state_bytes: int
     spec_bytes: int
     table_bytes: int  # tables and buffers per request, and the bookkeeping of pages and cached tokens
     speculative_state: Literal["records", "snapshots"]
-    record_bytes_per_request: int  # what either kind of speculation state takes (or would) for one running request
+    record_bytes_per_request: int  # speculation buffers of one running request, for either choice
     snapshot_bytes_per_request: int
-    record_bytes_per_draft_token: int  # what one more draft token would take for one running request
+    record_bytes_per_draft_token: int  # what one more draft token would add to one running request, for either choice
     snapshot_bytes_per_draft_token: int
     draft_bytes: int = 0  # states and records of a draft model
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens of running requests and of the prefix cache together."""
+        """KV tokens that running requests and the prefix cache share."""
         return self.num_pages * self.page_size
 
     @property
     def num_running_requests(self) -> int:
-        """Requests that can run at the same time, if their KV fits."""
+        """Requests that can run at the same time if their KV fits."""
         return min(self.num_rows, self.num_state_slots)
 
     @property
     def num_cached_states(self) -> int:
-        """States that can be cached while as many requests run as can."""
+        """States that can be cached while the largest number of requests runs."""
         return self.num_state_slots - self.num_running_requests if self.caches_prefixes else 0
 
     @property
@@ -67,23 +67,23 @@ class MemoryPlan:
 
     @property
     def spec_bytes_per_request(self) -> int:
-        """Bytes of the speculation buffers of one running request, of the kind that was chosen."""
+        """Bytes of the speculation buffers of one running request, for the chosen kind of speculation state."""
         is_records = self.speculative_state == "records"
         return self.record_bytes_per_request if is_records else self.snapshot_bytes_per_request
 
     @property
     def draft_token_bytes_per_request(self) -> int:
-        """Bytes that one more draft token would take for one running request, with the kind that was chosen."""
+        """Bytes that one more draft token would add to one running request, for the chosen kind."""
         is_records = self.speculative_state == "records"
         return self.record_bytes_per_draft_token if is_records else self.snapshot_bytes_per_draft_token
 
     @property
     def draft_token_bytes(self) -> int:
-        """Bytes that one more draft token would take in all, the padding row counted."""
+        """Bytes that one more draft token would add to all rows, the padding row included."""
         return (self.num_rows + 1) * self.draft_token_bytes_per_request
 
     def describe_lines(self) -> list[str]:
-        """A table of who gets how much, for people at start-up."""
+        """Format the sizes as a table, one line per pool, which the engine logs at start-up."""
         total = f"of {readable(self.budget_bytes)} that --mem-fraction-static allows"
         return aligned(
             [
@@ -153,17 +153,17 @@ def plan_memory(
     """Size the pools for a configuration.
 
     Args:
-        config: the limits the user set.
-        shape: bytes per token and per request.
-        model_context: tokens the model was made for.
-        vocab_size: for the token counts that penalties need.
+        config: the limits that the user set.
+        shape: gives bytes per token and per request.
+        model_context: tokens that the model was made for.
+        vocab_size: size of the token counts that penalties need.
         max_nodes: nodes of a draft tree, root included; 1 without drafting.
-        num_lookahead_slots: KV positions that one step may write, from the root's on.
-        budget_bytes: what weights and pools may take together.
-        weight_bytes: what the weights take of it.
+        num_lookahead_slots: KV positions from the root on that one step may write.
+        budget_bytes: limit of weights and pools together.
+        weight_bytes: bytes of the weights.
 
     Raises:
-        ConfigError: the limits contradict each other or the memory; the message has settings that work.
+        ConfigError: the limits contradict each other or do not fit the memory; the message names settings that work.
     """
     if config.context_length is not None and config.context_length > model_context:
         raise ConfigError(
@@ -174,13 +174,13 @@ def plan_memory(
         raise ConfigError(explain_contradiction(demand, budget_bytes))
     if demand.fewest_bytes > budget_bytes:
         raise ConfigError(explain_shortage(demand, budget_bytes))
-    pages, slots = size_pools(demand, budget_bytes)
+    pages, slots = _size_pools(demand, budget_bytes)
     return MemoryPlan(
         num_rows=config.max_running_requests,
         num_state_slots=slots,
         num_pages=pages,
         page_size=config.page_size,
-        # any admitted request must fit alone
+        # a request that is admitted must fit when it runs alone
         context_length=min(demand.context, pages * config.page_size - num_lookahead_slots),
         max_nodes=max_nodes,
         num_lookahead_slots=num_lookahead_slots,
@@ -200,8 +200,48 @@ def plan_memory(
     )
 
 
+def _size_pools(demand: Demand, budget_bytes: int) -> tuple[int, int]:
+    """Return the numbers of pages and of state slots: given ones as they are, else as large as is useful and fits.
+
+    If neither is given, the states get their ratio of the KV's bytes; if the KV pool reaches its largest useful size,
+    they also get memory for a few cached states per running request. Without attention layers KV takes no bytes, and
+    all remaining memory goes to states. ``demand.fewest_bytes`` must fit ``budget_bytes``.
+    """
+    pages = demand.given_pages
+    if pages is None:
+        pages = _derive_pages(demand, budget_bytes)
+        has_plenty = pages >= demand.most_pages
+    else:
+        has_plenty = True
+    slots = demand.config.max_mamba_cache_size
+    if slots is None:
+        slots = _derive_state_slots(demand, budget_bytes, pages, has_plenty)
+    return pages, slots
+
+
+def _derive_pages(demand: Demand, budget_bytes: int) -> int:
+    """Return the most pages that fit with their share of states; at least the fewest, which then get fewer states."""
+
+    def fits(num_pages: int) -> bool:
+        slots = demand.config.max_mamba_cache_size or demand.state_slots_beside(num_pages)
+        return demand.total_bytes(num_pages, slots) <= budget_bytes
+
+    fewest = demand.fewest_pages
+    return largest_fitting(range(fewest, max(fewest, demand.most_pages) + 1), fits) or fewest
+
+
+def _derive_state_slots(demand: Demand, budget_bytes: int, num_pages: int, has_plenty: bool) -> int:
+    has_kv = demand.shape.kv_bytes_per_token > 0
+    wanted = demand.state_slots_beside(num_pages) if has_kv else demand.most_state_slots(num_pages)
+    if has_plenty:
+        wanted = max(wanted, demand.usual_state_slots)
+    fewest = demand.fewest_state_slots
+    slots = range(fewest, wanted + 1)
+    return largest_fitting(slots, lambda num_slots: demand.total_bytes(num_pages, num_slots) <= budget_bytes) or fewest
+
+
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device now."""
+    """Return the bytes that are free on a device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(_free_on_machine(), _free_in_container())
@@ -217,7 +257,7 @@ def _free_on_machine() -> int:
 
 
 def _free_in_container() -> int:
-    """What the control group (version 2) that this process runs in may still take."""
+    """Return the bytes that the control group (version 2) of this process may still allocate."""
     group = Path("/sys/fs/cgroup")
     try:
         limit, current = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))

@@ -1,4 +1,4 @@
-"""The bytes that a configuration needs, the largest pools that fit, and what to change when the memory is too small."""
+"""The bytes that a configuration needs, and advice for a memory that is too small."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from math import ceil
 from specmamba.cache.shapes import CacheShape, pending_capacity
 from specmamba.config import EngineConfig
 
-# Acceptance by rejection holds that many distributions over the vocabulary for every node of a step.
+# Acceptance by rejection holds this many distributions over the vocabulary for every node of a step.
 DISTRIBUTIONS_PER_NODE = 6
-COUNT_BYTES = 5  # a token's count in an output, and whether a prompt has it: for penalties
-SLOT_BYTES = 8  # a position's KV slot, a cached token's slot, a token of a drafter: int64
-HISTORY_BYTES = 4  # a token of the text that an n-gram drafter looks through
-ALLOCATOR_BYTES = 16  # of a page: the stack of free pages, holders, pins
+COUNT_BYTES = 5  # per token of the vocabulary: its count in the output, and whether the prompt has it (for penalties)
+SLOT_BYTES = 8  # int64: the KV slot of a position, the slot of a cached token, a token of a drafter
+HISTORY_BYTES = 4  # int32: a token of the text that an n-gram drafter searches
+ALLOCATOR_BYTES = 16  # per page: the stack of free pages, holders, pins
 
-# What can be of use. The prefix cache keeps as much KV as running requests may hold, at least a few contexts; a few
-# states for each of them (ends of prompts and answers), and chunk ends and branch points between those.
+# Upper bounds of what the prefix cache can use: as much KV as running requests may hold, and at least a few contexts; a
+# few states for each of them (ends of prompts and answers), and states at chunk ends and branch points between those.
 CACHED_CONTEXTS = 4
 CACHED_STATES_PER_REQUEST = 4
 TOKENS_PER_STATE = 64
 
+MAX_FRACTION = 0.95  # the rest is for the activations of a step
+# settings that can be lowered, in the order in which they are when one of them is not enough
+LOWERABLE = ("context_length", "max_total_tokens", "max_mamba_cache_size", "max_running_requests")
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A configuration, with what it serves. Pages and state slots are what is left to decide.
+    """A configuration and the sizes of its model: all that decides the bytes but the numbers of pages and state slots.
 
-    The bytes are those of one device; on a GPU the host's copy of the request table comes on top, in its own memory.
+    The bytes are those of one device; on a GPU the host also has a copy of the request table, in its own memory.
     """
 
     config: EngineConfig
@@ -41,7 +45,7 @@ class Demand:
 
     @property
     def context(self) -> int:
-        """Prompt and output tokens of a request that no KV pool limits."""
+        """Prompt and output tokens of a request, if the KV pool is large enough."""
         return self.config.context_length or self.model_context
 
     @property
@@ -51,28 +55,28 @@ class Demand:
 
     @property
     def fewest_pages(self) -> int:
-        """Pages without which nothing runs: for a full context where one is asked for, else for two tokens."""
+        """Smallest useful number of pages: for a full context if --context-length is given, else for two tokens."""
         return self.pages_of(self.config.context_length or 2)
 
     @property
     def fewest_state_slots(self) -> int:
-        """As many as are asked for, else one per running request."""
+        """State slots that are asked for, else one per running request."""
         return self.config.max_mamba_cache_size or self.config.max_running_requests
 
     @property
     def fewest_bytes(self) -> int:
-        """What has to be there at the least."""
+        """Bytes with the smallest pools."""
         return self.total_bytes(max(self.fewest_pages, self.given_pages or 0), self.fewest_state_slots)
 
     @property
     def most_pages(self) -> int:
-        """More KV is of no use."""
+        """Largest useful number of pages."""
         running = self.config.max_running_requests
         cached = 0 if self.config.disable_radix_cache else max(running, CACHED_CONTEXTS)
         return (running + cached) * self.pages_of(self.context)
 
     def most_state_slots(self, num_pages: int) -> int:
-        """More states are of no use beside so many pages."""
+        """Largest useful number of state slots beside ``num_pages`` pages."""
         config = self.config
         if config.disable_radix_cache:
             return config.max_running_requests
@@ -83,20 +87,20 @@ class Demand:
 
     @property
     def usual_state_slots(self) -> int:
-        """States for running requests, and a few cached ones for each."""
+        """State slots for running requests, and a few cached states for each."""
         cached = 0 if self.config.disable_radix_cache else CACHED_STATES_PER_REQUEST
         return (1 + cached) * self.config.max_running_requests
 
     def state_slots_beside(self, num_pages: int) -> int:
-        """States by the ratio of bytes; at least what can run, and one to keep; at most what can be of use."""
+        """State slots by --mamba-full-memory-ratio; at least the running requests and one, at most what is useful."""
         share = self.config.mamba_full_memory_ratio * self.kv_bytes(num_pages)
         most = self.most_state_slots(num_pages)
-        by_ratio = min(share / max(1, self.shape.state_bytes_per_slot), most)  # the ratio may be astronomic
+        by_ratio = min(share / max(1, self.shape.state_bytes_per_slot), most)  # a float: the ratio may be very large
         fewest = self.config.max_running_requests + (0 if self.config.disable_radix_cache else 1)
         return max(fewest, int(by_ratio))
 
     def pages_of(self, num_tokens: int) -> int:
-        """Pages for a request of so many tokens and one draft."""
+        """Pages for a request of ``num_tokens`` tokens and one draft."""
         return -(-(num_tokens + self.num_lookahead_slots) // self.config.page_size)
 
     def kv_bytes(self, num_pages: int) -> int:
@@ -113,7 +117,7 @@ class Demand:
 
     @property
     def draft_bytes(self) -> int:
-        """What a draft model keeps beside its KV: states and records, and one state more to copy from."""
+        """Bytes of a draft model besides its KV: states and records of every row, and one state to copy from."""
         draft = self.shape.draft_model
         if draft is None:
             return 0
@@ -121,7 +125,7 @@ class Demand:
         return rows * self._draft_model_bytes(self.max_nodes) + draft.state_bytes_per_slot
 
     def table_bytes(self, num_pages: int) -> int:
-        """Everything that is kept per row, and the bookkeeping of pages and of cached tokens."""
+        """Bytes of all tables and buffers per row, and of the bookkeeping of pages and cached tokens."""
         config, rows = self.config, self.config.max_running_requests
         positions = min(self.context + self.num_lookahead_slots, num_pages * config.page_size)
         per_position = SLOT_BYTES + (HISTORY_BYTES if config.speculative_algorithm == "ngram" else 0)
@@ -133,10 +137,10 @@ class Demand:
         return (rows + 1) * per_row + rows * self._distribution_bytes(self.max_nodes) + (num_pages + 1) * per_page
 
     def draft_token_bytes(self, spec_bytes: Callable[[int], int]) -> int:
-        """What one more node would take for one running request.
+        """Bytes that one more node would add to one running request.
 
         Args:
-            spec_bytes: bytes of the speculation state of one running request, by nodes.
+            spec_bytes: maps a number of nodes to the bytes of the speculation state of one running request.
         """
         parts = spec_bytes, self._drafter_bytes, self._draft_model_bytes, self._distribution_bytes
         return sum(part(self.max_nodes + 1) - part(self.max_nodes) for part in parts)
@@ -146,85 +150,40 @@ class Demand:
         return self.weight_bytes + pools + self.table_bytes(num_pages)
 
     def with_changes(self, **changes: object) -> Demand:
-        """The same with other settings, which are taken as they are."""
+        """Copy with other settings, which are not validated."""
         return replace(self, config=self.config.model_copy(update=changes))
 
     def _drafter_bytes(self, max_nodes: int) -> int:
-        """What a draft head keeps of one request: tokens up to the root, and the target's states before them."""
+        """Bytes of a draft head's pending tokens of one request, with the target's states before them."""
         if not self.shape.draft_features or self.shape.draft_model is not None:
             return 0
         return pending_capacity(max_nodes) * (self.shape.draft_features * self.shape.dtype.itemsize + SLOT_BYTES)
 
     def _draft_model_bytes(self, max_nodes: int) -> int:
-        """What a draft model keeps of one running request: its state, records that roll it back, tokens to run."""
+        """Bytes of a draft model for one running request: its state, the records to roll it back, pending tokens."""
         draft = self.shape.draft_model
         return 0 if draft is None else draft.state_bytes_per_slot + draft.record_bytes(max_nodes) + 2 * SLOT_BYTES
 
     def _distribution_bytes(self, max_nodes: int) -> int:
-        """The distributions of one request's step."""
+        """Bytes of the distributions in a step of one request."""
         if self.config.speculative_accept == "target":
             return 0
         return DISTRIBUTIONS_PER_NODE * 4 * self.vocab_size * max_nodes
 
 
-def size_pools(demand: Demand, budget_bytes: int) -> tuple[int, int]:
-    """Pages and state slots: what is given as it is, the rest as large as memory allows and use asks for.
-
-    Where neither is given, the states get their ratio of the KV's bytes, and of what the KV has no use for as much as
-    makes a few per running request. Without attention tokens take no bytes, and all that is left is the states'.
-    ``demand.fewest_bytes`` must fit.
-    """
-    pages = demand.given_pages
-    if pages is None:
-        pages = _derive_pages(demand, budget_bytes)
-        has_plenty = pages >= demand.most_pages
-    else:
-        has_plenty = True
-    slots = demand.config.max_mamba_cache_size
-    if slots is None:
-        slots = _derive_state_slots(demand, budget_bytes, pages, has_plenty)
-    return pages, slots
-
-
 def largest_setting(demand: Demand, budget_bytes: int, field: str, values: range) -> int | None:
-    """The largest of the ascending values of a setting at which the smallest pools fit; None: none of them."""
-    return _largest(values, lambda value: demand.with_changes(**{field: value}).fewest_bytes <= budget_bytes)
+    """Return the largest of the ascending values of a setting with which the smallest pools fit, or None."""
+    return largest_fitting(values, lambda value: demand.with_changes(**{field: value}).fewest_bytes <= budget_bytes)
 
 
-def _derive_pages(demand: Demand, budget_bytes: int) -> int:
-    """As many as fit with the states that belong to them; where not even the fewest do, there are fewer states."""
-
-    def fits(num_pages: int) -> bool:
-        slots = demand.config.max_mamba_cache_size or demand.state_slots_beside(num_pages)
-        return demand.total_bytes(num_pages, slots) <= budget_bytes
-
-    fewest = demand.fewest_pages
-    return _largest(range(fewest, max(fewest, demand.most_pages) + 1), fits) or fewest
-
-
-def _derive_state_slots(demand: Demand, budget_bytes: int, num_pages: int, has_plenty: bool) -> int:
-    has_kv = demand.shape.kv_bytes_per_token > 0
-    wanted = demand.state_slots_beside(num_pages) if has_kv else demand.most_state_slots(num_pages)
-    if has_plenty:
-        wanted = max(wanted, demand.usual_state_slots)
-    fewest = demand.fewest_state_slots
-    slots = range(fewest, wanted + 1)
-    return _largest(slots, lambda num_slots: demand.total_bytes(num_pages, num_slots) <= budget_bytes) or fewest
-
-
-def _largest(values: range, fits: Callable[[int], bool]) -> int | None:
-    """The last of ascending values that fits, where everything below one that fits does too."""
+def largest_fitting(values: range, fits: Callable[[int], bool]) -> int | None:
+    """Return the last of ascending values that fits, given that all values below one that fits do too, or None."""
     count = bisect_right(values, 0, key=lambda value: 0 if fits(value) else 1)
     return values[count - 1] if count else None
 
 
-MAX_FRACTION = 0.95  # a step's activations come on top of weights and pools
-# what can be lowered, in the order in which several of them are
-LOWERABLE = ("context_length", "max_total_tokens", "max_mamba_cache_size", "max_running_requests")
-
-
 def explain_shortage(demand: Demand, budget_bytes: int) -> str:
-    """What the smallest pools take, what there is, and every change that helps on its own (else: all together)."""
+    """Say what the smallest pools need, what is allowed, and each change that is enough alone (else a combination)."""
     config = demand.config
     pages, slots = max(demand.fewest_pages, demand.given_pages or 0), demand.fewest_state_slots
     parts = [
@@ -245,7 +204,7 @@ def explain_shortage(demand: Demand, budget_bytes: int) -> str:
 
 
 def explain_contradiction(demand: Demand, budget_bytes: int) -> str:
-    """What --max-total-tokens has no room for, and what to change."""
+    """Say what --max-total-tokens is too small for, and what to change."""
     config, enough = demand.config, demand.fewest_pages * demand.config.page_size
     problem = f"--max-total-tokens {config.max_total_tokens} is too small"
     raised = demand.with_changes(max_total_tokens=enough)
@@ -263,7 +222,7 @@ def explain_contradiction(demand: Demand, budget_bytes: int) -> str:
 
 
 def mib(num_bytes: int) -> int:
-    """Rounded up: what is said to be needed is enough."""
+    """Convert to MiB, rounded up, so that a size that a message asks for is enough."""
     return -(-num_bytes // (1 << 20))
 
 
@@ -282,7 +241,7 @@ def _remedies(demand: Demand, budget_bytes: int) -> list[str]:
 
 
 def _all_together(demand: Demand, budget_bytes: int) -> list[str]:
-    """One remedy of several changes, or none."""
+    """Return one remedy that combines several changes, or none."""
     changes = []
     if demand.config.speculative_state == "snapshots":
         changes.append("choose --speculative-state records")
@@ -309,7 +268,7 @@ def _larger_fraction(demand: Demand, budget_bytes: int) -> list[str]:
 
 
 def _lower_values(demand: Demand, field: str) -> range:
-    """What a setting can be lowered to; nothing for one that is not given or as low as it goes."""
+    """Return the values that a setting can be lowered to; none if it is not given or is at its minimum."""
     now: int | None = getattr(demand.config, field)
     if now is None:
         return range(0)

@@ -125,9 +125,8 @@ def _recent_first(tree: RadixTree, max_nodes: int) -> Iterator[tuple[int, Node]]
 
     The work is bounded by the nodes that are shown and their children, because the engine waits meanwhile.
     """
-    roots = (root for root in reversed(tree.roots.values()) if root not in tree.idle_roots)
-    todo: list[tuple[int, Node]] = [(0, root) for root in islice(roots, max_nodes)]
-    todo.reverse()
+    roots: Iterator[Node] = (root for root in reversed(tree.roots.values()) if root not in tree.idle_roots)
+    todo = [(0, root) for root in islice(roots, max_nodes)][::-1]
     for num_wanted in range(max_nodes, 0, -1):
         if not todo:
             return
