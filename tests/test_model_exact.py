@@ -404,7 +404,7 @@ class Draft:
     known: list[int]
     tokens: list[int]  # without the root
     logits: Tensor  # [steps, V]
-    num_new: int  # entries that were made again from the target's hidden states, the root's included
+    num_tokens: int  # entries that were made again from the target's hidden states, the root's included
 
 
 class RecordingHead:
@@ -432,14 +432,14 @@ def record_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
     def propose(batch: Batch) -> DraftTree:
         head.said.clear()
-        num_new = [drafter.pending.num_new[row] for row in batch.rows]
+        num_tokens = [drafter.pending.num_tokens[row] for row in batch.rows]
         tree = real_propose(batch)
         requests = {request.held_row: request for request in engine.scheduler.verifying}
         for i, row in enumerate(batch.rows):
             request = requests[row]
             known = request.known_tokens(0, request.num_tokens)
             said = torch.stack([logits[i] for logits in head.said])
-            draft = Draft(known, tree.tokens[i, 1:].tolist(), said, num_new[i])
+            draft = Draft(known, tree.tokens[i, 1:].tolist(), said, num_tokens[i])
             drafts.setdefault(request.request_id, []).append(draft)
         return tree
 
@@ -510,7 +510,7 @@ class TestMTPHead:
         drafts = record_drafts(engine, monkeypatch)
         texts = run(engine, random_prompts(self.LENGTHS, seed=8), self.NEW_TOKENS)
         check_drafts(drafts, texts, references[name])
-        assert {d.num_new for of_request in drafts.values() for d in of_request} == set(range(1, num_steps + 2))
+        assert {d.num_tokens for of_request in drafts.values() for d in of_request} == set(range(1, num_steps + 2))
 
     @pytest.mark.parametrize("chunk_size", [512, 7])
     def test_drafts_behind_real_acceptance(

@@ -24,7 +24,7 @@ def build_drafter(
     table: RequestTable,
     encode: Callable[[str], Sequence[int]],
 ) -> Drafter:
-    """The drafter that a plan asks for; ``encode`` turns the text of a corpus into tokens.
+    """Make the drafter that a plan asks for; ``encode`` turns the text of a corpus into tokens.
 
     Raises:
         ConfigError: the corpus cannot be read.

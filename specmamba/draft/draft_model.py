@@ -1,4 +1,4 @@
-"""Drafting with a small model of its own (arXiv 2211.17192), whose recurrent states follow the text by records."""
+"""Drafting with a small separate model (arXiv 2211.17192), whose recurrent states are rolled back by records."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from specmamba.kernels import paged_attention
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import LoadedModel
 
-MAX_NEW = 2  # tokens that a draft starts with: the last draft of the step before, which was not run, and the root
+MAX_PENDING = 2  # pending tokens of a row: the root, and before it the last draft of a step that accepted all drafts
 
 
 class ModelDrafter(Drafter):
     """Drafts chains from a model that runs the same text as the target.
 
-    Keys and values of both stand at the same token slots, so that what is shared of the one is shared of the other. In
-    a step the model runs the root and every draft but the last, one by one; when the target has decided, the records of
-    what it rejected are dropped. Only where all was accepted the last draft is missing: it is run together with the
-    next root, or when the state behind it is asked for. Who goes on from a cached prefix starts from a copy of the
-    whole state.
+    Keys and values of both models have the same token slots, so that a prefix that is shared for one is shared for the
+    other. In a step the model runs the root and every draft but the last, one by one; after the target's decision the
+    records of rejected drafts are dropped. If all drafts were accepted, the last one has not been run: it is run
+    together with the next root, or when the state after it is needed. A request that continues from a cached prefix
+    starts from a copy of the whole state.
     """
 
     def __init__(self, model: LoadedModel, plan: DraftPlan, kv_pool: KVPool, table: RequestTable) -> None:
@@ -40,41 +40,39 @@ class ModelDrafter(Drafter):
         self._kv_pool = kv_pool.from_layer(len(kv_pool.k) - model.cache_shape.num_kv_layers)
         self._table = table
         self._device = table.kv_slots.device
-        # a step runs max_nodes - 1 tokens and perhaps one that the step before left; its own last one may follow
-        self._max_pending = plan.max_nodes + 1
+        # a step runs max_nodes - 1 tokens and perhaps a last draft of the step before; its own last draft may follow
+        self._max_records = plan.max_nodes + 1
         self._states = DraftStates(model.cache_shape, table.num_rows, plan.max_nodes, self._device)
-        self._tokens = torch.zeros(table.num_rows + 1, MAX_NEW, dtype=torch.int64, device=self._device)
-        self._num_new = [1] * (table.num_rows + 1)  # tokens that are decided and not run, the root is the last of them
-        self._root = [0] * (table.num_rows + 1)  # positions
+        self._tokens = torch.zeros(table.num_rows + 1, MAX_PENDING, dtype=torch.int64, device=self._device)
+        num_rows = table.num_rows + 1
+        self._num_pending = [1] * num_rows  # pending tokens of each row; the root is the last of them
+        self._root = [0] * num_rows  # positions of the roots
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        """See ``Drafter``."""
         self._states.begin(row)
         self._tokens[row, 0] = tokens[-1]
-        self._num_new[row], self._root[row] = 1, len(tokens) - 1
+        self._num_pending[row], self._root[row] = 1, len(tokens) - 1
 
     def resume(self, row: int, features: Tensor, position: int) -> None:
-        """See ``Drafter``; the features are the model's state after the last cached token."""
+        """Continue from a copy of the model's state after the last cached token."""
         self._states.load(row, features, position)
 
     def features(self, row: int, position: int) -> Tensor:
-        """See ``Drafter``."""
         if self._states.is_started(row) and position > self._states.position(row):
             self._run_last_drafts((row,))
         return self._states.values(row, position)
 
     def finish(self, batch: Batch) -> None:
-        """See ``Drafter``; a last draft that was accepted is in the text, and has neither KV nor state here yet."""
+        """Run last drafts that were accepted and have neither KV nor state in this model yet."""
         self._run_last_drafts(batch.rows)
 
     def extend(self, chunk: Chunk, features: Tensor) -> None:
-        """Run the same known tokens. See ``Drafter``."""
+        """Run the known tokens that the target has run."""
         kv = PagedKV.of_chunk(self._kv_pool, self._table, chunk)
         with self._states.extend(chunk) as state:
             self._model.forward(chunk.tokens, ForwardContext(kv, state, chunk.positions))
 
     def propose(self, batch: Batch) -> DraftTree:
-        """See ``Drafter``."""
         self._start(batch)
 
         def descend(token: Tensor, _: Tensor, depth: int) -> Tensor:
@@ -85,32 +83,32 @@ class ModelDrafter(Drafter):
         return grow_chain(self._picker, batch, self.max_nodes, hidden, self._model.logits, descend)
 
     def propose_nothing(self, batch: Batch) -> DraftTree:
-        """See ``Drafter``; the model runs the roots all the same, so that it stays beside the target."""
+        """Run the pending tokens all the same, so that the model's state follows the text."""
         self._start(batch)
         self._catch_up(batch)
         return root_tree(batch)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        """See ``Drafter``."""
         num_drafts = self.max_nodes - 1
-        first_new = verdict.num_accepted.clamp(max=num_drafts - 1)[:, None] + torch.arange(MAX_NEW, device=self._device)
+        first_new = verdict.num_accepted.clamp(max=num_drafts - 1)[:, None] + torch.arange(
+            MAX_PENDING, device=self._device
+        )
         RowSet.of_batch(batch).put(self._tokens, verdict.path_tokens.gather(1, first_new))
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        """See ``Drafter``."""
         for row, tokens in zip(rows, decided, strict=True):
             self._root[row] += len(tokens)
-            self._num_new[row] = 2 if len(tokens) == self.max_nodes else 1
-            self._states.roll_back(row, self._root[row] + 1 - self._num_new[row])
+            self._num_pending[row] = 2 if len(tokens) == self.max_nodes else 1
+            self._states.roll_back(row, self._root[row] + 1 - self._num_pending[row])
 
     def _start(self, batch: Batch) -> None:
         for row in batch.rows:
             self._states.start(row, self._root[row])
-        self._states.reserve(batch.rows, self._max_pending)
+        self._states.reserve(batch.rows, self._max_records)
 
     def _catch_up(self, batch: Batch) -> Tensor:
-        """Run what was decided since the last forward; the model's state after the roots, [B, 1, H]."""
-        counts = [self._num_new[row] for row in batch.rows]
+        """Run the pending tokens; return the model's hidden states after the roots, [B, 1, H]."""
+        counts = [self._num_pending[row] for row in batch.rows]
         longest = max(counts)
         tokens = RowSet.of_batch(batch).take(self._tokens)[:, :longest]
         offsets = torch.arange(1 - longest, 1, device=self._device)
@@ -118,14 +116,14 @@ class ModelDrafter(Drafter):
             positions = batch.root_positions[:, None] + offsets
             return self._run(batch.rows, tokens, positions, batch.max_root_position + 1)[:, -1:]
         count = torch.tensor(counts, device=self._device)[:, None]
-        behind_root = offsets + (longest - count)  # tokens stand at the left of their columns, padding is at the root
+        behind_root = offsets + (longest - count)  # tokens are left-aligned; padding gets the root's position
         positions = batch.root_positions[:, None] + behind_root.clamp(max=0)
         hidden = self._run(batch.rows, tokens, positions, batch.max_root_position + 1, counts, behind_root <= 0)
         return hidden.gather(1, (count - 1)[..., None].expand(-1, 1, hidden.shape[2]))
 
     def _run_last_drafts(self, rows: Sequence[int]) -> None:
-        """Of rows that have a token to run besides the root, run it."""
-        rows = [row for row in rows if self._num_new[row] == MAX_NEW]
+        """Run the pending token before the root, of the rows that have one."""
+        rows = [row for row in rows if self._num_pending[row] == MAX_PENDING]
         if not rows:
             return
         index = torch.tensor(rows, device=self._device)
@@ -134,7 +132,7 @@ class ModelDrafter(Drafter):
         self._run(rows, self._tokens[index, :1], positions, max(before_root) + 1)
         self._tokens[index, 0] = self._tokens[index, 1]
         for row in rows:
-            self._num_new[row] = 1
+            self._num_pending[row] = 1
 
     def _run(
         self,
@@ -145,15 +143,15 @@ class ModelDrafter(Drafter):
         counts: Sequence[int] | None = None,
         is_token: Tensor | None = None,
     ) -> Tensor:
-        """Run tokens behind what rows have run.
+        """Run tokens that continue what these rows have run.
 
         Args:
             rows: ascending.
             tokens: [B, L] int64.
             positions: [B, L] int64.
-            num_keys: none of the tokens stands behind it.
-            counts: tokens of each row, the rest is padding; None: all are.
-            is_token: [B, L] bool, the same.
+            num_keys: larger than all positions.
+            counts: tokens of each row, the rest is padding; None: no row has padding.
+            is_token: [B, L] bool, False for padding; None as above.
 
         Returns:
             Hidden states [B, L, H].
@@ -164,10 +162,10 @@ class ModelDrafter(Drafter):
         if is_token is not None:
             slots = slots * is_token
         first_row = plan.rows.rows[0] if plan.rows.is_range else None
-        is_lone = tokens.numel() == 1  # the last token of all that are read
+        sees_all = tokens.numel() == 1  # the only token is the last key
         table, index = self._table.kv_slots, plan.rows.index
         keys = paged_attention.AttentionMetadata(
-            table, index, positions, num_keys, first_row=first_row, sees_all=is_lone
+            table, index, positions, num_keys, first_row=first_row, sees_all=sees_all
         )
         kv = PagedKV(self._kv_pool, slots.view(-1), keys)
         hidden = self._model.forward(tokens, ForwardContext(kv, state, positions)).hidden

@@ -1,4 +1,4 @@
-"""What will be drafted, decided once at start-up from the flags and the checkpoint."""
+"""The plan of drafting, made once at start-up from the flags and the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ class DraftPlan:
 
     algorithm: Literal["none", "mtp", "eagle", "eagle3", "draft-model", "ngram"]
     num_steps: int  # depth of the deepest node
-    topk: int  # children of a node at the most
-    max_nodes: int  # nodes of a tree at the most, the root counted
-    num_lookahead_slots: int  # KV positions from the root's on that a step may write, drafting and verifying
-    draws_drafts: bool = False  # drafts are drawn from the draft's distribution, for acceptance by rejection
-    trees: TreeFile | None = None  # static trees; None: dynamic ones
+    topk: int  # largest number of children of a node
+    max_nodes: int  # largest number of nodes of a tree, the root included
+    num_lookahead_slots: int  # KV positions from the root on that a step may write, drafting and verifying
+    draws_drafts: bool = False  # drafts are drawn from the drafter's distribution, for acceptance by rejection
+    trees: TreeFile | None = None  # static trees; None: chains or dynamic trees
 
 
 NOTHING = DraftPlan("none", num_steps=0, topk=0, max_nodes=1, num_lookahead_slots=1)
 
 
 def plan_drafts(config: EngineConfig, draft: DraftKind | None, vocab_size: int) -> DraftPlan:
-    """Settle what is drafted.
+    """Decide what is drafted.
 
     Args:
         config: the flags.
-        draft: what there is to draft with, of the checkpoint or beside it.
-        vocab_size: of the target.
+        draft: the kind of draft head or model that was found in the checkpoint or beside it; None: there is none.
+        vocab_size: size of the target's vocabulary.
 
     Raises:
-        ConfigError: the flags ask for what this checkpoint cannot do, or the tree file is not valid.
+        ConfigError: the flags ask for what is not possible with this checkpoint, or the tree file is not valid.
     """
     algorithm = config.speculative_algorithm
     if algorithm == "auto":
@@ -53,7 +53,7 @@ def plan_drafts(config: EngineConfig, draft: DraftKind | None, vocab_size: int) 
         )
     if algorithm == "none":
         if config.speculative_algorithm == "auto":
-            _refuse_orphans(config)
+            _refuse_unused_flags(config)
         return NOTHING
     plan = _plan_of_trees(config) if config.speculative_tree else _plan_of_flags(config)
     plan = replace(plan, algorithm=algorithm, draws_drafts=plan.draws_drafts and algorithm != "ngram")
@@ -72,7 +72,7 @@ def _plan_of_flags(config: EngineConfig) -> DraftPlan:
         num_steps=steps,
         topk=topk,
         max_nodes=nodes,
-        # every step but the last runs topk nodes through the head, and each leaves its keys and values
+        # every step but the last runs topk nodes through the head, which writes their keys and values
         num_lookahead_slots=max(nodes, 1 + (steps - 1) * topk) if config.speculative_algorithm != "ngram" else nodes,
         draws_drafts=config.speculative_accept == "rejection",
     )
@@ -93,7 +93,7 @@ def _plan_of_trees(config: EngineConfig) -> DraftPlan:
     )
 
 
-def _refuse_orphans(config: EngineConfig) -> None:
+def _refuse_unused_flags(config: EngineConfig) -> None:
     if flags := config.drafting_flags:
         raise ConfigError(
             f"{', '.join(flags)}: this needs a drafter, and this checkpoint has no MTP head: drop it, choose "

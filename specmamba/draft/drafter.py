@@ -1,4 +1,4 @@
-"""The seam between drafting and the rest: ``Drafter``, and the drafter that proposes nothing."""
+"""The interface of all drafters, the drafter that proposes nothing, and the shapes of trees."""
 
 from __future__ import annotations
 
@@ -16,77 +16,82 @@ from specmamba.kernels import tree as tree_ops
 
 @dataclass(frozen=True, slots=True)
 class HostPendingTokens:
-    """What the host knows of the ``PendingTokens`` of a batch's rows."""
+    """The ``PendingTokens`` of a batch, as numbers of the host."""
 
     counts: tuple[int, ...]
     is_deferred: bool
 
     def on(self, device: torch.device) -> PendingTokens:
-        """As a batch has them."""
+        """Upload them to a device."""
         is_ragged = min(self.counts) < max(self.counts)
         counts = torch.tensor(self.counts, device=device) if is_ragged else None
         return PendingTokens(max(self.counts), counts, self.is_deferred)
 
 
 class Drafter(ABC):
-    """Proposes trees. Whatever it proposes, the text stays the target's: a drafter can only cost time.
+    """Proposes draft trees. The text is always the target's, whatever is proposed: bad drafts only cost time.
 
-    A step is ``prepare`` on the host, ``propose`` and ``observe`` on the device, and ``advance`` on the host again.
+    A step calls ``prepare`` on the host, ``propose`` and ``observe`` for the device, and ``advance`` on the host again.
     """
 
-    max_nodes: int  # nodes of a tree at the most, root included
-    is_capturable = False  # ``propose`` and ``observe`` never look at the device or at rows, and can be replayed
-    has_pending_tokens = False  # ``prepare`` gives some
+    max_nodes: int  # largest number of nodes of a tree, root included
+    is_capturable = False  # ``propose`` and ``observe`` never read from the device or use ``Batch.rows``
+    has_pending_tokens = False  # ``prepare`` returns pending tokens
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree:
-        """A tree for every row of the batch, on its root. KV slots behind the roots are free for the drafter to use."""
+        """Return a tree for every row of the batch. The drafter may write to the KV slots after the roots."""
 
     def num_nodes(self, batch_size: int) -> int:
-        """Nodes of the trees that batches of this size get, at the most."""
+        """Return the largest number of nodes of the trees that batches of this size get."""
         return self.max_nodes
 
     def propose_nothing(self, batch: Batch) -> DraftTree:
-        """The roots alone, for a batch that wants no drafts; a drafter that must keep up does so here."""
+        """Return trees of the roots alone, for a batch without drafts; the drafter's own state follows the text."""
         self.propose(batch)
         return root_tree(batch)
 
     def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens | None:
-        """A step of these rows begins, padded to ``batch_size``; without ``drafts``, ``propose_nothing`` follows.
+        """Begin a step.
 
-        None: what is drafted follows from the batch alone.
+        Args:
+            rows: of the batch, without padding.
+            batch_size: rows with padding.
+            drafts: whether ``propose`` follows; False: ``propose_nothing``.
+
+        Returns:
+            The pending tokens that the step runs or defers; None if the drafter has none.
         """
         return None
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:  # noqa: B027 - a drafter without state does nothing
-        """A request starts (or starts over) in this row; ``tokens`` are all that is known of it, root included."""
+        """Start a request (or start it over) in this row; ``tokens`` are all its known tokens, root included."""
 
     def resume(self, row: int, features: Tensor, position: int) -> None:  # noqa: B027
-        """The first ``position`` tokens of a request that has begun are cached; ``features`` [F] were taken there."""
+        """Continue a started request whose first ``position`` tokens are cached, with ``features`` [F] at their end."""
 
     def features(self, row: int, position: int) -> Tensor | None:
-        """What ``resume`` needs to go on behind the first ``position`` tokens of a row; [F].
+        """Return what ``resume`` needs to continue after the first ``position`` tokens of a row, [F]; None: nothing.
 
-        Every position on the path of the newest step, or the end of the newest chunk, can be asked for. None: nothing
-        is needed.
+        Valid positions are those on the path of the newest step, and the end of the newest prefill chunk.
         """
         return None
 
     def finish(self, batch: Batch) -> None:  # noqa: B027
-        """These rows are about to end, and others will go on from what they have run.
+        """Complete the cached data of rows that are about to end, from which other requests may continue.
 
-        ``root_positions`` are where the newest steps' paths end; tokens and sampling settings of the roots mean
-        nothing. ``features`` gives the same before and after.
+        ``root_positions`` are the ends of the newest steps' paths; tokens and sampling settings of the batch are not
+        used. ``features`` returns the same values before and after.
         """
 
     def extend(self, chunk: Chunk, features: Tensor) -> None:  # noqa: B027
-        """The target has run these known tokens; ``features`` [B, L, F] are what it says of them."""
+        """Process known tokens that the target has run, with the target's features of them [B, L, F]."""
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:  # noqa: B027
-        """The target has decided; ``features`` [B, N, F] are what it says of the tree's nodes."""
+        """Process the result of a verify, with the target's features of the tree's nodes [B, N, F]."""
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:  # noqa: B027
-        """The step is over; ``decided`` are the tokens behind each root: accepted drafts and the target's own."""
+        """End the step; ``decided`` are the tokens after each root: accepted drafts and the target's own token."""
 
 
 class NoDrafter(Drafter):
@@ -96,18 +101,17 @@ class NoDrafter(Drafter):
     is_capturable = True
 
     def propose(self, batch: Batch) -> DraftTree:
-        """See ``Drafter``."""
         return root_tree(batch)
 
 
 def root_tree(batch: Batch) -> DraftTree:
-    """Trees that are their roots."""
+    """Return trees of the roots alone."""
     return DraftTree(batch.root_tokens[:, None], chain_shape(batch.size, 1, batch.root_tokens.device))
 
 
 @cache
 def chain_shape(batch_size: int, num_nodes: int, device: torch.device) -> TreeShape:
-    """The shape of a batch of chains; always the same, so made once."""
+    """Return the shape of a batch of chains. It is cached, so its tensors must not be changed."""
     nodes = torch.arange(num_nodes, device=device)
     ancestors = nodes <= nodes[:, None]
     return TreeShape(
@@ -120,11 +124,11 @@ def chain_shape(batch_size: int, num_nodes: int, device: torch.device) -> TreeSh
 
 
 def tree_shape(parents: Tensor, max_children: int) -> TreeShape:
-    """The shape of any batch of trees.
+    """Return the shape of a batch of trees.
 
     Args:
-        parents: [B, N] int64, topological order; -1 for the root and for padding.
-        max_children: no node has more.
+        parents: [B, N] int64, in topological order; -1 for the root and for padding.
+        max_children: largest number of children of a node.
     """
     ancestors = tree_ops.ancestors(parents)
     return TreeShape(parents, ancestors, tree_ops.depth(ancestors), is_chain=False, max_children=max_children)

@@ -1,4 +1,4 @@
-"""How well a head guesses: the rank of every token that really came, at every depth."""
+"""Measuring the quality of a draft head: the rank that it gives to every true next token, at every depth."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specmamba.draft.heads import MTPDrafter
 
 
 class RankRecorder(Drafter):
-    """Drafts nothing. At every root it walks the head along the replayed text and notes the ranks of its tokens.
+    """Drafts nothing. At every root it runs the head along the forced tokens and records the ranks of these tokens.
 
-    From these any static tree's acceptance on that text follows without running it: a node is on the accepted path when
-    the ranks above it are the ones that were noted.
+    The acceptance of any static tree on that text follows from them without running it: a node is on the accepted path
+    if the ranks on its path are the recorded ones.
     """
 
     has_pending_tokens = True
@@ -29,47 +29,39 @@ class RankRecorder(Drafter):
 
     @property
     def ranks(self) -> Tensor:
-        """[samples, steps] int64: rank (0: likeliest) of the token d + 1 places behind each root, given those before.
+        """[samples, steps] int64: rank (0: likeliest) of the token d + 1 positions after each root, given those before.
 
-        It is -1 behind the end of the replayed text.
+        It is -1 after the end of the forced tokens.
         """
         empty = torch.zeros(0, self._num_steps, dtype=torch.int64)
         return torch.cat([empty, *(ranks.cpu() for ranks in self._ranks)])
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        """See ``Drafter``."""
         self.mtp.begin(row, tokens)
 
     def resume(self, row: int, features: Tensor, position: int) -> None:
-        """See ``Drafter``."""
         self.mtp.resume(row, features, position)
 
     def features(self, row: int, position: int) -> Tensor | None:
-        """See ``Drafter``."""
         return self.mtp.features(row, position)
 
     def finish(self, batch: Batch) -> None:
-        """See ``Drafter``."""
         self.mtp.finish(batch)
 
     def extend(self, chunk: Chunk, features: Tensor) -> None:
-        """See ``Drafter``."""
         self.mtp.extend(chunk, features)
 
     def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens:
-        """See ``Drafter``."""
         return self.mtp.prepare_pending(rows, is_deferred=False)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        """See ``Drafter``."""
         self.mtp.observe(batch, verdict, features)
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        """See ``Drafter``."""
         self.mtp.advance(rows, decided)
 
     def propose(self, batch: Batch) -> DraftTree:
-        """The root alone; what is replayed behind it is ranked first. Requests without a replay are only run."""
+        """Return the root alone, after ranking the forced tokens that follow it, if there are any."""
         hidden = self.mtp.catch_up(batch)
         if batch.forced_tokens is not None:
             self._ranks.append(self._rank(batch, hidden, batch.forced_tokens))

@@ -47,16 +47,13 @@ class _Listener(NoDrafter):
         self._heard: dict[int, list[TargetOutput]] = {}
 
     def forward(self, tokens: Tensor, context: ForwardContext) -> TargetOutput:
-        """See ``Target``."""
         self._last = self._target.forward(tokens, context)
         return self._last
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        """See ``Drafter``."""
         self._texts[row], self._heard[row] = tuple(tokens), []
 
     def extend(self, chunk: Chunk, features: Tensor) -> None:
-        """See ``Drafter``."""
         assert self._last is not None
         lengths = chunk.lengths.tolist()
         for i, (row, length) in enumerate(zip(chunk.rows, lengths, strict=True)):

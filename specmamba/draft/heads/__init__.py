@@ -1,4 +1,4 @@
-"""Drafting with a head (MTP, EAGLE) from the target's hidden states: chains, dynamic trees and static trees."""
+"""Drafting with a head (MTP, EAGLE, EAGLE-3) from the target's hidden states: chains, dynamic and static trees."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ MIN_CAPACITY = 16
 
 
 class MTPDrafter(Drafter):
-    """Drafts from the target's hidden states, and below the first step from the head's own.
+    """Drafts from the target's hidden states at the first step, and from the head's own states at later steps.
 
-    The head's entries for accepted tokens were made from its own hidden states. They are made again from the target's,
-    together with the entry of the new root, in the first forward of the next draft: one forward, not two. Steps whose
-    tree is the root alone leave their entries to a later one.
+    While it drafts, the head makes its KV entries from its own hidden states. For accepted tokens they are made again
+    from the target's states, together with the entry of the new root, in the first forward of the next draft: the
+    decided tokens stay *pending* until then. Steps whose tree is the root alone may defer their pending tokens further.
 
-    A head may have several modules (DeepSeek-V3, arXiv 2412.19437, section 2.2). Module d guesses at depth d of a
-    draft, d = 0 after the root, and deeper ones go round. Each has an entry of its own for every position t from
-    FIRST_KEY + d on, of known text and of each path of a draft alike, made of the token at t and what the module before
-    it gave at t - 1:
+    A head may have several modules (DeepSeek-V3, arXiv 2412.19437, section 2.2). Module d mod D proposes the children
+    at depth d of a draft (d = 0: the root's). Each module has an entry of its own for every position t from
+    FIRST_KEY + d on, in known text and on each path of a draft, made from the token at t and the state of the module
+    before it at t - 1:
 
         s[d, t] = module_d(token[t], s[d-1, t-1]; its entries up to t)
 
-    Module 0 takes the target's states; behind the root there are none, and it takes the last module's. A head of one
-    module is the case where that is itself. So known text is run through all modules in turn, and a step of a draft
-    through one of them (see ``Descent``). Modules that lie deeper than any draft are not run.
+    Module 0 takes the target's states; after the root there are none, and it takes those of the last module. With one
+    module that is the head itself. So known text is run through all modules in turn, and a step of a draft through one
+    of them (``Descent``). Modules beyond the depth of every draft are not run.
     """
 
     is_capturable = True
@@ -66,32 +66,30 @@ class MTPDrafter(Drafter):
         self.pending = PendingTokenTable(
             table.num_rows + 1, capacity, head.num_modules, head.width, dtype, self._device
         )
-        self._is_deferred = False  # of the step that is being made
-        self._window: Window | None = None  # of the draft that is being made
-        self._descent: Descent | None = None  # the same; None for heads of one module
+        self._is_deferred = False  # whether the current step defers the pending tokens
+        self._window: Window | None = None  # positions and slots of the current draft
+        self._descent: Descent | None = None  # states of the current draft; None for heads of one module
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        """See ``Drafter``."""
         self.pending.begin(row, tokens)
 
     def resume(self, row: int, features: Tensor, position: int) -> None:
-        """See ``Drafter``; the features are the states after the last cached token: the target's, then modules'."""
+        """Continue from the states after the last cached token: the target's, then those of modules, [D * H]."""
         self.pending.resume(row, features)
 
     def features(self, row: int, position: int) -> Tensor | None:
-        """See ``Drafter``."""
-        # before a row drafts, its root is not run, and what the first column holds stands at the newest chunk's end
-        column = max(0, self.pending.num_new[row] - 1 - (self.pending.root[row] - position))
-        if self._num_modules > 1 and column >= self.pending.num_complete[row]:
+        # before the first draft of a row, the first column holds the states at the end of the newest prefill chunk
+        column = max(0, self.pending.num_tokens[row] - 1 - (self.pending.root[row] - position))
+        if self._num_modules > 1 and column >= self.pending.num_with_states[row]:
             self._complete(self._batch_of(row))
         return self.pending.states_before(row, column)
 
     def finish(self, batch: Batch) -> None:
-        """See ``Drafter``; what the next draft would catch up with is shared too, and that draft never comes."""
+        """Make the entries of all pending tokens, because others may share them and no further draft makes them."""
         self._complete(batch)
 
     def extend(self, chunk: Chunk, features: Tensor) -> None:
-        """Make the head's entries for known tokens. See ``Drafter``."""
+        """Make the head's entries for known tokens."""
         states = self.head.combine(features)
         last = (chunk.lengths - 1)[:, None, None].expand(-1, 1, states.shape[2])
         for module in range(self._num_modules):
@@ -102,24 +100,22 @@ class MTPDrafter(Drafter):
             states = self.head.forward(chunk.tokens, before, ForwardContext(kv, None, chunk.positions), module)
 
     def num_nodes(self, batch_size: int) -> int:
-        """See ``Drafter``."""
         trees = self._plan.trees
         return self.max_nodes if trees is None else trees.for_batch(batch_size).num_nodes
 
     def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens:
-        """See ``Drafter``; the head is told nothing where it has nothing to guess, as long as there is room."""
+        """Defer the pending tokens if the step drafts nothing and there is room for those that it decides."""
         counts = self.pending.counts(rows)
         has_room = max(counts) + self.max_nodes <= self.pending.capacity
         guesses = drafts and self.num_nodes(batch_size) > 1
         return self.prepare_pending(rows, is_deferred=has_room and not guesses)
 
     def prepare_pending(self, rows: Sequence[int], is_deferred: bool) -> HostPendingTokens:
-        """``prepare``, for whoever knows whether it will catch up."""
+        """Do the work of ``prepare`` for a caller that knows whether the pending tokens are deferred."""
         self._is_deferred = is_deferred
         return HostPendingTokens(self.pending.counts(rows), is_deferred)
 
     def propose(self, batch: Batch) -> DraftTree:
-        """See ``Drafter``."""
         plan = self._plan
         if plan.trees is not None:
             tree = plan.trees.for_batch(batch.size)
@@ -133,26 +129,28 @@ class MTPDrafter(Drafter):
         return self._grow_chain(batch, plan.max_nodes)
 
     def propose_nothing(self, batch: Batch) -> DraftTree:
-        """See ``Drafter``."""
         assert batch.pending_tokens is not None
         if not batch.pending_tokens.is_deferred:
             self.catch_up(batch)
         return root_tree(batch)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        """See ``Drafter``."""
         hidden = self.head.combine(features)
         on_path = hidden.gather(1, verdict.path[..., None].expand_as(hidden))
         self.pending.add(batch, verdict.path_tokens[:, : hidden.shape[1]], on_path)
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        """See ``Drafter``."""
         self.pending.advance(rows, [len(tokens) for tokens in decided], self._is_deferred)
 
     def catch_up(self, batch: Batch, num_entries: int | None = None) -> Tensor:
-        """Run the head over what was decided since its last forward; its state after the root, [B, 1, H].
+        """Run the head over the pending tokens.
 
-        The draft that follows may make ``num_entries`` entries, the root's counted; None: as many as any draft does.
+        Args:
+            batch: the roots and the numbers of pending tokens.
+            num_entries: entries that the following draft may make, the root's included; None: as many as the plan has.
+
+        Returns:
+            The head's states after the roots, [B, 1, H].
         """
         pending_tokens = batch.pending_tokens
         assert pending_tokens is not None
@@ -162,7 +160,7 @@ class MTPDrafter(Drafter):
         else:
             last = pending_tokens.counts[:, None, None] - 1
             at_roots = [states.gather(1, last.expand(-1, 1, states.shape[2])) for states in given]
-        self.pending.tell(batch, at_roots)
+        self.pending.store_root_states(batch, at_roots)
         if self._num_modules > 1:
             self._descent = Descent(batch.root_tokens[:, None], at_roots)
         return at_roots[0]
@@ -175,11 +173,11 @@ class MTPDrafter(Drafter):
         Args:
             batch: the roots.
             tokens: [B, F] int64, the nodes.
-            hidden: [B, F, H], the head's states at their parents, as this gave them.
-            depth: of the nodes, below the root.
+            hidden: [B, F, H], the head's states at their parents, as returned by this method.
+            depth: depth of the nodes below the root.
             ancestors: [B, F, first_entry + F] bool: which entries each node sees; entry 0 is the root, the nodes
                 themselves are the last F. None: a chain.
-            first_entry: entries before these; node f's keys and values stand first_entry + f slots behind the root.
+            first_entry: number of earlier entries; the KV slot of node f is the one first_entry + f after the root's.
 
         Returns:
             The head's states at the nodes, [B, F, H].
@@ -194,12 +192,12 @@ class MTPDrafter(Drafter):
         positions = window.positions[:, window.root + depth, None].expand(-1, tokens.shape[1])
         if ancestors is not None:
             keys = tree_keys(self._table, batch, ancestors, num_keys, FIRST_KEY)
-        else:  # the newest entry of a lone row is the last of all keys
+        else:  # in a batch of one the newest entry is the last key, so it sees all of them
             keys = causal_keys(self._table, batch, positions, num_keys, FIRST_KEY, sees_all=batch.size == 1)
         return self._forward(tokens, hidden, positions, slots, keys)
 
     def _descend_modules(self, batch: Batch, tokens: Tensor, depth: int, ancestors: Tensor | None) -> Tensor:
-        """``descend`` for heads of several modules, which hand each other more states than those of the parents."""
+        """Do ``descend`` for heads of several modules, whose steps also run entries of earlier depths."""
         window, descent = self._window, self._descent
         assert window is not None
         assert descent is not None
@@ -215,7 +213,7 @@ class MTPDrafter(Drafter):
         return states[:, -tokens.shape[1] :]
 
     def _run_pending(self, batch: Batch, pending_tokens: PendingTokens, num_entries: int) -> list[Tensor]:
-        """Run known tokens through all modules: what each gives, [B, longest, H]."""
+        """Run the pending tokens through all modules; return the states of each module, [B, longest, H]."""
         longest, rows = pending_tokens.max_count, RowSet.of_batch(batch)
         window = self._window = Window.of(self._table, batch, pending_tokens, num_entries)
         tokens = rows.take(self.pending.tokens)[:, :longest]
@@ -227,23 +225,25 @@ class MTPDrafter(Drafter):
             if module:
                 hidden = torch.cat([hidden[:, :1], given[-1][:, :-1]], 1)
             first_key = FIRST_KEY + module
-            is_lone = tokens.numel() == 1 and num_keys > first_key  # it stands at the last of all keys
-            keys = causal_keys(self._table, batch, positions, num_keys, first_key, sees_all=is_lone)
+            sees_all = tokens.numel() == 1 and num_keys > first_key  # the only token is the last key
+            keys = causal_keys(self._table, batch, positions, num_keys, first_key, sees_all=sees_all)
             given.append(self._forward(tokens, hidden, positions, slots, keys, module))
         return given
 
     def _complete(self, batch: Batch) -> None:
-        """Make the entries of all known tokens, and note the modules' states; the next draft makes them again."""
+        """Make the entries of all pending tokens and store the modules' states; the tokens stay pending."""
         pending_tokens = HostPendingTokens(self.pending.counts(batch.rows), is_deferred=True).on(self._device)
-        given = self._run_pending(batch, pending_tokens, 1)  # behind the roots there may be no room any more
+        given = self._run_pending(batch, pending_tokens, 1)  # there may be no KV slots after the roots
         self.pending.complete(batch, given)
 
     def _batch_of(self, row: int) -> Batch:
-        """A row alone, for ``_complete``."""
+        """Return a batch of one row for ``_complete``; its sampling settings are not used."""
         root = self.pending.root[row]
         index, position = (torch.tensor([x], device=self._device) for x in (row, root))
         sampling = SamplingBatch.of([SamplingParams()], [0], self._device)
-        return Batch((row,), index, self.pending.tokens[index, self.pending.num_new[row] - 1], position, root, sampling)
+        return Batch(
+            (row,), index, self.pending.tokens[index, self.pending.num_tokens[row] - 1], position, root, sampling
+        )
 
     def _grow_chain(self, batch: Batch, num_nodes: int) -> DraftTree:
         def descend(nodes: Tensor, hidden: Tensor, depth: int) -> Tensor:

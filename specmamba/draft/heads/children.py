@@ -12,42 +12,42 @@ from specmamba.core import Batch, DraftTree
 from specmamba.draft.drafter import chain_shape
 from specmamba.kernels import sampling as sampling_ops
 
-OVERFLOW = 1e4  # in place of what is not finite
+OVERFLOW = 1e4  # replaces logits that are not finite
 
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """The k children of F nodes, in the order in which they are tried."""
+    """The k children of F nodes, in the order in which acceptance tries them."""
 
     tokens: Tensor  # [B, F, k] int64
     token_logp: Tensor  # [B, F, k], of the tokens
-    place_logp: Tensor  # [B, F, k], falling: what a j-th child is worth, told without looking at its token
-    probs: Tensor | None  # [B, F, V], what the tokens were drawn from; None: they are the likeliest
+    place_logp: Tensor  # [B, F, k], not rising: the value of the j-th child, which does not depend on its token
+    probs: Tensor | None  # [B, F, V], the distributions that the tokens were drawn from; None: the likeliest tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ChildPicker:
     """Picks children from the logits of a draft head.
 
-    When drafts are drawn, the distribution is what the request's own temperature and filters make of the head's logits,
-    so that it is as near to the target's as the head allows. Greedy rows take the likeliest either way.
+    When drafts are drawn, the request's own temperature and filters are applied to the head's logits, so that the
+    distribution is as near to the target's as the head allows. Greedy rows always get the likeliest tokens.
     """
 
     draws: bool
 
     def draws_for(self, batch: Batch) -> bool:
-        """Whether children are drawn for this batch; there is nothing to draw where all rows are greedy."""
+        """Whether children are drawn for this batch; they are not if all rows are greedy."""
         return self.draws and batch.sampling.temperature is not None
 
     def pick(self, logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
         """Choose k children for every node.
 
         Args:
-            logits: [B, F, V], the head's after each node.
+            logits: [B, F, V], of the head after each node.
             k: children per node.
-            batch: how the rows sample, and where their roots stand.
-            first_entry: number of the first node among all nodes of this draft that get children; it makes the random
-                numbers of different nodes different.
+            batch: has the sampling settings and root positions of the rows.
+            first_entry: index of the first of these nodes among all nodes of this draft that get children; it gives
+                every node random numbers of its own.
         """
         if self.draws_for(batch):
             return _draw(logits, k, batch, first_entry)
@@ -57,7 +57,11 @@ class ChildPicker:
         return Children(top.indices, logp, logp, None)
 
     def pick_one(self, logits: Tensor, batch: Batch, entry: int) -> tuple[Tensor, Tensor | None]:
-        """The only children [B, 1] of a batch of lone nodes, from logits [B, 1, V], and what they were drawn from."""
+        """Choose one child for one node per row, from logits [B, 1, V].
+
+        Returns:
+            Tokens [B, 1] int64, and the distributions [B, 1, V] that they were drawn from (None: the likeliest).
+        """
         if self.draws_for(batch):
             children = _draw(logits, 1, batch, entry)
             return children.tokens[..., 0], children.probs
@@ -69,7 +73,7 @@ def _draw(logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
     assert temperature is not None
     greedy = temperature == 0
     is_greedy = greedy[:, None, None]
-    # of greedy rows the second choices count too: they are told apart at temperature 1, and no filter takes them away
+    # greedy rows also need their second choices: these are ranked at temperature 1 and without filters
     spread = temperature.where(~greedy, 1)
     top_k, top_p, min_p = (
         None if x is None else x.where(~greedy, neutral)
@@ -89,7 +93,7 @@ def _draw(logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
 
 
 def _finite(logits: Tensor) -> Tensor:
-    """Logits in float32. A head whose numbers overflow drafts badly; it must not decide what becomes of the text."""
+    """Convert to float32 and replace what is not finite, so that a head that overflows only drafts badly."""
     return logits.float().nan_to_num(-OVERFLOW, OVERFLOW, -OVERFLOW)
 
 
@@ -106,10 +110,10 @@ def grow_chain(
     Args:
         picker: picks each node's only child.
         batch: the roots.
-        num_nodes: the root counted.
-        hidden: [B, 1, H], the draft's states after the roots.
+        num_nodes: the root included.
+        hidden: [B, 1, H], the drafting model's states after the roots.
         logits: [B, 1, H] -> [B, 1, V].
-        descend: (nodes [B, 1], states at their parents [B, 1, H], their depth) -> states at the nodes.
+        descend: (nodes [B, 1], states at their parents [B, 1, H], their depth) -> states at the nodes [B, 1, H].
     """
     token = batch.root_tokens[:, None]
     tokens, probs = [token], []
@@ -120,6 +124,8 @@ def grow_chain(
         tokens.append(token)
         if drawn_from is not None:
             probs.append(drawn_from)
-    draft_probs = torch.cat([*probs, probs[-1]], 1) if probs else None  # the last node has no children: any will do
+    draft_probs = (
+        torch.cat([*probs, probs[-1]], 1) if probs else None
+    )  # the last node has no children, its row is not used
     shape = chain_shape(batch.size, num_nodes, token.device)
     return DraftTree(torch.cat(tokens, 1), shape, draft_probs)

@@ -1,14 +1,14 @@
 """Dynamic draft trees in the manner of EAGLE-2 (arXiv 2406.16858, section 4).
 
-Expand the best nodes of every step, then keep the best of all that were seen.
+Every step expands its best nodes; at the end the best of all candidates are kept.
 
-A node's value is the probability of its path as the draft sees it, and never rises from parent to child; so the best
-N - 1 nodes form a tree, and best first is optimal for a budget of nodes.
+The value of a node is the probability of its path according to the draft head. It never rises from parent to child, so
+the best N - 1 candidates form a tree, and this choice is optimal for a budget of N nodes.
 
 When children are drawn for acceptance by rejection, whether a node is kept must not depend on the token that was drawn
-for it, or kept tokens would no longer be draws from the draft's distribution. There the value of a j-th child counts
-the j-th largest probability in place of its own; what was drawn above it counts in full. A place's value bounds the
-values of all below it, so nothing that depends on its token can push it out.
+for it; else the kept tokens would no longer be draws from the draft's distribution. In this case the value of a j-th
+child uses the j-th largest probability in place of its token's own, and the true probabilities of the tokens above it.
+This value bounds the values of all nodes below it, so none that depends on the drawn token can displace it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from specmamba.models.base import DraftHead
 
 
 class HeadRunner(Protocol):
-    """What a growing tree asks of the drafter."""
+    """The part of a drafter that runs its head, as growing a tree needs it."""
 
     head: DraftHead
 
     def descend(
         self, batch: Batch, tokens: Tensor, hidden: Tensor, depth: int, ancestors: Tensor | None, first_entry: int
     ) -> Tensor:
-        """See ``MTPDrafter.descend``."""
+        """Run the head over draft nodes of one depth; ``MTPDrafter.descend`` describes arguments and result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Nodes that were seen at one step, [B, C] each."""
+    """The children that one step proposes for the tree, [B, C] each."""
 
     tokens: Tensor  # int64
-    path_logp: Tensor  # of the path down to the token
-    value: Tensor  # of the place; see above
-    parent: Tensor  # int64, numbered over all candidates; 0 is the root
+    path_logp: Tensor  # log probability of the path down to the token
+    value: Tensor  # log of the node's value, as the module's docstring defines it
+    parent: Tensor  # int64, index over the candidates of all steps; 0 is the root
 
 
 def grow_dynamic_tree(
@@ -55,7 +55,7 @@ def grow_dynamic_tree(
     Args:
         runner: runs the head.
         picker: picks children.
-        plan: depth, children per node, nodes.
+        plan: gives depth, children per node and number of nodes.
         batch: the roots.
         hidden: [B, 1, H], the head's states after the roots.
     """
@@ -65,11 +65,11 @@ def grow_dynamic_tree(
     steps = [_candidates(children, nothing, nothing, torch.zeros(size, 1, dtype=torch.int64, device=device))]
     expanded = [torch.zeros(size, 1, dtype=torch.int64, device=device)]  # candidates that have children
     probs = [children.probs]
-    ancestors = torch.ones(size, 1, 1, dtype=torch.bool, device=device)  # of the entries so far; entry 0 is the root
+    ancestors = torch.ones(size, 1, 1, dtype=torch.bool, device=device)  # mask of the entries; entry 0 is the root
     for depth in range(1, plan.num_steps):
         last, num_before = steps[-1], 1 + sum(step.tokens.shape[1] for step in steps[:-1])
         best = last.value.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
-        above = best // k  # the parent's place in the step before
+        above = best // k  # index of the parent among the nodes of the step before
         hidden = hidden.gather(1, above[..., None].expand(-1, -1, hidden.shape[2]))
         num_entries = ancestors.shape[2]
         parent_entry = num_entries - expanded[-1].shape[1] + above
@@ -86,7 +86,7 @@ def grow_dynamic_tree(
 
 
 def _candidates(children: Children, path_logp: Tensor, value: Tensor, parent: Tensor) -> Candidates:
-    """Children of nodes with these values [B, F] each."""
+    """Make candidates of the children of F nodes; ``path_logp``, ``value`` and ``parent`` [B, F] are of these nodes."""
     bound = torch.minimum(path_logp, value)[..., None]
     return Candidates(
         tokens=children.tokens.flatten(1),
@@ -97,19 +97,19 @@ def _candidates(children: Children, path_logp: Tensor, value: Tensor, parent: Te
 
 
 def _add_entries(ancestors: Tensor, parent_entry: Tensor) -> Tensor:
-    """The ancestor mask [B, E, E] of the entries so far, with new ones [B, F] under their parents behind them."""
+    """Extend the ancestor mask [B, E, E] by F entries with the parents ``parent_entry`` [B, F]."""
     size, num_entries, _ = ancestors.shape
-    num_new = parent_entry.shape[1]
+    num_tokens = parent_entry.shape[1]
     inherited = ancestors.gather(1, parent_entry[..., None].expand(-1, -1, num_entries))
-    itself = torch.eye(num_new, dtype=torch.bool, device=ancestors.device).expand(size, -1, -1)
-    old = torch.nn.functional.pad(ancestors, (0, num_new))
+    itself = torch.eye(num_tokens, dtype=torch.bool, device=ancestors.device).expand(size, -1, -1)
+    old = torch.nn.functional.pad(ancestors, (0, num_tokens))
     return torch.cat([old, torch.cat([inherited, itself], 2)], 1)
 
 
 def _best_nodes(
     batch: Batch, plan: DraftPlan, steps: list[Candidates], expanded: Tensor, probs: list[Tensor]
 ) -> DraftTree:
-    """The root and the N - 1 candidates of the highest value; candidates of no value become padding."""
+    """Return the tree of the root and the N - 1 candidates of the highest value; impossible ones become padding."""
     root = torch.zeros_like(batch.root_positions)[:, None]
     tokens = torch.cat([batch.root_tokens[:, None], *(step.tokens for step in steps)], 1)
     parents = torch.cat([root - 1, *(step.parent for step in steps)], 1)
@@ -120,7 +120,7 @@ def _best_nodes(
     shape = tree_shape(parent_node.where(is_child, -1), plan.topk)
     draft_probs = None
     if probs:
-        entry = torch.zeros_like(tokens)  # of nodes without children: any will do
+        entry = torch.zeros_like(tokens)  # nodes without children keep 0, their rows are not used
         entry.scatter_(1, expanded, torch.arange(expanded.shape[1], device=entry.device).expand_as(expanded))
         rows = torch.cat(probs, 1)
         draft_probs = rows.gather(1, entry.gather(1, kept)[..., None].expand(-1, -1, rows.shape[2]))

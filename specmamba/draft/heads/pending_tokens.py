@@ -14,55 +14,59 @@ from specmamba.core import Batch, PendingTokens
 
 
 class PendingTokenTable:
-    """By row of the request table, what the next draft starts from: tokens up to the root, and states before each.
+    """The pending tokens of every row of the request table, up to and including its root, and the states before each.
 
-    ``before[0]`` has the target's states, ``before[d]`` those of module d - 1 of the head. The target's come with the
-    tokens; those of modules stand in the first ``num_complete`` columns of a row only.
+    ``before[0]`` has the target's states before the tokens, ``before[d]`` the states of module d - 1 of the head. The
+    target's states are added with the tokens; those of modules are valid only in the first ``num_with_states`` columns
+    of a row.
     """
 
     def __init__(
         self, num_rows: int, capacity: int, num_modules: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate the lists; all rows are empty.
+        """Allocate zeros for all rows.
 
         Args:
-            num_rows: of the request table, row 0 counted.
-            capacity: tokens of a row.
-            num_modules: of the head.
-            width: of the states.
-            dtype: the same.
-            device: of the pools.
+            num_rows: rows of the request table, row 0 included.
+            capacity: tokens that a row can have.
+            num_modules: modules of the head.
+            width: length of a state vector.
+            dtype: type of the states.
+            device: device of the pools.
         """
         self.capacity, self._width, self._device = capacity, width, device
         self.tokens = torch.zeros(num_rows, capacity, dtype=torch.int64, device=device)
         self.before = [torch.zeros(num_rows, capacity, width, dtype=dtype, device=device) for _ in range(num_modules)]
-        self.num_new = [1] * num_rows  # the root is always the last of them
-        self.num_complete = [1] * num_rows
-        self.root = [0] * num_rows  # positions
+        self.num_tokens = [1] * num_rows  # pending tokens of each row; the root is always the last of them
+        self.num_with_states = [1] * num_rows
+        self.root = [0] * num_rows  # positions of the roots
 
     def counts(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Tokens of each of these rows."""
-        return tuple(self.num_new[row] for row in rows)
+        """Return the numbers of pending tokens of these rows."""
+        return tuple(self.num_tokens[row] for row in rows)
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        """A request starts in this row; ``tokens`` are all that is known of it, root included."""
+        """Start a request in this row; ``tokens`` are all its known tokens, root included."""
         for before in self.before:
             before[row].zero_()
         self.tokens[row, 0] = tokens[-1]
-        self.num_new[row] = self.num_complete[row] = 1
+        self.num_tokens[row] = self.num_with_states[row] = 1
         self.root[row] = len(tokens) - 1
 
     def resume(self, row: int, states: Tensor) -> None:
-        """A request that has begun goes on behind what ``states_before`` gave."""
+        """Continue after a cached prefix, from the states that ``states_before`` returned at its end."""
         for before, state in zip(self.before, states.split(self._width), strict=True):
             before[row, 0] = state
 
     def states_before(self, row: int, column: int) -> Tensor:
-        """The target's state in front of a token, then those of modules: [D H]."""
+        """Return the target's state before a pending token and those of modules, concatenated: [D * H]."""
         return torch.cat([before[row, column] for before in self.before])
 
     def add(self, batch: Batch, tokens: Tensor, states: Tensor) -> None:
-        """Tokens [B, N] have been decided, those beyond what was accepted do not matter, behind states [B, N, H]."""
+        """Store the decided tokens [B, N] of a step and the target's states before them [B, N, H].
+
+        Columns after a row's last decided token may hold anything; ``advance`` sets how many of them count.
+        """
         assert batch.pending_tokens is not None
         rows, num_columns = RowSet.of_batch(batch), tokens.shape[1]
         first = batch.pending_tokens.max_count if batch.pending_tokens.is_deferred else 0
@@ -78,44 +82,44 @@ class PendingTokenTable:
         self.before[0][rows.index[:, None], places] = states
 
     def advance(self, rows: Sequence[int], counts: Sequence[int], is_deferred: bool) -> None:
-        """So many tokens of each row have been added; unless the old ones were kept, they had been told before."""
+        """Count the tokens that ``add`` stored; the earlier ones stay pending only if the step deferred them."""
         for row, count in zip(rows, counts, strict=True):
             if not is_deferred:
-                self.num_new[row], self.num_complete[row] = 0, 1
-            self.num_new[row] += count
+                self.num_tokens[row], self.num_with_states[row] = 0, 1
+            self.num_tokens[row] += count
             self.root[row] += count
 
     def complete(self, batch: Batch, given: Sequence[Tensor]) -> None:
-        """What modules gave for all tokens, [B, longest, H] each, stands in front of the tokens that follow these."""
+        """Store the outputs of all modules for all pending tokens, [B, longest, H] each, as states before the next."""
         counts = self.counts(batch.rows)
         for before, states in zip(self.before[1:], given[:-1], strict=False):
             before[batch.row_index, 1 : max(counts)] = states[:, :-1]
         for row, count in zip(batch.rows, counts, strict=True):
-            self.num_complete[row] = count
+            self.num_with_states[row] = count
 
-    def tell(self, batch: Batch, at_roots: Sequence[Tensor]) -> None:
-        """All has been told; what modules gave at the roots, [B, 1, H] each, stands in front of what comes next."""
+    def store_root_states(self, batch: Batch, at_roots: Sequence[Tensor]) -> None:
+        """Store the outputs of all modules at the roots, [B, 1, H] each, as states before the next pending token."""
         for before, states in zip(self.before[1:], at_roots[:-1], strict=False):
             before[batch.row_index, 0] = states[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where the head's entries of one draft stand: first those it catches up with, then the root's and its own."""
+    """Positions and KV slots of the head's entries in one draft: of the pending tokens, then of the draft's nodes."""
 
-    positions: Tensor  # [B, root + E] int64; entry m of a draft stands m behind the root
-    slots: Tensor  # [B, root + E] int64, of keys and values; 0 for padding
+    positions: Tensor  # [B, root + E] int64; entry m of a draft is m positions after the root
+    slots: Tensor  # [B, root + E] int64, KV slots; 0 for padding
     root: int  # the column of entry 0, which is the root's
 
     @classmethod
     def of(cls, table: RequestTable, batch: Batch, pending_tokens: PendingTokens, num_entries: int) -> Window:
-        """Positions and slots of everything a draft may run, made at once; padding stands at the root.
+        """Look up positions and slots of everything that a draft may run; padding gets the root's position.
 
         Args:
             table: has the slots.
             batch: the roots.
-            pending_tokens: tokens of each row that it catches up with, the root counted.
-            num_entries: that the draft may make, the root's counted.
+            pending_tokens: tokens of each row that the head runs first, the root included.
+            num_entries: entries that the draft may make, the root's included.
         """
         longest, device = pending_tokens.max_count, batch.row_index.device
         offsets = torch.arange(1 - longest, num_entries, device=device)
@@ -123,7 +127,7 @@ class Window:
             positions = batch.root_positions[:, None] + offsets
             return cls(positions, table.slots_at(batch.row_index, positions), longest - 1)
         missing = longest - pending_tokens.counts[:, None]
-        moved = offsets + missing  # tokens stand at the left of their columns, what follows the root stays
+        moved = offsets + missing  # pending tokens are left-aligned; entries after the root keep their columns
         positions = batch.root_positions[:, None] + moved.clamp(max=0).maximum(offsets)
         slots = table.slots_at(batch.row_index, positions)
         slots[:, :longest] *= moved[:, :longest] <= 0

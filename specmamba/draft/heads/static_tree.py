@@ -1,4 +1,4 @@
-"""Static draft trees: the same topology for every request, by (depth, rank)."""
+"""Static draft trees: every request gets the same topology, whose nodes are given by depth and rank."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from specmamba.trees import StaticTree
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Nodes of one depth that have children, and those children."""
+    """The nodes of one depth that have children, and those children."""
 
-    num_entries_before: int  # the root is entry 0, every other node with children is one
+    num_entries_before: int  # entries of earlier levels; entries are the root (entry 0) and all nodes with children
     nodes: Tensor  # [F] int64, nodes with children
-    hidden_of: Tensor  # [F] int64, their parents' places in the level above
-    ancestors: Tensor | None  # [F, entries] bool; None for the root, and where the tree is a chain
+    hidden_of: Tensor  # [F] int64, index of each node's parent in the level above
+    ancestors: Tensor | None  # [F, entries] bool; None for the root and in chains
     children: Tensor  # [C] int64, nodes
-    child_of: Tensor  # [C] int64, places in this level
-    choice: Tensor  # [C] int64, which of their parent's children they are
-    num_choices: int
+    child_of: Tensor  # [C] int64, index of each child's parent in ``nodes``
+    choice: Tensor  # [C] int64, which choice of its parent each child is: its rank, or its number if children are drawn
+    num_choices: int  # choices that are needed of every parent
 
 
 @dataclass(frozen=True, slots=True)
 class StaticLayout:
-    """A static tree, cut into the steps that draft it. Tensors are made once and used by every draft."""
+    """A static tree, divided into the steps that draft it. Its tensors are made once and used by every draft."""
 
-    one: TreeShape  # of a batch of one
+    one: TreeShape  # shape of a batch of one
     levels: tuple[Level, ...]
-    entry: Tensor  # [N] int64, of nodes with children; 0 for the others
+    entry: Tensor  # [N] int64, the entry of each node with children; 0 for the others
 
     @classmethod
     def of(cls, tree: StaticTree, draws: bool, device: torch.device) -> StaticLayout:
@@ -42,9 +42,9 @@ class StaticLayout:
 
         Args:
             tree: the topology.
-            draws: children are drawn, so that a node's place among its siblings counts and not its rank: they are tried
-                in the order of nodes, and leaving out a draw that came first would change the distribution of the rest.
-            device: where the tensors go.
+            draws: children are drawn. Then the j-th of a node's children is the j-th draw, whatever its rank: leaving
+                out an earlier draw would change the distribution of the later ones.
+            device: device of the tensors.
         """
         by_rank = sorted(range(1, tree.num_nodes), key=lambda node: (tree.parents[node], tree.ranks[node]))
         siblings: dict[int, list[int]] = {}
@@ -63,7 +63,7 @@ class StaticLayout:
         )
 
     def shape(self, batch_size: int) -> TreeShape:
-        """The shape of a batch of these trees."""
+        """Return the shape of a batch of these trees."""
         return replace(
             self.one,
             parents=self.one.parents.expand(batch_size, -1),
@@ -81,10 +81,10 @@ def _shape_of_one(tree: StaticTree, max_children: int, is_chain: bool, device: t
 def _levels(
     tree: StaticTree, siblings: dict[int, list[int]], choice: dict[int, int], is_chain: bool, device: torch.device
 ) -> tuple[tuple[Level, ...], list[int]]:
-    """The steps of a draft, and the entry of each node."""
+    """Return the steps of a draft, and the entry of each node."""
     depths = tree.depths
     entry, levels = [0] * tree.num_nodes, []
-    seen: list[set[int]] = []  # entries that each entry sees
+    seen: list[set[int]] = []  # ancestors of each entry, itself included
     above: list[int] = []
     for depth in range(max(depths)):
         nodes = [node for node in siblings if depths[node] == depth]
@@ -136,13 +136,13 @@ def grow_static_tree(
     if is_drawn is None:
         return DraftTree(tokens, layout.shape(size))
     draft_probs = torch.cat(probs, 1)[:, layout.entry]
-    if layout.one.is_chain:  # of every distribution there is one token to draw
+    if layout.one.is_chain:  # one token is drawn from every distribution, so all children exist
         return DraftTree(tokens, layout.shape(size), draft_probs)
     parents = layout.one.parents.where(is_drawn, -1)
     return DraftTree(tokens, tree_shape(parents, layout.one.max_children), draft_probs)
 
 
 def _is_drawn(picked: Children, level: Level, parent_is_drawn: Tensor) -> Tensor:
-    """Which children [B, C] exist: a distribution may have had fewer tokens than the tree has places."""
+    """Return which children [B, C] exist: a distribution may have fewer possible tokens than the node has children."""
     exists = (picked.place_logp > -torch.inf) & parent_is_drawn[..., None]
     return exists[:, level.child_of, level.choice]

@@ -18,32 +18,32 @@ from specmamba.draft.ngram.matching import NO_TOKEN, CorpusIndex, MatchRule, mat
 CPU = torch.device("cpu")
 
 # Matches vote for what follows. Without a corpus, factors from 1.5 to 64 and limits from 4 to 64 matches gave the same
-# acceptance within 1 % (the demo's output, Python files). A corpus has many more matches than the request's own text
-# and says less about it: with this weight all of them together do not outvote one own match of the same length. That
-# gave 1.82 tokens per step at temperature 0.8, equal weights 1.75.
-WEIGHT_PER_TOKEN = 4.0  # of one more token that agrees
-MAX_MATCHES = 16  # of a request's own text, and of the corpus
+# acceptance within 1 % (the demo's output, Python files). A corpus has many more matches than the request's own text,
+# and they are worse: with this weight all of them together do not outvote one match of the same length in the request's
+# text. This gave 1.82 tokens per step at temperature 0.8, equal weights gave 1.75.
+WEIGHT_PER_TOKEN = 4.0  # factor of a match's weight for each further token that agrees
+MAX_MATCHES = 16  # in a request's own text, and in the corpus
 CORPUS_WEIGHT = 1 / MAX_MATCHES
 
 
 class NgramDrafter(Drafter):
     """Looks the newest tokens of a request up in its own prompt and output, and in a corpus if there is one.
 
-    Needs no weights. Prompt lookup decoding with trees: continuations of the longest matches are merged into one tree
-    per request (``merge``). All tables are on the CPU, where the tokens of a step arrive anyway; only the
-    trees go to the device. Trees are as wide as the largest of the batch needs; where nothing matches, they are roots.
+    This is prompt lookup decoding with trees and needs no weights: the continuations of the longest matches are merged
+    into one tree per request (``merge``). All tables are on the CPU, because the host knows the tokens of every step;
+    only the trees go to the device. The trees of a batch are padded to the largest; without a match a tree is its root.
     """
 
     def __init__(
         self, plan: DraftPlan, config: EngineConfig, table: RequestTable, corpus_tokens: Tensor | None
     ) -> None:
-        """Allocate a window of known tokens per row.
+        """Allocate the known tokens of all rows, and index the corpus.
 
         Args:
             plan: shape of the trees.
-            config: sizes of the windows that are matched.
-            table: gives the number of rows and of positions.
-            corpus_tokens: [n] int64, see ``matching.read_corpus``; None: no corpus.
+            config: gives the smallest and largest number of tokens that must agree.
+            table: gives the numbers of rows and of positions.
+            corpus_tokens: [n] int64, as ``read_corpus`` returns them; None: no corpus.
         """
         self.max_nodes = plan.max_nodes
         self._max_children = plan.topk
@@ -58,17 +58,15 @@ class NgramDrafter(Drafter):
         self._corpus = None
         if corpus_tokens is not None and len(corpus_tokens):
             self._corpus = CorpusIndex(corpus_tokens, self._rule.max_window)
-        # what is known of the request in each row, its root included
+        # the known tokens of the request in each row, its root included
         self._history = torch.zeros(table.num_rows + 1, table.max_positions, dtype=torch.int32)
         self._lengths = torch.zeros(table.num_rows + 1, dtype=torch.int64)
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        """See ``Drafter``."""
         self._history[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self._lengths[row] = len(tokens)
 
     def propose(self, batch: Batch) -> DraftTree:
-        """See ``Drafter``."""
         tokens, parents = self._drafts(RowSet.of(batch.rows, CPU))
         size, device = len(batch.rows), batch.root_tokens.device
         num_drafts = tokens.shape[1]
@@ -81,11 +79,9 @@ class NgramDrafter(Drafter):
         return DraftTree(torch.cat([batch.root_tokens[:, None], tokens.to(device)], 1), shape)
 
     def propose_nothing(self, batch: Batch) -> DraftTree:
-        """See ``Drafter``."""
         return root_tree(batch)
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        """See ``Drafter``."""
         index, counts = torch.tensor(rows), torch.tensor([len(tokens) for tokens in decided])
         of_row = index.repeat_interleave(counts)
         step = torch.cat([torch.arange(len(tokens)) for tokens in decided])
@@ -94,7 +90,7 @@ class NgramDrafter(Drafter):
         self._lengths[index] += counts
 
     def _drafts(self, rows: RowSet) -> tuple[Tensor, Tensor]:
-        """Tokens and parents of each row's drafts, as ``merge`` gives them."""
+        """Return tokens and parents of each row's drafts, as ``merge`` does."""
         lengths = rows.take(self._lengths)
         history = rows.take(self._history[:, : int(lengths.amax())])
         matches = match_history(history, lengths, self._rule)
@@ -110,27 +106,27 @@ class NgramDrafter(Drafter):
         return merge(continuations, weights, self._max_children, self.max_nodes - 1)
 
 
-# Of a node's score per step below the root. Any factor below 1 keeps a child's score below its parent's; from 0.3 to
-# 0.95 acceptance hardly depends on it.
+# Factor of a node's score for each step below the root. Any factor below 1 keeps a child's score below its parent's;
+# between 0.3 and 0.95 acceptance hardly depends on it.
 DEPTH_DECAY = 0.5
 
 
 def merge(continuations: Tensor, weights: Tensor, max_children: int, max_drafts: int) -> tuple[Tensor, Tensor]:
-    """The trie of the continuations of each row, cut to its best nodes.
+    """Merge the continuations of each row into a trie, and keep its best nodes.
 
     A node is a prefix that one or more continuations share. Its score is the sum of their weights, times
-    ``DEPTH_DECAY`` per step of depth. So a node's score is below its parent's, and the best nodes of all make a tree.
-    Of equal scores the shallower node's goes first, then that of an earlier continuation.
+    ``DEPTH_DECAY`` per step of depth. So a node's score is below its parent's, and the best nodes of all form a tree.
+    Of equal scores the shallower node comes first, then the one of an earlier continuation.
 
     Args:
-        continuations: [B, C, S] int64, C and S at least 1; NO_TOKEN from where one has ended.
-        weights: [B, C] float64, at least 0; a continuation of weight 0 is none.
-        max_children: no node gets more.
-        max_drafts: no tree gets more nodes, the root not counted.
+        continuations: [B, C, S] int64, C and S at least 1; NO_TOKEN after the end of a continuation.
+        weights: [B, C] float64, at least 0; a continuation of weight 0 is ignored.
+        max_children: largest number of children of a node.
+        max_drafts: largest number of nodes of a tree, the root not included.
 
     Returns:
-        tokens and parents, [B, D] int64 each, of nodes 1 to D, best first, with D as large as the largest tree needs.
-        Rows with fewer nodes end in parents of -1.
+        Tokens and parents [B, D] int64 of nodes 1 to D, best first, where D is the size of the largest tree. Rows with
+        fewer nodes end with parents of -1.
     """
     tokens = continuations.transpose(1, 2).contiguous()
     num_steps, count = tokens.shape[1:]
@@ -140,19 +136,19 @@ def merge(continuations: Tensor, weights: Tensor, max_children: int, max_drafts:
     decay = torch.tensor([DEPTH_DECAY**depth for depth in range(1, num_steps + 1)], dtype=torch.float64)
     support = (same.double() @ weights[:, None, :, None]).squeeze(-1)
     others = torch.arange(count)
-    first = others.where(same, count).amin(-1)  # [B, S, C]: the continuation that stands for all with this prefix
-    stands = (first == others) & (tokens != NO_TOKEN)
-    score = (support * decay[:, None]).gather(2, first)  # one score per prefix, however its sums were rounded
+    first = others.where(same, count).amin(-1)  # [B, S, C]: the first of the continuations with this prefix
+    is_first = (first == others) & (tokens != NO_TOKEN)
+    score = (support * decay[:, None]).gather(2, first)  # equal for all with this prefix, however sums are rounded
     if max_children < min(count, max_drafts):
-        score = score * _is_among_siblings(score, same, first, stands, max_children)
-    return _best_nodes(tokens, score * stands, first, max_drafts)
+        score = score * _is_among_siblings(score, same, first, is_first, max_children)
+    return _best_nodes(tokens, score * is_first, first, max_drafts)
 
 
-def _is_among_siblings(score: Tensor, same: Tensor, first: Tensor, stands: Tensor, max_children: int) -> Tensor:
-    """Whether a prefix and all shorter ones are among the ``max_children`` best of their siblings: [B, S, C]."""
+def _is_among_siblings(score: Tensor, same: Tensor, first: Tensor, is_first: Tensor, max_children: int) -> Tensor:
+    """Whether a prefix and all shorter ones are among the ``max_children`` best of their siblings, [B, S, C]."""
     mine, other = score[..., None], score[:, :, None]
     is_earlier = torch.arange(first.shape[2]) < first[..., None]
-    is_better = ((other > mine) | ((other == mine) & is_earlier)) & stands[:, :, None]
+    is_better = ((other > mine) | ((other == mine) & is_earlier)) & is_first[:, :, None]
     is_better[:, 1:] &= same[:, :-1]  # only siblings count
     is_among = is_better.sum(-1) < max_children
     for step in range(1, is_among.shape[1]):
@@ -161,15 +157,15 @@ def _is_among_siblings(score: Tensor, same: Tensor, first: Tensor, stands: Tenso
 
 
 def _best_nodes(tokens: Tensor, score: Tensor, first: Tensor, max_drafts: int) -> tuple[Tensor, Tensor]:
-    """Tokens and parents of the prefixes [B, S, C] with the highest scores; a score of 0 is no node. See ``merge``."""
+    """Return what ``merge`` returns: the prefixes [B, S, C] with the highest scores; one with score 0 is no node."""
     num_rows, num_steps, count = tokens.shape
     best, prefix = score.view(num_rows, -1).sort(dim=1, descending=True, stable=True)
     num_drafts = min(max_drafts, int((best > 0).sum(1).amax()))
     is_node, prefix = best[:, :num_drafts] > 0, prefix[:, :num_drafts]
     nodes = torch.arange(1, num_drafts + 1).expand_as(prefix)
     node_of_prefix = prefix.new_zeros(num_rows, num_steps * count).scatter_(1, prefix, nodes)
-    stand_in = (first + torch.arange(num_steps)[:, None] * count).view(num_rows, -1)
-    shorter = stand_in.gather(1, (prefix - count).clamp(min=0))
+    first_prefix = (first + torch.arange(num_steps)[:, None] * count).view(num_rows, -1)
+    shorter = first_prefix.gather(1, (prefix - count).clamp(min=0))
     parents = node_of_prefix.gather(1, shorter).where(prefix >= count, 0)
     drafts = tokens.view(num_rows, -1).gather(1, prefix)
     return drafts.where(is_node, 0), parents.where(is_node, -1)

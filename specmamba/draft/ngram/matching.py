@@ -12,43 +12,43 @@ from torch import Tensor
 
 from specmamba.errors import ConfigError
 
-NO_TOKEN = -1  # before the beginning of a text, or behind its end
+NO_TOKEN = -1  # before the beginning of a text, and after its end
 
 
 @dataclass(frozen=True, slots=True)
 class Matches:
     """Occurrences of the last tokens of B texts, the best first, and what followed each of them."""
 
-    lengths: Tensor  # [B, C] int64, tokens that agree; 0: there is no such match
-    continuations: Tensor  # [B, C, S] int64; NO_TOKEN from where the text of the match ends
+    lengths: Tensor  # [B, C] int64, tokens that agree; 0: padding
+    continuations: Tensor  # [B, C, S] int64; NO_TOKEN after the end of the text
 
 
 @dataclass(frozen=True, slots=True)
 class MatchRule:
-    """What counts as a match, and how much of it is wanted."""
+    """The definition of a match, and how many matches and tokens after them are returned."""
 
-    min_window: int  # tokens that must agree at least
-    max_window: int  # tokens that are compared at the most
+    min_window: int  # smallest number of tokens that must agree
+    max_window: int  # largest number of tokens that are compared
     num_steps: int  # S, tokens of a continuation
-    max_matches: int  # matches per text
+    max_matches: int  # largest number of matches per text
 
 
 def last_tokens(history: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """The last ``count`` tokens of each text, the newest first: [B, count] int32, NO_TOKEN before its beginning."""
+    """Return the last ``count`` tokens of each text, newest first: [B, count] int32, NO_TOKEN before its beginning."""
     source = lengths[:, None] - 1 - torch.arange(count)
     return history.gather(1, source.clamp(min=0)).where(source >= 0, NO_TOKEN)
 
 
 def match_history(history: Tensor, lengths: Tensor, rule: MatchRule) -> Matches:
-    """Where the last tokens of each text stood in it before: the longest matches first, of these the most recent.
+    """Find earlier occurrences of the last tokens of each text in it: longest first, of equal length the most recent.
 
-    A match that ends ``d`` tokens before the end of the text has d known tokens behind it. Longer continuations go
-    round in them, which is what a text with the period d does.
+    A match that ends ``d`` tokens before the end of the text has d known tokens after it. A longer continuation repeats
+    them, as a text with the period d would.
 
     Args:
         history: [B, L] int32, the texts.
-        lengths: [B] int64, tokens of each text, 1 to L; what stands behind them does not matter.
-        rule: what to look for.
+        lengths: [B] int64, tokens of each text, 1 to L; the values after them are not used.
+        rule: the definition of a match.
     """
     width, last = history.shape[1], lengths[:, None] - 1
     agreeing = _agreeing(history, lengths, rule.max_window)
@@ -64,10 +64,10 @@ def match_history(history: Tensor, lengths: Tensor, rule: MatchRule) -> Matches:
 
 
 def _agreeing(history: Tensor, lengths: Tensor, max_window: int) -> Tensor:
-    """How many tokens that end at each earlier position agree with the last ones: [B, L - 1] int8.
+    """Count for each earlier position how many tokens up to it agree with the last ones: [B, L - 1] int8.
 
-    Shifted views of whole texts are compared, one window after the other, as long as any agree. NumPy does this in a
-    fifth of PyTorch's time.
+    Shifted views of whole texts are compared, window by window, until none agree. NumPy needs a fifth of PyTorch's
+    time.
     """
     suffix = last_tokens(history, lengths, max_window).numpy()
     text, num_ends = history.numpy(), history.shape[1] - 1
@@ -84,12 +84,12 @@ def _agreeing(history: Tensor, lengths: Tensor, max_window: int) -> Tensor:
 
 
 def read_corpus(path: Path, encode: Callable[[str], Sequence[int]], vocab_size: int | None = None) -> Tensor:
-    """The tokens of a text file, [n] int64.
+    """Read the tokens of a text file, [n] int64.
 
     Args:
         path: the file.
         encode: makes tokens of its text.
-        vocab_size: of the model; None: whatever ``encode`` returns is in its vocabulary.
+        vocab_size: size of the model's vocabulary; None: not checked.
 
     Raises:
         ConfigError: the file cannot be read, is not UTF-8, has no text in it, or tokens that the model does not know.
@@ -112,13 +112,13 @@ def read_corpus(path: Path, encode: Callable[[str], Sequence[int]], vocab_size: 
 
 
 class CorpusIndex:
-    """All positions of a corpus, ordered by the tokens that end there: the last token first, then the one before it.
+    """All positions of a corpus, sorted by the tokens that end there, compared from the last token backwards.
 
-    Where a text's last tokens would stand in this order, the longest matches are the nearest neighbours. The order is
+    The longest matches of a text are the neighbours of the place where its last tokens would be inserted. The order is
     made by prefix doubling ("Suffix arrays: a new method for on-line string searches", SIAM J. Comput. 22, 1993): the
-    ranks of two adjoining windows make the rank of the window of twice the length. The distinct pairs of every
-    doubling are kept, sorted, so that a query finds its own rank by one ``searchsorted`` per doubling, for all texts at
-    once. Tokens are compared, never hashed.
+    ranks of two adjacent windows give the rank of the window of twice the length. The distinct pairs of every doubling
+    are kept, sorted, so that a query finds its rank by one ``searchsorted`` per doubling, for all texts at once. Tokens
+    are compared, never hashed.
 
     Memory: 12 bytes per token, and 8 bytes per distinct window of 2, 4, 8, ... tokens: with windows of up to 16 tokens
     never more than 44 bytes per token.
@@ -129,11 +129,11 @@ class CorpusIndex:
 
         Args:
             tokens: [n] int64, not negative, n >= 1.
-            max_window: tokens that matches are compared on at the most.
+            max_window: largest number of tokens that are compared.
         """
         self._tokens = tokens.int()
         num_doublings = (max_window - 1).bit_length()
-        # Ranks of what is in the corpus are even: what is not gets an odd one, between its neighbours. 0: no token.
+        # Windows of the corpus have even ranks; other windows get the odd rank between their neighbours. 0: no token.
         self._radix = 2 * max(len(tokens), int(tokens.amax()) + 1) + 2
         self._pairs: list[Tensor] = []
         rank = 2 * tokens + 2
@@ -151,12 +151,12 @@ class CorpusIndex:
         return sum(x.nbytes for x in (self._tokens, self._ranks, self._order, *self._pairs))
 
     def match(self, history: Tensor, lengths: Tensor, rule: MatchRule) -> Matches:
-        """Where the last tokens of each text stand in the corpus: the longest matches first.
+        """Find the last tokens of each text in the corpus: the longest matches first.
 
         Args:
             history: [B, L] int32, the texts.
             lengths: [B] int64, tokens of each text.
-            rule: what to look for; ``max_window`` as this index was made for.
+            rule: the definition of a match; its ``max_window`` is the one of this index.
         """
         suffix = last_tokens(history, lengths, 1 << len(self._pairs))
         size, count = len(self._tokens), rule.max_matches
@@ -175,7 +175,7 @@ class CorpusIndex:
         return Matches(agreeing, tokens.where(is_known, NO_TOKEN))
 
     def _place(self, suffix: Tensor) -> Tensor:
-        """How many positions of the corpus come before these last tokens [B, W] in the order: [B] int64."""
+        """Return how many positions of the corpus come before these last tokens [B, W] in the order, [B] int64."""
         rank = (2 * suffix.long() + 2).clamp(max=self._radix - 1)
         for pairs in self._pairs:
             pair = rank[:, 0::2] * self._radix + rank[:, 1::2]
