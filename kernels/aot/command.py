@@ -9,10 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from specmamba.kernels.aot.compile import compiler_versions
-from specmamba.kernels.aot.table import Table, compare, describe, read_table, write_table
-from specmamba.kernels.aot.targets import TARGETS, Target
-from specmamba.kernels.aot.workers import Outcome, compile_jobs, find_operators, list_jobs
+from specmamba.kernels.aot.compile import Outcome, compile_jobs, compiler_versions, find_operators, list_jobs
+from specmamba.kernels.aot.table import TARGETS, Table, Target, compare, describe, read_table, write_table
 
 TABLES = Path(__file__).parent / "tables"
 ROW = "{:<15} {:<44} {:>9} {:>13} {:>6} {:>7}"
@@ -54,9 +52,9 @@ def main(arguments: Sequence[str], modules: Mapping[str, str] | None = None, tab
 
 
 def flaws_of(outcome: Outcome, target: Target) -> list[str]:
-    """What speaks against a variant on a target; nothing, where it is as it should be.
+    """The reasons why a variant must not run on a target; empty for a good one.
 
-    Scalar registers that AMD's compiler keeps in lanes of vector registers never reach memory: they are counted in the
+    Scalar registers that AMD's compiler keeps in lanes of vector registers never go to memory: they are counted in the
     table, and are no flaw.
     """
     needed = outcome.resources
@@ -88,15 +86,15 @@ def _compile(modules: Mapping[str, str], target: Target, num_processes: int) -> 
     """All variants, printed line by line as they come."""
     print(ROW.format("operator", "variant", "registers", "shared bytes", "spills", "seconds"), flush=True)
 
-    def tell(outcome: Outcome) -> None:
+    def report(outcome: Outcome) -> None:
         needed = outcome.resources
         figures = (needed.registers, needed.shared, needed.spills) if needed else ("-", "-", "failed")
         print(ROW.format(outcome.job.operator, outcome.job.variant, *figures, f"{outcome.seconds:.2f}"), flush=True)
 
     jobs, failures = list_jobs(modules)
     for failure in failures:
-        tell(failure)
-    return failures + compile_jobs(jobs, target, num_processes, tell)
+        report(failure)
+    return failures + compile_jobs(jobs, target, num_processes, report)
 
 
 def _differs(file: Path, run: Table, operators: Mapping[str, str] | None) -> bool:

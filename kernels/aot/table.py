@@ -1,15 +1,76 @@
-"""The committed figures of a target, and how a run differs from them."""
+"""The GPUs that kernels are compiled for, what a compiled kernel needs there, and the committed figures of both."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from specmamba.kernels.aot.resources import Resources
-
 Key = tuple[str, str]  # operator, variant
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of GPU, in Triton's words, and what a block of threads may have there."""
+
+    name: str
+    backend: str  # "cuda" or "hip"
+    arch: int | str
+    warp_size: int
+    max_shared: int  # bytes of shared memory (AMD: LDS) that one block can be given
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", "cuda", 80, 32, max_shared=163 * 1024),  # of the 164 KB, 1 KB is the driver's
+        Target("sm_90", "cuda", 90, 32, max_shared=227 * 1024),
+        Target("gfx942", "hip", "gfx942", 64, max_shared=64 * 1024),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel needs."""
+
+    registers: int  # per thread; AMD: vector registers, accumulation registers included
+    shared: int  # bytes per block
+    spills: int  # to memory. NVIDIA: bytes stored and loaded per thread; AMD: vector registers
+    scalar_spills: int = 0  # AMD: scalar registers kept in lanes of vector registers
+
+
+def read_ptxas_log(log: str, shared: int) -> Resources:
+    """Read the log of ``ptxas -v``; ``shared`` is Triton's own figure, which ptxas does not have.
+
+    Raises:
+        ValueError: a figure is missing.
+    """
+    registers = re.findall(r"Used (\d+) registers", log)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    if not registers or not spills:
+        raise ValueError(f"no registers or spills in ptxas's output: {log.strip() or 'it is empty'}")
+    return Resources(max(map(int, registers)), shared, sum(map(int, spills)))
+
+
+def read_amdgcn(assembly: str, shared: int) -> Resources:
+    """Read the metadata at the end of LLVM's assembly.
+
+    Raises:
+        ValueError: a figure is missing.
+    """
+
+    def figure(name: str) -> int:
+        found = re.search(rf"^\s*(?:- )?\.{name}:\s*(\d+)\s*$", assembly, re.MULTILINE)
+        if found is None:
+            raise ValueError(f"no .{name} in the metadata of the assembly")
+        return int(found.group(1))
+
+    # the fixed size has what is known at compile time, Triton's figure what a launch asks for
+    shared = max(shared, figure("group_segment_fixed_size"))
+    return Resources(figure("vgpr_count"), shared, figure("vgpr_spill_count"), figure("sgpr_spill_count"))
 
 
 @dataclass(frozen=True)
@@ -21,18 +82,18 @@ class Table:
     rows: Mapping[Key, Resources]
 
     def of_operators(self, operators: Iterable[str]) -> Table:
-        """The part of some operators."""
+        """The rows of some operators."""
         wanted = set(operators)
         return Table(self.target, self.versions, {key: row for key, row in self.rows.items() if key[0] in wanted})
 
     def without_operators(self, operators: Iterable[str]) -> Table:
-        """The part of all others."""
+        """The rows of all other operators."""
         return self.of_operators({operator for operator, _ in self.rows} - set(operators))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between a run and the committed table."""
+    """One difference between a run and the committed table."""
 
     text: str
     fails: bool
@@ -41,8 +102,9 @@ class Difference:
 def compare(committed: Table, run: Table) -> list[Difference]:
     """All differences, those of single variants in the order of the run.
 
-    By the same compilers nothing may differ: a table that nobody renews says nothing. Other versions hand out
-    registers, and buffers of reductions, as they like; that is only told. What a target cannot take fails in any case.
+    With the same compilers nothing may differ, so that the table is renewed with every change. Other versions allocate
+    registers and buffers of reductions differently; that is reported and does not fail. ``flaws_of`` fails variants
+    that a target cannot run, with any compiler.
     """
     differences = []
     same = committed.versions == run.versions
@@ -84,7 +146,7 @@ def read_table(file: Path) -> Table:
 
 
 def write_table(table: Table, file: Path) -> None:
-    """One line per variant, so that a change of one is a line of a diff."""
+    """Write a table with one line per variant, so that a change of one variant is one line of a diff."""
     operators = sorted({operator for operator, _ in table.rows})
     parts = []
     for operator in operators:
@@ -101,7 +163,7 @@ def write_table(table: Table, file: Path) -> None:
 
 
 def _figures(row: Resources) -> dict[str, int]:
-    """Without what only AMD has, where there is none."""
+    """All figures; without scalar spills, which only AMD has, where there are none."""
     return {field: figure for field, figure in asdict(row).items() if figure or field != "scalar_spills"}
 
 

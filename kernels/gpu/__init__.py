@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -63,6 +63,16 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def num_blocks(size: int, block: int) -> int:
+    """The number of blocks that cover ``size``."""
+    return -(-size // block)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, copied only if neighbours in its last dimension are not neighbours in memory."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 @cache
 def _is_on() -> bool:
     return _setting() != "0" and has_triton()
@@ -72,20 +82,37 @@ def _setting() -> str:
     return os.environ.get("SPECMAMBA_TRITON", "")
 
 
+class Tile(Protocol):
+    """How a kernel is run; operators add their block sizes."""
+
+    @property
+    def num_warps(self) -> int:
+        """Of a program."""
+
+    @property
+    def num_stages(self) -> int:
+        """Iterations of a loop whose loads are in flight at once."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], tile: Tile, constants: Mapping[str, Any], *arguments: Any) -> None:
+    """Run a kernel: its arguments in order, then the values of its constexpr arguments by name."""
+    kernel[grid](*arguments, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
 @dataclass(frozen=True)
 class Variant:
     """A kernel with everything that its machine code depends on, as a launch would have it.
 
-    Every operator lists its own in ``tiles.py`` (``variants()``), one at least for each of its tile choices, made by
-    the same functions that launches ask. ``specmamba.kernels.aot`` compiles them without a GPU.
+    Every operator lists its variants (``variants()`` in ``tiles.py`` or ``triton_ops.py``), at least one for each of
+    its tile choices, made by the functions that launches use. ``specmamba.kernels.aot`` compiles them without a GPU.
 
-    Triton makes other, better code where it finds that a pointer or an integer is a multiple of 16. What is compiled
-    ahead of time takes this to be so for every pointer and for every argument with "stride" in its name, as it is at a
-    real model's sizes, and for no other. Names in ``unaligned`` are exceptions: a stride over heads or taps, say; and
-    so is what a kernel does not specialize, ever: numbers that change from call to call.
+    Triton generates other, better code where a pointer or an integer is a multiple of 16. Ahead-of-time compilation
+    assumes this of every pointer and of every argument with "stride" in its name, as in a launch at a real model's
+    sizes, and of no other argument. Exceptions are the names in ``unaligned`` (a stride over heads or taps, for
+    example), and arguments that a kernel never specializes: numbers that change from call to call.
     """
 
-    name: str  # unique within the operator: what tells it apart, for example "tree_verify bf16 N=16 K=128 V=128"
+    name: str  # unique within the operator, for example "tree_verify bf16 N=16 K=128 V=128"
     kernel: Any  # the triton.jit function
     signature: Mapping[str, str]  # Triton's type of every argument in order: "*bf16", "*i64", "i32", "constexpr"
     constexprs: Mapping[str, Any]  # values of those that are constexpr
@@ -94,7 +121,22 @@ class Variant:
     unaligned: frozenset[str] = frozenset()
 
     def is_aligned(self, argument: str) -> bool:
-        """Whether an argument is taken to be a multiple of 16 (a pointer: of 16 bytes)."""
+        """Whether an argument is assumed to be a multiple of 16 (a pointer: of 16 bytes)."""
         kind = self.signature[argument]
         can_be = kind.startswith("*") or (kind != "constexpr" and "stride" in argument)
         return can_be and argument not in self.unaligned
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        kernel: Any,
+        types: Mapping[str, str],
+        constants: Mapping[str, Any],
+        tile: Tile,
+        unaligned: frozenset[str] = frozenset(),
+        other: str = "i32",
+    ) -> Variant:
+        """A variant by argument names: arguments in ``constants`` are constexpr, those without a type are ``other``."""
+        signature = {x: "constexpr" if x in constants else types.get(x, other) for x in kernel.arg_names}
+        return cls(name, kernel, signature, constants, tile.num_warps, tile.num_stages, unaligned)

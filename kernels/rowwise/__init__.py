@@ -1,12 +1,13 @@
 """What is computed for each token on its own between matrix products: norms, gates, rotations."""
 
+import torch
 from torch import Tensor
 
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.rowwise import native_ops, torch_ops
 
-__all__ = ["delta_inputs", "gated_rms_norm", "rms_norm", "rotate", "silu_mul"]
+__all__ = ["delta_inputs", "gated_rms_norm", "rms_norm", "rotary_angles", "rotate", "silu_mul"]
 
 
 @operator(
@@ -66,6 +67,30 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         ValueError: the last dimension is odd (native form).
     """
     return torch_ops.silu_mul(gate_up)
+
+
+@operator(
+    triton=lambda positions, inverse_frequencies, *_: gpu.can_launch(positions, inverse_frequencies),
+    native=lambda positions, frequencies, _, dtype: native_ops.can_take_angles(positions, frequencies, dtype),
+)
+def rotary_angles(
+    positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines at positions, computed in float32 (RoFormer, arXiv 2104.09864, section 3.4).
+
+    Args:
+        positions: [B, L] int64.
+        inverse_frequencies: [R] float32; its second half repeats the first.
+        scaling: factor of the results.
+        dtype: of the results.
+
+    Returns:
+        cos and sin, [B, L, 1, R] each.
+
+    Raises:
+        ValueError: operands have another dtype, or R is odd (native form).
+    """
+    return torch_ops.rotary_angles(positions, inverse_frequencies, scaling, dtype)
 
 
 @operator(triton=gpu.can_launch, native=lambda x, *_: native_ops.can_take(x))

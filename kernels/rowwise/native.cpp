@@ -1,6 +1,9 @@
-// What is done to each token on its own; see README.md and reference.py.
+// What is computed for each token on its own; see README.md and reference.py.
+#include <cmath>
+
 #include "parallel.h"
 #include "rowwise/heads.h"
+#include "vector.h"
 
 namespace {
 
@@ -92,6 +95,33 @@ void run_delta_inputs(const DeltaInputs& p, int num_threads) {
   });
 }
 
+constexpr int64_t kSerialAngles = 1 << 12;  // angles that one thread has done before a second one begins
+
+inline void put(float* y, float x) { *y = x; }
+inline void put(BFloat16* y, float x) {
+  const __m128i rounded = (__m128i)_mm_cvtneps_pbh(_mm_set_ss(x));
+  y->bits = static_cast<uint16_t>(_mm_extract_epi16(rounded, 0));
+}
+
+template <typename T>
+void run_angles(const int64_t* positions, const float* frequencies, T* cos, T* sin, int64_t tokens, int64_t size,
+            float scaling, int num_threads) {
+  const int64_t half = size / 2;
+  if (tokens * half < kSerialAngles) num_threads = 1;
+  parallel_for(tokens, std::max<int64_t>(1, tokens / (8 * std::max(num_threads, 1))), num_threads,
+               [&](int64_t first, int64_t last) {
+                 for (int64_t t = first; t < last; ++t)
+                   for (int64_t i = 0; i < half; ++i) {
+                     const float phase = static_cast<float>(positions[t]) * frequencies[i];
+                     const float c = std::cos(phase) * scaling, s = std::sin(phase) * scaling;
+                     for (const int64_t at : {t * size + i, t * size + half + i}) {
+                       put(cos + at, c);
+                       put(sin + at, s);
+                     }
+                   }
+               });
+}
+
 }  // namespace
 
 extern "C" {
@@ -109,6 +139,17 @@ void rowwise_silu_mul(const void* gate_up, void* y, int64_t tokens, int64_t widt
   is_bfloat16
       ? run_silu_mul(static_cast<const BFloat16*>(gate_up), static_cast<BFloat16*>(y), tokens, width, num_threads)
       : run_silu_mul(static_cast<const float*>(gate_up), static_cast<float*>(y), tokens, width, num_threads);
+}
+
+// positions [tokens], frequencies [size], of which the second half repeats the first -> cos, sin [tokens, size].
+void rowwise_rotary_angles(const int64_t* positions, const float* frequencies, void* cos, void* sin, int64_t tokens,
+                           int64_t size, double scaling, int is_bfloat16, int num_threads) {
+  auto run = [&](auto type) {
+    using T = decltype(type);
+    run_angles(positions, frequencies, static_cast<T*>(cos), static_cast<T*>(sin), tokens, size,
+           static_cast<float>(scaling), num_threads);
+  };
+  is_bfloat16 ? run(BFloat16{}) : run(float{});
 }
 
 void rowwise_rotate(const void* x, const void* cos, const void* sin, void* y, int64_t tokens, int64_t heads,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.native import library
-from specmamba.kernels.native.tensors import is_native, require, struct, tokens_of
+from specmamba.kernels.native.tensors import FLOATS, is_native, require, struct, tokens_of
 from specmamba.kernels.rowwise.torch_ops import L2_EPS
 
 SOURCE = Path(__file__).parent / "native.cpp"
@@ -39,6 +39,11 @@ def can_take(x: Tensor, *others: Tensor) -> bool:
         if other.dtype is not torch.float32:
             return False
     return True
+
+
+def can_take_angles(positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> bool:
+    """Whether native code computes angles: on the CPU, in float32 or bfloat16."""
+    return positions.is_cpu and inverse_frequencies.is_cpu and dtype in FLOATS and code() is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -87,6 +92,22 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         torch.get_num_threads(),
     )
     return y
+
+
+def rotary_angles(
+    positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """One call; the second half of the frequencies is assumed to repeat the first."""
+    size = inverse_frequencies.numel()
+    require(positions.dtype is torch.int64 and inverse_frequencies.dtype is torch.float32, "wrong dtypes")
+    require(size % 2 == 0, "so many components cannot rotate")
+    positions, inverse_frequencies = positions.contiguous(), inverse_frequencies.contiguous()
+    cos, sin = (torch.empty(*positions.shape, 1, size, dtype=dtype) for _ in range(2))
+    _native().rowwise_rotary_angles(
+        *(x.data_ptr() for x in (positions, inverse_frequencies, cos, sin)),
+        *(positions.numel(), size, scaling, dtype is torch.bfloat16, torch.get_num_threads()),
+    )
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -141,6 +162,7 @@ def code() -> ctypes.CDLL | None:
         "rms_norm": [POINTER(_Norm)],
         "gated_rms_norm": [POINTER(_Norm)],
         "silu_mul": [c_void_p, c_void_p, c_int64, c_int64],
+        "rotary_angles": [*[c_void_p] * 4, c_int64, c_int64, c_double],
         "rotate": [*[c_void_p] * 4, *[c_int64] * 4],
         "delta_inputs": [POINTER(_DeltaInputs)],
     }

@@ -1,8 +1,10 @@
-"""What is done to each token on its own, spelled out: the specification of this op.
+"""What is computed for each token on its own, spelled out: the specification of this op.
 
 T stands for any leading dimensions, D and K for widths of heads. Arithmetic is float32 (float64 for float64 inputs);
 results are rounded once, to the dtype that each function names.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -23,6 +25,22 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 I], gates first -> silu(gate) * up [T, I]."""
     gate, up = _widened(gate_up).chunk(2, -1)
     return (_silu(gate) * up).to(gate_up.dtype)
+
+
+def rotary_angles(
+    positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """positions [B, L] int64, inverse_frequencies [R] float32 -> cos and sin [B, L, 1, R] in ``dtype``.
+
+    The phase is the product of the two in float32.
+    """
+    cos = torch.empty(*positions.shape, 1, len(inverse_frequencies), dtype=torch.float64)
+    sin = torch.empty_like(cos)
+    for b, row in enumerate(positions):
+        for n, position in enumerate(row):
+            for i, phase in enumerate((position.float() * inverse_frequencies).tolist()):
+                cos[b, n, 0, i], sin[b, n, 0, i] = scaling * math.cos(phase), scaling * math.sin(phase)
+    return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -31,6 +31,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def rotary_angles(
+    positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Phases in float32, then cosines and sines of all tokens."""
+    phase = positions[..., None, None].float() * inverse_frequencies
+    cos, sin = phase.cos(), phase.sin()
+    if scaling != 1.0:
+        cos, sin = cos * scaling, sin * scaling
+    return cos.to(dtype), sin.to(dtype)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Halves are swapped by a concatenation."""
     dim = cos.shape[-1]

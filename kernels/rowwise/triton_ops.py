@@ -1,17 +1,51 @@
-"""What is done to each token on its own, in one Triton launch each. See README.md.
+"""What is computed for each token on its own, in one Triton launch each. See README.md.
 
-Tensors are read where they lie, as long as the numbers of a row (``delta_inputs``: of a token) lie side by side.
+Tensors are read where they lie, if the numbers of a row (``delta_inputs``: of a token) are contiguous.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from specmamba.kernels.gpu import next_power_of_2
+from specmamba.kernels.gpu import Variant, dense, launch, next_power_of_2, num_blocks
 from specmamba.kernels.rowwise import triton_kernels as kernels
-from specmamba.kernels.rowwise.tiles import Tile, row_tile, silu_tile
 from specmamba.kernels.rowwise.torch_ops import L2_EPS
+
+SILU_COLUMNS = 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows (heads, or whole tokens) and their columns in one block. Chosen by register counts, not measured."""
+
+    rows: int
+    columns: int
+    num_warps: int = 4
+    num_stages: int = 1  # no kernel has a loop
+
+
+def row_tile(width: int, num_rows: int = 1 << 30) -> Tile:
+    """For whole rows: a warp has a head, a thread at most 32 numbers of a row of up to 16384."""
+    columns = next_power_of_2(width)
+    rows = min(max(1, 512 // columns), next_power_of_2(num_rows))
+    return Tile(rows, columns, num_warps=min(16, max(1, rows * columns // 512 if rows == 1 else 4)))
+
+
+def silu_tile(width: int) -> Tile:
+    """For parts of one row: a thread has 8 numbers of either half."""
+    columns = min(SILU_COLUMNS, next_power_of_2(width))
+    return Tile(1, columns, num_warps=max(1, columns // 256))
+
+
+def angles_tile(rotary_width: int) -> Tile:
+    """For angles of tokens: a thread has 4 angles of a head of 64 to 256 components."""
+    columns = next_power_of_2(rotary_width)
+    return Tile(max(1, 512 // columns), columns)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -27,17 +61,17 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 def _norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     assert weight.shape == x.shape[x.dim() - weight.dim() :], "the weight has another shape"
-    y, weight = torch.empty(x.shape, dtype=dtype, device=x.device), _dense(weight)
+    y, weight = torch.empty(x.shape, dtype=dtype, device=x.device), dense(weight)
     if y.numel() == 0:
         return y
     x, gate = _heads(x), None if gate is None else _heads(gate)
     _, length, heads, width = x.shape
     rows, tile = y.numel() // width, row_tile(width)
-    kernels.norm_kernel[(_blocks(rows, tile.rows),)](
+    launch(
+        *(kernels.norm_kernel, (num_blocks(rows, tile.rows),), tile, _row_constants(tile)),
         *(x, gate, weight, y, eps, rows, length, heads, width, *x.stride()[:3]),
         *((0, 0, 0) if gate is None else gate.stride()[:3]),
         weight.stride(0) if weight.dim() == 2 else 0,
-        **_rows_of(tile),
     )
     return y
 
@@ -50,13 +84,28 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if y.numel() == 0:
         return y
     gate_up, tile = _tokens(gate_up, 1), silu_tile(width)
-    kernels.silu_mul_kernel[(y.numel() // width, _blocks(width, tile.columns))](
-        *(gate_up, y, gate_up.shape[1], width, *gate_up.stride()[:2]),
-        BLOCK=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    grid = y.numel() // width, num_blocks(width, tile.columns)
+    arguments = gate_up, y, gate_up.shape[1], width, *gate_up.stride()[:2]
+    launch(kernels.silu_mul_kernel, grid, tile, {"BLOCK": tile.columns}, *arguments)
     return y
+
+
+def rotary_angles(
+    positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """One launch; the two halves of the frequencies may differ."""
+    width, num_tokens = inverse_frequencies.numel(), positions.numel()
+    shape = *positions.shape, 1, width
+    cos, sin = (torch.empty(shape, dtype=dtype, device=positions.device) for _ in range(2))
+    if cos.numel() == 0:
+        return cos, sin
+    tile = angles_tile(width)
+    launch(
+        *(kernels.angles_kernel, (num_blocks(num_tokens, tile.rows),), tile, _angles_constants(tile)),
+        *(positions, inverse_frequencies.contiguous(), cos, sin, scaling, num_tokens, positions.shape[1], width),
+        *positions.stride(),
+    )
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -67,13 +116,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    x, cos, sin = _dense(x), _dense(cos), _dense(sin)
+    x, cos, sin = dense(x), dense(cos), dense(sin)
     _, length, heads, width = x.shape
     rows, tile = y.numel() // width, row_tile(width)
-    kernels.rotate_kernel[(_blocks(rows, tile.rows),)](
+    launch(
+        *(kernels.rotate_kernel, (num_blocks(rows, tile.rows),), tile, _row_constants(tile)),
         *(x, cos, sin, y, rows, length, heads, width, dim),
         *(*x.stride()[:3], *cos.stride()[:2], *sin.stride()[:2]),
-        **_rows_of(tile),
     )
     return y
 
@@ -87,45 +136,79 @@ def delta_inputs(
     assert mixed.shape[2] >= 2 * num_key_heads * key_dim, "there are fewer channels than queries and keys"
     q, k = (torch.empty(batch, length, num_key_heads, key_dim, device=mixed.device) for _ in range(2))
     g, beta = (torch.empty(batch, length, value_heads, device=mixed.device) for _ in range(2))
-    mixed, a, b = _dense(mixed), _dense(a), _dense(b)
+    mixed, a, b = dense(mixed), dense(a), dense(b)
     if batch * length > 0:
         tile = row_tile(key_dim, 2 * num_key_heads)
-        kernels.delta_inputs_kernel[(batch * length, _blocks(2 * num_key_heads, tile.rows))](
-            *(mixed, a, b, _dense(negative_a), _dense(dt_bias), q, k, g, beta, length),
+        grid = batch * length, num_blocks(2 * num_key_heads, tile.rows)
+        launch(
+            *(kernels.delta_inputs_kernel, grid, tile, _delta_constants(tile, value_heads)),
+            *(mixed, a, b, dense(negative_a), dense(dt_bias), q, k, g, beta, length),
             *(num_key_heads, key_dim, value_heads, key_dim**-0.5, L2_EPS),
             *(*mixed.stride()[:2], *a.stride()[:2], *b.stride()[:2]),
-            BLOCK_HEADS=tile.rows,
-            BLOCK_K=tile.columns,
-            BLOCK_V=next_power_of_2(value_heads),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
         )
     return q, k, g, beta
 
 
 def _heads(x: Tensor) -> Tensor:
-    """[..., H, D] -> [B, L, H, D]. Of rows without heads, what is in front of them is taken for heads."""
+    """[..., H, D] -> [B, L, H, D]. Of rows without heads, the dimension in front of them is used as heads."""
     return _tokens(x if x.dim() > 1 else x[None], 2)
 
 
 def _tokens(x: Tensor, dims: int) -> Tensor:
-    """Tokens of so many dimensions, the last of them dense, behind two of whatever strides."""
-    x, lead = _dense(x), x.dim() - dims
+    """Tokens of so many dimensions, the last of them dense, behind two dimensions of any strides."""
+    x, lead = dense(x), x.dim() - dims
     if lead > 2:
         return x.flatten(0, lead - 2)
     return x if lead == 2 else x[None] if lead == 1 else x[None, None]
 
 
-def _dense(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous, as parts of a projection have it."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def _row_constants(tile: Tile) -> dict[str, int]:
+    return {"BLOCK_ROWS": tile.rows, "BLOCK_D": tile.columns}
 
 
-def _rows_of(tile: Tile) -> dict[str, int]:
-    """What a launch over whole rows is told of its tile."""
-    blocks = {"BLOCK_ROWS": tile.rows, "BLOCK_D": tile.columns}
-    return {**blocks, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+def _angles_constants(tile: Tile) -> dict[str, int]:
+    return {"BLOCK_T": tile.rows, "BLOCK_R": tile.columns}
 
 
-def _blocks(size: int, block: int) -> int:
-    return -(-size // block)
+def _delta_constants(tile: Tile, num_value_heads: int) -> dict[str, int]:
+    return {"BLOCK_HEADS": tile.rows, "BLOCK_K": tile.columns, "BLOCK_V": next_power_of_2(num_value_heads)}
+
+
+def variants() -> list[Variant]:
+    """Norms of hidden states, heads and states, and one of each of the others, at the sizes of a 4096-wide model."""
+    norm, heads = kernels.norm_kernel, row_tile(128, 32)
+    delta = {"mixed": "fp32", "a": "bf16", "b": "bf16", **dict.fromkeys(("negative_a", "dt_bias"), "fp32")}
+    delta |= dict.fromkeys(("q", "k", "g", "beta"), "fp32")
+    turned = dict.fromkeys(("x", "cos", "sin", "y"), "bf16")
+    return [
+        _variant("rms_norm bf16 D=4096", norm, {"x": "bf16", "y": "bf16"}, row_tile(4096)),
+        _variant("rms_norm bf16 D=128", norm, {"x": "bf16", "y": "bf16"}, row_tile(128)),
+        _variant("rms_norm fp32 D=4096", norm, {"x": "fp32", "y": "fp32"}, row_tile(4096)),
+        _variant("gated_rms_norm bf16 D=128", norm, {"x": "fp32", "gate": "bf16", "y": "bf16"}, row_tile(128)),
+        _variant(
+            *("silu_mul bf16", kernels.silu_mul_kernel, {"gate_up": "bf16", "y": "bf16"}, silu_tile(12288)),
+            {"BLOCK": silu_tile(12288).columns},
+        ),
+        _variant("rotate bf16 D=256", kernels.rotate_kernel, turned, row_tile(256)),
+        _variant("delta_inputs bf16 K=128", kernels.delta_inputs_kernel, delta, heads, _delta_constants(heads, 32)),
+        _angles("bf16", 64),
+        _angles("fp32", 128),
+    ]
+
+
+def _angles(dtype: str, width: int) -> Variant:
+    pointers = {"positions": "i64", "frequencies": "fp32", "cos": dtype, "sin": dtype}
+    tile = angles_tile(width)
+    name = f"rotary_angles {dtype} R={width}"
+    return _variant(name, kernels.angles_kernel, pointers, tile, _angles_constants(tile))
+
+
+def _variant(
+    name: str, kernel: Any, pointers: Mapping[str, str], tile: Tile, constants: Mapping[str, Any] | None = None
+) -> Variant:
+    constants = dict(_row_constants(tile) if constants is None else constants)
+    if "gate" in kernel.arg_names and "gate" not in pointers:
+        constants["gate"] = None
+    types = {x: f"*{dtype}" for x, dtype in {"weight": "fp32", **pointers}.items()}
+    types |= dict.fromkeys(("eps", "query_scale", "scaling"), "fp32")
+    return Variant.of(name, kernel, types, constants, tile)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specmamba.kernels import rotary
+from specmamba.kernels import rowwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,4 +28,4 @@ class Rotary:
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
         """Angles at positions [B, L], computed in float32 and rounded to ``dtype``."""
-        return RotaryAngles(*rotary.angles(positions, self._inverse_frequencies, self._scaling, dtype))
+        return RotaryAngles(*rowwise.rotary_angles(positions, self._inverse_frequencies, self._scaling, dtype))

@@ -23,10 +23,18 @@ import pytest
 pytest.importorskip("triton", reason="needs triton: pip install 'specmamba[gpu]'")
 
 from specmamba.kernels.aot import command
-from specmamba.kernels.aot.resources import Resources, read_amdgcn, read_ptxas_log
-from specmamba.kernels.aot.table import Table, compare, read_table, write_table
-from specmamba.kernels.aot.targets import TARGETS, Target
-from specmamba.kernels.aot.workers import Job, Outcome, find_operators, list_jobs
+from specmamba.kernels.aot.compile import Job, Outcome, find_operators, list_jobs
+from specmamba.kernels.aot.table import (
+    TARGETS,
+    Resources,
+    Table,
+    Target,
+    compare,
+    read_amdgcn,
+    read_ptxas_log,
+    read_table,
+    write_table,
+)
 from specmamba.kernels.gpu import Variant
 from tests.repository import ROOT
 
@@ -154,10 +162,8 @@ def sample(parity: int) -> list[Job]:
 SAMPLE = """
 import json, sys
 from specmamba.kernels.aot.command import TABLES, flaws_of
-from specmamba.kernels.aot.compile import compiler_versions
-from specmamba.kernels.aot.table import Table, compare, read_table
-from specmamba.kernels.aot.targets import TARGETS
-from specmamba.kernels.aot.workers import Job, compile_jobs
+from specmamba.kernels.aot.compile import Job, compile_jobs, compiler_versions
+from specmamba.kernels.aot.table import TARGETS, Table, compare, read_table
 
 target, jobs = TARGETS[sys.argv[1]], [Job(*names) for names in json.loads(sys.argv[2])]
 outcomes = compile_jobs(jobs, target, 1, lambda outcome: None)

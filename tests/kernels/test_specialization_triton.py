@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 from importlib import import_module
-from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -13,8 +12,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-KERNELS = Path(__file__).parents[2] / "kernels"
-OPERATORS = sorted(file.parent.name for file in KERNELS.glob("*/tiles.py"))
+from specmamba.kernels.aot.compile import find_operators
+
+OPERATORS = find_operators()
 # lengths of prompts, nodes of trees, rows of a batch and where they begin, and strides over so many small things
 CHANGING = frozenset({
     *("num_nodes", "nodes", "node_offset", "num_tokens", "length", "max_length", "num_rows", "moves", "num_pairs", "M"),
@@ -38,7 +38,7 @@ def names_without_variants(kernel: Any) -> set[str]:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_what_changes_from_call_to_call_is_not_specialized(operator: str) -> None:
-    variants = import_module(f"specmamba.kernels.{operator}.tiles").variants()
+    variants = import_module(OPERATORS[operator]).variants()
     assert variants
     for variant in variants:
         numbers = {name for name, kind in variant.signature.items() if kind in ("i32", "i64")}
