@@ -190,7 +190,7 @@ class FakeEngine:
         drafted = (*range(1, len(new)), 0)[: len(new)]
         return replace(delta, depths=drafted, **_logprobs(request, new, is_first=done == 0))
 
-    def stats(self) -> FakeStats:
+    def stats(self) -> Any:
         return FakeStats(num_running=len(self.running), num_waiting=0, spec=self.spec)
 
     def flush_cache(self) -> int:
@@ -206,7 +206,8 @@ class FakeEngine:
 
 
 def _logprobs(request: _Running, new: list[int], is_first: bool) -> dict[str, Any]:
-    params, found = request.params, {}
+    params = request.params
+    found: dict[str, Any] = {}
     if (num := params.logprobs) is not None:
         found["logprobs"] = tuple(fake_logprob(token, params.seed, num) for token in new)
     if (num := params.prompt_logprobs) is not None and is_first:

@@ -285,10 +285,8 @@ def test_synthetic_acceptance_depends_on_seed_and_position_alone() -> None:
     batch = batch_of(SETTINGS["temperature 1"], 500)
     drafts = drawn_tree(TREES["chain"], batch)
     others = replace(drafts, tokens=drafts.tokens.flip(0), draft_probs=None)
-    counts = [
-        accept(tree, target_logits(tree), batch, None, rule, 0.5).num_accepted
-        for tree, rule in ((drafts, "target"), (others, "target"), (drafts, "rejection"))
-    ]
+    cases: list[tuple[DraftTree, rules.AcceptRule]] = [(drafts, "target"), (others, "target"), (drafts, "rejection")]
+    counts = [accept(tree, target_logits(tree), batch, None, rule, 0.5).num_accepted for tree, rule in cases]
     assert torch.equal(counts[0], counts[1])
     assert torch.equal(counts[0], counts[2])
     later = replace(batch, root_positions=batch.root_positions + 5)

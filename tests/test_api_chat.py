@@ -135,7 +135,11 @@ def test_tokens_with_their_depths(served: Served) -> None:
 
 def test_response_format_reaches_the_engine(served: Served) -> None:
     with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
-        schema = {"name": "s", "strict": True, "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+        schema: Any = {
+            "name": "s",
+            "strict": True,
+            "schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        }
         body: dict[str, Any] = {"model": "specmamba-demo", "messages": [USER], "max_tokens": 5}
         client.chat.completions.create(**body, response_format={"type": "json_schema", "json_schema": schema})
     grammar = served.engine.seen_params[-1].grammar

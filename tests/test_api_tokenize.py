@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -79,7 +80,8 @@ def test_what_is_refused_by_name(served: Served) -> None:
     refused(served.http.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers=headers), 400, "prompt")
     for tokens, param in (([256], "tokens"), ([-1], "tokens[0]"), ([2**40], "tokens[0]"), ("x", "tokens")):
         refused(served.http.post("/detokenize", json={"tokens": tokens}), 400, param)
-    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+    bodies: list[tuple[str, dict[str, Any]]] = [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})]
+    for path, body in bodies:
         refused(served.http.post(path, json={**body, "model": "m" * 5000}), 404, "model", "model_not_found")
 
 
@@ -96,9 +98,9 @@ def test_tools_and_variables_are_told_as_in_a_chat(served: Served, monkeypatch: 
     refused(
         served.http.post("/tokenize", json={"messages": [USER], "tools": [TOOL]}), 400, "tools", "tools_not_supported"
     )
-    seen = []
+    seen: list[Any] = []
 
-    def text(messages: object, tools: object, variables: object) -> str:
+    def text(messages: Any, tools: Any, variables: Any) -> str:
         seen.append((messages, tools, variables))
         return "hi"
 
@@ -138,7 +140,7 @@ def test_all_bytes_and_special_tokens_are_there() -> None:
     assert tokens.of(DEMO.get_vocab_size()) is None
 
 
-def backend(words: list[str], decoder: object) -> Backend:
+def backend(words: list[str], decoder: Any) -> Backend:
     made = Backend(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
     made.decoder = decoder
     made.add_special_tokens(["<s>"])

@@ -220,7 +220,7 @@ def test_through_the_openai_client(served: Served) -> None:
             final = stream.get_final_completion().choices[0].message
         assert final.content == message.content
         assert final.tool_calls is not None
-        assert final.tool_calls[0].function.arguments == message.tool_calls[0].function.arguments  # type: ignore[union-attr]
+        assert final.tool_calls[0].function.arguments == message.tool_calls[0].function.arguments
 
 
 def call_with(arguments: str) -> dict[str, object]:
@@ -308,7 +308,7 @@ def test_the_parser_can_be_named_or_switched_off(told: list[Any]) -> None:
     text = '<TOOLCALL>[{"name": "now"}]</TOOLCALL>'
     for parser, status in (("nemotron", 200), ("none", 400)):
         engine = FakeEngine(text=text)
-        engine.tokenizer.chat_template = lambda with_tools=False: HERMES  # type: ignore[attr-defined]
+        engine.tokenizer.chat_template = lambda with_tools=False: HERMES  # type: ignore[method-assign]
         with serving(engine, tool_call_parser=parser) as served:
             response = served.chat(USER, tools=TOOLS)
             assert response.status_code == status

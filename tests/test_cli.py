@@ -98,7 +98,7 @@ def test_help_of_a_command_with_subcommands(command: str, names: list[str], caps
 def test_a_subcommand_gets_its_arguments(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType(SUBCOMMANDS[command][name][0])
     seen: list[list[str]] = []
-    module.main = lambda arguments: seen.append(arguments) or 7  # type: ignore[attr-defined, func-returns-value]
+    module.main = lambda arguments: seen.append(arguments) or 7  # type: ignore[attr-defined, func-returns-value, redundant-expr]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert main([command, name, "--json", "x", "--help"]) == 7
     assert seen == [["--json", "x", "--help"]]

@@ -76,7 +76,7 @@ DOCUMENTS: list[dict[str, Any]] = [
     {"prompt": "import os\n\ndef read_file(path):\n    ", "choices": ["return open(path)", "class"], "label": 0},
     {"prompt": "for i in range(", "choices": ["10):", "import os"], "label": 0},
 ]
-TASKS = {
+TASKS: dict[str, dict[str, object]] = {
     "generation": {
         "output_type": "generate_until",
         "doc_to_target": "{{label}}",

@@ -190,7 +190,7 @@ def test_the_report_and_an_evaluation_of_the_checkpoint_agree(
     assert report["versions"]["torch"]
     assert str(out) not in json.dumps(report)  # no path of this machine
     settings = TrainSettings(
-        evaluate=out / "checkpoint", corpus=[folder_of_python], seq=40, eval_windows=4, device="cpu"
+        evaluate=out / "checkpoint", corpus=[folder_of_python], seq=40, eval_windows=4, device="cpu", extra_corpus=[]
     )
     figures = evaluate_checkpoint(settings)
     assert figures.target_loss == pytest.approx(report["held_out"]["target_loss"], rel=0.02)  # fp32 against bf16

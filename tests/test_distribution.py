@@ -291,18 +291,17 @@ def favour_the_draft(
     fair = accept(tree, logits, batch, history, **rule)
     again = accept(tree, logits, replace(batch, root_positions=batch.root_positions + 1000), history, **rule)
     better = again.num_accepted > fair.num_accepted
-    return Verdict(
-        *(
-            torch.where(better if a.ndim == 1 else better[:, None], a, f)
-            for a, f in (
-                (again.path, fair.path),
-                (again.num_accepted, fair.num_accepted),
-                (again.path_tokens, fair.path_tokens),
-                (again.bonus, fair.bonus),
-            )
-        ),
-        is_sound=fair.is_sound,
+    parts = (
+        torch.where(better if a.ndim == 1 else better[:, None], a, f)
+        for a, f in (
+            (again.path, fair.path),
+            (again.num_accepted, fair.num_accepted),
+            (again.path_tokens, fair.path_tokens),
+            (again.bonus, fair.bonus),
+        )
     )
+    path, num_accepted, path_tokens, bonus = parts
+    return Verdict(path, num_accepted, path_tokens, bonus, fair.is_sound)
 
 
 @pytest.mark.parametrize("wrong", [take_the_first_draft, one_random_number_for_all_nodes, favour_the_draft])

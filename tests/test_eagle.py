@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -453,15 +453,15 @@ def test_an_embedding_that_is_the_targets_is_kept_once(target: Path, tmp_path: P
 def test_the_workbench(target: Path, heads: dict[str, Head], prompts: list[list[int]]) -> None:
     path = str(heads["eagle"].folder)
     with new_llm(target, heads["eagle"], **LARGEST) as llm:
-        bench = llm.workbench
-        assert llm.engine.describe()["speculative_draft_model_path"] == path
+        bench, engine = llm.workbench, cast(Any, llm.engine)
+        assert engine.describe()["speculative_draft_model_path"] == path
         bench.use_drafts(speculative_algorithm="none")
-        assert llm.engine.draft_plan.algorithm == "none"
+        assert engine.draft_plan.algorithm == "none"
         bench.use_drafts(speculative_algorithm="eagle", speculative_num_steps=2)
-        assert llm.engine.draft_plan.algorithm == "eagle"
+        assert engine.draft_plan.algorithm == "eagle"
         bench.use_drafts(speculative_algorithm="ngram")
         bench.use_drafts(speculative_draft_model_path=path, speculative_num_steps=3)
-        assert llm.engine.draft_plan.algorithm == "eagle"
+        assert engine.draft_plan.algorithm == "eagle"
         with pytest.raises(ConfigError, match="start another one for another draft"):
             bench.use_drafts(speculative_draft_model_path=str(heads["eagle3"].folder))
         with pytest.raises(ConfigError, match="holds a draft of the kind eagle: choose eagle or auto"):
@@ -479,7 +479,7 @@ def test_a_target_whose_head_is_not_used_reads_no_features(
 ) -> None:
     with new_llm(target, heads["eagle3"], disable_radix_cache=True, **LARGEST) as llm:
         widths: list[int] = []
-        body = llm.engine.model.target
+        body: Any = llm.engine.model.target
         forward = body.forward
 
         def watch(*arguments: Any) -> Any:
@@ -487,7 +487,7 @@ def test_a_target_whose_head_is_not_used_reads_no_features(
             widths.append(said.features.shape[-1])
             return said
 
-        body.forward = watch  # type: ignore[method-assign]
+        body.forward = watch
         for algorithm, width in (("auto", 3 * 36), ("none", 36), ("eagle3", 3 * 36), ("ngram", 36)):
             llm.workbench.use_drafts(speculative_algorithm=algorithm)
             widths.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,8 @@ def assert_idle(engine: Engine) -> None:
     assert pools.states.num_free == pools.states.num_slots
     assert not engine._requests
     assert not pools.records._leases
-    assert not any(pools.records._num_pending)
+    records: Any = pools.records
+    assert not any(records._num_pending)
     assert not pools.counts._rows
     assert not pools.table.kv_slots.any()
 
@@ -135,7 +136,7 @@ def answers(deltas: dict[str, list[OutputDelta]]) -> dict[str, Answer]:
 class Oracle(Drafter):
     """Knows the texts, and errs at random: chains or trees that are accepted to any depth."""
 
-    def __init__(self, engine: Engine, texts: dict[str, Sequence[int]], max_nodes: int, trees: bool) -> None:
+    def __init__(self, engine: Engine, texts: Mapping[str, Sequence[int]], max_nodes: int, trees: bool) -> None:
         self.max_nodes = max_nodes
         self._engine, self._texts, self._trees = engine, texts, trees
         self._rng = random.Random(max_nodes)
@@ -809,7 +810,8 @@ class TestLLM:
         expected = llm.generate("def f(", self.SHORT)
         for prompts in (ids, [ids], tuple(ids), [tuple(ids)], (ids,)):
             assert llm.generate(prompts, self.SHORT) == expected
-        mixed = llm.generate([ids, "def f(", tuple(ids)], self.SHORT)
+        kinds: list[Any] = [ids, "def f(", tuple(ids)]
+        mixed = llm.generate(kinds, self.SHORT)
         assert mixed == expected * 3
 
     def test_numpy_token_ids(self, llm: LLM) -> None:
@@ -860,8 +862,9 @@ class TestLLM:
 
     def test_one_bad_prompt_and_nothing_runs(self, llm: LLM) -> None:
         before = llm.engine.stats().spec
+        prompts: list[Any] = ["ok", [1] * 128]
         with pytest.raises(PromptTooLongError, match="128"):
-            llm.generate(["ok", [1] * 128], self.SHORT)
+            llm.generate(prompts, self.SHORT)
         assert llm.engine.stats().spec == before
         assert_idle(llm.engine)
 

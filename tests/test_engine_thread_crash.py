@@ -216,7 +216,7 @@ def test_what_fails_on_the_way_down_stops_nothing() -> None:
     deltas: list[OutputDelta] = []
     thread = EngineThread(lambda: Stuck(step_s=0.02))  # type: ignore[arg-type, return-value]
     thread.start()
-    thread.on_stop(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    thread.on_stop(lambda: 1 / 0)  # type: ignore[arg-type]
     thread.on_stop(lambda: told.append("stopped"))
     thread.submit([EngineRequest("a", [1], SamplingParams(max_tokens=50), deltas.append)]).result(5)
     assert thread.shutdown(0.0)

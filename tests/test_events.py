@@ -124,7 +124,7 @@ class TestEvents:
     def test_drafts_with_texts(self, server: Served) -> None:
         with listening(server) as events:
             first(events, "stats")
-            server.thread.call(lambda engine: engine.views.extend([DRAFT, PLAIN])).result(5)
+            server.thread.call(lambda _: server.engine.views.extend([DRAFT, PLAIN])).result(5)
             event = first(events, "draft")
         (draft,) = event["drafts"]  # a step without drafted tokens is none
         assert [node["text"] for node in draft["nodes"]] == ["A", "B", "C", "bytes:\\xe4"]
@@ -135,7 +135,7 @@ class TestEvents:
     def test_the_tree_when_it_changes(self, server: Served) -> None:
         with listening(server) as events:
             assert first(events, "tree")["nodes"] == []
-            server.thread.call(lambda engine: put(engine.world, (1, 2, 3))).result(5)
+            server.thread.call(lambda _: put(server.engine.world, (1, 2, 3))).result(5)
             event = first(events, "tree")
         assert [(node["start"], node["end"], node["has_state"]) for node in event["nodes"]] == [
             (0, 0, False),

@@ -57,7 +57,7 @@ def test_any_object_is_an_object() -> None:
         assert accepts(grammar, text) == is_one
 
 
-BOUNDS = [
+BOUNDS: list[dict[str, Any]] = [
     {"minimum": 0},
     {"minimum": -7, "maximum": 113},
     {"exclusiveMinimum": -12, "exclusiveMaximum": 3},
@@ -65,7 +65,7 @@ BOUNDS = [
     {"minimum": 99, "maximum": 101},
     {"exclusiveMinimum": 0, "maximum": 1},
 ]
-FRACTIONS = [
+FRACTIONS: list[dict[str, Any]] = [
     {"minimum": 0.1, "maximum": 0.5},
     {"minimum": -0.25, "exclusiveMaximum": 1.5},
     {"exclusiveMinimum": 0.25, "exclusiveMaximum": 0.3},

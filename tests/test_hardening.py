@@ -403,8 +403,8 @@ def test_absurd_headers(served: Served) -> None:
         ("Upgrade", b"websocket"),
         ("Expect", b"a miracle"),
     ):
-        assert served.http.get("/v1/models", headers=[(name, value)]).status_code == 200, name
-    refusal = served.http.post("/v1/completions", json=GOOD, headers=[("Content-Type", b"\xff")])
+        assert served.http.get("/v1/models", headers=[(name.encode(), value)]).status_code == 200, name
+    refusal = served.http.post("/v1/completions", json=GOOD, headers=[(b"Content-Type", b"\xff")])
     assert error_of(refusal, 415)["code"] == "not_json"
 
 

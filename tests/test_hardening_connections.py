@@ -95,7 +95,8 @@ def is_answering(served: Served) -> bool:
 def _everything_comes_back(served: Served) -> Iterator[None]:
     yield
     wait_until(lambda: num_connections(served) == 0)
-    assert not served.server.config.lingering
+    config: Any = served.server.config
+    assert not config.lingering
     assert not served.engine.running
     assert is_answering(served)
 
@@ -233,7 +234,8 @@ def test_a_flood_of_connections_is_refused_and_leaves_nothing(served: Served) ->
     with ExitStack() as stack:
         for _ in range(150):
             stack.enter_context(client(served))
-        limits, lingering = served.server.config.limits, 64
+        config: Any = served.server.config
+        limits, lingering = config.limits, 64
         wait_until(lambda: 12 <= num_connections(served) <= limits.max_connections + lingering)
         assert limits.max_connections == 12
 

@@ -234,7 +234,7 @@ def test_a_draft_model_that_is_not_asked_keeps_up(monkeypatch: pytest.MonkeyPatc
         drafter = llm.engine.runner.drafter
         assert isinstance(drafter, ModelDrafter)
         forward = drafter._model.forward
-        monkeypatch.setattr(drafter._model, "forward", lambda *given: runs.append(0) or forward(*given))
+        monkeypatch.setattr(drafter._model, "forward", lambda *given: runs.append(0) or forward(*given))  # type: ignore[func-returns-value, redundant-expr]
         alone = llm.generate([PROMPT], plainly)[0]
         assert alone.token_ids == first[0].token_ids
         assert len(runs) <= 24 + 2  # the roots, one by one, and the prompt; no drafts

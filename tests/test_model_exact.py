@@ -132,7 +132,8 @@ class Probe(Drafter):
     def propose(self, batch: Batch) -> DraftTree:
         tree = self._propose(batch, self.max_nodes)
         requests = {request.held_row: request for request in self._engine.scheduler.verifying}
-        pending = [self._engine.pools.records._num_pending[row] for row in batch.rows]
+        records: Any = self._engine.pools.records
+        pending = [records._num_pending[row] for row in batch.rows]
         self.record.ragged_batches += len(set(pending)) > 1
         self.record.scattered_batches += batch.rows[-1] - batch.rows[0] + 1 != len(batch.rows)
         self._open = []
@@ -202,7 +203,7 @@ def new_engine(folder: Path, num_steps: int, **flags: Any) -> Engine:
             dtype="float32",
             device="cpu",
             context_length=256,
-            **{"speculative_algorithm": "mtp", "speculative_num_steps": num_steps} | flags,
+            **dict[str, Any](speculative_algorithm="mtp", speculative_num_steps=num_steps) | flags,
         )
     )
 
@@ -368,7 +369,8 @@ class TestTarget:
         probe = with_probe(engine, 4, random_tree(generator))
         run(engine, random_prompts((3, 8, 5, 1), seed=4), [110, 90, 100, 80])
         rounds = [r for of_request in probe.record.rounds.values() for r in of_request]
-        assert {r.num_pending for r in rounds} == set(range(engine.pools.records.capacity + 1))
+        records: Any = engine.pools.records
+        assert {r.num_pending for r in rounds} == set(range(records.capacity + 1))
         check_rounds(probe.record, references[name].target)
 
     @pytest.mark.parametrize("layer_types", [[LINEAR, LINEAR], [FULL, FULL]], ids=["no-attention", "no-state"])

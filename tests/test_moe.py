@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import DeepseekV3Config, GraniteMoeHybridConfig, NemotronHConfig, PreTrainedConfig, Qwen3NextConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
@@ -31,7 +31,7 @@ NO_CONTEXT: Any = LayerContext(kv=None, state=None, rotary=None)  # type: ignore
 
 
 @torch.no_grad()
-def randomized(module: nn.Module, config: PreTrainedConfig, seed: int) -> nn.Module:
+def randomized(module: Any, config: PreTrainedConfig, seed: int) -> Any:
     config._experts_implementation = "eager"
     generator = torch.Generator().manual_seed(seed)
     for tensor in [*module.parameters(), *module.buffers()]:

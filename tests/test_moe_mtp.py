@@ -45,7 +45,7 @@ NEW_TOKENS = (26, 14, 33, 21, 12, 24)
 class Reference:
     """Target and head, made of transformers' layers, in float64: in float32 they are 1.4e-4 from that themselves."""
 
-    text: nn.Module
+    text: Any
     lm_head: nn.Module
     head: MTPHead
 

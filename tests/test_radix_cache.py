@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -947,9 +948,9 @@ class TestLongTexts:
         class Counted(np.ndarray):
             reads = 0
 
-            def __getitem__(self, index: object) -> object:
+            def __getitem__(self, index: Any) -> Any:
                 Counted.reads += not isinstance(index, slice)
-                return np.asarray(self)[index]  # type: ignore[index]
+                return np.asarray(self)[index]
 
         world.cache.insert(world.cache.root(None), tokens, world.slots(row, 0, len(tokens)), slot)
         assert world.cache.match(tokens.view(Counted)).length == len(tokens)

@@ -154,7 +154,7 @@ class TestText:
         with new_llm(drafts, **tight) as plain, new_llm(drafts, cuda_graph_max_bs=5, **tight) as replayed:
             params = SamplingParams(max_tokens=40, temperature=0.0)
             texts = [[o.token_ids for o in llm.generate(PROMPTS, params)] for llm in (replayed, plain)]
-            assert_same_greedy_texts(*texts, PROMPTS, lambda: new_llm("plain"))
+            assert_same_greedy_texts(texts[0], texts[1], PROMPTS, lambda: new_llm("plain"))
             assert replayed.engine.stats().num_preemptions > 0
 
     def test_a_tree_file_goes_by_the_size_of_the_bucket(self, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ class TestText:
         prompts = [PROMPTS[i % 5] + " " * (i // 5) for i in range(12)]
         with new_llm("tree") as plain, new_llm("tree", cuda_graph_max_bs=BUCKET) as replayed:
             texts = [[o.token_ids for o in llm.generate(prompts, params)] for llm in (replayed, plain)]
-        assert_same_greedy_texts(*texts, prompts, lambda: new_llm("plain"))
+        assert_same_greedy_texts(texts[0], texts[1], prompts, lambda: new_llm("plain"))
 
 
 class TestWhatIsReplayed:
@@ -330,7 +330,7 @@ class TestOnAGPU:
         with new_llm(drafts, device="cpu") as plain, new_llm(drafts, device="cuda") as captured:
             for size in (1, 5):
                 texts = [[text for text, _ in answer_all(llm, "greedy", size)] for llm in (captured, plain)]
-                assert_same_greedy_texts(*texts, PROMPTS[:size], lambda: new_llm("plain"))
+                assert_same_greedy_texts(texts[0], texts[1], PROMPTS[:size], lambda: new_llm("plain"))
 
     def test_a_replay_neither_waits_nor_allocates(self) -> None:
         with new_llm("tree", device="cuda") as llm:

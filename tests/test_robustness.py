@@ -122,7 +122,8 @@ class TestNumbersThatAreNone:
         engine.add_request("good", [5, 6, 7], params)
         engine.add_request("bad", [8, 9], params)
         engine.step()
-        engine.pools.records.conv_inputs[:, engine._requests["bad"].held_row] = float("nan")
+        records: Any = engine.pools.records
+        records.conv_inputs[:, engine._requests["bad"].held_row] = float("nan")
         deltas = self.run(engine, {}, params)
         assert deltas["bad"][-1].finish_reason == "error"
         good = tokens_of(deltas["good"])
@@ -169,7 +170,7 @@ class TestLLM:
         assert_idle(llm.engine)
 
     def test_a_prompt_may_be_an_iterator(self, llm: LLM) -> None:
-        output = llm.generate([iter([5, 6, 7])], SamplingParams(max_tokens=2))[0]  # type: ignore[list-item]
+        output = llm.generate([iter([5, 6, 7])], SamplingParams(max_tokens=2))[0]  # type: ignore[arg-type]
         assert output.prompt_token_ids == (5, 6, 7)
 
     def test_threads_are_again_what_they_were(self, monkeypatch: pytest.MonkeyPatch) -> None:

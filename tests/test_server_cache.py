@@ -30,6 +30,7 @@ LINE = re.compile(
 @pytest.fixture(scope="module", params=[(1, "no_buffer"), (16, "extra_buffer")], ids=str)
 def engine(request: pytest.FixtureRequest) -> Engine:
     page_size, strategy = request.param
+    tracking: dict[str, Any] = {"mamba_track_interval": 8} if strategy == "extra_buffer" else {}
     return Engine(
         EngineConfig(
             dtype="float32",
@@ -39,7 +40,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
             context_length=1024,
             page_size=page_size,
             mamba_radix_cache_strategy=strategy,
-            mamba_track_interval=8 if strategy == "extra_buffer" else None,
+            **tracking,
         )
     )
 

@@ -185,7 +185,7 @@ class Bench:
             for b, (row, path) in enumerate(zip(rows, paths, strict=True))
         ]
         on_path = [(b, node) for b, path in enumerate(paths) for node in path]
-        index = tuple(torch.tensor(x) for x in zip(*on_path, strict=True))
+        index: Any = tuple(torch.tensor(x) for x in zip(*on_path, strict=True))
         for result in results.values():
             for got, want in zip(result, zip(*wanted, strict=True), strict=True):
                 torch.testing.assert_close(got[(slice(None), *index)].double(), torch.cat(want, 1), **TOLERANCE)
@@ -324,7 +324,7 @@ class TestLayer:
         shape, rng, max_nodes = cache_shape(dtype=dtype), random.Random(1), 6
         names = ("fused", "parts", "snapshots")
         pools = {name: StatePool(shape, 6, CPU) for name in names}
-        kinds = {"fused": SpecBuffers, "parts": SpecBuffers, "snapshots": SnapshotBuffers}
+        kinds: dict[str, Any] = {"fused": SpecBuffers, "parts": SpecBuffers, "snapshots": SnapshotBuffers}
         buffers: dict[str, StateBuffers[Any]] = {
             name: kind(shape, pools[name], 3, max_nodes, CPU) for name, kind in kinds.items()
         }

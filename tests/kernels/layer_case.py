@@ -57,14 +57,14 @@ def values(operand: Any) -> list[Tensor]:
 
 def moved(operand: T, device: str) -> T:
     """On a device, its tensors' layout kept."""
-    tensors = {field.name: getattr(operand, field.name) for field in fields(operand)}  # type: ignore[arg-type]
+    tensors = {field.name: getattr(operand, field.name) for field in fields(operand)}
     there = {name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
     return replace(operand, **there)  # type: ignore[type-var]
 
 
 def copied(operand: T, dtype: torch.dtype | None = None) -> T:
     """With tensors of its own, their layout kept."""
-    tensors = {field.name: getattr(operand, field.name) for field in fields(operand)}  # type: ignore[arg-type]
+    tensors = {field.name: getattr(operand, field.name) for field in fields(operand)}
     own = {name: x.to(dtype or x.dtype, copy=True) for name, x in tensors.items() if isinstance(x, Tensor)}
     return replace(operand, **own)  # type: ignore[type-var]
 

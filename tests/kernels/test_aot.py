@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -215,7 +216,7 @@ def test_every_table_is_of_the_same_variants() -> None:
 Function = tuple[str, str]  # module, name
 
 
-def kernels_of(module: str) -> Iterator[object]:
+def kernels_of(module: str) -> Iterator[Any]:
     yield from (variant.kernel for variant in import_module(module).variants())
 
 

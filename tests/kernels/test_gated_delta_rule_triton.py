@@ -73,7 +73,8 @@ def check_verify(
 
 @pytest.mark.parametrize(("nodes", "heads"), SIZES)
 def test_tree_verify_matches_reference(nodes: int, heads: tuple[int, int, int, int], gpu_device: str) -> None:
-    shapes, pending, offset = SHAPES, torch.tensor([0, 6, 1, 3, 5]), 6
+    shapes: tuple[str, ...] = SHAPES
+    pending, offset = torch.tensor([0, 6, 1, 3, 5]), 6
     if nodes > 17:
         shapes, pending = ("bushy", "padded"), torch.tensor([5, 6])
     tokens, state = make_tokens(len(shapes), nodes, heads, seed=nodes)
@@ -164,8 +165,8 @@ def test_in_place_with_folds(nodes: int, dtype: str, gpu_device: str) -> None:
     for b in (0, 1, 3):
         row, slot, pending = t.rows[b], t.slots[b], case.pending[b]
         if case.folds[b]:
-            ring = [x[row][None].double() for x in before]
-            folded = records_reference.fold(states[slot][None].double(), *ring, torch.tensor([pending]))
+            old = [x[row][None].double() for x in before]
+            folded = records_reference.fold(states[slot][None].double(), *old, torch.tensor([pending]))
             torch.testing.assert_close(after.states[slot].double(), folded[0], **rounding)
             states[slot] = after.states[slot]
         want, records = case.wanted(b, states[slot], 0 if case.folds[b] else pending)

@@ -90,7 +90,8 @@ class Case:
             return mamba2.tree_verify(self.inputs, self.weights, buffers, self.trees), buffers
 
         device = "cuda" if form == "cuda" else "cpu"
-        inputs, weights, trees, buffers = (moved(x, device) for x in (self.inputs, self.weights, self.trees, buffers))
+        inputs, weights, trees = moved(self.inputs, device), moved(self.weights, device), moved(self.trees, device)
+        buffers = moved(buffers, device)
 
         def compose(convolve: Any, recur: Any) -> Tensor:
             return mamba2.compose(inputs, weights, convolve, recur)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -188,8 +189,12 @@ def output_distribution(rule: Rule, p: Tensor, q: Tensor | None, tokens: Tensor)
         result.scatter_add_(1, tokens[:, j : j + 1], (none_yet * chance)[:, None])
         none_yet = none_yet * (1 - chance)
     is_draft = 1 - none_yet
-    edges = [bisect(lambda u, t=t: choice(refuse_all, u) <= t, (batch,)) for t in range(vocabulary)]
-    edges = torch.stack([torch.zeros(batch, dtype=torch.float64), *edges], 1)
+
+    def is_at_most(token: int, u: Tensor) -> Tensor:
+        return choice(refuse_all, u) <= token
+
+    ends = [bisect(partial(is_at_most, t), (batch,)) for t in range(vocabulary)]
+    edges = torch.stack([torch.zeros(batch, dtype=torch.float64), *ends], 1)
     return result + none_yet[:, None] * edges.diff(dim=1), is_draft
 
 

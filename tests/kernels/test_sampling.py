@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -330,6 +331,7 @@ def test_native_code_refuses_what_does_not_fit() -> None:
         (native_ops.uniform, ones.long(), torch.zeros(3, 1, dtype=torch.int64)),
         (native_ops.uniform, ones, torch.zeros(2, 1)),
     ]:
+        op: Any
         op, *arguments = wrong
         with pytest.raises(ValueError, match=r"fit|seed|choose"):
             op(*arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_sample_never_returns_an_impossible_token(
     logits = make_logits(1, 1300, seed=5)
     logits[:, :, 510:1030] = float("-inf")  # all of the second chunk of 512
     logits[:, :, 0] = logits[:, :, -1] = float("-inf")
-    settings = SETTINGS if filtered else (SETTINGS[0], *NO_FILTERS)
+    settings: tuple[Any, ...] = SETTINGS if filtered else (SETTINGS[0], *NO_FILTERS)
     if filtered:  # top-k alone, top-p alone
         logits, settings = logits[1:3], tuple(x[1:3] for x in SETTINGS)
     uniforms = torch.full((len(logits), 1), uniform)

@@ -74,7 +74,8 @@ def test_conv_index(triton_ops: ModuleType, gpu_device: str, nodes: int, width: 
 @NODES
 @pytest.mark.parametrize("vocabulary", [1, 2, 5])
 def test_accepted_path(triton_ops: ModuleType, gpu_device: str, nodes: int, vocabulary: int) -> None:
-    for seed, layout in enumerate((torch.clone, strided)):
+    layouts: list[Callable[[Tensor], Tensor]] = [torch.clone, strided]
+    for seed, layout in enumerate(layouts):
         parents = batch_of_parents(SHAPES, nodes, seed=seed)
         tokens, targets = guesses(parents, vocabulary, seed)
         operands = tokens, parents, mask_of(parents), targets
