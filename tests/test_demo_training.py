@@ -22,8 +22,9 @@ from tokenizers import Tokenizer
 from transformers import Qwen3_5ForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from specmamba.bench.demo import operators, prompts
-from specmamba.bench.demo.settings import Architecture, TrainSettings
+from specmamba.bench.demo import model as operators
+from specmamba.bench.demo import prompts
+from specmamba.bench.demo.options import Architecture, TrainSettings
 from specmamba.bench.demo.train import evaluate_checkpoint, main, train
 from specmamba.command_line import read_flags
 from specmamba.config import DEMO_MODEL

@@ -31,10 +31,9 @@ from specmamba.bench.train import tiny_falcon
 from specmamba.command_line import parse_command_line
 from specmamba.engine.engine import Engine
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError
-from specmamba.train import corpus, draft, loss, memory, own_outputs, texts, trainer, windows
-from specmamba.train.head import Eagle3Head, HeadShape
-from specmamba.train.layout import write_head
-from specmamba.train.settings import TrainDraftConfig
+from specmamba.train import corpus, draft, memory, texts, trainer, windows
+from specmamba.train.head import Eagle3Head, HeadShape, write_head
+from specmamba.train.options import TrainDraftConfig
 from tests.families import FAMILIES
 from tests.test_model_exact import accept_at_random, assert_close, new_engine, random_prompts, record_drafts, run
 from tests.test_target_reader import new_llm, read
@@ -432,14 +431,14 @@ def test_the_training_is_gone_when_the_head_is_measured(
 @pytest.mark.parametrize("positions", [1, 5, 1000])
 def test_the_loss_and_its_gradient(drafted: int | None, positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices it is what autograd makes of the whole."""
-    monkeypatch.setattr(loss, "SLICE_NUMBERS", 61 * positions)
+    monkeypatch.setattr(trainer, "SLICE_NUMBERS", 61 * positions)
     torch.manual_seed(0)
     ids = None if drafted is None else torch.tensor([0, 3, 4, 20, 33, 59, 60])
     head = Eagle3Head(HeadShape.of(12, 61, 2, drafted), torch.randn(61, 12), [1.0, 2.0], ids)
     states = head.states(torch.randn(2, 9, 12), torch.randn(2, 9, 24), 3)
     output, hidden = torch.randn(61, 12), torch.randn(2, 9, 12) + states[1].detach()
     output[slice(None) if ids is None else ids] = 2 * head.lm_head.weight.detach()  # so that some agree
-    found = loss.judge(states, hidden, head.lm_head.weight, output, ids)
+    found = trainer.judge(states, hidden, head.lm_head.weight, output, ids)
     torch.autograd.backward(states, found.gradients, retain_graph=True)
     ours = {name: x.grad for name, x in head.named_parameters() if x.requires_grad}
     head.zero_grad(set_to_none=True)
@@ -487,7 +486,7 @@ def peak_bytes(run_it: Callable[[], Any]) -> int:
 def test_a_step_takes_what_is_counted(
     vocab_size: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss, "SLICE_NUMBERS", 1 << 16)
+    monkeypatch.setattr(trainer, "SLICE_NUMBERS", 1 << 16)
     config = settings(tmp_path, **changes)
     some = windows.Windows.empty(3, config.seq + 1, 3 * 64, 64)
     some.tokens.random_(vocab_size, generator=torch.Generator().manual_seed(0))
@@ -535,37 +534,37 @@ def test_own_outputs_are_written_once(target: Path, text: Path, tmp_path: Path) 
     )
     with new_llm(target, max_running_requests=4) as llm:
         given = texts.encode_texts(config, texts.read_documents(config), llm.engine.tokenizer)
-        assert own_outputs.num_windows(config, given) == 9
-        found = own_outputs.own_outputs(config, llm, given, "a target")
+        assert windows.num_windows(config, given) == 9
+        found = windows.own_outputs(config, llm, given, "a target")
         assert len(found.train) == 9  # 20 tokens behind 6
         assert {len(tokens) for tokens in found.train} == {26}
         stream = tuple(token for tokens in given.train for token in tokens)
         starts = {stream[i : i + 6] for i in range(0, len(stream), 6)}
         assert all(tokens[:6] in starts for tokens in found.train)
-        file = tmp_path / own_outputs.FILE
+        file = tmp_path / windows.FILE
         lines = file.read_text("utf8").splitlines(keepends=True)
         file.write_text("".join(lines[:5]) + lines[5][:20], "utf8")  # killed while writing
         steps = llm.engine.stats().spec.num_verify_steps
-        assert own_outputs.own_outputs(config, llm, given, "a target") == found
+        assert windows.own_outputs(config, llm, given, "a target") == found
         assert file.read_text("utf8").splitlines(keepends=True) == lines
         assert llm.engine.stats().spec.num_verify_steps - steps == 5 * 20
         for other in (config.model_copy(update={"temperature": 0.0}), config.model_copy(update={"seed": 1})):
             with pytest.raises(ConfigError, match="has outputs of another target, text or setting: delete it"):
-                own_outputs.own_outputs(other, llm, given, "a target")
+                windows.own_outputs(other, llm, given, "a target")
         with pytest.raises(ConfigError, match="of another target"):
-            own_outputs.own_outputs(config, llm, given, "another")
+            windows.own_outputs(config, llm, given, "another")
         file.write_text(lines[0] + '["x"]\n', "utf8")
         with pytest.raises(ConfigError, match="is damaged"):
-            own_outputs.own_outputs(config, llm, given, "a target")
+            windows.own_outputs(config, llm, given, "a target")
 
 
 def test_greedy_outputs_are_not_repeated(target: Path, tmp_path: Path) -> None:
     given = texts.Texts(((*range(5, 35),),), ())
     with new_llm(target) as llm:
         config = settings(tmp_path, own_outputs=200, temperature=0.0)
-        assert len(own_outputs.own_outputs(config, llm, given, "").train) == 5
-        (tmp_path / own_outputs.FILE).unlink()
-        sampled = own_outputs.own_outputs(settings(tmp_path, own_outputs=200, temperature=1.0), llm, given, "").train
+        assert len(windows.own_outputs(config, llm, given, "").train) == 5
+        (tmp_path / windows.FILE).unlink()
+        sampled = windows.own_outputs(settings(tmp_path, own_outputs=200, temperature=1.0), llm, given, "").train
     assert len(sampled) == 10
     assert len(set(sampled)) == 10  # a prompt that is used again goes on differently
 
@@ -573,7 +572,7 @@ def test_greedy_outputs_are_not_repeated(target: Path, tmp_path: Path) -> None:
 def test_a_run_on_own_outputs(target: Path, text: Path, tmp_path: Path) -> None:
     config = settings(tmp_path, model=str(target), text=[str(text)], own_outputs=100, report_prompts=1, max_steps=2)
     assert draft.train(config, silent()) == 0
-    assert (tmp_path / own_outputs.FILE).exists()
+    assert (tmp_path / windows.FILE).exists()
     assert json.loads((tmp_path / "report.json").read_text("utf8"))["recipe"]["own_outputs"] == 100
 
 
@@ -668,9 +667,9 @@ def test_a_failed_start_leaves_an_older_run_as_it_was(
 @pytest.mark.parametrize(
     ("place", "flags"),
     [
-        ("specmamba.train.resume.save_file", {"max_steps": 1}),
-        ("specmamba.train.layout.save_file", {"max_steps": 1}),
-        ("specmamba.train.own_outputs._Written.add", {"own_outputs": 20}),
+        ("specmamba.train.loop.save_file", {"max_steps": 1}),
+        ("specmamba.train.head.save_file", {"max_steps": 1}),
+        ("specmamba.train.windows._Written.add", {"own_outputs": 20}),
     ],
 )
 def test_a_full_disk(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
-from specmamba.bench.demo.borrowed_tokenizer import copy_demo_tokenizer
+from specmamba.bench.demo.checkpoint import copy_demo_tokenizer
 from specmamba.bench.demo.model import MTPHead
 
 LINEAR, FULL = "linear_attention", "full_attention"

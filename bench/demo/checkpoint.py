@@ -1,8 +1,9 @@
-"""A demo model on disk, in Hugging Face layout: written after training, read back for evaluation."""
+"""A demo model on disk, in Hugging Face layout, and other models that share the demo's tokenizer."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -10,11 +11,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import Qwen3_5ForCausalLM
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
 from specmamba.bench.demo.model import DemoModel, MTPHead
 from specmamba.bench.demo.tokens import END_OF_TEXT, SPECIAL_TOKENS
+from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def write_checkpoint(folder: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
@@ -74,3 +78,17 @@ def read_checkpoint(folder: Path) -> DemoModel:
 def write_json(file: Path, value: object) -> None:
     """Write a value as indented JSON."""
     file.write_text(json.dumps(value, indent=2) + "\n", "utf8")
+
+
+def save_with_demo_tokenizer(model: PreTrainedModel, folder: Path, dtype: str) -> None:
+    """Write a model in Hugging Face layout; its config says ``dtype``."""
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf8")) | {"dtype": dtype}, indent=2) + "\n", "utf8")
+    copy_demo_tokenizer(folder)
+
+
+def copy_demo_tokenizer(folder: Path) -> None:
+    """Put the demo's tokenizer into a checkpoint's folder."""
+    for name in TOKENIZER_FILES:
+        shutil.copy(DEMO_MODEL / name, folder / name)

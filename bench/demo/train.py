@@ -10,34 +10,30 @@ interrupted one (Ctrl-C, SIGTERM, power) stopped: ``resume/``, ``tokenizer.json`
 from __future__ import annotations
 
 import platform
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specmamba.bench.demo.settings import TrainSettings
+from specmamba.bench.demo.options import TrainSettings
 from specmamba.measure.command import run_command
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import: --help must not wait for them
     from rich.console import Console
 
-    from specmamba.bench.demo.evaluate import HeldOutFigures
     from specmamba.bench.demo.tokens import TokenData
-    from specmamba.bench.demo.trainer import StepCallback, Trainer
+    from specmamba.bench.demo.trainer import HeldOutFigures, Trainer
     from specmamba.train.corpus import Corpus
+    from specmamba.train.loop import StepCallback
 
 PROG = "python -m specmamba.bench.demo.train"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def train(settings: TrainSettings, console: Console, on_step: StepCallback | None = None) -> Trainer:
     """Train into ``settings.out``, resuming what is there. The checkpoint is written when the run reached its end."""
     from specmamba.bench.demo.checkpoint import write_checkpoint, write_json
-    from specmamba.bench.demo.evaluate import evaluate
-    from specmamba.bench.demo.trainer import Trainer
+    from specmamba.bench.demo.trainer import Trainer, evaluate
     from specmamba.train.corpus import read_corpus, roots_for
+    from specmamba.train.loop import stopping_on_signals
 
     assert settings.out is not None
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -51,7 +47,7 @@ def train(settings: TrainSettings, console: Console, on_step: StepCallback | Non
         highlight=False,
         soft_wrap=True,
     )
-    with _stop_on_signals(trainer):
+    with stopping_on_signals(trainer):
         finished = trainer.run(console, on_step)
     if not finished:
         console.print(
@@ -68,9 +64,8 @@ def train(settings: TrainSettings, console: Console, on_step: StepCallback | Non
 def evaluate_checkpoint(settings: TrainSettings) -> HeldOutFigures:
     """Held-out figures of the checkpoint in ``settings.evaluate``, with its own tokenizer, in fp32."""
     from specmamba.bench.demo.checkpoint import read_checkpoint
-    from specmamba.bench.demo.evaluate import evaluate
     from specmamba.bench.demo.tokens import held_out_data, load_tokenizer
-    from specmamba.bench.demo.trainer import choose_device
+    from specmamba.bench.demo.trainer import choose_device, evaluate
     from specmamba.train.corpus import read_corpus, roots_for
 
     assert settings.evaluate is not None
@@ -92,17 +87,6 @@ def _token_data(settings: TrainSettings, corpus: Corpus, folder: Path) -> TokenD
         tokenizer = train_tokenizer((document.text for document in corpus.train[::TOKENIZER_SHARE]), vocab_size)
     tokenizer.save(str(file))
     return prepare(corpus, tokenizer, settings.seed, folder / "tokens.safetensors")
-
-
-@contextmanager
-def _stop_on_signals(trainer: Trainer) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run after its step, never inside one."""
-    before = {number: signal.signal(number, lambda *_: trainer.request_stop()) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _report(

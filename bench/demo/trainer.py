@@ -1,33 +1,31 @@
-"""The training loop: AdamW under a warm-up and a cosine, resumable after any step."""
+"""The training of the demo, and its held-out figures.
+
+The figures are teacher-forced along real text: nothing is sampled, so no text can loop.
+"""
 
 from __future__ import annotations
 
 import math
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from specmamba.bench.demo.model import MTP_LOSS_WEIGHT, new_model
-from specmamba.bench.demo.operators import fast_operators
-from specmamba.bench.demo.settings import TrainSettings
-from specmamba.bench.demo.tokens import TokenData, WindowSampler
+from specmamba.bench.demo.model import MTP_LOSS_WEIGHT, MTP_STEPS, DemoModel, fast_operators, new_model
+from specmamba.bench.demo.options import TrainSettings
+from specmamba.bench.demo.tokens import TokenData, WindowSampler, spaced_windows
 from specmamba.errors import ConfigError, SpecmambaError
-from specmamba.train import resume
+from specmamba.train.loop import RunState, StepCallback, TrainingLoop
 
 WEIGHT_DECAY = 0.1  # of matrices and convolutions; norms, biases and time constants have none
 BETAS = (0.9, 0.95)
 MAX_GRADIENT_NORM = 1.0
-FINAL_LR_SHARE = 0.05
-_SMOOTHING = 0.98  # of the losses that are shown
-_SHOWN_EVERY_SECONDS = 60.0  # lines where there is no terminal for a bar
-
-StepCallback = Callable[[int, list[float]], None]
+TOP = 4  # tokens of the head among which the target's choice is looked for
+_EVAL_BATCH = 8  # windows
 
 
 def choose_device(name: str) -> torch.device:
@@ -37,95 +35,73 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-class Trainer:
-    """One run, from its random start or from the state saved under ``folder``."""
+class Trainer(TrainingLoop):
+    """One run, from its random start or from the state saved under ``folder``.
+
+    Raises:
+        CheckpointError: that state is damaged.
+        ConfigError: it belongs to a run with other settings or another corpus.
+    """
+
+    smoothing = 0.98
+    seconds_between_lines = 60.0
 
     def __init__(self, settings: TrainSettings, data: TokenData, folder: Path) -> None:
-        self._settings, self._state_folder = settings, folder / "resume"
+        self._settings = settings
         self.device = choose_device(settings.device)
         torch.manual_seed(settings.seed)
         self.model = new_model(settings.architecture).to(self.device).train()
         self._optimizer = self._new_optimizer()
         self._sampler = WindowSampler(data.train, settings.seq, settings.batch, settings.seed)
-        self._identity = {**settings.recipe(), "corpus": data.digest}
-        saved = resume.load_state(
-            self._state_folder, self._identity, self.model, self._optimizer, self._sampler.generator
-        )
-        self.progress = saved or resume.Progress()
-        self._stop = threading.Event()
-
-    def request_stop(self) -> None:
-        """End the run after the step in progress, with its state saved. Safe from signal handlers and callbacks."""
-        self._stop.set()
+        identity = {**settings.recipe(), "corpus": data.digest}
+        state = RunState(folder / "resume", identity, self.model, self._optimizer, self._sampler.generator)
+        super().__init__(settings, settings.lr, state)
 
     @property
     def tokens_seen(self) -> int:
+        """Tokens of all steps so far."""
         return self.progress.step * self._settings.batch * self._settings.seq
 
-    @property
-    def share_done(self) -> float:
-        """0 at the start; 1 when the first of the limits is reached."""
-        by_steps = self.progress.step / self._settings.max_steps if self._settings.max_steps else 0.0
-        limit = self._settings.limit_seconds
-        return min(1.0, max(by_steps, self.progress.elapsed / limit if limit else 0.0))
-
     def run(self, console: Console, on_step: StepCallback | None = None) -> bool:
-        """Train to the end; False when stopped before it. ``on_step`` gets each step's number and losses."""
-        with fast_operators(), _ProgressView(console) as view:
-            while self.share_done < 1.0 and not self._stop.is_set():
-                losses = self._step()
-                if on_step is not None:
-                    on_step(self.progress.step, losses)
-                if self.progress.step % self._settings.save_every == 0:
-                    self.save_state()
-                view.show(self)
-        self.save_state()
-        return self.share_done >= 1.0
+        """Train to the end; False when stopped before it. A step's values are the target's loss and the head's."""
+        with fast_operators():
+            return super().run(console, on_step)
 
-    def save_state(self) -> None:
-        resume.save_state(
-            self._state_folder,
-            self.progress,
-            self._identity,
-            self.model,
-            self._optimizer,
-            self._sampler.generator,
-        )
-
-    def _step(self) -> list[float]:
-        """One optimizer step; returns its losses: the target's and those of the head's depths, nats per token."""
-        started = time.perf_counter()
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate()
+    def update(self) -> list[float]:
+        """Do one optimizer step; return the losses of the target and of the head's depths, in nats per token."""
         losses = self._losses(self._sampler.next().to(self.device))
+        values: list[float] = losses.tolist()
+        if not all(math.isfinite(value) for value in values):
+            raise SpecmambaError(f"the loss at step {self.progress.step + 1} is {values[0]}: lower --lr")
         loss = losses[0] + MTP_LOSS_WEIGHT * losses[1:].mean()
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
         self._optimizer.step()
-        values: list[float] = losses.tolist()
-        self._note(values, time.perf_counter() - started)
         return values
+
+    def describe(self) -> str:
+        """Name the step, the averages of the losses, and the speed."""
+        target, *mtp = self.progress.smoothed or [math.nan]
+        rate = self.tokens_seen / max(self.progress.elapsed, 1e-9)
+        losses = f"loss {target:.3f}, MTP " + " ".join(f"{value:.3f}" for value in mtp)
+        return f"step {self.progress.step}  {losses}  {rate:,.0f} tokens/s"
+
+    def line(self) -> str:
+        """Describe the run where there is no terminal."""
+        left = self.progress.elapsed * (1 / self.share_done - 1)
+        return f"{super().line()}, {left / 60:.0f} min left"
+
+    def bar(self, console: Console) -> Progress:
+        """Make the bar that a terminal shows; it also says how much time is left."""
+        columns = BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        left = TextColumn("left"), TimeRemainingColumn()
+        return Progress(*columns, *left, console=console, disable=not console.is_terminal)
 
     def _losses(self, tokens: Tensor) -> Tensor:
         enabled = self._settings.dtype == "bfloat16"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled):
             return torch.stack(self.model.losses(tokens))
-
-    def _note(self, losses: list[float], seconds: float) -> None:
-        self.progress.step += 1
-        self.progress.elapsed += seconds
-        if not all(math.isfinite(value) for value in losses):
-            raise SpecmambaError(f"the loss at step {self.progress.step} is {losses[0]}: lower --lr")
-        before = self.progress.smoothed or losses
-        self.progress.smoothed = [
-            _SMOOTHING * old + (1 - _SMOOTHING) * new for old, new in zip(before, losses, strict=True)
-        ]
-
-    def _learning_rate(self) -> float:
-        cosine = 0.5 * (1 + math.cos(math.pi * self.share_done))
-        warm_up = min(1.0, (self.progress.step + 1) / max(1, self._settings.warmup_steps))
-        return self._settings.lr * warm_up * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         parameters = list(self.model.parameters())
@@ -136,40 +112,73 @@ class Trainer:
         return torch.optim.AdamW(groups, lr=self._settings.lr, betas=BETAS, fused=self.device.type == "cuda")
 
 
-class _ProgressView:
-    """A bar on a terminal; elsewhere a line a minute."""
+class HeldOutFigures(BaseModel):
+    """Per-token means. Lists run over the MTP depths 1 to 3."""
 
-    def __init__(self, console: Console) -> None:
-        self._console, self._last_line = console, time.perf_counter()
-        self._bar = Progress(
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
+    model_config = ConfigDict(frozen=True)
+
+    num_windows: int
+    seq: int
+    target_loss: float  # nats per token
+    target_loss_late: float  # over the second half of each window, where there is more context
+    target_loss_per_byte: float  # nats per byte of text: comparable between tokenizers
+    mtp_loss: list[float]  # nats per token, against the real text
+    mtp_agreement: list[float]  # the head's first choice is the target's first choice
+    mtp_agreement_top4: list[float]  # the target's first choice is among the head's first four
+
+    def describe(self) -> str:
+        depths = range(1, len(self.mtp_loss) + 1)
+        summary = (
+            f"held-out loss {self.target_loss:.3f} nats/token ({self.target_loss_per_byte:.3f} nats/byte) over "
+            f"{self.num_windows} windows of {self.seq} tokens; {self.target_loss_late:.3f} in their second half"
         )
-        self._task = self._bar.add_task("starting", total=1.0)
+        lines = [summary]
+        for depth, loss, first, four in zip(
+            depths, self.mtp_loss, self.mtp_agreement, self.mtp_agreement_top4, strict=True
+        ):
+            lines.append(f"MTP depth {depth}: loss {loss:.3f}, agrees with the target {first:.3f}, top 4 {four:.3f}")
+        return "\n".join(lines)
 
-    def __enter__(self) -> _ProgressView:
-        self._bar.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+def evaluate(model: DemoModel, data: TokenData, seq: int, num_windows: int) -> HeldOutFigures:
+    """Figures over evenly spaced windows of the held-out text, in the type that the weights have."""
+    windows = spaced_windows(data.held_out, seq, num_windows)
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    with torch.inference_mode(), fast_operators():
+        sums = torch.stack([_batch_sums(model, batch.to(device)) for batch in windows.split(_EVAL_BATCH)]).sum(0)
+    model.train(was_training)
+    loss, first, four = (sums[:, :3] / sums[:, 3:4]).T.tolist()
+    late = float(sums[0, 4] / sums[0, 5])
+    return HeldOutFigures(
+        num_windows=len(windows),
+        seq=seq,
+        target_loss=loss[0],
+        target_loss_late=late,
+        target_loss_per_byte=loss[0] * len(data.held_out) / data.held_out_bytes,
+        mtp_loss=loss[1:],
+        mtp_agreement=first[1:],
+        mtp_agreement_top4=four[1:],
+    )
 
-    def show(self, trainer: Trainer) -> None:
-        progress, now = trainer.progress, time.perf_counter()
-        target, *mtp = progress.smoothed or [math.nan]
-        rate = trainer.tokens_seen / max(progress.elapsed, 1e-9)
-        losses = f"loss {target:.3f}, MTP " + " ".join(f"{value:.3f}" for value in mtp)
-        text = f"step {progress.step}  {losses}  {rate:,.0f} tokens/s"
-        self._bar.update(self._task, completed=trainer.share_done, description=text)
-        if not self._console.is_terminal and now - self._last_line >= _SHOWN_EVERY_SECONDS:
-            self._last_line = now
-            left = progress.elapsed * (1 / trainer.share_done - 1)
-            self._console.print(
-                f"{text}  {trainer.share_done:.0%}, {left / 60:.0f} min left", highlight=False, soft_wrap=True
-            )
+
+def _batch_sums(model: DemoModel, tokens: Tensor) -> Tensor:
+    """Sums over a batch of tokens ``[B, T]``, by depth: fp64 ``[depths, 6]``.
+
+    The columns are loss, agreement, top-4 agreement and their count, then loss and count of the second half of the
+    windows.
+    """
+    choices: Tensor | None = None
+    rows = []
+    for depth, hidden in enumerate(model.hidden_states(tokens, MTP_STEPS)):
+        logits = model.logits(hidden[:, :-1])  # row t predicts token t + depth + 1
+        targets = tokens[:, depth + 1 :]
+        if choices is None:
+            choices = logits.argmax(-1)  # [B, T-1], the target's
+        losses = F.cross_entropy(logits.mT, targets, reduction="none").double()
+        hits = logits.topk(TOP).indices == choices[:, depth:, None]  # [B, T-1-depth, 4], best first
+        late = losses[:, tokens.shape[1] // 2 :]
+        sums = [float(values.sum()) for values in (losses, hits[..., 0], hits)]
+        rows.append(torch.tensor([*sums, losses.numel(), float(late.sum()), late.numel()], dtype=torch.float64))
+    return torch.stack(rows)

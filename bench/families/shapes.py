@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specmamba.bench.demo.borrowed_tokenizer import save_with_demo_tokenizer
+from specmamba.bench.demo.checkpoint import save_with_demo_tokenizer
 
 VOCAB = 32768
 COMMON: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}

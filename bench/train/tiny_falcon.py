@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from specmamba.bench.demo.borrowed_tokenizer import save_with_demo_tokenizer
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import ConfigError, SpecmambaError
 from specmamba.measure.command import run_command
@@ -56,6 +55,8 @@ def train(settings: TinyFalconSettings, console: Console) -> None:
         ConfigError: there is no text to train on, or the folder cannot be written.
     """
     import torch
+
+    from specmamba.bench.demo.checkpoint import save_with_demo_tokenizer
 
     _make_folder(settings.out)
     torch.manual_seed(settings.seed)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,18 +27,18 @@ from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.measure.command import run_command
 from specmamba.measure.report import machine, versions
-from specmamba.train.settings import TrainDraftConfig
+from specmamba.train.options import TrainDraftConfig, beginning, writing
 
 if TYPE_CHECKING:  # torch takes seconds to import: --help must not wait for it
     import torch
     from rich.console import Console
 
     from specmamba import LLM
+    from specmamba.train.loop import StepCallback
     from specmamba.train.texts import Documents, Texts
-    from specmamba.train.trainer import DraftTrainer, Lesson, StepCallback
+    from specmamba.train.trainer import DraftTrainer, Lesson
 
 PROG = "specmamba train draft"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROMPTS = "held_out.jsonl"
 
 
@@ -73,8 +72,8 @@ def _run(config: TrainDraftConfig) -> int:
 
 def train(config: TrainDraftConfig, console: Console, on_step: StepCallback | None = None) -> int:
     """Train into ``config.out``, resuming what is there, and report. The exit status, see ``main``."""
-    from specmamba.train.folder import beginning, writing
-    from specmamba.train.layout import write_head
+    from specmamba.train.head import write_head
+    from specmamba.train.loop import stopping_on_signals
     from specmamba.train.texts import read_documents
 
     with beginning(config.out):
@@ -82,7 +81,7 @@ def train(config: TrainDraftConfig, console: Console, on_step: StepCallback | No
         trainer = new_trainer(config, target, console)
     with writing(config.out):
         (config.out / PROMPTS).write_text(target.prompts, "utf8")
-    with _stop_on_signals(trainer):
+    with stopping_on_signals(trainer):
         finished = trainer.run(console, on_step)
     console.print(trainer.describe(), highlight=False, soft_wrap=True)
     if not finished:
@@ -102,16 +101,15 @@ def read_the_target(config: TrainDraftConfig, documents: Documents, console: Con
     from specmamba import LLM
     from specmamba.train import windows
     from specmamba.train.memory import check_memory
-    from specmamba.train.own_outputs import num_windows, own_outputs
     from specmamba.train.report import prompts_of
     from specmamba.train.trainer import Lesson
 
     with LLM(**config.engine_flags, speculative_algorithm="none") as llm:
         digest = llm.workbench.target_digest
         texts = _texts(config, documents, llm)
-        check_memory(config, llm, num_windows(config, texts), console)
+        check_memory(config, llm, windows.num_windows(config, texts), console)
         prompts = prompts_of(texts.held_out, llm.engine.tokenizer)
-        texts = own_outputs(config, llm, texts, digest) if config.own_outputs else texts
+        texts = windows.own_outputs(config, llm, texts, digest) if config.own_outputs else texts
         layers = windows.feature_layers(llm.engine.model.num_layers)
         pieces = windows.cut(texts.train, config.window_length, config.seed)
         read = windows.read_windows(config, llm, pieces, layers)
@@ -173,7 +171,6 @@ def outcome_of(config: TrainDraftConfig, trainer: DraftTrainer) -> dict[str, Any
 
 def report(config: TrainDraftConfig, outcome: dict[str, Any], console: Console) -> int:
     """Measure the head and write ``report.json``; status 1 when a text diverged."""
-    from specmamba.train.folder import writing
     from specmamba.train.report import measure_head
 
     figures = measure_head(config, config.out / "head", config.out / PROMPTS, console)
@@ -206,17 +203,6 @@ def _threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _stop_on_signals(trainer: DraftTrainer) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run after its step, never inside one."""
-    before = {number: signal.signal(number, lambda *_: trainer.request_stop()) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

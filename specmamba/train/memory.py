@@ -10,8 +10,8 @@ from rich.console import Console
 
 from specmamba.errors import ConfigError
 from specmamba.train.head import Eagle3Head, HeadShape
-from specmamba.train.loss import TENSORS_AT_ONCE, slice_length
-from specmamba.train.settings import TrainDraftConfig
+from specmamba.train.options import TrainDraftConfig
+from specmamba.train.trainer import TENSORS_AT_ONCE, slice_length
 from specmamba.train.windows import bytes_of, feature_layers
 
 if TYPE_CHECKING:

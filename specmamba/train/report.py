@@ -14,7 +14,7 @@ from specmamba.measure.acceptance.report import full_report
 from specmamba.measure.acceptance.run import measure, select_tasks, start_engine
 from specmamba.measure.acceptance.tables import print_report
 from specmamba.measure.prompts import read_texts
-from specmamba.train.settings import TrainDraftConfig
+from specmamba.train.options import TrainDraftConfig
 from specmamba.train.texts import REPORT_TOKENS, Tokens
 
 PROMPT_TOKENS = REPORT_TOKENS // 3

@@ -16,7 +16,7 @@ from pathlib import Path
 from specmamba.errors import ConfigError, RequestError
 from specmamba.measure.prompts import PromptText, TextTokenizer, encode_with_continuation, read_texts
 from specmamba.train.corpus import default_roots, read_corpus
-from specmamba.train.settings import TrainDraftConfig
+from specmamba.train.options import TrainDraftConfig
 
 HELD_OUT_EVERY = 20
 REPORT_TOKENS = 96  # of a held-out text

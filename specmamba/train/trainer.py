@@ -1,38 +1,102 @@
-"""The training loop of a draft head: AdamW under a warm-up and a cosine, resumable after any step."""
+"""The training of a draft head: how far its drafts are from what the target says, and the steps that lower that.
+
+One tensor of logits of a whole step has a number for every position and every token of the vocabulary: gigabytes with
+150,000 tokens, and autograd would keep several. But the gradient of the cross entropy by the logits is known without
+it, softmax times the target's mass less the target's distribution. So it is multiplied on to what is small while its
+slice is there, and nothing of that size outlives the slice.
+"""
 
 from __future__ import annotations
 
 import math
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from specmamba.errors import SpecmambaError
-from specmamba.train import resume
-from specmamba.train.folder import writing
 from specmamba.train.head import Eagle3Head
-from specmamba.train.loss import Judgement, judge
-from specmamba.train.settings import TrainDraftConfig
+from specmamba.train.loop import RunState, TrainingLoop
+from specmamba.train.options import TrainDraftConfig, writing
 from specmamba.train.windows import Windows
 
+STEP_WEIGHT = 0.8  # of a draft's loss, against that of the draft before it (EAGLE's training programs)
+SLICE_NUMBERS = 1 << 24  # of one tensor of logits
+TENSORS_AT_ONCE = 3  # of that size
 # matrix by matrix: all at once would take the memory of a second head on a GPU
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0, "foreach": False}
 # Adam's best rate falls with the width of what it trains (arXiv 2203.03466): one that suits 256 channels suits all.
 LARGEST_LR, WIDTH_TIMES_LR = 3e-3, 0.77
 MAX_GRADIENT_NORM = 1.0
-FINAL_LR_SHARE = 0.05
-SMOOTHING = 0.95  # of the figures that are shown
-SHOWN_EVERY_SECONDS = 30.0  # lines where there is no terminal for a bar
 
-StepCallback = Callable[[int, list[float]], None]
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of S drafts in a row."""
+
+    loss: Tensor  # [] float32, their weighted mean, in nats
+    agreements: Tensor  # [S] float32, the share of entries whose likeliest token is the target's
+    gradients: list[Tensor]  # S of [B, L, H], of the loss by the states
+
+
+def slice_length(vocab_size: int) -> int:
+    """Positions of one slice."""
+    return max(1, SLICE_NUMBERS // vocab_size)
+
+
+@torch.no_grad()
+def judge(states: Sequence[Tensor], hidden: Tensor, weight: Tensor, output: Tensor, ids: Tensor | None) -> Judgement:
+    """Cross entropy of every draft against the target's distribution, and how often the likeliest tokens agree.
+
+    What the target gives to tokens that are never drafted counts for nothing: the rest is a position's weight.
+
+    Args:
+        states: S of [B, L, H], see ``Eagle3Head.states``; of step s (from 0) the first s entries do not count.
+        hidden: [B, L, H] float32, the target's where the entries stand.
+        weight: [D, H], the head's output matrix; its gradient is set.
+        output: [V, H], the target's.
+        ids: [D] int64, the tokens that are drafted; None: all.
+    """
+    batch, length, _ = hidden.shape
+    num_steps, rows = len(states), hidden.flatten(0, 1)
+    position = torch.arange(length, device=hidden.device).repeat(batch)
+    importance = torch.tensor([STEP_WEIGHT**step for step in range(num_steps)], device=hidden.device)
+    importance = importance / importance.sum()
+    weight.grad = torch.zeros_like(weight)
+    gradients = [torch.empty_like(x) for x in states]
+    losses, agreements = (torch.zeros(num_steps, device=hidden.device) for _ in range(2))
+    for start in range(0, len(rows), slice_length(len(output))):
+        part = slice(start, start + slice_length(len(output)))
+        target, likeliest = _of_target(rows[part], output, ids)
+        for step, x in enumerate(states):
+            counted = (position[part] >= step) / (batch * (length - step))
+            of_draft, drafted, gradient = _of_draft(x.flatten(0, 1)[part], weight, target)
+            agrees = (drafted if ids is None else ids[drafted]) == likeliest
+            losses[step] += of_draft @ counted
+            agreements[step] += agrees.float() @ counted
+            gradient *= (counted * importance[step])[:, None]
+            torch.mm(gradient, weight, out=gradients[step].view(len(rows), -1)[part])
+            weight.grad.addmm_(gradient.T, x.flatten(0, 1)[part])
+            del gradient
+        del target
+    return Judgement(losses @ importance, agreements, gradients)
+
+
+def _of_target(hidden: Tensor, output: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The target's probabilities of what is drafted [n, D], and its likeliest tokens [n]."""
+    target = F.linear(hidden, output).softmax(-1)
+    return target if ids is None else target[:, ids], target.argmax(-1)
+
+
+def _of_draft(states: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The cross entropy [n], the likeliest drafts [n], and the gradient of the former by the logits [n, D]."""
+    said = F.linear(states, weight).log_softmax(-1)
+    entropy = -(target * said).sum(-1)
+    likeliest = said.argmax(-1)
+    return entropy, likeliest, said.exp_().mul_(target.sum(-1, keepdim=True)).sub_(target)
 
 
 @dataclass(frozen=True)
@@ -45,7 +109,7 @@ class Lesson:
     identity: dict[str, str]  # digests of texts and target, which a resumed run must have in common
 
 
-class DraftTrainer:
+class DraftTrainer(TrainingLoop):
     """One run, from a random start or from the state saved under ``config.out``.
 
     Raises:
@@ -53,29 +117,19 @@ class DraftTrainer:
         ConfigError: it belongs to a run with other settings, another text or another target.
     """
 
+    smoothing = 0.95
+    seconds_between_lines = 30.0
+
     def __init__(self, config: TrainDraftConfig, lesson: Lesson, head: Eagle3Head, device: torch.device) -> None:
         self.head, self._config, self._windows, self._device = head.to(device).train(), config, lesson.windows, device
         self._embedding, self._output = lesson.embedding.to(device), lesson.output.to(device)
         self._target_ids = None if head.target_ids is None else head.target_ids.to(device)
-        self._state_folder = config.out / "resume"
-        self._peak_lr = config.lr or min(LARGEST_LR, WIDTH_TIMES_LR / head.shape.hidden_size)
-        self._optimizer = torch.optim.AdamW(head.parameters(), lr=self._peak_lr, **ADAM)
+        peak_lr = config.lr or min(LARGEST_LR, WIDTH_TIMES_LR / head.shape.hidden_size)
+        self._optimizer = torch.optim.AdamW(head.parameters(), lr=peak_lr, **ADAM)
         self._order = torch.Generator().manual_seed(config.seed)
-        self._identity = {**config.recipe(), "head": asdict(head.shape), **lesson.identity}
-        self._stop = threading.Event()
-        saved = resume.load_state(self._state_folder, self._identity, head, self._optimizer, self._order)
-        self.progress = saved or resume.Progress()
-
-    def request_stop(self) -> None:
-        """End the run after the step in progress, with its state saved. Safe from signal handlers and callbacks."""
-        self._stop.set()
-
-    @property
-    def share_done(self) -> float:
-        """0 at the start; 1 when the first of the limits is reached."""
-        steps, seconds = self._config.max_steps, self._config.limit_seconds
-        by_steps = self.progress.step / steps if steps else 0.0
-        return min(1.0, max(by_steps, self.progress.elapsed / seconds if seconds else 0.0))
+        identity = {**config.recipe(), "head": asdict(head.shape), **lesson.identity}
+        state = RunState(config.out / "resume", identity, head, self._optimizer, self._order)
+        super().__init__(config, peak_lr, state)
 
     @property
     def figures(self) -> dict[str, float | list[float]]:
@@ -86,25 +140,6 @@ class DraftTrainer:
         loss, *agreement = self.progress.smoothed or [math.nan]
         return {"loss": loss, "agreement": agreement}
 
-    def run(self, console: Console, on_step: StepCallback | None = None) -> bool:
-        """Train to the end; False when stopped before it. ``on_step`` gets each step's number, loss and agreements."""
-        last_line = time.perf_counter()
-        columns = BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("starting", total=1.0)
-            while self.share_done < 1.0 and not self._stop.is_set():
-                values = self.step()
-                if on_step is not None:
-                    on_step(self.progress.step, values)
-                if self.progress.step % self._config.save_every == 0:
-                    self.save()
-                bar.update(task, completed=self.share_done, description=self.describe())
-                if not console.is_terminal and time.perf_counter() - last_line > SHOWN_EVERY_SECONDS:
-                    last_line = time.perf_counter()
-                    console.print(f"{self.describe()}  {self.share_done:.0%}", highlight=False, soft_wrap=True)
-        self.save()
-        return self.share_done >= 1.0
-
     def describe(self) -> str:
         """Where the run is."""
         loss, *agreement = self.progress.smoothed or [math.nan]
@@ -112,17 +147,12 @@ class DraftTrainer:
         return f"step {self.progress.step}  loss {loss:.3f}  agreement {shares}"
 
     def save(self) -> None:
-        """Write the state that a later run goes on from."""
+        """Write the state that a later run goes on from. Raises ConfigError when the folder cannot be written."""
         with writing(self._config.out):
-            resume.save_state(
-                self._state_folder, self.progress, self._identity, self.head, self._optimizer, self._order
-            )
+            super().save()
 
-    def step(self) -> list[float]:
-        """One optimizer step; its loss and agreements."""
-        began = time.perf_counter()
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate()
+    def update(self) -> list[float]:
+        """Do one optimizer step; return its loss and agreements."""
         chosen = torch.randint(len(self._windows), (self._config.batch,), generator=self._order)
         self._optimizer.zero_grad(set_to_none=True)
         states, judgement = self._judge(chosen)
@@ -135,7 +165,6 @@ class DraftTrainer:
         del states, judgement
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), MAX_GRADIENT_NORM)
         self._optimizer.step()
-        self._note(values, time.perf_counter() - began)
         return values
 
     def _judge(self, chosen: Tensor) -> tuple[list[Tensor], Judgement]:
@@ -147,14 +176,3 @@ class DraftTrainer:
         states = self.head.states(embeddings, features[:, :-1].float(), self._config.steps_deep)
         weight = self.head.lm_head.weight
         return states, judge(states, hidden[:, 1:].float(), weight, self._output, self._target_ids)
-
-    def _note(self, values: list[float], seconds: float) -> None:
-        self.progress.step += 1
-        self.progress.elapsed += seconds
-        before = self.progress.smoothed or values
-        self.progress.smoothed = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(before, values, strict=True)]
-
-    def _learning_rate(self) -> float:
-        cosine = 0.5 * (1 + math.cos(math.pi * self.share_done))
-        warm_up = min(1.0, (self.progress.step + 1) / max(1, self._config.warmup_steps))
-        return self._peak_lr * warm_up * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)

@@ -1,8 +1,11 @@
-"""The settings of ``specmamba train draft``, declared once: this class is its command line."""
+"""The flags of ``specmamba train draft``, and its folder ``--out``: errors of writing are errors of that flag."""
 
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +13,7 @@ from pydantic import Field, model_validator
 
 from specmamba.config import EngineConfig
 from specmamba.core import Temperature
+from specmamba.errors import ConfigError
 
 DEFAULT_MINUTES = 10.0
 PATTERN = "*.py"
@@ -107,3 +111,50 @@ class TrainDraftConfig(EngineConfig):
         """What must stay the same when a run is resumed. No paths: texts and target are compared by their content."""
         fields = {"seq", "batch", "steps_deep", "draft_vocab_size", "num_heads", "intermediate_size"}
         return self.model_dump(mode="json", include=fields | {"lr", "warmup_steps", "seed"})
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Around everything that is written below ``out``, or read back from there.
+
+    Raises:
+        ConfigError: the disk is full, or the folder cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--out: {error.filename or out}: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise ConfigError(f"--out: {out}: {error}") from None
+
+
+@contextmanager
+def beginning(out: Path) -> Iterator[None]:
+    """Make sure, around the start of a run, that its folder is there and can be written.
+
+    If the start fails, folders that were made for it and are empty are removed.
+
+    Raises:
+        ConfigError: it cannot be made or written.
+    """
+    made = [folder for folder in (out, *out.parents) if not _is_there(folder)]
+    try:
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=out).close()
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _is_there(folder: Path) -> bool:
+    """Something that cannot even be looked for counts as there: it is not ours."""
+    try:
+        return folder.exists()
+    except OSError:
+        return True
