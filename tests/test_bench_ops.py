@@ -11,11 +11,18 @@ import pytest
 import torch
 
 from specmamba.bench.ops import __main__ as ops
-from specmamba.bench.ops import suite as op_tests
+from specmamba.bench.ops import suite
 from specmamba.bench.ops.case import NATIVE, TORCH, Candidate, Case, Cost, Operator, Place
-from specmamba.bench.ops.clock import Clock, Roofline, interleaved
-from specmamba.bench.ops.measure import Effort, _prepare, largest_error, measure_operators
-from specmamba.bench.ops.registry import OPERATORS, chosen_operators
+from specmamba.bench.ops.measure import (
+    Clock,
+    Effort,
+    Roofline,
+    _prepare,
+    interleaved,
+    largest_error,
+    measure_operators,
+)
+from specmamba.bench.ops.suite import OPERATORS, chosen_operators
 from specmamba.bench.ops.tables import STATE_BYTES, has_failed, markdown, rows_of, target_lines, targets_of
 from specmamba.cli import SUBCOMMANDS
 from specmamba.errors import ConfigError
@@ -80,7 +87,7 @@ def test_every_operator_has_its_tests_and_cases(operator: Operator) -> None:
     assert operator.chosen(is_quick=False, is_tiny=True)
     assert len({case.name for case in operator.cases}) == len(operator.cases)
     root = Path(__file__).parents[1]
-    assert [file for file in op_tests.files_of(operator, True) if not (root / file).is_file()] == []
+    assert [file for file in suite.files_of(operator, True) if not (root / file).is_file()] == []
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
@@ -207,7 +214,7 @@ GREEN, RED = "def test_it() -> None:\n    pass\n", "def test_it() -> None:\n    
 @pytest.mark.usefixtures("few_plugins")
 def test_a_red_test_is_blamed_on_its_operator(tmp_path: Path) -> None:
     root = checkout_of(tmp_path, tree=GREEN, sampling=RED)
-    reds = op_tests.find_red(chosen_operators(["tree", "sampling", "ssd"]), root, with_gpu=False)
+    reds = suite.find_red(chosen_operators(["tree", "sampling", "ssd"]), root, with_gpu=False)
     assert set(reds) == {"sampling", "ssd.tree_verify", "ssd.tree_verify_snapshots", "ssd.extend"}
     assert reds["sampling"].startswith("FAILED tests/kernels/test_sampling.py::test_it")
     assert reds["ssd.extend"] == "there is no tests/kernels/test_ssd.py"
@@ -216,7 +223,7 @@ def test_a_red_test_is_blamed_on_its_operator(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("few_plugins")
 def test_nothing_is_known_of_tests_that_do_not_start(tmp_path: Path) -> None:
     (checkout_of(tmp_path, tree=GREEN) / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '--what'\n")
-    assert set(op_tests.find_red(chosen_operators(["tree"]), tmp_path, with_gpu=False)) == {"tree.accepted_path"}
+    assert set(suite.find_red(chosen_operators(["tree"]), tmp_path, with_gpu=False)) == {"tree.accepted_path"}
 
 
 @pytest.mark.usefixtures("few_plugins")
@@ -224,7 +231,7 @@ def test_a_run_refuses_what_is_red(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = checkout_of(tmp_path, tree=GREEN, state_copy=RED)
-    monkeypatch.setattr(op_tests, "checkout", lambda: root)
+    monkeypatch.setattr(suite, "checkout", lambda: root)
     monkeypatch.setattr("specmamba.bench.ops.measure.measure_roofline", lambda *a, **b: Roofline(1.0, {"float32": 1.0}))
     file = tmp_path / "ops.json"
     flags = ["--op", "tree", "state_copy", "--device", "cpu", "--quick", "--rounds", "1", "--json", str(file)]
@@ -248,7 +255,7 @@ def test_a_run_refuses_what_is_red(
 def test_there_are_no_tests_in_a_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(op_tests, "__file__", str(tmp_path / "specmamba" / "bench" / "ops" / "suite.py"))
+    monkeypatch.setattr(suite, "__file__", str(tmp_path / "specmamba" / "bench" / "ops" / "suite.py"))
     with pytest.raises(SystemExit) as ended:
         ops.main(["--device", "cpu"])
     assert ended.value.code == 2
@@ -302,8 +309,8 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
 def test_there_is_no_gpu_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA device"):
-        ops.device_of("cuda")
-    assert ops.device_of("auto") == CPU
+        suite.device_of("cuda")
+    assert suite.device_of("auto") == CPU
 
 
 def test_names_may_follow_one_flag() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from specmamba.bench.ops import peers as op_peers
 from specmamba.bench.ops.case import TORCH, Place
 from specmamba.bench.ops.measure import largest_error
-from specmamba.bench.ops.registry import OPERATORS
+from specmamba.bench.ops.suite import OPERATORS
 
 PLACE = Place(torch.device("cpu"), has_triton=False)
 BY_NAME = {operator.name: operator for operator in OPERATORS}

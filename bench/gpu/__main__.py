@@ -76,7 +76,7 @@ def _empty_report(config: GpuConfig) -> dict[str, Any]:
     import torch
 
     from specmamba.bench.gpu.rows import TEMPERATURE
-    from specmamba.bench.ops.__main__ import all_versions, device_name
+    from specmamba.bench.ops.suite import all_versions, device_name
 
     if not config.dry_run and not torch.cuda.is_available():
         raise ConfigError(

@@ -82,10 +82,8 @@ def _run_tests(session: Session) -> None:
 
 
 def _run_operators(session: Session) -> None:
-    from specmamba.bench.ops.__main__ import REPEATS, device_of, report_of
     from specmamba.bench.ops.measure import Effort
-    from specmamba.bench.ops.registry import OPERATORS
-    from specmamba.bench.ops.suite import checkout, find_red
+    from specmamba.bench.ops.suite import OPERATORS, REPEATS, checkout, device_of, find_red, report_of
     from specmamba.bench.ops.tables import print_report
 
     if session.is_dry:

@@ -3,11 +3,12 @@
     specmamba bench ops [--op NAME ...] [--device auto|cpu|cuda] [--quick] [--rounds N] [--json FILE | --save]
     specmamba bench ops --table FILE
 
-An operator's tests run first, and a red one is not timed. Every form's result is compared with PyTorch's on the very
-inputs that are timed. All forms take turns within a round; clock.py says how they are timed and what the roofline
-is, case.py what bytes and operations count. ``--table`` prints the README's table from a JSON file.
+An operator's tests run first, and an operator with a failing test is not timed. The result of every form is compared
+with PyTorch's on the very inputs that are timed. All forms take turns within a round; measure.py describes how they are
+timed and what the roofline is, case.py which bytes and operations count. ``--table`` prints the README's table from a
+JSON file.
 
-The exit status is 1 when a test was red, or when one of our forms could not run or was wrong.
+The exit status is 1 when a test failed, or when one of our forms could not run or was wrong.
 """
 
 from __future__ import annotations
@@ -16,23 +17,17 @@ import datetime
 import json
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from specmamba.command_line import exit_with_error, read_flags
-from specmamba.errors import ConfigError, SpecmambaError
-from specmamba.measure.report import CommandLine, JsonFile, checked_file, machine, versions, write_json
-
-if TYPE_CHECKING:  # --help must not wait for torch
-    import torch
+from specmamba.bench.ops.tables import has_failed, markdown, print_report
+from specmamba.errors import ConfigError
+from specmamba.measure.command import put_out, run_command
+from specmamba.measure.report import CommandLine, JsonFile, checked_file, write_json
 
 PROG = "specmamba bench ops"
-PEERS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
-PEERS |= {"flashinfer": "flashinfer-python"}  # what is imported: what is installed
-REPEATS = 10  # in a round, on a GPU
 
 
 class OpsConfig(CommandLine, JsonFile):
@@ -57,21 +52,22 @@ class OpsConfig(CommandLine, JsonFile):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark. Returns the exit status: 1 when a test was red or a form wrong, 130 after Ctrl-C."""
-    try:
-        config = read_flags(OpsConfig, PROG, repeat_flag(sys.argv[1:] if arguments is None else arguments))
-        if config.table is not None:
-            return _print_table(config.table)
-        report = measure_and_report(config)
-        return put_out(config, report)
-    except SpecmambaError as error:
-        exit_with_error(PROG, error)
-    except KeyboardInterrupt:
-        return 130
+    """Run the benchmark. Returns the exit status: 1 when a test failed or a form was wrong, 130 after Ctrl-C."""
+    return run_command(PROG, OpsConfig, repeat_flag(sys.argv[1:] if arguments is None else arguments), _run)
+
+
+def _run(config: OpsConfig) -> int:
+    if config.table is not None:
+        return _print_table(config.table)
+    report = measure_and_report(config)
+    put_out(config, report, print_report)
+    if config.save:
+        write_json(_saved_path(report), report)
+    return 1 if has_failed(report) else 0
 
 
 def repeat_flag(arguments: list[str], flag: str = "--op") -> list[str]:
-    """``--op a b`` as ``--op a --op b``, which is what parsers of lists expect."""
+    """Rewrite ``--op a b`` as ``--op a --op b``, which the parser of lists expects."""
     given: list[str] = []
     is_value = is_open = False
     for argument in arguments:
@@ -85,81 +81,23 @@ def repeat_flag(arguments: list[str], flag: str = "--op") -> list[str]:
 
 
 def measure_and_report(config: OpsConfig) -> dict[str, Any]:
-    """All figures, as in the JSON file.
+    """Measure the chosen operators; the report as a JSON object.
 
     Raises:
         ConfigError: no such operator or device, or there are no tests to run before.
     """
+    from specmamba.bench.ops import suite
     from specmamba.bench.ops.measure import Effort
-    from specmamba.bench.ops.registry import chosen_operators
-    from specmamba.bench.ops.suite import checkout, find_red
 
-    operators, root = chosen_operators(config.op), checkout()
-    effort = Effort(config.rounds, REPEATS, config.quick, False, lambda of, with_gpu: find_red(of, root, with_gpu))
-    return report_of(operators, device_of(config.device), effort)
-
-
-def report_of(operators: Any, device: torch.device, effort: Any) -> dict[str, Any]:
-    """Measure, and say on what: the report of any ``op_run.Effort``."""
-    from specmamba.bench.ops.measure import measure_operators, place_of
-    from specmamba.bench.ops.tables import targets_of
-
-    place = place_of(device)
-    report = {
-        "device": device_name(device),
-        "machine": machine(),
-        "versions": all_versions(),
-        "dry_run": effort.is_tiny,
-        "rounds": effort.rounds,
-        **measure_operators(operators, place, effort),
-    }
-    is_gpu = device.type == "cuda" and not effort.is_tiny
-    missing = [package for package in PEERS if package not in report["versions"]]
-    notes = [f"not installed: {', '.join(missing)}"] if is_gpu and missing else []
-    notes += [] if device.type == "cuda" else ["other packages are timed on a GPU only, where they run"]
-    return {**report, "notes": notes, "targets": targets_of(report) if is_gpu else []}
-
-
-def device_of(name: str) -> torch.device:
-    """Raises ConfigError: there is no GPU."""
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: there is no CUDA device here")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's."""
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else machine()
-
-
-def all_versions() -> dict[str, str]:
-    """Of what computes here, the other packages by what is imported."""
-    found = versions(("specmamba", "torch"))
-    for name, package in {"triton": "triton", **PEERS}.items():
-        try:
-            found[name] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def put_out(config: OpsConfig, report: dict[str, Any]) -> int:
-    """Table and JSON; the exit status."""
-    from specmamba.bench.ops.tables import has_failed, print_report
-
-    print_report(report)
-    path = _saved_path(report) if config.save else config.json
-    if path is not None:
-        write_json(path, report)
-    return 1 if has_failed(report) else 0
+    operators, root = suite.chosen_operators(config.op), suite.checkout()
+    effort = Effort(
+        config.rounds, suite.REPEATS, config.quick, False, lambda of, with_gpu: suite.find_red(of, root, with_gpu)
+    )
+    return suite.report_of(operators, suite.device_of(config.device), effort)
 
 
 def _saved_path(report: dict[str, Any]) -> Path:
-    """Raises ConfigError: nothing can be written there."""
+    """The file of ``--save``. Raises ConfigError: it cannot be written."""
     name = re.sub(r"[^a-z0-9]+", "-", report["device"].lower()).strip("-")
     folder = Path(__file__).resolve().parents[1] / "results" / name
     try:
@@ -170,9 +108,7 @@ def _saved_path(report: dict[str, Any]) -> Path:
 
 
 def _print_table(path: Path) -> int:
-    """Raises ConfigError: this is no report of this benchmark."""
-    from specmamba.bench.ops.tables import markdown
-
+    """Print the README's table from a report. Raises ConfigError: the file is no report of this benchmark."""
     try:
         print(markdown(json.loads(path.read_text("utf8"))), end="")
     except OSError as error:

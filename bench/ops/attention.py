@@ -10,9 +10,6 @@ from torch import Tensor
 
 from specmamba.bench.ops import peers
 from specmamba.bench.ops.case import (
-    NATIVE,
-    TORCH,
-    TRITON,
     Candidate,
     Case,
     Cost,
@@ -21,9 +18,11 @@ from specmamba.bench.ops.case import (
     Run,
     counted,
     dtype_of,
+    forms,
     generator,
+    tree_parents,
+    triton_ops,
 )
-from specmamba.bench.ops.inputs import tree_parents, triton_ops
 from specmamba.kernels import paged_attention
 from specmamba.kernels import tree as tree_ops
 from specmamba.kernels.paged_attention import native_ops, torch_ops
@@ -32,8 +31,8 @@ QWEN = {"heads": 16, "key_heads": 2, "head_dim": 256}  # Qwen3-Next
 ROTATED = 64
 
 
-def make_keys(case: Case, device: torch.device) -> paged_attention.AttentionMetadata:
-    """A tree of nodes behind ``context`` tokens in each row; the pool's slots lie in no order, 0 is padding."""
+def make_metadata(case: Case, device: torch.device) -> paged_attention.AttentionMetadata:
+    """Metadata of a tree behind ``context`` tokens in each row; slots of the pool are in random order, 0 is padding."""
     batch, nodes, context = case["batch"], case["nodes"], case["context"]
     slots = 1 + torch.randperm(batch * (context + nodes), generator=generator(case)).view(batch, -1)
     table = torch.cat([torch.zeros_like(slots[:1]), slots]).to(device)
@@ -45,7 +44,7 @@ def make_keys(case: Case, device: torch.device) -> paged_attention.AttentionMeta
 
 
 def make_pools(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Keys and values [T, Hkv, D]."""
+    """Pools of keys and values, each [T, Hkv, D]."""
     size = 1 + case["batch"] * (case["context"] + case["nodes"])
     shape = 2, size, case["key_heads"], case["head_dim"]
     pools = torch.randn(shape, generator=generator(case)).to(device, dtype_of(case))
@@ -53,26 +52,27 @@ def make_pools(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def attend_candidates(case: Case, place: Place) -> list[Candidate]:
-    """Scores, softmax and values; or with ``kind`` "layer" all between the two products of an attention layer."""
-    keys, (k_pool, v_pool) = make_keys(case, place.device), make_pools(case, place.device)
+    """Scores, softmax and values; with ``kind`` "layer" everything between the two products of an attention layer."""
+    metadata, (k_pool, v_pool) = make_metadata(case, place.device), make_pools(case, place.device)
     if case.kind == "layer":
-        return _layer_candidates(case, place, keys, k_pool, v_pool)
+        return _layer_candidates(case, place, metadata, k_pool, v_pool)
     shape = case["batch"], case["nodes"], case["heads"], case["head_dim"]
     q = torch.randn(shape, generator=generator(case)).to(place.device, dtype_of(case))
-    mask, scale = keys.mask, case["head_dim"] ** -0.5
+    mask, scale = metadata.mask, case["head_dim"] ** -0.5
     assert mask is not None
 
     def in_triton() -> Run:
         ops = triton_ops("paged_attention")
-        return lambda: (ops.attend(q, k_pool, v_pool, keys, scale),)
+        return lambda: (ops.attend(q, k_pool, v_pool, metadata, scale),)
 
-    found = [Candidate(TORCH, lambda: lambda: (torch_ops.attend(q, k_pool, v_pool, keys.indices, mask, scale),))]
-    found += [Candidate(TRITON, in_triton)] if place.has_triton else []
-    return found + peers.flashinfer_attend(q, k_pool, v_pool, keys.indices, mask)
+    found = forms(
+        place, lambda: lambda: (torch_ops.attend(q, k_pool, v_pool, metadata.indices, mask, scale),), in_triton
+    )
+    return found + peers.flashinfer_attend(q, k_pool, v_pool, metadata.indices, mask)
 
 
 def _layer_candidates(
-    case: Case, place: Place, keys: paged_attention.AttentionMetadata, k_pool: Tensor, v_pool: Tensor
+    case: Case, place: Place, metadata: paged_attention.AttentionMetadata, k_pool: Tensor, v_pool: Tensor
 ) -> list[Candidate]:
     heads, key_heads, dim, device = case["heads"], case["key_heads"], case["head_dim"], place.device
     config = paged_attention.AttentionConfig(
@@ -83,18 +83,19 @@ def _layer_candidates(
     projected = torch.randn(case["batch"], case["nodes"], width, generator=gen).to(device, dtype)
     angles = torch.rand(case["batch"], case["nodes"], 1, min(ROTATED, dim), generator=gen)
     turn = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
-    write_slots = keys.table[1:, case["context"] :].flatten()
+    write_slots = metadata.table[1:, case["context"] :].flatten()
 
     def run(layer: Any) -> Run:
         pools = k_pool.clone(), v_pool.clone()
-        return lambda: (layer(projected, config, *turn, *pools, write_slots, keys), *pools)
+        return lambda: (layer(projected, config, *turn, *pools, write_slots, metadata), *pools)
 
-    found = [Candidate(TORCH, lambda: run(torch_ops.attend_layer))]
-    if place.has_triton:
-        found.append(Candidate(TRITON, lambda: run(triton_ops("paged_attention").attend_layer)))
-    elif native_ops.can_take(projected, k_pool, v_pool, keys.indices):
-        found.append(Candidate(NATIVE, lambda: run(native_ops.attend_layer)))
-    return found
+    can_take = native_ops.can_take(projected, k_pool, v_pool, metadata.indices)
+    return forms(
+        place,
+        lambda: run(torch_ops.attend_layer),
+        lambda: run(triton_ops("paged_attention").attend_layer),
+        (lambda: run(native_ops.attend_layer)) if can_take else None,
+    )
 
 
 def attend_cost(case: Case) -> Cost:

@@ -1,54 +1,48 @@
-"""Whole recurrent layers between their projections, and the convolution in them."""
+"""Whole recurrent layers between their projections, and the convolution in them over trees and prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specmamba.bench.ops import peers
 from specmamba.bench.ops.case import (
-    NATIVE,
-    TORCH,
-    TRITON,
+    FALCON,
+    QWEN,
+    TINY,
+    WINDOW,
     Candidate,
     Case,
     Cost,
+    Layer,
     Operator,
     Place,
     Run,
     counted,
     dtype_of,
+    forms,
     generator,
-)
-from specmamba.bench.ops.inputs import (
-    FALCON,
-    QWEN,
-    TINY,
-    WINDOW,
-    Layer,
-    delta_inputs,
     make_layer,
     moved,
     records_of,
     ssd_inputs,
     triton_ops,
 )
-from specmamba.bench.ops.recurrent_cost import verify_cost
+from specmamba.bench.ops.recurrent import DELTA, SSD, Recurrence, verify_cost
 from specmamba.kernels import delta_net, mamba2, state_records
 from specmamba.kernels.causal_conv1d import torch_ops as conv_torch
-from specmamba.kernels.gated_delta_rule import torch_ops as delta_torch
 from specmamba.kernels.mamba2 import native_ops as mamba_native
-from specmamba.kernels.ssd import torch_ops as ssd_torch
 
 Compose = Callable[..., Tensor]
 
 
 def channels_of(case: Case) -> int:
-    """What the convolution runs over: two of [G, K] and one of [H, V]."""
+    """Channels of the convolution: two of [G, K] and one of [H, V]."""
     return 2 * case["key_heads"] * case["key"] + case["heads"] * case["value"]
 
 
@@ -59,7 +53,7 @@ def projected(case: Case, gen: torch.Generator, *sizes: int) -> tuple[Tensor, ..
 
 
 def delta_layer(case: Case, gen: torch.Generator) -> tuple[delta_net.Inputs, delta_net.Weights]:
-    """A gated delta net."""
+    """Inputs and weights of a gated delta net."""
     heads, values, channels = case["heads"], case["heads"] * case["value"], channels_of(case)
     mixed, gate, b, a = projected(case, gen, channels, values, heads, heads)
     inputs = delta_net.Inputs(mixed, gate.unflatten(-1, (heads, case["value"])), b, a)
@@ -76,7 +70,7 @@ def delta_layer(case: Case, gen: torch.Generator) -> tuple[delta_net.Inputs, del
 
 
 def mamba_layer(case: Case, gen: torch.Generator) -> tuple[mamba2.Inputs, mamba2.Weights]:
-    """A Mamba2 layer with a norm."""
+    """Inputs and weights of a Mamba2 layer with a norm."""
     heads, values, channels = case["heads"], case["heads"] * case["value"], channels_of(case)
     inputs = mamba2.Inputs(*projected(case, gen, values, channels, heads))
     weights = mamba2.Weights(
@@ -97,7 +91,7 @@ def mamba_layer(case: Case, gen: torch.Generator) -> tuple[mamba2.Inputs, mamba2
 
 
 def part_by_part(layer: Layer, compose: Compose, recurrence: Any) -> Tensor:
-    """What PyTorch does: inputs are stored, each node's window gathered, then the recurrence."""
+    """PyTorch's form of a layer: store the inputs, gather the window of each node, then run the recurrence."""
     b, t, nodes = layer.buffers, layer.trees, layer.trees.ancestors.shape[1]
     first = WINDOW + t.node_offset
 
@@ -113,46 +107,52 @@ def part_by_part(layer: Layer, compose: Compose, recurrence: Any) -> Tensor:
     return compose(convolve, recur)
 
 
-def layer_candidates(case: Case, place: Place, is_delta: bool) -> list[Candidate]:
+class LayerKind(NamedTuple):
+    """One of the two kinds of recurrent layers."""
+
+    name: str  # of its folder under kernels/
+    package: Any
+    recurrence: Recurrence
+    make: Callable[[Case, torch.Generator], tuple[Any, Any]]  # inputs and weights
+    can_fuse: Callable[[Any, Any, state_records.Buffers], bool]  # whether the native form takes them
+
+
+DELTA_NET = LayerKind("delta_net", delta_net, DELTA, delta_layer, delta_net.can_fuse)
+MAMBA2 = LayerKind("mamba2", mamba2, SSD, mamba_layer, mamba_native.can_take)
+
+
+def layer_candidates(case: Case, place: Place, kind: LayerKind) -> list[Candidate]:
     """A whole layer: one call of ours against PyTorch's parts."""
-    package: Any = delta_net if is_delta else mamba2
-    inputs, weights = (delta_layer if is_delta else mamba_layer)(case, generator(case))
-    inputs, weights = moved(inputs, place.device), moved(weights, place.device)
-    layer = make_layer(case, place, delta_inputs if is_delta else ssd_inputs)
+    inputs, weights = (moved(part, place.device) for part in kind.make(case, generator(case)))
+    layer = make_layer(case, place, kind.recurrence.inputs_of)
     stored = layer.buffers.conv_inputs.to(inputs.mixed.dtype)
     layer = replace(layer, buffers=replace(layer.buffers, conv_inputs=stored))
     written = slice(case["pending"], case["pending"] + case["nodes"])
-    recurrence = (delta_torch if is_delta else ssd_torch).tree_verify
-    compose = partial(package.compose, inputs, weights)
+    compose = partial(kind.package.compose, inputs, weights)
 
-    def run(verify: Callable[[state_records.Buffers], Tensor] | None) -> Run:
+    def in_torch() -> Run:
         own = layer.copied()
-        if verify is None:
-            return lambda: (part_by_part(own, compose, recurrence), *records_of(own, written))
-        return lambda: (verify(own.buffers), *records_of(own, written))
+        tree_verify = kind.recurrence.torch_ops.tree_verify
+        return lambda: (part_by_part(own, compose, tree_verify), *records_of(own, written))
 
     def ours(ops: Any) -> Run:
-        return run(lambda buffers: ops.tree_verify(inputs, weights, buffers, layer.trees))
+        own = layer.copied()
+        return lambda: (ops.tree_verify(inputs, weights, own.buffers, layer.trees), *records_of(own, written))
 
-    found = [Candidate(TORCH, lambda: run(None))]
-    name = "delta_net" if is_delta else "mamba2"
-    if place.has_triton:
-        return [*found, Candidate(TRITON, lambda: ours(triton_ops(name)))]
-    if (package.can_fuse if is_delta else mamba_native.can_take)(inputs, weights, layer.buffers):
-        found.append(Candidate(NATIVE, lambda: ours(package)))
-    return found
+    native = (lambda: ours(kind.package)) if kind.can_fuse(inputs, weights, layer.buffers) else None
+    return forms(place, in_torch, lambda: ours(triton_ops(kind.name)), native)
 
 
-def layer_cost(case: Case, is_delta: bool) -> Cost:
+def layer_cost(case: Case, kind: LayerKind) -> Cost:
     """The recurrence, with inputs in the model's type, the gates, and the inputs and windows of the convolution.
 
     Nothing between convolution and recurrence has to cross memory.
     """
-    inner = verify_cost(case, is_delta)
+    inner, gates = verify_cost(case, kind.recurrence), kind.recurrence.num_gates * case["heads"]
     nodes, batch, channels = case["nodes"], case["batch"], channels_of(case)
     values = case["heads"] * case["value"]
-    in_float32 = 4 * batch * nodes * (channels + values + (2 if is_delta else 1) * case["heads"])
-    own = case.itemsize * batch * nodes * (2 * channels + 2 * values + (2 if is_delta else 1) * case["heads"])
+    in_float32 = 4 * batch * nodes * (channels + values + gates)
+    own = case.itemsize * batch * nodes * (2 * channels + 2 * values + gates)
     window = case.itemsize * batch * WINDOW * channels
     conv = 2 * (WINDOW + 1) * batch * nodes * channels
     return Cost(inner.bytes - in_float32 + own + window, inner.flops + conv)
@@ -167,23 +167,94 @@ def _layer_cases(heads: dict[str, int], of: str) -> tuple[Case, ...]:
     return case(1, 1, True), case(8, 1), case(8, 32, True), case(16, 32), Case("tiny", tiny, is_tiny=True)
 
 
+def conv_candidates(case: Case, place: Place) -> list[Candidate]:
+    """The convolution over trees (``kind`` is their shape) and prompts."""
+    gen, batch, channels = generator(case), case["batch"], case["channels"]
+    weight = (torch.randn(WINDOW + 1, channels, generator=gen) * 0.5).t().to(place.device)
+    bias = torch.randn(channels, generator=gen).to(place.device)
+    if case.kind == "prompt":
+        return _prompt_candidates(case, place, weight, bias)
+    heads = {"key_heads": 1, "heads": 1, "key": 1, "value": channels - 2}  # only their channels matter
+    layer = make_layer(replace(case, sizes={**case.sizes, **heads}), place, ssd_inputs)
+    dtype, t = dtype_of(case), layer.trees
+    stored = layer.buffers.conv_inputs.to(dtype)
+    x = torch.randn(batch, case["nodes"], channels, generator=gen).to(place.device, dtype)
+    first = WINDOW + t.node_offset
+
+    def in_torch() -> Run:
+        own = stored.clone()
+
+        def run() -> tuple[Tensor, ...]:
+            own[1:, first : first + case["nodes"]] = x
+            return conv_torch.tree_verify(own[1:], t.conv_index, weight, bias), own[1:]
+
+        return run
+
+    def in_triton() -> Run:
+        ops, buffers = triton_ops("causal_conv1d"), replace(layer.buffers, conv_inputs=stored.clone())
+        return lambda: (ops.tree_verify_in_place(x, buffers, t, weight, bias), buffers.conv_inputs[1:])
+
+    found = forms(place, in_torch, in_triton)
+    is_plain_chain = case.kind == "chain" and not case["pending"]
+    return found + (peers.conv_update(x, stored[1:, :WINDOW], weight, bias) if is_plain_chain else [])
+
+
+def _prompt_candidates(case: Case, place: Place, weight: Tensor, bias: Tensor) -> list[Candidate]:
+    gen, batch, dtype = generator(case), case["batch"], dtype_of(case)
+    x = torch.randn(batch, case["tokens"], case["channels"], generator=gen).to(place.device, dtype)
+    windows = torch.randn(batch + 1, WINDOW, case["channels"], generator=gen).to(place.device, dtype)
+    lengths = torch.full((batch,), case["tokens"], device=place.device)
+    slots = torch.arange(1, batch + 1, device=place.device)
+
+    def in_triton() -> Run:
+        ops, own = triton_ops("causal_conv1d"), windows.clone()
+        return lambda: (ops.extend_in_place(x, own, slots, weight, lengths, bias), own[1:])
+
+    found = forms(place, lambda: lambda: conv_torch.extend(x, windows[1:], weight, lengths, bias), in_triton)
+    return found + peers.conv_prompt(x, windows[1:], weight, bias)
+
+
+def conv_cost(case: Case) -> Cost:
+    """Tokens and windows in, float32 out; with trees the tokens are stored too, with prompts the window."""
+    rows, channels = case["batch"], case["channels"]
+    tokens = case.sizes.get("tokens") or case["nodes"]
+    stored = WINDOW if case.kind == "prompt" else tokens
+    size = rows * channels * (case.itemsize * (tokens + WINDOW + stored) + 4 * tokens) + 4 * channels * (WINDOW + 2)
+    return Cost(size, 2 * (WINDOW + 1) * rows * tokens * channels)
+
+
+def _conv_case(name: str, kind: str, is_quick: bool = False, **sizes: int) -> Case:
+    return Case(name, {"channels": 8192, "pending": 0, **sizes}, "bfloat16", kind, is_quick)
+
+
+def _layer_operator(kind: LayerKind, heads: dict[str, int], of: str) -> Operator:
+    return Operator(
+        f"{kind.name}.tree_verify",
+        (kind.name,),
+        _layer_cases(heads, of),
+        partial(layer_cost, kind=kind),
+        partial(layer_candidates, kind=kind),
+        tolerance=2e-2,
+        gpu_tests=(f"{kind.name}_triton",),
+    )
+
+
 OPERATORS = (
+    _layer_operator(DELTA_NET, QWEN, ""),
+    _layer_operator(MAMBA2, FALCON, " (Falcon-H1)"),
     Operator(
-        "delta_net.tree_verify",
-        ("delta_net",),
-        _layer_cases(QWEN, ""),
-        partial(layer_cost, is_delta=True),
-        partial(layer_candidates, is_delta=True),
-        tolerance=2e-2,
-        gpu_tests=("delta_net_triton",),
-    ),
-    Operator(
-        "mamba2.tree_verify",
-        ("mamba2",),
-        _layer_cases(FALCON, " (Falcon-H1)"),
-        partial(layer_cost, is_delta=False),
-        partial(layer_candidates, is_delta=False),
-        tolerance=2e-2,
-        gpu_tests=("mamba2_triton",),
+        "causal_conv1d",
+        ("causal_conv1d",),
+        (
+            _conv_case("chain of 1, batch 32", "chain", batch=32, nodes=1, is_quick=True),
+            _conv_case("tree of 8, batch 32", "tree", batch=32, nodes=8, pending=8, is_quick=True),
+            _conv_case("prompt of 512, batch 1", "prompt", batch=1, tokens=512, is_quick=True),
+            Case("tiny tree", {"channels": 24, "pending": 2, "batch": 2, "nodes": 4}, kind="tree", is_tiny=True),
+            Case("tiny prompt", {"channels": 24, "pending": 0, "batch": 2, "tokens": 5}, kind="prompt", is_tiny=True),
+        ),
+        conv_cost,
+        conv_candidates,
+        tolerance=1e-3,
+        gpu_tests=("causal_conv1d_triton",),
     ),
 )

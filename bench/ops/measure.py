@@ -1,8 +1,17 @@
-"""Tests operators, compares their forms on the very inputs that are timed, and times them."""
+"""Compares the forms of operators on the very inputs that are timed, times them, and measures the machine's roofline.
+
+On a GPU a repetition is measured by two events. Before it a buffer larger than the second-level cache is written, so
+that no operand is found in the cache, and the device pauses for some milliseconds while the CPU launches the work: what
+is measured is the device's time without the time between launches, which a CUDA graph takes away. (A form of more than
+some hundred launches is still being launched when the pause is over.) On a CPU repetitions follow each other, and
+operands that fit its caches are found there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -10,33 +19,123 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.bench.ops.case import TORCH, Candidate, Case, Operator, Place, Run
-from specmamba.bench.ops.clock import Clock, Roofline, interleaved, measure_roofline
+from specmamba.bench.ops.case import TORCH, Candidate, Case, Cost, Operator, Place, Precision, Run
 from specmamba.kernels.gpu import has_triton, is_interpreted
+from specmamba.measure.command import in_turns
 from specmamba.measure.report import progress_bar
 
+FLUSH_BYTES = 1 << 28  # five times the second-level cache of the largest GPUs
+PAUSE_CYCLES = 5_000_000  # about three milliseconds
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # of the source
+PRODUCT_SIZE = {"cuda": 4096, "cpu": 512}
+MIN_ROUND_S = 2e-3  # on a CPU a round repeats what is shorter
 MAX_ERROR_TEXT = 160  # characters
 
 
 @dataclass(frozen=True)
+class Roofline:
+    """What this machine reached in this run."""
+
+    copy_gb_per_s: float  # read and written
+    tflops: Mapping[str, float]  # of matrix products, by precision
+
+    def seconds(self, cost: Cost) -> float:
+        """The least time a case can take: that of its bytes or that of its operations."""
+        return max(cost.bytes / (self.copy_gb_per_s * 1e9), cost.flops / (self.tflops[cost.precision] * 1e12))
+
+
+class Clock:
+    """Times functions on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        size = FLUSH_BYTES if device.type == "cuda" else 0
+        self._buffer = torch.empty(size, dtype=torch.int8, device=device)
+
+    def seconds(self, run: Run, repeats: int) -> float:
+        """Seconds of one repetition: the median of ``repeats`` on a GPU, their mean on a CPU."""
+        return self._on_gpu(run, repeats) if self._device.type == "cuda" else self._on_cpu(run, repeats)
+
+    def repeats(self, run: Run, at_least: int) -> int:
+        """The number of repetitions in a round; also warms up."""
+        run()
+        if self._device.type == "cuda":
+            run()
+            torch.cuda.synchronize(self._device)
+            return at_least
+        return max(at_least, int(MIN_ROUND_S / max(self._on_cpu(run, 1), 1e-7)))
+
+    def _on_gpu(self, run: Run, repeats: int) -> float:
+        marks = []
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._buffer.zero_()
+            torch.cuda._sleep(PAUSE_CYCLES)
+            begin.record()
+            run()
+            end.record()
+            marks.append((begin, end))
+        torch.cuda.synchronize(self._device)
+        return float(statistics.median(begin.elapsed_time(end) for begin, end in marks)) / 1e3
+
+    def _on_cpu(self, run: Run, repeats: int) -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        return (time.perf_counter() - began) / repeats
+
+
+def interleaved(clock: Clock, runs: Sequence[Run], rounds: int, repeats: int) -> list[float]:
+    """Median seconds of each; they take turns within a round, in an order that rotates."""
+    counts = [clock.repeats(run, repeats) for run in runs]
+    times: list[list[float]] = [[] for _ in runs]
+    for number in range(rounds):
+        for i in in_turns(range(len(runs)), number):
+            times[i].append(clock.seconds(runs[i], counts[i]))
+    return [statistics.median(of_one) for of_one in times]
+
+
+def measure_roofline(device: torch.device, clock: Clock, rounds: int = 3) -> Roofline:
+    """Time copies and matrix products; the best of all rounds, because the roofline is a bound."""
+    source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    copy = _best(clock, lambda: (target.copy_(source),), rounds)
+    tflops = {name: _product_tflops(device, clock, name, rounds) for name in ("float32", "bfloat16")}
+    return Roofline(2 * source.nbytes / copy / 1e9, tflops)
+
+
+def _product_tflops(device: torch.device, clock: Clock, precision: Precision, rounds: int) -> float:
+    size = PRODUCT_SIZE[device.type]
+    a, b = torch.randn(2, size, size, device=device).to(getattr(torch, precision)).unbind()
+    return float(2 * size**3 / _best(clock, lambda: (a @ b,), rounds) / 1e12)
+
+
+def _best(clock: Clock, run: Run, rounds: int) -> float:
+    repeats = clock.repeats(run, 3)
+    return min(clock.seconds(run, repeats) for _ in range(rounds))
+
+
+@dataclass(frozen=True)
 class Effort:
-    """How much is run."""
+    """How much is run, and how operators are tested before."""
 
     rounds: int
     repeats: int  # in a round
     is_quick: bool
     is_tiny: bool  # shapes of a few elements, which say nothing about speed
-    find_red: Callable[[Sequence[Operator], bool], dict[str, str]]  # runs their tests (with those of Triton, or not)
+    find_red: Callable[
+        [Sequence[Operator], bool], dict[str, str]
+    ]  # runs the tests (True: Triton's too); failures by operator
 
 
 def place_of(device: torch.device) -> Place:
-    """What runs there."""
+    """A device, and whether Triton's kernels run there."""
     return Place(device, has_triton() if device.type == "cuda" else is_interpreted())
 
 
 @torch.inference_mode()
 def measure_operators(operators: Sequence[Operator], place: Place, effort: Effort) -> dict[str, Any]:
-    """Test, compare and time.
+    """Test operators, compare their forms and time them.
 
     Returns:
         ``roofline`` of this machine, and ``operators``: name, ``tests_failed`` (None, or why nothing was timed) and
@@ -92,7 +191,11 @@ def _figures(name: str, seconds: dict[str, float], bound: float, num_bytes: int)
 def _prepare(
     operator: Operator, candidates: Sequence[Candidate], place: Place
 ) -> tuple[dict[str, Run], list[dict[str, Any]]]:
-    """Who can be timed, and a result of each that says so or why not. PyTorch's form decides what is right."""
+    """Run every candidate once and compare it with PyTorch's form.
+
+    Returns:
+        The candidates that can be timed, and a result of every candidate, which says why it cannot be.
+    """
     runs: dict[str, Run] = {}
     results: list[dict[str, Any]] = []
     expected: tuple[Tensor, ...] | None = None
@@ -103,8 +206,8 @@ def _prepare(
         results.append(result)
         try:
             run = candidate.prepare()
-            outputs = tuple(x.clone() for x in run())  # a later run may write where these are views of
-        except Exception as error:  # noqa: BLE001 - whatever a package has against it is for the table to say
+            outputs = tuple(x.clone() for x in run())  # a later run may write to the memory of these views
+        except Exception as error:  # noqa: BLE001 - any error of a package is shown in the table
             result["failed"] = f"could not run: {type(error).__name__}: {error}"[:MAX_ERROR_TEXT]
             continue
         expected = outputs if candidate.name == TORCH else expected
@@ -120,9 +223,9 @@ def _prepare(
 
 
 def largest_error(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """How far results are off: relative to the largest number of the tensor, or the share of integers that differ.
+    """The largest error of results, relative to the largest number of a tensor; of integers the share that differs.
 
-    What only one of two forms gives is not looked at. NaN counts as infinitely far off.
+    Outputs that only one of two forms has are ignored. NaN counts as an infinite error.
     """
     return max(_error(got, wanted) for got, wanted in zip(outputs, expected, strict=False))
 

@@ -1,9 +1,9 @@
 """The same operators in other packages, through their public functions.
 
-The packages are flash-linear-attention (``fla``), ``mamba_ssm``, ``causal_conv1d`` and ``flashinfer``.
-Adapters rearrange operands before anything is timed. They were written against the packages' published sources and
+The packages are flash-linear-attention (``fla``), ``mamba_ssm``, ``causal_conv1d`` and ``flashinfer``. Adapters
+rearrange operands before anything is timed. They were written against the packages' published sources and
 documentation, on a machine without a GPU, and none of them has run: where a package has changed its functions, its row
-says "could not run" and why. Each one's results are compared with PyTorch's form like everybody's.
+says "could not run" and why. The results of each one are compared with PyTorch's form as those of all forms are.
 
 None of these packages verifies trees. What is comparable is a chain behind a checkpoint with nothing pending, and even
 that is less work: they leave the state after the last node and no way back to an earlier one.

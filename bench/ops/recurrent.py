@@ -1,26 +1,39 @@
-"""Recurrences over draft trees and prompts: the gated delta rule, that of Mamba2, and folds."""
+"""Recurrences over draft trees and prompts: the gated delta rule, that of Mamba2, and folds.
+
+Letters in costs: B requests, N nodes, m pending records, H heads, G key heads, states of K x V numbers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from specmamba.bench.ops import peers
-from specmamba.bench.ops.case import NATIVE, TORCH, TRITON, Candidate, Case, Operator, Place, Run, counted, generator
-from specmamba.bench.ops.inputs import (
+from specmamba.bench.ops.case import (
     FALCON,
     NEMOTRON,
     QWEN,
     TINY,
+    Candidate,
+    Case,
+    Cost,
+    Operator,
+    Place,
+    Run,
+    counted,
     delta_inputs,
+    forms,
+    generator,
     make_layer,
     records_of,
     ssd_inputs,
     triton_ops,
 )
-from specmamba.bench.ops.recurrent_cost import extend_cost, fold_cost, snapshots_cost, verify_cost
 from specmamba.kernels import gated_delta_rule, ssd
 from specmamba.kernels.gated_delta_rule import torch_ops as delta_torch
 from specmamba.kernels.ssd import torch_ops as ssd_torch
@@ -28,99 +41,145 @@ from specmamba.kernels.state_records import native_ops as fold_native
 from specmamba.kernels.state_records import torch_ops as fold_torch
 
 
-def verify_candidates(case: Case, place: Place, is_delta: bool) -> list[Candidate]:
-    """Verification from records."""
-    layer = make_layer(case, place, delta_inputs if is_delta else ssd_inputs)
+class Recurrence(NamedTuple):
+    """One of the two kinds of recurrence."""
+
+    name: str  # of its folder under kernels/
+    package: Any  # the entry points
+    torch_ops: ModuleType
+    inputs_of: Callable[[Case, int, torch.Generator], tuple[Tensor, ...]]
+    num_gates: int  # numbers per head and node: the decay, with the delta rule also beta
+    num_reads: int  # rows per head and node that read a state: queries, with the delta rule also keys
+
+
+DELTA = Recurrence("gated_delta_rule", gated_delta_rule, delta_torch, delta_inputs, 2, 2)
+SSD = Recurrence("ssd", ssd, ssd_torch, ssd_inputs, 1, 1)
+
+
+def verify_candidates(case: Case, place: Place, kind: Recurrence) -> list[Candidate]:
+    """Verification of trees from checkpoints and records."""
+    layer = make_layer(case, place, kind.inputs_of)
     written = slice(case["pending"], case["pending"] + case["nodes"])
-    form = (delta_torch if is_delta else ssd_torch).tree_verify
-    name = "gated_delta_rule" if is_delta else "ssd"
 
     def in_torch() -> Run:
         own = layer.copied()
         b, t = own.buffers, own.trees
-        records = b.states[1:], b.k[1:], b.u[1:], b.decay[1:]
-        return lambda: (
-            form(*own.inputs, *records, t.num_pending, t.node_offset, t.ancestors),
-            *records_of(own, written),
-        )
+        operands = b.states[1:], b.k[1:], b.u[1:], b.decay[1:], t.num_pending, t.node_offset, t.ancestors
+        return lambda: (kind.torch_ops.tree_verify(*own.inputs, *operands), *records_of(own, written))
 
     def in_triton() -> Run:
-        ops, own = triton_ops(name), layer.copied()
-        return lambda: (
-            ops.tree_verify_in_place(*own.inputs, own.buffers, own.trees),
-            *records_of(own, written),
-        )
+        ops, own = triton_ops(kind.name), layer.copied()
+        return lambda: (ops.tree_verify_in_place(*own.inputs, own.buffers, own.trees), *records_of(own, written))
 
-    found = [Candidate(TORCH, in_torch)]
-    found += [Candidate(TRITON, in_triton)] if place.has_triton else []
+    found = forms(place, in_torch, in_triton)
     if case.kind == "chain" and not case["pending"]:
-        run = peers.fla_recurrent if is_delta else peers.mamba_update
-        found += run(layer.inputs, layer.buffers.states[1:])
+        others = peers.fla_recurrent if kind is DELTA else peers.mamba_update
+        found += others(layer.inputs, layer.buffers.states[1:])
     return found
 
 
-def snapshot_candidates(case: Case, place: Place, is_delta: bool) -> list[Candidate]:
-    """Verification that leaves a whole state behind every node: what records take the place of."""
-    layer = make_layer(case, place, delta_inputs if is_delta else ssd_inputs)
-    states, name = layer.buffers.states[1:], "gated_delta_rule" if is_delta else "ssd"
+def snapshot_candidates(case: Case, place: Place, kind: Recurrence) -> list[Candidate]:
+    """Verification that writes a whole state behind every node, for comparison with records."""
+    layer = make_layer(case, place, kind.inputs_of)
+    states = layer.buffers.states[1:]
     parents = None if case.kind == "chain" else layer.parents
 
-    def run(form: Any) -> Run:
+    def run(ops: Any) -> Run:
         snapshots = states.new_empty(case["batch"], case["nodes"], *states.shape[1:])
-        return lambda: (form(*layer.inputs, states, snapshots, parents), snapshots)
+        return lambda: (ops.tree_verify_snapshots(*layer.inputs, states, snapshots, parents), snapshots)
 
-    in_torch = (delta_torch if is_delta else ssd_torch).tree_verify_snapshots
-    found = [Candidate(TORCH, lambda: run(in_torch))]
-    if place.has_triton:
-        found.append(Candidate(TRITON, lambda: run(triton_ops(name).tree_verify_snapshots)))
-    return found
+    return forms(place, lambda: run(kind.torch_ops), lambda: run(triton_ops(kind.name)))
 
 
-def extend_candidates(case: Case, place: Place, is_delta: bool) -> list[Candidate]:
-    """Runs of known tokens, all of one length. What is compared is the first run."""
+def extend_candidates(case: Case, place: Place, kind: Recurrence) -> list[Candidate]:
+    """Known tokens, as many in every row. In place, each repetition goes on from the last; the first is compared."""
     gen, batch, length = generator(case), case["batch"], case["tokens"]
-    inputs = tuple(x.to(place.device) for x in (delta_inputs if is_delta else ssd_inputs)(case, length, gen))
-    shape = batch + 1, case["heads"], case["key"], case["value"]
-    states = torch.randn(*shape, generator=gen).to(place.device)
+    inputs = tuple(x.to(place.device) for x in kind.inputs_of(case, length, gen))
+    states = torch.randn(batch + 1, case["heads"], case["key"], case["value"], generator=gen).to(place.device)
     slots = torch.arange(1, batch + 1, device=place.device)
     lengths = torch.full((batch,), length, device=place.device)
-    form = (gated_delta_rule if is_delta else ssd).extend
 
     def in_triton() -> Run:
-        ops, own = triton_ops("gated_delta_rule" if is_delta else "ssd"), states.clone()
-        return lambda: (ops.extend_in_place(*inputs, own, slots, lengths), own[1:])  # each run goes on from the last
+        ops, own = triton_ops(kind.name), states.clone()
+        return lambda: (ops.extend_in_place(*inputs, own, slots, lengths), own[1:])
 
-    found = [Candidate(TORCH, lambda: lambda: form(*inputs, states[1:], lengths))]
-    if place.has_triton:
-        found.append(Candidate(TRITON, in_triton))
-    return found + (peers.fla_chunk if is_delta else peers.mamba_chunk)(inputs, states[1:])
+    found = forms(place, lambda: lambda: kind.package.extend(*inputs, states[1:], lengths), in_triton)
+    return found + (peers.fla_chunk if kind is DELTA else peers.mamba_chunk)(inputs, states[1:])
 
 
 def fold_candidates(case: Case, place: Place) -> list[Candidate]:
-    """Checkpoints advanced over their pending records, into other slots: a fold in place could not be repeated."""
+    """Folds of pending records into other slots: a fold in place could not be repeated."""
     layer = make_layer(case, place, delta_inputs)
     b, count = layer.buffers, case["pending"]
     pending, given = layer.trees.num_pending, (b.states[1:], b.k[1:, :count], b.u[1:, :count], b.decay[1:, :count])
     assert pending is not None
 
-    def run(form: Any) -> Run:
+    def run(ops: Any) -> Run:
         out = torch.empty_like(given[0])
-        return lambda: (form(*given, pending, out),)
+        return lambda: (ops.fold(*given, pending, out),)
 
-    found = [Candidate(TORCH, lambda: run(fold_torch.fold))]
-    if place.has_triton:
-        found.append(Candidate(TRITON, lambda: run(triton_ops("state_records").fold)))
-    elif fold_native.can_take(*given):
-        found.append(Candidate(NATIVE, lambda: run(fold_native.fold)))
-    return found
+    native = (lambda: run(fold_native)) if fold_native.can_take(*given) else None
+    return forms(place, lambda: run(fold_torch), lambda: run(triton_ops("state_records")), native)
+
+
+def state_bytes(case: Case) -> int:
+    """Bytes of all states of a batch, float32: 4 B H K V."""
+    return 4 * case["batch"] * case["heads"] * case["key"] * case["value"]
+
+
+def record_bytes(case: Case, count: int) -> int:
+    """Bytes of ``count`` records of every request: k [G, K], u [H, V] and a decay [H], float32."""
+    return 4 * case["batch"] * count * (case["key_heads"] * case["key"] + case["heads"] * (case["value"] + 1))
+
+
+def node_bytes(case: Case, count: int, kind: Recurrence) -> int:
+    """Bytes of nodes' inputs and outputs: two of [G, K], one of [H, V] and the gates [H] in, [H, V] out; float32."""
+    per_node = 2 * case["key_heads"] * case["key"] + case["heads"] * (2 * case["value"] + kind.num_gates)
+    return 4 * case["batch"] * count * per_node
+
+
+def verify_cost(case: Case, kind: Recurrence) -> Cost:
+    """The state is read once, and no state is written.
+
+    Each row that reads the state takes 2 K V operations, as many products with m + N keys, and sums over m pending
+    values; the nodes' own values take 2 N V for outputs and N V for the solver of the delta rule.
+    """
+    nodes, pending = case["nodes"], case["pending"]
+    size = state_bytes(case) + record_bytes(case, pending + nodes) + node_bytes(case, nodes, kind)
+    key, value, rows = case["key"], case["value"], kind.num_reads
+    reads = rows * (2 * key * value + 2 * (pending + nodes) * key + 2 * pending * value)
+    own = (1 + rows) * nodes * value
+    return Cost(size, case["batch"] * case["heads"] * nodes * (reads + own))
+
+
+def snapshots_cost(case: Case, kind: Recurrence) -> Cost:
+    """Every node reads the state of its parent and writes its own; 3 K V operations to advance it, 2 K V a read."""
+    return _steps_cost(case, kind, case["nodes"], case["nodes"])
+
+
+def extend_cost(case: Case, kind: Recurrence) -> Cost:
+    """The state is read and written once. Operations are those of one token after the other: the fewest."""
+    return _steps_cost(case, kind, case["tokens"], 1)
+
+
+def _steps_cost(case: Case, kind: Recurrence, steps: int, num_states: int) -> Cost:
+    """The cost of ``steps`` of the recurrence, of which ``num_states`` states are read and written."""
+    size = 2 * num_states * state_bytes(case) + node_bytes(case, steps, kind)
+    advance = (3 + 2 * kind.num_reads) * case["key"] * case["value"]
+    return Cost(size, case["batch"] * case["heads"] * steps * advance)
+
+
+def fold_cost(case: Case) -> Cost:
+    """The state is read and written once, each record read once; 2 K V operations a record."""
+    pending = case["pending"]
+    flops = case["batch"] * case["heads"] * case["key"] * case["value"] * (2 * pending + 1)
+    return Cost(2 * state_bytes(case) + record_bytes(case, pending), flops)
 
 
 def _verify_cases(heads: dict[str, int], of: str) -> tuple[Case, ...]:
     def case(nodes: int, batch: int, kind: str = "", pending: int = 8, is_quick: bool = False) -> Case:
-        name = (
-            f"{kind or 'verify'} {counted(nodes, 'node')}, batch {batch}"
-            + of
-            + ("" if pending else ", nothing pending")
+        name = f"{kind or 'verify'} {counted(nodes, 'node')}, batch {batch}{of}" + (
+            "" if pending else ", nothing pending"
         )
         return Case(name, {**heads, "batch": batch, "nodes": nodes, "pending": pending}, "float32", kind, is_quick)
 
@@ -138,77 +197,38 @@ def _tiny(kind: str, **sizes: int) -> Case:
     return Case(f"tiny {kind}".strip(), {**TINY, "batch": 2, **sizes}, kind=kind, is_tiny=True)
 
 
-def _snapshot_cases(heads: dict[str, int], of: str) -> tuple[Case, ...]:
-    sizes = {**heads, "pending": 0}
-    return (
-        Case(f"8 nodes, batch 8{of}", {**sizes, "batch": 8, "nodes": 8}),
-        Case(f"16 nodes, batch 32{of}", {**sizes, "batch": 32, "nodes": 16}, is_quick=True),
+def _operators(kind: Recurrence, heads: dict[str, int], of: str, larger: tuple[Case, ...] = ()) -> list[Operator]:
+    """Verification with records and with snapshots, and known tokens; ``of`` names the model in cases."""
+    verified = (*_verify_cases(heads, of), *larger, _tiny("", nodes=4, pending=2), _tiny("chain", nodes=3, pending=0))
+    snapshots = (
+        Case(f"8 nodes, batch 8{of}", {**heads, "pending": 0, "batch": 8, "nodes": 8}),
+        Case(f"16 nodes, batch 32{of}", {**heads, "pending": 0, "batch": 32, "nodes": 16}, is_quick=True),
         _tiny("", nodes=4, pending=0),
     )
-
-
-def _extend_cases(heads: dict[str, int], of: str) -> tuple[Case, ...]:
-    return (
+    extended = (
         Case(f"512 tokens, batch 1{of}", {**heads, "batch": 1, "tokens": 512}, is_quick=True),
         Case(f"512 tokens, batch 8{of}", {**heads, "batch": 8, "tokens": 512}),
         _tiny("", tokens=9),
     )
 
+    def operator(
+        function: str, cases: tuple[Case, ...], cost: Callable[..., Cost], candidates: Callable[..., list[Candidate]]
+    ) -> Operator:
+        tests = (kind.name, "not_finite") if function == "tree_verify" else (kind.name,)
+        of_kind = partial(cost, kind=kind), partial(candidates, kind=kind)
+        tolerance = 1e-3 if function == "extend" else 1e-4
+        return Operator(f"{kind.name}.{function}", tests, cases, *of_kind, tolerance, (f"{kind.name}_triton",))
 
-_TINY_TREES = (_tiny("", nodes=4, pending=2), _tiny("chain", nodes=3, pending=0))
-_NEMOTRON = _verify_cases(NEMOTRON, " (Nemotron-H)")[-2:]
+    return [
+        operator("tree_verify", verified, verify_cost, verify_candidates),
+        operator("tree_verify_snapshots", snapshots, snapshots_cost, snapshot_candidates),
+        operator("extend", extended, extend_cost, extend_candidates),
+    ]
+
 
 OPERATORS = (
-    Operator(
-        "gated_delta_rule.tree_verify",
-        ("gated_delta_rule", "not_finite"),
-        (*_verify_cases(QWEN, ""), *_TINY_TREES),
-        partial(verify_cost, is_delta=True),
-        partial(verify_candidates, is_delta=True),
-        gpu_tests=("gated_delta_rule_triton",),
-    ),
-    Operator(
-        "gated_delta_rule.tree_verify_snapshots",
-        ("gated_delta_rule",),
-        _snapshot_cases(QWEN, ""),
-        partial(snapshots_cost, is_delta=True),
-        partial(snapshot_candidates, is_delta=True),
-        gpu_tests=("gated_delta_rule_triton",),
-    ),
-    Operator(
-        "gated_delta_rule.extend",
-        ("gated_delta_rule",),
-        _extend_cases(QWEN, ""),
-        partial(extend_cost, is_delta=True),
-        partial(extend_candidates, is_delta=True),
-        tolerance=1e-3,
-        gpu_tests=("gated_delta_rule_triton",),
-    ),
-    Operator(
-        "ssd.tree_verify",
-        ("ssd", "not_finite"),
-        (*_verify_cases(FALCON, " (Falcon-H1)"), *_NEMOTRON, *_TINY_TREES),
-        partial(verify_cost, is_delta=False),
-        partial(verify_candidates, is_delta=False),
-        gpu_tests=("ssd_triton",),
-    ),
-    Operator(
-        "ssd.tree_verify_snapshots",
-        ("ssd",),
-        _snapshot_cases(FALCON, " (Falcon-H1)"),
-        partial(snapshots_cost, is_delta=False),
-        partial(snapshot_candidates, is_delta=False),
-        gpu_tests=("ssd_triton",),
-    ),
-    Operator(
-        "ssd.extend",
-        ("ssd",),
-        _extend_cases(FALCON, " (Falcon-H1)"),
-        partial(extend_cost, is_delta=False),
-        partial(extend_candidates, is_delta=False),
-        tolerance=1e-3,
-        gpu_tests=("ssd_triton",),
-    ),
+    *_operators(DELTA, QWEN, ""),
+    *_operators(SSD, FALCON, " (Falcon-H1)", _verify_cases(NEMOTRON, " (Nemotron-H)")[-2:]),
     Operator(
         "state_records.fold",
         ("state_records",),

@@ -1,4 +1,4 @@
-"""What is done to each token on its own: norms, gates, rotations; and products with int8 weights and experts."""
+"""Operators on each token alone: norms, gates, rotations, products with int8 weights, and experts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from torch import Tensor
 
 from specmamba.bench.ops import peers
 from specmamba.bench.ops.case import (
-    NATIVE,
-    TORCH,
-    TRITON,
     Candidate,
     Case,
     Cost,
@@ -21,9 +18,10 @@ from specmamba.bench.ops.case import (
     Run,
     counted,
     dtype_of,
+    forms,
     generator,
+    triton_ops,
 )
-from specmamba.bench.ops.inputs import triton_ops
 from specmamba.kernels import linear, moe
 from specmamba.kernels.linear import torch_ops as linear_torch
 from specmamba.kernels.moe import torch_ops as moe_torch
@@ -57,7 +55,7 @@ def row_arguments(case: Case, device: torch.device) -> tuple[Any, ...]:
 
 
 def row_candidates(case: Case, place: Place) -> list[Candidate]:
-    """PyTorch's form, ours, and flashinfer's where it has one."""
+    """One function of ``rowwise``; flashinfer has some of them too."""
     given = row_arguments(case, place.device)
 
     def run(ops: Any) -> Run:
@@ -69,17 +67,14 @@ def row_candidates(case: Case, place: Place) -> list[Candidate]:
 
         return call
 
-    found = [Candidate(TORCH, lambda: run(torch_ops))]
-    if place.has_triton:
-        found.append(Candidate(TRITON, lambda: run(triton_ops("rowwise"))))
-    elif native_ops.can_take(given[0]):
-        found.append(Candidate(NATIVE, lambda: run(native_ops)))
+    native = (lambda: run(native_ops)) if native_ops.can_take(given[0]) else None
+    found = forms(place, lambda: run(torch_ops), lambda: run(triton_ops("rowwise")), native)
     weight = given[1] if case.kind == "rms_norm" else None
     return found + peers.flashinfer_rows(case.kind, given[0], weight, EPS)
 
 
 def row_cost(case: Case) -> Cost:
-    """Everything in once, everything out once; a handful of operations an element, which never count."""
+    """All inputs are read once, all outputs written once; a few operations an element, which never decide."""
     tokens, heads, dim, item = case["batch"] * case["nodes"], case["heads"], case["dim"], case.itemsize
     per_token = {
         "rms_norm": 2 * item * dim,
@@ -101,19 +96,19 @@ def linear_candidates(case: Case, place: Place) -> list[Candidate]:
     def run(product: Any) -> Run:
         return lambda: (product(x),)
 
-    found = [
-        Candidate(TORCH, lambda: run(linear_torch.Int8Weight(weight))),
-        Candidate("torch bf16", lambda: run(linear_torch.PlainWeight(weight)), 5e-2, note="weights not rounded"),
-    ]
-    if place.has_triton:
-        found.append(Candidate(TRITON, lambda: run(triton_ops("linear").TritonInt8Weight(weight)), 3e-2))
-    else:
-        found.append(Candidate(NATIVE, lambda: run(linear.pack(weight, "int8")), 3e-2))
-    return found
+    in_torch, ours = forms(
+        place,
+        lambda: run(linear_torch.Int8Weight(weight)),
+        lambda: run(triton_ops("linear").TritonInt8Weight(weight)),
+        lambda: run(linear.pack(weight, "int8")),
+        tolerance=3e-2,
+    )
+    plain = Candidate("torch bf16", lambda: run(linear_torch.PlainWeight(weight)), 5e-2, note="weights not rounded")
+    return [in_torch, plain, ours]
 
 
 def linear_cost(case: Case) -> Cost:
-    """A byte per weight, a float32 scale per output, activations."""
+    """Reads a byte per weight, a float32 scale per output, and activations; writes activations."""
     n, k, m = case["out"], case["in"], case["rows"]
     return Cost(n * k + 4 * n + case.itemsize * m * (n + k), 2 * m * n * k, case.dtype)
 
@@ -135,14 +130,19 @@ def experts_candidates(case: Case, place: Place) -> list[Candidate]:
         return call
 
     in_torch = moe_torch.GroupedExperts if moe_torch.can_group(weight) else moe_torch.PlainExperts
-    found = [Candidate(TORCH, lambda: run(moe_torch, in_torch(weight)))]
-    if place.has_triton:
+
+    def in_triton() -> Run:
         # on a GPU the package decides: many pairs are sorted, and large products made, by PyTorch there too
-        ops = moe if x.is_cuda else triton_ops("moe")
-        found.append(Candidate(TRITON, lambda: run(ops, triton_ops("moe").TritonExperts(weight)), 3e-2))
-    else:
-        found.append(Candidate(NATIVE, lambda: run(moe, moe.pack(weight)), 3e-2))
-    return found
+        ops = triton_ops("moe")
+        return run(moe if x.is_cuda else ops, ops.TritonExperts(weight))
+
+    return forms(
+        place,
+        lambda: run(moe_torch, in_torch(weight)),
+        in_triton,
+        lambda: run(moe, moe.pack(weight)),
+        tolerance=3e-2,
+    )
 
 
 def experts_cost(case: Case) -> Cost:

@@ -1,4 +1,4 @@
-"""Runs an operator's tests before it is timed: a figure of a kernel that computes something else is worth nothing."""
+"""All operators: which there are, their tests, which run before anything is timed, and the report of a run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,56 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from specmamba.bench.ops import attention, layers, recurrent, rows, tokens
 from specmamba.bench.ops.case import Operator
+from specmamba.bench.ops.measure import Effort, measure_operators, place_of
+from specmamba.bench.ops.tables import targets_of
 from specmamba.errors import ConfigError
+from specmamba.measure.report import machine, versions
 
+PEERS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
+PEERS |= {"flashinfer": "flashinfer-python"}  # name of the import: name of the package
+REPEATS = 10  # in a round, on a GPU
 TIMEOUT_S = 300
-MANY_CORES = 8  # from here on tests run side by side
-GIVEN = "SPECMAMBA_TRITON", "TRITON_INTERPRET"  # settings of this process that must not lead tests elsewhere
+MANY_CORES = 8  # with so many cores, tests run in parallel
+GIVEN = "SPECMAMBA_TRITON", "TRITON_INTERPRET"  # settings of this process that its tests must not inherit
+
+OPERATORS: tuple[Operator, ...] = (
+    *recurrent.OPERATORS,
+    *layers.OPERATORS,
+    *attention.OPERATORS,
+    *rows.OPERATORS,
+    *tokens.OPERATORS,
+)
+
+
+def chosen_operators(names: Sequence[str]) -> list[Operator]:
+    """By name, or by what a name begins with: ``ssd`` is all of Mamba2's recurrence. None given: all.
+
+    Raises:
+        ConfigError: no operator has this name.
+    """
+    if not names:
+        return list(OPERATORS)
+    for name in names:
+        if not any(_is_called(operator, name) for operator in OPERATORS):
+            raise ConfigError(f"--op: there is no operator {name!r}, only {', '.join(o.name for o in OPERATORS)}")
+    return [operator for operator in OPERATORS if any(_is_called(operator, name) for name in names)]
+
+
+def _is_called(operator: Operator, name: str) -> bool:
+    return operator.name == name or operator.name.split(".")[0] == name
 
 
 def checkout() -> Path:
-    """The checkout that this benchmark lies in.
+    """The folder of the checkout that has this benchmark.
 
     Raises:
         ConfigError: there are no tests: this is an installed wheel.
@@ -40,7 +76,7 @@ def files_of(operator: Operator, with_gpu: bool) -> list[str]:
 
 
 class Outcome(NamedTuple):
-    """Of a run of pytest."""
+    """The outcome of a run of pytest."""
 
     is_green: bool
     summary: str  # its last line
@@ -48,7 +84,7 @@ class Outcome(NamedTuple):
 
 
 def find_red(operators: Sequence[Operator], root: Path, with_gpu: bool, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
-    """Run the operators' tests, all in one go; for those with a red one what is wrong, by name."""
+    """Run the tests of all operators in one process; the first failure of those that fail, by operator."""
     files = {operator.name: files_of(operator, with_gpu) for operator in operators}
     lacking = {name: [file for file in own if not (root / file).is_file()] for name, own in files.items()}
     reasons = {name: f"there is no {', '.join(missing)}" for name, missing in lacking.items() if missing}
@@ -60,7 +96,7 @@ def find_red(operators: Sequence[Operator], root: Path, with_gpu: bool, timeout_
 
 
 def _blamed(files: dict[str, list[str]], outcome: Outcome) -> dict[str, str]:
-    """The first failure in an operator's files; that of everybody where no file was named."""
+    """The first failure in an operator's files; where no failure names a file, all operators have it."""
     found = {
         name: next((line for line in outcome.failed if any(file in line for file in own)), None)
         for name, own in files.items()
@@ -71,7 +107,7 @@ def _blamed(files: dict[str, list[str]], outcome: Outcome) -> dict[str, str]:
 
 
 def run_pytest(root: Path, arguments: Sequence[str], timeout_s: float = TIMEOUT_S) -> Outcome:
-    """Run tests of a checkout in a process of their own, side by side where there are many cores."""
+    """Run tests of a checkout in a process of their own, in parallel on many cores."""
     cores = os.cpu_count() or 1
     side_by_side = cores >= MANY_CORES and find_spec("xdist") is not None
     spread = ["--numprocesses", str(cores // 2)] if side_by_side else []
@@ -86,3 +122,44 @@ def run_pytest(root: Path, arguments: Sequence[str], timeout_s: float = TIMEOUT_
     lines = (ended.stdout + ended.stderr).strip().splitlines() or ["no output"]
     failed = tuple(line for line in lines if line.startswith(("FAILED", "ERROR")))
     return Outcome(ended.returncode == 0, lines[-1], failed)
+
+
+def report_of(operators: Sequence[Operator], device: torch.device, effort: Effort) -> dict[str, Any]:
+    """Measure operators; the report as a JSON object."""
+    place = place_of(device)
+    report = {
+        "device": device_name(device),
+        "machine": machine(),
+        "versions": all_versions(),
+        "dry_run": effort.is_tiny,
+        "rounds": effort.rounds,
+        **measure_operators(operators, place, effort),
+    }
+    is_gpu = device.type == "cuda" and not effort.is_tiny
+    missing = [package for package in PEERS if package not in report["versions"]]
+    notes = [f"not installed: {', '.join(missing)}"] if is_gpu and missing else []
+    notes += [] if device.type == "cuda" else ["other packages are timed on a GPU only, where they run"]
+    return {**report, "notes": notes, "targets": targets_of(report) if is_gpu else []}
+
+
+def device_of(name: str) -> torch.device:
+    """The device of a ``--device`` flag. Raises ConfigError: there is no GPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no CUDA device here")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else machine()
+
+
+def all_versions() -> dict[str, str]:
+    """Versions of the packages that compute here; other packages by the name of their import."""
+    found = versions(("specmamba", "torch"))
+    for name, package in {"triton": "triton", **PEERS}.items():
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,26 +1,27 @@
-"""The operator table, on the terminal and as Markdown, and the figures that operators are judged by."""
+"""The table of operators, on the terminal and as Markdown, and the targets of operators on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from specmamba.measure.command import Page, versions_text
+
 Figures = Mapping[str, Any]
-WIDTH = 150  # characters that the table needs
 COLUMNS = ("operator, case", "by", "us", "of roofline", "GB/s", "vs torch")
 OURS = "triton", "native"
 
-# Verifying 8 nodes reads every state and writes none: at most so many times the time of reading and writing it once.
+# Verifying 8 nodes reads every state and writes none: limit of its time over reading and writing all states once.
 VERIFY = "gated_delta_rule.tree_verify", "verify 8 nodes, batch 32", 1.5
 STATE_BYTES = 4 * 32 * 32 * 128 * 128  # of that case
-# Records of 16 nodes may take this share of the time of as many snapshots, of which they move a sixteenth.
+# Limit of the time of 16 nodes with records over that with snapshots, which move 16 times as many bytes.
 RECORDS = ("gated_delta_rule.tree_verify", "verify 16 nodes, batch 32")
 SNAPSHOTS = ("gated_delta_rule.tree_verify_snapshots", "16 nodes, batch 32")
 RECORDS_LIMIT = 0.5
 
 
 def targets_of(report: Figures) -> list[dict[str, Any]]:
-    """What operators are judged by on a GPU: {"name", "value", "limit", "met"}; met None: it was not measured."""
+    """The targets of operators on a GPU: {"name", "value", "limit", "met"}; ``met`` is None if it was not measured."""
     copy_s = 2 * STATE_BYTES / (report["roofline"]["copy_gb_per_s"] * 1e9)
     verify, records, snapshots = (_own_seconds(report, *case) for case in (VERIFY[:2], RECORDS, SNAPSHOTS))
     return [
@@ -42,7 +43,7 @@ def _target(name: str, value: float | None, limit: float) -> dict[str, Any]:
 
 
 def _own_seconds(report: Figures, operator: str, case: str) -> float | None:
-    """Of our form on this device; None where it was not timed."""
+    """Seconds of our form on this device; None where it was not timed."""
     for found in report["operators"]:
         for timed in found["cases"] if found["name"] == operator else []:
             for result in timed["results"] if timed["name"] == case else []:
@@ -52,41 +53,28 @@ def _own_seconds(report: Figures, operator: str, case: str) -> float | None:
 
 
 def has_failed(report: Figures) -> bool:
-    """Whether a test was red, or one of our forms could not run or was wrong."""
+    """Whether a test failed, or one of our forms could not run or was wrong."""
     ours = (result for _, _, result in _results(report) if result["candidate"] in OURS)
     return any(found["tests_failed"] for found in report["operators"]) or any(result["failed"] for result in ours)
 
 
 def title(report: Figures) -> str:
-    """Where and with what."""
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    """One line of device, versions and roofline."""
     roofline = report["roofline"]
     peaks = ", ".join(f"{value:.3g} {name}" for name, value in roofline["tflops"].items())
     label = "DRY RUN: shapes of a few elements, no figure of speed means anything; " if report["dry_run"] else ""
     return (
-        f"{label}{report['device']}; {versions}; medians of {report['rounds']} rounds; measured roofline: copies "
-        f"{roofline['copy_gb_per_s']:.0f} GB/s, products TFLOP/s: {peaks}"
+        f"{label}{report['device']}; {versions_text(report)}; medians of {report['rounds']} rounds; "
+        f"measured roofline: copies {roofline['copy_gb_per_s']:.0f} GB/s, products TFLOP/s: {peaks}"
     )
 
 
 def print_report(report: Figures) -> None:
-    """The table, what was left out, and on a GPU the targets."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.width = max(console.width, WIDTH)  # better a line that the terminal folds than figures that are cut off
-    console.print(title(report), markup=False, soft_wrap=True)
-    table = Table(*COLUMNS, box=SIMPLE, padding=(0, 1, 0, 0))
-    table.columns[0].no_wrap = True
-    for column in table.columns[2:]:
-        column.justify = "right"
-    for row in rows_of(report):
-        table.add_row(*row)
-    console.print(table, markup=False)
-    for line in [*report["notes"], *target_lines(report["targets"])]:
-        console.print(line, markup=False, soft_wrap=True)
+    """Print the table, notes, and on a GPU the targets."""
+    page = Page()
+    page.lines(title(report))
+    page.table(COLUMNS, rows_of(report), text_columns=(0, 1))
+    page.lines(*report["notes"], *target_lines(report["targets"]))
 
 
 def rows_of(report: Figures) -> Iterator[list[str]]:
@@ -116,7 +104,7 @@ def _cells(result: Figures) -> list[str]:
 
 
 def target_lines(targets: list[dict[str, Any]]) -> list[str]:
-    """The block of targets; none where they were not looked for."""
+    """Lines about the targets; none if there are no targets."""
     lines = ["targets:"] if targets else []
     for target in targets:
         verdict = {True: "met", False: "MISSED", None: "not measured"}[target["met"]]

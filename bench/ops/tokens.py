@@ -1,4 +1,4 @@
-"""Choosing tokens, walking trees, moving records: what lies between two forwards."""
+"""Operators between two forwards: choosing tokens, walking trees, moving records."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.bench.ops.case import NATIVE, TORCH, TRITON, Candidate, Case, Cost, Operator, Place, Run, generator
-from specmamba.bench.ops.inputs import tree_parents, triton_ops
+from specmamba.bench.ops.case import (
+    Candidate,
+    Case,
+    Cost,
+    Operator,
+    Place,
+    Run,
+    forms,
+    generator,
+    tree_parents,
+    triton_ops,
+)
 from specmamba.kernels.sampling import native_ops as sampling_native
 from specmamba.kernels.sampling import torch_ops as sampling_torch
 from specmamba.kernels.state_copy import torch_ops as copy_torch
@@ -19,7 +29,7 @@ VOCABULARY = 248_320  # Qwen3.5
 
 
 def sampling_candidates(case: Case, place: Place) -> list[Candidate]:
-    """The likeliest token, or one drawn, after every node."""
+    """The most likely token after every node, or a sampled one."""
     gen, shape = generator(case), (case["batch"], case["nodes"])
     logits = (3 * torch.randn(*shape, case["vocabulary"], generator=gen)).to(place.device)
     temperature = torch.full(shape[:1], 0.8, device=place.device)
@@ -31,12 +41,8 @@ def sampling_candidates(case: Case, place: Place) -> list[Candidate]:
         return lambda: (ops.sample(logits, temperature, *filters, uniforms),)
 
     none = (None, None, None)
-    found = [Candidate(TORCH, lambda: run(sampling_torch, none))]
-    if place.has_triton:
-        found.append(Candidate(TRITON, lambda: run(triton_ops("sampling"), none)))
-    elif sampling_native.can_take(logits):
-        found.append(Candidate(NATIVE, lambda: run(sampling_native, ())))
-    return found
+    native = (lambda: run(sampling_native, ())) if sampling_native.can_take(logits) else None
+    return forms(place, lambda: run(sampling_torch, none), lambda: run(triton_ops("sampling"), none), native)
 
 
 def sampling_cost(case: Case) -> Cost:
@@ -46,22 +52,21 @@ def sampling_cost(case: Case) -> Cost:
 
 
 def path_candidates(case: Case, place: Place) -> list[Candidate]:
-    """The accepted path of every tree, with tokens of which about half agree."""
+    """The accepted path of every tree; about half of the tokens agree with the target's."""
     parents = tree_parents(case)
     gen, ancestors = generator(case), tree_torch.ancestors(parents).to(place.device)
     tokens, target = torch.randint(0, 2, (2, *parents.shape), generator=gen).to(place.device).unbind()
     parents = parents.to(place.device)
 
-    def in_triton() -> Run:
-        ops = triton_ops("tree")
+    def run(ops: Any) -> Run:
         return lambda: ops.accepted_path(tokens, parents, ancestors, target)
 
-    found = [Candidate(TORCH, lambda: lambda: tree_torch.accepted_path(tokens, parents, ancestors, target))]
-    if place.has_triton:
-        found.append(Candidate(TRITON, in_triton))
-    elif tree_native.can_take(tokens):
-        found.append(Candidate(NATIVE, lambda: lambda: tree_native.accepted_path(tokens, parents, ancestors, target)))
-    return found
+    return forms(
+        place,
+        lambda: run(tree_torch),
+        lambda: run(triton_ops("tree")),
+        (lambda: run(tree_native)) if tree_native.can_take(tokens) else None,
+    )
 
 
 def path_cost(case: Case) -> Cost:
@@ -87,12 +92,11 @@ def compact_candidates(case: Case, place: Place) -> list[Candidate]:
 
         return call
 
-    found = [Candidate(TORCH, lambda: run(copy_torch))]
-    return found + ([Candidate(TRITON, lambda: run(triton_ops("state_copy")))] if place.has_triton else [])
+    return forms(place, lambda: run(copy_torch), lambda: run(triton_ops("state_copy")))
 
 
 def compact_cost(case: Case) -> Cost:
-    """All accepted records are read and written; the first stays where it is, but nobody looks."""
+    """All accepted records are read and written, even the first, which stays at its place."""
     moves = case["batch"] * case["accepted"]
     return Cost(2 * 4 * case["layers"] * moves * case["width"], 0)
 
