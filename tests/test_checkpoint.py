@@ -247,8 +247,8 @@ class TestResolve:
     def test_hub_offline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-        with pytest.raises(CheckpointError, match="no folder nobody/none, and the hub cannot be asked"):
-            resolve_checkpoint("nobody/none", None)
+        with pytest.raises(CheckpointError, match="no folder missing/none, and the hub cannot be asked"):
+            resolve_checkpoint("missing/none", None)
 
     def test_hub_repository(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: dict[str, Any] = {}

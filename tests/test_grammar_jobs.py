@@ -1,4 +1,4 @@
-"""Who waits for a grammar: callers take turns, those who leave take their work along."""
+"""The queue of grammars to compile: callers take turns, and cancelled jobs are stopped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_callers_take_turns() -> None:
     assert len(jobs) == 0
 
 
-def test_what_is_dropped_is_not_taken() -> None:
+def test_dropped_jobs_are_not_taken() -> None:
     jobs, first, second = Jobs(), job_of("1", "a"), job_of("2", "a")
     jobs.add(first)
     jobs.add(second)
@@ -71,7 +71,7 @@ def test_what_is_dropped_is_not_taken() -> None:
     assert jobs.find(again.spec) is again
 
 
-def test_a_caller_may_have_so_many(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_per_caller_are_limited(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specmamba.grammar.compiler.MAX_WAITING_OF_CALLER", 2)
     monkeypatch.setattr(GrammarCompiler, "_run", lambda self: None)
     compiler = GrammarCompiler(tokenizer, 4096, (0,), timeout_s=60.0, cache_bytes=1 << 20)
@@ -83,7 +83,7 @@ def test_a_caller_may_have_so_many(tokenizer: Tokenizer, monkeypatch: pytest.Mon
     assert not compiler.compile(spec_of("d"), "x").done()  # there is room again
 
 
-def test_what_nobody_waits_for_is_ended(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwanted_jobs_are_stopped(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specmamba.grammar.worker_process.SPARE_AFTER_S", 0.1)
     compiler = GrammarCompiler(tokenizer, 4096, (0,), timeout_s=600.0, cache_bytes=1 << 20)
     try:
@@ -92,11 +92,11 @@ def test_what_nobody_waits_for_is_ended(tokenizer: Tokenizer, monkeypatch: pytes
         assert worker is not None
         left = [compiler.compile(spec_of(BOMB)) for _ in range(2)]
         waiting = compiler.compile(spec_of("waiting"))
-        wait_until(lambda: worker._asked is not None)
-        wait_until(lambda: worker._spare is not None)  # as it takes long
+        wait_until(lambda: worker._busy is not None)
+        wait_until(lambda: worker._spare is not None)  # a spare process is started, as this takes long
         pid = worker.pid
         assert left[0].cancel()
-        assert not waiting.done()  # somebody is left
+        assert not waiting.done()  # one future is left
         assert left[1].cancel()
         assert accepts(waiting.result(timeout=120), "waiting")
         assert compiler.worker_pid != pid

@@ -40,7 +40,7 @@ def reference_draft(
     """The head's logits [steps, V] along a draft, every step from the formula for the whole text.
 
     Entry t is made of the token at t and the hidden state at t - 1: the target's up to the root, the head's own behind
-    it. The first token has no entry, but where it is the root: then it is made with zeros and nobody else sees it.
+    it. The first token has no entry unless it is the root: then its entry is made with zeros and only it attends to it.
     """
     tokens, hidden = known[1:], target_hidden[: len(known) - 1]
     is_alone = len(known) == 1

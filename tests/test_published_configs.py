@@ -1,6 +1,6 @@
-"""Configs and tensor names as published models have them: from headers alone, for nobody here has the weights.
+"""Models with the configs and tensor names of published checkpoints, loaded as shapes without weights.
 
-Sizes, tensor names and shapes are facts about these models. What a config says that is not computed with is left out.
+Fields of the configs that are not used in any computation are left out.
 """
 
 from __future__ import annotations

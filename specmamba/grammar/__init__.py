@@ -1,4 +1,4 @@
-"""Structured output: compiled grammars, and the masks that keep every node of a draft tree within one."""
+"""Structured output: compiled grammars, and masks of the tokens that a grammar allows after each draft node."""
 
 from specmamba.grammar.compilations import CompiledGrammar
 from specmamba.grammar.compiler import GrammarCompiler

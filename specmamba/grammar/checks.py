@@ -1,7 +1,7 @@
 """Checks of a grammar before a request may use it: of its rules, and of its cost by random walks.
 
-The rules show endless repetition, left recursion, and that no text belongs to them. The walks find masks that take too
-long, so that such a grammar is refused before it can hold up an engine.
+The rules show repetitions that are too long, left recursion, and grammars without any text. Random walks through the
+compiled grammar find masks that take too long, so that such a grammar is refused before it can delay the engine.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MAX_REPEAT = 4096
 NUM_WALKS, MAX_STEPS = 3, 200
 MAX_WALK_SECONDS = 0.5  # of all walks; those of most grammars take a hundredth
 SLOW_STEP_SECONDS = 0.03  # of one step of a walk; with a large vocabulary more
-GROWTH, STEPS_AHEAD = 3.0, 5  # the last steps of a walk against its first; how many walks long an answer may be
+GROWTH, STEPS_AHEAD = 3.0, 5  # cost of the last steps of a walk relative to the first; walks in the longest answer
 _TEXT, _CLASS, _CLASS_STAR, _EMPTY, _RULE, _SEQUENCE, _CHOICES, _REPEAT = 0, 1, 2, 3, 4, 5, 6, 8
 _OWN_NAME = re.compile(r"^[^\S\n]*([A-Za-z_][\w.-]*)[^\S\n]*::=", re.MULTILINE)
 
-Expression = tuple[int, list[int]]  # a kind of the above, and what it is made of
+Expression = tuple[int, list[int]]  # one of the kinds above, and its parts
 
 
 class RuleGraph:
-    """The rules of a grammar as xgrammar has read it."""
+    """The rules of a grammar as parsed by xgrammar."""
 
     def __init__(self, grammar: Any) -> None:
         data = json.loads(grammar.serialize_json())
@@ -47,7 +47,7 @@ class RuleGraph:
         self._root: int = data["root_rule_id"]
 
     def check(self) -> None:
-        """Raise RequestError for a grammar without any text, or with a repetition that is too long."""
+        """Raise RequestError for a grammar that matches no text, or has a repetition that is too long."""
         for kind, parts in self._expressions:
             if kind == _REPEAT and max(parts[1:3]) > MAX_REPEAT:
                 raise RequestError(
@@ -57,7 +57,7 @@ class RuleGraph:
             raise RequestError("no text belongs to the grammar: its root never comes to an end", "grammar")
 
     def check_left_recursion(self, text: str) -> None:
-        """Raise RequestError where a rule that ``text`` defines begins with itself."""
+        """Raise RequestError where a rule that ``text`` defines can begin with itself."""
         own = set(_OWN_NAME.findall(text))
         nullable = self._closure(self._can_be_empty)
         graph = {rule: set(self._first(body, nullable)) for rule, body in enumerate(self._bodies)}
@@ -70,13 +70,13 @@ class RuleGraph:
                 raise RequestError(f"the rule {names[0]!r} can begin with itself: {reason}", "grammar") from None
 
     def _closure(self, has: Callable[[int, set[int]], bool]) -> set[int]:
-        """The rules that have a property which follows from that of other rules."""
+        """The rules with a property that depends on which other rules have it: the smallest fixed point of ``has``."""
         found: set[int] = set()
         left = list(range(len(self._bodies)))
         size = -1
         while len(found) > size:
             size = len(found)
-            for rule in reversed(left):  # rules mostly speak of later ones
+            for rule in reversed(left):  # rules mostly refer to later ones
                 if has(self._bodies[rule], found):
                     found.add(rule)
             left = [rule for rule in left if rule not in found]
@@ -105,7 +105,7 @@ class RuleGraph:
         return any(results) if kind == _CHOICES else kind == _SEQUENCE and all(results)
 
     def _first(self, index: int, nullable: set[int]) -> Iterator[int]:
-        """The rules that a text of an expression can begin with."""
+        """The rules with which a text of an expression can begin."""
         kind, parts = self._expressions[index]
         if kind in (_RULE, _REPEAT):
             yield parts[0]
@@ -117,11 +117,11 @@ class RuleGraph:
 
 
 def check_by_trial(compiled: Any, vocab_size: int) -> None:
-    """Walk some seeded ways through a grammar.
+    """Measure some seeded random walks through a grammar.
 
     Raises:
-        RequestError: nothing may follow at the very start; the masks disagree with the matcher; or (caused by
-            TimeoutError) a step takes too long, or would in a longer text.
+        RequestError: no token may come first; the masks disagree with the matcher; or (caused by TimeoutError) a step
+            takes too long, or would in a longer text.
     """
     slow = SLOW_STEP_SECONDS * scale_of(vocab_size)
     end = time.thread_time() + MAX_WALK_SECONDS
@@ -140,7 +140,7 @@ def check_by_trial(compiled: Any, vocab_size: int) -> None:
 
 
 def _steps(compiled: Any, vocab_size: int, rng: random.Random) -> Iterator[float]:
-    """Seconds of each step of one walk: a mask, and a token that it allows."""
+    """Walk once; yields the seconds of each step: a mask, and accepting a token that it allows."""
     import xgrammar
 
     matcher = xgrammar.GrammarMatcher(compiled)
@@ -163,7 +163,7 @@ def _steps(compiled: Any, vocab_size: int, rng: random.Random) -> Iterator[float
 
 
 def _choose(bits: NDArray[np.int32], vocab_size: int, stop_ids: list[int], rng: random.Random) -> int | None:
-    """A token that goes on, or None where there is none."""
+    """Choose an allowed token other than the end-of-text tokens, or None where there is none."""
     allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab_size])
     allowed = allowed[~np.isin(allowed, stop_ids)]
     return int(allowed[rng.randrange(len(allowed))]) if len(allowed) else None

@@ -1,4 +1,4 @@
-"""Compilations of grammars: those that wait for their turn, and the outcomes that are kept for later requests."""
+"""The queue of specifications to compile, and the cache of compiled and refused ones."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from specmamba.core import GrammarSpec
 from specmamba.errors import RequestError
 
-MAX_REFUSALS = 256  # that are remembered, so that who repeats a bad one does not hold up the others
-RETRY_S = 60.0  # until what was no fault of the specification, or of a busy machine perhaps, is tried again
+MAX_REFUSALS = 256  # in the cache, so that repeated requests with a bad specification do not delay others
+RETRY_S = 60.0  # after which a specification is tried again that failed for other reasons than its text
 MAX_WAITING = 64  # specifications, however many requests wait for each
 MAX_WAITING_OF_CALLER = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """What xgrammar has made of a specification, for one tokenizer."""
+    """A specification compiled by xgrammar for one tokenizer."""
 
     spec: GrammarSpec
     compiled: Any  # xgrammar.CompiledGrammar
-    num_bytes: int = 0  # of what the worker sent: about what it takes here, where every rule has its own automaton
+    num_bytes: int = 0  # of the serialized form, which is about the memory that the compiled form takes
 
 
 class GrammarCache:
-    """Outcomes by specification: grammars up to a size in bytes, refusals up to a number, by least recent use."""
+    """Outcomes by specification. The least recently used are dropped beyond a number of bytes or of refusals."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -36,7 +36,7 @@ class GrammarCache:
         self.num_bytes = 0
 
     def get(self, spec: GrammarSpec) -> CompiledGrammar | RequestError | None:
-        """What became of a specification, if it is known; it counts as used now."""
+        """The cached outcome of a specification, or None. Marks a grammar as just used."""
         if spec in self._grammars:
             self._grammars.move_to_end(spec)
             return self._grammars[spec][0]
@@ -44,7 +44,7 @@ class GrammarCache:
         return error if time.monotonic() < expiry else None
 
     def add(self, spec: GrammarSpec, outcome: CompiledGrammar | RequestError) -> None:
-        """Keep an outcome, and drop others as far as needed. A grammar larger than the cache is not kept."""
+        """Add an outcome, and drop others until the cache is within its bounds. A larger grammar is not kept."""
         if isinstance(outcome, RequestError):
             self._refuse(spec, outcome)
             return
@@ -56,15 +56,15 @@ class GrammarCache:
             self.num_bytes -= dropped
 
     def _refuse(self, spec: GrammarSpec, error: RequestError) -> None:
-        is_for_good = error.__cause__ is None
-        self._refusals[spec] = (error, float("inf") if is_for_good else time.monotonic() + RETRY_S)
+        is_permanent = error.__cause__ is None
+        self._refusals[spec] = (error, float("inf") if is_permanent else time.monotonic() + RETRY_S)
         self._refusals.move_to_end(spec)
         if len(self._refusals) > MAX_REFUSALS:
             self._refusals.popitem(last=False)
 
 
 def copy_of(error: RequestError) -> RequestError:
-    """For another caller: raising an exception writes into it."""
+    """A copy for another caller, because raising an exception changes it."""
     copy = RequestError(str(error), error.param)
     copy.__cause__ = error.__cause__
     return copy
@@ -72,7 +72,7 @@ def copy_of(error: RequestError) -> RequestError:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A specification, and those who wait for it. It counts as the first one's."""
+    """A specification to compile, with the futures of all callers; it takes the turn of the first caller."""
 
     spec: GrammarSpec
     caller: str | None = None
@@ -80,31 +80,39 @@ class Job:
 
     @property
     def is_wanted(self) -> bool:
+        """Whether a future is left that was not cancelled."""
         return not all(future.cancelled() for future in self.futures)
 
 
 class Jobs:
-    """Jobs by specification until they are done, in the order in which they are to be done. Not thread-safe."""
+    """The queue of jobs: first come, first served for each caller, callers in turn. Not thread-safe.
+
+    A job that was taken can still be found until it is dropped.
+    """
 
     def __init__(self) -> None:
         self._all: dict[GrammarSpec, Job] = {}
-        self._waiting: OrderedDict[str | None, deque[Job]] = OrderedDict()  # who was served longest ago comes first
+        # The caller whose turn is next comes first.
+        self._waiting: OrderedDict[str | None, deque[Job]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._all)
 
     def find(self, spec: GrammarSpec) -> Job | None:
+        """The job of a specification, waiting or running, or None."""
         return self._all.get(spec)
 
     def num_waiting(self, caller: str | None) -> int:
+        """The number of jobs of a caller that have not been taken."""
         return len(self._waiting.get(caller, ()))
 
     def add(self, job: Job) -> None:
+        """Add a job behind all jobs of its caller."""
         self._all[job.spec] = job
         self._waiting.setdefault(job.caller, deque()).append(job)
 
     def take(self) -> Job | None:
-        """The next one to be done; it is found until it is dropped."""
+        """Take the next job, or None; it can still be found until it is dropped."""
         if not self._waiting:
             return None
         caller, jobs = self._waiting.popitem(last=False)
@@ -114,7 +122,7 @@ class Jobs:
         return job
 
     def drop(self, job: Job) -> None:
-        """It is done, or nobody waits for it any more. Harmless when called again."""
+        """Remove a job that is done or no longer wanted; no error where it was removed before."""
         if self._all.get(job.spec) is job:
             del self._all[job.spec]
         jobs = self._waiting.get(job.caller)
@@ -124,6 +132,7 @@ class Jobs:
                 del self._waiting[job.caller]
 
     def drop_all(self) -> list[Job]:
+        """Remove all jobs; gives those that were not done."""
         jobs = list(self._all.values())
         self._all.clear()
         self._waiting.clear()

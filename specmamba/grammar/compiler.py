@@ -1,4 +1,4 @@
-"""From a schema, an expression or rules to what a matcher walks."""
+"""Compilation of schemas, regular expressions and rules to grammars, off the caller's thread."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarCompiler:
-    """Compiles off the caller's thread, keeps what it has compiled, and gives up after a time.
+    """Compiles specifications off the caller's thread, with a time limit and a cache.
 
-    The work is done in a process of its own, one specification after the other, started by the first one: what takes
-    too long or too much memory, or crashes, ends that process and nothing else. ``cache_bytes`` bounds the memory of
-    compiled grammars that are kept, by least recent use. Safe to use from any thread.
+    A separate process, started for the first specification, compiles one after the other. A specification that takes
+    too long or too much memory, or crashes, ends that process only. ``cache_bytes`` bounds the memory of cached
+    grammars; the least recently used are dropped. Safe to use from any thread.
 
     Raises:
         ImportError: xgrammar is not installed.
@@ -59,19 +59,19 @@ class GrammarCompiler:
 
     @property
     def worker_pid(self) -> int | None:
-        """The process that compiles, once there is one."""
+        """The id of the process that compiles, or None before it was started."""
         return None if self._worker is None else self._worker.pid
 
     def compile(self, spec: GrammarSpec, caller: str | None = None) -> Future[CompiledGrammar]:
-        """The grammar of a specification, at once where it is known already.
+        """Compile a specification; the future has its result at once where the cache has it.
 
-        Callers take turns, and only so many grammars of one may wait (of None: any number). When all futures of a
-        specification are cancelled, what was begun for it is given up.
+        Callers take turns, and only ``MAX_WAITING_OF_CALLER`` specifications of one caller may wait (of None: any
+        number). When all futures of a specification are cancelled, its compilation is stopped.
 
         The future raises:
-            RequestError: the specification is wrong, unsupported, or too complex (caused by TimeoutError then); the
+            RequestError: the specification is wrong, unsupported, or too complex (caused by TimeoutError); the
                 model has no end-of-text token.
-            GrammarQueueFullError: too many wait already.
+            GrammarQueueFullError: too many specifications wait.
             EngineStoppedError: the compiler was closed.
         """
         future: Future[CompiledGrammar] = Future()
@@ -88,7 +88,7 @@ class GrammarCompiler:
         return future
 
     def close(self) -> None:
-        """End what still compiles. Whoever waits gets EngineStoppedError."""
+        """Stop compiling. All pending futures raise EngineStoppedError."""
         with self._changed:
             self._is_closed = True
             thread, worker = self._thread, self._worker
@@ -117,14 +117,14 @@ class GrammarCompiler:
             job = Job(spec, caller)
             self._jobs.add(job)
         job.futures.append(future)
-        future.add_done_callback(partial(self._let_go, job))
+        future.add_done_callback(partial(self._stop_unwanted, job))
         self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
             self._thread.start()
 
-    def _let_go(self, job: Job, future: Future[CompiledGrammar]) -> None:
-        """One who waited has his answer, or has gone; with the last who goes, the work ends."""
+    def _stop_unwanted(self, job: Job, future: Future[CompiledGrammar]) -> None:
+        """Stop the compilation of a job whose last future was cancelled."""
         if not future.cancelled():
             return
         with self._changed:
@@ -146,7 +146,7 @@ class GrammarCompiler:
                 future.set_exception(EngineStoppedError("the server stopped before the grammar was compiled"))
 
     def _next(self) -> Job | None:
-        """The next job; None when there will be no more."""
+        """Wait for the next job; None once the compiler is closed."""
         with self._changed:
             while not self._is_closed:
                 self._running = self._jobs.take()
@@ -160,7 +160,7 @@ class GrammarCompiler:
         with self._changed:
             self._running = None
             if self._is_closed or not job.is_wanted:
-                return  # everybody who waits at the end is told so
+                return  # ``_run`` answers pending futures at the end
             self._jobs.drop(job)
             self._cache.add(job.spec, outcome)
         for future in job.futures:
@@ -176,7 +176,7 @@ class GrammarCompiler:
             return self._compile(job)
         except RequestError as error:
             return error
-        except Exception as error:  # the end of this specification, which must not be the thread's
+        except Exception as error:  # an unexpected error must end this job only, not the thread
             logger.warning("a grammar could not be compiled", exc_info=True)
             failure = RequestError(f"the grammar could not be compiled: {type(error).__name__}: {error}", "grammar")
             failure.__cause__ = error
@@ -202,7 +202,7 @@ class GrammarCompiler:
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """By token id, ``vocab_size`` of them; empty where no text may have the token: special ones, padding."""
+    """The bytes of every token id below ``vocab_size``; empty for special tokens and padding, never part of a text."""
     return [_bytes_of(tokenizer, index) for index in range(vocab_size)]
 
 

@@ -1,4 +1,4 @@
-"""Rules in the notation that xgrammar reads: literals, character classes, choices, and a list that grows."""
+"""Writing of rules in the notation of xgrammar (GBNF): literals, character classes, choices, repetitions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from specmamba.errors import RequestError
 
-Ranges = list[tuple[int, int]]  # of code points, both ends included; ascending and apart
+Ranges = list[tuple[int, int]]  # of code points, both ends included; ascending, with gaps between them
 
 MAX_RULES_CHARACTERS = 1_000_000
 LAST_CODE_POINT = 0x10FFFF
@@ -14,7 +14,7 @@ SCALARS: Ranges = [(0, 0xD7FF), (0xE000, LAST_CODE_POINT)]  # halves of surrogat
 
 
 class Rules:
-    """A grammar that is being written. Equal bodies share one rule."""
+    """A grammar to which rules are added. Equal bodies share one rule."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, str] = {}
@@ -22,30 +22,30 @@ class Rules:
         self._num_characters = 0
 
     def add(self, body: str) -> str:
-        """The name of a rule with this body."""
+        """Add a rule with this body, unless there is one; gives its name."""
         if body not in self._name_of:
             self._name_of[body] = self.reserve()
             self.define(self._name_of[body], body)
         return self._name_of[body]
 
     def add_recursive(self, body: str) -> str:
-        """The name of a rule that stands in its own body, wherever that has ``{}``."""
+        """Add a rule that refers to itself wherever its body has ``{}``; gives its name."""
         if body not in self._name_of:
             self._name_of[body] = self.reserve()
             self.define(self._name_of[body], body.replace("{}", self._name_of[body]))
         return self._name_of[body]
 
     def reserve(self) -> str:
-        """A name whose body follows later, so that rules can speak of themselves."""
+        """Reserve a name whose body follows later, so that rules can refer to themselves."""
         name = f"r{len(self._bodies)}"
         self._bodies[name] = ""
         return name
 
     def define(self, name: str, body: str) -> None:
-        """Give a name its body.
+        """Set the body of a reserved name.
 
         Raises:
-            RequestError: the grammar has grown too large.
+            RequestError: the grammar has become too large.
         """
         self._num_characters += len(body)
         if self._num_characters > MAX_RULES_CHARACTERS:
@@ -53,33 +53,33 @@ class Rules:
         self._bodies[name] = body
 
     def text(self, root: str) -> str:
-        """The whole grammar, for texts of ``root``."""
+        """The whole grammar, which matches the texts of ``root``."""
         lines = [f"root ::= {root}", *(f"{name} ::= {body}" for name, body in self._bodies.items())]
         return "\n".join(lines)
 
 
 def literal(text: str) -> str:
-    """Exactly this text."""
+    """The expression for exactly this text."""
     return '"' + "".join(map(_escaped, text)) + '"'
 
 
 def one_of(choices: Iterable[str]) -> str:
-    """Any of these expressions, of which there is at least one."""
+    """The expression for any of these expressions, of which there must be at least one."""
     distinct = list(dict.fromkeys(choices))
     return distinct[0] if len(distinct) == 1 else "(" + " | ".join(distinct) + ")"
 
 
 def repeated(expression: str, least: int, most: int | None) -> str:
-    """So many of an expression, one after the other."""
+    """The expression for ``least`` to ``most`` repetitions; None: no upper bound."""
     if most == 0:
         return '""'
     return f"({expression}){{{least},{'' if most is None else most}}}"
 
 
 def char_class(ranges: Ranges) -> str:
-    """One character of these.
+    """The expression for one character of these ranges.
 
-    A set without an end is written as what it leaves out: xgrammar's masks of such a set are wrong where it is written
+    A set up to the last code point is written as its complement: xgrammar's masks are wrong where such a set is written
     as ranges and repeated more than 128 times.
     """
     is_open = bool(ranges) and ranges[-1][1] == LAST_CODE_POINT and len(ranges) > 1
@@ -88,7 +88,7 @@ def char_class(ranges: Ranges) -> str:
 
 
 def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
-    """What is in any of the sets."""
+    """The code points that are in any of the sets."""
     merged: Ranges = []
     for low, high in sorted(r for ranges in sets for r in ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -99,7 +99,7 @@ def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """All code points that are not in the set."""
+    """The code points that are not in the set."""
     gaps, start = [], 0
     for low, high in union(ranges):
         if low > start:
@@ -109,7 +109,7 @@ def complement(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 def minus(ranges: Sequence[tuple[int, int]], taken: Sequence[tuple[int, int]]) -> Ranges:
-    """What is in the first set and not in the second."""
+    """The code points that are in the first set and not in the second."""
     return complement(union(complement(ranges), taken))
 
 
@@ -129,4 +129,4 @@ def _in_class(point: int) -> str:
 
 
 def _code(point: int) -> str:
-    return f"\\U{point:08x}"  # \\x takes whatever digits follow
+    return f"\\U{point:08x}"  # \\x would also take the digits that follow

@@ -1,7 +1,8 @@
-r"""Regular expressions as rules: what Python and ECMAScript both match; what is not regular is refused by name.
+r"""Translation of regular expressions to rules, with the meaning that Python and ECMAScript have in common.
 
-Where the two read an expression differently, the rules have the texts on which they agree: ``\d``, ``\w`` and ``\s``
-are ASCII, their opposites leave out what either counts among them, ``.`` is no line break of either.
+Where the two differ, the rules match the texts that both match: ``\d``, ``\w`` and ``\s`` are ASCII, their opposites
+match what is outside of both definitions, and ``.`` matches no line break of either. What is not regular is refused by
+name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from specmamba.errors import RequestError
 from specmamba.grammar.ebnf import SCALARS, Ranges, char_class, complement, literal, minus, one_of, repeated, union
 
-_parser: Any = importlib.import_module("re._parser")  # a parser of its own would only differ from it
+_parser: Any = importlib.import_module("re._parser")  # another parser would differ from Python in details
 _UNBOUNDED = _parser.MAXREPEAT
 
 _ABOVE_ASCII: Ranges = [(0x80, 0x10FFFF)]
@@ -32,14 +33,14 @@ _WIDE: dict[str, Ranges] = {
 }
 _STARTS, _ENDS = ("AT_BEGINNING", "AT_BEGINNING_STRING"), ("AT_END", "AT_END_STRING")
 
-OneOf = Callable[[Ranges], str]  # an expression for one character of a set
+OneOf = Callable[[Ranges], str]  # the expression for one character of a set
 
 
 class Expression:
-    """A regular expression, parsed.
+    """A parsed regular expression.
 
     Raises:
-        RequestError: it is not one, or uses something that no finite automaton can do.
+        RequestError: it is invalid, or uses something that is not regular.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -52,23 +53,23 @@ class Expression:
         self.pattern = pattern
         low, high = self._tree.getwidth()
         self.min_length: int = low
-        self.max_length: int | None = None if high >= _UNBOUNDED else high  # code points that match
+        self.max_length: int | None = None if high >= _UNBOUNDED else high  # of matching texts, in code points
 
     def whole(self, one: OneOf | None = None) -> str:
-        """Rules for texts that match as a whole."""
+        """The expression for texts that match as a whole."""
         return self._alternatives(one or _one_character, None)
 
     def anywhere(self, one: OneOf) -> str:
-        """Rules for texts in which something matches; only ``^`` and ``$`` hold it to the ends."""
+        """The expression for texts with a match anywhere; ``^`` and ``$`` tie it to the ends."""
         return self._alternatives(one, f"{one(SCALARS)}*")
 
     @property
     def is_anchored(self) -> bool:
-        """Whether a text that holds a match is the match."""
+        """Whether every match is a whole text."""
         return all(b and _is_at(b[0], _STARTS) and _is_at(b[-1], _ENDS) for b in self._branches())
 
     def single_repeat(self) -> tuple[Ranges, int, int | None] | None:
-        """The characters, least and most of an anchored ``^[...]{m,n}$``; None for other expressions."""
+        """The characters, m and n of an anchored ``^[...]{m,n}$``; None for other expressions."""
         items = list(self._tree)
         if len(items) != 3 or not _is_at(items[0], _STARTS) or not _is_at(items[2], _ENDS):
             return None
@@ -105,7 +106,7 @@ class Expression:
         ranges = self._set(item)
         if ranges is not None:
             return one(ranges)
-        if name in ("MAX_REPEAT", "MIN_REPEAT"):  # greedy or not: the same texts match
+        if name in ("MAX_REPEAT", "MIN_REPEAT"):  # greedy or not, the same texts match
             return repeated(self._sequence(value[2], one), int(value[0]), _most(value[1]))
         if name == "BRANCH":
             return one_of([f"({self._sequence(branch, one)})" for branch in value[1]])
@@ -114,7 +115,7 @@ class Expression:
         raise _refusal(self.pattern, f"{_NAMES.get(name, name.lower())} is not supported")
 
     def _set(self, item: Any) -> Ranges | None:
-        """The characters that an item stands for when it stands for one character, else None."""
+        """The characters that an item matches, where it matches exactly one character, else None."""
         name, value = str(item[0]), item[1]
         if name == "LITERAL":
             return self._some(minus([(value, value)], complement(SCALARS)))

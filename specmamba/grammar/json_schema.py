@@ -1,8 +1,8 @@
-"""From a JSON schema to rules.
+"""Translation of a JSON schema to rules.
 
-Every text of the rules is valid against the schema; not every valid text is one of theirs. Objects have their
-properties in the order in which the schema names them, and others only where it asks for them with
-``additionalProperties``. What cannot be promised by rules is refused by name.
+Every text of the rules is valid against the schema, but the rules do not match every valid text. Objects have their
+properties in the order in which the schema names them, and other properties only where it has ``additionalProperties``.
+A keyword that rules cannot guarantee is refused by name.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ MAX_PROPERTIES, MAX_BRANCHES = 512, 128
 
 
 def schema_rules(text: str) -> str:
-    """The grammar of a JSON schema's texts.
+    """Write the rules for the texts of a JSON schema.
 
     Raises:
-        RequestError: it is no schema, or uses what is not supported; the message names the keyword and the place.
+        RequestError: it is not a schema, or uses something unsupported; the message names the keyword and the place.
     """
     return _SchemaRules(SchemaReader(text)).text()
 
 
 def object_rules() -> str:
-    """The grammar of any JSON object."""
+    """Write the rules for any JSON object."""
     rules = Rules()
     return rules.text(any_object(rules))
 
 
 class _SchemaRules:
-    """Schemas wait in line, so that those that hold themselves and long chains of references do not nest here."""
+    """Writes the rules of one document. Schemas wait in a queue, so that recursive ones do not recurse here."""
 
     def __init__(self, reader: SchemaReader) -> None:
         self._reader = reader
@@ -181,7 +181,7 @@ class _SchemaRules:
         return self._tuple(heads, rest, least, most, place)
 
     def _tuple(self, heads: list[Any], rest: Any, least: int, most: int | None, place: str) -> str:
-        """Items of which the first ones have schemas of their own."""
+        """Arrays whose first items have schemas of their own."""
         tail = '""'
         if rest is not False and (most is None or most > len(heads)):
             item = self._rule(rest, f"{place}/items")

@@ -1,7 +1,8 @@
-"""How values of JSON are written: one way of several, so that an output is always valid and comes to an end.
+"""Rules for JSON values: any values, constants, and the strings and numbers of JSON schemas.
 
-Characters stand for themselves wherever JSON allows it, numbers have a bounded number of digits, and there is at most
-one space, behind a comma or a colon.
+Each value is written in only one of the ways that JSON allows, so that every output is valid and ends: characters are
+not escaped unless they must be, numbers have a bounded number of digits, and there is at most one space, behind a comma
+or a colon. All functions raise RequestError for what rules cannot guarantee.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from specmamba.grammar.schema_reader import ASSERTING, Schema, has_type, refusal
 COMMA, COLON = '"," " "?', '":" " "?'
 INTEGER = '("0" | "-"? [1-9] [0-9]{0,14})'
 NUMBER = '"-"? ("0" | [1-9] [0-9]{0,14}) ("." [0-9]{1,15})? ([eE] [+\\-]? [0-9]{1,2})?'
-_BLOCK = 32  # characters
+_BLOCK = 32  # characters that share one rule
 _QUOTE, _BACKSLASH = '"', "\\"
 _ESCAPED = {_QUOTE: _QUOTE, _BACKSLASH: _BACKSLASH, "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
 _CONTROL: Ranges = [(0, 31)]
-PLAIN = minus(SCALARS, [*_CONTROL, (34, 34), (92, 92)])  # what a string holds as it is
+PLAIN = minus(SCALARS, [*_CONTROL, (34, 34), (92, 92)])  # characters of strings that need no escape
 MAX_COUNT = 4096
 
-# Each expression matches some of what the standard of the format allows, and nothing else.
+# Formats of strings as regular expressions. Each matches a part of what the format's standard allows, and nothing else.
 _DATE = (
     r"[0-9]{3}[1-9]-((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"  # no year 0
 )
@@ -50,7 +51,7 @@ FORMATS: dict[str, str] = {
 
 
 def one_character(ranges: Ranges) -> str:
-    """One character of a set, as it is written inside of a string. Controls without a short form are left out."""
+    """One character of a set inside of a string. Control characters without a short escape are left out."""
     escapes = [(ord(short), ord(short)) for char, short in _ESCAPED.items() if _has(ranges, ord(char))]
     choices = [f"{literal(_BACKSLASH)} {char_class(escapes)}"] if escapes else []
     plain = minus(ranges, minus(SCALARS, PLAIN))
@@ -62,10 +63,10 @@ def one_character(ranges: Ranges) -> str:
 
 
 def any_string(rules: Rules, least: int, most: int | None) -> str:
-    """Any string of so many characters.
+    """Any string of ``least`` to ``most`` characters; None: no upper bound.
 
-    A rule for every number of characters that may follow, each up to the closing quote: then no token that ends a
-    string, or runs on behind it, has to be tried out while text is made.
+    There is a rule for every number of characters that may follow, each up to the closing quote. Then xgrammar knows at
+    compile time which tokens may end the string, and need not try them for every mask.
     """
     char, quote, blocks = one_character(SCALARS), literal(_QUOTE), ""
     if most is None:
@@ -73,7 +74,7 @@ def any_string(rules: Rules, least: int, most: int | None) -> str:
         most = least
     else:
         rest = rules.add(quote)
-        if most - least > 3 * _BLOCK:  # every rule costs compile time: most characters of a long string share some
+        if most - least > 3 * _BLOCK:  # every rule costs compile time, so most characters of a long string share rules
             length = least + _BLOCK + (most - least) % _BLOCK
             block = rules.add(" ".join([char] * _BLOCK))
             blocks, most = repeated(block, 0, (most - length) // _BLOCK), length
@@ -83,12 +84,12 @@ def any_string(rules: Rules, least: int, most: int | None) -> str:
 
 
 def quoted(expression: str) -> str:
-    """A string whose inside is what the expression says."""
+    """A string whose characters match the expression."""
     return f"{literal(_QUOTE)} ({expression}) {literal(_QUOTE)}"
 
 
 def constant(value: Any) -> str:
-    """Exactly this value."""
+    """The expression for exactly this value."""
     if isinstance(value, dict):
         entries = [f"{constant(key)} {COLON} {constant(inner)}" for key, inner in value.items()]
         return '"{" ' + f" {COMMA} ".join(entries) + ' "}"'
@@ -103,20 +104,20 @@ def constant(value: Any) -> str:
 
 
 def anything(rules: Rules) -> str:
-    """Any value at all."""
+    """The rule for any value."""
     text = rules.add(any_string(rules, 0, None))
     array, entries = container("[", "]", "{}", 0, None), container("{", "}", f"{text} {COLON} {{}}", 0, None)
     return rules.add_recursive(f'"true" | "false" | "null" | {NUMBER} | {text} | {array} | {entries}')
 
 
 def any_object(rules: Rules) -> str:
-    """Any object."""
+    """The rule for any object."""
     value, text = anything(rules), rules.add(any_string(rules, 0, None))
     return rules.add(container("{", "}", f"{text} {COLON} {value}", 0, None))
 
 
 def container(opening: str, closing: str, item: str, least: int, most: int | None) -> str:
-    """So many items between brackets, with commas between them."""
+    """``least`` to ``most`` items between brackets, with commas between them; None: no upper bound."""
     if most == 0:
         return f"{literal(opening)} {literal(closing)}"
     more = repeated(f"{COMMA} {item}", max(least - 1, 0), None if most is None else most - 1)
@@ -125,12 +126,12 @@ def container(opening: str, closing: str, item: str, least: int, most: int | Non
 
 
 def key_except(rules: Rules, names: list[str]) -> str:
-    """Any key but these, with its quotes."""
+    """Any key except these, with its quotes."""
     return f"{literal(_QUOTE)} {_rest_except(rules, sorted(set(names)))}"
 
 
 def string(rules: Rules, schema: Schema, place: str) -> str:
-    """Strings of a schema."""
+    """The expression for the strings of a schema."""
     least, most = count(schema, "minLength", place) or 0, count(schema, "maxLength", place)
     if most is not None and least > most:
         raise refusal("'minLength' is more than 'maxLength'", place)
@@ -144,7 +145,7 @@ def string(rules: Rules, schema: Schema, place: str) -> str:
 
 
 def enum(schema: Schema, place: str) -> str:
-    """The constants of a schema that names them."""
+    """The expression for the constants of a schema with ``enum``."""
     values, types = schema["enum"], types_of(schema, place)
     if not isinstance(values, list):
         raise refusal("'enum' is not a list", place)
@@ -159,7 +160,7 @@ def enum(schema: Schema, place: str) -> str:
 
 
 def number(name: str, schema: Schema, place: str) -> str:
-    """Numbers, or integers, of a schema."""
+    """The expression for the numbers, or the integers, of a schema."""
     if "multipleOf" in schema and not (name == "integer" and schema["multipleOf"] == 1):
         raise refusal("'multipleOf' is not supported", place)
     low, low_open = _bound(schema, "minimum", "exclusiveMinimum", place, max)
@@ -211,13 +212,13 @@ def _patterned(pattern: Any, least: int, most: int | None, place: str) -> str:
 
 
 def _fits(expression: Expression, least: int, most: int | None) -> bool:
-    """Whether whatever matches has a length within the bounds."""
+    """Whether all matches have a length within the bounds."""
     longest = expression.max_length
     return expression.min_length >= least and (most is None or (longest is not None and longest <= most))
 
 
 def count(schema: Schema, keyword: str, place: str) -> int | None:
-    """What a keyword says that counts; None where it is not there."""
+    """The value of a keyword that must be a whole number of at least 0; None where it is missing."""
     value = schema.get(keyword)
     if value is None and keyword not in schema:
         return None
@@ -229,7 +230,7 @@ def count(schema: Schema, keyword: str, place: str) -> int | None:
 
 
 def _rest_except(rules: Rules, words: list[str]) -> str:
-    """What may follow in a key when it must not go on with one of these words; the closing quote included."""
+    """The rule for the rest of a key that is none of these words, with the closing quote."""
     rest_of: dict[str, list[str]] = {}
     for word in words:
         if word and _has(PLAIN, ord(word[0])):

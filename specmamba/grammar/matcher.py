@@ -1,4 +1,7 @@
-"""Where a request stands in its grammar, and what may follow every node of a draft tree."""
+"""The state of a request in its grammar, and masks of the tokens that may follow each node of a draft tree.
+
+Making a mask blocks the engine, so each request has a limit of processor time for it.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ from specmamba.grammar.compilations import CompiledGrammar
 
 NO_LIMIT = -1.0
 _ALL = np.int32(-1)
-SLOW_SECONDS, MAX_SLOW = 0.1, 2  # of one mask, or of taking one token
-FREE_SECONDS = 0.02  # of each, so that the length of an answer does not matter
-MAX_SECONDS = 2.0  # beyond those, of a whole request
+SLOW_SECONDS, MAX_SLOW = 0.1, 2  # of one mask, or of accepting one token
+FREE_SECONDS = 0.02  # of each that does not count, so that long answers are not refused for their length
+MAX_SECONDS = 2.0  # of a whole request, beyond the free ones
 _LARGE_VOCABULARY = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
-    """What a grammar says of one draft tree of N nodes.
+    """The tokens that a grammar allows in one draft tree of N nodes.
 
-    ``bits`` [N, ceil(V / 32)] int32: bit t % 32 of word t // 32 is set where token t may follow the node. Rows of nodes
-    that the grammar refuses, of all below them, and of end-of-text tokens allow everything: nobody goes on from there.
-    ``is_allowed`` [N] bool: the node itself and all above it keep to the grammar.
+    ``bits`` [N, ceil(V / 32)] int32: bit t % 32 of word t // 32 is set where token t may follow the node. Rows of
+    refused nodes, of all nodes below them, and of end-of-text tokens allow everything, since no token is chosen there.
+    ``is_allowed`` [N] bool: the grammar allows the node and all nodes above it.
     """
 
     bits: NDArray[np.int32]
@@ -35,13 +38,13 @@ class TreeMask:
 
 
 class GrammarMatcher:
-    """The grammar of one request, after all tokens of its output. Used on the engine thread alone."""
+    """The grammar of one request, in the state after all tokens of its output. Used on the engine thread only."""
 
     def __init__(self, grammar: CompiledGrammar, vocab_size: int) -> None:
         import xgrammar
 
         self._matcher: Any = xgrammar.GrammarMatcher(grammar.compiled)
-        self._handle: Any = self._matcher._handle  # takes NumPy arrays, which the public face has no words for
+        self._handle: Any = self._matcher._handle  # takes NumPy arrays, which the public methods do not
         self._stop_ids = frozenset(self._matcher.stop_token_ids)
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
@@ -56,14 +59,18 @@ class GrammarMatcher:
         return bool(self._matcher.is_terminated())
 
     def mask(self, tokens: Sequence[int], parents: Sequence[int], seconds: float | None = None) -> TreeMask:
-        """Of a draft tree in topological order, whose root ``tokens[0]`` is the last token of prompt or output.
+        """Make the mask of a draft tree in topological order, whose root is the last token of prompt or output.
 
-        Leaves the matcher where it was. Parents other than the root's may be -1: such nodes are nobody's, and not
-        allowed. Nodes that are not looked at within ``seconds`` (None: as long as it takes) are not allowed either, and
-        must not be verified; the root always has its row.
+        The state of the matcher stays the same. The root always gets its row.
+
+        Args:
+            tokens: [N], of the nodes.
+            parents: [N], indices of the nodes' parents; -1 for the root and for nodes without a parent, which are not
+                allowed.
+            seconds: nodes that are not reached in this time are not allowed and must not be verified; None: no limit.
 
         Raises:
-            GrammarError: nothing at all may follow the root, or finding out takes too long.
+            GrammarError: no token may follow the root, or making the mask takes too long.
         """
         try:
             return self._mask(tokens, parents, NO_LIMIT if seconds is None else seconds)
@@ -73,12 +80,12 @@ class GrammarMatcher:
 
     def _mask(self, tokens: Sequence[int], parents: Sequence[int], seconds: float) -> TreeMask:
         bits = np.zeros((len(tokens), self._num_words), np.int32)
-        began = time.thread_time()  # what others do to the machine is not the grammar's fault
+        began = time.thread_time()  # processor time: the load of the machine must not count
         self._traverse(tokens, parents, bits, seconds)
         taken = time.thread_time() - began
         has_row: NDArray[np.bool_] = np.logical_or.reduce(bits, axis=1)
         self.seconds_per_node = taken / max(int(has_row.sum()), 1)
-        # the last node that was looked at may have taken all that is beyond the limit
+        # the time beyond the limit may all be that of the last node
         self._effort.add(max(self.seconds_per_node, taken - seconds if seconds >= 0 else 0.0))
         if not has_row[0]:
             raise GrammarError("the grammar allows no token here: no text of it begins with what was written")
@@ -94,11 +101,11 @@ class GrammarMatcher:
         return TreeMask(bits, is_allowed)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """The output goes on with these tokens; what stands behind an end-of-text token is not part of it.
+        """Append tokens to the output; tokens behind an end-of-text token are ignored.
 
         Raises:
-            GrammarError: the grammar does not allow one of them, and the matcher stands before it then; or it takes too
-                long.
+            GrammarError: the grammar does not allow one of them, and the state is that before this token; or it takes
+                too long.
         """
         began = time.thread_time()
         for token in tokens:
@@ -112,21 +119,21 @@ class GrammarMatcher:
     def _accepts(self, token: int) -> bool:
         try:
             return bool(self._handle.accept_token(token, False))
-        except Exception as error:  # native code throws under several types
+        except Exception as error:  # native code raises several types of exceptions
             self._return_to_output()
             raise GrammarError(f"the grammar failed: {type(error).__name__}: {error}", "grammar_failed") from error
 
     def _traverse(self, tokens: Sequence[int], parents: Sequence[int], bits: NDArray[np.int32], seconds: float) -> None:
-        """Fill the rows of all nodes that keep to the grammar; zeros where nothing follows, or nobody looked."""
+        """Fill the rows of all allowed nodes; zeros where no token may follow, or the node was not reached."""
         if self.is_finished:
             return
         children, siblings = _links(parents)
         ids = np.asarray(tokens, np.int64)
         try:
             self._handle.traverse_draft_tree(children, siblings, ids, bits, seconds, None)
-            if not bits[0].any():  # no time even for the root
+            if not bits[0].any():  # the time was too short for the root
                 self._handle.fill_next_token_bitmask(bits[:1], 0, False)
-        # Native code throws under several types, and may have left the matcher somewhere in the tree.
+        # Native code raises several types of exceptions, and may leave the matcher at any node of the tree.
         except Exception as error:
             self._return_to_output()
             raise GrammarError(f"the grammar failed: {type(error).__name__}: {error}", "grammar_failed") from error
@@ -138,12 +145,12 @@ class GrammarMatcher:
 
 
 def scale_of(vocab_size: int) -> float:
-    """How much longer a mask may take than with a small vocabulary."""
+    """The factor of all time limits for a vocabulary of this size; 1 for small ones."""
     return max(1.0, vocab_size / _LARGE_VOCABULARY)
 
 
 class Effort:
-    """The processor time of one request's masks and tokens, in seconds."""
+    """The processor time in seconds that the masks and tokens of one request have taken."""
 
     def __init__(self, vocab_size: int) -> None:
         self._scale = scale_of(vocab_size)
@@ -151,10 +158,10 @@ class Effort:
         self._seconds = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one of them.
+        """Count one mask, or one token.
 
         Raises:
-            GrammarError: it is too much for one request ("grammar_too_complex").
+            GrammarError: the request has used up its time ("grammar_too_complex").
         """
         self._num_slow += seconds > SLOW_SECONDS * self._scale
         self._seconds += max(0.0, seconds - FREE_SECONDS * self._scale)
@@ -164,7 +171,7 @@ class Effort:
 
 
 def _links(parents: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First child and next sibling of every node [N], [N]; -1: none."""
+    """First child and next sibling of every node: [N] and [N] int64, -1 for none."""
     children, siblings = [-1] * len(parents), [-1] * len(parents)
     last: dict[int, int] = {}
     for node, parent in enumerate(parents):

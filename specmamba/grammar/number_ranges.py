@@ -1,7 +1,7 @@
-"""Decimal numbers between two bounds, digit by digit.
+"""Rules for decimal numbers between two bounds, digit by digit.
 
-Integers have at most 15 digits unless their bounds have more; other numbers at most 9 before the point and 6 behind
-it, so that every text is a number of its own in double precision, and no rounding crosses a bound.
+Integers have at most 15 digits unless their bounds have more. Other numbers have at most 9 digits before the point and
+6 behind it, so that double precision tells all of them apart and no rounding crosses a bound.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_BOUND_DIGITS = 30
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """From ``low`` to ``high``; open: without the bound itself."""
+    """The numbers from ``low`` to ``high``; an open bound is excluded. None: no bound."""
 
     low: Decimal | None = None
     high: Decimal | None = None
@@ -26,17 +26,17 @@ class Bounds:
     high_open: bool = False
 
     def negated(self) -> Bounds:
-        """The bounds of -x."""
+        """The bounds of -x for x within these."""
         low = None if self.high is None else -self.high
         high = None if self.low is None else -self.low
         return Bounds(low, high, self.high_open, self.low_open)
 
 
 def integers(bounds: Bounds) -> str:
-    """All integers within bounds.
+    """The expression for all integers within bounds.
 
     Raises:
-        RequestError: there is none.
+        RequestError: there is no such integer, or a bound has too many digits.
     """
     low, high = _whole_low(bounds), _whole_high(bounds)
     choices = []
@@ -48,10 +48,10 @@ def integers(bounds: Bounds) -> str:
 
 
 def decimals(bounds: Bounds) -> str:
-    """Numbers within bounds, with or without a fraction.
+    """The expression for numbers within bounds, with or without a fraction.
 
     Raises:
-        RequestError: there is none, or a bound has too many digits.
+        RequestError: there is no such number, or a bound has too many digits.
     """
     choices = []
     if bounds.low is None or bounds.low < 0:
@@ -68,7 +68,7 @@ def decimals(bounds: Bounds) -> str:
 
 
 def whole(low: int, high: int | None, digits: int = MAX_INTEGER_DIGITS) -> str | None:
-    """Integers from ``low`` (at least 0) to ``high``, without leading zeros; None where there are none."""
+    """Integers from ``low`` (at least 0) to ``high``, without leading zeros; None if there are none."""
     if high is None:
         high = 10 ** max(digits, len(str(low)) + 1) - 1
     if low > high:
@@ -81,7 +81,7 @@ def whole(low: int, high: int | None, digits: int = MAX_INTEGER_DIGITS) -> str |
 
 
 def _between(low: str, high: str) -> str:
-    """Strings of as many digits as both bounds have."""
+    """Digit strings between two bounds of the same length."""
     if not low.strip("0") and not high.strip("9"):
         return repeated("[0-9]", len(low), len(low))
     if low[0] == high[0]:
@@ -99,7 +99,7 @@ def _between(low: str, high: str) -> str:
 
 
 def _magnitude(bounds: Bounds) -> str | None:
-    """Numbers of at least zero."""
+    """Numbers within bounds that are at least zero."""
     low, low_tail = _parts(bounds.low or Decimal(0))
     top = Decimal(10**MAX_WHOLE_DIGITS - 1) if bounds.high is None else bounds.high
     high, high_tail = _parts(max(top, Decimal(low + 1)) if bounds.high is None else top)
@@ -122,20 +122,21 @@ _ANY_FRACTION = f'("." [0-9]{{1,{MAX_FRACTION_DIGITS}}})?'
 
 
 def _fraction_from(tail: str, is_open: bool) -> str:
-    """A point and digits that are worth at least ``tail``; nothing at all, where that is enough."""
+    """Fractions of at least 0.``tail`` (open: more), with the point; also no fraction, where the bound allows it."""
     if not tail and not is_open:
         return _ANY_FRACTION
     return f'"." ({_at_least(tail, is_open, MAX_FRACTION_DIGITS)})'
 
 
 def _fraction_to(tail: str, is_open: bool) -> str | None:
+    """Fractions of at most 0.``tail`` (open: less), with the point; None where there are none."""
     if not tail:
         return None if is_open else '""'
     return f'("." ({_at_most(tail, is_open, MAX_FRACTION_DIGITS, is_first=True)}))?'
 
 
 def _at_least(tail: str, is_open: bool, room: int) -> str:
-    """Up to ``room`` digits behind the point that are worth at least ``tail`` (open: more)."""
+    """Up to ``room`` digits behind the point whose value is at least ``tail`` (open: more)."""
     if not tail:
         if not is_open:
             return f"[0-9]{{0,{room}}}"
@@ -149,7 +150,7 @@ def _at_least(tail: str, is_open: bool, room: int) -> str:
 
 
 def _at_most(tail: str, is_open: bool, room: int, is_first: bool) -> str | None:
-    """Digits that are worth at most ``tail`` (open: less), which has no zeros at its end."""
+    """Digits whose value is at most ``tail`` (open: less), which has no zeros at its end."""
     if not tail:
         return None if is_open else '""'
     digit, choices = int(tail[0]), [] if is_first else ['""']
@@ -162,7 +163,7 @@ def _at_most(tail: str, is_open: bool, room: int, is_first: bool) -> str | None:
 
 
 def _tail_between(low: str, high: str, bounds: Bounds, room: int, is_first: bool) -> str | None:
-    """Digits behind the point between two tails; the point included where it is the first call."""
+    """Digits behind the point between two values; with the point in the first call."""
     if not low and not bounds.low_open:
         return _fraction_to(high, bounds.high_open) if is_first else _at_most(high, bounds.high_open, room, False)
     if not high or room == 0:
@@ -200,7 +201,7 @@ def _any(choices: list[str | None]) -> str:
 
 
 def _parts(bound: Decimal) -> tuple[int, str]:
-    """The whole part, and the digits behind the point without zeros at the end."""
+    """The integer part, and the digits behind the point without zeros at the end."""
     whole_text, _, tail = f"{bound:f}".partition(".")
     tail = tail.rstrip("0")
     if len(whole_text) > MAX_WHOLE_DIGITS or len(tail) >= MAX_FRACTION_DIGITS:

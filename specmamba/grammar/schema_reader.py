@@ -1,4 +1,7 @@
-"""JSON schemas as written, read: which keywords there are, what references point to, what is combined into one."""
+"""Reading of JSON schemas: known keywords, references, combination of schemas, and when two exclude each other.
+
+Two schemas that exclude each other (no value is valid against both) make ``oneOf`` the same as ``anyOf``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ OF_TYPE: dict[str, frozenset[str]] = {
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ASSERTING = frozenset({"type", "enum", "const"}).union(*OF_TYPE.values())
-# They say nothing of which values are valid.
+# Keywords that do not change which values are valid.
 ANNOTATIONS = frozenset(
     {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "deprecated"}
     | {"readOnly", "writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "discriminator"}
@@ -31,10 +34,10 @@ _MAX_DISJOINT_DEPTH = 4
 
 
 class SchemaReader:
-    """One document.
+    """One JSON schema document.
 
     Raises:
-        RequestError: it is not a JSON schema, or nests too deep, or is of a draft that is not known.
+        RequestError: it is not a JSON schema, nests too deep, or names an unknown draft.
     """
 
     def __init__(self, text: str) -> None:
@@ -50,7 +53,7 @@ class SchemaReader:
         self._has_prefix_items = draft is None or name == DRAFTS[0]
 
     def read(self, schema: Any, place: str) -> Schema:
-        """A schema without ``$ref``, ``allOf`` and ``const``: one that means the same, in other words.
+        """Rewrite a schema to an equivalent one without ``$ref``, ``allOf`` and ``const``.
 
         Raises:
             RequestError: it uses a keyword that is not supported, or is not a schema.
@@ -102,16 +105,16 @@ class SchemaReader:
 
 
 def refusal(reason: str, place: str = "") -> RequestError:
-    """The error that says what is wrong with a schema, and where."""
+    """The error for a schema, with the reason and the place."""
     where = f" (at {place:.200})" if place else ""
     return RequestError(f"JSON schema: {reason}{where}", "grammar")
 
 
 def merge(one: Schema, other: Schema, place: str) -> Schema:
-    """A schema that is valid where both are.
+    """Combine two schemas: values are valid against the result if they are valid against both.
 
     Raises:
-        RequestError: both have a keyword, with values that cannot be one.
+        RequestError: both have a keyword, with values that cannot be combined.
     """
     for first, second in ((one, other), (other, one)):
         if first.get("additionalProperties", True) not in (True, {}) and not _names(second) <= _names(first):
@@ -125,7 +128,7 @@ def merge(one: Schema, other: Schema, place: str) -> Schema:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal as JSON schema sees it: 1 is 1.0, and neither is true."""
+    """Whether two values are equal by the rules of JSON schema: 1 equals 1.0, and neither equals true."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -136,7 +139,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def has_type(value: Any, name: str) -> bool:
-    """Whether a value is of a type of JSON schema."""
+    """Whether a value has this type of JSON schema."""
     if isinstance(value, bool) or value is None:
         return name == ("null" if value is None else "boolean")
     if isinstance(value, (int, float)):
@@ -145,7 +148,7 @@ def has_type(value: Any, name: str) -> bool:
 
 
 def types_of(schema: Schema, place: str) -> list[str] | None:
-    """The types a schema names; None where it names none."""
+    """The types that a schema names; None where it names none."""
     if "type" not in schema:
         return None
     value = schema["type"]
@@ -156,14 +159,14 @@ def types_of(schema: Schema, place: str) -> list[str] | None:
 
 
 def schemas(value: Any, keyword: str, place: str) -> list[Any]:
-    """The schemas of a list that must have some."""
+    """Check that a value is a list of schemas that is not empty."""
     if not isinstance(value, list) or not value:
         raise refusal(f"'{keyword}' is not a list of schemas", place)
     return value
 
 
 def are_disjoint(reader: SchemaReader, one: Schema, other: Schema, place: str, depth: int = 0) -> bool:
-    """Whether it is sure that no value is valid against both. The schemas are as ``reader.read`` gives them."""
+    """Whether two schemas certainly exclude each other. Both are results of ``reader.read``."""
     values, more = one.get("enum"), other.get("enum")
     if isinstance(values, list) and isinstance(more, list):
         return not any(is_same(a, b) for a in values for b in more)
@@ -187,7 +190,7 @@ def _overlap(types: list[str], others: list[str]) -> bool:
 
 
 def _differ_in_a_property(reader: SchemaReader, one: Schema, other: Schema, place: str, depth: int) -> bool:
-    """Whether both ask for a property whose values cannot be the same."""
+    """Whether both require a property whose schemas exclude each other."""
     mine, theirs = _properties(one), _properties(other)
     for name in _required(one) & _required(other) & mine.keys() & theirs.keys():
         inner = f"{place}/properties/{name}"
@@ -197,7 +200,7 @@ def _differ_in_a_property(reader: SchemaReader, one: Schema, other: Schema, plac
 
 
 def _refuses(one: Schema, other: Schema) -> bool:
-    """Whether one schema closes its objects to a property that the other asks for."""
+    """Whether one schema forbids a property that the other requires."""
     return one.get("additionalProperties") is False and bool(_required(other) - _properties(one).keys())
 
 

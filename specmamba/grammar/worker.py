@@ -1,10 +1,10 @@
 """The process that compiles: ``python -m specmamba.grammar.worker BYTES``, with BYTES of memory for the work.
 
-Whatever a grammar does to it, its parent lives.
-Input: a line with the vocabulary, as xgrammar writes it, then a line ``{"kind": ..., "text": ...}`` for every grammar.
-Output: a line ``{}`` when ready, then for every grammar ``{"size": n}`` and n bytes of what was compiled, or
-``{"error": reason, "is_slow": whether it is for the time that its masks would take}``.
-It ends when its input does, even in the middle of its work, and when its parent's thread is gone.
+A grammar that crashes it or takes too much memory does not harm its parent.
+Input: a line with the vocabulary, serialized by xgrammar, then a line ``{"kind": ..., "text": ...}`` for every grammar.
+Output: a line ``{}`` when ready, then for every grammar ``{"size": n}`` and n bytes of the compiled grammar, or
+``{"error": reason, "is_slow": whether the reason is the time that its masks would take}``.
+It ends when its input ends, also during a compilation, and when its parent's thread ends.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")
 
 
 def rules_of(kind: str, text: str) -> str:
-    """A specification as rules.
+    """Translate a specification to rules.
 
     Raises:
-        RequestError: it is wrong, or uses what is not supported.
+        RequestError: it is wrong, or uses something that is not supported.
     """
     match kind:
         case "json_object":
@@ -49,10 +49,10 @@ def rules_of(kind: str, text: str) -> str:
 
 
 def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
-    """What xgrammar makes of a specification, once it has been seen to work.
+    """Compile a specification and check it by its rules and by trial.
 
     Raises:
-        RequestError: as ``rules_of``; nothing belongs to it, or its masks would take too long (caused by TimeoutError).
+        RequestError: as ``rules_of``; no text matches it, or its masks would take too long (caused by TimeoutError).
         RuntimeError, ValueError, TypeError, MemoryError, RecursionError: xgrammar cannot compile it.
     """
     import xgrammar
@@ -68,10 +68,10 @@ def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer requests until the input ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever else is printed must not get between the answers
+    os.dup2(2, 1)  # other output must not mix with the answers
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sys.stdin.buffer, lines), daemon=True).start()
     import xgrammar
@@ -97,7 +97,7 @@ def _answer(output: BinaryIO, compiler: Any, kind: str, text: str) -> None:
         reason = _TOO_LARGE
     except RecursionError:
         reason = "the grammar nests too deep"
-    except (RuntimeError, ValueError, TypeError) as error:  # what native code throws arrives under several types
+    except (RuntimeError, ValueError, TypeError) as error:  # native code raises several types of exceptions
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = _TOO_LARGE if "bad_alloc" in lines[0] else _SOURCE_PLACE.sub("", lines[0])[:500]
     _send(output, {"size": len(compiled)} if reason is None else {"error": reason, "is_slow": is_slow}, compiled)
@@ -111,11 +111,11 @@ def _send(output: BinaryIO, header: dict[str, Any], payload: bytes = b"") -> Non
 def _read(source: BinaryIO, lines: queue.SimpleQueue[bytes]) -> None:
     for line in source:
         lines.put(line)
-    os._exit(0)  # a compilation that runs has nobody left to wait for it
+    os._exit(0)  # at once: the result of a running compilation could not be read any more
 
 
 def _limit_memory(more: int) -> None:
-    """So many bytes beyond what the process has now."""
+    """Limit the memory of this process to ``more`` bytes beyond its present use."""
     with open("/proc/self/status", encoding="ascii") as status:
         used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
     resource.setrlimit(resource.RLIMIT_DATA, (used + more, used + more))

@@ -1,4 +1,4 @@
-"""The parent's end of the process that compiles: it is started, asked, and killed when it takes too long."""
+"""The parent's side of the process that compiles: start it, send requests, kill it when it takes too long."""
 
 from __future__ import annotations
 
@@ -16,52 +16,54 @@ from typing import Any
 from specmamba.core import GrammarSpec
 from specmamba.errors import RequestError
 
-START_TIMEOUT_S = 120.0  # it imports torch, as xgrammar does
-SPARE_AFTER_S = 1.0  # of compiling
+START_TIMEOUT_S = 120.0  # xgrammar imports torch
+SPARE_AFTER_S = 1.0  # of compiling, a spare process is started
 MEMORY_BYTES, MAX_ANSWER_BYTES = 2 << 30, 256 << 20
 _MAX_HEADER_BYTES = 1 << 16
 
 
 class WorkerProcess:
-    """One process, or none: it is started by the first question and again after it has died."""
+    """A process that compiles. It is started for the first request, and again after it has died."""
 
     def __init__(self, vocabulary: bytes, timeout_s: float) -> None:
-        self._vocabulary = vocabulary  # a line
+        self._vocabulary = vocabulary  # one line
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._spare: subprocess.Popen[bytes] | None = None
-        self._asked: subprocess.Popen[bytes] | None = None
-        self._was_killed = False  # ever
-        self._is_spoilt = False  # the process was killed, and may not have died yet
-        self._lock = threading.Lock()  # guards the fields above and the next; not held while somebody waits
+        self._busy: subprocess.Popen[bytes] | None = None
+        self._was_killed = False  # at least once
+        self._is_spoilt = False  # the process was killed, but may still run
+        self._lock = threading.Lock()  # guards the fields above and the next; not held while waiting
         self._is_closed = False
 
     @property
     def pid(self) -> int | None:
+        """The id of the process, or None before it was started."""
         return None if self._process is None else self._process.pid
 
     def compile(self, spec: GrammarSpec, is_wanted: Callable[[], bool] = lambda: True) -> str:
-        """What xgrammar has made of a specification, as it writes it.
+        """Compile a specification; gives the compiled grammar as serialized by xgrammar.
 
         Raises:
-            RequestError: the specification is wrong, or takes too long (caused by TimeoutError) or too much memory; or
-                it is no longer wanted.
+            RequestError: the specification is wrong, takes too long (caused by TimeoutError) or too much memory, or is
+            no
+                longer wanted.
             OSError: the process cannot be started.
         """
         if self._process is not None and (self._is_spoilt or self._process.poll() is not None):
             self._end()
         process = self._process or self._start()
-        if self._was_killed:  # as it may be again
+        if self._was_killed:  # and may be killed again
             self._prepare_spare()
-        question = json.dumps({"kind": spec.kind, "text": spec.text}).encode() + b"\n"
+        request = json.dumps({"kind": spec.kind, "text": spec.text}).encode() + b"\n"
         with self._lock:
             if not is_wanted():
-                raise RequestError("nobody waits for the grammar any more", "grammar")
-            self._asked = process
+                raise RequestError("the grammar is no longer wanted", "grammar")
+            self._busy = process
         with self._deadline(process, self._timeout_s) as expired:
-            answer = self._ask(process, question)
+            answer = self._ask(process, request)
         with self._lock:
-            self._asked = None
+            self._busy = None
             self._is_spoilt |= expired.is_set()
         if answer is None:
             self._end()
@@ -75,14 +77,14 @@ class WorkerProcess:
         return payload.decode()
 
     def abandon(self) -> None:
-        """Give up what is being compiled, if anything is. From any thread."""
+        """Stop the running compilation, if there is one. Safe to call from any thread."""
         with self._lock:
-            if self._asked is not None:
+            if self._busy is not None:
                 self._is_spoilt = True
-                self._asked.kill()
+                self._busy.kill()
 
     def close(self) -> None:
-        """Kill the process, if there is one; there will be no other."""
+        """Kill the process, if there is one, and start no other."""
         with self._lock:
             self._is_closed = True
             for process in (self._process, self._spare):
@@ -90,7 +92,7 @@ class WorkerProcess:
                     process.kill()
 
     def reap(self) -> None:
-        """After ``close``, by the thread that asks: nothing of the process stays."""
+        """After ``close``: wait for the end of the processes. Called by the thread that compiles."""
         self._end()
         spare, self._spare = self._spare, None
         _reap(spare)
@@ -107,13 +109,13 @@ class WorkerProcess:
         return error
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """The spare process, or a new one, once it is ready."""
+        """Take the spare process or a new one, and wait until it is ready."""
         self._prepare_spare()
         with self._lock:
             process, self._spare = self._spare, None
             if process is None or self._is_closed:
                 self._spare = process
-                raise OSError("nothing is compiled any more")
+                raise OSError("the compiler is closed")
             self._process, self._is_spoilt = process, False
         with self._deadline(process, START_TIMEOUT_S):
             is_ready = self._answer(process) is not None
@@ -123,13 +125,13 @@ class WorkerProcess:
         return process
 
     def _prepare_spare(self) -> None:
-        """Have a process get ready in the background, unless one does. By the thread that asks: it dies with that."""
+        """Start a spare process, unless there is one. It dies with the thread that calls this."""
         with self._lock:
             if self._spare is None and not self._is_closed:
                 self._spare = _launch(self._vocabulary)
 
     def _ask(self, process: subprocess.Popen[bytes], line: bytes) -> tuple[dict[str, Any], bytes] | None:
-        """The answer; None when the process died over it."""
+        """Send a request and read its answer; None when the process died."""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -140,7 +142,7 @@ class WorkerProcess:
         ready = select.poll()
         ready.register(process.stdout, select.POLLIN)
         if not ready.poll(SPARE_AFTER_S * 1000):
-            self._prepare_spare()  # it may well be killed, and the next ones should not wait for an import of torch
+            self._prepare_spare()  # this one may be killed, and the next request should not wait for torch
         return self._answer(process)
 
     def _answer(self, process: subprocess.Popen[bytes]) -> tuple[dict[str, Any], bytes] | None:
@@ -158,7 +160,7 @@ class WorkerProcess:
 
     @contextmanager
     def _deadline(self, process: subprocess.Popen[bytes], seconds: float) -> Iterator[threading.Event]:
-        """Kill the process when the block takes longer; the event says that this was so."""
+        """Kill the process when the ``with`` block takes longer; the event is set then."""
         expired = threading.Event()
 
         def kill() -> None:
@@ -174,13 +176,13 @@ class WorkerProcess:
             timer.cancel()
 
     def _end(self) -> None:
-        """Reap the process; the next question starts another."""
+        """Kill the process and wait for its end; the next request starts another."""
         process, self._process = self._process, None
         _reap(process)
 
 
 def _launch(vocabulary: bytes) -> subprocess.Popen[bytes]:
-    """A process that gets ready; it reads its vocabulary meanwhile."""
+    """Start a process, and send it the vocabulary in the background."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
@@ -196,7 +198,7 @@ def _launch(vocabulary: bytes) -> subprocess.Popen[bytes]:
 
 def _feed(process: subprocess.Popen[bytes], line: bytes) -> None:
     assert process.stdin is not None
-    with suppress(OSError, ValueError):  # it died, which whoever asks it finds out
+    with suppress(OSError, ValueError):  # it died, which the next request to it notices
         process.stdin.write(line)
         process.stdin.flush()
 
@@ -208,5 +210,5 @@ def _reap(process: subprocess.Popen[bytes] | None) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(OSError):  # what was not written has nobody to read it
+            with suppress(OSError):  # unwritten data is lost with the process
                 pipe.close()

@@ -134,7 +134,7 @@ class MoE:
         """
         self._router, self._experts, self._shared = router, experts, shared
         self._shared_gate, self._latent = shared_gate, latent
-        self.load: Tensor | None = None  # [E] int64, tokens that each expert has seen; None: nobody counts
+        self.load: Tensor | None = None  # [E] int64, tokens that each expert got; None: not counted
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
