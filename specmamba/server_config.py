@@ -37,6 +37,10 @@ def _checked_origins(origins: Sequence[str]) -> tuple[str, ...]:
     return tuple(origin.lower() for origin in origins)
 
 
+ApiKeys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split), AfterValidator(_checked_keys)]
+Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_checked_origins)]
+
+
 class ServerConfig(EngineConfig):
     """``specmamba serve``: the engine and the HTTP server in front of it."""
 
@@ -45,11 +49,7 @@ class ServerConfig(EngineConfig):
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 30000
     api_key: Annotated[
-        tuple[SecretStr, ...],
-        NoDecode,
-        BeforeValidator(_split),
-        AfterValidator(_checked_keys),
-        Field(description="ask every client for this key (Authorization: Bearer ...); may be given again"),
+        ApiKeys, Field(description="ask every client for this key (Authorization: Bearer ...); may be given again")
     ] = ()
     served_model_name: Annotated[
         str | None, Field(min_length=1, description="the model's name in the API; none: its path")
@@ -59,11 +59,7 @@ class ServerConfig(EngineConfig):
     ] = 30.0
     disable_page: Annotated[bool, Field(description="serve no page at / and no events for it")] = False
     cors_allow_origins: Annotated[
-        tuple[str, ...],
-        NoDecode,
-        BeforeValidator(_split),
-        AfterValidator(_checked_origins),
-        Field(description="web pages of this origin may use the API; may be given again"),
+        Origins, Field(description="web pages of this origin may use the API; may be given again")
     ] = ()
 
     max_request_bytes: Annotated[int, Field(ge=1024, description="size of a request body at the most")] = 8 << 20

@@ -180,8 +180,7 @@ class RecordCalls:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+            return await self.app(scope, receive, send)
         record = CallRecord.of(scope)
         try:
             await self.app(scope, receive, _recording_send(send, record))

@@ -78,10 +78,10 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield from _cache_counters(stats.prefix_cache)
 
 
-def _counters(prefix: str, counters: Mapping[str, tuple[str, int]]) -> Iterator[Metric]:
-    """One counter for each name, with its help text and value."""
-    for name, (text, value) in counters.items():
-        yield CounterMetricFamily(f"specmamba_{prefix}_{name}", text, value=value)
+def _counters(prefix: str, stats: CacheStats | SpecStats, texts: Mapping[str, str]) -> Iterator[Metric]:
+    """One counter for each of these attributes of ``stats``, given with their help texts."""
+    for name, text in texts.items():
+        yield CounterMetricFamily(f"specmamba_{prefix}_{name}", text, value=getattr(stats, name))
 
 
 def _labelled(name: str, text: str, label: str, counts: Iterable[tuple[str, int]]) -> Metric:
@@ -94,12 +94,12 @@ def _labelled(name: str, text: str, label: str, counts: Iterable[tuple[str, int]
 
 def _cache_counters(cache: CacheStats) -> Iterator[Metric]:
     counters = {
-        "query_tokens": ("Tokens of admitted requests that a cached prefix could have spared", cache.query_tokens),
-        "hit_tokens": ("Tokens that a cached prefix did spare", cache.hit_tokens),
-        "evicted_tokens": ("Tokens that left the prefix cache for want of room", cache.evicted_tokens),
-        "evicted_states": ("Recurrent states that left the prefix cache for want of room", cache.evicted_states),
+        "query_tokens": "Tokens of admitted requests that a cached prefix could have spared",
+        "hit_tokens": "Tokens that a cached prefix did spare",
+        "evicted_tokens": "Tokens that left the prefix cache for want of room",
+        "evicted_states": "Recurrent states that left the prefix cache for want of room",
     }
-    yield from _counters("prefix_cache", counters)
+    yield from _counters("prefix_cache", cache, counters)
     text = "Requests by why their cached prefix was not longer"
     yield _labelled("prefix_cache_miss", text, "reason", cache.misses.items())
 
@@ -107,11 +107,11 @@ def _cache_counters(cache: CacheStats) -> Iterator[Metric]:
 def spec_counters(spec: SpecStats) -> Iterator[Metric]:
     """The counters of speculation."""
     counters = {
-        "num_drafts": ("Verify steps that had a draft", spec.num_drafts),
-        "num_draft_tokens": ("Tokens drafted, roots not counted", spec.num_draft_tokens),
-        "num_accepted_tokens": ("Drafted tokens that the model agreed with", spec.num_accepted_tokens),
+        "num_drafts": "Verify steps that had a draft",
+        "num_draft_tokens": "Tokens drafted, roots not counted",
+        "num_accepted_tokens": "Drafted tokens that the model agreed with",
     }
-    yield from _counters("spec_decode", counters)
+    yield from _counters("spec_decode", spec, counters)
     text = "Accepted drafts by their depth below the root; position 0 is the first drafted token"
     counts = ((str(position), count) for position, count in enumerate(accepted_per_position(spec)))
     yield _labelled("spec_decode_num_accepted_tokens_per_pos", text, "position", counts)

@@ -106,10 +106,10 @@ def _pool(used: int, cached: int, total: int) -> dict[str, int]:
 def _spec(spec: SpecStats) -> dict[str, Any]:
     return {
         "steps": spec.num_verify_steps,
+        "tokens": spec.num_verify_steps + spec.num_accepted_tokens,
         "drafts": spec.num_drafts,
         "drafted": spec.num_draft_tokens,
         "accepted": spec.num_accepted_tokens,
-        "tokens": spec.num_verify_steps + spec.num_accepted_tokens,
         "histogram": spec.accepted_histogram,
         "per_position": accepted_per_position(spec),
     }
