@@ -7,7 +7,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def readable(num_bytes: int) -> str:
-    """A size to compare with another: three digits or so."""
+    """Format a size with a unit and about three digits."""
     size, unit = float(num_bytes), 0
     while size >= 1000 and unit < len(UNITS) - 1:  # 1023 B is 1.0 KiB: never four digits
         size, unit = size / 1024, unit + 1
@@ -15,6 +15,6 @@ def readable(num_bytes: int) -> str:
 
 
 def aligned(rows: Sequence[TableRow]) -> list[str]:
-    """Lines of a name, a size (right-aligned) and a remark."""
+    """Align rows of a name, a size (to the right) and a remark; return one line per row."""
     names, sizes = (max(len(row[i]) for row in rows) for i in range(2))
     return [f"{name:<{names}}  {size:>{sizes}}  {remark}".rstrip() for name, size, remark in rows]

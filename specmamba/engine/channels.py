@@ -1,4 +1,4 @@
-"""What passes between the engine thread and other threads: requests, functions to run, and calls on event loops."""
+"""Communication between the engine thread and others: requests, functions to run, and calls on event loops."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from specmamba.grammar import CompiledGrammar
     from specmamba.models.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
+SHARE = 0.02  # share of a core that the rounds of an event loop may use
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt for the engine. ``on_delta`` is called on the engine thread, so it must be quick and never block."""
+    """One prompt for the engine. ``on_delta`` is called in the engine thread, so it must be quick and never block."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -34,7 +38,7 @@ class EngineRequest:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that still owes its caller a last delta."""
+    """A request that has not had its last delta yet."""
 
     request: EngineRequest
     latest: OutputDelta
@@ -44,7 +48,7 @@ class OpenRequest:
         return cls(request, OutputDelta(request.request_id, (), "", len(request.prompt_token_ids), 0, 0))
 
     def last_delta(self, finish_reason: FinishReason, error: str) -> OutputDelta:
-        """An end without news. What the engine had given before stays given."""
+        """Make a last delta without new tokens; counts and statistics are those of the newest delta."""
         return OutputDelta(
             request_id=self.latest.request_id,
             token_ids=(),
@@ -60,7 +64,7 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineConstants:
-    """What does not change while an engine lives, and so may be read from any thread."""
+    """Facts that do not change while an engine runs, so that they may be read from any thread."""
 
     tokenizer: Tokenizer
     context_length: int
@@ -69,12 +73,9 @@ class EngineConstants:
     description: dict[str, object]
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """``must_succeed``: an exception means that the engine cannot go on."""
+    """A function to run in the engine thread; with ``must_succeed`` its exceptions end the engine."""
 
     function: Callable[[Engine], Any]
     future: Future[Any]
@@ -82,14 +83,14 @@ class _Command:
 
 
 class CommandQueue:
-    """Takes functions from any thread and runs them on one.
+    """Takes functions from any thread and runs them in one; every function has a future that is always resolved.
 
-    A future stands in the set of those without an answer from the moment it is handed out, so that even a command that
-    was taken from the queue by a thread that then died is refused when the queue is closed.
+    A future is in the set of unanswered ones from the moment it is returned. So even the future of a command that the
+    thread had taken from the queue when it died gets an exception when the queue is closed.
     """
 
     def __init__(self, refusal: Callable[[], Exception]) -> None:
-        """``refusal`` makes the exception for what comes once the queue is closed."""
+        """``refusal`` makes the exception for functions that are put after the queue was closed."""
         self._refusal = refusal
         self._queue: SimpleQueue[_Command] = SimpleQueue()
         self._unanswered: set[Future[Any]] = set()
@@ -101,7 +102,7 @@ class CommandQueue:
         return self._is_open
 
     def put(self, function: Callable[[Engine], T], must_succeed: bool = False) -> Future[T]:
-        """Queue a function. Raises the refusal when the queue is closed."""
+        """Queue a function. Raises the refusal if the queue is closed."""
         future: Future[T] = Future()
         with self._lock:
             if not self._is_open:
@@ -112,7 +113,7 @@ class CommandQueue:
         return future
 
     def run(self, engine: Engine, wait: bool) -> None:
-        """Run what is queued; with ``wait``, at least one. Raises what means the end of the engine."""
+        """Run all queued functions; with ``wait``, at least one. Raises exceptions that must end the engine."""
         with suppress(Empty):
             while True:
                 command = self._queue.get(block=wait)
@@ -121,11 +122,11 @@ class CommandQueue:
                     _run(command, engine)
 
     def close(self, unanswered: Callable[[], Exception] | None = None) -> None:
-        """Refuse all that has no answer yet, with ``unanswered`` where it is given, and from now on everything."""
+        """Refuse all further functions, and resolve unanswered futures with ``unanswered`` or else the refusal."""
         with self._lock:
             self._is_open = False
         for future in list(self._unanswered):
-            with suppress(InvalidStateError):  # cancelled by who asked
+            with suppress(InvalidStateError):  # the caller cancelled it
                 future.set_exception((unanswered or self._refusal)())
 
 
@@ -139,43 +140,40 @@ def _run(command: _Command, engine: Engine) -> None:
             raise
 
 
-SHARE = 0.02  # of a core, for streams
-
-
 class LoopWaker:
-    """Has functions called on one event loop, those of a step together.
+    """Calls functions on one event loop, those of a step together.
 
     Every wake takes the interpreter, and often a core, away from the engine: with one stream of the demo on two cores a
-    wake at every step cost a fifth of all tokens. So after a wake the loop looks again by itself, and until then a step
-    leaves its functions for it to find. It does so once its last round has taken no more than ``SHARE`` of a core's
-    time, but ``interval_s`` later at the latest: whatever becomes of the engine, no function waits for longer.
+    wake in every step cost a fifth of all tokens. So after a wake the loop sets a timer, and until the timer expires a
+    step only leaves its functions for it. The time is such that the loop's rounds use at most ``SHARE`` of a core, and
+    at most ``interval_s``: no function waits longer, whatever happens to the engine.
 
-    ``add`` and ``end_step`` are for the engine thread (or for who speaks for it once it hangs).
+    ``add`` and ``end_step`` are called in the engine thread (or by ``EngineThread.give_up``).
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
         self._loop = loop
         self._interval_s = interval_s
-        self._spent_s = 0.0  # processor time of the loop's thread when it was here last
+        self._spent_s = 0.0  # processor time of the loop's thread at its last round
         self._lock = threading.Lock()  # guards the fields below
         self._functions: list[Callable[[], object]] = []
         self._is_urgent = False
-        self._looks_by_itself = False  # a timer of the loop is set
+        self._has_timer = False
 
     def add(self, function: Callable[[], object], at_once: bool) -> None:
-        """Have a function called: when this step ends, or else within the interval."""
+        """Call a function when this step ends (``at_once``), else within the interval."""
         with self._lock:
             self._functions.append(function)
             self._is_urgent |= at_once
 
     def end_step(self) -> None:
-        """Wake the loop where something cannot wait, or where it would not look by itself.
+        """Wake the loop if a function is urgent, or if there are functions and no timer.
 
         Raises:
             RuntimeError: the loop has been closed.
         """
         with self._lock:
-            if not self._functions or (self._looks_by_itself and not self._is_urgent):
+            if not self._functions or (self._has_timer and not self._is_urgent):
                 return
         self._loop.call_soon_threadsafe(self._call_all)
 
@@ -183,9 +181,9 @@ class LoopWaker:
         with self._lock:
             functions, self._functions = self._functions, []
             self._is_urgent = False
-            starts_timer = self._interval_s > 0 and not self._looks_by_itself
-            self._looks_by_itself |= starts_timer
-        if starts_timer:  # first, as it must run whatever a function does
+            starts_timer = self._interval_s > 0 and not self._has_timer
+            self._has_timer |= starts_timer
+        if starts_timer:  # before the functions, because one of them may raise
             self._loop.call_later(self._pause_s(), self._look)
         for function in functions:
             function()
@@ -196,7 +194,7 @@ class LoopWaker:
 
     def _look(self) -> None:
         with self._lock:
-            self._looks_by_itself = False
+            self._has_timer = False
             if not self._functions:
-                return  # and the next step wakes
+                return  # the next step wakes the loop
         self._call_all()

@@ -1,4 +1,4 @@
-"""From flags to models in memory: the target, and what drafts for it."""
+"""Loading of the target and of its draft head or draft model, and the settings of the process for running them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DRAFT_FLAG = "--speculative-draft-model-path"
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that ``--device`` names. Raises ConfigError where there is none."""
+    """Return the device that ``--device`` names. Raises ConfigError if it does not exist."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: this PyTorch sees no CUDA device; leave --device out to run on the CPU")
     if name == "auto":
@@ -39,7 +39,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def require_target(folder: Path) -> None:
-    """Raise UnsupportedModelError for a draft head in the target's place; CheckpointError without an architecture."""
+    """Raise UnsupportedModelError if ``folder`` holds a draft head, CheckpointError if it names no architecture."""
     architecture = read_architecture(folder)
     if architecture not in ARCHITECTURES and is_draft_head(folder):
         raise UnsupportedModelError(
@@ -49,9 +49,11 @@ def require_target(folder: Path) -> None:
 
 
 def load_models(folder: Path, config: EngineConfig, device: torch.device, only_shapes: bool = False) -> Models:
-    """Load the target in ``folder`` and the draft that the flags name, which is refused before any weights are read.
+    """Load the target in ``folder`` and the draft that the flags name.
 
-    With ``only_shapes`` no weights are read that are as large as a model: nothing can run, but everything has its size.
+    A draft that does not fit is refused before the target's weights are read. With ``only_shapes`` no weights are read
+    (but for the token map of a draft head, and samples of its embedding to compare with the target's): nothing can run,
+    and all sizes are known.
 
     Raises:
         CheckpointError: a checkpoint is incomplete, damaged or inconsistent, or cannot be had.
@@ -97,7 +99,7 @@ def _load(
 
 @contextmanager
 def _naming_the_draft(path: str) -> Iterator[None]:
-    """Errors in here name the flag and the folder, if they do not yet."""
+    """Add the flag and the folder to the message of errors that do not name them."""
     try:
         yield
     except SpecmambaError as error:
@@ -119,7 +121,7 @@ def _resolve_draft(path: str, revision: str | None) -> Path:
 
 
 def _check_draft_model(draft: LoadedModel, target: LoadedModel, context_length: int | None) -> None:
-    """Raise ConfigError where a draft model cannot run the target's texts."""
+    """Raise ConfigError if a draft model cannot run the target's texts."""
     sizes = draft.target.vocab_size, target.target.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
@@ -134,11 +136,11 @@ def _check_draft_model(draft: LoadedModel, target: LoadedModel, context_length: 
 
 
 def _require_same_tokenizer(folder: Path, draft_folder: Path) -> None:
-    """Raise ConfigError where a token has another number in the draft model; one without a tokenizer is taken as is."""
+    """Raise ConfigError if a token has another id in the draft model; one without a tokenizer is accepted."""
     if not has_tokenizer(draft_folder):
         logger.warning("%s %s has no tokenizer: it is taken to be the target's", DRAFT_FLAG, draft_folder)
         return
-    if not has_tokenizer(folder):  # nothing can be served, but looked at
+    if not has_tokenizer(folder):  # such a target cannot be served, but ``specmamba info`` can describe it
         return
     with _naming_the_draft(str(draft_folder)):
         theirs = Tokenizer(draft_folder).token_ids()
@@ -157,14 +159,14 @@ def _require_same_tokenizer(folder: Path, draft_folder: Path) -> None:
 
 
 def _keeping_states(loaded: LoadedModel, config: EngineConfig, device: torch.device) -> LoadedModel:
-    """A model whose recurrent states are kept in the type that ``--mamba-ssm-dtype`` names, and as the device wants."""
+    """Set the type of the recurrent states by ``--mamba-ssm-dtype``, and whether the device folds in the verify."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.mamba_ssm_dtype]
     shape = replace(loaded.cache_shape, state_dtype=dtype, folds_in_verify=gpu.runs_on(device))
     return replace(loaded, cache_shape=shape)
 
 
 def _draft_form(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightForm:
-    """Drafts decide nothing of the text, so that they may be rounded where that is faster."""
+    """Return the form of the draft's weights: int8 by default where it is faster, as drafts cannot change the text."""
     chosen = config.speculative_draft_model_quantization
     if chosen == "auto":
         return "int8" if linear.has_fast_int8(device, dtype) else "plain"
@@ -173,16 +175,16 @@ def _draft_form(config: EngineConfig, dtype: torch.dtype, device: torch.device) 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _TRIM_BYTES = 256 << 20
-_MMAP_BYTES = 32 << 20  # the most that it takes
+_MMAP_BYTES = 32 << 20  # the largest value that glibc accepts
 
 
 def keep_freed_memory() -> bool:
-    """Have it keep what it would give back to the system, for the whole process. Whether it does so.
+    """Make glibc keep memory that operators free, for the whole process. Returns whether the settings were changed.
 
-    The results of a step's operators are freed and asked for again at every step. By default glibc gives part of them
-    back each time, on other threads than the first more than there: with 32 requests of the demo on an engine thread
-    500 page faults a step, 6 % of its time. What has been set by glibc's own environment variables stays. Other C
-    libraries are left alone.
+    The results of a step's operators are freed and allocated again in every step. By default glibc returns part of them
+    to the system each time, and more of it in threads other than the first: with 32 requests of the demo in an engine
+    thread this cost 500 page faults per step, 6 % of its time. Nothing is changed if glibc's own environment variables
+    are set, or with other C libraries.
     """
     if platform.libc_ver()[0] != "glibc" or _is_set_by_user():
         return False

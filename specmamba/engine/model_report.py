@@ -1,4 +1,4 @@
-"""Facts about a model for programs: what a checkpoint needs and offers, and what a running engine was started with."""
+"""Reports for programs: of a checkpoint, from its configs and tensor shapes only, and of an engine that was started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from specmamba.models.base import DraftKind, LoadedModel, Models
 from specmamba.models.checkpoint import read_json, resolve_checkpoint
 from specmamba.models.tokenizer import Tokenizer
 
-# What layers are called, and in which order they are listed.
+# The names of layers, in the order in which they are listed.
 KINDS: dict[type, str] = {
     Attention: "attention",
     GatedDeltaNet: "gated_delta_net",
@@ -47,7 +47,9 @@ DRAFT_SHAPES: dict[DraftKind, tuple[str, ...]] = {
 
 
 def model_info(config: EngineConfig) -> dict[str, Any]:
-    """Everything about a model under given flags, ready for JSON; bytes are those of these flags.
+    """Describe a model under given flags, ready for JSON. It is quick and needs no memory, whatever the model's size.
+
+    Bytes are those of these flags. Weights are not loaded (see ``load_models`` with ``only_shapes``).
 
     Raises:
         CheckpointError: a checkpoint is incomplete, damaged or inconsistent, or cannot be had.
@@ -87,7 +89,7 @@ def model_info(config: EngineConfig) -> dict[str, Any]:
 
 
 def _bytes(alone: LoadedModel, models: Models, plan: DraftPlan) -> dict[str, int]:
-    """Of the target alone, and what its drafts add where they are kept beside it."""
+    """Return the bytes of the target alone, and those that drafting adds to its pools."""
     shape, both = alone.cache_shape, models.target.cache_shape
     return {
         "weights": alone.weight_bytes,
@@ -103,7 +105,7 @@ def _bytes(alone: LoadedModel, models: Models, plan: DraftPlan) -> dict[str, int
 
 
 def _memory(config: EngineConfig, models: Models, plan: DraftPlan, device: torch.device) -> dict[str, Any]:
-    """The pools of an engine that would be started now; where none can be, why."""
+    """Return the memory plan of an engine that would be started now, or the problem that prevents it."""
     model, free = models.target, free_memory(device)
     budget = int(free * config.mem_fraction_static)
     sizes = model.cache_shape, model.context_length, model.target.vocab_size, plan.max_nodes, plan.num_lookahead_slots
@@ -115,7 +117,7 @@ def _memory(config: EngineConfig, models: Models, plan: DraftPlan, device: torch
 
 
 def _draft(config: EngineConfig, models: Models, alone: LoadedModel) -> dict[str, Any] | None:
-    """What there is to draft with beside the text itself."""
+    """Describe the draft head or draft model; None: there is none."""
     if models.draft_kind is None:
         return None
     path = config.speculative_draft_model_path
@@ -129,7 +131,7 @@ def _draft(config: EngineConfig, models: Models, alone: LoadedModel) -> dict[str
             "layers": {"blocks": draft.num_layers, **_layers(draft.target, set())},
         }
     both, seen = models.target, set[int]()
-    _layers(both.target, seen)  # a head may hold on to its target
+    _layers(both.target, seen)  # a head may refer to its target, whose layers are not counted again
     return where | {
         "parameters": both.num_parameters - alone.num_parameters,
         "weight_bytes": both.weight_bytes - alone.weight_bytes,
@@ -138,7 +140,7 @@ def _draft(config: EngineConfig, models: Models, alone: LoadedModel) -> dict[str
 
 
 def _drafts_with(plan: DraftPlan, folds_in_verify: bool) -> dict[str, Any]:
-    """What these flags would do."""
+    """Describe what these flags draft with."""
     return {
         "algorithm": plan.algorithm,
         "num_steps": plan.num_steps,
@@ -149,7 +151,7 @@ def _drafts_with(plan: DraftPlan, folds_in_verify: bool) -> dict[str, Any]:
 
 
 def _supported(draft: DraftKind | None) -> dict[str, Any]:
-    """What can be asked for, with the draft that was found."""
+    """Return the choices of flags that this model supports with the draft that was found."""
 
     def choices(field: str) -> list[str]:
         return list(get_args(EngineConfig.model_fields[field].annotation))
@@ -166,7 +168,7 @@ def _supported(draft: DraftKind | None) -> dict[str, Any]:
 
 
 def _tokenizer(folder: Path, model: LoadedModel) -> dict[str, Any]:
-    """A model without one can be looked at, but not be served."""
+    """Describe the tokenizer; a model without one can be described, but not be served."""
     try:
         tokenizer = Tokenizer(folder)
     except CheckpointError as error:
@@ -179,13 +181,13 @@ def _tokenizer(folder: Path, model: LoadedModel) -> dict[str, Any]:
 
 
 def _layers(part: object, seen: set[int]) -> dict[str, int]:
-    """Layers of ``part`` by kind; what is in ``seen`` is left out, and what is found is added to it."""
+    """Count the layers of ``part`` by kind; objects whose id is in ``seen`` are skipped, the others are added to it."""
     found = Counter(KINDS[type(layer)] for layer in _walk(part, seen))
     return {kind: found[kind] for kind in dict.fromkeys(KINDS.values()) if found[kind]}
 
 
 def _walk(part: object, seen: set[int]) -> Iterator[object]:
-    """The layers below a part of a model; what a layer itself consists of is not looked at."""
+    """Iterate over the layers below a part of a model, without looking into the layers."""
     if id(part) in seen:
         return
     seen.add(id(part))
@@ -261,7 +263,7 @@ def describe_engine(
 
 
 def describe_memory(plan: MemoryPlan) -> dict[str, object]:
-    """Who gets how many bytes, ready for JSON."""
+    """Return the sizes of all pools, ready for JSON."""
     return {
         "context_length": plan.context_length,
         "max_running_requests": plan.num_running_requests,

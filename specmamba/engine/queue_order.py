@@ -1,4 +1,4 @@
-"""Which waiting request is next, and which should wait for another's prefix."""
+"""The order in which waiting requests are admitted, and the choice to wait for a prefix that another one computes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from specmamba.cache.prefix.node import Tokens, common_length
 from specmamba.engine.prefixes import Prefixes
 from specmamba.engine.request import Request
 
-MAX_ORDERED = 128  # requests whose prefixes are looked up in every step; the others keep their order behind them
-MIN_SHARED = 16  # tokens that must be saved for a request to wait for another's,
-MIN_SHARE = 0.25  # and of those that it would compute
+MAX_ORDERED = 128  # requests whose prefixes are looked up in every step; the others follow in order of arrival
+MIN_SHARED = 16  # a request waits for another's prefix if that saves at least so many tokens,
+MIN_SHARE = 0.25  # and at least this share of the tokens that it must compute
 
 
 def longest_prefix_first(
     waiting: Iterable[Request], cached: Callable[[Request], int], max_overtakes: int
 ) -> list[Request]:
-    """Waiting requests in the order in which they are admitted.
+    """Return the waiting requests in the order of admission.
 
-    Those that have run before or were overtaken often enough come first, in order of arrival: nobody is starved.
+    Those that ran before or were overtaken ``max_overtakes`` times come first, in order of arrival, so that no request
+    waits forever. The others follow by ``cached``, the tokens of their cached prefix, largest first.
     """
     requests = list(waiting)
     first = [r for r in requests if r.num_admissions or r.num_overtakes >= max_overtakes]
@@ -28,14 +29,18 @@ def longest_prefix_first(
 
 
 def is_computed_by_another(request: Request, extending: Sequence[Request], prefixes: Prefixes) -> bool:
-    """Whether waiting saves a request work: one that extends now will leave a state where the two part."""
+    """Whether a request should wait because another one, in prefill now, will store a state at their common prefix."""
     if request.leader is None or not _is_ahead(*request.leader, extending):
         request.leader = _find_leader(request, extending, prefixes)
     return request.leader is not None
 
 
 def _find_leader(request: Request, extending: Sequence[Request], prefixes: Prefixes) -> tuple[Request, int] | None:
-    """The request that computes the most of another's tokens, and how many; it is told to leave a state there."""
+    """Find the request in prefill with the longest useful common prefix, and make it store a state at its end.
+
+    Returns:
+        That request and the position of the state; None if waiting would save too little.
+    """
     if not prefixes.is_on or not extending or request.must_read_prompt:
         return None
     key = request.key()
@@ -52,18 +57,18 @@ def _find_leader(request: Request, extending: Sequence[Request], prefixes: Prefi
 
 
 def _chunk_end(leader: Request, num_shared: int) -> int:
-    """Where a request leaves a state for another that shares so many tokens; one place serves those that are near."""
+    """Return the position of the state for a common prefix of this length: one that is planned nearby, or a new one."""
     near = [end for end in leader.chunk_ends if num_shared - MIN_SHARED < end <= num_shared and end > leader.num_run]
     return max(near, default=num_shared)
 
 
 def _num_common(a: Tokens, b: Tokens) -> int:
-    """Length of the common prefix of two texts; 0 where it is too short to matter, which is found out at once."""
+    """Length of the common prefix of two texts; 0 if it is shorter than MIN_SHARED, which is cheap to find out."""
     if min(len(a), len(b)) < MIN_SHARED or (a[:MIN_SHARED] != b[:MIN_SHARED]).any():
         return 0
     return common_length(a, b)
 
 
 def _is_ahead(leader: Request, num_shared: int, extending: Sequence[Request]) -> bool:
-    """Whether a request is still on its way to the point where another parts from it."""
+    """Whether a request is in prefill and has not reached the end of the common prefix yet."""
     return leader in extending and leader.num_run < num_shared

@@ -1,4 +1,4 @@
-"""What a target says of given tokens: its states and the features that a draft head would start from."""
+"""Reading the target's hidden states and draft-head features of given texts, to train draft heads."""
 
 from __future__ import annotations
 
@@ -22,60 +22,60 @@ SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # of a file of weights, for its digest
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """Of the first T tokens of a text."""
+    """The target's outputs for the first T tokens of a text."""
 
     hidden: Tensor  # [T, H], after the final norm
     features: Tensor  # [T, F]
 
 
-See = Callable[[int, TargetStates], None]
+OnStates = Callable[[int, TargetStates], None]
 
 
-class _Listener(NoDrafter):
-    """In the target's place, remembers its last forward; in the drafter's place, collects that text by text."""
+class _Recorder(NoDrafter):
+    """Replaces both the target, whose last output it keeps, and the drafter, which sees what each row has run."""
 
-    def __init__(self, target: Target, texts: Sequence[tuple[int, ...]], see: See) -> None:
+    def __init__(self, target: Target, texts: Sequence[tuple[int, ...]], on_states: OnStates) -> None:
         self.vocab_size, self.hidden_size = target.vocab_size, target.hidden_size
         self.embed, self.logits, self.read_features = target.embed, target.logits, target.read_features
-        self._target, self._see = target, see
+        self._target, self._on_states = target, on_states
         self.is_watched = True
         self._last: TargetOutput | None = None
-        self._unseen: dict[tuple[int, ...], list[int]] = {}  # equal texts have equal states: any index will do
+        self._missing: dict[tuple[int, ...], list[int]] = {}  # indices by text; equal texts have equal states
         for index in reversed(range(len(texts))):
-            self._unseen.setdefault(texts[index], []).append(index)
-        self._texts: dict[int, tuple[int, ...]] = {}
-        self._heard: dict[int, list[TargetOutput]] = {}
+            self._missing.setdefault(texts[index], []).append(index)
+        self._texts: dict[int, tuple[int, ...]] = {}  # by row
+        self._parts: dict[int, list[TargetOutput]] = {}
 
     def forward(self, tokens: Tensor, context: ForwardContext) -> TargetOutput:
         self._last = self._target.forward(tokens, context)
         return self._last
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
-        self._texts[row], self._heard[row] = tuple(tokens), []
+        self._texts[row], self._parts[row] = tuple(tokens), []
 
     def extend(self, chunk: Chunk, features: Tensor) -> None:
         assert self._last is not None
         lengths = chunk.lengths.tolist()
         for i, (row, length) in enumerate(zip(chunk.rows, lengths, strict=True)):
-            parts, text = self._heard[row], self._texts[row]
+            parts, text = self._parts[row], self._texts[row]
             parts.append(TargetOutput(*(x[i, :length].clone() for x in self._last)))
-            if sum(len(part.hidden) for part in parts) == len(text) - 1 and self._unseen[text]:
+            if sum(len(part.hidden) for part in parts) == len(text) - 1 and self._missing[text]:
                 states = TargetStates(*(torch.cat(x) for x in zip(*parts, strict=True)))
-                self._see(self._unseen[text].pop(), states)
+                self._on_states(self._missing[text].pop(), states)
 
 
-def read_target(engine: Engine, texts: Sequence[Sequence[int]], layers: tuple[int, ...], see: See) -> None:
-    """Run texts through the target of an idle engine without a prefix cache, which is left as it was.
+def read_target(engine: Engine, texts: Sequence[Sequence[int]], layers: tuple[int, ...], on_states: OnStates) -> None:
+    """Run texts through the target of an idle engine without a prefix cache; the engine is restored afterwards.
 
     Args:
         engine: the engine.
-        texts: tokens; all but the last one of each are run.
-        layers: ``features`` are the residual streams in front of these; none: the hidden states.
-        see: called with the index of each text and its states, as they come.
+        texts: token ids; all but the last token of each text are run.
+        layers: ``features`` are the residual streams before these layers; empty: the hidden states.
+        on_states: called with the index of each text and its states, in the order in which texts finish.
 
     Raises:
-        RequestError: a text has fewer than two tokens, does not fit, or has a token that is not in the vocabulary,
-            before anything is run; or the target's numbers are not finite.
+        RequestError: before anything is run: a text has fewer than two tokens, does not fit, or has a token that is not
+            in the vocabulary; or later: the target's outputs are not finite.
         UnsupportedModelError: the target has no such layers.
     """
     for text in texts:
@@ -83,9 +83,9 @@ def read_target(engine: Engine, texts: Sequence[Sequence[int]], layers: tuple[in
         if len(text) < 2:
             raise RequestError("a text needs two tokens: the last one is not run")
     runner, target = engine.runner, engine.model.target
-    drafter, listener = runner.drafter, _Listener(target, list(map(tuple, texts)), see)
+    drafter, recorder = runner.drafter, _Recorder(target, list(map(tuple, texts)), on_states)
     target.read_features(layers)
-    runner.drafter, runner.target = listener, listener
+    runner.drafter, runner.target = recorder, recorder
     try:
         _run(engine, texts)
     finally:
@@ -110,7 +110,7 @@ def _run(engine: Engine, texts: Sequence[Sequence[int]]) -> None:
 
 
 def digest_of_checkpoint(folder: Path) -> str:
-    """Tells checkpoints apart by their config and by samples of their weights: all of a large model takes too long."""
+    """Hash a checkpoint's config and samples of its weights, as reading all weights of a large model takes too long."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size

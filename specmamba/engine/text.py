@@ -1,4 +1,4 @@
-"""From tokens to the text a client sees, and the decision that a text ends."""
+"""From tokens to the text that a client gets, and the decision that a text ends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from specmamba.models.tokenizer import Detokenizer
 class TextStream:
     """The growing output of one request.
 
-    Tokens are looked at one by one, however many a step brings, so that a text ends exactly where it would have ended
-    token by token. Text that may be the beginning of a stop string is held back until it is known not to be.
+    Tokens are processed one by one, so that a text ends at the same token however many tokens a step brings. Text that
+    may be the beginning of a stop string is held back until this is decided.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class TextStream:
         """Take new tokens.
 
         Returns:
-            How many of them belong to the output, the text that is ready to be sent, and why the output ends (None
-            when it goes on). A token that ends the text counts as output; its own text and a stop string do not show.
+            The number of tokens that belong to the output, the text that can be sent now, and why the output ends (None
+            if it continues). A stop token counts as output, but its text is not sent, and neither is a stop string.
         """
         ready = ""
         for i, token in enumerate(tokens):
@@ -54,7 +54,7 @@ class TextStream:
         return (text, True) if stopped else (text + self._held, False)
 
     def _release(self, new_text: str) -> tuple[str, bool]:
-        """Text that can be sent now, and whether a stop string was met."""
+        """Return the text that can be sent now, and whether a stop string was found."""
         self._held += new_text
         found = [at for at in (self._held.find(stop) for stop in self._stop_strings) if at >= 0]
         if found:
@@ -65,7 +65,7 @@ class TextStream:
 
 
 def _longest_partial_stop(text: str, stop_strings: Sequence[str]) -> int:
-    """Length of the longest end of ``text`` that begins a stop string."""
+    """Length of the longest suffix of ``text`` that is the beginning of a stop string."""
     for length in range(min(len(text), max(map(len, stop_strings), default=1) - 1), 0, -1):
         end = text[-length:]
         if any(stop.startswith(end) for stop in stop_strings):

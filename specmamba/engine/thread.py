@@ -1,4 +1,4 @@
-"""The engine on a thread of its own: requests go in through a queue, their deltas come out through callbacks."""
+"""The engine in a thread of its own: requests go in through a queue, their deltas come out through callbacks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,25 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """Runs an engine until it is drained or fails; every method may be called from any thread.
+    """Runs an engine until it is drained or fails; every public method may be called from any thread.
 
-    The engine is built, used and closed on this thread alone. Whatever happens to it, every request that was taken
-    gets a delta with a ``finish_reason`` (unless it is aborted by its caller) and every future is resolved.
+    The engine is built, used and closed in this thread only. Even if it fails, every accepted request gets a delta with
+    a ``finish_reason`` (unless its caller aborts it), and every future is resolved.
     """
 
     def __init__(self, build_engine: Callable[[], Engine], wake_interval_s: float = 0.0) -> None:
-        """``wake_interval_s``: how long news may wait for an event loop, where it is not urgent (``LoopWaker``)."""
+        """Prepare the thread without starting it.
+
+        Args:
+            build_engine: called in the thread.
+            wake_interval_s: longest time that a function which is not urgent waits for its event loop (``LoopWaker``).
+        """
         self._build_engine = build_engine
         self._wake_interval_s = wake_interval_s
         self._loaded: Future[EngineConstants] = Future()
         self._commands = CommandQueue(self._refusal)
-        self._open: dict[str, OpenRequest] = {}  # only touched on the engine thread, and by ``give_up``
-        self._wakers: dict[asyncio.AbstractEventLoop, LoopWaker] = {}  # only on the engine thread
+        self._open: dict[str, OpenRequest] = {}  # used in the engine thread only, and by ``give_up``
+        self._wakers: dict[asyncio.AbstractEventLoop, LoopWaker] = {}  # the same
         self._lock = threading.Lock()  # guards the fields below
         self._draining = False
         self._deadline = float("inf")
@@ -53,13 +58,13 @@ class EngineThread:
     # ---- for other threads -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load the engine and start stepping. Raises whatever building the engine raises."""
+        """Start the thread and wait until the engine is built. Raises the exception of a build that fails."""
         self._thread.start()
         self._loaded.result()
 
     @property
     def constants(self) -> EngineConstants:
-        """Known once ``start`` has returned."""
+        """Facts about the engine; available once ``start`` has returned."""
         return self._loaded.result(timeout=0)
 
     @property
@@ -69,7 +74,7 @@ class EngineThread:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the thread has ended, drained or failed."""
+        """Whether the engine was drained or has failed, so that nothing more will run."""
         return not self._commands.is_open
 
     @property
@@ -87,13 +92,13 @@ class EngineThread:
         return self.call(lambda engine: self._add(engine, requests))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests and free what they hold. Their callbacks are not called again once this has taken effect."""
+        """End requests and free their memory. Their callbacks are not called any more once the thread has done this."""
         ids = tuple(request_ids)
-        with suppress(EngineStoppedError):  # then nothing runs any more
+        with suppress(EngineStoppedError):  # then no request runs any more
             self._commands.put(lambda engine: self._abort(engine, ids), must_succeed=True)
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Run a function on the engine thread, between two steps: statistics, and what later operations need.
+        """Run a function in the engine thread between two steps, for example to read statistics.
 
         Raises:
             EngineStoppedError: the thread has ended (also through the future).
@@ -101,18 +106,21 @@ class EngineThread:
         return self._commands.put(function)
 
     def call_in_loop(self, loop: asyncio.AbstractEventLoop, function: Callable[[], object], at_once: bool) -> None:
-        """For ``on_delta`` alone: have a function called on an event loop once all deltas of this step are out.
+        """Call a function on an event loop after all deltas of this step; for use in ``on_delta`` callbacks only.
 
-        Right then with ``at_once``, else within the interval that this thread was made with.
+        Args:
+            loop: the event loop.
+            function: takes no arguments.
+            at_once: wake the loop when this step ends; else the function may wait for ``wake_interval_s``.
         """
         if loop not in self._wakers:
             self._wakers[loop] = LoopWaker(loop, self._wake_interval_s)
         self._wakers[loop].add(function, at_once)
 
     def drain(self, deadline_s: float) -> None:
-        """Take no more requests; end when the running ones have finished, or at the deadline. Does not wait.
+        """Refuse new requests, and end when the running ones have finished or at the deadline. Does not wait.
 
-        Called again it can only bring the deadline forward.
+        A second call can only make the deadline earlier.
         """
         with self._lock:
             self._draining = True
@@ -121,20 +129,20 @@ class EngineThread:
             self.call(lambda _: None)  # wakes an idle engine
 
     def shutdown(self, deadline_s: float, grace_s: float = 10.0) -> bool:
-        """Drain and wait. False when a step still hangs ``grace_s`` after the deadline."""
+        """Drain and wait for the end. Returns False if a step is still running ``grace_s`` after the deadline."""
         self.drain(deadline_s)
         self._thread.join(deadline_s + grace_s)
         return not self._thread.is_alive()
 
     def give_up(self) -> None:
-        """For a step that hangs: fail as the thread would, from outside of it, so that nobody waits for ever."""
+        """Fail from outside the thread, for a step that hangs, so that no client waits forever."""
         if self._commands.is_open:
             self._fail(TimeoutError("a step does not end"))
-            for callback in self._tell_everybody():
+            for callback in self._end_requests():
                 self._attempt(callback)
 
     def on_stop(self, callback: Callable[[], None]) -> None:
-        """Have a function called when the thread ends, drained or failed (at once if it has ended already)."""
+        """Call a function when the thread ends, drained or failed; at once if it has ended already."""
         with self._lock:
             if not self._has_stopped:
                 self._stop_callbacks.append(callback)
@@ -166,7 +174,7 @@ class EngineThread:
         self._loaded.set_result(constants)
         try:
             self._step_until_drained(engine)
-        except BaseException as error:  # noqa: BLE001 -- whatever it is, clients wait for answers
+        except BaseException as error:  # noqa: BLE001 -- clients wait for answers after any exception
             self._fail(error)
         self._end(engine)
 
@@ -183,7 +191,7 @@ class EngineThread:
             if engine.has_unfinished_requests:
                 self._deliver(engine, engine.step())
             if self._open and not engine.has_unfinished_requests:
-                # Waiting for a delta that cannot come would leave a client hanging for ever.
+                # no further delta would come, and these clients would wait forever
                 raise RuntimeError(f"the engine lost track of {', '.join(self._open)}")
 
     def _add(self, engine: Engine, requests: Sequence[EngineRequest]) -> None:
@@ -201,7 +209,7 @@ class EngineThread:
                 )
                 added.append(request.request_id)
         except BaseException:
-            for request_id in added:  # not those it failed on: an id in use is another request's
+            for request_id in added:  # not the one that failed: its id may belong to a running request
                 engine.abort(request_id)
             raise
         self._open.update((request.request_id, OpenRequest.just_added(request)) for request in requests)
@@ -215,14 +223,16 @@ class EngineThread:
         for delta in deltas:
             entry = self._open.get(delta.request_id)
             if entry is None:
-                continue  # aborted since
+                continue  # it was aborted during this step
             entry.latest = delta
             try:
                 entry.request.on_delta(delta)
-            except Exception:  # its listener is gone; the other requests go on
-                logger.debug("nobody takes the output of %s", delta.request_id, exc_info=True)
+            except Exception:  # the client is gone; the other requests continue
+                logger.debug(
+                    "the callback of %s raised an exception: the request is aborted", delta.request_id, exc_info=True
+                )
                 self._abort(engine, [delta.request_id])
-            # Only now: a thread that dies in a callback owes this request its end, and gives it.
+            # Not before the callback: if the thread dies in it, the request still gets its last delta.
             if delta.finish_reason is not None:
                 self._open.pop(delta.request_id, None)
         self._wake_loops()
@@ -231,31 +241,31 @@ class EngineThread:
         for loop, waker in list(self._wakers.items()):
             try:
                 waker.end_step()
-            except RuntimeError:  # a loop that is closed has nobody waiting
+            except RuntimeError:  # the loop is closed, so no client waits there
                 self._wakers.pop(loop, None)
 
     def _end(self, engine: Engine) -> None:
-        """Tell everybody who waits, then close the engine. Each part runs whatever becomes of the others."""
+        """End all requests, then close the engine. An exception in one part does not stop the others."""
         if self._failed is None:
             for request_id in list(self._open):
                 self._attempt(partial(engine.abort, request_id))
-        callbacks = self._tell_everybody()
+        callbacks = self._end_requests()
         self._attempt(engine.close)
         for callback in callbacks:
             self._attempt(callback)
 
-    def _tell_everybody(self) -> list[Callable[[], None]]:
-        """Give every open request its last delta and refuse what waits in the queue; the callbacks left to call."""
+    def _end_requests(self) -> list[Callable[[], None]]:
+        """Send every open request its last delta and refuse all queued calls; return the callbacks of ``on_stop``."""
         failed = self._failed
         reason: FinishReason = "abort" if failed is None else "error"
         message = "the server is shutting down" if failed is None else f"the engine failed: {_one_line(failed)}"
         for request_id in list(self._open):
-            if (entry := self._open.pop(request_id, None)) is None:  # whoever gives up does so from another thread
+            if (entry := self._open.pop(request_id, None)) is None:  # ``give_up`` runs in another thread
                 continue
             try:
                 entry.request.on_delta(entry.last_delta(reason, message))
-            except BaseException:  # the others still wait for theirs
-                logger.debug("nobody takes the end of %s", request_id, exc_info=True)
+            except BaseException:  # the other requests still need their last delta
+                logger.debug("the callback of %s raised an exception at the end", request_id, exc_info=True)
         self._wake_loops()
         self._commands.close(None if failed is None else partial(EngineFailedError, message))
         with self._lock:
@@ -266,11 +276,11 @@ class EngineThread:
     def _attempt(self, function: Callable[[], object]) -> None:
         try:
             function()
-        except BaseException as error:  # noqa: BLE001 -- what comes after it must come all the same
+        except BaseException as error:  # noqa: BLE001 -- the following parts must run in any case
             self._fail(error)
 
 
 def _one_line(error: BaseException) -> str:
-    """What happened, without the pages that some exceptions (CUDA's) carry."""
+    """Format an exception with the first line of its message; those of CUDA have pages."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

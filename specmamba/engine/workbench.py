@@ -19,7 +19,7 @@ from specmamba.draft.recorder import RankRecorder
 from specmamba.engine.clock import StepClock
 from specmamba.engine.engine import Engine
 from specmamba.engine.graphs import capture
-from specmamba.engine.target_reader import See, digest_of_checkpoint, read_target
+from specmamba.engine.target_reader import OnStates, digest_of_checkpoint, read_target
 from specmamba.errors import ConfigError, RequestError
 from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.hybrid import HybridTarget
@@ -139,7 +139,7 @@ class Workbench:
             engine.runner.on_logits = None
             engine.abort("logits")
 
-    def read_target(self, texts: Sequence[Sequence[int]], layers: tuple[int, ...], see: See) -> None:
+    def read_target(self, texts: Sequence[Sequence[int]], layers: tuple[int, ...], see: OnStates) -> None:
         """What the target says of given tokens; see ``target_reader.read_target``.
 
         Raises:
