@@ -1,0 +1,269 @@
+"""One property per operator: on operands of any size, every form that runs here computes what the reference does.
+
+The case tables of the other files hold the sizes that are known to matter; here Hypothesis looks for others. The fast
+tier tries a few, the slow tier many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specmamba.kernels.causal_conv1d import reference as conv_reference
+from specmamba.kernels.causal_conv1d import torch_ops as conv_ops
+from specmamba.kernels.gated_delta_rule import reference as delta_reference
+from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
+from specmamba.kernels.linear import torch_ops as linear_ops
+from specmamba.kernels.moe import reference as moe_reference
+from specmamba.kernels.moe import torch_ops as moe_ops
+from specmamba.kernels.rotary import reference as rotary_reference
+from specmamba.kernels.rotary import torch_ops as rotary_ops
+from specmamba.kernels.rowwise import native_ops as native_rowwise
+from specmamba.kernels.rowwise import reference as rowwise_reference
+from specmamba.kernels.rowwise import torch_ops as rowwise_ops
+from specmamba.kernels.sampling import reference as sampling_reference
+from specmamba.kernels.sampling import reference_rejection, residual_choice
+from specmamba.kernels.sampling import torch_ops as sampling_ops
+from specmamba.kernels.ssd import reference as ssd_reference
+from specmamba.kernels.ssd import torch_ops as ssd_ops
+from specmamba.kernels.state_records import native_ops as native_records
+from specmamba.kernels.state_records import torch_ops as records_ops
+from specmamba.kernels.tree import reference as tree_reference
+from specmamba.kernels.tree import torch_ops as tree_ops
+from tests.exactness import why_not_native
+from tests.kernels import (
+    test_delta_net,
+    test_gated_delta_rule,
+    test_linear,
+    test_mamba2,
+    test_moe,
+    test_paged_attention,
+    test_rejection,
+    test_rowwise,
+    test_ssd,
+    test_state_copy,
+    test_state_records,
+    test_tree,
+)
+from tests.kernels.records import make_records, make_state
+from tests.kernels.rounding import tolerance
+from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
+
+Heads = tuple[int, int, int, int]
+each_tier = pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.slow)], ids=["few", "many"])
+FORMS = ["torch"] + ["native"] * (why_not_native() is None)
+
+seeds = st.integers(0, 1000)
+sizes = st.integers(1, 9)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+heads = st.builds(lambda hk, group, k, v: (hk, hk * group, k, v), *[st.integers(1, 3)] * 2, *[st.integers(1, 33)] * 2)
+pendings = st.lists(st.integers(0, 7), min_size=1, max_size=5)
+shapes = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4).map(tuple)
+
+
+def hold(count: int, check: Callable[..., None], **operands: st.SearchStrategy[Any]) -> None:
+    """Check this many examples."""
+    settings(max_examples=count)(given(**operands)(check))()
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@each_tier
+def test_causal_conv1d(count: int) -> None:
+    def check(lengths: list[int], channels: int, width: int, dtype: torch.dtype, seed: int) -> None:
+        x, weight = normal(len(lengths), 12, channels, seed=seed, dtype=dtype), normal(channels, width, seed=seed + 1)
+        window = normal(len(lengths), width - 1, channels, seed=seed + 2, dtype=dtype)
+        arguments = x, window, weight.to(dtype), torch.tensor(lengths), normal(channels, seed=seed + 3)
+        (y, after), (want, want_after) = conv_ops.extend(*arguments), conv_reference.extend(*arguments)
+        for row, length in enumerate(lengths):
+            torch.testing.assert_close(y[row, :length], want[row, :length], **tolerance(dtype, magnitude=0.1))
+        assert torch.equal(after, want_after)
+
+    lengths = st.lists(st.integers(0, 12), min_size=1, max_size=4)
+    hold(count, check, lengths=lengths, channels=sizes, width=st.integers(2, 5), dtype=dtypes, seed=seeds)
+
+
+@each_tier
+@pytest.mark.parametrize("name", ["gated_delta_rule", "ssd"])
+def test_recurrences(name: str, count: int) -> None:
+    """Known tokens, then a tree behind pending records."""
+    reference, ops = (delta_reference, delta_ops) if name == "gated_delta_rule" else (ssd_reference, ssd_ops)
+
+    def make_tokens(batch: int, length: int, of: Heads, seed: int) -> Any:
+        if name == "ssd":
+            return test_ssd.make_tokens(batch, length, of, seed)
+        return test_gated_delta_rule.make_tokens(batch, length, of, seed)[0]
+
+    def check(of: Heads, pending: list[int], nodes: int, length: int, seed: int) -> None:
+        batch, offset, counts = len(pending), max(pending), torch.tensor(pending)
+        state = make_state(batch, of, seed)
+        tokens, lengths = make_tokens(batch, length, of, seed), torch.full((batch,), length)
+        _assert_close(
+            ops.extend(*tokens, state, lengths), reference.extend(*tokens.double(), state.double(), lengths), terms=160
+        )
+        tokens, records = make_tokens(batch, nodes, of, seed), make_records(batch, offset + nodes, of, counts, seed)
+        wanted, mask = records.clone(torch.float64), mask_of(batch_of_parents(("bushy",) * batch, nodes, seed))
+        out = ops.tree_verify(*tokens, state, *records, counts, offset, mask)
+        want = reference.tree_verify(*tokens.double(), state.double(), *wanted, counts, offset, mask)
+        _assert_close((out, *(x[:, offset:] for x in records)), (want, *(x[:, offset:] for x in wanted)), terms=160)
+
+    hold(count, check, of=heads, pending=pendings, nodes=sizes, length=st.integers(1, 70), seed=seeds)
+
+
+def _assert_close(got: Any, want: Any, terms: int) -> None:
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, **tolerance(terms=terms))
+
+
+@each_tier
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("module", [test_delta_net, test_mamba2], ids=["delta_net", "mamba2"])
+def test_layers(module: ModuleType, form: str, count: int) -> None:
+    def check(of: Heads, nodes: int, pending: list[int], width: int, dtype: torch.dtype, seed: int) -> None:
+        torch.manual_seed(seed)
+        module.Case(of, nodes, pending, width=width, dtype=dtype).check(form)
+
+    hold(count, check, of=heads, nodes=sizes, pending=pendings, width=st.integers(1, 6), dtype=dtypes, seed=seeds)
+
+
+@each_tier
+def test_folds(count: int) -> None:
+    def check(of: Heads, pending: list[int], seed: int) -> None:
+        batch, counts = len(pending), torch.tensor(pending)
+        state, records = make_state(batch, of, seed), make_records(batch, 8, of, counts, seed)
+        want = test_state_records.token_by_token(state, records, counts)
+        for ops in [records_ops] + [native_records] * (len(FORMS) - 1):
+            _assert_close([ops.fold(state, *records, counts)], [want], terms=160)
+
+    hold(count, check, of=heads, pending=pendings, seed=seeds)
+
+
+@each_tier
+def test_compaction(count: int) -> None:
+    def check(batch: int, moves: int, capacity: int, layers: int, seed: int) -> None:
+        capacity, rows = max(moves, capacity), torch.randperm(12, generator=torch.Generator().manual_seed(seed))[:batch]
+        moved = test_state_copy.random_moves(batch, moves, capacity, seed)
+        test_state_copy.check(test_state_copy.make_buffer(layers, 12, capacity, 3), rows.tolist(), *moved)
+
+    hold(count, check, batch=sizes, moves=sizes, capacity=sizes, layers=sizes, seed=seeds)
+
+
+@each_tier
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_layers(form: str, count: int) -> None:
+    def check(batch: int, nodes: int, context: int, group: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
+        of = kv_heads * group, kv_heads, width
+        arguments = test_paged_attention.make_layer(batch, nodes, context + nodes, of, width // 2 * 2, dtype)
+        got = test_paged_attention.run_layer(form, arguments)
+        want = test_paged_attention.run_layer(test_paged_attention.reference, arguments)
+        test_paged_attention.assert_alike(got, want, dtype)
+
+    few = st.integers(1, 3)
+    context, width = st.integers(0, 70), st.integers(2, 40)
+    hold(count, check, batch=few, nodes=sizes, context=context, group=few, kv_heads=few, width=width, dtype=dtypes)
+
+
+@each_tier
+@pytest.mark.parametrize(("name", "make"), test_rowwise.CASES)
+def test_rowwise_operators(name: str, make: Callable[..., Any], count: int) -> None:
+    def check(lead: tuple[int, int], width: int, dtype: torch.dtype) -> None:
+        arguments = make(dtype, lead, width)
+        want = test_rowwise.outputs(getattr(rowwise_reference, name)(*arguments))
+        for ops in [rowwise_ops] + [native_rowwise] * (len(FORMS) - 1):
+            for x, y in zip(test_rowwise.outputs(getattr(ops, name)(*arguments)), want, strict=True):
+                assert x.dtype == y.dtype
+                torch.testing.assert_close(x, y, **tolerance(dtype, roundings=2, magnitude=0.5))
+
+    hold(count, check, lead=st.tuples(sizes, sizes), width=st.integers(2, 100), dtype=dtypes)
+
+
+@each_tier
+def test_rotary(count: int) -> None:
+    def check(positions: list[int], half: int, scaling: float, dtype: torch.dtype) -> None:
+        frequencies = (10000.0 ** -(torch.arange(half) / half)).repeat(2)
+        arguments = torch.tensor([positions]), frequencies, scaling, dtype
+        for x, y in zip(rotary_ops.angles(*arguments), rotary_reference.angles(*arguments), strict=True):
+            torch.testing.assert_close(x, y, **tolerance(dtype, terms=8))
+
+    positions = st.lists(st.integers(0, 300_000), min_size=1, max_size=5)
+    hold(count, check, positions=positions, half=st.integers(1, 64), scaling=st.floats(0.5, 2), dtype=dtypes)
+
+
+@each_tier
+def test_tree_bookkeeping(count: int) -> None:
+    def check(of: tuple[str, ...], nodes: int, width: int, vocabulary: int, seed: int) -> None:
+        parents = batch_of_parents(of, nodes, seed)
+        mask = tree_ops.ancestors(parents)
+        assert torch.equal(mask, mask_of(parents))
+        assert torch.equal(tree_ops.depth(mask), tree_reference.depth(mask))
+        assert torch.equal(tree_ops.conv_index(parents, width), tree_reference.conv_index(parents, width))
+        tokens, chosen = test_tree.guesses(parents, vocabulary, seed)
+        want = tree_reference.accepted_path(tokens, parents, mask, chosen)
+        for form in FORMS:
+            for x, y in zip(test_tree.accept(form, tokens, parents, mask, chosen), want, strict=True):
+                assert torch.equal(x, y)
+
+    hold(count, check, of=shapes, nodes=st.integers(1, 64), width=sizes, vocabulary=sizes, seed=seeds)
+
+
+@each_tier
+def test_sampling(count: int) -> None:
+    def check(rows: int, nodes: int, vocabulary: int, temperature: float, top_k: int, seed: int) -> None:
+        logits = normal(rows, nodes, vocabulary, seed=seed)
+        filters = torch.full((rows,), top_k), torch.ones(rows), torch.zeros(rows)
+        probs = sampling_ops.probabilities(logits, torch.full((rows,), temperature), *filters)
+        want = sampling_reference.probabilities(logits.double(), torch.full((rows,), temperature), *filters)
+        torch.testing.assert_close(probs.double(), want, **tolerance(terms=80 / temperature, magnitude=0.1))
+        assert torch.equal(sampling_ops.argmax(logits), sampling_reference.argmax(logits))
+
+    temperature, vocabulary = st.sampled_from([0.125, 0.7, 1.0, 2.5]), st.integers(1, 300)
+    hold(count, check, rows=sizes, nodes=sizes, vocabulary=vocabulary, temperature=temperature, top_k=sizes, seed=seeds)
+
+
+@each_tier
+def test_residual_choice(count: int) -> None:
+    def check(of: tuple[str, ...], nodes: int, vocabulary: int, seed: int) -> None:
+        parents, shape = batch_of_parents(of, nodes, seed), (len(of), nodes, vocabulary)
+        p, q = (test_rejection.random_probs(*shape, seed=seed + i) for i in (0, 1))
+        tokens = test_rejection.sibling_tokens(parents, q, seed)
+        arguments = p, tokens, parents, q, nodes, *test_rejection.uniforms(2, len(of), nodes, seed=seed + 2)
+        assert torch.equal(residual_choice(*arguments), reference_rejection.residual_choice(*arguments))
+
+    hold(count, check, of=shapes, nodes=st.integers(1, 16), vocabulary=st.integers(16, 99), seed=seeds)
+
+
+@each_tier
+def test_linear_products(count: int) -> None:
+    def check(rows: int, n: int, k: int, seed: int) -> None:
+        weight, x = test_linear.normal(n, k, seed=seed), test_linear.normal(rows, k, seed=seed + 1)
+        packs = [linear_ops.pack, linear_ops.PlainWeight] + [test_linear.pack_native] * (len(FORMS) - 1)
+        for product in (pack(weight) for pack in packs):
+            test_linear.assert_rounded(product(x), x, weight)
+
+    hold(count, check, rows=st.integers(1, 40), n=st.integers(1, 99), k=st.integers(1, 99), seed=seeds)
+
+
+@each_tier
+def test_experts(count: int) -> None:
+    def check(tokens: int, k: int, num_experts: int, n: int, dtype: torch.dtype, seed: int) -> None:
+        k = min(k, num_experts)
+        x, experts = normal(tokens, 13, seed=seed, dtype=dtype), test_moe.random_experts(tokens, k, num_experts, seed)
+        rows, groups = moe_ops.dispatch(x, experts, num_experts)
+        want, want_groups = moe_reference.dispatch(x, experts, num_experts)
+        assert torch.equal(rows, want)
+        assert all(torch.equal(a, b) for a, b in zip(groups, want_groups, strict=True))
+        weight, scores = normal(num_experts, n, 13, seed=seed + 1, dtype=dtype), normal(tokens, k, seed=seed + 2)
+        y = moe_ops.PlainExperts(weight)(rows, groups)
+        test_moe.assert_rounded(y, rows, weight, groups)
+        combined = moe_ops.combine(y, groups, scores), moe_reference.combine(y, groups, scores)
+        torch.testing.assert_close(*combined, **tolerance(dtype))
+
+    hold(count, check, tokens=sizes, k=sizes, num_experts=sizes, n=sizes, dtype=dtypes, seed=seeds)
