@@ -10,15 +10,16 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST = $(BIN)/pytest --numprocesses auto --dist worksteal
 
 export PROMPT
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve generate test check format clean FORCE
+.PHONY: help install serve generate test test-slow test-all check format clean FORCE
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## create .venv and install into it; TORCH="torch==2.12.0" chooses the torch
 
@@ -28,8 +29,14 @@ serve: $(STAMP) ## start the server; ARGS="--port 8000 --model PATH"
 generate: $(STAMP) ## continue PROMPT="..." in the terminal; ARGS="--max-tokens 64"
 	@$(BIN)/specmamba generate --prompt="$$PROMPT" $(ARGS)
 
-test: $(STAMP) ## run the tests on all cores; ARGS="-k layering -x"
-	$(BIN)/pytest --numprocesses auto --dist worksteal $(ARGS)
+test: $(STAMP) ## the tests that every change must pass, on all cores; ARGS="-k layering -x"
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(STAMP) ## the others: see docs/testing.md
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: $(STAMP) ## all tests
+	$(PYTEST) $(ARGS)
 
 check: $(STAMP) ## format, lint, types, import order, packaging
 	$(BIN)/ruff format --check
