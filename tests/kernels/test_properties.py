@@ -22,8 +22,6 @@ from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
 from specmamba.kernels.linear import torch_ops as linear_ops
 from specmamba.kernels.moe import reference as moe_reference
 from specmamba.kernels.moe import torch_ops as moe_ops
-from specmamba.kernels.rotary import reference as rotary_reference
-from specmamba.kernels.rotary import torch_ops as rotary_ops
 from specmamba.kernels.rowwise import native_ops as native_rowwise
 from specmamba.kernels.rowwise import reference as rowwise_reference
 from specmamba.kernels.rowwise import torch_ops as rowwise_ops
@@ -190,7 +188,7 @@ def test_rotary(count: int) -> None:
     def check(positions: list[int], half: int, scaling: float, dtype: torch.dtype) -> None:
         frequencies = (10000.0 ** -(torch.arange(half) / half)).repeat(2)
         arguments = torch.tensor([positions]), frequencies, scaling, dtype
-        for x, y in zip(rotary_ops.angles(*arguments), rotary_reference.angles(*arguments), strict=True):
+        for x, y in zip(rowwise_ops.angles(*arguments), rowwise_reference.angles(*arguments), strict=True):
             torch.testing.assert_close(x, y, **tolerance(dtype, terms=8))
 
     positions = st.lists(st.integers(0, 300_000), min_size=1, max_size=5)
