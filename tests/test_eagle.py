@@ -140,7 +140,7 @@ def test_drafts_are_what_the_formula_says(
     drafts = record_drafts(engine, monkeypatch)
     prompts, counts = random_prompts((1, 26, 2, 9), seed=3), (14, 9, 12, 10)
     texts = run(engine, prompts, counts)
-    depths = {draft.num_new for of_request in drafts.values() for draft in of_request}
+    depths = {draft.num_tokens for of_request in drafts.values() for draft in of_request}
     assert len(depths) >= 4  # drafts were accepted to any depth
     for request, of_request in drafts.items():
         hidden = reference.combine(target_features(model, texts[request], head.style))

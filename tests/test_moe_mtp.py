@@ -101,7 +101,7 @@ def test_drafts(family: str, variant: str, num_steps: int, tmp_path: Path, monke
     drafts = record_drafts(engine, monkeypatch)
     texts = run(engine, random_prompts(LENGTHS, seed=8), NEW_TOKENS)
     Reference(model.model, model.lm_head, module.mtp_head(variant)).check(drafts, texts)
-    assert {d.num_new for of_request in drafts.values() for d in of_request} == set(range(1, num_steps + 2))
+    assert {d.num_tokens for of_request in drafts.values() for d in of_request} == set(range(1, num_steps + 2))
 
 
 def test_conditional_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_drafts(variant: str, num_steps: int, tmp_path: Path, monkeypatch: pytes
             # the reference chooses the same tokens, but for ties that the tolerance cannot tell apart
             best, chosen = expected.amax(-1), expected.gather(1, torch.tensor(draft.tokens)[:, None])[:, 0]
             assert bool((best - chosen <= 2 * TOLERANCE * expected.abs().max()).all())
-    assert {d.num_new for of_request in drafts.values() for d in of_request} == set(range(1, num_steps + 2))
+    assert {d.num_tokens for of_request in drafts.values() for d in of_request} == set(range(1, num_steps + 2))
 
 
 def test_fused_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def run_command(
 def put_out(
     config: Any,
     report: Report,
-    print_report: Callable[[Report], None],
+    print_report: Callable[[Any], None],
     plot_report: Callable[[Path, Report], None] | None = None,
     *,
     can_print_json: bool = False,
