@@ -21,9 +21,18 @@ from specmamba.errors import ConfigError
 from specmamba.kernels import rowwise
 from specmamba.kernels.moe import Routing
 from specmamba.layers.context import LayerContext
-from specmamba.layers.linear import Linear
-from specmamba.layers.mlp import MLP, GatedMLP, squared_relu
-from specmamba.layers.moe import Experts, MoE, Router, SigmoidRouter, SoftmaxRouter, TopKSoftmaxRouter
+from specmamba.layers.feed_forward import (
+    MLP,
+    Experts,
+    GatedMLP,
+    MoE,
+    Router,
+    SigmoidRouter,
+    SoftmaxRouter,
+    TopKSoftmaxRouter,
+    squared_relu,
+)
+from specmamba.layers.primitives import Linear
 from specmamba.models.hybrid import record_expert_load
 from tests.families import qwen3_5, qwen3_next
 

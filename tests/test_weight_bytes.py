@@ -14,7 +14,7 @@ from torch import Tensor
 from specmamba.kernels.linear import native_ops as linear_ops
 from specmamba.kernels.linear.torch_ops import OneDNNWeight
 from specmamba.kernels.moe import native_ops as moe_ops
-from specmamba.layers.rotary import Rotary
+from specmamba.layers.primitives import Rotary
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.draft_heads import load_draft_head
 from specmamba.models.registry import load_model

@@ -20,10 +20,9 @@ from specmamba.engine.loading import load_models, require_target, resolve_device
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.kernels.linear import WeightForm
 from specmamba.layers.attention import Attention
+from specmamba.layers.feed_forward import MLP, GatedMLP, MoE
 from specmamba.layers.gated_delta_net import GatedDeltaNet
 from specmamba.layers.mamba2 import Mamba2
-from specmamba.layers.mlp import MLP, GatedMLP
-from specmamba.layers.moe import MoE
 from specmamba.models.base import DraftKind, LoadedModel, Models
 from specmamba.models.checkpoint import read_json, resolve_checkpoint
 from specmamba.models.tokenizer import Tokenizer

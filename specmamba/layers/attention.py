@@ -6,7 +6,7 @@ from torch import Tensor
 
 from specmamba.kernels import paged_attention
 from specmamba.layers.context import LayerContext
-from specmamba.layers.linear import Linear
+from specmamba.layers.primitives import Linear
 
 
 class Attention:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specmamba.cache.access import PagedKV, StateAccess
-from specmamba.layers.rotary import RotaryAngles
+from specmamba.layers.primitives import RotaryAngles
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from specmamba.cache.shapes import StateShape
 from specmamba.kernels import mamba2
 from specmamba.layers.context import LayerContext
-from specmamba.layers.linear import Linear
+from specmamba.layers.primitives import Linear
 
 
 class Mamba2:

@@ -14,7 +14,8 @@ from specmamba.cache.shapes import KVShape
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import paged_attention
 from specmamba.layers.attention import Attention
-from specmamba.layers.mlp import GatedMLP
+from specmamba.layers.feed_forward import GatedMLP
+from specmamba.layers.primitives import Linear
 from specmamba.models.weights import Weights, scaled
 
 # What transformers calls the kinds of layers. Older configs say "mamba" and "attention"; it translates them.
@@ -104,18 +105,10 @@ def attention_layer(
         CheckpointError: a tensor is missing or misshapen.
     """
     hidden, dim = weights.config.hidden_size, heads.head_dim
-    parts, biases = [], []
-    for name, count, scale in (
-        ("q", heads.num_query_heads, 1.0),
-        ("k", heads.num_key_heads, key_scale),
-        ("v", heads.num_key_heads, 1.0),
-    ):
-        weight = weights.take(f"{prefix}{name}_proj.weight", count * dim, width or hidden)
-        parts.append(scaled(weight, in_scale * scale))
-        if has_bias:
-            biases.append(scaled(weights.take(f"{prefix}{name}_proj.bias", count * dim), scale))
+    key_width = heads.num_key_heads * dim
+    parts = {"q_proj": (heads.width, 1.0), "k_proj": (key_width, key_scale), "v_proj": (key_width, 1.0)}
     norm = None if norm_eps is None else head_norms(weights, prefix, heads)
-    project = weights.linear(torch.cat(parts), torch.cat(biases) if has_bias else None)
+    project = _one_product(weights, prefix, parts, width or hidden, has_bias, in_scale)
     out_bias = has_bias if has_out_bias is None else has_out_bias
     out = weights.take_linear(f"{prefix}o_proj", hidden, heads.width, out_bias, out_scale)
     scale = dim**-0.5 if score_scale is None else score_scale
@@ -164,13 +157,26 @@ def gated_mlp(
     Raises:
         CheckpointError: a tensor is missing or misshapen.
     """
-    hidden, parts, biases = weights.config.hidden_size, [], []
-    for name, scale in (("gate", gate_scale), ("up", 1.0)):
-        parts.append(scaled(weights.take(f"{prefix}{name}_proj.weight", inner, hidden), scale))
-        if has_bias:
-            biases.append(scaled(weights.take(f"{prefix}{name}_proj.bias", inner), scale))
-    gate_up = weights.linear(torch.cat(parts), torch.cat(biases) if has_bias else None)
+    hidden, parts = weights.config.hidden_size, {"gate_proj": (inner, gate_scale), "up_proj": (inner, 1.0)}
+    gate_up = _one_product(weights, prefix, parts, hidden, has_bias)
     return GatedMLP(gate_up, weights.take_linear(f"{prefix}down_proj", hidden, inner, has_bias, down_scale))
+
+
+def _one_product(
+    weights: Weights,
+    prefix: str,
+    parts: Mapping[str, tuple[int, float]],
+    width: int,
+    has_bias: bool,
+    in_scale: float = 1.0,
+) -> Linear:
+    """Join projections of the same input [width] to one layer; ``parts``: output size and output factor by name."""
+    matrices, biases = [], []
+    for name, (size, scale) in parts.items():
+        matrices.append(scaled(weights.take(f"{prefix}{name}.weight", size, width), in_scale * scale))
+        if has_bias:
+            biases.append(scaled(weights.take(f"{prefix}{name}.bias", size), scale))
+    return weights.linear(torch.cat(matrices), torch.cat(biases) if has_bias else None)
 
 
 def require_silu(config: Any) -> None:

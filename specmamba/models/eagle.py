@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.layers.attention import Attention
 from specmamba.layers.context import ForwardContext, LayerContext
-from specmamba.layers.linear import Linear
-from specmamba.layers.mlp import GatedMLP
-from specmamba.layers.norm import RMSNorm
+from specmamba.layers.feed_forward import GatedMLP
+from specmamba.layers.primitives import Linear, RMSNorm
 from specmamba.models.base import LoadOptions
 from specmamba.models.common_layers import Heads, attention_layer, gated_mlp
 from specmamba.models.hybrid import Block, HybridTarget

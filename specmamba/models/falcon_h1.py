@@ -28,12 +28,7 @@ RENAMES = ()
 
 
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
-    """Build the model from a checkpoint's config and tensors; see ``registry.Loader``.
-
-    Raises:
-        CheckpointError: a tensor is missing, left over or misshapen.
-        UnsupportedModelError: the config asks for a variant that this class does not compute.
-    """
+    """Build Falcon-H1 from a checkpoint's config and tensors; errors as for ``registry.load_model``."""
     weights = FalconWeights(config, reader, options)
     c, heads, num_layers = weights.config, weights.heads, config.num_hidden_layers
     embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)

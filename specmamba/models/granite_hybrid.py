@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import rowwise
-from specmamba.layers.mlp import GatedMLP
-from specmamba.layers.moe import MoE, TopKSoftmaxRouter
+from specmamba.layers.feed_forward import GatedMLP, MoE, TopKSoftmaxRouter
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import (
     ATTENTION,
@@ -35,12 +34,7 @@ RENAMES = ()
 
 
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
-    """Build the model from a checkpoint's config and tensors; see ``registry.Loader``.
-
-    Raises:
-        CheckpointError: a tensor is missing, left over or misshapen.
-        UnsupportedModelError: the config asks for a variant that this class does not compute.
-    """
+    """Build a Granite 4 hybrid from a checkpoint's config and tensors; errors as for ``registry.load_model``."""
     weights = GraniteWeights(config, reader, options)
     c, heads = weights.config, weights.heads
     embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)

@@ -12,10 +12,8 @@ from torch.nn import functional as F
 
 from specmamba.errors import ConfigError, UnsupportedModelError
 from specmamba.layers.context import ForwardContext, LayerContext
-from specmamba.layers.linear import Linear
-from specmamba.layers.moe import MoE
-from specmamba.layers.norm import RMSNorm
-from specmamba.layers.rotary import Rotary
+from specmamba.layers.feed_forward import MoE
+from specmamba.layers.primitives import Linear, RMSNorm, Rotary
 from specmamba.models.base import Target, TargetOutput
 
 Layer = Callable[[Tensor, LayerContext], Tensor]

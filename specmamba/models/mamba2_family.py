@@ -17,8 +17,8 @@ from torch import Tensor
 from specmamba.cache.shapes import StateShape
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import mamba2
-from specmamba.layers.linear import Linear
 from specmamba.layers.mamba2 import Mamba2
+from specmamba.layers.primitives import Linear
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import require_silu
 from specmamba.models.hybrid import Block
@@ -36,12 +36,7 @@ CONTEXT_LENGTH = 1 << 17
 
 
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
-    """Build a model of Mamba2 layers alone from a checkpoint's config and tensors; see ``registry.Loader``.
-
-    Raises:
-        CheckpointError: a tensor is missing, left over or misshapen.
-        UnsupportedModelError: the config asks for a variant that this class does not compute.
-    """
+    """Build a model of Mamba2 layers from a checkpoint's config and tensors; errors as for ``registry.load_model``."""
     c: Any = config
     require_silu(c)
     if not getattr(c, "rms_norm", True):

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from specmamba.errors import UnsupportedModelError
 from specmamba.layers.attention import Attention
-from specmamba.layers.mlp import MLP, squared_relu
-from specmamba.layers.moe import MoE, SigmoidRouter
-from specmamba.layers.norm import RMSNorm
+from specmamba.layers.feed_forward import MLP, MoE, SigmoidRouter, squared_relu
+from specmamba.layers.primitives import RMSNorm
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import ATTENTION, RECURRENT, Heads, attention_layer, number_layers
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
@@ -32,12 +31,7 @@ MTP_PREFIX = "mtp."
 
 
 def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
-    """Build the model from a checkpoint's config and tensors; see ``registry.Loader``.
-
-    Raises:
-        CheckpointError: a tensor is missing, left over or misshapen.
-        UnsupportedModelError: the config asks for a variant that this class does not compute.
-    """
+    """Build a Nemotron-H from a checkpoint's config and tensors; errors as for ``registry.load_model``."""
     weights = NemotronWeights(config, reader, options)
     draft_weights = NemotronWeights(config, reader, options, options.draft_form)
     c = weights.config

@@ -14,10 +14,9 @@ from specmamba.cache.shapes import StateShape
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import delta_net, paged_attention, rowwise
 from specmamba.layers.attention import Attention
+from specmamba.layers.feed_forward import Experts, MoE, SoftmaxRouter
 from specmamba.layers.gated_delta_net import GatedDeltaNet
-from specmamba.layers.linear import Linear
-from specmamba.layers.moe import Experts, MoE, SoftmaxRouter
-from specmamba.layers.norm import RMSNorm
+from specmamba.layers.primitives import Linear, RMSNorm
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import (
     ATTENTION,

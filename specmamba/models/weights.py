@@ -12,10 +12,8 @@ from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import linear, moe
 from specmamba.kernels.linear import WeightForm
-from specmamba.layers.linear import Linear
-from specmamba.layers.moe import Experts
-from specmamba.layers.norm import RMSNorm
-from specmamba.layers.rotary import Rotary
+from specmamba.layers.feed_forward import Experts
+from specmamba.layers.primitives import Linear, RMSNorm, Rotary
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import Block, HybridTarget, MTPHead
 from specmamba.models.tensor_reader import DTYPES, TensorReader, have_same_values

@@ -7,7 +7,7 @@ import torch
 
 from specmamba.kernels import linear
 from specmamba.kernels.linear import WeightForm
-from specmamba.layers.linear import Linear
+from specmamba.layers.primitives import Linear
 
 FORMS: list[WeightForm] = ["plain", "int8"]
 

@@ -1,6 +1,7 @@
-"""Mixture of experts: a router sends each token to a few of many feed-forward layers (arXiv 1701.06538).
+"""Feed-forward layers: dense ones, and mixtures of experts (arXiv 1701.06538).
 
-Pairs of a token and an expert are sorted by expert, so that all experts are one product (MegaBlocks, arXiv 2211.15841).
+In a mixture a router sends each token to a few of many experts. Pairs of a token and an expert are sorted by expert, so
+that all experts are one product (MegaBlocks, arXiv 2211.15841).
 """
 
 from __future__ import annotations
@@ -9,26 +10,57 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from specmamba.kernels import moe
+from specmamba.kernels import moe, rowwise
 from specmamba.kernels.linear import WeightForm
 from specmamba.kernels.moe import Routing
 from specmamba.kernels.native import library
 from specmamba.layers.context import LayerContext
-from specmamba.layers.linear import Linear
+from specmamba.layers.primitives import Linear
 
-Router = Callable[[Tensor], Routing]  # [T, H] -> k experts for each token, decided in float32
+Router = Callable[[Tensor], Routing]  # tokens [T, H] -> k experts for each, chosen in float32
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), gate and up as one product (SwiGLU, arXiv 2002.05202)."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        """gate_up: H -> 2 I, the gates first; down: I -> H."""
+        self._gate_up = gate_up
+        self._down = down
+
+    def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
+        """Apply the layer to [..., H]; the context is not used."""
+        return self._down(rowwise.silu_mul(self._gate_up(x)))
+
+
+class MLP:
+    """down(activation(up(x)))."""
+
+    def __init__(self, up: Linear, down: Linear, activation: Callable[[Tensor], Tensor]) -> None:
+        """up: H -> I; down: I -> H."""
+        self._up, self._down, self._activation = up, down, activation
+
+    def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
+        """Apply the layer to [..., H]; the context is not used."""
+        return self._down(self._activation(self._up(x)))
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2 (Primer, arXiv 2109.08668)."""
+    return F.relu(x).square()
 
 
 class SoftmaxRouter:
-    """Softmax over all experts, then the k likeliest."""
+    """Softmax over all experts, then the k experts with the largest probabilities."""
 
     def __init__(self, weight: Tensor, k: int, renormalise: bool) -> None:
         """weight: [E, H]; renormalise: the weights of a token's experts sum to 1."""
         self._scores, self._k, self._renormalise = moe.pack_router(weight), k, renormalise
 
     def __call__(self, x: Tensor) -> Routing:
-        """[T, H] -> T x k."""
+        """Route tokens [T, H] to k experts each."""
         return moe.softmax_routing(self._scores(x), self._k, self._renormalise)
 
 
@@ -40,12 +72,12 @@ class TopKSoftmaxRouter:
         self._scores, self._k = moe.pack_router(weight), k
 
     def __call__(self, x: Tensor) -> Routing:
-        """[T, H] -> T x k."""
+        """Route tokens [T, H] to k experts each."""
         return moe.topk_softmax_routing(self._scores(x), self._k)
 
 
 class SigmoidRouter:
-    """The k best experts of the best groups, by sigmoid and a correction bias (arXiv 2412.19437, section 2.1.2)."""
+    """The best k experts of the best groups, by sigmoid and a correction bias (arXiv 2412.19437, section 2.1.2)."""
 
     def __init__(
         self,
@@ -61,18 +93,18 @@ class SigmoidRouter:
 
         Args:
             weight: [E, H].
-            bias: [E], decides who is chosen and does not count in the weights.
+            bias: [E], used to choose experts and not in their weights.
             k: experts of a token.
-            num_groups, topk_groups: equal runs of experts, and how many of them a token may choose from.
+            num_groups, topk_groups: number of equal groups of experts, and of the groups a token may choose from.
             renormalise: the weights of a token's experts sum to 1 before they are scaled.
-            scale: multiplies the weights.
+            scale: factor of the weights.
         """
         self._scores, self._bias, self._k = moe.pack_router(weight), bias.float(), k
         self._num_groups, self._topk_groups = num_groups, topk_groups
         self._renormalise, self._scale = renormalise, scale
 
     def __call__(self, x: Tensor) -> Routing:
-        """[T, H] -> T x k."""
+        """Route tokens [T, H] to k experts each."""
         return moe.sigmoid_routing(
             self._scores(x),
             self._bias,
@@ -95,25 +127,25 @@ class Experts:
         Args:
             up: [E, I, H], or [E, 2 I, H] for activations that halve the width; not kept when a packed copy takes its
                 place.
-            down: [E, H, I], the same.
+            down: [E, H, I], kept or not in the same way.
             activation: [..., I or 2 I] -> [..., I].
-            form: of the matrices.
+            form: how the matrices are stored.
         """
         if up.device.type == "cpu":
             library.preload()
         self.num_experts, self.device = up.shape[0], up.device
         self._up, self._down, self._activation = moe.pack(up, form), moe.pack(down, form), activation
-        self.nbytes = self._up.nbytes + self._down.nbytes  # of what is kept
+        self.nbytes = self._up.nbytes + self._down.nbytes  # of the tensors that are kept
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
-        """[T, H] -> [T, H], the weighted sum of each token's experts."""
+        """Sum the weighted outputs of each token's experts: [T, H] -> [T, H]."""
         pairs, groups = moe.dispatch(x, routing.experts, self.num_experts)
         inner = self._activation(self._up(pairs, groups))
         return moe.combine(self._down(inner, groups), groups, routing.weights)
 
 
 class MoE:
-    """Routed experts, with or without one that sees every token."""
+    """Routed experts, with or without a shared layer for all tokens."""
 
     def __init__(
         self,
@@ -126,18 +158,18 @@ class MoE:
         """Make the layer from its router and its experts.
 
         Args:
-            router: of all tokens.
-            experts: H -> H, or of the latent width.
-            shared: a layer that sees every token, H -> H.
-            shared_gate: H -> 1, how much of ``shared`` counts, by sigmoid.
-            latent: into the experts' smaller width and out of it again.
+            router: chooses the experts of each token.
+            experts: H -> H, or between vectors of the latent width.
+            shared: a layer for all tokens, H -> H.
+            shared_gate: H -> 1; its sigmoid is the factor of ``shared``.
+            latent: projections to the experts' smaller width and back.
         """
         self._router, self._experts, self._shared = router, experts, shared
         self._shared_gate, self._latent = shared_gate, latent
         self.load: Tensor | None = None  # [E] int64, tokens that each expert got; None: not counted
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
-        """[B, L, H] -> [B, L, H]."""
+        """Run [B, L, H] through the experts of each token and the shared layer; gives the same shape."""
         tokens = x.flatten(0, -2)
         routing = self._router(tokens)
         load = self.load  # read once: another thread may stop the counting
@@ -158,10 +190,10 @@ class MoE:
         return y + shared if self._shared_gate is None else torch.addcmul(y, self._shared_gate(x).sigmoid(), shared)
 
     def start_counting(self) -> Tensor:
-        """Count from now on, from nothing; gives ``load``, which goes on counting."""
+        """Count tokens per expert from now on; gives ``load``, which is updated by every forward."""
         self.load = torch.zeros(self._experts.num_experts, dtype=torch.int64, device=self._experts.device)
         return self.load
 
     def stop_counting(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self.load = None

@@ -1,0 +1,69 @@
+"""Parts of layers: matrix product, RMS norm, rotary position embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specmamba.kernels import linear, rowwise
+from specmamba.kernels.linear import WeightForm
+from specmamba.kernels.native import library
+
+
+class Linear:
+    """y = x W^T + bias, with the weights laid out for their device."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, form: WeightForm = "plain") -> None:
+        """Lay out the weights.
+
+        Args:
+            weight: [out, in]; not kept where a packed copy takes its place.
+            bias: [out].
+            form: as for ``linear.pack``.
+        """
+        if weight.device.type == "cpu":
+            library.preload()
+        self._product = linear.pack(weight, form)
+        self._bias = bias
+        self.nbytes = self._product.nbytes + (0 if bias is None else bias.nbytes)  # of the tensors that are kept
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply [..., in]: [..., out]. The product is rounded to x's dtype before the bias is added."""
+        y = self._product(x)
+        return y if self._bias is None else y.add_(self._bias)
+
+
+class RMSNorm:
+    """x / rms(x) * weight over the last dimension, in float32 and rounded to x's dtype (arXiv 1910.07467)."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """weight: [D], or [H, D] with a row per head; for families that store w - 1, the caller has added the 1."""
+        self.weight = weight.float()
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Norm [..., D] or [..., H, D]; gives the same shape."""
+        return rowwise.rms_norm(x, self.weight, self._eps)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryAngles:
+    """Cosines and sines of one forward's positions, each [B, L, 1, rotary_dim]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Rotary:
+    """Rotary position embedding over the first part of each head (RoFormer, arXiv 2104.09864, section 3.4)."""
+
+    def __init__(self, inverse_frequencies: Tensor, scaling: float = 1.0) -> None:
+        """inverse_frequencies: [rotary_dim / 2] float32; scaling: factor of cosines and sines."""
+        self._inverse_frequencies = torch.cat([inverse_frequencies, inverse_frequencies]).float()
+        self._scaling = scaling
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
+        """Cosines and sines at positions [B, L] int64, computed in float32 and rounded to ``dtype``."""
+        return RotaryAngles(*rowwise.rotary_angles(positions, self._inverse_frequencies, self._scaling, dtype))
