@@ -53,9 +53,8 @@ class PoolCase(Case):
     def launch(self, device: str) -> tuple[Tensor, Buffers]:
         from specmamba.kernels.mamba2 import triton_ops
 
-        inputs, weights, buffers, trees = (
-            moved(x, device) for x in (self.inputs, self.weights, copied(self.buffers), self.trees)
-        )
+        inputs, weights, trees = (moved(x, device) for x in (self.inputs, self.weights, self.trees))
+        buffers = moved(copied(self.buffers), device)
         return triton_ops.tree_verify(inputs, weights, buffers, trees).cpu(), moved(buffers, "cpu")
 
     def check_launch(self, device: str) -> None:
