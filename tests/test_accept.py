@@ -252,6 +252,24 @@ def test_logits_that_are_no_numbers_are_unsound() -> None:
     assert 0 <= int(verdict.path_tokens.min()) <= int(verdict.path_tokens.max()) < VOCABULARY
 
 
+def test_what_is_no_number_counts_where_the_path_goes() -> None:
+    batch = batch_of(SamplingParams(temperature=0.0), 3)
+    drafts = DraftTree(torch.tensor([[0, 3, 4]]).expand(3, -1), tree_shape(torch.tensor([[-1, 0, 0]]).expand(3, -1), 2))
+    logits = torch.zeros(3, 3, VOCABULARY).index_fill(2, torch.tensor([3]), 1.0)  # node 1 is accepted, node 2 is not
+    logits[1, 1], logits[2, 2] = torch.nan, torch.nan
+    verdict = accept(drafts, logits, batch, None)
+    assert verdict.num_accepted.tolist() == [1, 1, 1]
+    assert verdict.is_sound.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("rule", ["target", "rejection"])
+def test_forced_tokens_are_given_by_depth(rule: rules.AcceptRule) -> None:
+    batch = replace(batch_of(SETTINGS["temperature 1"], 20), forced_tokens=torch.tensor([[3, 4, 5]]).expand(20, -1))
+    drafts = DraftTree(torch.tensor([[0, 3, 4]]).expand(20, -1), chain_shape(20, 3, CPU))
+    verdict = accept(drafts, target_logits(drafts), batch, None, rule)
+    assert verdict.path_tokens[:, :3].tolist() == [[3, 4, 5]] * 20
+
+
 # --- synthetic acceptance
 
 

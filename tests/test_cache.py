@@ -344,6 +344,17 @@ class TestStatePool:
             pool.free(slot, "b")
         pool.check(slot, "a", 0)
 
+    def test_a_request_takes_only_the_prefix_caches_state_where_it_stands(self, pool: StatePool) -> None:
+        slot = pool.allocate("a")
+        assert slot is not None
+        with pytest.raises(StateOwnershipError, match="should hold 'prefix cache' at 0"):
+            pool.take(slot, "b", 0)
+        pool.donate(slot, "a", 0)
+        with pytest.raises(StateOwnershipError, match="should hold 'prefix cache' at 1"):
+            pool.take(slot, "b", 1)
+        pool.take(slot, "b", 0)
+        pool.check(slot, "b", 0)
+
     def test_nothing_works_on_a_free_slot(self, pool: StatePool) -> None:
         slot = pool.allocate("a")
         assert slot is not None

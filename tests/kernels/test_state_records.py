@@ -53,6 +53,15 @@ def test_fold_matches_the_recurrence(ops: Any, heads: tuple[int, int, int, int])
     assert all(torch.equal(x, y) for x, y in zip(before, (state, *records), strict=True))
 
 
+@pytest.mark.parametrize("heads", HEADS[:2])
+def test_records_that_are_not_pending_any_more_do_not_count(ops: Any, heads: tuple[int, int, int, int]) -> None:
+    """They are as plausible as the others, unlike what the tests above have there."""
+    full, num_pending = torch.tensor([6, 6, 6]), torch.tensor([0, 3, 5])
+    state, records = make_state(3, heads, seed=10), make_records(3, 6, heads, full, seed=11)
+    want = token_by_token(state, records, num_pending)
+    torch.testing.assert_close(ops.fold(state, *records, num_pending).double(), want, **TOLERANCE)
+
+
 def token_by_token(state: Tensor, records: Records, num_pending: Tensor) -> Tensor:
     """S = e^g S + k u^T for every record, g the difference of path decays, in float64 and all heads at once."""
     folded, (k, u, decay) = state.double(), records.clone(torch.float64)

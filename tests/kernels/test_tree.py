@@ -156,3 +156,17 @@ def test_a_parent_behind_its_node_counts_as_none(parent: int) -> None:
         parents[0, node] = parent
         _, num_accepted, _, _ = native_ops.accepted_path(tokens, parents, mask, targets)
         assert num_accepted.tolist() == [want]
+
+
+@NODES
+def test_moves_of_an_accepted_path(nodes: int) -> None:
+    parents = batch_of_parents(SHAPES, nodes, seed=nodes)
+    tokens, target_tokens = guesses(parents, 2, seed=nodes)
+    path, num_accepted, _, _ = torch_ops.accepted_path(tokens, parents, mask_of(parents), target_tokens)
+    num_pending, slots = torch.arange(len(parents)) % 4, torch.arange(parents.numel()).view_as(parents) + 5
+    for moves, right in (
+        (torch_ops.commit_moves, reference.commit_moves(path, num_accepted, 9, num_pending)),
+        (torch_ops.kv_moves, reference.kv_moves(path, num_accepted, slots)),
+    ):
+        operands = (9, num_pending) if moves is torch_ops.commit_moves else (slots,)
+        assert all(torch.equal(x, y) for x, y in zip(moves(path, num_accepted, *operands), right, strict=True))
