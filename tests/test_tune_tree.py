@@ -22,7 +22,6 @@ from specmamba.measure.prompts import PromptText
 from specmamba.trees import StaticTree, TreeFile, read_tree_file
 from specmamba.tune import texts as tree_texts
 from specmamba.tune import tree as tune_tree
-from specmamba.tune.choice import ROOT, Candidate, candidates, choose, tree_file
 from specmamba.tune.costs import (
     BatchCost,
     KindCost,
@@ -34,8 +33,21 @@ from specmamba.tune.costs import (
     monotone,
     probe_trees,
     round_factors,
+    tree_of_paths,
 )
-from specmamba.tune.search import Acceptance, Ranks, accepted_depths, best_trees, tree_of_paths, walk
+from specmamba.tune.options import TreeTunerConfig
+from specmamba.tune.search import (
+    ROOT,
+    Acceptance,
+    Candidate,
+    Ranks,
+    accepted_depths,
+    best_trees,
+    candidates,
+    choose,
+    tree_file,
+    walk,
+)
 from specmamba.tune.tables import plot_report, print_report
 from specmamba.tune.texts import Text, check_jobs, probe_jobs, record_ranks, sampling_params
 from tests.tiny import write_tiny_checkpoint
@@ -166,7 +178,7 @@ def test_a_walk_along_recorded_ranks_is_what_the_engine_does(llm: LLM, tmp_path:
 def test_requests_of_probes_and_checks() -> None:
     texts = [Text((1, 2), tuple(range(10, 30)), 20), Text((3,), tuple(range(40, 60)), 20)]
     for replay in (False, True):
-        config = tune_tree.TreeTunerConfig(max_tokens=20, replay=replay, seed=7)
+        config = TreeTunerConfig(max_tokens=20, replay=replay, seed=7)
         probes = probe_jobs(config, texts, 3, 1)  # the second round: requests 3, 4 and 5
         assert [job.prompt[0] for job in probes] == [3, 1, 3]
         assert probes[1] == Job((1, 2, *range(10, 15)), probes[0].params, tuple(range(15, 25)))
@@ -206,7 +218,7 @@ def test_requests_count_alike_whatever_their_steps_gave() -> None:
 
 
 def test_sampled_texts_are_recorded_up_to_their_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tune_tree.TreeTunerConfig(max_tokens=16, num_prompts=2, max_nodes=4)
+    config = TreeTunerConfig(max_tokens=16, num_prompts=2, max_nodes=4)
     prompts = [PromptText("def f"), PromptText("class A")]
     monkeypatch.setattr(tree_texts, "encode_prompt", lambda source, _: [5, 9, len(source.text)])
     whole = tree_texts.collect_texts(config, llm, prompts)
@@ -478,7 +490,7 @@ def test_a_folder_that_cannot_be_written_to_is_found_before_the_run(
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
     for flag in ("json", "plot", "out"):
         with pytest.raises(ValidationError, match="cannot be written: no permission"):
-            tune_tree.TreeTunerConfig.model_validate({flag: tmp_path / "new.png"})
+            TreeTunerConfig.model_validate({flag: tmp_path / "new.png"})
     assert asked.count((tmp_path, os.W_OK)) == 3
 
 

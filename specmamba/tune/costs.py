@@ -16,7 +16,7 @@ The root alone, plain decoding from a tree file, is measured as it is. No shape 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from specmamba import LLM
 from specmamba.measure.full_batch import Job, Stretch, run_full_batch
 from specmamba.trees import StaticTree, TreeFile
-from specmamba.tune.search import tree_of_paths
 
 NODES = (3, 5, 8, 12, 16, 24, 32, 48, 64)
 Curve = tuple[tuple[int, float], ...]  # (x, milliseconds), x rising, milliseconds never falling
@@ -62,6 +61,15 @@ def _bundle(num_nodes: int, width: int, depth: int) -> StaticTree:
     leaves = [(*path, 1) for path in chains if len(path) < depth][: num_nodes - 1 - len(chains)]
     more = [(width + i,) for i in range(num_nodes - 1 - len(chains) - len(leaves))]
     return tree_of_paths([*chains, *leaves, *more])
+
+
+def tree_of_paths(paths: Iterator[tuple[int, ...]] | Sequence[tuple[int, ...]]) -> StaticTree:
+    """The tree whose nodes below the root stand at these rank paths, level by level."""
+    nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
+    number = {path: node for node, path in enumerate(nodes)}
+    return StaticTree(
+        parents=(-1, *(number[path[:-1]] for path in nodes[1:])), ranks=(0, *(path[-1] for path in nodes[1:]))
+    )
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from specmamba import LLM
 from specmamba.measure.prompts import PLAIN, model_name, sampling_name
 from specmamba.measure.report import distinct_4gram_ratio, machine, versions
-from specmamba.tune.choice import Choice
 from specmamba.tune.contest import Showing
 from specmamba.tune.costs import BatchCost, Sample, level_widths
-from specmamba.tune.search import Acceptance, Ranks
+from specmamba.tune.options import TreeTunerConfig
+from specmamba.tune.search import Acceptance, Choice, Ranks
 from specmamba.tune.texts import Text, dropped_share
-
-if TYPE_CHECKING:
-    from specmamba.tune.tree import TreeTunerConfig
 
 
 def provenance(config: TreeTunerConfig, llm: LLM) -> str:

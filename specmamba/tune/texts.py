@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from specmamba import LLM, SamplingParams
 from specmamba.errors import ConfigError, RequestError
 from specmamba.measure.full_batch import Job
 from specmamba.measure.prompts import PromptText, encode_prompt, encode_with_continuation, seed_of
+from specmamba.tune.options import TreeTunerConfig
 from specmamba.tune.search import Ranks
-
-if TYPE_CHECKING:
-    from specmamba.tune.tree import TreeTunerConfig
 
 
 @dataclass(frozen=True)
