@@ -1,4 +1,4 @@
-"""An engine that follows a script: it answers with fixed text, at a chosen pace, and fails when it is told to."""
+"""An engine that follows a script: it answers with fixed text, at a chosen pace, and fails at a chosen step."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def _whole_characters(data: bytes, final: bool) -> tuple[str, bytes]:
 def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it never happened"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.005)
 
 

@@ -92,7 +92,7 @@ def test_logprobs_are_left_out_unless_asked_for(served: Served) -> None:
     refused(served.chat(USER, logprobs=3), 400, "logprobs")
 
 
-def test_tokens_without_text_are_still_told() -> None:
+def test_tokens_without_text_are_listed_too() -> None:
     options = ChatOptions(ToolPlan(), 1, None)
     chat = ChatFormat("id", "model", FakeTokenizer(), options)  # type: ignore[arg-type]
     impossible = TokenLogprob(0xC3, -math.inf, ((65, -0.5), (1, -math.inf)))
@@ -205,7 +205,7 @@ def test_fields_that_are_not_supported(served: Served, field: str, value: object
     refused(served.chat(USER, **{field: value}), 400, field, "not_supported")
 
 
-def test_template_variables_are_bounded(served: Served) -> None:
+def test_template_variables_are_limited(served: Served) -> None:
     deep: dict[str, Any] = {}
     for _ in range(100):
         deep = {"a": deep}
@@ -213,5 +213,5 @@ def test_template_variables_are_bounded(served: Served) -> None:
         refused(served.chat(USER, chat_template_kwargs=value), 400, "chat_template_kwargs")
 
 
-def test_conversations_have_an_end(served: Served) -> None:
+def test_the_number_of_messages_is_limited(served: Served) -> None:
     assert "4096" in refused(served.chat(*[USER] * 4097), 400, "messages")

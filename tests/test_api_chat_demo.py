@@ -1,4 +1,4 @@
-"""Structured output and forced tool calls of the demo, which on its own knows neither: the grammar makes them."""
+"""Structured output and forced tool calls of the demo, which was trained on neither: the grammar produces them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_some_tool_is_called(client: openai.OpenAI, temperature: float) -> None:
     jsonschema.validate(arguments, {"move": POINT, "now": {"maxProperties": 0}}[call.function.name])
 
 
-def test_a_call_that_is_cut_off_gives_what_there_is(client: openai.OpenAI) -> None:
+def test_a_call_that_is_cut_off_has_partial_arguments(client: openai.OpenAI) -> None:
     body = {**BODY, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "move"}}, "max_tokens": 3}
     choice = client.chat.completions.create(**body).choices[0]
     (call,) = choice.message.tool_calls or [None]
@@ -97,7 +97,7 @@ def test_a_call_that_is_cut_off_gives_what_there_is(client: openai.OpenAI) -> No
     assert call.function.arguments.startswith("{")
 
 
-def test_a_schema_that_cannot_be_kept_is_refused_by_name(client: openai.OpenAI) -> None:
+def test_an_unsupported_schema_is_refused_by_name(client: openai.OpenAI) -> None:
     wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "number", "multipleOf": 7}}}
     with pytest.raises(openai.BadRequestError) as refusal:
         client.chat.completions.create(**BODY, response_format=wrong)

@@ -1,4 +1,4 @@
-"""Chat templates: what they are given, what clients may set in them, and the marks of tool calls in an answer."""
+"""Chat templates: their variables, which of them clients may set, and the marks of tool calls in answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_tools_calls_and_variables_reach_the_template(tokenizer: Tokenizer) -> N
     assert written(tokenizer, [USER], None, {"enable_thinking": False}) == "<user>u<think></think><|endoftext|>"
 
 
-def test_developers_are_the_system_where_a_template_does_not_know_them(folder: Path) -> None:
+def test_the_role_developer_becomes_system_for_templates_without_it(folder: Path) -> None:
     message = {"role": "developer", "content": "u"}
     assert written(Tokenizer(folder), [message]) == "<system>u<|endoftext|>"
     (folder / "chat_template.jinja").write_text(TEMPLATE + "{# developer #}")
@@ -70,13 +70,13 @@ def test_developers_are_the_system_where_a_template_does_not_know_them(folder: P
         ".*", "m", "call", "for", "role", "loop", "raise_exception", "range", "tojson", "strftime_now",
     ],
 )  # fmt: skip
-def test_clients_set_only_what_the_template_reads(tokenizer: Tokenizer, name: str) -> None:
+def test_clients_can_only_set_variables_that_the_template_reads(tokenizer: Tokenizer, name: str) -> None:
     with pytest.raises(RequestError) as refusal:
         tokenizer.apply_chat_template([USER], None, {name: "{{ 1 }}"})
     assert refusal.value.param == "chat_template_kwargs"
 
 
-def test_what_a_template_reads() -> None:
+def test_the_variables_that_a_template_reads() -> None:
     template = (
         "{% generation %}{{ a }}{% endgeneration %}"
         "{% set b = b or 1 %}{% if c is defined %}{{ b }}{% endif %}{# d #}{{ 'e' }}{% set f = 1 %}{{ f }}"
@@ -102,7 +102,7 @@ def test_templates_run_in_a_sandbox(folder: Path, program: str) -> None:
     assert refusal.value.param == "messages"
 
 
-def test_what_a_client_writes_is_no_program(tokenizer: Tokenizer) -> None:
+def test_text_of_clients_is_not_executed(tokenizer: Tokenizer) -> None:
     message = {"role": "user", "content": "{{ 6 * 7 }}"}
     assert "{{ 6 * 7 }}" in written(tokenizer, [message])
 

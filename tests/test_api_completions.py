@@ -56,7 +56,7 @@ def test_choices_of_several_prompts(served: Served) -> None:
     assert [choice["index"] for choice in answer["choices"]] == list(range(9))
     assert {choice["text"] for choice in answer["choices"]} == {EURO}
     seeds = [params.seed for params in served.engine.seen_params[before:]]
-    assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)] * 3  # seeds are 64 bits and go round
+    assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)] * 3  # seeds are signed 64-bit numbers and wrap around
     assert answer["usage"]["prompt_tokens"] == 6  # a prompt counts once
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 9}
     assert answer["usage"]["completion_tokens"] == 9 * len(EURO.encode())
@@ -93,11 +93,11 @@ def test_best_of_gives_the_likeliest(served: Served) -> None:
     assert answer["usage"]["prompt_tokens"] == 2
 
 
-def test_best_of_does_not_show_what_it_compares(served: Served) -> None:
+def test_best_of_does_not_show_its_log_probabilities(served: Served) -> None:
     answer = served.complete(prompt="a", best_of=2).json()
     assert served.engine.seen_params[-1].logprobs == 0
     assert answer["choices"][0]["logprobs"] is None
-    served.complete(prompt="a", best_of=1, stream=True)  # asks for nothing
+    served.complete(prompt="a", best_of=1, stream=True)  # best_of=1 has no effect
     assert served.engine.seen_params[-1].logprobs is None
 
 
@@ -133,7 +133,7 @@ def test_best_of_does_not_show_what_it_compares(served: Served) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_refused_by_name(served: Served, body: dict[str, Any], param: str, words: str) -> None:
+def test_invalid_fields_are_refused_by_name(served: Served, body: dict[str, Any], param: str, words: str) -> None:
     assert words in refused(served.complete(**{"prompt": "x", **body}), 400, param)
 
 
@@ -195,7 +195,7 @@ def test_a_prompt_is_scored(served: Served, prompt: object) -> None:
     assert logprobs["text_offset"] == [0, 1, 1, 2]
 
 
-def test_special_tokens_that_are_added_take_no_room_in_the_text(served: Served) -> None:
+def test_added_special_tokens_have_no_length_in_the_text(served: Served) -> None:
     choice = served.complete(prompt="<bos>", echo=True, logprobs=0, max_tokens=1).json()["choices"][0]
     assert choice["text"] == "<bos>a"
     assert choice["logprobs"]["tokens"] == ["<0>", *"<bos>", "a"]
@@ -203,7 +203,7 @@ def test_special_tokens_that_are_added_take_no_room_in_the_text(served: Served) 
 
 
 @pytest.mark.parametrize(("echo", "max_tokens"), [(True, 16), (False, 16), (True, 0)])
-def test_streamed_pieces_make_the_whole(served: Served, echo: bool, max_tokens: int) -> None:
+def test_streamed_pieces_join_to_the_whole_answer(served: Served, echo: bool, max_tokens: int) -> None:
     body: dict[str, Any] = {"prompt": ["é", "b "], "n": 2, "logprobs": 1, "echo": echo, "return_tokens": True}
     body |= {"max_tokens": max_tokens}
     assert streamed(served, **body) == served.complete(**body).json()["choices"]
@@ -222,7 +222,7 @@ def test_a_token_that_ends_the_answer_has_no_text(served: Served) -> None:
     assert [token["text"] for token in choice["tokens"]][-2:] == ["€", ""]
 
 
-def test_half_a_character_at_the_end() -> None:
+def test_an_incomplete_character_at_the_end() -> None:
     with serving(FakeEngine(text=EURO)) as served:
         body: dict[str, Any] = {"prompt": "x", "return_tokens": True, "logprobs": 0, "max_tokens": 4}
         choice = served.complete(**body).json()["choices"][0]
@@ -295,7 +295,7 @@ def test_pieces_of_the_demo_are_its_text(demo: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_a_stop_string_cuts_off_has_no_place_in_the_text(demo: Served, stream: bool) -> None:
+def test_tokens_cut_off_by_a_stop_string_have_the_last_offset(demo: Served, stream: bool) -> None:
     body: dict[str, Any] = {"prompt": "def main():\n", "max_tokens": 40, "temperature": 0}
     text = demo.complete(**body).json()["choices"][0]["text"]
     body |= {"stop": text[5:14], "return_tokens": True, "logprobs": 0, "echo": True}

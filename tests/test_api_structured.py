@@ -1,4 +1,4 @@
-"""The fields of structured output that completions and chat share: read, told apart, refused by name."""
+"""The fields of structured output that completions and chat share: accepted, and refused by name."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_grammar_reaches_the_parameters() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_refused_by_name(body: dict[str, Any], param: str, words: str) -> None:
+def test_invalid_fields_are_refused_by_name(body: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(ValidationError) as refusal:
         asked(**body)
     error = api_error_of_validation(refusal.value.errors())

@@ -49,7 +49,7 @@ def test_tokenize(served: Served) -> None:
     assert post(served, "/tokenize", prompt="<bos>", add_special_tokens=False)["count"] == 5  # type: ignore[index]
 
 
-def test_messages_are_written_as_a_chat_is(served: Served) -> None:
+def test_messages_use_the_chat_template(served: Served) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tokens = post(served, "/tokenize", messages=messages)["tokens"]  # type: ignore[index]
     assert bytes(tokens) == b"<user>hi<assistant>"
@@ -61,7 +61,7 @@ def test_detokenize(served: Served) -> None:
     assert post(served, "/detokenize", tokens=[]) == {"prompt": ""}
 
 
-def test_what_is_refused_by_name(served: Served) -> None:
+def test_invalid_fields_are_refused_by_name(served: Served) -> None:
     for body, param in (
         ({}, "prompt"),
         ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
@@ -85,7 +85,7 @@ def test_what_is_refused_by_name(served: Served) -> None:
         refused(served.http.post(path, json={**body, "model": "m" * 5000}), 404, "model", "model_not_found")
 
 
-def test_texts_that_take_long(served: Served) -> None:
+def test_large_texts(served: Served) -> None:
     text = "x" * ((1 << 20) + 1)
     for body in ({"prompt": text}, {"messages": [{"role": "user", "content": text}]}):
         refused(served.http.post("/tokenize", json=body), 400, next(iter(body)), "too_long")
@@ -94,7 +94,7 @@ def test_texts_that_take_long(served: Served) -> None:
     assert post(served, "/detokenize", tokens=[120] * 100_000) == {"prompt": "x" * 100_000}
 
 
-def test_tools_and_variables_are_told_as_in_a_chat(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_and_variables_reach_the_chat_template(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(
         served.http.post("/tokenize", json={"messages": [USER], "tools": [TOOL]}), 400, "tools", "tools_not_supported"
     )
@@ -132,7 +132,7 @@ def test_bytes_of_byte_level_tokens_join_to_the_text(text: str) -> None:
     assert b"".join(tokens.of(i) or b"" for i in DEMO.encode(text, add_special_tokens=False).ids) == text.encode()
 
 
-def test_all_bytes_and_special_tokens_are_there() -> None:
+def test_the_bytes_of_all_tokens() -> None:
     tokens = TokenBytes(DEMO)
     found = {tokens.of(i) for i in range(DEMO.get_vocab_size())}
     assert {bytes([byte]) for byte in range(256)} <= found

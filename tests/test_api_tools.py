@@ -1,4 +1,4 @@
-"""Tools over HTTP: what the model is told, how its calls are answered whole and as streams, what is refused."""
+"""Tools over HTTP: what the chat template gets, calls in whole and in streamed answers, and refused requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 
 
 class NoCompiler:
-    """Takes every grammar; the scripted engine keeps to none."""
+    """Accepts every grammar; the scripted engine ignores grammars."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -50,8 +50,8 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture(autouse=True)
-def told(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Messages, tools and variables, as the chat template gets them. The script says something in one call."""
+def template_inputs(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The messages, tools and variables of every call of the chat template."""
     seen: list[Any] = []
 
     def apply(messages: Any, tools: Any = None, variables: Any = None) -> str:
@@ -64,12 +64,12 @@ def told(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def say(served: Served, text: str) -> None:
+def script(served: Served, text: str) -> None:
     served.engine.text = text.encode()
 
 
 def joined(chunks: list[Any]) -> dict[str, Any]:
-    """The message that the chunks of one choice add up to, its ids left out, and why it ended."""
+    """The message of one choice, joined from its chunks, without ids, and its finish reason."""
     message: dict[str, Any] = {"content": None, "tool_calls": []}
     for chunk in chunks:
         delta = chunk["choices"][0]["delta"]
@@ -100,7 +100,7 @@ def answers(served: Served, **body: Any) -> dict[str, Any]:
     return whole
 
 
-def test_the_model_chooses(served: Served, told: list[Any]) -> None:
+def test_the_model_chooses(served: Served, template_inputs: list[Any]) -> None:
     answer = answers(served, tools=TOOLS)
     arguments = '{"city": "Köln"}'
     assert answer == {
@@ -109,7 +109,7 @@ def test_the_model_chooses(served: Served, told: list[Any]) -> None:
         "finish_reason": "tool_calls",
     }
     no_parameters = {"type": "object", "properties": {}, "additionalProperties": False}
-    assert [tool["function"] for tool in told[0][1]] == [
+    assert [tool["function"] for tool in template_inputs[0][1]] == [
         {"name": "weather", "description": "d", "parameters": PARAMETERS},
         {"name": "now", "description": "", "parameters": no_parameters},
     ]
@@ -117,14 +117,14 @@ def test_the_model_chooses(served: Served, told: list[Any]) -> None:
 
 
 def test_a_call_alone_has_null_for_content(served: Served) -> None:
-    say(served, CALL)
+    script(served, CALL)
     message = served.chat(USER, tools=TOOLS).json()["choices"][0]["message"]
     assert message["content"] is None
     assert message["tool_calls"][0]["type"] == "function"
 
 
 def test_several_calls_or_one_at_most(served: Served) -> None:
-    say(served, f'{CALL}\n<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>')
+    script(served, f'{CALL}\n<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>')
     assert [call["name"] for call in answers(served, tools=TOOLS)["tool_calls"]] == ["weather", "now"]
     assert [call["name"] for call in answers(served, tools=TOOLS, parallel_tool_calls=False)["tool_calls"]] == [
         "weather"
@@ -134,26 +134,26 @@ def test_several_calls_or_one_at_most(served: Served) -> None:
 @pytest.mark.parametrize(
     "text", ["All fine.", CALL[:30], CALL.replace("weather", "rm"), "<tool_call>{oops}</tool_call>"]
 )
-def test_what_is_no_call_is_content(served: Served, text: str) -> None:
-    say(served, text)
+def test_text_that_is_not_a_call_is_content(served: Served, text: str) -> None:
+    script(served, text)
     assert answers(served, tools=TOOLS) == {"content": text, "tool_calls": [], "finish_reason": "stop"}
 
 
-def test_no_tools_means_no_parsing(served: Served, told: list[Any]) -> None:
-    say(served, CALL)
+def test_no_tools_means_no_parsing(served: Served, template_inputs: list[Any]) -> None:
+    script(served, CALL)
     assert answers(served, tools=TOOLS, tool_choice="none")["content"] == CALL
     assert answers(served)["content"] == CALL
-    assert [tools for _, tools, _ in told] == [None] * 4
+    assert [tools for _, tools, _ in template_inputs] == [None] * 4
 
 
-def test_a_named_tool_is_forced(served: Served, told: list[Any]) -> None:
-    say(served, '{"city": "Köln"}')
+def test_a_named_tool_is_forced(served: Served, template_inputs: list[Any]) -> None:
+    script(served, '{"city": "Köln"}')
     answer = answers(served, tools=TOOLS, tool_choice=NAMED)
     call = {"name": "weather", "arguments": '{"city": "Köln"}'}
     assert answer == {"content": None, "tool_calls": [call], "finish_reason": "stop"}
     grammar = served.engine.seen_params[-1].grammar
     assert (grammar.kind, json.loads(grammar.text)) == ("json_schema", PARAMETERS)
-    assert len(told[0][1]) == 2
+    assert len(template_inputs[0][1]) == 2
     chunks = events(served.chat(USER, tools=TOOLS, tool_choice=NAMED, stream=True))
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant"}
     assert chunks[1]["choices"][0]["delta"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": ""}
@@ -161,7 +161,7 @@ def test_a_named_tool_is_forced(served: Served, told: list[Any]) -> None:
 
 
 def test_some_tool_is_required(served: Served) -> None:
-    say(served, '{"name": "weather", "arguments": {"city": "Köln}"}}')
+    script(served, '{"name": "weather", "arguments": {"city": "Köln}"}}')
     answer = answers(served, tools=TOOLS, tool_choice="required", parallel_tool_calls=True)
     call = {"name": "weather", "arguments": '{"city": "Köln}"}'}
     assert answer == {"content": None, "tool_calls": [call], "finish_reason": "tool_calls"}
@@ -170,7 +170,7 @@ def test_some_tool_is_required(served: Served) -> None:
 
 
 def test_a_forced_call_that_is_cut_off(served: Served) -> None:
-    say(served, '{"city": "Köln"}')
+    script(served, '{"city": "Köln"}')
     answer = answers(served, tools=TOOLS, tool_choice=NAMED, max_tokens=9)
     call = {"name": "weather", "arguments": '{"city": '}
     assert answer == {"content": None, "tool_calls": [call], "finish_reason": "length"}
@@ -197,7 +197,7 @@ def test_references_of_schemas_move_with_them(served: Served) -> None:
     assert schema["$defs"]["1.place"] == {"type": "object", "properties": moved}
 
 
-def test_calls_and_their_answers_are_sent_back(served: Served, told: list[Any]) -> None:
+def test_calls_and_their_answers_are_sent_back(served: Served, template_inputs: list[Any]) -> None:
     arguments = {"city": "Köln" * 20_000}
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(arguments)}}
     earlier = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "reasoning_content": "hm"}
@@ -205,7 +205,7 @@ def test_calls_and_their_answers_are_sent_back(served: Served, told: list[Any]) 
     assert served.chat(USER, earlier, answer, {**earlier, "tool_calls": [call | {"index": 0}]}).status_code == 200
     for_template = {**call, "function": {"name": "weather", "arguments": arguments}}
     turn = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [for_template]}
-    assert told[0][0] == [USER, turn, {"role": "tool", "content": "12°", "tool_call_id": "call_1"}, turn]
+    assert template_inputs[0][0] == [USER, turn, {"role": "tool", "content": "12°", "tool_call_id": "call_1"}, turn]
 
 
 def test_through_the_openai_client(served: Served) -> None:
@@ -267,7 +267,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), REFUSED, ids=lambda value: str(value)[:60])
-def test_wrong_tools_are_named(served: Served, body: dict[str, Any], param: str) -> None:
+def test_errors_name_the_invalid_tool(served: Served, body: dict[str, Any], param: str) -> None:
     response = served.chat(USER, **body)
     if param == "tool_choice":
         assert response.json()["error"]["param"].startswith(param)
@@ -289,22 +289,22 @@ def test_wrong_tools_are_named(served: Served, body: dict[str, Any], param: str)
         ({"role": "assistant", "tool_calls": [call_with("[" * 100_000)]}, "tool_calls[0].function.arguments"),
     ],
 )  # fmt: skip
-def test_wrong_messages_about_tools_are_named(served: Served, message: dict[str, Any], param: str) -> None:
+def test_errors_name_the_invalid_message_about_tools(served: Served, message: dict[str, Any], param: str) -> None:
     refused(served.chat(message), 400, f"messages[0].{param}")
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", "{{ tools }}", None])
-def test_a_model_that_knows_no_tools_cannot_choose(
-    served: Served, monkeypatch: pytest.MonkeyPatch, told: list[Any], template: str | None
+def test_a_model_without_tools_cannot_choose(
+    served: Served, monkeypatch: pytest.MonkeyPatch, template_inputs: list[Any], template: str | None
 ) -> None:
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", lambda with_tools=False: template)
     assert "tool_choice" in refused(served.chat(USER, tools=TOOLS), 400, "tools", "tools_not_supported")
-    say(served, '{"city": "Köln"}')
+    script(served, '{"city": "Köln"}')
     assert answers(served, tools=TOOLS, tool_choice=NAMED)["tool_calls"]
-    assert (told[0][1] is None) == (template != "{{ tools }}")
+    assert (template_inputs[0][1] is None) == (template != "{{ tools }}")
 
 
-def test_the_parser_can_be_named_or_switched_off(told: list[Any]) -> None:
+def test_the_parser_can_be_named_or_switched_off(template_inputs: list[Any]) -> None:
     text = '<TOOLCALL>[{"name": "now"}]</TOOLCALL>'
     for parser, status in (("nemotron", 200), ("none", 400)):
         engine = FakeEngine(text=text)
@@ -316,8 +316,8 @@ def test_the_parser_can_be_named_or_switched_off(told: list[Any]) -> None:
                 assert response.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
 
 
-def test_arguments_of_earlier_calls_are_bounded_and_read_once(
-    served: Served, told: list[Any], monkeypatch: pytest.MonkeyPatch
+def test_arguments_of_earlier_calls_are_limited_and_parsed_once(
+    served: Served, template_inputs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def turn(length: int) -> dict[str, Any]:
         function = {"name": "now", "arguments": json.dumps({"a": "x" * (length - len('{"a": ""}'))})}
@@ -334,7 +334,7 @@ def test_arguments_of_earlier_calls_are_bounded_and_read_once(
     half = MAX_ARGUMENTS // 2
     assert served.chat(turn(half), turn(half)).status_code == 200
     assert num_read == 2
-    assert [message["tool_calls"][0]["function"]["name"] for message in told[0][0]] == ["now", "now"]
-    assert len(told[0][0][0]["tool_calls"][0]["function"]["arguments"]["a"]) > half - 20
+    assert [message["tool_calls"][0]["function"]["name"] for message in template_inputs[0][0]] == ["now", "now"]
+    assert len(template_inputs[0][0][0]["tool_calls"][0]["function"]["arguments"]["a"]) > half - 20
     refused(served.chat(turn(half), turn(half + 1)), 400, "messages", "too_long")
     assert num_read == 2

@@ -1,4 +1,4 @@
-"""Chunks that are filled in say to the byte what their models would."""
+"""Chunks that are written from a template are equal, byte for byte, to the JSON of their models."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_an_error_of_a_subcommand_carries_its_name(
         (["generate", "--prompt", "x", "--bogus"], "--bogus"),
     ],
 )
-def test_mistakes_end_with_one_message_and_status_2(
+def test_invalid_arguments_end_with_one_message_and_status_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -153,7 +153,7 @@ ALL_HELPS = [
 
 
 def test_help_loads_nothing_heavy() -> None:
-    """One process asks for all of them, one after the other; its status says what was loaded."""
+    """One process prints all of them, one after the other; its status names the heavy modules that were loaded."""
     code = (
         "import sys\nfrom specmamba.cli import main\n"
         f"for arguments in {ALL_HELPS!r}:\n"
@@ -168,7 +168,7 @@ def test_help_loads_nothing_heavy() -> None:
         assert f"usage: specmamba {' '.join(arguments)} " in ended.stdout
 
 
-def test_generate_writes_text_here_and_figures_there() -> None:
+def test_generate_writes_text_to_stdout_and_figures_to_stderr() -> None:
     ended = run(*GENERATE, "--prompt", "def main():\n", "--max-tokens", "24")
     assert ended.returncode == 0, ended.stderr
     figures = re.fullmatch(FIGURES, ended.stderr)

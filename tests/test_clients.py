@@ -1,4 +1,4 @@
-"""Programs that people point at a server, unchanged, against this one: langchain, lm-eval, schemathesis."""
+"""Unmodified client programs against this server: langchain, lm-eval, schemathesis."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_lm_eval(demo: Served, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def short() -> Iterator[Served]:
-    """The demo with room for so little that no answer takes long."""
+    """The demo with a short context, so that every answer is short."""
     from specmamba.engine.engine import Engine
 
     with serving(Engine(EngineConfig(context_length=48, max_running_requests=8, max_total_tokens=1024))) as served:
@@ -168,10 +168,10 @@ EXAMPLES = settings(max_examples=12, deadline=None, derandomize=True, suppress_h
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
-def test_answers_are_those_of_the_schema(short: Served, mode: GenerationMode) -> None:
+def test_answers_match_the_openapi_schema(short: Served, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(short.url + "/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
-    if mode is GenerationMode.NEGATIVE:  # elsewhere there is nothing to get wrong
+    if mode is GenerationMode.NEGATIVE:  # the other routes have no body
         operations = [operation for operation in operations if operation.body or operation.query]
     assert {"/v1/completions", "/v1/chat/completions"} <= {o.path for o in operations}
     for operation in operations:

@@ -1,4 +1,4 @@
-"""GET /events: who gets what, when drafts are recorded, and that the engine is never in anybody's hands."""
+"""GET /events: the events for each listener, when drafts are recorded, and that listeners never block the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Event = tuple[str, dict[str, Any]]
 
 
 class WatchedEngine(FakeEngine):
-    """A fake engine that the live page can look at."""
+    """A fake engine with what the live page samples."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -126,7 +126,7 @@ class TestEvents:
             first(events, "stats")
             server.thread.call(lambda _: server.engine.views.extend([DRAFT, PLAIN])).result(5)
             event = first(events, "draft")
-        (draft,) = event["drafts"]  # a step without drafted tokens is none
+        (draft,) = event["drafts"]  # steps without drafted tokens are left out
         assert [node["text"] for node in draft["nodes"]] == ["A", "B", "C", "bytes:\\xe4"]
         assert draft["parents"] == [-1, 0, 0, 1]
         assert draft["path"] == [0, 1]
@@ -142,7 +142,7 @@ class TestEvents:
             (0, 3, True),
         ]
 
-    def test_drafts_are_recorded_while_somebody_listens(self, server: Served) -> None:
+    def test_drafts_are_recorded_while_there_are_listeners(self, server: Served) -> None:
         assert server.engine.watching == []
         with listening(server) as events:
             first(events, "stats")
@@ -165,7 +165,7 @@ class TestEvents:
                 pass
             assert also == seen
 
-    def test_not_too_many(self, server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_number_of_listeners_is_limited(self, server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(live_feed, "MAX_LISTENERS", 1)
         with listening(server) as events:
             first(events, "stats")
@@ -176,7 +176,7 @@ class TestEvents:
         with listening(server) as events:
             first(events, "stats")
 
-    def test_a_long_step_is_told_of_and_not_waited_for(self, server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_long_step_is_reported_and_does_not_block(self, server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(live_feed, "BUSY_AFTER_S", 0.02)
         engine = server.engine
         with listening(server) as events:
@@ -202,7 +202,7 @@ class TestEvents:
             assert first(events, "end") == {"reason": reason}
             assert next(events, None) is None
 
-    def test_a_sampler_that_breaks_ends_its_streams_only(self, server: Served) -> None:
+    def test_a_sampler_that_fails_ends_only_its_streams(self, server: Served) -> None:
         server.engine.prefixes = None
         with listening(server) as events:
             assert first(events, "end") == {"reason": "failed"}
@@ -215,13 +215,13 @@ class TestEvents:
             with listening(server, Authorization="Bearer secret") as events:
                 assert next(events)[0] == "hello"
 
-    def test_none_without_the_page(self) -> None:
+    def test_there_are_no_events_without_the_page(self) -> None:
         with serving(WatchedEngine(), disable_page=True) as server:
             assert [server.http.get(path).status_code for path in ("/events", "/", "/page/app.js")] == [404] * 3
 
 
 class TestListener:
-    def test_of_what_nobody_took_the_newest_is_kept(self) -> None:
+    def test_the_newest_event_of_each_kind_is_kept(self) -> None:
         async def take() -> list[tuple[str, str]]:
             listener = Listener({"hello": "0"})
             for number in range(1000):
@@ -233,7 +233,7 @@ class TestListener:
 
         assert asyncio.run(take()) == [("hello", "0"), ("stats", "999"), ("tree", "t")]
 
-    def test_who_goes_before_the_answer_began_has_left(self) -> None:
+    def test_a_client_that_disconnects_before_the_answer_is_removed(self) -> None:
         async def serve(feed: Feed) -> int:
             async def gone() -> dict[str, str]:
                 return {"type": "http.disconnect"}
@@ -270,14 +270,14 @@ class TestOutline:
         ]
         assert [n.age > 0 for n in nodes] == [False, False, False, True]
 
-    def test_the_most_recent_first_and_no_more_than_asked_for(self) -> None:
+    def test_the_most_recent_nodes_come_first_up_to_the_limit(self) -> None:
         cache = put(World(), (1, 2), (3, 4), (5, 6))
         shown = cache.outline(max_nodes=3)
         assert [(n.depth, n.end) for n in shown.nodes] == [(0, 0), (1, 2), (1, 2)]
         assert shown.num_left == 1
         assert shown.nodes[1].age < shown.nodes[2].age
 
-    def test_no_tokens_in_it(self) -> None:
+    def test_it_contains_no_tokens(self) -> None:
         fields = set(OutlineNode.__dataclass_fields__)
         assert fields == {"depth", "start", "end", "has_state", "hits", "locks", "state_locks", "age"}
 

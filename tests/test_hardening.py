@@ -1,4 +1,4 @@
-"""Hostile, broken and impatient requests: each gets a clear error, gives back what it held, and costs nobody else."""
+"""Hostile, broken and impatient requests: each gets a clear error and frees its resources; others are not affected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bearer(key: str) -> dict[str, str]:
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
 
-def test_each_of_several_keys_opens_and_none_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_of_several_keys_is_accepted_and_none_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     keys = ("first-secret", "second-secret")
     with serving(api_key=keys, log_level="debug") as served:
@@ -61,8 +61,8 @@ def test_each_of_several_keys_opens_and_none_is_told(caplog: pytest.LogCaptureFi
             answers.append(response)
         answers.append(served.http.post("/v1/completions", json=GOOD | {"model": 1}, headers=bearer(keys[0])))
         answers += [served.http.get(path, headers=bearer(keys[0])) for path in ("/server_info", "/metrics")]
-        told = "".join(answer.text + str(answer.headers) for answer in answers) + repr(vars(served.server.config))
-    assert "-secret" not in told.replace("first-secret,second", "") + caplog.text
+        shown = "".join(answer.text + str(answer.headers) for answer in answers) + repr(vars(served.server.config))
+    assert "-secret" not in shown.replace("first-secret,second", "") + caplog.text
     assert caplog.text
 
 
@@ -86,7 +86,7 @@ def limiter_of(served: Served) -> LimitCalls:
 
 @pytest.mark.parametrize("api_key", [(), ("a", "b")])
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_at_a_time(api_key: tuple[str, ...], stream: bool) -> None:
+def test_the_number_of_open_calls_is_limited(api_key: tuple[str, ...], stream: bool) -> None:
     own = bearer("a") if api_key else {}
     with serving(FakeEngine(step_s=0.02, chunk=1), max_calls_per_key=1, api_key=api_key) as served:
         assert served.http.get("/health").status_code == 200
@@ -102,12 +102,12 @@ def test_calls_at_a_time(api_key: tuple[str, ...], stream: bool) -> None:
                 if api_key:
                     other = served.http.post("/v1/completions", json=GOOD, headers=bearer("b"))
                     assert other.status_code == 200
-        wait_until(lambda: not limiter.num_open)  # the client hung up in the middle
+        wait_until(lambda: not limiter.num_open)  # the client has disconnected in the middle
         body: dict[str, Any]
         for body in (GOOD, {"prompt": []}, GOOD | {"stream": stream}):
             status = served.http.post("/v1/completions", json=body, headers=own).status_code
             assert status == (400 if body == {"prompt": []} else 200)
-            assert not limiter.num_open  # before the client can come again
+            assert not limiter.num_open  # before the client can send its next call
         assert not served.engine.running
 
 
@@ -152,7 +152,7 @@ def test_any_origin_only_when_asked_for() -> None:
         ({"Origin": "https://b.example"}, ("*",), True),
     ],
 )
-def test_where_a_change_may_come_from(headers: dict[str, str], allowed: tuple[str, ...], verdict: bool) -> None:
+def test_allowed_origins_of_changes(headers: dict[str, str], allowed: tuple[str, ...], verdict: bool) -> None:
     request = httpx.Request("POST", "http://host:1/flush_cache", headers=headers)
     from starlette.datastructures import Headers
 
@@ -163,7 +163,7 @@ def test_where_a_change_may_come_from(headers: dict[str, str], allowed: tuple[st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_turn_that_does_not_come_in_time(stream: bool) -> None:
+def test_a_request_that_waits_too_long(stream: bool) -> None:
     with serving(FakeEngine(step_s=0.5), queue_timeout=0.1) as served, ThreadPoolExecutor() as pool:
         first, second = [pool.submit(served.complete, **GOOD, stream=stream) for _ in range(2)]
         for answer in (first.result(), second.result()):  # one waits for its step, one to be taken at all
@@ -197,7 +197,7 @@ def test_an_answer_that_takes_too_long(stream: bool) -> None:
         assert served.complete(**GOOD).status_code == 200
 
 
-def test_what_is_complete_in_time_is_no_error() -> None:
+def test_an_answer_that_is_complete_in_time() -> None:
     with serving(FakeEngine(step_s=0.01), request_timeout=5, queue_timeout=5) as served:
         assert served.complete(**GOOD).status_code == 200
         assert "error" not in served.complete(**GOOD, stream=True).text
@@ -304,7 +304,7 @@ def test_large_bodies_in_other_encodings(served: Served) -> None:
     assert error_of(response, 400)["code"] == "invalid_json"
 
 
-def test_what_cannot_fit_is_not_encoded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_fit_is_not_encoded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.engine.tokenizer, "encode", None)
     text = "é" * (served.engine.context_length + 1)
     for response, param in (
@@ -316,7 +316,7 @@ def test_what_cannot_fit_is_not_encoded(served: Served, monkeypatch: pytest.Monk
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
-def test_memory_is_given_back_without_harm() -> None:
+def test_freed_memory_is_returned_to_the_system() -> None:
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(give_back_memory) for _ in range(8)]:
             done.result()
@@ -348,7 +348,7 @@ def test_compressed_bodies_are_refused(served: Served, encoding: str) -> None:
 
 
 def raw(served: Served, method: str, path: str) -> httpx.Response:
-    """A request as it is written here: httpx would tidy it up."""
+    """Send a request byte for byte; httpx would normalize it."""
     with closing(HTTPConnection(served.http.base_url.host, served.http.base_url.port or 0, timeout=10)) as connection:
         connection.request(method, path)
         answer = connection.getresponse()
@@ -374,7 +374,7 @@ def raw(served: Served, method: str, path: str) -> httpx.Response:
         "/" + "%41" * 5_000,
     ],
 )
-def test_addresses_that_lead_nowhere(served: Served, path: str) -> None:
+def test_unknown_paths(served: Served, path: str) -> None:
     response = raw(served, "GET", path)
     assert response.status_code in (400, 404)
     error_of(response, response.status_code)
@@ -382,15 +382,15 @@ def test_addresses_that_lead_nowhere(served: Served, path: str) -> None:
 
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "TRACE", "PUT", "DELETE", "CONNECT", "BREW", "get"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/nothing"])
-def test_methods_that_do_not_fit(served: Served, method: str, path: str) -> None:
+def test_unsupported_methods(served: Served, method: str, path: str) -> None:
     response = raw(served, method, path)
-    unknown = 400 if method in ("BREW", "get") else 405  # where the parser of HTTP knows only the usual ones
+    unknown = 400 if method in ("BREW", "get") else 405  # the HTTP parser accepts known methods only
     assert response.status_code in ((200,) if (method, path) == ("HEAD", "/v1/models") else (404, 405, unknown))
     if method != "HEAD":
         error_of(response, response.status_code)
 
 
-def test_absurd_headers(served: Served) -> None:
+def test_extreme_headers(served: Served) -> None:
     for name, value in (
         ("Authorization", b"\xff" * 1000),
         ("Content-Type", b"\xff\xfe"),
@@ -423,7 +423,7 @@ class OneAtATime(FakeEngine):
 
 
 @pytest.mark.parametrize("deadline_s", [10.0, 0.1])
-def test_a_drain_finishes_or_refuses_what_runs_and_what_waits(deadline_s: float) -> None:
+def test_a_drain_finishes_or_refuses_running_and_waiting_requests(deadline_s: float) -> None:
     with serving(OneAtATime(step_s=0.02, chunk=10)) as served, ThreadPoolExecutor() as pool:
         calls = [pool.submit(served.complete, prompt="x", max_tokens=60, stream=i % 2 == 0) for i in range(4)]
         wait_until(lambda: len(served.engine.seen_params) == 4)

@@ -1,4 +1,4 @@
-"""Checkpoints that lie about sizes, places and counts are refused before memory is taken for what they claim."""
+"""Checkpoints with wrong sizes, offsets or counts are refused before memory is allocated for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(folder: Path, header: object, data: bytes = bytes(16)) -> None:
     (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def test_the_header_that_these_tests_write_is_read(tmp_path: Path) -> None:
+def test_a_valid_header_of_these_tests_is_read(tmp_path: Path) -> None:
     write(tmp_path, {"a": tensor([2], 0, 8), "b": tensor([2], 8, 16)})
     with TensorReader(tmp_path) as reader:
         assert set(reader.names()) == {"a", "b"}
@@ -39,7 +39,7 @@ def test_the_header_that_these_tests_write_is_read(tmp_path: Path) -> None:
         {"a": tensor([2], 0, 8), "b": tensor([2], 4, 12)},  # overlap
         {"a": tensor([4], 0, 16), "b": tensor([2], 8, 16)},
         {"a": tensor([2], 0, 8), "b": tensor([1], 12, 16)},  # a hole
-        {"a": tensor([2], 0, 8)},  # bytes that are no tensor's
+        {"a": tensor([2], 0, 8)},  # bytes that belong to no tensor
         {"a": tensor([8], 0, 32)},  # beyond the end of the file
         {"a": tensor([4], 16, 0)},
         {"a": tensor([4], -16, 0)},
@@ -59,7 +59,7 @@ def test_the_header_that_these_tests_write_is_read(tmp_path: Path) -> None:
         b"\xff" * 100,
     ],
 )
-def test_headers_that_lie(tmp_path: Path, header: Any) -> None:
+def test_wrong_headers(tmp_path: Path, header: Any) -> None:
     write(tmp_path, header)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or not a safetensors file"):
         TensorReader(tmp_path)
@@ -83,7 +83,7 @@ def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", [SINGLE, INDEX, "0.safetensors", "config.json", "tokenizer.json"])
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, name: str) -> None:
     if name == "0.safetensors":
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     elif name != INDEX:
@@ -123,7 +123,7 @@ def test_dangling_links(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("field", ["num_hidden_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers"])
-def test_more_layers_than_any_model_has(tmp_path: Path, field: str, nested: bool) -> None:
+def test_too_many_layers(tmp_path: Path, field: str, nested: bool) -> None:
     config: dict[str, Any] = json.loads((DEMO_MODEL / "config.json").read_text())
     changed: dict[str, Any] = {field: 10**12}
     (tmp_path / "config.json").write_text(json.dumps({**config, **({"text_config": changed} if nested else changed)}))

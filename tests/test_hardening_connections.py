@@ -1,4 +1,4 @@
-"""Clients that send slowly, read slowly, come in crowds or speak no HTTP: each costs its own connection and no more."""
+"""Clients that send slowly, read slowly, open many connections or send no HTTP: only their connection is affected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from tests.fake_engine import FakeEngine, Served, serving, wait_until
 
-LONG_TEXT = "x" * (1 << 18)  # more than the kernel keeps for a client that does not read, see ``narrow``
+LONG_TEXT = "x" * (1 << 18)  # more than the kernel buffers for a client that does not read, with ``narrow``
 GOOD = {"prompt": "x", "max_tokens": 2}
 CHUNKED = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -43,7 +43,7 @@ def client(served: Served, receive_buffer: int | None = None) -> Iterator[socket
 
 @contextmanager
 def narrow(**settings: Any) -> Iterator[Served]:
-    """A server with a long answer, to connections that hold little of it on their way."""
+    """A server with a long answer, and connections with small buffers."""
     engine = FakeEngine(text=LONG_TEXT, chunk=1 << 12, context_length=len(LONG_TEXT) + 64)
     with serving(engine, **settings) as served:
         served.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -57,7 +57,7 @@ def post(body: object, path: str = "/v1/completions", headers: str = "") -> byte
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the server closes; a reset is an end too."""
+    """Read until the server closes; a reset counts as an end."""
     data = b""
     try:
         while piece := connection.recv(65536):
@@ -68,7 +68,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def status_of_next(connection: socket.socket) -> int:
-    """Of one answer, taken whole from a connection that stays open."""
+    """Read one whole answer from a connection that stays open."""
     answer = HTTPResponse(connection)
     answer.begin()
     answer.read()
@@ -133,13 +133,13 @@ def test_a_request_that_trickles_in_gets_a_408(served: Served, pieces: bytes) ->
     )
 
 
-def test_a_connection_without_a_request_is_closed_without_a_word(served: Served) -> None:
+def test_a_connection_without_a_request_is_closed_without_an_answer(served: Served) -> None:
     with client(served) as silent:
         assert read_all(silent) == b""
 
 
 def test_the_time_of_a_request_begins_with_its_first_byte(served: Served) -> None:
-    """A connection that is kept alive may rest for longer than a request may take, and each request has all of it."""
+    """A connection may be idle for longer than a request may take, and each request has the full time."""
     with client(served) as patient:
         for _ in range(3):
             time.sleep(0.2)
@@ -181,7 +181,7 @@ def test_a_client_that_stops_reading_is_dropped(stream: bool) -> None:
         stuck.sendall(post({"prompt": "x", "max_tokens": len(LONG_TEXT), "stream": stream}))
         wait_until(lambda: num_connections(served) == 1)
         assert is_answering(served)
-        wait_until(lambda: num_connections(served) == 0)  # though the client has closed nothing
+        wait_until(lambda: num_connections(served) == 0)  # although the client has not closed it
         assert 0 < len(read_all(stuck)) < len(LONG_TEXT)
         wait_until(lambda: not served.engine.running)
 
@@ -199,8 +199,8 @@ def test_a_client_that_reads_slowly_and_steadily_gets_all() -> None:
         assert json.loads(data.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == LONG_TEXT
 
 
-def test_what_a_slow_reader_has_not_taken_is_merged() -> None:
-    """A step gives one event to whoever keeps up; all that came while a client did not read is one event."""
+def test_events_that_a_slow_reader_has_not_read_are_merged() -> None:
+    """A fast reader gets one event per step; all deltas that arrive while a client does not read are one event."""
     with narrow(write_timeout=5) as served, client(served, receive_buffer=4096) as slow:
         body = {"prompt": "x", "max_tokens": len(LONG_TEXT), "stream": True}
         slow.sendall(post(body, headers="Connection: close\r\n"))
@@ -230,7 +230,7 @@ def test_one_connection_too_many_gets_a_503_and_the_others_are_served() -> None:
         assert is_answering(served)
 
 
-def test_a_flood_of_connections_is_refused_and_leaves_nothing(served: Served) -> None:
+def test_many_connections_are_refused_and_leave_nothing_behind(served: Served) -> None:
     with ExitStack() as stack:
         for _ in range(150):
             stack.enter_context(client(served))
@@ -260,7 +260,9 @@ def test_a_half_closed_or_reset_connection_frees_the_engine(how: str, stream: bo
 
 
 @pytest.mark.parametrize("length", [20, -5])
-def test_half_a_request_is_told_that_the_server_ends(length: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_incomplete_request_gets_an_error_when_the_server_ends(
+    length: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving() as served, client(served) as slow, client(served) as silent:
         slow.sendall(post(GOOD)[:length])
         wait_until(lambda: num_connections(served) == 2)
@@ -287,7 +289,7 @@ def test_half_a_request_is_told_that_the_server_ends(length: int, caplog: pytest
         (CHUNKED + b"zz\r\n", 400),
     ],
 )
-def test_what_is_not_http_is_answered_and_closed(served: Served, data: bytes, status: int) -> None:
+def test_invalid_http_is_answered_and_the_connection_closed(served: Served, data: bytes, status: int) -> None:
     with client(served) as odd:
         odd.sendall(data)
         answered, error = error_of(read_all(odd))

@@ -1,4 +1,4 @@
-"""Requests as bytes on a connection: how they are cut, what follows them, and what is no request."""
+"""Requests as bytes on a connection: cut into pieces, pipelined, and invalid."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_body_in_chunks(served: Served) -> None:
 
 
 @pytest.mark.parametrize("endless", [b"0\r\nX: " + b"a" * 40_000, b"1;" + b"a" * 40_000, b"0\r\n" + b"A: b\r\n" * 9000])
-def test_what_frames_a_body_has_an_end(served: Served, endless: bytes) -> None:
+def test_the_framing_of_a_chunked_body_is_limited(served: Served, endless: bytes) -> None:
     with client(served) as odd:
         odd.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n" + endless)
         assert statuses(read_all(odd)) == [431]
@@ -107,7 +107,7 @@ def test_what_frames_a_body_has_an_end(served: Served, endless: bytes) -> None:
         b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\0c\r\n\r\n",
     ],
 )
-def test_what_could_be_read_in_two_ways_is_refused(served: Served, data: bytes) -> None:
+def test_ambiguous_requests_are_refused(served: Served, data: bytes) -> None:
     with client(served) as odd:
         odd.sendall(data)
         assert statuses(read_all(odd)) == [400]
@@ -121,7 +121,7 @@ def test_other_codings_are_refused(served: Served) -> None:
 
 
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
-def test_an_upgrade_is_not_granted(served: Served, protocol: bytes) -> None:
+def test_requests_to_upgrade_are_ignored(served: Served, protocol: bytes) -> None:
     wish = b"Connection: Upgrade\r\nUpgrade: " + protocol + b"\r\n"
     with client(served) as hopeful:
         hopeful.sendall(post(GOOD, wish) + GET[:-2] + wish + b"\r\n" + post(GOOD, CLOSE))
@@ -147,7 +147,7 @@ def test_many_requests_at_once_are_answered_in_turn(served: Served) -> None:
     assert [int(count) for count in re.findall(rb'"completion_tokens":(\d+)', answer)] == counts
 
 
-def test_requests_that_wait_for_others_are_not_looked_at() -> None:
+def test_pipelined_requests_are_not_parsed_before_their_turn() -> None:
     with serving(FakeEngine(step_s=0.05)) as served, client(served) as eager:
         eager.sendall(post(GOOD | {"max_tokens": 60}) + GET * 1000 + GET[:-2] + CLOSE + b"\r\n")
         wait_until(lambda: served.engine.running)
@@ -156,7 +156,7 @@ def test_requests_that_wait_for_others_are_not_looked_at() -> None:
         assert statuses(read_all(eager)) == [200] * 1002
 
 
-def test_what_cannot_be_read_waits_for_the_answers_before_it() -> None:
+def test_an_invalid_request_is_answered_after_the_requests_before_it() -> None:
     broken = HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}"
     with serving(FakeEngine(step_s=0.02, chunk=1)) as served:
         for stream in (False, True):
@@ -170,7 +170,7 @@ def test_what_cannot_be_read_waits_for_the_answers_before_it() -> None:
 
 
 def test_many_answers_on_one_connection(served: Served) -> None:
-    """Whole and streamed, each asked for the moment that the last byte of the one before is there."""
+    """Whole and streamed; each request is sent as soon as the last byte of the previous answer arrives."""
     with client(served) as busy:
         for number in range(200):
             body = GOOD | {"stream": number % 2 == 0}

@@ -1,4 +1,4 @@
-"""What operators see: request ids, the log, metrics, health, and what runs here."""
+"""For operators: request ids, the log, metrics, health, and the description of the server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def served() -> Iterator[Served]:
 
 @contextmanager
 def log_lines(formatter: logging.Formatter, level: int = logging.INFO) -> Iterator[list[str]]:
-    """The lines that the package's logger writes meanwhile."""
+    """The lines that the package's logger writes inside of the block."""
     lines: list[Any] = []
     stream = io.StringIO()
     handler, logger = logging.StreamHandler(stream), logging.getLogger("specmamba")
@@ -54,7 +54,7 @@ def logged(served: Served, *calls: dict[str, Any], headers: dict[str, str] | Non
     with log_lines(JsonFormatter()) as lines:
         for body in calls:
             served.http.post("/v1/completions", json=body, headers=headers)
-        served.http.get("/health")  # on the same connection: what was before it is over
+        served.http.get("/health")  # on the same connection: the calls before it have ended
     return [json.loads(line) for line in lines]
 
 
@@ -146,7 +146,7 @@ def test_a_stream_that_fails_is_logged_with_its_code() -> None:
     assert (line["status"], line["error"], line["finish_reason"]) == (200, "engine_error", "error")
 
 
-def test_looking_on_is_logged_for_debuggers_only(served: Served) -> None:
+def test_calls_that_only_read_are_logged_at_level_debug(served: Served) -> None:
     with log_lines(JsonFormatter()) as lines:
         served.http.get("/health")
         served.http.get("/nowhere")
@@ -165,7 +165,7 @@ def test_request_lines_can_be_turned_off() -> None:
 
 
 @pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
-def test_nobody_forges_a_line(served: Served, formatter: logging.Formatter) -> None:
+def test_clients_cannot_forge_log_lines(served: Served, formatter: logging.Formatter) -> None:
     forged = "/x%0A2026-01-01 00:00:00,000 CRITICAL specmamba: forged%1B[2J%C2%85%E2%80%A8 status=200 %22"
     with log_lines(formatter) as lines:
         served.http.get(forged, headers={ID: "a%0Ab"})
@@ -220,7 +220,7 @@ def test_every_logger_of_the_process_writes_in_the_chosen_format(
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_metric_that_the_documents_name_is_there(served: Served) -> None:
+def test_every_documented_metric_exists(served: Served) -> None:
     served.complete(prompt="a")
     served.complete(prompt=[])  # errors are counted by their reason: without one there is no line
     names = {name for name, _ in metrics(served)}
@@ -243,7 +243,7 @@ def test_every_metric_that_the_documents_name_is_there(served: Served) -> None:
     }
 
 
-def test_what_benchmarks_for_vllm_read_gives_our_acceptance_length(served: Served) -> None:
+def test_benchmarks_for_vllm_compute_our_acceptance_length(served: Served) -> None:
     served.complete(prompt="abc", max_tokens=9)
     text = served.http.get("/metrics").text
     found = {"drafts": 0.0, "draft_tokens": 0.0, "accepted_tokens": 0.0}
@@ -299,7 +299,7 @@ def test_calls_without_an_answer_are_counted_by_reason(served: Served) -> None:
     assert metrics(served)[("specmamba_e2e_request_latency_seconds_count", ())] == whole + 1
 
 
-def test_a_client_that_leaves_is_counted_and_logged() -> None:
+def test_a_client_that_disconnects_is_counted_and_logged() -> None:
     with log_lines(JsonFormatter()) as lines, serving(FakeEngine(step_s=0.02, chunk=1)) as served:
         with httpx.stream("POST", f"{served.url}/v1/completions", json={"prompt": "a", "stream": True}) as response:
             next(response.iter_bytes())
@@ -335,7 +335,7 @@ def test_ready_until_the_server_drains() -> None:
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-def test_routers_find_what_they_read_in_server_info(served: Served, path: str) -> None:
+def test_server_info_has_the_keys_that_routers_read(served: Served, path: str) -> None:
     info = served.http.get(path).json()
     assert info["model_path"] == info["tokenizer_path"] == "fake"
     assert (info["served_model_name"], info["dp_size"], info["tp_size"]) == ("org/model", 1, 1)
@@ -349,12 +349,12 @@ def test_routers_find_what_they_read_in_server_info(served: Served, path: str) -
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
-def test_routers_find_what_they_read_in_model_info(served: Served, path: str) -> None:
+def test_model_info_has_the_keys_that_routers_read(served: Served, path: str) -> None:
     info = served.http.get(path).json()
     assert (info["model_path"], info["is_generation"], info["architectures"]) == ("fake", True, [])
     assert served.http.get(path, headers={"authorization": ""}).status_code == 401
 
 
-def test_the_page_can_be_left_out() -> None:
+def test_the_page_can_be_disabled() -> None:
     with serving(disable_page=True) as served:
         assert served.http.get("/").status_code == served.http.get("/events").status_code == 404

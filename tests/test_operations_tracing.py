@@ -1,4 +1,4 @@
-"""Traces: what a span says, whose trace it continues, and that a collector that fails is nobody's trouble."""
+"""Traces: the attributes of a span, the trace that it continues, and collectors that fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Traced:
         self.served, self._tracer, self._exporter = served, tracer, exporter
 
     def spans(self) -> list[Any]:
-        """The spans since the last time, with what was asked before over."""
+        """The spans since the last call, after all earlier requests have ended."""
         self.served.http.get("/health")
         assert self._tracer._provider.force_flush()
         found = list(self._exporter.get_finished_spans())
@@ -79,7 +79,7 @@ def test_a_call_is_a_span_with_its_figures(traced: Traced, stream: bool) -> None
     assert not any(CANARY in str(value) or "def" in str(value) for value in span.attributes.values())
 
 
-def test_the_clients_trace_goes_on(traced: Traced) -> None:
+def test_the_trace_of_the_client_is_continued(traced: Traced) -> None:
     headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "tracestate": "vendor=1"}
     traced.served.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
     (span,) = traced.spans()
@@ -109,7 +109,7 @@ def test_a_refused_call_is_a_span_that_failed(traced: Traced) -> None:
     assert span.attributes["http.response.status_code"] == 400
 
 
-def test_what_generates_nothing_has_no_span(traced: Traced) -> None:
+def test_calls_that_generate_nothing_have_no_span(traced: Traced) -> None:
     for path in ("/metrics", "/v1/models", "/nowhere"):
         traced.served.http.get(path)
     assert traced.spans() == []
@@ -142,7 +142,7 @@ def test_spans_reach_a_collector_by_the_end_of_the_process() -> None:
     assert (path, span.name) == ("/v1/traces", "text_completion specmamba-demo")
 
 
-def test_an_exporter_that_fails_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exporter_that_fails_does_not_delay_calls(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(SpanExporter):
         def export(self, spans: object) -> SpanExportResult:
             raise ConnectionError("no collector")
@@ -166,7 +166,7 @@ def test_an_endpoint_must_be_an_http_address(endpoint: str) -> None:
         check_tracing(ServerConfig(otlp_traces_endpoint=endpoint))
 
 
-def test_a_missing_package_is_said_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_spec(name: str) -> object:
         if name.startswith("opentelemetry.sdk"):
             raise ModuleNotFoundError(name)

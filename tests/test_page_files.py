@@ -1,4 +1,4 @@
-"""The files of the live page as they are served: closed in itself, and nothing of the disk behind them."""
+"""The files of the live page over HTTP: they refer to each other only, and no other file is served."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_index(server: Served) -> None:
     assert server.http.head("/").headers["content-length"] == answer.headers["content-length"]
 
 
-def test_a_browser_that_has_it_gets_it_once(server: Served) -> None:
+def test_a_cached_file_is_not_sent_again(server: Served) -> None:
     first = server.http.get("/page/app.js")
     assert first.headers["cache-control"] == "no-cache"
     again = server.http.get("/page/app.js", headers={"If-None-Match": f'"other", {first.headers["etag"]}'})
@@ -64,7 +64,7 @@ def test_a_browser_that_has_it_gets_it_once(server: Served) -> None:
         "/page/app.js%00.html",
     ],
 )
-def test_nothing_else_is(server: Served, path: str) -> None:
+def test_no_other_file_is_served(server: Served, path: str) -> None:
     answer = server.http.get(path)
     assert answer.status_code == (401 if answer.url.path == "/page.py" else 404)
     assert b"import" not in answer.content
@@ -78,7 +78,7 @@ def test_nothing_is_inline_or_from_elsewhere() -> None:
         assert [address for address in addresses if address != "http://www.w3.org/2000/svg"] == [], path
 
 
-def test_what_files_name_is_there() -> None:
+def test_referenced_files_exist() -> None:
     files = load_files()
     for path in OWN:
         text = path.read_text()

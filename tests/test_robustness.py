@@ -1,4 +1,4 @@
-"""What a client may send, and a model may do, that must cost nobody else anything."""
+"""Extreme settings of clients and invalid numbers of models must not affect other requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def assert_idle(engine: Engine) -> None:
 
 class TestExtremeSettings:
     @pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-38, 1e-5])
-    def test_next_to_no_temperature_is_greedy(self, llm: LLM, temperature: float) -> None:
+    def test_a_tiny_temperature_is_greedy(self, llm: LLM, temperature: float) -> None:
         greedy, cold = (SamplingParams(max_tokens=12, temperature=t, seed=1) for t in (0.0, temperature))
         assert llm.generate("def main():", cold)[0].token_ids == llm.generate("def main():", greedy)[0].token_ids
 
@@ -57,7 +57,7 @@ class TestExtremeSettings:
         [{"repetition_penalty": 1e-40}, {"repetition_penalty": 0}, {"top_k": 10**30}, {"top_k": 2**31 + 1}],
         ids=str,
     )
-    def test_what_no_float_or_integer_holds_is_refused(self, settings: dict[str, float]) -> None:
+    def test_values_beyond_the_range_of_numbers_are_refused(self, settings: dict[str, float]) -> None:
         with pytest.raises(ValidationError):
             SamplingParams(**settings)  # type: ignore[arg-type]
 
@@ -68,8 +68,8 @@ class TestExtremeSettings:
         assert output.finish_reason != "error"
 
 
-class TestNumbersThatAreNone:
-    """A request whose numbers overflow ends with an error; its neighbours, and who gets its memory, do not notice."""
+class TestNumbersThatAreNotFinite:
+    """A request whose numbers overflow ends with an error; other requests, also in its memory, are not affected."""
 
     BAD_TOKEN = 9
 
@@ -163,7 +163,7 @@ class TestLLM:
         llm.close()
         assert list(stream) == []
 
-    def test_requests_put_in_by_hand_disturb_nobody(self, llm: LLM) -> None:
+    def test_requests_added_to_the_engine_directly_do_not_disturb_generate(self, llm: LLM) -> None:
         llm.engine.add_request("by hand", [5], SamplingParams(max_tokens=3, ignore_eos=True))
         assert len(llm.generate("x", SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids) == 8
         llm.engine.abort("by hand")
@@ -173,7 +173,7 @@ class TestLLM:
         output = llm.generate([iter([5, 6, 7])], SamplingParams(max_tokens=2))[0]  # type: ignore[arg-type]
         assert output.prompt_token_ids == (5, 6, 7)
 
-    def test_threads_are_again_what_they_were(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_number_of_threads_is_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:
         before = torch.get_num_threads()
         with LLM(dtype="float32", device="cpu", context_length=64, num_threads=before + 1):
             assert torch.get_num_threads() == before + 1

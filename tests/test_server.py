@@ -38,7 +38,7 @@ def _nothing_is_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The events of a stream, which must be well-formed to the byte."""
+    """The events of a stream; its bytes must be well-formed."""
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.text.endswith("data: [DONE]\n\n")
     parts = response.text.removesuffix("\n\n").split("\n\n")
@@ -47,7 +47,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def refused(response: httpx.Response, status: int, param: str | None = None, code: str | None = None) -> str:
-    """The message of an error, whose shape must be OpenAI's."""
+    """The message of an error, which must have OpenAI's shape."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert list(response.json()) == ["error"]
@@ -103,7 +103,7 @@ def test_sampling_fields_reach_the_engine(served: Served) -> None:
     ("prompt", "lengths"),
     [("abc", [3]), ([1, 2], [2]), (["a", "bb", "ccc"], [1, 2, 3]), ([[1], [2, 3]], [1, 2])],
 )
-def test_all_shapes_of_prompts(served: Served, prompt: object, lengths: list[int]) -> None:
+def test_prompts_may_be_texts_or_token_ids(served: Served, prompt: object, lengths: list[int]) -> None:
     answer = served.complete(prompt=prompt, max_tokens=4).json()
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(lengths)))
     assert [choice["text"] for choice in answer["choices"]] == [TEXT[:4]] * len(lengths)
@@ -144,7 +144,7 @@ def test_stream_of_several_prompts_with_usage(served: Served) -> None:
     assert last["usage"] == whole["usage"]
 
 
-def test_a_slow_reader_gets_fewer_chunks_and_all_of_the_text() -> None:
+def test_a_slow_reader_gets_fewer_chunks_and_the_whole_text() -> None:
     with serving(FakeEngine(text="x" * 100_000, chunk=10, context_length=200_000)) as served:
         body = {"prompt": "a", "max_tokens": 100_000, "stream": True}
         with served.http.stream("POST", "/v1/completions", json=body) as response:
@@ -218,7 +218,7 @@ def test_unsupported_fields_of_chat(served: Served, field: str, value: object) -
     refused(served.chat({"role": "user", "content": "u"}, **{field: value}), 400, field, "not_supported")
 
 
-def test_values_that_ask_for_nothing_pass() -> None:
+def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
     neutral: dict[str, Any] = {
         "n": 1, "user": "me", "metadata": {"a": "b"}, "stream": False, "stream_options": None,
     }  # fmt: skip
@@ -272,7 +272,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), WRONG, ids=str)
-def test_wrong_fields_are_named(served: Served, body: dict[str, Any], param: str) -> None:
+def test_errors_name_the_invalid_field(served: Served, body: dict[str, Any], param: str) -> None:
     response = served.http.post(
         "/v1/completions", content=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
     )
@@ -293,7 +293,7 @@ def test_wrong_fields_are_named(served: Served, body: dict[str, Any], param: str
         ([{"role": "user", "content": "x"}, 5], "messages[1]"),
     ],
 )
-def test_wrong_messages_are_named(served: Served, messages: object, param: str) -> None:
+def test_errors_name_the_invalid_message(served: Served, messages: object, param: str) -> None:
     refused(served.http.post("/v1/chat/completions", json={"messages": messages}), 400, param)
 
 
@@ -303,7 +303,7 @@ def test_two_limits_that_disagree(served: Served) -> None:
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[1]", b'"x"', b"\xff\xfe", b"[" * 100_000, b"null"])
-def test_bodies_that_are_no_json_object(served: Served, body: bytes) -> None:
+def test_a_body_must_be_a_json_object(served: Served, body: bytes) -> None:
     refused(served.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"}), 400)
 
 
@@ -336,7 +336,7 @@ def test_unknown_model_and_unknown_addresses(served: Served) -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_bodies_have_a_limit(announced: bool) -> None:
+def test_the_size_of_a_body_is_limited(announced: bool) -> None:
     with serving(max_request_bytes=4096) as served:
         body = json.dumps({"prompt": "x" * 100_000}).encode()
         content = body if announced else (body[i : i + 1000] for i in range(0, len(body), 1000))
@@ -379,10 +379,10 @@ def test_a_full_queue() -> None:
             assert int(response.headers["retry-after"]) >= 1
             assert len(served.engine.running) == 1
         assert running.result().status_code == 200
-        refused(served.complete(prompt=["a", "b", "c", "d"]), 400, "prompt")  # no later time is better
+        refused(served.complete(prompt=["a", "b", "c", "d"]), 400, "prompt")  # it would never fit
 
 
-def test_an_unforeseen_exception_tells_nothing_and_keeps_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_exception_hides_its_details_and_keeps_the_connection(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as served:
         served.engine.tokenizer.encode = lambda *_: 1 / 0
         for _ in range(2):
@@ -402,7 +402,7 @@ def test_no_cross_origin_headers(served: Served) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_prompts", [1, 3])
-def test_a_client_that_hangs_up_frees_the_engine(stream: bool, num_prompts: int) -> None:
+def test_a_client_that_disconnects_frees_the_engine(stream: bool, num_prompts: int) -> None:
     with serving(FakeEngine(step_s=0.02, chunk=1)) as served:
         body = json.dumps({"prompt": ["x"] * num_prompts, "max_tokens": 70, "stream": stream})
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -458,7 +458,7 @@ def test_draining_finishes_streams_and_refuses_new_requests() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_the_deadline_cuts_off_is_an_error_not_a_short_answer(stream: bool) -> None:
+def test_an_answer_cut_off_by_the_deadline_is_an_error(stream: bool) -> None:
     with serving(FakeEngine(step_s=0.05, chunk=1)) as served, ThreadPoolExecutor() as pool:
         running = pool.submit(served.complete, prompt="a", max_tokens=70, stream=stream)
         wait_until(lambda: served.engine.num_steps > 2)
@@ -534,7 +534,7 @@ def test_accepted_per_position_counts_every_depth_above() -> None:
     assert sum(accepted_per_position(spec)) == spec.num_accepted_tokens
 
 
-def test_the_schema_tells_the_truth(served: Served) -> None:
+def test_the_openapi_schema_matches_the_routes(served: Served) -> None:
     schema = served.http.get("/openapi.json").json()
     assert "/v1/completions" in schema["paths"]
     for path in ("/v1/completions", "/v1/chat/completions"):
@@ -601,7 +601,7 @@ def test_demo_chat_continues_the_messages(demo: Served) -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == completion.choices[0].text
 
 
-def test_demo_in_company_gives_the_text_it_gives_alone(demo: Served) -> None:
+def test_the_demo_gives_the_same_text_in_a_batch_and_alone(demo: Served) -> None:
     prompts = ["import os\n", "class A:\n", "def f(x):\n    return"]
     body = {"max_tokens": 16, "temperature": 0.8, "seed": 7}
     together = [choice["text"] for choice in demo.complete(prompt=prompts, **body).json()["choices"]]

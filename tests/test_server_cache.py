@@ -1,4 +1,4 @@
-"""The prefix cache over HTTP: what hits, what never does, how it is emptied, and what operators see of it."""
+"""The prefix cache over HTTP: hits, separate salts and keys, flushes, and the report for operators."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def server(engine: Engine) -> Iterator[Served]:
 
 @pytest.fixture
 def demo(server: Served) -> Iterator[Served]:
-    """The real engine on the demo model, with an empty cache; nothing may be wrong or held when a test is over."""
+    """The real engine on the demo model, with an empty cache; after a test the pools must be consistent and unused."""
     server.http.post("/flush_cache").raise_for_status()
     yield server
     engine = server.engine
@@ -142,7 +142,7 @@ def test_prompts_of_one_call_share_what_the_first_computes(demo: Served) -> None
 # ---- tenants ---------------------------------------------------------------------------------------------------------
 
 
-def test_salts_and_keys_never_share(demo: Served) -> None:
+def test_different_salts_and_keys_share_nothing(demo: Served) -> None:
     before = report(demo)
     fields: list[dict[str, str]] = [
         {}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": "b"},
@@ -163,7 +163,7 @@ def test_salts_and_keys_never_share(demo: Served) -> None:
     assert after["misses"]["never_stored"] - before["misses"]["never_stored"] == 1
 
 
-def test_chats_have_salts_too(demo: Served) -> None:
+def test_salts_also_separate_chats(demo: Served) -> None:
     num_tokens, _ = usage(demo.chat(USER, max_tokens=2, cache_salt="a"))
     assert usage(demo.chat(USER, max_tokens=2)) == (num_tokens, 0)
     assert usage(demo.chat(USER, max_tokens=2, cache_salt="a")) == (num_tokens, num_tokens - 1)
@@ -215,7 +215,7 @@ def test_the_pair_of_salt_and_key_is_unambiguous() -> None:
 # ---- flushing --------------------------------------------------------------------------------------------------------
 
 
-def test_a_flush_forgets_what_nobody_runs_on(demo: Served) -> None:
+def test_a_flush_evicts_prefixes_that_no_request_uses(demo: Served) -> None:
     num_tokens, _ = usage(demo.complete(prompt=PROMPT, max_tokens=4, ignore_eos=True))
     held = report(demo)["num_tokens"]
     assert held >= num_tokens - 1
@@ -266,7 +266,7 @@ def test_a_flush_of_an_engine_that_hangs_or_has_stopped(monkeypatch: pytest.Monk
         for response in (served.http.post("/flush_cache"), served.http.get("/cache")):
             assert refusal(response, 503)["code"] == "engine_stopped"
         served.server.should_exit = True
-        assert engine.num_flushed == 0  # what was refused is not done later
+        assert engine.num_flushed == 0  # a refused flush is not done later
 
 
 def test_web_pages_cannot_flush(fake: Served) -> None:
@@ -283,7 +283,7 @@ def test_web_pages_cannot_flush(fake: Served) -> None:
 # ---- what operators see ----------------------------------------------------------------------------------------------
 
 
-def test_the_report_names_every_figure(demo: Served, engine: Engine) -> None:
+def test_the_report_has_every_figure(demo: Served, engine: Engine) -> None:
     before = report(demo)
     num_tokens, _ = usage(demo.complete(prompt=PROMPT, max_tokens=1))
     usage(demo.complete(prompt=PROMPT, max_tokens=1))
@@ -364,12 +364,12 @@ def test_the_metrics_follow_the_cache(demo: Served) -> None:
     assert (after["kv_used_tokens"], after["state_used_slots"]) == (0, 0)
 
 
-def test_memory_in_use_and_memory_that_is_cached_are_told_apart(demo: Served) -> None:
+def test_memory_in_use_and_cached_memory_are_reported_separately(demo: Served) -> None:
     num_tokens, _ = usage(demo.complete(prompt=PROMPT, max_tokens=1))
     cached = metrics(demo)["kv_cached_tokens"]
     body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True}
     with demo.http.stream("POST", "/v1/completions", json=body) as response:
-        lines = response.iter_lines()  # held: dropping it hangs up
+        lines = response.iter_lines()  # kept: dropping it closes the connection
         next(lines)
         during = metrics(demo)
     assert during["kv_used_tokens"] >= num_tokens
@@ -378,13 +378,13 @@ def test_memory_in_use_and_memory_that_is_cached_are_told_apart(demo: Served) ->
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_locks_nothing(demo: Served, stream: bool) -> None:
+def test_a_client_that_disconnects_leaves_nothing_locked(demo: Served, stream: bool) -> None:
     body = {"prompt": [PROMPT, PROMPT + "x"], "max_tokens": 900, "ignore_eos": True, "stream": stream}
     aborted = 'requests_total{finish_reason="abort"}'
     before = metrics(demo).get(aborted, 0)
     if stream:
         with demo.http.stream("POST", "/v1/completions", json=body) as response:
-            lines = response.iter_lines()  # held: dropping it hangs up
+            lines = response.iter_lines()  # kept: dropping it closes the connection
             next(lines)
             assert report(demo)["num_locked_tokens"] > 0
     else:
@@ -397,11 +397,11 @@ def test_a_client_that_leaves_locks_nothing(demo: Served, stream: bool) -> None:
     assert after["num_evictable_states"] == after["num_states"]
     assert after["num_free_pages"] + after["num_evictable_pages"] == after["num_pages"]
     num_tokens, num_cached = usage(demo.complete(prompt=PROMPT, max_tokens=1))
-    if stream:  # then it had computed its prompt, which is of use to others
+    if stream:  # its prompt was computed, and stays cached
         assert num_cached == num_tokens - 1
 
 
-def test_a_cache_that_is_off_says_so() -> None:
+def test_the_report_of_a_disabled_cache() -> None:
     config = EngineConfig(
         dtype="float32", num_threads=1, max_total_tokens=512, context_length=256, disable_radix_cache=True
     )

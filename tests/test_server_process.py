@@ -1,4 +1,4 @@
-"""``specmamba serve`` as a process: how it starts, how it ends, and what it says."""
+"""``specmamba serve`` as a process: its start, its end, and its output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ sys.exit(run_server(config, lambda: FakeEngine(config, **{script!r})))
 
 
 class Server:
-    """A server process that has said that it is ready."""
+    """A server process that has printed its ready line."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -94,7 +94,7 @@ def test_the_demo_served_through_the_openai_client() -> None:
     began = time.monotonic()
     arguments = ["--port", "0", "--dtype", "float32", "--context-length", "512", "--num-threads", "1"]
     with process("-m", "specmamba", "serve", *arguments) as server:
-        assert time.monotonic() - began < 30  # 15 s on a machine that does nothing else
+        assert time.monotonic() - began < 30  # 15 s on an idle machine
         with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
             body: dict[str, Any] = {
                 "model": "specmamba-demo",
@@ -173,7 +173,7 @@ def test_a_crash_of_the_engine_ends_the_process_with_1(stream: bool) -> None:
         assert err.endswith("specmamba: the engine failed\n")
 
 
-def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
+def test_a_port_in_use_is_reported_before_the_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "specmamba", "serve", "--port", str(port), "--model", "/nowhere"]

@@ -1,4 +1,4 @@
-"""Tool calls are read the same however the text comes in pieces, and nothing that a model writes is an error."""
+"""Tool calls are parsed the same for every split of the text, and no text of a model is an error."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ PIECES = [
 @example(
     "hermes", ["<tool_call>", "<tool_call>", '{"name": "now", "arguments": ', "{", "}", "}", "</tool", " "], [3, 12]
 )
-def test_any_text_is_read_alike_in_any_pieces(family: Family, pieces: list[str], cuts: list[int]) -> None:
+def test_any_text_is_parsed_the_same_in_any_pieces(family: Family, pieces: list[str], cuts: list[int]) -> None:
     text = "".join(pieces)
     whole = read(new_parser(family, SCHEMAS, 128), [text])
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -172,7 +172,7 @@ def test_the_end_of_json_is_found(value: dict[str, object], size: int) -> None:
     assert at == len(text)
 
 
-def test_a_named_call_is_all_arguments() -> None:
+def test_a_named_call_consists_of_arguments() -> None:
     parser = NamedCall("now")
     assert whole_answer(parser.push("")).calls == (WholeCall("now", ""),)
     assert [event.__class__.__name__ for event in parser.push('{"a"')] == ["CallArguments"]
@@ -190,7 +190,7 @@ def test_a_named_call_is_all_arguments() -> None:
         ("", "", []),
     ],
 )
-def test_a_required_call_is_told_from_its_arguments(text: str, content: str, calls: list[WholeCall]) -> None:
+def test_a_required_call_is_split_into_name_and_arguments(text: str, content: str, calls: list[WholeCall]) -> None:
     for cut in range(len(text) + 1):
         assert read(RequiredCall(), [text[:cut], text[cut:]]) == WholeAnswer(content, tuple(calls))
     assert read(RequiredCall(), list(text)) == WholeAnswer(content, tuple(calls))
@@ -206,5 +206,5 @@ def test_a_required_call_is_told_from_its_arguments(text: str, content: str, cal
         ("<tool_call>", None),
     ],
 )
-def test_the_family_is_read_off_the_template(template: str, family: str | None) -> None:
+def test_the_family_is_found_from_the_template(template: str, family: str | None) -> None:
     assert family_of(template) == family
