@@ -2,8 +2,8 @@
 
     python -m specmamba.bench.decode [--json FILE] [--rounds 5] [any engine flag]
 
-All contestants take turns within a round, so that a slow minute of the machine hits all of them; what is reported is
-the median over rounds of each one's tokens per second, and of its ratio to transformers in the same round.
+All contestants take turns within a round, so that a slow minute of the machine affects all of them. The figures are
+medians over rounds of each contestant's tokens per second, and of its ratio to transformers in the same round.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from specmamba.command_line import exit_with_error, parse_command_line
 from specmamba.config import EngineConfig
-from specmamba.errors import SpecmambaError
+from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.prompts import bundled_texts
 from specmamba.measure.report import (
     JsonOption,
@@ -28,7 +27,6 @@ from specmamba.measure.report import (
     distinct_4gram_ratio,
     machine,
     versions,
-    write_json,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ class Sample:
 
 
 class Contestant:
-    """Something that generates, on the number of threads it chose itself when it was made."""
+    """A generator of text, and the number of threads that it chose when it was made."""
 
     def __init__(self, generate: Callable[[str, float, int], Sample]) -> None:
         import torch
@@ -79,20 +77,17 @@ class Contestant:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    try:
-        config = parse_command_line(DecodeBenchConfig, PROG, sys.argv[1:] if arguments is None else arguments)
-        report = run(config)
-        print_report(report)
-        if config.json is not None:
-            write_json(config.json, report)
-    except SpecmambaError as error:
-        exit_with_error(PROG, error)
+    """Run the benchmark; returns the exit status: 0, or 130 after Ctrl-C."""
+    return run_command(PROG, DecodeBenchConfig, arguments, _run)
+
+
+def _run(config: DecodeBenchConfig) -> int:
+    put_out(config, run(config), print_report)
     return 0
 
 
 def run(config: DecodeBenchConfig) -> dict[str, Any]:
-    """All rounds; the report as a JSON object."""
+    """Run all rounds; the report as a JSON object."""
     contestants = {
         "transformers": transformers_contestant(config),
         "plain": specmamba_contestant(config, "none"),
@@ -118,7 +113,7 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
 def play(
     config: DecodeBenchConfig, contestants: dict[str, Contestant], prompts: Sequence[str]
 ) -> dict[float, dict[str, list[list[Sample]]]]:
-    """Samples by temperature and contestant: a list per round."""
+    """Run all rounds; samples by temperature and contestant, a list per round."""
     results: dict[float, dict[str, list[list[Sample]]]] = {
         t: {name: [] for name in contestants} for t in config.temperatures
     }
@@ -157,7 +152,7 @@ def summarize(results: dict[str, list[list[Sample]]]) -> dict[str, Any]:
 
 
 def specmamba_contestant(config: DecodeBenchConfig, algorithm: str) -> Contestant:
-    """This runtime, through its Python interface."""
+    """Make a contestant of this runtime, through its Python interface."""
     from specmamba import LLM
 
     chosen = without_drafts(config) if algorithm == "none" else config
@@ -174,20 +169,20 @@ def specmamba_contestant(config: DecodeBenchConfig, algorithm: str) -> Contestan
 
 
 def without_drafts(config: DecodeBenchConfig) -> DecodeBenchConfig:
-    """The same with every drafting flag at its default: plain decoding refuses the shape of a draft."""
+    """The configuration with every drafting flag at its default, as plain decoding requires."""
     fields = EngineConfig.model_fields.items()
     return config.model_copy(update={name: field.default for name, field in fields if name.startswith("speculative_")})
 
 
 def sampling_params(config: DecodeBenchConfig, temperature: float, seed: int) -> SamplingParams:
-    """Fixed length: the end-of-text token is ignored."""
+    """Parameters for outputs of a fixed length: the end-of-text token is ignored."""
     from specmamba import SamplingParams
 
     return SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
 
 
 def transformers_contestant(config: DecodeBenchConfig) -> Contestant:
-    """transformers' own ``generate`` on the same checkpoint and device, tokenizing included, as for the others."""
+    """Make a contestant of transformers' ``generate``, same checkpoint and device; tokenizing is timed too."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -213,24 +208,24 @@ def transformers_contestant(config: DecodeBenchConfig) -> Contestant:
     return Contestant(generate)
 
 
-def print_report(report: dict[str, Any]) -> None:
+def print_report(report: Report) -> None:
     """Print the table of speeds."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
+    page = Page()
     threads = ", ".join(f"{name} {count}" for name, count in report["threads"].items())
-    console.print(f"{report['model']}, {report['dtype']}, batch 1, {report['max_tokens']} new tokens")
-    console.print(f"{report['machine']}; threads: {threads}")
-    table = Table("T", "", "tokens/s", "ratio", "range", "accepted", "4-grams")
-    for temperature, rows in report["results"].items():
-        for name, row in rows.items():
-            low, high = row["ratio_range"]
-            table.add_row(
-                temperature, name, f"{row['tokens_per_second']:.0f}", f"{row['ratio_to_transformers']:.2f}x",
-                f"{low:.2f}-{high:.2f}", f"{row['accept_length']:.2f}", f"{row['distinct_4gram_ratio']:.2f}",
-            )  # fmt: skip
-    console.print(table)
+    page.lines(
+        f"{report['model']}, {report['dtype']}, batch 1, {report['max_tokens']} new tokens",
+        f"{report['machine']}; threads: {threads}",
+    )
+    rows = [
+        (
+            temperature, name, f"{row['tokens_per_second']:.0f}", f"{row['ratio_to_transformers']:.2f}x",
+            "{:.2f}-{:.2f}".format(*row["ratio_range"]), f"{row['accept_length']:.2f}",
+            f"{row['distinct_4gram_ratio']:.2f}",
+        )
+        for temperature, of_one in report["results"].items()
+        for name, row in of_one.items()
+    ]  # fmt: skip
+    page.table(("T", "", "tokens/s", "ratio", "range", "accepted", "4-grams"), rows, text_columns=(0, 1))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python -m specmamba.bench.linear [--shapes 7168x1024 1024x3584] [--rows 1 8 64] [--rounds 9]
                                      [--form plain|int8] [--against torch|bf16]
 
-Many weights of each shape take turns, so that no cache holds them: what counts is a layer inside a model. Both
-contestants take turns within a round. The table has medians over rounds, and "ratio" is the median of each round's own
-ratio, the other over the native one: what slows the machine down for a while slows both down.
+Many weights of each shape take turns, so that no cache holds them, as in a layer inside a model. Both products take
+turns within a round. The table has medians over rounds; "ratio" is the median of the ratio within each round, the other
+product over the native one, because a slow minute of the machine affects both.
 
 ``--form int8`` measures the native product with int8 weights, against PyTorch's own or, with ``--against bf16``,
 against the native one with the bf16 weights that they were rounded from.
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from specmamba.measure.command import versions_text
 from specmamba.measure.report import machine, versions
 
 if TYPE_CHECKING:  # --help must not wait for torch
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # --help must not wait for torch
 PROG = "python -m specmamba.bench.linear"
 SHAPES = ("7168x1024", "1024x3584", "1024x2048")  # Qwen3.5-0.8B: MLP up and down, output projections
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
-MIN_WEIGHT_BYTES = 200e6  # of all weights of a shape together: several times what caches hold
+MIN_WEIGHT_BYTES = 200e6  # of all weights of a shape together: several times the size of caches
 BYTES = {"plain": 2, "int8": 1}  # of a weight
 
 Opponent = Literal["torch", "bf16"]  # PyTorch's product of the same form; the native one with bf16 weights
@@ -72,7 +73,7 @@ def _compare(options: argparse.Namespace) -> int:
     if native_ops.code() is None:
         print(f"{PROG}: there is no native code to compare with; the log says why", file=sys.stderr)
         return 1
-    names = ", ".join(f"{name} {version}" for name, version in versions(("specmamba", "torch")).items())
+    names = versions_text({"versions": versions(("specmamba", "torch"))})
     print(f"{machine()}; threads: {torch.get_num_threads()}; {names}; medians of {options.rounds} rounds")
     for n, k in options.shapes:
         measurements = measure(n, k, options.rows, options.rounds, options.form, options.against)
@@ -83,7 +84,7 @@ def _compare(options: argparse.Namespace) -> int:
 def contestants(
     n: int, k: int, form: WeightForm = "plain", against: Opponent = "torch"
 ) -> tuple[list[PackedWeight], list[PackedWeight]]:
-    """The same random weights [N, K], native and the other's: as many as no cache holds."""
+    """The same random weights [N, K], packed for the native product and for the other; too many for any cache."""
     import torch
 
     from specmamba.kernels.linear import pack, torch_ops
@@ -100,7 +101,7 @@ def contestants(
 def measure(
     n: int, k: int, rows: Sequence[int], rounds: int, form: WeightForm = "plain", against: Opponent = "torch"
 ) -> list[Measurement]:
-    """Products of [M, K] with many weights [N, K], for every M of ``rows``."""
+    """Time products of [M, K] with many weights [N, K], for every M of ``rows``."""
     import torch
 
     native, other = contestants(n, k, form, against)

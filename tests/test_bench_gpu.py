@@ -15,9 +15,9 @@ from specmamba import LLM, SamplingParams
 from specmamba.bench.gpu import __main__ as gpu
 from specmamba.bench.gpu import rows as gpu_rows
 from specmamba.bench.gpu import run as gpu_run
+from specmamba.bench.gpu.__main__ import has_failed, targets_of
 from specmamba.bench.gpu.plan import CHAIN, GUESSES_S, PLAIN, TREE, Block, Budget, Shape, dry_plan, full_plan
 from specmamba.bench.gpu.run import Session
-from specmamba.bench.gpu.tables import has_failed, targets_of
 from specmamba.bench.inflate.checkpoint import inflate, read_config
 from specmamba.bench.inflate.options import InflateConfig
 from specmamba.bench.inflate.shape import PUBLISHED, enlarged
@@ -29,7 +29,7 @@ from specmamba.measure.full_batch import Stretch
 
 
 class Watch:
-    """A clock that stands still until somebody works."""
+    """A clock that moves only when a test sets it."""
 
     def __init__(self) -> None:
         self.now = 0.0

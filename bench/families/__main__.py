@@ -2,10 +2,11 @@
 
     python -m specmamba.bench.families [--families falcon_h1,mamba2] [--rounds 3] [--json FILE]
 
-Random weights in bfloat16: speeds hardly depend on what they are, and nothing is downloaded. A checkpoint per family
-is written to a temporary folder. In every round both decode the same prompts, at batch 1 and 16; decoding is told from
-the prompt by the difference between a long and a short generation. The cost of a verify is that of its one forward with
-1 and with 4 nodes; its drafts come from the text (n-gram), which repeats itself here by order, so that trees are full.
+Weights are random, in bfloat16: speeds hardly depend on their values, and nothing is downloaded. A checkpoint per
+family is written to a temporary folder. In every round both runtimes decode the same prompts, at batch 1 and 16. The
+time of the prompt is taken off by the difference between a long and a short generation. The cost of a verify is the
+time of its forward with 4 nodes over that with 1 node; its drafts are n-grams of the text, a repeated pattern, so that
+trees are full.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode
 
-from specmamba.command_line import exit_with_error, read_flags
-from specmamba.errors import ConfigError, SpecmambaError
-from specmamba.measure.report import CommandLine, JsonFile, machine, split_numbers, versions, write_json
+from specmamba.errors import ConfigError
+from specmamba.measure.command import Page, Report, put_out, run_command
+from specmamba.measure.report import CommandLine, JsonFile, machine, split_numbers, versions
 
 PROG = "python -m specmamba.bench.families"
 NAMES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "falcon_h1", "granite_hybrid", "nemotron_h", "mamba2")
 NUM_NODES = 4
-PATTERN = (101, 202, 303, 404, 505, 606, 707)  # what prompts repeat
+CHAIN_FLAGS: dict[str, Any] = {
+    "speculative_algorithm": "ngram",
+    "speculative_num_draft_tokens": NUM_NODES,
+    "speculative_num_steps": NUM_NODES - 1,
+    "speculative_eagle_topk": 1,
+}
+PATTERN = (101, 202, 303, 404, 505, 606, 707)  # prompts repeat it
 PROMPT_TOKENS = 35
 
 
@@ -68,22 +75,17 @@ class Round:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    try:
-        config = read_flags(FamiliesConfig, PROG, sys.argv[1:] if arguments is None else arguments)
-        report = run(config)
-        print_report(report)
-        if config.json is not None:
-            write_json(config.json, report)
-    except SpecmambaError as error:
-        exit_with_error(PROG, error)
-    except KeyboardInterrupt:
-        return 130
+    """Run the benchmark; returns the exit status: 0, or 130 after Ctrl-C."""
+    return run_command(PROG, FamiliesConfig, arguments, _run)
+
+
+def _run(config: FamiliesConfig) -> int:
+    put_out(config, run(config), print_report)
     return 0
 
 
 def run(config: FamiliesConfig) -> dict[str, Any]:
-    """All families, one after the other; the report as a JSON object."""
+    """Measure all families, one after the other; the report as a JSON object."""
     families = {}
     for name in config.families:
         with tempfile.TemporaryDirectory(prefix="specmamba-family-") as folder:
@@ -102,7 +104,7 @@ def run(config: FamiliesConfig) -> dict[str, Any]:
 
 
 def measure_family(config: FamiliesConfig, name: str, folder: Path) -> dict[str, Any]:
-    """Both contestants on one checkpoint, in turns."""
+    """Measure both runtimes on one checkpoint, in turns."""
     from specmamba.bench.families.shapes import write_family
 
     num_parameters = write_family(name, folder)
@@ -153,10 +155,7 @@ class OurSide:
             max_running_requests=max_batch,
             max_total_tokens=max_batch * 192,
             disable_radix_cache=True,
-            speculative_algorithm="ngram",
-            speculative_num_draft_tokens=NUM_NODES,
-            speculative_num_steps=NUM_NODES - 1,
-            speculative_eagle_topk=1,
+            **CHAIN_FLAGS,
         )
         self.num_threads = torch.get_num_threads()
 
@@ -166,12 +165,7 @@ class OurSide:
 
         torch.set_num_threads(self.num_threads)
         step, one = self.plain(batch_size, tokens)
-        self.llm.workbench.use_drafts(
-            speculative_algorithm="ngram",
-            speculative_num_draft_tokens=NUM_NODES,
-            speculative_num_steps=NUM_NODES - 1,
-            speculative_eagle_topk=1,
-        )
+        self.llm.workbench.use_drafts(**CHAIN_FLAGS)
         return step, one, self._run(batch_size, tokens * NUM_NODES)[1]
 
     def plain(self, batch_size: int, tokens: int) -> tuple[float, float]:
@@ -190,7 +184,7 @@ class OurSide:
 
 
 class TheirSide:
-    """transformers' own ``generate``, on all cores."""
+    """transformers' ``generate``, on all cores."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -219,7 +213,7 @@ class TheirSide:
 
 
 def prompt_and_rest(tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A prompt that repeats a pattern, and at least so many tokens that go on repeating it."""
+    """A prompt that repeats ``PATTERN``, and at least ``tokens`` tokens that continue it."""
     stream = PATTERN * (-(-(PROMPT_TOKENS + tokens + 8) // len(PATTERN)))
     return stream[:PROMPT_TOKENS], stream[PROMPT_TOKENS : PROMPT_TOKENS + tokens + 8]
 
@@ -233,23 +227,22 @@ def _num_cores() -> int:
     return count
 
 
-def print_report(report: dict[str, Any]) -> None:
-    """A table of speeds."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    console.print(f"bfloat16, random weights; {report['machine']}; medians of {report['rounds']} rounds")
-    table = Table("family", "parameters", "batch", "transformers", "plain", "ratio", "range", "verify of 4 / of 1")
-    for name, family in report["families"].items():
-        for size, row in family["batches"].items():
-            low, high = row["ratio_range"]
-            table.add_row(
-                name, f"{family['num_parameters'] / 1e6:.0f}M", size,
-                f"{row['transformers_tokens_per_second']:.1f}", f"{row['plain_tokens_per_second']:.1f}",
-                f"{row['ratio_to_transformers']:.2f}x", f"{low:.2f}-{high:.2f}", f"{row['verify_cost']:.2f}",
-            )  # fmt: skip
-    console.print(table)
+def print_report(report: Report) -> None:
+    """Print the table of speeds."""
+    page = Page()
+    page.lines(f"bfloat16, random weights; {report['machine']}; medians of {report['rounds']} rounds")
+    rows = [
+        (
+            name, f"{family['num_parameters'] / 1e6:.0f}M", size,
+            f"{row['transformers_tokens_per_second']:.1f}", f"{row['plain_tokens_per_second']:.1f}",
+            f"{row['ratio_to_transformers']:.2f}x", "{:.2f}-{:.2f}".format(*row["ratio_range"]),
+            f"{row['verify_cost']:.2f}",
+        )
+        for name, family in report["families"].items()
+        for size, row in family["batches"].items()
+    ]  # fmt: skip
+    columns = ("family", "parameters", "batch", "transformers", "plain", "ratio", "range", "verify of 4 / of 1")
+    page.table(columns, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What ``specmamba bench gpu`` runs, in the order of importance, and what of it fits the time.
+"""The parts of ``specmamba bench gpu`` in order of importance, and which of them fit the time.
 
-Estimates are guesses until something of the kind was measured: from then on they are the slowest that was.
+The time of a part is a guess until a part of the same kind was measured, and then the longest that was measured.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ State = Literal["records", "snapshots"]
 BATCHES = (1, 8, 32)
 LARGE_BATCHES = (64,)
 DEMO = "demo"
+TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A way to draft: steps, topk and nodes as the published tables have them."""
+    """The shape of a draft: steps, topk and nodes, as in published tables."""
 
     num_steps: int
     topk: int
@@ -30,7 +31,7 @@ class Shape:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The engine's."""
+        """Flags of the engine."""
         if not self.num_steps:
             return {"speculative_algorithm": "none"}
         return {
@@ -46,7 +47,7 @@ PLAIN, CHAIN, TREE = Shape(0, 1, 1), Shape(3, 1, 4), Shape(4, 4, 8)
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one engine: it is started once, and runs one batch size after the other."""
+    """The rows of one engine, which is started once and runs one batch size after the other."""
 
     model: str
     shape: Shape
@@ -100,7 +101,7 @@ GUESSES_S = {
 
 @dataclass
 class Budget:
-    """The time that a run has. Seconds by kind of work, ``GUESSES_S`` until they were measured."""
+    """The time of a run, and estimates by kind of work: ``GUESSES_S`` until they are measured."""
 
     limit_s: float
     now: Callable[[], float] = time.monotonic
@@ -115,17 +116,17 @@ class Budget:
         return self.limit_s - (self.now() - self._began)
 
     def estimate(self, kind: str, count: int = 1) -> float:
-        """Seconds that so much of this will take."""
+        """Estimated seconds of ``count`` parts of this kind."""
         return count * self._measured.get(kind, GUESSES_S[kind])
 
     def has_measured(self, kind: str, seconds: float) -> None:
-        """What it took this time; the slowest counts."""
+        """Note how long a part took; the longest time counts."""
         self._measured[kind] = max(seconds, self._measured.get(kind, 0.0))
 
     def fits(self, estimate_s: float) -> bool:
-        """Whether it can be begun."""
+        """Whether there is time for it."""
         return estimate_s <= self.left_s
 
     def block_estimate(self, block: Block) -> float:
-        """Seconds to start an engine and run its rows."""
+        """Estimated seconds to start an engine and run its rows."""
         return self.estimate(f"start {block.model}") + self.estimate("row", len(block.batches))

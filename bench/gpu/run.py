@@ -42,13 +42,13 @@ class Session:
         write_json(self.path, self.report)
 
     def leave_out(self, what: str, why: str) -> None:
-        """Say so, and keep it: nothing is left out silently."""
+        """Report a part that is left out."""
         self.report["left_out"].append({"what": what, "why": why})
         self.say(f"left out: {what}: {why}")
         self.save()
 
     def fail(self, what: str, error: Exception) -> None:
-        """Keep what went wrong, and go on with the next part."""
+        """Report a part that could not run; the next parts run all the same."""
         text = f"{type(error).__name__}: {error}"[:MAX_ERROR_TEXT]
         self.report["failed"].append({"what": what, "error": text})
         self.say(f"could not run: {what}: {text}")
@@ -56,7 +56,7 @@ class Session:
 
 
 def run_all(session: Session) -> None:
-    """Tests, operators, texts, rows: what has to be right before what is fast."""
+    """Run tests, operators, texts and rows: correctness first, then speed."""
     for name, part in (("tests", _run_tests), ("operators", _run_operators), ("texts", _run_texts)):
         estimate = session.budget.estimate(name)
         if not session.budget.fits(estimate):
@@ -65,7 +65,7 @@ def run_all(session: Session) -> None:
         session.say(f"{name} ...")
         try:
             part(session)
-        except Exception as error:  # noqa: BLE001 - a part that breaks must not take the others with it
+        except Exception as error:  # noqa: BLE001 - an error in one part must not stop the others
             session.fail(name, error)
         session.save()
     run_rows(session)
@@ -98,14 +98,14 @@ def _run_operators(session: Session) -> None:
 
 
 def _run_texts(session: Session) -> None:
-    from specmamba.bench.gpu.texts import compare_texts
+    from specmamba.bench.gpu.rows import compare_texts
 
     sizes = DRY_TEXTS if session.is_dry else TEXTS
     session.report["texts"] = compare_texts("cpu" if session.is_dry else "cuda", *sizes)
 
 
 def run_rows(session: Session) -> None:
-    """All blocks of the plan. A model is written before its first one, and stays until the last of all is done."""
+    """Run all blocks of the plan. A model is written before its first block and deleted after the last block of all."""
     folders: dict[str, tuple[Path | None, str | None]] = {}
     with ExitStack() as stack:
         for block in dry_plan() if session.is_dry else full_plan():
@@ -119,7 +119,7 @@ def run_rows(session: Session) -> None:
 
 
 def run_block_in_time(session: Session, block: Block, folder: Path | None) -> None:
-    """One engine's rows, or why there are none."""
+    """Run the rows of one engine, or report why there are none."""
     from specmamba.bench.gpu.rows import run_block, with_speed_up
 
     if not session.budget.fits(session.budget.block_estimate(block)):
@@ -135,12 +135,12 @@ def run_block_in_time(session: Session, block: Block, folder: Path | None) -> No
             rows.append(with_speed_up(figures, rows))
             session.say(_line(rows[-1]))
             session.save()
-    except Exception as error:  # noqa: BLE001 - whatever a device has against a row is for the report to say
+    except Exception as error:  # noqa: BLE001 - any error of a device is shown in the report
         session.fail(block.name, error)
 
 
 def load_of(is_dry: bool) -> Load:
-    """What the rows' requests do."""
+    """The load of the rows."""
     from specmamba.bench.gpu.rows import Load
 
     if is_dry:
@@ -150,7 +150,11 @@ def load_of(is_dry: bool) -> Load:
 
 @contextmanager
 def checkpoint(session: Session, model: str) -> Iterator[tuple[Path | None, str | None]]:
-    """The folder of a model, written for as long as this lasts, and why there is none. The demo is there: None."""
+    """A model in a temporary folder.
+
+    Yields:
+        The folder, None for the demo, and why there is no folder, or None.
+    """
     if model == DEMO:
         yield None, None
         return
