@@ -22,6 +22,7 @@ from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
 from specmamba.kernels.linear import torch_ops as linear_ops
 from specmamba.kernels.moe import reference as moe_reference
 from specmamba.kernels.moe import torch_ops as moe_ops
+from specmamba.kernels.paged_attention import reference as attention_reference
 from specmamba.kernels.rowwise import native_ops as native_rowwise
 from specmamba.kernels.rowwise import reference as rowwise_reference
 from specmamba.kernels.rowwise import torch_ops as rowwise_ops
@@ -161,7 +162,7 @@ def test_attention_layers(form: str, count: int) -> None:
         of = kv_heads * group, kv_heads, width
         arguments = test_paged_attention.make_layer(batch, nodes, context + nodes, of, width // 2 * 2, dtype)
         got = test_paged_attention.run_layer(form, arguments)
-        want = test_paged_attention.run_layer(test_paged_attention.reference, arguments)
+        want = test_paged_attention.run_layer(attention_reference, arguments)
         test_paged_attention.assert_alike(got, want, dtype)
 
     few = st.integers(1, 3)
@@ -188,7 +189,9 @@ def test_rotary(count: int) -> None:
     def check(positions: list[int], half: int, scaling: float, dtype: torch.dtype) -> None:
         frequencies = (10000.0 ** -(torch.arange(half) / half)).repeat(2)
         arguments = torch.tensor([positions]), frequencies, scaling, dtype
-        for x, y in zip(rowwise_ops.angles(*arguments), rowwise_reference.angles(*arguments), strict=True):
+        for x, y in zip(
+            rowwise_ops.rotary_angles(*arguments), rowwise_reference.rotary_angles(*arguments), strict=True
+        ):
             torch.testing.assert_close(x, y, **tolerance(dtype, terms=8))
 
     positions = st.lists(st.integers(0, 300_000), min_size=1, max_size=5)
