@@ -1,4 +1,4 @@
-"""What operators free stays with the process."""
+"""Memory that operators free stays with the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not this C library")
 
-# Takes and frees, on a thread, what 20 results of operators take; prints the page faults of the last ten rounds.
+# Allocates and frees the memory of 20 operators' results in a thread; prints the page faults of the last ten rounds.
 CHURN = """
 import resource, threading
 import torch
@@ -41,7 +41,7 @@ def _run(**env: str) -> tuple[bool, int]:
     return output[0] == "True", int(output[1])
 
 
-def test_results_of_the_same_size_are_taken_without_page_faults() -> None:
+def test_results_of_the_same_size_cause_no_page_faults() -> None:
     is_kept, num_faults = _run()
     assert is_kept
     assert num_faults < 100  # 200 results have 78,000 pages
@@ -50,7 +50,7 @@ def test_results_of_the_same_size_are_taken_without_page_faults() -> None:
 @pytest.mark.parametrize(
     "env", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}]
 )
-def test_what_the_user_has_set_stays(env: dict[str, str]) -> None:
+def test_settings_of_the_user_stay(env: dict[str, str]) -> None:
     is_kept, num_faults = _run(**env)
     assert not is_kept
     assert num_faults > 10_000

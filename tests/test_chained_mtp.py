@@ -122,7 +122,7 @@ class NemotronParts:
 
 
 class Formula:
-    """What every module says of one text and of drafts behind it."""
+    """The outputs of every module for one text and for drafts after it."""
 
     def __init__(self, parts: Parts, text: list[int]) -> None:
         """Known text: module d's entry t takes token t and what the module before it (the target) gave at t - 1.
@@ -143,7 +143,7 @@ class Formula:
         self._draft_state = cache(self._compute_draft_state)
 
     def logits(self, root: int, path: tuple[int, ...]) -> Tensor:
-        """Behind the last token of a path, which stands below the token at position ``root``."""
+        """Return the logits after the last token of a path below the token at position ``root``."""
         return self.parts.logits(self._draft_state(len(path) % self.parts.num_modules, root, path))
 
     def _compute_draft_state(self, module: int, root: int, path: tuple[int, ...]) -> Tensor:
@@ -225,7 +225,7 @@ def write_qwen(folder: Path, family: Any, num_modules: int) -> QwenParts:
 
 
 def write_nemotron(folder: Path, variant: str, num_modules: int) -> NemotronParts:
-    """A module's layers stand behind those of the module before."""
+    """The layers of a module follow those of the module before it."""
     model = nemotron_h.build(folder, variant)
     heads = [nemotron_h.make(variant, seed)[1] for seed in range(num_modules)]
     tensors = load_file(folder / "model.safetensors")
@@ -239,7 +239,7 @@ def write_nemotron(folder: Path, variant: str, num_modules: int) -> NemotronPart
 
 
 def write_demo(folder: Path, num_modules: int) -> QwenParts:
-    """The demo, whose one module stands there several times: it was trained to be fed like this."""
+    """Write the demo with several copies of its one module, which was trained for such use."""
     shutil.copytree(DEMO_MODEL, folder)
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.startswith("mtp.layers.0.")]:
@@ -392,7 +392,7 @@ def test_fewer_steps_than_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_entries_of_a_tree() -> None:
-    """Parents and visibility follow from who is above whom; what stands below a module's first key is seen by none."""
+    """Parents and masks follow from the ancestors; positions before a module's first key are not seen."""
     entries = DraftEntries.of_roots(torch.tensor([[5], [6]]))
     first = torch.tensor([[True, True, False], [True, False, True]]).expand(2, -1, -1)
     second = torch.tensor([[1, 0, 1, 1, 0], [1, 0, 1, 0, 1]], dtype=torch.bool).expand(2, -1, -1)

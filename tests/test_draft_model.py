@@ -121,14 +121,14 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 
 def all_accepted(output: RequestOutput, num_drafts: int = STEPS) -> bool:
-    """Every step but the last, which may be cut, has accepted all it drafted."""
+    """Check that every step but the last, which may be cut, has accepted all its drafts."""
     histogram = output.spec.accepted_histogram
     return output.spec.num_verify_steps <= histogram[num_drafts] + (len(output.token_ids) % (num_drafts + 1) > 0)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What was drafted behind a text; ``probs`` [N, V] are what the drafts were drawn from."""
+    """The drafts after a text; ``probs`` [N, V] are the distributions that they were drawn from."""
 
     text: Tokens
     tokens: Tokens
@@ -137,7 +137,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Sees every draft of an engine."""
+    """Records every draft of an engine."""
 
     drafts: list[Draft]
 
@@ -160,7 +160,7 @@ class Recorder:
 
     @torch.inference_mode()
     def check(self, oracle: Any, temperature: float = 0.0) -> None:
-        """Every draft is what the model says of the text and the drafts before it, in one forward without a cache."""
+        """Compare every draft with one forward of the model over the text and the drafts before it, without a cache."""
         assert self.drafts
         for draft in self.drafts:
             logits = oracle(torch.tensor([draft.text + draft.tokens])).logits[0, len(draft.text) - 1 : -1]
@@ -199,7 +199,7 @@ class TestGreedyText:
                 assert all(all_accepted(out, llm.engine.draft_plan.num_steps) for out in (*together, *alone))
 
     @pytest.mark.parametrize("draft", ["target", "mamba2"])
-    def test_of_a_target_without_attention(self, draft: str, checkpoints: Checkpoints, plain: Plain) -> None:
+    def test_a_target_without_attention(self, draft: str, checkpoints: Checkpoints, plain: Plain) -> None:
         with new_llm(checkpoints, draft, "mamba2", **tracking()) as llm:
             for _ in range(2):
                 outputs = llm.generate(PROMPTS, greedy(24))
@@ -241,14 +241,14 @@ class TestGreedyText:
         ids=lambda flags: "-".join(flags.values()),
     )
     def test_rounded_the_target_accepts_itself_often(self, flags: dict[str, Any], checkpoints: Checkpoints) -> None:
-        """Roundings of one token and of four at a time differ, so not always."""
+        """Not always, because running one token or four at a time rounds differently."""
         with new_llm(checkpoints, "target", **flags) as llm:
             for _ in range(2):  # the second time from the prefix cache
                 for out in llm.generate(PROMPTS, greedy(40)):
                     assert out.spec.accept_length > 2.5
 
     def test_up_to_the_end_of_the_context_and_beyond(self, checkpoints: Checkpoints, plain: Plain) -> None:
-        """The text is cut, the path of the last step is not."""
+        """The text is cut at the end of the context, the accepted path of the last step is not."""
         with new_llm(checkpoints, "target", context_length=64) as llm:
             for num_tokens in range(1, 6):
                 plain.check(llm.generate((5,) * (64 - num_tokens), greedy(num_tokens)))
@@ -259,7 +259,7 @@ class TestDrafts:
     """What is drafted, against transformers."""
 
     @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 8, "page_size": 4}], ids=["", "chunks"])
-    def test_of_a_batch_and_of_its_prefixes(
+    def test_drafts_of_a_batch_and_of_its_prefixes(
         self, flags: dict[str, Any], checkpoints: Checkpoints, noisy: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with new_llm(checkpoints, "noisy", **tracking(), **flags) as llm:
@@ -274,14 +274,14 @@ class TestDrafts:
             assert all(count > 3 for count in histogram)  # it is right, wrong, and everything between
             check_pools(llm)
 
-    def test_of_other_models(self, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_drafts_of_other_models(self, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
         for draft in ("other", "mamba2"):
             with new_llm(checkpoints, draft) as llm:
                 recorder = Recorder.of(llm, monkeypatch)
                 llm.generate(PROMPTS, greedy(12))
                 recorder.check(checkpoints.oracle(draft))
 
-    def test_when_rows_come_and_go(
+    def test_drafts_when_rows_come_and_go(
         self, checkpoints: Checkpoints, noisy: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Rows of a batch stop being consecutive, and are used again."""
@@ -301,7 +301,7 @@ class TestDrafts:
             recorder.check(noisy)
             check_pools(llm)
 
-    def test_of_requests_that_are_preempted(
+    def test_drafts_of_requests_that_are_preempted(
         self, checkpoints: Checkpoints, noisy: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with new_llm(checkpoints, "noisy", chunked_prefill_size=8) as llm:
@@ -323,7 +323,9 @@ class TestDrafts:
             recorder.check(noisy)
             check_pools(llm)
 
-    def test_of_a_replayed_text(self, checkpoints: Checkpoints, noisy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_drafts_of_a_replayed_text(
+        self, checkpoints: Checkpoints, noisy: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         replay = tuple(torch.randint(131, (25,), generator=torch.Generator().manual_seed(3)).tolist())
         with new_llm(checkpoints, "noisy") as llm:
             recorder = Recorder.of(llm, monkeypatch)
@@ -342,10 +344,10 @@ def tokens_of(deltas: Sequence[OutputDelta], request_id: str) -> Tokens:
 
 
 class TestPrefixCache:
-    """States that are left for others are the draft model's too."""
+    """The prefix cache holds the draft model's states too."""
 
     def test_every_position_that_is_tracked(self, checkpoints: Checkpoints, plain: Plain) -> None:
-        """Steps of four tokens, so that some of these positions stand behind a draft that was not run yet."""
+        """Steps have four tokens, so that some of these positions come after a draft that was not run yet."""
         prompt, num_tokens = PROMPTS[0], 44
         with new_llm(checkpoints, "target", max_mamba_cache_size=800, **tracking(1)) as llm:
             first = llm.generate(prompt, greedy(num_tokens))[0]
@@ -360,10 +362,10 @@ class TestPrefixCache:
 
     @pytest.mark.parametrize("draft", ["noisy", "target"])
     @pytest.mark.parametrize("num_tokens", [9, 10, 11, 12])
-    def test_what_a_finished_request_leaves(
+    def test_continuing_a_finished_request(
         self, draft: str, num_tokens: int, checkpoints: Checkpoints, plain: Plain
     ) -> None:
-        """It may end at any draft of a step, and what follows drafts as if it had been run at once."""
+        """It may end at any draft of a step; the next request drafts as if the whole text had been run at once."""
         with new_llm(checkpoints, draft) as llm, new_llm(checkpoints, draft, disable_radix_cache=True) as cold:
             outputs = llm.generate(PROMPTS[:3], greedy(num_tokens))
             for out in outputs:
@@ -390,7 +392,7 @@ class TestPrefixCache:
             llm.generate([(i, 7, 8) for i in range(1, 6)], greedy(8))
             assert runs == [(1, 2, 3, 4, 5)] * (2 * STEPS + 1)  # two drafts, and the last draft of the second
 
-    def test_what_is_evicted_is_computed_again(self, checkpoints: Checkpoints, plain: Plain) -> None:
+    def test_evicted_prefixes_are_computed_again(self, checkpoints: Checkpoints, plain: Plain) -> None:
         flags: dict[str, Any] = {"context_length": 80, "max_total_tokens": 120, "max_mamba_cache_size": 5}
         with new_llm(checkpoints, "target", max_running_requests=2, **flags) as llm:
             for _ in range(2):
@@ -500,7 +502,7 @@ class TestSettings:
         assert f"{folder} has no tokenizer: it is taken to be the target's" in caplog.text
 
     def test_trees_are_refused(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
-        """Also where nothing but the checkpoint says that it is a draft model."""
+        """Also if only the checkpoint tells that it is a draft model."""
         tree = tmp_path / "tree.json"
         tree.write_text(TreeFile(trees=(StaticTree(parents=(-1, 0, 0), ranks=(0, 0, 1)),)).model_dump_json(), "utf8")
         for flag, value in (("tree", tree), ("eagle_topk", 2)):
@@ -588,7 +590,7 @@ DRAFT = CacheShape(
 
 
 class TestMemory:
-    def test_a_draft_models_share(self) -> None:
+    def test_bytes_of_a_draft_model(self) -> None:
         shape, config = SHAPE.with_draft_model(DRAFT), EngineConfig(max_running_requests=3, max_total_tokens=200)
         with_draft, without = (plan_memory(config, s, 100, 50, 4, 4, 1 << 30) for s in (shape, SHAPE))
         states = DraftStates(DRAFT, 3, 4, CPU)
@@ -653,7 +655,7 @@ class Records:
 
 
 class TestRollingBack:
-    def test_what_comes_after_follows_the_place_that_was_returned_to(self) -> None:
+    def test_records_after_a_rollback_continue_from_there(self) -> None:
         records, straight = Records(), Records()
         for made in (records, straight):
             torch.manual_seed(1)
@@ -673,7 +675,7 @@ class TestRollingBack:
         for now, was in zip(records.state(2, 5), before, strict=True):
             torch.testing.assert_close(now, was, atol=0, rtol=0)
 
-    def test_not_behind_the_checkpoint_nor_ahead_of_the_state(self) -> None:
+    def test_a_rollback_before_the_checkpoint_or_past_the_state_is_refused(self) -> None:
         records = Records()
         for _ in range(10):
             records.add(1)
@@ -703,7 +705,7 @@ class TestRollingBack:
 
 
 class TestOwnership:
-    """A state that does not stand where the text does is an error, and no bad draft."""
+    """A state at another position than the text is an error, and not just a bad draft."""
 
     def test_a_chunk_that_is_left_out(self, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
         for left_out in range(3):

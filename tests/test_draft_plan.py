@@ -1,4 +1,4 @@
-"""Flags, tree file and checkpoint decide what is drafted; what cannot be is refused, with a sentence that helps."""
+"""Flags, tree file and checkpoint decide what is drafted; impossible combinations are refused with advice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_shape_that_flags_ask_for(given: dict[str, int], expected: tuple[int
     assert (plan.algorithm, plan.draws_drafts, plan.trees) == ("mtp", False, None)
 
 
-def test_text_gives_trees_without_a_head() -> None:
+def test_ngram_drafts_trees_without_a_head() -> None:
     plan = plan_drafts(EngineConfig(**flags(algorithm="ngram")), None, 4096)
     assert plan.algorithm == "ngram"
     assert (plan.num_steps, plan.topk, plan.max_nodes, plan.num_lookahead_slots) == (4, 4, 8, 8)
@@ -141,7 +141,7 @@ GOOD: dict[str, Any] = {"parents": [-1, 0, 0, 1], "ranks": [0, 0, 1, 0]}
         ("not JSON", "Invalid JSON"),
     ],
 )
-def test_a_tree_file_that_is_none(content: object, sentence: str, tmp_path: Path) -> None:
+def test_a_tree_file_that_is_not_valid(content: object, sentence: str, tmp_path: Path) -> None:
     file = tmp_path / "tree.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ConfigError, match=sentence) as refused:
@@ -149,7 +149,7 @@ def test_a_tree_file_that_is_none(content: object, sentence: str, tmp_path: Path
     assert str(refused.value).startswith(f"--speculative-tree: {file}: ")
 
 
-def test_a_tree_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_tree_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_tree_file(tmp_path / "none.json")
 
@@ -172,8 +172,8 @@ def test_a_plan_of_a_file(tmp_path: Path) -> None:
     assert (plan.num_steps, plan.topk, plan.max_nodes, plan.num_lookahead_slots) == (3, 4, 4, 4)
 
 
-def test_root_alone_and_back(tmp_path: Path) -> None:
-    """A file may draft nothing at some batch sizes; the head catches up when it drafts again."""
+def test_drafting_again_after_steps_of_the_root_alone(tmp_path: Path) -> None:
+    """A file may draft nothing at some batch sizes; the head runs its pending tokens when it drafts again."""
     from specmamba import SamplingParams
 
     file = tmp_path / "tree.json"
@@ -194,7 +194,7 @@ def test_root_alone_and_back(tmp_path: Path) -> None:
 
 
 def test_a_late_newcomer_meets_pending_tokens_at_the_end_of_the_context(tmp_path: Path) -> None:
-    """Rows catch up by different numbers of tokens; padding must not reach behind the table."""
+    """Rows have different numbers of pending tokens; padding must not go past the end of the table."""
     from specmamba import SamplingParams
 
     file = tmp_path / "tree.json"
@@ -227,7 +227,7 @@ class TestWorkbench:
             recorder = bench.record_ranks()
             assert bench.record_ranks().mtp is recorder.mtp
 
-    def test_the_environment_has_no_say(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_environment_variables_are_ignored(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SPECMAMBA_SPECULATIVE_NUM_STEPS", "2")
         with LLM(device="cpu", max_total_tokens=512) as llm:
             assert llm.engine.draft_plan.num_steps == 2

@@ -44,7 +44,7 @@ def next_state(state: int, token: int) -> int:
 
 
 class _FakeRunner:
-    """Checks what is asked of it: each node sees the root, its own path and itself, and nothing else."""
+    """Checks its arguments: each node sees the root, its own path and itself, and nothing else."""
 
     def __init__(self, head: FakeHead, roots: list[int]) -> None:
         self.head = head
@@ -102,7 +102,7 @@ def log_probs(head: FakeHead, state: int) -> list[float]:
 
 
 def best_paths(head: FakeHead, root: int, num_steps: int, topk: int, num_nodes: int) -> set[NodePath]:
-    """EAGLE-2 in plain Python: expand the best ``topk`` of every step, then take the best of all that were seen."""
+    """EAGLE-2 in plain Python: expand the best ``topk`` of every step, then take the best of all candidates."""
     frontier: list[tuple[float, NodePath, int]] = [(0.0, (), root)]
     seen: list[tuple[float, NodePath]] = []
     for _ in range(num_steps):
@@ -172,7 +172,7 @@ def test_a_static_tree_has_the_tokens_of_its_ranks(tree: StaticTree) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("is_static", [False, True])
 def test_drawn_trees_carry_what_they_were_drawn_from(is_static: bool, seed: int) -> None:
-    """And hold only tokens that can be drawn: a filter may leave fewer than there are places."""
+    """They hold only tokens that can be drawn: a filter may leave fewer tokens than a node has children."""
     head, roots = FakeHead(seed), [5, 77, 201]
     hidden = torch.tensor(roots, dtype=torch.float32)[:, None, None]
     batch = batch_of(roots, temperature=0.7, top_p=0.6)
@@ -217,7 +217,7 @@ def test_a_head_that_overflows_leaves_the_roots_where_they_are(wrong: float, dra
 
 
 def test_filters_do_not_thin_the_trees_of_greedy_rows() -> None:
-    """Their neighbours sample, so the whole batch draws; they take the likeliest all the same."""
+    """Other rows sample, so children are drawn for the whole batch; greedy rows still get the likeliest."""
     head, roots = FakeHead(1), [5, 77]
     hidden = torch.tensor(roots, dtype=torch.float32)[:, None, None]
     params = [

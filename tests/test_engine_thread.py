@@ -1,4 +1,4 @@
-"""The engine thread: nothing it is given is ever left without an answer."""
+"""The engine thread: every request and every call gets an answer."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_batch_with_a_bad_prompt_is_refused_as_a_whole(prompt: str, expected: 
         assert not engine.running
 
 
-def test_a_batch_that_fits_the_queue_by_half_leaves_no_half() -> None:
+def test_a_batch_of_which_half_fits_the_queue_is_refused_as_a_whole() -> None:
     engine = FakeEngine(step_s=0.01)
     engine.config = engine.config.model_copy(update={"max_queued_requests": 2})
     with running(engine) as thread:
@@ -118,7 +118,7 @@ def test_abort_takes_effect_between_two_steps() -> None:
     assert engine.aborted == ["gone"]
 
 
-def test_a_listener_that_raises_costs_only_its_own_request() -> None:
+def test_a_callback_that_raises_ends_only_its_own_request() -> None:
     engine = FakeEngine()
 
     def take(delta: OutputDelta) -> None:
@@ -161,7 +161,7 @@ def test_the_deadline_of_a_drain_aborts_what_still_runs() -> None:
     assert engine.aborted == ["a"]
 
 
-def test_a_crash_of_a_step_reaches_everybody() -> None:
+def test_a_crash_of_a_step_reaches_every_caller() -> None:
     stopped = threading.Event()
     with running(FakeEngine(fail_at_step=2)) as thread:
         thread.on_stop(stopped.set)
@@ -180,7 +180,7 @@ def test_a_crash_of_a_step_reaches_everybody() -> None:
         assert late.is_set()
 
 
-def test_commands_behind_a_crash_are_refused_not_forgotten() -> None:
+def test_queued_calls_are_refused_after_a_crash() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     class Crashing(FakeEngine):

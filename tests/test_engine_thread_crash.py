@@ -1,4 +1,4 @@
-"""However the engine thread ends, every client hears of it, at once and in OpenAI's shape, and the server ends."""
+"""However the engine thread ends, every client gets an error at once, in OpenAI's format, and the server ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_EACH = 4  # streams, whole answers, and calls that wait to be handed over
 
 
 class HeldEngine(FakeEngine):
-    """Holds its third step until it is let go; then the step does what the test wants."""
+    """Its third step waits for the test, and then does what the test wants."""
 
     def __init__(self) -> None:
         super().__init__(chunk=1)
@@ -50,7 +50,7 @@ def leave() -> None:
 
 
 def kill(thread: EngineThread) -> None:
-    """Have SystemExit raised in the engine thread, wherever it is."""
+    """Raise SystemExit in the engine thread, wherever it is."""
     identity = ctypes.c_ulong(thread._thread.ident or 0)
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(SystemExit)) == 1
 
@@ -68,7 +68,7 @@ def in_command(served: Served) -> None:
         raise RuntimeError("slot 3 is not mine")
 
     served.engine.abort = abort
-    served.thread.abort(["nobody"])
+    served.thread.abort(["unknown"])
 
 
 def in_command_not_an_exception(served: Served) -> None:
@@ -95,7 +95,7 @@ CRASHES = [in_step, in_step_not_an_exception, in_command, in_command_not_an_exce
 
 @contextmanager
 def outliving_its_engine(served: Served) -> Iterator[None]:
-    """The server of this block stays when its engine ends, so that it can be asked."""
+    """Keep the server of this block running when its engine ends, so that it can be queried."""
     served.thread._stop_callbacks.clear()
     try:
         yield
@@ -143,7 +143,7 @@ def test_every_open_call_is_answered(crash: Callable[[Served], None]) -> None:
     assert engine.num_closed == 1
 
 
-def test_a_thread_killed_while_idle_answers_who_comes_next() -> None:
+def test_a_thread_killed_while_idle_answers_the_next_request() -> None:
     with serving() as served, outliving_its_engine(served):
         served.complete(prompt="a")
         kill(served.thread)
@@ -183,7 +183,7 @@ def test_a_step_that_hangs_is_given_up() -> None:
     assert engine.num_closed == 1
 
 
-def test_the_end_of_one_request_does_not_depend_on_anothers_listener() -> None:
+def test_the_end_of_one_request_does_not_depend_on_the_callback_of_another() -> None:
     ended = threading.Event()
 
     def never(delta: OutputDelta) -> None:
@@ -204,7 +204,7 @@ def test_the_end_of_one_request_does_not_depend_on_anothers_listener() -> None:
         thread.call(lambda engine: None)
 
 
-def test_what_fails_on_the_way_down_stops_nothing() -> None:
+def test_exceptions_at_shutdown_do_not_stop_it() -> None:
     class Stuck(FakeEngine):
         def abort(self, request_id: str) -> None:
             raise RuntimeError("abort fails")

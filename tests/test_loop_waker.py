@@ -1,4 +1,4 @@
-"""Waking an event loop: rarely, but nothing waits for longer than it may."""
+"""Waking an event loop: rarely, but no function waits longer than the interval."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERVAL_S = 0.05
 
 
 class ScriptedLoop:
-    """An event loop that turns when it is told to, and whose timers pass when they are told to."""
+    """An event loop that runs a round, and expires its timers, only when the test calls it."""
 
     def __init__(self) -> None:
         self.num_wakes = 0
@@ -49,7 +49,7 @@ class ScriptedLoop:
 
 
 class Steps:
-    """Steps of an engine with news, and what of them has come to the loop."""
+    """Steps of an engine, each with a function for the loop, and the functions that the loop has called."""
 
     def __init__(self, interval_s: float) -> None:
         self.loop, self.called = ScriptedLoop(), list[str]()
@@ -63,7 +63,7 @@ class Steps:
 
 @pytest.fixture
 def spent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """What the loop's thread says it has spent, each time it is asked."""
+    """Processor times that the loop's thread reports, one per call."""
     said: list[float] = []
     monkeypatch.setattr(time, "thread_time", lambda: said.pop(0))
     yield said
@@ -79,13 +79,13 @@ def test_without_an_interval_every_step_wakes() -> None:
     assert not steps.loop.has_timer
 
 
-def test_a_step_without_news_wakes_nobody() -> None:
+def test_a_step_without_functions_does_not_wake_the_loop() -> None:
     steps = Steps(0.0)
     steps.waker.end_step()
     assert steps.loop.num_wakes == 0
 
 
-def test_news_wait_for_the_loop_to_look_by_itself() -> None:
+def test_functions_wait_for_the_timer() -> None:
     steps = Steps(INTERVAL_S)
     for news in "abc":
         steps.step(news)
@@ -95,7 +95,7 @@ def test_news_wait_for_the_loop_to_look_by_itself() -> None:
     assert steps.loop.num_wakes == 1
 
 
-def test_the_pause_goes_by_what_the_last_round_took(spent: list[float]) -> None:
+def test_the_pause_follows_the_time_of_the_last_round(spent: list[float]) -> None:
     spent += [1.0, 1.0004, 3.0004]
     steps = Steps(INTERVAL_S)
     for news in "abc":
@@ -104,7 +104,7 @@ def test_the_pause_goes_by_what_the_last_round_took(spent: list[float]) -> None:
     assert steps.loop.pauses == [INTERVAL_S, pytest.approx(0.0004 / SHARE), INTERVAL_S]
 
 
-def test_what_cannot_wait_takes_along_what_could() -> None:
+def test_an_urgent_function_takes_the_waiting_ones_along() -> None:
     steps = Steps(INTERVAL_S)
     steps.step("first")
     steps.step("waits")
@@ -113,16 +113,16 @@ def test_what_cannot_wait_takes_along_what_could() -> None:
     assert steps.loop.num_wakes == 2
 
 
-def test_a_loop_that_found_nothing_is_woken_again() -> None:
+def test_a_loop_without_a_timer_is_woken_again() -> None:
     steps = Steps(INTERVAL_S)
     for number, news in enumerate("abc", start=1):
         steps.step(news)
         steps.loop.let_time_pass()
-        assert not steps.loop.has_timer  # it does not look for ever
+        assert not steps.loop.has_timer  # timers are not set forever
         assert len(steps.called) == steps.loop.num_wakes == number
 
 
-def test_the_loop_looks_on_while_there_is_news() -> None:
+def test_the_timer_is_set_again_while_there_are_functions() -> None:
     steps = Steps(INTERVAL_S)
     for news in "abcd":
         steps.step(news)
@@ -134,7 +134,7 @@ def test_the_loop_looks_on_while_there_is_news() -> None:
 
 @pytest.fixture
 def no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops that never look by themselves: what comes has been sent at once."""
+    """Make timers of loops never expire, so that all that arrives was sent at once."""
     monkeypatch.setattr(LoopWaker, "_look", lambda _: None)
 
 

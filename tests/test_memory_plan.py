@@ -41,7 +41,7 @@ SHAPE = CacheShape(
     draft_features=7,
 )
 PLENTY = 1 << 30
-ANY_STATES: dict[str, Any] = {"chunked_prefill_size": 1}  # a state behind every token can be of use
+ANY_STATES: dict[str, Any] = {"chunked_prefill_size": 1}  # a state after every token may be stored
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def num_bytes(thing: object) -> int:
 class TestBytes:
     @pytest.mark.parametrize("page_size", [1, 4])
     @pytest.mark.parametrize("total_tokens", [None, 60], ids=["full contexts", "fewer"])
-    def test_they_are_those_of_the_pools(self, page_size: int, total_tokens: int | None) -> None:
+    def test_planned_bytes_are_those_of_the_pools(self, page_size: int, total_tokens: int | None) -> None:
         made = plan(
             max_running_requests=3, page_size=page_size, max_total_tokens=total_tokens, disable_radix_cache=True
         )
@@ -89,7 +89,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("max_nodes", [1, 4, 16])
     @pytest.mark.parametrize(("kind", "buffers"), [("records", SpecBuffers), ("snapshots", SnapshotBuffers)])
-    def test_of_the_speculation_state_and_of_one_more_draft_token(
+    def test_bytes_of_the_speculation_state_and_of_one_more_draft_token(
         self, max_nodes: int, kind: Any, buffers: Any
     ) -> None:
         shape = replace(SHAPE, draft_features=0)
@@ -102,7 +102,7 @@ class TestBytes:
         assert made.spec_bytes == now == 4 * made.spec_bytes_per_request
         assert made.draft_token_bytes == more - now == 4 * made.draft_token_bytes_per_request
 
-    def test_what_a_draft_token_costs_beside_its_state(self) -> None:
+    def test_bytes_of_a_draft_token_besides_its_state(self) -> None:
         """Distributions of a draft that is drawn, and a longer list of tokens and features for the head."""
         plain = plan(max_nodes=16)
         rejecting = plan(max_nodes=16, speculative_accept="rejection")
@@ -116,13 +116,13 @@ class TestBytes:
         plain, ngram = (plan(max_running_requests=3, speculative_algorithm=name) for name in ("auto", "ngram"))
         assert ngram.table_bytes - plain.table_bytes == 4 * 4 * (CONTEXT + 4)
 
-    def test_cached_tokens_are_listed_in_the_tree(self) -> None:
+    def test_bytes_of_the_prefix_tree(self) -> None:
         """Their ids and slots, and the pages of nodes."""
         flags: dict[str, Any] = {"max_total_tokens": 500, "max_running_requests": 2}
         extra = plan(**flags).table_bytes - plan(disable_radix_cache=True, **flags).table_bytes
         assert extra == 24 * 501
 
-    def test_the_weights_are_part_of_it(self) -> None:
+    def test_the_weights_count(self) -> None:
         made = plan(200_000, weight_bytes=80_000, max_running_requests=2)
         assert made.weight_bytes == 80_000
         assert made.total_bytes <= 200_000 == made.budget_bytes
@@ -165,7 +165,7 @@ class TestPlenty:
         assert made.state_bytes == pytest.approx(2.0 * made.kv_bytes, abs=2 * SHAPE.state_bytes_per_slot)
         assert made.num_cached_states == made.num_state_slots - 3
 
-    def test_but_there_are_a_few_for_every_request(self) -> None:
+    def test_there_are_a_few_states_for_every_request(self) -> None:
         assert plan(max_running_requests=3, mamba_full_memory_ratio=1e-3).num_state_slots == 3 * 5
 
     @pytest.mark.parametrize(
@@ -178,11 +178,13 @@ class TestPlenty:
         ids=str,
     )
     @pytest.mark.parametrize("ratio", [1e3, 1e308])
-    def test_and_never_more_than_can_be_left(self, flags: dict[str, Any], distance: int, ratio: float) -> None:
+    def test_there_are_never_more_states_than_can_be_stored(
+        self, flags: dict[str, Any], distance: int, ratio: float
+    ) -> None:
         made = plan(max_running_requests=3, mamba_full_memory_ratio=ratio, **flags)
         assert made.num_state_slots == 3 * 5 + made.num_kv_tokens // distance
 
-    def test_without_a_cache_everyone_gets_one_context_and_one_state(self) -> None:
+    def test_without_a_cache_every_request_gets_one_context_and_one_state(self) -> None:
         made = plan(max_running_requests=3, page_size=7, disable_radix_cache=True, mamba_full_memory_ratio=50)
         assert (made.num_pages, made.num_state_slots, made.num_cached_states) == (3 * 15, 3, 0)
 
@@ -211,7 +213,7 @@ class TestScarcity:
     """Less memory than can be of use."""
 
     @pytest.mark.parametrize("ratio", [0.5, 0.9, 3.0])
-    def test_the_ratio_divides_all_there_is(self, ratio: float) -> None:
+    def test_the_ratio_divides_the_whole_budget(self, ratio: float) -> None:
         made = plan(200_000, max_running_requests=6, mamba_full_memory_ratio=ratio, **ANY_STATES)
         assert made.num_state_slots > 6
         assert made.num_pages < plan(max_running_requests=6).num_pages
@@ -219,7 +221,7 @@ class TestScarcity:
         assert made.state_bytes == pytest.approx(ratio * made.kv_bytes, abs=2 * slot)
         assert 200_000 - made.total_bytes < 2 * slot + 200
 
-    def test_what_runs_has_its_states_first_and_one_can_be_kept(self) -> None:
+    def test_running_requests_get_their_states_first_and_one_can_be_cached(self) -> None:
         made = plan(90_000, max_running_requests=6, mamba_full_memory_ratio=0.01)
         assert made.num_state_slots == 6 + 1
         assert 90_000 - made.total_bytes < 500  # the rest is KV
@@ -406,7 +408,7 @@ class TestErrors:
             "--context-length to 60"
         )
 
-    def test_everything_that_is_needed_is_named(self) -> None:
+    def test_the_message_names_all_parts(self) -> None:
         with pytest.raises(ConfigError) as e:
             plan(3 << 20, weight_bytes=2 << 20, max_total_tokens=20_000, max_running_requests=9)
         assert re.fullmatch(

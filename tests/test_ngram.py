@@ -34,7 +34,7 @@ Edge = tuple[int, int]  # parent, token
 
 
 def num_agreeing(text: Sequence[int], end: int, suffix: Sequence[int], limit: int) -> int:
-    """How many of the last tokens of ``suffix`` stand in ``text`` up to and with ``end``."""
+    """Count the last tokens of ``suffix`` that agree with ``text`` up to and including ``end``."""
     count = 0
     while count < limit and count <= end and count < len(suffix) and text[end - count] == suffix[-1 - count]:
         count += 1
@@ -129,12 +129,12 @@ class TestHistory:
             found = match_history(*padded(batch, filler), rule)
             assert as_matches(found.lengths, found.continuations) == [own_matches(text, rule) for text in batch]
 
-    def test_repeats_go_on(self) -> None:
+    def test_a_continuation_repeats_its_period(self) -> None:
         found = match_history(*padded([[7, 7, 7], [1, 2, 1, 2, 1], [1, 2, 3]]), MatchRule(1, 12, 5, 1))
         assert found.lengths.tolist() == [[2], [3], [0]]
         assert found.continuations[:2, 0].tolist() == [[7, 7, 7, 7, 7], [2, 1, 2, 1, 2]]
 
-    def test_nothing_to_look_at(self) -> None:
+    def test_texts_of_one_token(self) -> None:
         found = match_history(*padded([[3], [4]]), MatchRule(1, 12, 4, 16))
         assert found.lengths.shape == (2, 0)
         assert found.continuations.shape == (2, 0, 4)
@@ -312,8 +312,8 @@ def weighted(text: list[int], rule: MatchRule) -> list[tuple[float, tuple[int, .
 
 class TestDrafter:
     @pytest.mark.parametrize(("steps", "topk", "nodes"), [(4, 4, 8), (3, 1, 4), (1, 1, 2), (5, 2, 16), (4, 4, 2)])
-    def test_requests_come_and_go(self, steps: int, topk: int, nodes: int) -> None:
-        """Rows begin, grow by any number of tokens, and are taken over by others; any of them may be in a batch."""
+    def test_requests_start_and_end(self, steps: int, topk: int, nodes: int) -> None:
+        """Rows start, grow by any number of tokens, and are reused; any of them may be in a batch."""
         rng = random.Random(nodes)
         drafter, rule = ngram_drafter(ngram_plan(steps, topk, nodes)), MatchRule(1, 12, steps, MAX_MATCHES)
         known: dict[int, list[int]] = {}
@@ -548,7 +548,7 @@ class TestDemo:
         assert all(output.spec.accept_length > 1.0 for output in outputs)
 
     def test_a_corpus_foresees_more(self, tmp_path: Path) -> None:
-        """What the model will say is in the corpus."""
+        """The corpus contains the text that the model will generate."""
         prompts = ["class Stack:\n    def __init__(self):\n", "import os\n\ndef read_file(path):\n"]
         params = [SAMPLED] * 2
         plain = generate(prompts, params, speculative_algorithm="none", **DEMO)

@@ -88,7 +88,7 @@ def expected() -> Expected:
 
 @pytest.fixture
 def extended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Every run of known tokens: whose, from where, how many."""
+    """Record every run of known tokens: request, start, length."""
     runs: list[tuple[str, int, int]] = []
     real = Runner.extend
 
@@ -120,7 +120,7 @@ def greedy(num_tokens: int = NUM_TOKENS) -> SamplingParams:
 
 
 def check_pools(llm: LLM) -> None:
-    """Nothing is in use but what the cache holds, and the cache is in order."""
+    """Check that only the cache holds memory, and that its invariants hold."""
     engine = llm.engine
     stats, table = engine.stats(), engine.pools.table
     assert (stats.num_running, stats.num_waiting, stats.kv_used_tokens, stats.state_used_slots) == (0, 0, 0, 0)
@@ -151,7 +151,7 @@ def test_repeat_branch_and_turns(
             assert turns[-1].num_cached_tokens == len(history) - 1
             history = turns[-1].prompt_token_ids + turns[-1].token_ids
 
-        # a text that leaves an earlier output at a place where a state was left on the way
+        # a text that diverges from an earlier output at a position where a state was stored
         position = len(first) + 2 * TRACK_INTERVAL + 1
         late = llm.generate(history[:position] + others[0][-20:], greedy())[0]
         at_track = position - 1 if strategy == "extra_buffer" else len(first) - 1
@@ -267,8 +267,8 @@ def test_with_snapshots(strategy: str, drafts: str, prompts: list[Tokens], expec
 
 
 @pytest.mark.parametrize("drafts", ["chain", "tree"])
-def test_drafts_after_a_hit_are_those_of_a_cold_run(drafts: str, prompts: list[Tokens]) -> None:
-    """The text cannot tell a draft head that lost its context from one that has it; what it drafts can."""
+def test_drafts_after_a_hit_equal_those_without_a_cache(drafts: str, prompts: list[Tokens]) -> None:
+    """A draft head that lost its context does not change the text, so the drafts themselves are compared."""
     with (
         new_llm("extra_buffer", drafts, 1, 64) as llm,
         new_llm("no_buffer", drafts, 1, 64, disable_radix_cache=True) as cold,
@@ -319,7 +319,7 @@ def test_tracked_states_do_not_depend_on_drafts(drafts: str, prompts: list[Token
 
 
 class TestAsManySlotsAsRequests:
-    """A state that is hit may be the only slot there is: it is taken over, and nobody waits for nothing."""
+    """The matched state may be in the only slot: the request takes it over instead of waiting forever."""
 
     @pytest.mark.parametrize("num_slots", [1, 2])
     def test_repeats_and_turns(self, num_slots: int, prompts: list[Tokens], expected: Expected) -> None:
@@ -350,7 +350,7 @@ class TestAsManySlotsAsRequests:
 
 
 def test_drafts_that_are_accepted_beyond_the_end_of_the_context(expected: Expected) -> None:
-    """The text is cut, the path of the last step is not: there may be no position for what would follow it."""
+    """The text is cut at the end of the context, the accepted path is not: it may end at the last position."""
     with new_llm("no_buffer", "chain", 1, 64, context_length=128) as llm:
         for num_tokens in (1, 2, 3):
             output = llm.generate((5,) * (128 - num_tokens), greedy(num_tokens))

@@ -1,4 +1,4 @@
-"""The prefix cache under random use and where memory is refused: nothing leaks, nothing is stuck, texts stay right."""
+"""The prefix cache under random use and failing allocations: no leak, no deadlock, and texts stay the same."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class TestRandomUse:
 
 
 class TestRefusedMemory:
-    """Any one allocation fails, as if others had been quicker: the request waits or leaves nothing, and no more."""
+    """Any one allocation fails, as if another request had taken the memory: the request waits or caches nothing."""
 
     def refuse(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, which: int) -> Callable[[], int]:
         """Let the which-th call that could succeed fail; returns the count of calls so far."""
@@ -199,7 +199,7 @@ class TestRefusedMemory:
 
 
 class TestExceptions:
-    """Something raises where a state changes hands: once everything is aborted, nothing is held."""
+    """An exception while a state changes its owner: after all requests are aborted, no memory is held."""
 
     @pytest.mark.parametrize(
         ("owner", "name"),
@@ -212,7 +212,9 @@ class TestExceptions:
             (RequestTable, "borrow"),
         ],
     )
-    def test_once(self, tiny: str, texts: Texts, owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_exception(
+        self, tiny: str, texts: Texts, owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         prompts = [*random_prompts(3, 5, 30), [1, 2, 3] * 6, [1, 2, 3] * 7, [1, 2, 3] * 8]
         texts.compute(prompts, GREEDY.max_tokens)
         engine = build(tiny, mamba_radix_cache_strategy="extra_buffer", mamba_track_interval=4)
@@ -238,7 +240,7 @@ class TestExceptions:
 
 
 class TestPublishedBugs:
-    """What went wrong in the cache that this one follows."""
+    """Bugs that were published for the cache whose design this one follows."""
 
     def test_a_prompt_shorter_than_a_chunk_hits_on_its_second_run(self, tiny: str) -> None:
         engine = build(tiny, chunked_prefill_size=1000)
@@ -292,7 +294,7 @@ class TestQueueOrder:
         request.num_overtakes = num_overtakes
         return request
 
-    def test_longest_first_but_nobody_starves(self) -> None:
+    def test_longest_prefix_first_without_starvation(self) -> None:
         requests = [self.request(i) for i in range(5)]
         cached = {"0": 0, "1": 5, "2": 9, "3": 5, "4": 0}
         order = longest_prefix_first(requests, lambda r: cached[r.request_id], 3)
@@ -301,7 +303,7 @@ class TestQueueOrder:
         order = longest_prefix_first(requests, lambda r: cached[r.request_id], 3)
         assert [r.request_id for r in order] == ["3", "4", "2", "1", "0"]
 
-    def test_a_request_is_overtaken_so_often_and_no_more(self, tiny: str) -> None:
+    def test_a_request_is_overtaken_at_most_max_overtakes_times(self, tiny: str) -> None:
         engine = build(
             tiny, max_running_requests=1, schedule_policy="lpm", schedule_max_overtakes=3, speculative_num_steps=1
         )

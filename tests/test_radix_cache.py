@@ -46,7 +46,7 @@ class TestMatch:
         assert match.node is world.cache.root(None)
         world.check()
 
-    def test_a_text_without_tokens_misses_nothing(self, world: World) -> None:
+    def test_an_empty_text_is_no_miss(self, world: World) -> None:
         match = world.match(())
         assert (match.length, match.miss) == (0, None)
 
@@ -57,7 +57,7 @@ class TestMatch:
         assert world.match((*text(20), 5)).length == 20
 
     def test_a_match_one_token_short_of_a_node_still_finds_the_best_state(self, world: World) -> None:
-        """The published bug: the last node is left inside its edge, and the state before it is lost from sight."""
+        """The published bug: a text that leaves the last node inside its edge does not find the state before it."""
         world.store(text(48), ends=[16, 32])
         match = world.match(text(47))
         assert (match.length, match.kv_length, match.miss) == (32, 47, "never_stored")
@@ -66,7 +66,7 @@ class TestMatch:
         assert world.match(text(33)).length == 32
         assert world.cache.stats.num_nodes == 3  # and no match splits anything
 
-    def test_the_state_of_a_tombstone_on_the_way_is_not_needed(self, world: World) -> None:
+    def test_a_tombstone_on_the_path_does_not_shorten_the_match(self, world: World) -> None:
         world.store((1, 2, 3, 4))
         world.store((1, 2, 9, 9))
         assert path(world.match((1, 2, 3, 4)).node) == [0, 2, 4]
@@ -74,7 +74,7 @@ class TestMatch:
         short = world.match((1, 2, 3))
         assert (short.length, short.kv_length) == (0, 3)
 
-    def test_peek_sees_the_same_and_touches_nothing(self, world: World) -> None:
+    def test_peek_returns_the_same_and_marks_nothing_as_used(self, world: World) -> None:
         world.store(text(20), ends=[8])
         world.store(text(20, seed=1))
         before = world.cache.render_text()
@@ -85,12 +85,12 @@ class TestMatch:
         assert None in world.cache._tree.roots
         assert "unheard of" not in world.cache._tree.roots
 
-    def test_the_answer_is_a_copy(self, world: World) -> None:
+    def test_the_returned_slots_are_a_copy(self, world: World) -> None:
         world.store(text(9))
         world.match(text(9)).slots[:] = 0
         world.match(text(9))
 
-    def test_later_changes_of_the_callers_arrays_change_nothing(self, world: World) -> None:
+    def test_later_changes_of_the_callers_arrays_do_not_change_the_tree(self, world: World) -> None:
         row = world.row(6)
         slot = world.new_state(None, (1, 2, 3, 4, 5, 6))
         assert row is not None
@@ -168,7 +168,7 @@ class TestInsert:
         assert world.match(text(25)).length == 25
         world.check()
 
-    def test_a_state_that_is_there_already_stays_the_callers(self, world: World) -> None:
+    def test_a_duplicate_state_stays_the_callers(self, world: World) -> None:
         node = world.store(text(10))
         kept, offered = node.state_slot, world.new_state(None, text(10))
         world.cache.lock(node)
@@ -198,7 +198,7 @@ class TestInsert:
 
     @pytest.mark.parametrize("position", [0, 9, 11, 16, 64])
     def test_a_state_is_never_stored_at_a_position_other_than_its_own(self, world: World, position: int) -> None:
-        """The published bug: the state after all tokens is filed under a length rounded to a grid, or the reverse."""
+        """The published bug: a state after all tokens is stored under a length rounded to pages, or the reverse."""
         row, slot = world.row(10), world.new_state(None, (1,) * position)
         assert row is not None
         with pytest.raises(
@@ -208,7 +208,7 @@ class TestInsert:
         assert world.cache.stats.num_nodes == 0
         world.check()
 
-    def test_what_else_is_refused_changes_nothing(self, world: World) -> None:
+    def test_refused_insertions_change_nothing(self, world: World) -> None:
         node, root = world.store(text(10)), world.cache.root(None)
         row, own, cached = world.row(12), world.states.reserve("request"), world.new_state(None, text(6))
         assert row is not None
@@ -230,14 +230,14 @@ class TestInsert:
         assert world.cache.render_text() == before
         world.check()
 
-    def test_below_a_node_that_was_evicted(self, world: World) -> None:
+    def test_an_evicted_node_cannot_be_used(self, world: World) -> None:
         node = world.store(text(10))
         world.cache.evict_pages(world.allocator.num_pages)
         for use in (world.cache.lock, lambda n: world.cache.insert(n, array((1,)), array((1,)), None)):
             with pytest.raises(RuntimeError, match="no part of the prefix cache any more"):
                 use(node)
 
-    def test_without_a_state_while_locked(self, world: World) -> None:
+    def test_a_locked_node_needs_no_state(self, world: World) -> None:
         root, row = world.cache.root(None), world.row(8)
         assert row is not None
         node = world.cache.insert(root, array(text(8)), world.slots(row, 0, 8), None).node
@@ -250,7 +250,7 @@ class TestInsert:
 
 
 class TestLocks:
-    def test_kv_to_the_root_and_the_state_of_the_node_only(self, world: World) -> None:
+    def test_a_state_lock_covers_kv_to_the_root_and_one_state(self, world: World) -> None:
         node = world.store(text(30), ends=[10, 20])
         middle = node.parent
         assert middle is not None
@@ -266,7 +266,7 @@ class TestLocks:
         assert world.cache.num_evictable_states == 1
         world.check()
 
-    def test_they_are_counted(self, world: World) -> None:
+    def test_locks_are_counted(self, world: World) -> None:
         node = world.store(text(10))
         for _ in range(2):
             world.cache.lock(node)
@@ -285,7 +285,7 @@ class TestLocks:
         assert world.cache.evict_pages(world.allocator.num_pages)
         world.check()
 
-    def test_a_lock_of_a_child_is_not_the_parents_to_undo(self, world: World) -> None:
+    def test_a_lock_of_a_child_cannot_be_undone_at_the_parent(self, world: World) -> None:
         child = world.store(text(20), ends=[10])
         assert child.parent is not None
         world.cache.lock(child)
@@ -293,11 +293,11 @@ class TestLocks:
             world.cache.unlock(child.parent)
         world.check()
 
-    def test_there_is_no_state_to_lock_on_a_tombstone(self, world: World) -> None:
+    def test_the_state_of_a_tombstone_cannot_be_locked(self, world: World) -> None:
         with pytest.raises(RuntimeError, match="no state to lock"):
             world.cache.lock_state(world.cache.root(None))
 
-    def test_moving_down(self, world: World) -> None:
+    def test_a_lock_moves_down(self, world: World) -> None:
         bottom = world.store(text(30), ends=[10, 20])
         middle = bottom.parent
         assert middle is not None
@@ -348,7 +348,7 @@ class TestGiveState:
         assert (match.length, match.kv_length, match.miss) == (10, 30, "evicted")
         world.check()
 
-    def test_its_kv_lasts_as_long_as_the_lock(self, world: World) -> None:
+    def test_the_kv_is_kept_while_it_is_locked(self, world: World) -> None:
         node = world.store(text(30), ends=[10])
         world.cache.lock(node)
         slot = world.cache.give_state(node)
@@ -358,7 +358,7 @@ class TestGiveState:
         world.states.free(slot, "request")
         world.check()
 
-    def test_it_can_come_back(self, world: World) -> None:
+    def test_the_state_can_be_stored_again(self, world: World) -> None:
         node = world.store(text(30))
         world.cache.lock(node)
         slot = world.cache.give_state(node)
@@ -370,7 +370,7 @@ class TestGiveState:
         world.check()
 
     @pytest.mark.parametrize("case", ["no state", "state lock", "no lock", "root"])
-    def test_not_where_somebody_else_needs_it(self, world: World, case: str) -> None:
+    def test_a_state_that_is_in_use_is_not_given_away(self, world: World, case: str) -> None:
         node = world.store(text(30), ends=[10])
         if case != "no lock":
             world.cache.lock(node)
@@ -384,7 +384,7 @@ class TestGiveState:
         assert (world.cache.stats, world.cache.render_text()) == before
         world.check()
 
-    def test_only_what_is_the_caches_is_taken(self, world: World) -> None:
+    def test_only_slots_of_the_cache_can_be_taken_over(self, world: World) -> None:
         node = world.store(text(30))
         world.cache.lock(node)
         slot = world.cache.give_state(node)
@@ -398,7 +398,7 @@ class TestGiveState:
 
 
 class TestEvictPages:
-    def test_leaves_go_and_stateless_parents_after_them(self, world: World) -> None:
+    def test_leaves_are_evicted_and_stateless_parents_after_them(self, world: World) -> None:
         world.store((1, 2, 3, 4))
         world.store((1, 2, 5, 6))
         assert world.cache.stats.num_tombstones == 1
@@ -415,14 +415,14 @@ class TestEvictPages:
         assert (match.length, match.miss) == (48, "evicted")
         world.check()
 
-    def test_the_least_recently_used_first(self, world: World) -> None:
+    def test_the_least_recently_used_is_evicted_first(self, world: World) -> None:
         for seed in range(3):
             world.store(text(48, seed))
         world.match(text(48, 0))
         assert world.cache.evict_pages(world.allocator.num_free + 1)
         assert [world.match(text(48, seed)).length for seed in range(3)] == [48, 0, 48]
 
-    def test_a_match_keeps_all_above_it_too_but_nothing_below(self, world: World) -> None:
+    def test_a_match_refreshes_all_nodes_above_it_and_none_below(self, world: World) -> None:
         world.store(text(48), ends=[16, 32])
         world.store(text(48, 1))
         world.match(text(20))
@@ -441,7 +441,7 @@ class TestEvictPages:
         assert world.cache.stats.num_nodes == 1
         world.check()
 
-    def test_only_as_much_as_is_asked_for(self, world: World) -> None:
+    def test_no_more_is_evicted_than_is_asked_for(self, world: World) -> None:
         for seed in range(4):
             world.store(text(16, seed))
         assert world.cache.evict_pages(world.allocator.num_free)
@@ -451,7 +451,7 @@ class TestEvictPages:
 
 
 class TestEvictStates:
-    def test_from_an_inner_node_only_the_state(self, world: World) -> None:
+    def test_an_inner_node_loses_only_its_state(self, world: World) -> None:
         bottom = world.store(text(30), ends=[10, 20])
         world.match(text(30))
         world.match(text(12))
@@ -462,7 +462,7 @@ class TestEvictStates:
         assert world.cache.stats.num_tokens == 30
         world.check()
 
-    def test_a_leaf_goes_with_its_kv(self, world: World) -> None:
+    def test_a_leaf_is_evicted_with_its_kv(self, world: World) -> None:
         world.store(text(30))
         world.store(text(30, 1))
         free = world.allocator.num_free
@@ -494,8 +494,8 @@ class TestEvictStates:
         assert world.cache.stats.num_nodes == 1
         world.check()
 
-    def test_the_recency_of_a_state_is_that_of_its_own_hits(self, world: World) -> None:
-        """A hit further down refreshes the KV on the way, and of the states only its own."""
+    def test_only_hits_of_a_state_itself_refresh_it(self, world: World) -> None:
+        """A hit refreshes the KV of its whole path, and only the state of the node that it ends at."""
         world.store(text(30), ends=[10, 20])
         world.match(text(12))
         world.match(text(30))
@@ -530,7 +530,7 @@ class TestFlopsPolicy:
         world.check()
 
     @pytest.mark.parametrize("policy", ["lru", "flops"])
-    def test_pages_come_back_along_a_whole_branch(self, policy: PolicyName) -> None:
+    def test_a_whole_branch_can_be_evicted(self, policy: PolicyName) -> None:
         world = self.world(policy)
         world.store(text(40), ends=[10, 20, 30])
         world.store((*text(10), 5, 5, 5))
@@ -539,7 +539,7 @@ class TestFlopsPolicy:
         world.check()
 
     @pytest.mark.parametrize("policy", ["lru", "flops"])
-    def test_an_old_branch_goes_up_to_its_beginning_before_a_new_one_loses_its_end(self, policy: PolicyName) -> None:
+    def test_an_old_branch_is_evicted_to_its_beginning_before_the_end_of_a_new_one(self, policy: PolicyName) -> None:
         world = self.world(policy)
         for seed in range(2):
             world.store(text(40, seed), ends=[10, 20, 30])
@@ -548,7 +548,7 @@ class TestFlopsPolicy:
         assert [world.cache.peek(array(text(40, seed))) for seed in range(2)] == [(20, 20), (40, 40)]
         world.check()
 
-    def test_more_than_the_candidates_of_one_judgement(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_more_evictions_than_candidates(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(eviction, "MAX_CANDIDATES", 2)
         world = self.world("flops")
         for seed in range(3):
@@ -571,7 +571,7 @@ class TestFlopsPolicy:
 
     @pytest.mark.parametrize("kept_by", ["another child", "a lock"])
     def test_kv_of_a_tombstone_that_stays_is_not_freed(self, kept_by: str) -> None:
-        """What the state saves still counts from the state above; the bytes only up to where the branch ends."""
+        """The saved compute counts from the state above; the freed bytes only from where the branch leaves the path."""
         world = self.world("flops")
         bottom = world.store(text(40), ends=[10, 20, 30])
         (lower, upper) = islice(bottom.path(), 1, 3)
@@ -591,7 +591,7 @@ class TestFlopsPolicy:
         assert tokens - world.cache.stats.num_tokens == 20
         world.check()
 
-    def test_the_policies_agree_where_all_cost_the_same(self) -> None:
+    def test_the_policies_agree_if_all_costs_are_equal(self) -> None:
         for policy in ("lru", "flops"):
             world = self.world(policy)
             for seed in range(5):
@@ -613,7 +613,7 @@ class TestSalts:
         assert world.cache.stats.inserted_tokens == 40
         world.check()
 
-    def test_idle_roots_are_forgotten_and_used_ones_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_idle_roots_are_dropped_and_used_ones_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (radix_tree, inspection):
             monkeypatch.setattr(module, "MAX_IDLE_ROOTS", 3)
         world = World()
@@ -656,7 +656,7 @@ class TestMissReasons:
         assert world.match((1, 2, 3, 4)).miss == "evicted"
         assert world.match((1, 2, 7, 4)).miss == "never_stored"
 
-    def test_evicted_ends_when_it_is_stored_again(self, world: World) -> None:
+    def test_an_evicted_text_that_is_stored_again_is_no_longer_evicted(self, world: World) -> None:
         world.store(text(20))
         world.cache.evict_pages(world.allocator.num_pages)
         assert world.match(text(20)).miss == "evicted"
@@ -664,7 +664,7 @@ class TestMissReasons:
         assert world.match((*text(20), 1)).miss == "never_stored"
         world.check()
 
-    def test_a_bounded_memory_of_what_was_evicted(self) -> None:
+    def test_the_memory_of_evicted_children_is_bounded(self) -> None:
         world = World(num_pages=4, num_states=2)
         for seed in range(MAX_EVICTED_CHILDREN + 1):
             world.store((seed,))
@@ -673,7 +673,7 @@ class TestMissReasons:
         assert world.match((1,)).miss == "evicted"
         world.check()
 
-    def test_another_salt_only_where_it_has_a_state(self, world: World) -> None:
+    def test_another_salt_is_the_reason_only_if_it_has_a_state(self, world: World) -> None:
         world.store(text(20), salt="a")
         assert world.match(text(20)).miss == "salt"
         assert world.match(text(19)).miss == "never_stored"
@@ -692,7 +692,7 @@ class TestReset:
         assert world.cache.stats.evicted_tokens == 0
         world.check()
 
-    def test_locked_nodes_stay_without_the_states_that_nobody_locks(self, world: World) -> None:
+    def test_locked_nodes_stay_and_their_unlocked_states_go(self, world: World) -> None:
         node = world.store(text(30), ends=[10, 20])
         middle = node.parent
         assert middle is not None
@@ -706,13 +706,13 @@ class TestReset:
         world.cache.unlock_state(middle)
         assert world.cache.reset() == 0
         world.check()
-        # who ran on it can still leave its state there
+        # the request that holds the lock can still store its state there
         world.cache.insert(middle, array(()), array(()), world.new_state(None, text(20)))
         world.cache.unlock(middle)
         assert world.match(text(30)).length == 20
         world.check()
 
-    def test_forgets_what_was_evicted_before(self, world: World) -> None:
+    def test_a_reset_also_drops_the_memory_of_evictions(self, world: World) -> None:
         node = world.store(text(20))
         world.store((*text(20), 5))
         world.cache.lock(node)
@@ -724,7 +724,7 @@ class TestReset:
 
 
 class TestFaults:
-    """The cache allocates nothing. What its callers cannot get leaves them able to drop everything again."""
+    """The cache allocates nothing. When an allocation of its callers fails, they can drop everything that they hold."""
 
     def test_no_pages_and_no_slot_for_a_request_that_has_matched(self, world: World) -> None:
         node = world.store(text(30))
@@ -746,7 +746,7 @@ class TestFaults:
         assert world.states.num_free == world.states.num_slots
         world.check()
 
-    def test_holding_pages_fails(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_insertion_whose_pages_cannot_be_held(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         world.store(text(30))
         row, slot = world.row(30), world.new_state(None, (*text(20), 5, 5))
         assert row is not None
@@ -801,7 +801,7 @@ class TestSeeing:
             left = [f"... and {25 - max_nodes} more"] if max_nodes < 25 else []
             assert world.cache.render_text(max_nodes).splitlines() == whole[:max_nodes] + left
 
-    def test_what_is_not_shown_is_not_walked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nodes_that_are_not_shown_are_not_visited(self, monkeypatch: pytest.MonkeyPatch) -> None:
         world = World(num_pages=100, num_states=40)
         for token in range(30):
             world.store((token, 9))
@@ -816,7 +816,7 @@ class TestSeeing:
         assert re.fullmatch("salt [0-9a-f]{8}", lines[0])
         assert lines[0] != lines[2]
 
-    def test_a_deep_tree_is_no_recursion(self) -> None:
+    def test_a_deep_tree_needs_no_recursion(self) -> None:
         world = World(num_pages=1500, num_states=1500)
         node = world.store((1,) * 1500, ends=range(1, 1500))
         assert world.cache.match(array((1,) * 1500)).node is node
@@ -853,7 +853,7 @@ class TestSeeing:
 
 
 class TestCheck:
-    """It sees what is wrong; every line of it is somebody's only alarm."""
+    """Every kind of damage is found, and by a message of its own."""
 
     def broken(self) -> tuple[World, Node]:
         world = World(page_size=3)
@@ -891,13 +891,13 @@ class TestCheck:
             ("cache._tree.roots['b'] = cache._tree.roots.pop(None)", "under another salt"),
         ],
     )
-    def test_names_what_is_wrong(self, damage: str, message: str) -> None:
+    def test_the_message_names_the_damage(self, damage: str, message: str) -> None:
         world, node = self.broken()
         exec(damage, {"world": world, "cache": world.cache, "node": node, "PREFIX_CACHE": PREFIX_CACHE})
         with pytest.raises(RuntimeError, match=message):
             world.check()
 
-    def test_rows_may_hold_what_it_is_not_told_of(self) -> None:
+    def test_rows_may_hold_pages_if_they_are_not_given(self) -> None:
         world, _ = self.broken()
         world.row(5)
         world.cache.check()
@@ -936,7 +936,7 @@ class TestLongTexts:
         assert world.allocator.num_free == world.allocator.num_pages
 
     def test_an_edge_is_compared_as_an_array(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Numbers are made of single tokens for the children's dictionary only: once per node on the way."""
+        """Single tokens are converted to int only as keys of the children's dictionary: once per node on the path."""
         tokens = np.zeros(30_000, dtype=np.int64)
         world = World(num_pages=30_000, num_states=4)
         row = world.row(len(tokens))
@@ -961,5 +961,5 @@ def digest(salt: str) -> str:
     return hashlib.sha256(salt.encode()).hexdigest()[:8]
 
 
-def test_costs_are_those_of_the_text() -> None:
+def test_costs_follow_the_formula() -> None:
     assert COSTS.flops(10, 30) == 100.0 * 20 + 1.0 * (900 - 100) / 2

@@ -1,4 +1,4 @@
-"""The prefix cache against a model that knows no nodes, edges or lists: only which texts have KV and which have states.
+"""The prefix cache against a model without nodes, edges or lists, which knows only which texts have KV and states.
 
 Hypothesis makes the histories. Every step is followed by ``check()`` and by a comparison of everything that is cached.
 Under ``lru`` the model says exactly what is evicted; under ``flops`` it says what may be. ``SPECMAMBA_TEST_FULL=1``
@@ -28,14 +28,14 @@ PICK = st.integers(0, 1000)
 CUT = st.integers(0, MAX_LENGTH)
 TAIL = st.lists(st.integers(0, 1), max_size=4).map(tuple)
 SALT = st.sampled_from([None, None, None, "other"])
-# What a request that comes cannot have; "only one": the state that it hits is the only one to be had.
+# Allocations that fail for a new request; "only one": no slot is free, and only the state of the match can be evicted.
 FAULTS = [None, None, "no row", "no state", "only one", "only one"]
 OWNER = "request"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A text under a salt. Its own beginnings are the places above it; the empty text is the root."""
+    """A text under a salt. Its prefixes are the places above it; the empty text is the root."""
 
     salt: str | None
     text: Text
@@ -83,7 +83,7 @@ class Model:
         return length, max((len(each.text) for each in place.above() if each in self.kv), default=0)
 
     def prune(self, place: Place) -> None:
-        """Remove what has no state, no lock and nothing below, upwards."""
+        """Remove this place if it has no state, no lock and nothing below it, then the places above it likewise."""
         while place in self.kv and place not in self.states and self.is_leaf(place) and not self.is_locked(place):
             self.drop_kv(place)
             place = place.up()
@@ -115,12 +115,12 @@ class Model:
             self.prune(victim)
 
     def put_kv(self, place: Place, slot: int) -> int:
-        """Where the KV of a place lies: at ``slot``, if there was none."""
+        """Set the KV slot of a place, unless it has one already."""
         self.gone.discard(place)
         return self.kv.setdefault(place, slot)
 
     def drop_kv(self, place: Place) -> None:
-        """Of an edge that goes, this is called from its end on: what it leaves in ``gone`` is its first token."""
+        """Remove a place of an evicted edge; called from the edge's end on, so that ``gone`` keeps its first token."""
         del self.kv[place]
         self.lost.discard(place)
         self.gone = {each for each in self.gone if each.up() != place} | {place}
@@ -180,7 +180,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.held_states: list[tuple[Place, Node]] = []
 
     def text(self, pick: int, cut: int, tail: Text) -> Text:
-        """One that shares its beginning with an earlier one, mostly."""
+        """Draw a text that usually shares a prefix with an earlier one."""
         text = (*self.texts[pick % len(self.texts)][:cut], *tail)[:MAX_LENGTH] or (1,)
         self.texts.append(text)
         return text
@@ -209,7 +209,7 @@ class CacheMachine(RuleBasedStateMachine):
         return -(-num_positions // self.page_size)
 
     def want_row(self, borrowed: TokenSlots, num_positions: int) -> int | None:
-        """A row with room for ``num_positions``; the pages for it are evicted if need be."""
+        """Allocate a row for ``num_positions``, evicting pages if necessary."""
         missing = self.pages_of(num_positions) - len(borrowed) // self.page_size
         assert self.world.table.num_missing_pages(None, num_positions, len(borrowed)) == missing
         num_free, can_have_row = self.world.allocator.num_free, self.world.table.num_free_rows > 0
@@ -221,7 +221,7 @@ class CacheMachine(RuleBasedStateMachine):
         return row
 
     def grow(self, request: Request, num_positions: int, ahead: int = 0) -> bool:
-        """Room for so many positions, and for some more if that needs no eviction."""
+        """Allocate pages for ``num_positions``, and for some more if that needs no eviction."""
         table, allocator = self.world.table, self.world.allocator
         missing = table.num_missing_pages(request.row, num_positions)
         assert missing == max(0, self.pages_of(num_positions) - request.num_pages)
@@ -258,7 +258,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.end_request(before, keeps=True)
 
     def start(self, text: Text, salt: str | None, room: int, fault: str | None) -> None:
-        """Match, lock, row, state; where something is not to be had (or made to fail), drop it all again.
+        """Match, lock, allocate row and state; if something fails (or is made to fail), drop everything again.
 
         The row has room for what it borrows and at most ``room`` tokens more.
         """
@@ -282,7 +282,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.unlock(found, match.node)
 
     def want_state(self, found: Place, match: Match, is_only_one: bool) -> int | None:
-        """A slot with the matched state: a copy, or itself where no slot is to be had."""
+        """Get a slot with the matched state: a copy, or the cache's own slot if no other can be allocated."""
         states, node = self.world.states, match.node
         if not match.length:
             slot = self.want_slot(OWNER)
@@ -299,7 +299,7 @@ class CacheMachine(RuleBasedStateMachine):
         return self.take_over(found, node) if slot is None else slot
 
     def take_over(self, found: Place, node: Node) -> int | None:
-        """Take a state out of the cache, if nobody else needs it there; its KV stays, for this request at least."""
+        """Take a state out of the cache if no other request has locked it; this request's lock keeps the KV."""
         if found in self.model.state_locks:
             before = self.cache.stats
             with pytest.raises(RuntimeError, match="cannot give its state away"):
@@ -315,7 +315,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, count=st.integers(0, 5), ahead=st.integers(0, 4), moves_lock=st.booleans(), fault=st.booleans())
     def run_chunk(self, pick: int, count: int, ahead: int, moves_lock: bool, fault: bool) -> None:
-        """Run some tokens and leave a copy of the state at their end."""
+        """Run some tokens and store a copy of the state at their end."""
         request = self.requests[pick % len(self.requests)]
         place, start = request.place, request.node.end
         end = min(len(place.text), start + count)
@@ -331,7 +331,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.leave(request, end, slot, moves_lock)
 
     def leave(self, request: Request, end: int, slot: int, moves_lock: bool = True) -> None:
-        """Insert what the request has run up to ``end``, with the state in ``slot``, and go on from there."""
+        """Insert what the request has run up to ``end``, with the state in ``slot``, and move the lock there."""
         place, start = request.place, request.node.end
         self.world.state[slot] = place.salt, place.text[:end]
         slots = self.world.slots(request.row, start, end)
@@ -378,7 +378,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(pick=PICK, kind=st.sampled_from(["free page", "other position", "other owner", "other's state"]))
     def insert_what_is_wrong(self, pick: int, kind: str) -> None:
-        """Refused, and nothing has changed."""
+        """Check that the call is refused and changes nothing."""
         request = self.requests[pick % len(self.requests)]
         start, end = request.node.end, min(len(request.place.text), request.num_pages * self.page_size)
         if start == end or not self.world.states.num_free:
@@ -490,7 +490,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert states.num_free >= count
 
     def adopt(self) -> None:
-        """Take over what was evicted, if it was allowed to be."""
+        """Compare what was evicted with what may be evicted, and remove it from the model."""
         kv, states = self.world.contents()
         for place in list(self.model.states):
             if place.text not in states[place.salt]:
@@ -525,7 +525,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def rows_are_what_requests_need(self) -> None:
-        """A row's first slots are the cache's, as it goes; the others are its own, in pages that it alone writes."""
+        """The first slots of a row are the cache's; the others are its own, in pages that only this row writes."""
         held: Counter[int] = Counter()
         cached = set(self.model.kv.values())
         for request in self.requests:
@@ -544,7 +544,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(count == 1 for count in held.values())
 
     def teardown(self) -> None:
-        """When everybody lets go, everything can be had back."""
+        """When all requests have ended, all memory can be freed."""
         while self.requests:
             self.end_request(0, keeps=False)
         while self.held:

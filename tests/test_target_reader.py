@@ -1,4 +1,4 @@
-"""What tools read of a target: hidden states, features in front of layers, and its two matrices."""
+"""Reading a target for tools: hidden states, features before layers, and its two matrices."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_output_matrix_of_other_forms(family: str, flags: dict[str, Any], tm
 
 
 def test_matrices_can_be_trained_on(llm: LLM) -> None:
-    """They are no inference tensors, and nobody else's."""
+    """They are copies, and no inference tensors."""
     embedding, output = llm.workbench.target_matrices()
     assert not embedding.is_inference()
     assert not output.is_inference()
@@ -117,7 +117,7 @@ def test_features_are_the_states_where_no_layer_is_named(llm: LLM) -> None:
         assert torch.equal(states.features, states.hidden)
 
 
-def test_the_engine_is_left_as_it_was(llm: LLM) -> None:
+def test_the_engine_is_restored(llm: LLM) -> None:
     prompt, params = random_prompts((12,), seed=4), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     before, drafter = llm.generate(prompt, params), llm.engine.runner.drafter
     read(llm, random_prompts(LENGTHS, seed=1), (1, 2))
@@ -147,7 +147,7 @@ def test_a_draft_head_reads_its_own_layers_again(folder: Path, tmp_path: Path) -
         assert before[0].spec.num_draft_tokens > 0
 
 
-def test_what_cannot_be_read_is_refused_before_anything_runs(llm: LLM, folder: Path) -> None:
+def test_bad_requests_are_refused_before_anything_runs(llm: LLM, folder: Path) -> None:
     seen: list[int] = []
 
     def see(index: int, states: TargetStates) -> None:

@@ -1,4 +1,4 @@
-"""When a text ends and what a client sees of it, against the plainest way: one token at a time, whole texts."""
+"""The end of a text and what a client gets of it, against the simplest way: one token at a time, with whole texts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FakeDetokenizer:
 def naive(
     pieces: Sequence[str], tokens: Sequence[int], stops: Sequence[str], stop_ids: set[int], max_tokens: int
 ) -> tuple[int, str, FinishReason | None]:
-    """Tokens used, whole text, reason: the whole text is looked at again after every token."""
+    """Return tokens used, whole text and reason, by searching the whole text again after every token."""
     detokenizer, text = FakeDetokenizer(pieces), ""
     for count, token in enumerate(tokens, 1):
         if token in stop_ids:
