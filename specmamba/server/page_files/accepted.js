@@ -1,7 +1,7 @@
-// How many of their tokens drafts had accepted, counted since the server started.
+// A histogram: drafts by the number of their accepted tokens, since the start of the server.
 import { depthClass, html, number, percent } from "./ui.js";
 
-/** Drafts by how many of their tokens were accepted: the histogram has the steps without a draft too, at 0. */
+/** Drafts by the number of their accepted tokens. In the histogram the steps without a draft also count at 0. */
 function withDraft(spec) {
   const [none = 0, ...others] = spec?.histogram ?? [];
   return [none - (spec?.steps ?? 0) + (spec?.drafts ?? 0), ...others];

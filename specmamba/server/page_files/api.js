@@ -1,4 +1,4 @@
-// The way to the server: keys, errors, and streams of server-sent events.
+// Requests to the server: API keys, errors, and streams of server-sent events.
 const KEY_NAME = "specmamba-api-key";
 let key = readKey();
 
@@ -10,17 +10,17 @@ function readKey() {
   }
 }
 
-/** Kept until the tab is closed. */
+/** The API key, which is stored until the tab is closed. */
 export function setKey(value) {
   key = value;
   try {
     sessionStorage.setItem(KEY_NAME, value);
   } catch {
-    // then it is kept until the page is left
+    // storage is switched off: the key is kept until the page is closed
   }
 }
 
-/** An answer that is no success, in the server's own words. */
+/** An error answer, with the message of the server. */
 export class ApiError extends Error {
   constructor(status, { message, param = null, code = null }) {
     super(message);
@@ -28,7 +28,7 @@ export class ApiError extends Error {
   }
 }
 
-/** A response whose status is a success. Throws ApiError, and what fetch throws when nobody answers. */
+/** A response whose status is a success. Throws ApiError, and what fetch throws when there is no answer. */
 export async function request(path, { body, signal } = {}) {
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   if (body !== undefined) headers["Content-Type"] = "application/json";
@@ -48,7 +48,7 @@ async function errorOf(response) {
     const { error } = await response.json();
     if (typeof error.message === "string") return error;
   } catch {
-    // something between the server and this page has answered
+    // a proxy has answered in place of the server
   }
   return { message: `the server answered ${response.status} ${response.statusText}`.trim() };
 }
@@ -79,7 +79,7 @@ function parse(block) {
   return event;
 }
 
-/** Chunks of a completion as they come. Throws ApiError, also when the stream breaks off. */
+/** The chunks of a completion while it is streamed. Throws ApiError, also when the stream ends early. */
 export async function* complete(body, signal) {
   const response = await request("v1/completions", { body: { ...body, stream: true }, signal });
   let isDone = false;

@@ -1,4 +1,4 @@
-// The page as a whole: what is above what, the theme, and the state that all parts share.
+// The whole page: its layout, the theme, and the state that all parts share.
 import { Accepted } from "./accepted.js";
 import { Charts } from "./charts.js";
 import { DraftTree } from "./draft.js";
@@ -28,7 +28,7 @@ function useFeed() {
   return feed.current;
 }
 
-/** The chosen theme, and the one that is seen: "light" or "dark". */
+/** The chosen theme ("auto", "light" or "dark"), and the one that is shown ("light" or "dark"). */
 function useTheme() {
   const [chosen, setChosen] = useState(document.documentElement.dataset.theme ?? "auto");
   const system = matchMedia("(prefers-color-scheme: dark)");
@@ -44,14 +44,14 @@ function useTheme() {
     try {
       localStorage.setItem("specmamba-theme", theme);
     } catch {
-      // then it is forgotten with the page
+      // storage is switched off: the choice is lost when the page is closed
     }
     setChosen(theme);
   };
   return { chosen, choose, seen: chosen === "auto" ? (isDark ? "dark" : "light") : chosen };
 }
 
-/** The model, and how it runs. */
+/** The model, its data type, its device and its drafts. */
 function describe(hello) {
   if (!hello) return "";
   const { dtype, device, speculative_algorithm: drafts } = hello.engine;

@@ -1,4 +1,4 @@
-// What changes over time. The drawing is uPlot's, which the page loads before its own modules.
+// Charts over time, drawn by uPlot, which the page loads before its own modules.
 import { cssValue, depthColour, duration, html, number, percent, useEffect, useRef, useState } from "./ui.js";
 
 const [LEAST_SPAN_S, SPAN_S] = [30, 120];
@@ -14,7 +14,7 @@ function axes(format) {
   ];
 }
 
-/** The last two minutes, or as much of them as there is. */
+/** The figures of the last two minutes. */
 function span(time) {
   const end = time.at(-1) ?? LEAST_SPAN_S;
   return [Math.min(Math.max(time[0] ?? 0, end - SPAN_S), end - LEAST_SPAN_S), end];

@@ -1,4 +1,4 @@
-// The draft of a step as a tree: what was guessed, which of it was accepted, and what the model added.
+// The draft of a step as a tree: the drafted tokens, the accepted ones, and the bonus token of the model.
 import { depthClass, html, number, useEffect, useState, visible } from "./ui.js";
 
 const WIDTH = 84;
@@ -9,7 +9,7 @@ const MAX_CHARACTERS = 9;
 
 const shorten = (text) => (text.length > MAX_CHARACTERS ? `${text.slice(0, MAX_CHARACTERS - 1)}…` : text);
 
-/** Nodes with a column (their depth) and a row: leaves one below the other, parents in the middle of theirs. */
+/** Place nodes by column (their depth) and row: leaves below each other, parents in the middle of their children. */
 function layout({ nodes, parents, path, bonus }) {
   const accepted = new Set(path);
   const placed = nodes.map((token, index) => ({ token, index, parent: parents[index], kind: accepted.has(index) ? "yes" : "no" }));
@@ -66,7 +66,7 @@ function Picture({ draft }) {
 const STEP = 9;
 const STRIP_HEIGHT = 34;
 
-/** Every draft that is kept as a bar: drafted tokens, and from below those that were accepted. */
+/** One bar for each recent draft: its drafted tokens, and from below the accepted ones. */
 function Strip({ drafts, index, go }) {
   const most = Math.max(...drafts.map((draft) => draft.nodes.length - 1));
   const height = (value) => (value / most) * STRIP_HEIGHT;

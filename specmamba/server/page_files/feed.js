@@ -1,4 +1,4 @@
-// The connection to /events: it comes back by itself, and keeps the last minutes as series for the charts.
+// The connection to /events: it reconnects by itself, and keeps the last minutes as series for the charts.
 import { ApiError, events, request, setKey } from "./api.js";
 import { History } from "./history.js";
 
@@ -75,7 +75,7 @@ export class Feed {
     this.message = message;
   }
 
-  /** Before the next try: longer each time, and with a key to come, until it is there. */
+  /** Wait before the next attempt: longer each time; when a key is missing, until it is entered. */
   async _wait() {
     const woken = new Promise((resolve) => (this._wake = resolve));
     if (this.status === "key") return woken;
@@ -84,7 +84,7 @@ export class Feed {
     return Promise.race([woken, pause]);
   }
 
-  /** A page that nobody sees lets go of the server after a while. */
+  /** A page that is hidden closes its connection after a while. */
   _watchVisibility() {
     let timer = 0;
     document.addEventListener("visibilitychange", () => {

@@ -1,4 +1,4 @@
-// Series over time, made of counters that only grow: each point is what happened in the window before it.
+// Series over time, computed from counters: each point covers the window before it.
 const MAX_POINTS = 320;
 const WINDOW_S = 2;
 
@@ -57,7 +57,7 @@ export class History {
   }
 }
 
-/** A histogram of what came between two: counts at or below each bound, and the sum. */
+/** The difference of two histograms: counts at or below each bound, and the sum. */
 function difference(before, now) {
   const buckets = now.buckets.map(([bound, total], index) => [bound, total - (before.buckets[index]?.[1] ?? 0)]);
   return { sum: now.sum - before.sum, buckets };
@@ -67,7 +67,7 @@ const size = ({ buckets }) => buckets.at(-1)?.[1] ?? 0;
 
 export const mean = (histogram) => (size(histogram) > 0 ? histogram.sum / size(histogram) : null);
 
-/** Between the bounds of the bucket that it falls into; above the last bound, that bound. */
+/** A quantile, interpolated between the bounds of its bucket; above the last bound, that bound. */
 export function quantile(histogram, share) {
   const rank = share * size(histogram);
   if (rank <= 0) return null;

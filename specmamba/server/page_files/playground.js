@@ -1,4 +1,4 @@
-// Where a prompt is tried: with speculation, and without it for comparison.
+// The form for trying a prompt: with speculation, and without it for comparison.
 import { measure, newRun, parting, stream } from "./run.js";
 import { Legend, TokenText } from "./tokens.js";
 import { count, duration, html, number, percent, useEffect, useRef, useState } from "./ui.js";
@@ -10,7 +10,7 @@ const EXAMPLES = {
 };
 const FIRST = { prompt: EXAMPLES["a function"], max_tokens: "128", temperature: "0", seed: "", compare: true };
 
-/** What to send. An empty field is left to the server, a wrong one is for the server to refuse. */
+/** The body to send, without empty fields. Invalid values are refused by the server. */
 function bodyOf(form) {
   const body = { prompt: form.prompt, max_tokens: Number(form.max_tokens), temperature: Number(form.temperature) };
   if (form.seed !== "") body.seed = Number(form.seed);
@@ -36,7 +36,7 @@ function usePlayground() {
     abort.current = new AbortController();
     setRunning(true);
     show();
-    // one after the other: together they would slow each other down
+    // one after the other: at the same time each would slow the other down
     for (const run of current) {
       const body = run.name === "plain" ? { ...bodyOf(form), speculative: false } : bodyOf(form);
       if (abort.current.signal.aborted) run.state = "cancelled";
@@ -118,7 +118,7 @@ function Column({ run, name }) {
   </section>`;
 }
 
-/** What the two runs say about each other, once both are done. */
+/** The comparison of the two runs, when both have ended. */
 function Comparison({ runs: [speculative, plain] }) {
   if (speculative?.state !== "done" || plain?.state !== "done") return null;
   const gain = measure(speculative).perSecond / measure(plain).perSecond;

@@ -1,4 +1,4 @@
-// How full the pools are: what requests need, what only the cache holds, what is free.
+// The use of the memory pools: by requests, by the cache only, and free.
 import { html, number } from "./ui.js";
 
 const POOLS = [

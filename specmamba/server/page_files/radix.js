@@ -1,4 +1,4 @@
-// The prefix cache's tree, the most recent branches first: where KV lies, and where a text can go on from.
+// The tree of the prefix cache, the most recent branches first: nodes with KV, and nodes with a recurrent state.
 import { count, html, number } from "./ui.js";
 
 const MAX_INDENT = 12;

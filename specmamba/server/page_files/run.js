@@ -1,9 +1,9 @@
-// One answer as it comes in, and what was measured of it.
+// One streamed answer, and its measured times.
 import { complete } from "./api.js";
 
 export const newRun = (prompt) => ({ prompt, tokens: [], state: "waiting", error: null, usage: null, finish: null });
 
-/** Streams a completion into a run; ``onChange`` sees it after every chunk, at most once a frame. */
+/** Streams a completion into a run; calls ``onChange`` after chunks, at most once per frame. */
 export async function stream(run, body, signal, onChange) {
   const started = performance.now();
   run.state = "running";
@@ -39,7 +39,7 @@ function describe(error) {
   return error.message;
 }
 
-/** Seconds and rates as the browser saw them; null where there is nothing to say yet. */
+/** Seconds and rates as measured in the browser; null when there is no value yet. */
 export function measure(run) {
   const count = run.tokens.length;
   const steps = run.tokens.filter((token) => token.depth === 0).length;
@@ -54,7 +54,7 @@ export function measure(run) {
   };
 }
 
-/** The first token at which two runs differ; null where one is the beginning of the other. */
+/** The first token at which two runs differ; null when one is a prefix of the other. */
 export function parting(a, b) {
   const length = Math.min(a.tokens.length, b.tokens.length);
   for (let index = 0; index < length; index += 1) if (a.tokens[index].id !== b.tokens[index].id) return index;

@@ -1,4 +1,4 @@
-// The figures to look at first: now, or when it was last known.
+// The most important figures, current or last known.
 import { duration, html, number, percent } from "./ui.js";
 
 const latest = (series) => series.findLast((value) => value !== null) ?? null;

@@ -1,4 +1,4 @@
-// Text, token by token: colour says how deep in its draft a token stood when it was accepted.
+// Text, token by token: the colour is the depth of a token in its accepted draft.
 import { depthClass, html, MAX_COLOUR, number, useEffect, useLayoutEffect, useRef, useState, visible } from "./ui.js";
 
 function describe(token, index) {
@@ -17,7 +17,7 @@ export function Legend({ depth }) {
   </ul>`;
 }
 
-/** Line breaks get a mark of their own, or a coloured one could not be seen. */
+/** Line breaks are shown as a mark, so that their colour is visible. */
 function pieces(text) {
   return text
     .split("\n")
@@ -29,7 +29,7 @@ function Token({ token, index, isChosen }) {
   return html`<span class=${classes} data-index=${index} data-depth=${token.depth}>${pieces(token.text)}</span>`;
 }
 
-/** A tooltip at a token; it stays inside the box. */
+/** A tooltip at a token, placed inside of the box. */
 function Tip({ box, index, text }) {
   const tip = useRef(null);
   useLayoutEffect(() => {

@@ -1,4 +1,4 @@
-// What every part of the page uses: templates, hooks, and how things are written.
+// Shared by all parts of the page: templates, hooks, and the formatting of values.
 import { h } from "./vendor/preact.js";
 import htm from "./vendor/htm.js";
 
@@ -23,10 +23,10 @@ export function duration(seconds) {
 
 export const count = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
 
-/** Text with what nobody could see made visible. */
+/** Text with its invisible characters made visible. */
 export const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 
-/** Depths beyond the last colour share it. */
+/** The colour of a depth; deeper ones than the last colour share it. */
 export const MAX_COLOUR = 6;
 export const depthClass = (depth) => `d${Math.min(depth, MAX_COLOUR)}`;
 export const depthColour = (depth) => cssValue(`--d${Math.min(depth, MAX_COLOUR)}`);
