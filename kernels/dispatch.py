@@ -92,6 +92,8 @@ def operator(
         conditions = {form: takes for form, takes in declared.items() if takes is not None}
         made = Operator(function.__module__, function, conditions)
         _OPERATORS[made.name] = made
+        if not conditions:
+            return function
         tried = tuple((takes, cache(partial(made.load, form))) for form, takes in conditions.items())
         parameters = inspect.signature(function).parameters.values()
         num_parameters, defaults = len(parameters), tuple(x.default for x in parameters if x.default is not x.empty)

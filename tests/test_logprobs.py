@@ -15,7 +15,7 @@ from specmamba.core import TokenLogprob
 from specmamba.draft.draft_model import ModelDrafter
 from specmamba.errors import PromptTooLongError, RequestError
 from specmamba.kernels import sampling as sampling_ops
-from specmamba.kernels.sampling import reference_constraints
+from specmamba.kernels.sampling import reference
 
 PROMPT = "import os\n\ndef read_file(path):\n    "
 OTHER = "class Stack:\n    def __init__(self):\n"
@@ -178,14 +178,14 @@ def test_operators_agree_with_their_references(seed: int) -> None:
     rows, tokens, values = torch.tensor([0, 0, 2]), torch.tensor([5, 69, 31]), torch.tensor([0.0625, -100.0, 3.0])
     for x in (logits, (logits * 5).bfloat16()):
         biased = sampling_ops.add_bias(x, rows, tokens, values)
-        assert torch.equal(biased, reference_constraints.add_bias(x, rows, tokens, values))
+        assert torch.equal(biased, reference.add_bias(x, rows, tokens, values))
         assert biased[0, 0, 5] == x[0, 0, 5].float() + 0.0625
     bits = torch.randint(-(2**31), 2**31 - 1, (3, 4, 3), generator=generator).to(torch.int32)
-    assert torch.equal(sampling_ops.allow_tokens(logits, bits), reference_constraints.allow_tokens(logits, bits))
+    assert torch.equal(sampling_ops.allow_tokens(logits, bits), reference.allow_tokens(logits, bits))
     which = torch.randint(0, 70, (3, 4), generator=generator)
     for found, expected in zip(
         sampling_ops.token_logprobs(logits, which, 5),
-        reference_constraints.token_logprobs(logits, which, 5),
+        reference.token_logprobs(logits, which, 5),
         strict=True,
     ):
         torch.testing.assert_close(found, expected)

@@ -13,8 +13,7 @@ from torch import Tensor
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.linear import WeightForm
 from specmamba.kernels.moe import native_ops, tiles, torch_ops
-from specmamba.kernels.moe.operands import Groups, Routing
-from specmamba.kernels.moe.torch_routing import sigmoid_routing, softmax_routing, topk_softmax_routing
+from specmamba.kernels.moe.reference import Groups, Routing
 
 __all__ = [
     "Groups",
@@ -139,3 +138,56 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
         ValueError: operands differ in shape or device, or a place is outside of y (native form).
     """
     return torch_ops.combine(y, groups, weights)
+
+
+@operator()
+def softmax_routing(logits: Tensor, k: int, renormalise: bool) -> Routing:
+    """Choose the k likeliest of all experts (arXiv 2101.03961, section 2.1, for k = 1).
+
+    Args:
+        logits: [T, E] float32.
+        k: experts of a token.
+        renormalise: the weights of a token sum to 1; else they are the probabilities among all experts.
+
+    Returns:
+        Experts [T, k] int64 and weights [T, k] float32, likeliest first.
+    """
+    return torch_ops.softmax_routing(logits, k, renormalise)
+
+
+@operator()
+def topk_softmax_routing(logits: Tensor, k: int) -> Routing:
+    """Choose the k likeliest experts, weighted by the softmax over these alone (arXiv 2401.04088, section 2.1).
+
+    Args:
+        logits: [T, E] float32.
+        k: experts of a token.
+
+    Returns:
+        Experts [T, k] int64 and weights [T, k] float32, likeliest first.
+    """
+    return torch_ops.topk_softmax_routing(logits, k)
+
+
+@operator()
+def sigmoid_routing(
+    logits: Tensor, bias: Tensor, k: int, num_groups: int, topk_groups: int, renormalise: bool, scale: float
+) -> Routing:
+    """Choose the k best experts of the best groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    A bias that balances the load ranks the experts and does not count in their weights. The score of a group is the
+    sum of its two best experts.
+
+    Args:
+        logits: [T, E] float32.
+        bias: [E] float32.
+        k: experts of a token.
+        num_groups: equal runs of experts.
+        topk_groups: groups that a token may choose from.
+        renormalise: the weights of a token sum to 1 before they are scaled.
+        scale: multiplies all weights.
+
+    Returns:
+        Experts [T, k] int64 and weights [T, k] float32, best first.
+    """
+    return torch_ops.sigmoid_routing(logits, bias, k, num_groups, topk_groups, renormalise, scale)

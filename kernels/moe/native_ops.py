@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specmamba.kernels.linear.torch_ops import quantize
-from specmamba.kernels.moe.operands import Groups
+from specmamba.kernels.moe.reference import Groups
 from specmamba.kernels.native import library
 from specmamba.kernels.native.tensors import is_native, require
 

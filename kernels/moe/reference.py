@@ -1,4 +1,4 @@
-"""Mixtures of experts, one pair of a token and an expert at a time: the specification of this op.
+"""Mixtures of experts, one pair of a token and an expert at a time: the specification of this op, and its operands.
 
 Sums are formed in float32 (float64 for float64 inputs), in ascending order, and rounded once to x's dtype.
 """
@@ -7,20 +7,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specmamba.kernels.moe.operands import Groups, Routing
+
+class Routing(NamedTuple):
+    """The experts of each of T tokens, and their weights."""
+
+    experts: Tensor  # [T, k] int64, from 0 to E - 1, all different in a row
+    weights: Tensor  # [T, k] float32
+
+
+class Groups(NamedTuple):
+    """The P = T k pairs of a token and an expert, sorted by expert and, among one expert's, by token."""
+
+    places: Tensor  # [P] int64: the sorted position of pair t k + j, of token t and its j-th expert
+    ends: Tensor  # [E] int32: the end of each expert's pairs in sorted order
 
 
 def scores(x: Tensor, weight: Tensor) -> Tensor:
-    """What a router says of every expert: x [T, H], weight [E, H] -> [T, E] float32."""
+    """Scores of all experts: x [T, H], weight [E, H] -> [T, E] float32."""
     return x.float() @ weight.float().t()
 
 
 def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Groups]:
-    """x [T, K] and experts [T, k] -> one row for each pair, sorted by expert [P, K], and where each came to stand."""
+    """x [T, K] and experts [T, k] -> one row for each pair, sorted by expert [P, K], and the places."""
     places = torch.zeros(experts.numel(), dtype=torch.int64)
     rows: list[Tensor] = []
     ends: list[int] = []
@@ -71,7 +84,7 @@ def topk_softmax_routing(logits: Tensor, k: int) -> Routing:
 def sigmoid_routing(
     logits: Tensor, bias: Tensor, k: int, num_groups: int, topk_groups: int, renormalise: bool, scale: float
 ) -> Routing:
-    """The k best experts of the best groups; see ``torch_routing.sigmoid_routing``."""
+    """The k best experts of the best groups, as the entry says."""
     biases = bias.tolist()
 
     def choose(row: list[float]) -> tuple[list[int], list[float]]:

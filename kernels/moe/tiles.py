@@ -11,7 +11,7 @@ from torch import Tensor
 from specmamba.kernels.gpu import Variant, can_launch, next_power_of_2
 from specmamba.kernels.linear.tiles import DTYPES, TYPE_NAMES, Tile
 from specmamba.kernels.moe import torch_ops
-from specmamba.kernels.moe.operands import Groups
+from specmamba.kernels.moe.reference import Groups
 
 MAX_RANKED_PAIRS = 4096  # each pair compares itself with all the others: beyond, PyTorch's sort does less
 NUM_WARPS, NUM_STAGES = 4, 3  # of sorting and summing

@@ -1,4 +1,4 @@
-"""Products with experts in PyTorch: what a GPU runs, and a CPU without native code. See README.md."""
+"""Products with experts and the choice of experts in PyTorch, for every device. See README.md."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specmamba.kernels.linear.torch_ops import quantize
-from specmamba.kernels.moe.operands import Groups
+from specmamba.kernels.moe.reference import Groups, Routing
 
+TINY = 1e-20  # added to a sum of weights, which may be 0, before a division
 ALIGNMENT = 16  # bytes, of the rows of everything that the GPU's grouped product reads
 
 
@@ -108,3 +109,40 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
     """One gather by token, then a weighted sum."""
     by_token = y.index_select(0, groups.places).view(*weights.shape, y.shape[1])
     return (by_token.float() * weights[..., None]).sum(1).to(y.dtype)
+
+
+def softmax_routing(logits: Tensor, k: int, renormalise: bool) -> Routing:
+    """Softmax over all experts, then topk."""
+    weights, experts = logits.softmax(-1).topk(k, -1)
+    return Routing(experts, weights / weights.sum(-1, keepdim=True) if renormalise else weights)
+
+
+def topk_softmax_routing(logits: Tensor, k: int) -> Routing:
+    """Topk, then softmax over the chosen."""
+    weights, experts = logits.topk(k, -1)
+    return Routing(experts, weights.softmax(-1))
+
+
+def sigmoid_routing(
+    logits: Tensor, bias: Tensor, k: int, num_groups: int, topk_groups: int, renormalise: bool, scale: float
+) -> Routing:
+    """Sigmoid; the bias only ranks."""
+    scores = logits.sigmoid()
+    rank = scores + bias
+    if topk_groups < num_groups:
+        rank = _of_best_groups(rank, num_groups, topk_groups)
+    experts = rank.topk(k, -1).indices
+    weights = scores.gather(-1, experts)
+    if renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    return Routing(experts, weights * scale)
+
+
+def _of_best_groups(rank: Tensor, num_groups: int, topk_groups: int) -> Tensor:
+    """[T, E], -inf for the experts of other groups."""
+    grouped = rank.unflatten(-1, (num_groups, -1))
+    of_groups = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+    best = of_groups.topk(topk_groups, -1).indices
+    is_best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, best, True)
+    allowed: Tensor = grouped.masked_fill(~is_best[..., None], float("-inf")).flatten(-2)
+    return allowed

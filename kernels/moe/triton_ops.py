@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.moe import tiles, torch_ops, triton_kernels
-from specmamba.kernels.moe.operands import Groups
+from specmamba.kernels.moe.reference import Groups
 
 
 class TritonExperts:

@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     native=lambda x, gate, weight, _: native_ops.can_take(gate, x, weight),
 )
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm(x) * silu(gate): the norm comes before the gate (arXiv 2412.06464, section 3.3).
+    """rms_norm(x) * silu(gate): the norm comes before the gate (arXiv 2412.06464, section 3.4).
 
     Args:
         x: [..., H, D] float32.
@@ -119,7 +119,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def delta_inputs(
     mixed: Tensor, a: Tensor, b: Tensor, negative_a: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Unit queries and keys, log decays and step sizes for the gated delta rule (arXiv 2412.06464, section 3.3).
+    """Unit queries and keys, log decays and step sizes for the gated delta rule (arXiv 2412.06464, section 3.4).
 
     Args:
         mixed: [B, L, C] float32; its first 2 Hk K channels are queries and keys.

@@ -8,8 +8,6 @@ from torch import Tensor
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.sampling import native_ops, torch_ops
-from specmamba.kernels.sampling.torch_constraints import add_bias, allow_tokens, token_logprobs
-from specmamba.kernels.sampling.torch_rejection import draw_children, residual_choice, sibling_rank
 
 # Independent streams of random numbers, by purpose; each user counts positions in its own stream.
 CHOICE_STREAM, DRAFT_STREAM, ACCEPT_STREAM, SYNTHETIC_STREAM = range(4)
@@ -174,3 +172,114 @@ def penalize(
         [B, N, V] float32, new memory.
     """
     return torch_ops.penalize(logits, output_counts, prompt_mask, tokens, ancestors, presence, frequency, repetition)
+
+
+@operator()
+def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Tensor:
+    """Add a bias to some tokens of some rows, at every node.
+
+    Args:
+        logits: [B, N, V]; sums are float32 at least, so that a small bias is not rounded away.
+        rows: [K] int64.
+        tokens: [K] int64; no pair of row and token may repeat.
+        values: [K] float32.
+
+    Returns:
+        [B, N, V], new memory.
+    """
+    return torch_ops.add_bias(logits, rows, tokens, values)
+
+
+@operator()
+def allow_tokens(logits: Tensor, bits: Tensor) -> Tensor:
+    """Set the logits of tokens that may not follow to -inf.
+
+    Args:
+        logits: [B, N, V].
+        bits: [B, N, ceil(V / 32)] int32; bit t % 32 of word t // 32 is set where token t is allowed.
+
+    Returns:
+        [B, N, V], new memory.
+    """
+    return torch_ops.allow_tokens(logits, bits)
+
+
+@operator()
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probabilities of given tokens, and the likeliest tokens.
+
+    Args:
+        logits: [..., V].
+        tokens: [...] int64.
+        num_top: number of the likeliest tokens.
+
+    Returns:
+        Log probabilities of the tokens [...] float32; those of the likeliest [..., num_top] float32, descending, and
+        their ids [..., num_top] int64.
+    """
+    return torch_ops.token_logprobs(logits, tokens, num_top)
+
+
+@operator()
+def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw several different tokens from each distribution, one after the other, without replacement.
+
+    Each draw inverts the cumulative distribution of what the previous draws left (arXiv 2402.14160).
+
+    Args:
+        probs: [B, F, V] float32, need not be normalised.
+        uniforms: [B, F, k] float32 in [0, 1).
+
+    Returns:
+        tokens [B, F, k] int64, and is_drawn [B, F, k] bool: False where no mass was left; the token is then any index.
+    """
+    return torch_ops.draw_children(probs, uniforms)
+
+
+@operator()
+def residual_choice(
+    probs: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    draft_probs: Tensor | None,
+    max_children: int,
+    accept_uniforms: Tensor,
+    choice_uniforms: Tensor,
+) -> Tensor:
+    """Choose a token after every node: an accepted child's where there is one, else a token of no child.
+
+    Multi-round speculative sampling (arXiv 2302.01318, algorithm 2; for several children arXiv 2305.09781, section
+    4.3; drawn without replacement, arXiv 2402.14160): each choice is distributed as ``probs``, provided that the
+    uniforms are independent of each other and of the drafts.
+
+    Args:
+        probs: [B, N, V] float32, the target's distribution after each node.
+        tokens, parents: [B, N] int64; siblings have different tokens and are tried in order of nodes. A node other
+            than the first with parent -1 is padding.
+        draft_probs: [B, N, V] float32, what the children of each node were drawn from, without replacement; rows of
+            nodes without children are not read. A child without mass in what the children before it left was
+            chosen, not drawn; without draft_probs all were.
+        max_children: no node has more. (Further children would not be tried; the distribution of the choices stays
+            right.)
+        accept_uniforms: [B, N] float32, one per tried node.
+        choice_uniforms: [B, N] float32, one per node after which a token is chosen; used where no child is
+            accepted.
+
+    Returns:
+        [B, N] int64.
+    """
+    uniforms = accept_uniforms, choice_uniforms
+    return torch_ops.residual_choice(probs, tokens, parents, draft_probs, max_children, *uniforms)
+
+
+@operator()
+def sibling_rank(parents: Tensor) -> Tensor:
+    """The number of earlier nodes with the same parent.
+
+    Args:
+        parents: [B, N] int64.
+
+    Returns:
+        [B, N] int64.
+    """
+    return torch_ops.sibling_rank(parents)

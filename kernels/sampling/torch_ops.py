@@ -1,4 +1,4 @@
-"""Sampling in vectorised PyTorch. See README.md."""
+"""Penalties, filters, drawing and accepting in vectorised PyTorch. See README.md."""
 
 import torch
 from torch import Tensor
@@ -8,6 +8,8 @@ _STREAM = 0xD1342543DE82EF95  # odd, and unrelated to the step from counter to c
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _BLOCK = 512  # tokens whose mass is summed up before the cumulative sum
+_WORD_BITS = 32
+LEAST_MASS = 2.0**-110  # less counts as none: no float32 may overflow when it is divided by a mass
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
@@ -82,6 +84,92 @@ def penalize(
     return logits - frequency[:, None, None] * counts - presence[:, None, None] * was_said
 
 
+def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> Tensor:
+    """One scatter into a float32 copy."""
+    biased = logits.clone() if logits.dtype == torch.float32 else logits.float()
+    added = values[:, None].expand(-1, logits.shape[1])
+    biased.transpose(1, 2).index_put_((rows, tokens), added, accumulate=True)
+    return biased
+
+
+def allow_tokens(logits: Tensor, bits: Tensor) -> Tensor:
+    """Every bit becomes a number of the mask."""
+    shifts = torch.arange(_WORD_BITS, dtype=torch.int32, device=logits.device)
+    is_allowed = ((bits[..., None] >> shifts) & 1).flatten(-2)[..., : logits.shape[-1]]
+    return torch.where(is_allowed > 0, logits, -torch.inf)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One logsumexp; the likeliest by topk."""
+    logits = logits.float()
+    total = logits.logsumexp(-1)
+    own = logits.gather(-1, tokens[..., None]).squeeze(-1) - total
+    top = logits.topk(num_top, -1)
+    return own, top.values - total[..., None], top.indices
+
+
+def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """One draw per child; the drawn token's mass is removed before the next."""
+    blocks = blocks_of(probs.clone())
+    masses = blocks.sum(-1)
+    tokens, is_drawn = [], []
+    for uniform in uniforms.unbind(-1):
+        is_drawn.append(masses.sum(-1) > LEAST_MASS)
+        token = draw_from_blocks(blocks, masses, uniform)[..., None]
+        blocks.flatten(-2).scatter_(-1, token, 0)
+        block = token // blocks.shape[-1]
+        left = blocks.gather(-2, block[..., None].expand(*block.shape, blocks.shape[-1]))
+        masses.scatter_(-1, block, left.sum(-1))
+        tokens.append(token.squeeze(-1))
+    return torch.stack(tokens, -1).clamp_(max=probs.shape[-1] - 1), torch.stack(is_drawn, -1)
+
+
+def residual_choice(
+    probs: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    draft_probs: Tensor | None,
+    max_children: int,
+    accept_uniforms: Tensor,
+    choice_uniforms: Tensor,
+) -> Tensor:
+    """One round per child of a node, for all nodes at once."""
+    if parents.shape[1] == 1:
+        return draw(probs, choice_uniforms)
+    children = _children(parents, min(max_children, parents.shape[1] - 1))
+    residual, q = probs.clone(), None
+    if draft_probs is not None:
+        q = draft_probs.where((children >= 0).any(-1, keepdim=True), 0)
+    mass = residual.sum(-1)
+    choice = torch.full_like(tokens, -1)
+    for child in children.unbind(-1):
+        exists, child = child >= 0, child.clamp(min=0)
+        token, uniform = tokens.gather(1, child), accept_uniforms.gather(1, child).double()
+        if q is None:
+            accepts = uniform * mass < _at(residual, token)
+        else:
+            q_token, q_mass = _at(q, token), q.sum(-1)
+            is_drawn = exists & (q_token > 0) & (q_mass > LEAST_MASS)
+            density = torch.where(is_drawn, q_token.double() / q_mass, 1)
+            accepts = uniform * density * mass < _at(residual, token)
+            scale = torch.where(is_drawn, mass / q_mass, 0)  # the residual stays as it is, without normalisation
+            residual.addcmul_(q, scale[..., None], value=-1).clamp_(min=0)
+            _remove(q, token, exists)
+        choice = torch.where(exists & accepts & (choice < 0), token, choice)
+        _remove(residual, token, exists)
+        mass = residual.sum(-1)
+    if q is not None:  # rounding can empty a residual: then probs without the children
+        residual.addcmul_(probs, (mass == 0)[..., None])
+        for child in children.unbind(-1):
+            _remove(residual, tokens.gather(1, child.clamp(min=0)), child >= 0)
+    return torch.where(choice >= 0, choice, _draw_or_else(residual, probs, choice_uniforms))
+
+
+def sibling_rank(parents: Tensor) -> Tensor:
+    """Counts earlier nodes with the same parent."""
+    return (parents[:, :, None] == parents[:, None]).tril(-1).sum(-1)
+
+
 def _keep_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:
     vocabulary = scaled.shape[-1]
     k = top_k.where(top_k > 0, vocabulary).clamp(max=vocabulary)
@@ -152,3 +240,31 @@ def _mix(z: Tensor) -> Tensor:
 def _shift_right(z: Tensor, bits: int) -> Tensor:
     """Logical shift: torch's own is arithmetic on signed integers."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _children(parents: Tensor, max_children: int) -> Tensor:
+    """The children of every node, in order; [B, N, max_children] int64, -1 where there are fewer."""
+    batch, num_nodes = parents.shape
+    rank = sibling_rank(parents)
+    nowhere = num_nodes * max_children
+    entry = torch.where((parents >= 0) & (rank < max_children), parents * max_children + rank, nowhere)
+    nodes = torch.arange(num_nodes, device=parents.device).expand_as(parents)
+    table = parents.new_full((batch, nowhere + 1), -1).scatter_(1, entry, nodes)
+    return table[:, :-1].reshape(batch, num_nodes, max_children)
+
+
+def _at(weights: Tensor, token: Tensor) -> Tensor:
+    return weights.gather(-1, token[..., None]).squeeze(-1)
+
+
+def _remove(weights: Tensor, token: Tensor, exists: Tensor) -> None:
+    """Take the mass of a token [B, N] out of weights [B, N, V], in place, where it exists."""
+    weights.scatter_(-1, token[..., None], torch.where(exists, 0, _at(weights, token))[..., None])
+
+
+def _draw_or_else(weights: Tensor, others: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw from weights [B, N, V], or from others where weights are empty."""
+    blocks = blocks_of(weights)
+    masses = blocks.sum(-1)
+    token = draw_from_blocks(blocks, masses, uniforms)
+    return torch.where((masses > 0).any(-1), token, draw(others, uniforms)).clamp_(max=weights.shape[-1] - 1)

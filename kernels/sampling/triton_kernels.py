@@ -41,14 +41,14 @@ def chunk_peaks_kernel(logits, peaks, firsts, size, stride, num_chunks, BLOCK: t
 
 
 @triton.jit
-def row_peaks_kernel(peaks, firsts, tokens, is_sound, size, num_chunks, CHUNKS: tl.constexpr):
+def row_peaks_kernel(peaks, firsts, tokens, is_finite, size, num_chunks, CHUNKS: tl.constexpr):
     """The first of the largest logits of a row, and whether it is a finite number."""
     row, chunk = tl.program_id(0), tl.arange(0, CHUNKS)
     inside = chunk < num_chunks
     peak, is_peak = largest(tl.load(peaks + row * num_chunks + chunk, mask=inside, other=float("-inf")))
     first = tl.load(firsts + row * num_chunks + chunk, mask=is_peak & inside, other=size)
     tl.store(tokens + row, tl.min(first, 0).to(tl.int64))
-    tl.store(is_sound + row, tl.abs(peak) < float("inf"))
+    tl.store(is_finite + row, tl.abs(peak) < float("inf"))
 
 
 @triton.jit

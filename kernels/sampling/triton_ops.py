@@ -8,9 +8,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.kernels.sampling import tiles
+from specmamba.kernels.gpu import Variant, dense, launch, next_power_of_2, num_blocks
 from specmamba.kernels.sampling import triton_kernels as kernels
 from specmamba.kernels.sampling.torch_ops import stream_key
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One program takes ``block`` tokens at a time. Chosen by register counts, not measured."""
+
+    block: int
+    num_warps: int
+    num_stages: int = 1  # no loop loads anything ahead
+
+
+UNIFORM_TILE = Tile(256, 2)
+PENALTY_TILE = Tile(1024, 4)
+PEAKS_TILE = Tile(64, 1)  # its block is the chunks of a row
+
+
+def chunk_tile(size: int) -> Tile:
+    """For one chunk of a vocabulary: about 64 chunks, so that one row occupies a GPU; at most 16 tokens a thread."""
+    block = min(max(next_power_of_2(num_blocks(size, 64)), 512), 4096)
+    return Tile(block, num_warps=8 if block > 2048 else 4)
+
+
+def cutoff_tile(size: int) -> Tile:
+    """For the search for a cutoff: one program reads a row repeatedly, with 512 threads of up to 8 tokens.
+
+    More tokens would need more than the 128 registers that each of 512 threads can have.
+    """
+    return Tile(min(max(next_power_of_2(num_blocks(size, 4)), 256), 4096), num_warps=16)
+
+
+def chunks_of(size: int) -> int:
+    """The number of chunks of a vocabulary."""
+    return num_blocks(size, chunk_tile(size).block)
+
+
+def chunk_constexprs(size: int) -> dict[str, int]:
+    """Constants of launches with a program for every chunk."""
+    return {"BLOCK": chunk_tile(size).block}
+
+
+def row_constexprs(size: int) -> dict[str, int]:
+    """Constants of launches that read all chunks of a row."""
+    return {"CHUNKS": max(next_power_of_2(chunks_of(size)), 16)}
+
+
+def key_constexprs(dtype: torch.dtype) -> dict[str, int]:
+    """Constants of launches that compare logits by integers: those of bfloat16 have 16 bits."""
+    return {"SHIFT": 16 if dtype is torch.bfloat16 else 0}
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
@@ -18,12 +66,10 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
     out = torch.empty(positions.shape, dtype=torch.float32, device=positions.device)
     if out.numel() == 0:
         return out
-    counters, tile = positions.reshape(len(positions), -1), tiles.UNIFORM_TILE
-    kernels.uniform_kernel[(-(-out.numel() // tile.block),)](
+    counters, tile = positions.reshape(len(positions), -1), UNIFORM_TILE
+    launch(
+        *(kernels.uniform_kernel, (num_blocks(out.numel(), tile.block),), tile, {"BLOCK": tile.block}),
         *(seeds.contiguous(), counters, out, out.numel(), counters.shape[1], stream_key(stream), *counters.stride()),
-        BLOCK=tile.block,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
     )
     return out
 
@@ -57,8 +103,8 @@ def sample(
     temperature = temperature.contiguous()
     filters = _cutoffs(rows, temperature, top_k, top_p, min_p)
     masses = _chunk_masses(rows, temperature, filters)
-    launch = _Launch(kernels.draw_kernel, (rows.count,), tiles.chunk_tile(rows.size), rows.constexprs)
-    launch(rows.logits, temperature, uniforms.contiguous(), *filters, *masses, tokens, *rows.sizes)
+    arguments = rows.logits, temperature, uniforms.contiguous(), *filters, *masses, tokens, *rows.sizes
+    launch(kernels.draw_kernel, (rows.count,), chunk_tile(rows.size), rows.constexprs, *arguments)
     return tokens
 
 
@@ -73,8 +119,8 @@ def probabilities(
     temperature = temperature.contiguous()
     filters = _cutoffs(rows, temperature, top_k, top_p, min_p)
     masses = _chunk_masses(rows, temperature, filters)
-    launch = _Launch(kernels.probabilities_kernel, rows.grid, tiles.chunk_tile(rows.size), rows.constexprs)
-    launch(rows.logits, temperature, *filters, *masses, probs, *rows.sizes)
+    arguments = rows.logits, temperature, *filters, *masses, probs, *rows.sizes
+    launch(kernels.probabilities_kernel, rows.grid, chunk_tile(rows.size), rows.constexprs, *arguments)
     return probs
 
 
@@ -89,16 +135,16 @@ def penalize(
     repetition: Tensor,
 ) -> Tensor:
     """One launch."""
-    rows, tile = _Rows.of(logits), tiles.PENALTY_TILE
+    rows, tile = _Rows.of(logits), PENALTY_TILE
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if out.numel() == 0:
         return out
-    counts, prompt, tokens, mask = (_dense(x) for x in (output_counts, prompt_mask, tokens, ancestors))
+    counts, prompt, tokens, mask = (dense(x) for x in (output_counts, prompt_mask, tokens, ancestors))
     strides = counts.stride(0), prompt.stride(0), tokens.stride(0), *mask.stride()[:2]
     strengths = (x.contiguous() for x in (presence, frequency, repetition))
-    grid = rows.count, -(-rows.size // tile.block)
-    launch = _Launch(kernels.penalize_kernel, grid, tile, {"BLOCK": tile.block})
-    launch(rows.logits, counts, prompt, tokens, mask, *strengths, out, *rows.sizes[:3], *strides)
+    grid = rows.count, num_blocks(rows.size, tile.block)
+    arguments = rows.logits, counts, prompt, tokens, mask, *strengths, out, *rows.sizes[:3], *strides
+    launch(kernels.penalize_kernel, grid, tile, {"BLOCK": tile.block}, *arguments)
     return out
 
 
@@ -111,7 +157,7 @@ class _Rows:
 
     @classmethod
     def of(cls, logits: Tensor) -> _Rows:
-        rows = _dense(logits.reshape(-1, logits.shape[-1]))
+        rows = dense(logits.reshape(-1, logits.shape[-1]))
         return cls(rows, logits.shape[1] if logits.dim() > 2 else 1)
 
     @property
@@ -124,7 +170,7 @@ class _Rows:
 
     @property
     def num_chunks(self) -> int:
-        return tiles.chunks_of(self.size)
+        return chunks_of(self.size)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -132,9 +178,9 @@ class _Rows:
 
     @property
     def constexprs(self) -> dict[str, int]:
-        """Of kernels that look at one chunk of tokens, and at the sums of all."""
-        of_tokens = tiles.chunk_constexprs(self.size) | tiles.key_constexprs(self.logits.dtype)
-        return of_tokens | tiles.row_constexprs(self.size)
+        """Constants of kernels that read one chunk of tokens, and the sums of all chunks."""
+        of_tokens = chunk_constexprs(self.size) | key_constexprs(self.logits.dtype)
+        return of_tokens | row_constexprs(self.size)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -149,30 +195,30 @@ def _row_peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The first of the largest [...] int64, and whether it is finite [...] bool; of logits [..., V]."""
     rows = _Rows.of(logits)
     tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    is_sound = torch.empty(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    is_finite = torch.empty(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     if tokens.numel() == 0:
-        return tokens, is_sound
-    peaks, firsts, tile = rows.per_chunk(torch.float32), rows.per_chunk(torch.int32), tiles.chunk_tile(rows.size)
-    of_chunks = _Launch(kernels.chunk_peaks_kernel, rows.grid, tile, tiles.chunk_constexprs(rows.size))
-    of_chunks(rows.logits, peaks, firsts, *rows.sizes[1:])
-    of_rows = _Launch(kernels.row_peaks_kernel, (rows.count,), tiles.PEAKS_TILE, tiles.row_constexprs(rows.size))
-    of_rows(peaks, firsts, tokens, is_sound, rows.size, rows.num_chunks)
-    return tokens, is_sound
+        return tokens, is_finite
+    peaks, firsts, tile = rows.per_chunk(torch.float32), rows.per_chunk(torch.int32), chunk_tile(rows.size)
+    chunk, row = chunk_constexprs(rows.size), row_constexprs(rows.size)
+    launch(kernels.chunk_peaks_kernel, rows.grid, tile, chunk, rows.logits, peaks, firsts, *rows.sizes[1:])
+    arguments = peaks, firsts, tokens, is_finite, rows.size, rows.num_chunks
+    launch(kernels.row_peaks_kernel, (rows.count,), PEAKS_TILE, row, *arguments)
+    return tokens, is_finite
 
 
 def _cutoffs(
     rows: _Rows, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """What filters keep: levels [R, 2] float32 and cuts [R, 2] int32, see the kernel; None where there are none."""
+    """The bounds of what filters keep: levels [R, 2] float32, cuts [R, 2] int32 (see the kernel); None: no filters."""
     if top_k is top_p is min_p is None:
         return None, None
     levels = torch.empty(rows.count, 2, dtype=torch.float32, device=rows.logits.device)
     cuts = torch.empty(rows.count, 2, dtype=torch.int32, device=rows.logits.device)
-    tile = tiles.cutoff_tile(rows.size)
+    tile = cutoff_tile(rows.size)
     settings = (x if x is None else x.contiguous() for x in (top_k, top_p, min_p))
-    constexprs = {"BLOCK": tile.block, **tiles.key_constexprs(rows.logits.dtype)}
-    launch = _Launch(kernels.row_cutoffs_kernel, (rows.count,), tile, constexprs)
-    launch(rows.logits, temperature, *settings, levels, cuts, *rows.sizes[:3])
+    constexprs = {"BLOCK": tile.block, **key_constexprs(rows.logits.dtype)}
+    arguments = rows.logits, temperature, *settings, levels, cuts, *rows.sizes[:3]
+    launch(kernels.row_cutoffs_kernel, (rows.count,), tile, constexprs, *arguments)
     return levels, cuts
 
 
@@ -181,24 +227,44 @@ def _chunk_masses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Peaks, the first tokens that have them, and masses; [R, chunks] float32, int32, float64."""
     out = rows.per_chunk(torch.float32), rows.per_chunk(torch.int32), rows.per_chunk(torch.float64)
-    constexprs = tiles.chunk_constexprs(rows.size) | tiles.key_constexprs(rows.logits.dtype)
-    launch = _Launch(kernels.chunk_masses_kernel, rows.grid, tiles.chunk_tile(rows.size), constexprs)
-    launch(rows.logits, temperature, *filters, *out, *rows.sizes)
+    constexprs = chunk_constexprs(rows.size) | key_constexprs(rows.logits.dtype)
+    arguments = rows.logits, temperature, *filters, *out, *rows.sizes
+    launch(kernels.chunk_masses_kernel, rows.grid, chunk_tile(rows.size), constexprs, *arguments)
     return out
 
 
-@dataclass(frozen=True)
-class _Launch:
-    kernel: Any
-    grid: tuple[int, ...]
-    tile: tiles.Tile
-    constexprs: dict[str, int]
+_TYPES = {
+    "logits": "*fp32",
+    **dict.fromkeys(("temperature", "top_p", "min_p", "uniforms", "levels", "peaks"), "*fp32"),
+    **dict.fromkeys(("presence", "frequency", "repetition", "probs", "out"), "*fp32"),
+    **dict.fromkeys(("seeds", "positions", "tokens", "top_k"), "*i64"),
+    **dict.fromkeys(("cuts", "firsts", "counts"), "*i32"),
+    **dict.fromkeys(("prompt_mask", "mask", "is_finite"), "*i1"),
+    "masses": "*fp64",
+    "key": "i64",
+}
 
-    def __call__(self, *arguments: Tensor | int | None) -> None:
-        warps_and_stages = {"num_warps": self.tile.num_warps, "num_stages": self.tile.num_stages}
-        self.kernel[self.grid](*arguments, **self.constexprs, **warps_and_stages)
+
+def variants() -> list[Variant]:
+    """A vocabulary of 151,936 tokens: greedy in bfloat16, sampled in float32, with filters and without."""
+    size, tile, search = 151_936, chunk_tile(151_936), cutoff_tile(151_936)
+    chunk, row, key = chunk_constexprs(size), row_constexprs(size), key_constexprs(torch.float32)
+    key_bf16, drawn = key_constexprs(torch.bfloat16), {**key, **chunk, **row}
+    no_filters = {"levels": None, "cuts": None}
+    return [
+        _variant("uniform", kernels.uniform_kernel, {"BLOCK": UNIFORM_TILE.block}, UNIFORM_TILE),
+        _variant("chunk_peaks bf16", kernels.chunk_peaks_kernel, chunk, tile, "*bf16"),
+        _variant("row_peaks", kernels.row_peaks_kernel, row, PEAKS_TILE),
+        _variant("row_cutoffs fp32", kernels.row_cutoffs_kernel, {**key, "BLOCK": search.block}, search),
+        _variant("row_cutoffs bf16", kernels.row_cutoffs_kernel, {**key_bf16, "BLOCK": search.block}, search, "*bf16"),
+        _variant("chunk_masses fp32", kernels.chunk_masses_kernel, {**key, **chunk}, tile),
+        _variant("draw fp32", kernels.draw_kernel, drawn, tile),
+        _variant("draw bf16 no filters", kernels.draw_kernel, {**drawn, **key_bf16, **no_filters}, tile, "*bf16"),
+        _variant("probabilities fp32", kernels.probabilities_kernel, drawn, tile),
+        _variant("penalize bf16", kernels.penalize_kernel, {"BLOCK": PENALTY_TILE.block}, PENALTY_TILE, "*bf16"),
+    ]
 
 
-def _dense(x: Tensor) -> Tensor:
-    """With neighbouring elements of the last dimension; rows may lie anywhere, or all in one place."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def _variant(name: str, kernel: Any, constants: dict[str, Any], tile: Tile, logits: str = "*fp32") -> Variant:
+    of_nodes = frozenset({"row_stride", "position_stride", "tokens_stride", "tree_stride"})
+    return Variant.of(name, kernel, _TYPES | {"logits": logits}, constants, tile, of_nodes)

@@ -10,8 +10,8 @@ from torch import Tensor
 from specmamba.kernels import moe
 from specmamba.kernels.linear import reference as linear_reference
 from specmamba.kernels.linear import torch_ops as linear_torch
-from specmamba.kernels.moe import native_ops, reference, torch_ops, torch_routing
-from specmamba.kernels.moe.operands import Groups, Routing
+from specmamba.kernels.moe import native_ops, reference, torch_ops
+from specmamba.kernels.moe.reference import Groups, Routing
 
 SHAPES = [(1, 1, 1), (3, 5, 3), (4, 32, 2), (5, 33, 7), (2, 64, 32), (7, 100, 65)]  # E, N, K
 DTYPES = [torch.float32, torch.bfloat16]
@@ -367,14 +367,14 @@ class TestRouting:
     @pytest.mark.parametrize("k", [1, 3, 8])
     def test_softmax(self, k: int, renormalise: bool, device: str) -> None:
         logits = 3 * normal(20, 8, seed=1)
-        got = self.here(torch_routing.softmax_routing(logits.to(device), k, renormalise))
+        got = self.here(torch_ops.softmax_routing(logits.to(device), k, renormalise))
         self.assert_same(got, reference.softmax_routing(logits, k, renormalise))
         assert bool((got.weights.sum(-1) < 0.999).any()) == (not renormalise and k < 8)
 
     @pytest.mark.parametrize("k", [1, 3, 8])
     def test_topk_softmax(self, k: int, device: str) -> None:
         logits = 3 * normal(20, 8, seed=2)
-        got = self.here(torch_routing.topk_softmax_routing(logits.to(device), k))
+        got = self.here(torch_ops.topk_softmax_routing(logits.to(device), k))
         self.assert_same(got, reference.topk_softmax_routing(logits, k))
 
     @pytest.mark.parametrize("renormalise", [True, False])
@@ -384,9 +384,9 @@ class TestRouting:
     def test_sigmoid(self, num_groups: int, topk_groups: int, k: int, renormalise: bool, device: str) -> None:
         logits, bias = 2 * normal(20, 12, seed=3), 0.5 * normal(12, seed=4)
         rule = (k, num_groups, topk_groups, renormalise, 2.5)
-        got = self.here(torch_routing.sigmoid_routing(logits.to(device), bias.to(device), *rule))
+        got = self.here(torch_ops.sigmoid_routing(logits.to(device), bias.to(device), *rule))
         self.assert_same(got, reference.sigmoid_routing(logits, bias, *rule))
-        unbiased = torch_routing.sigmoid_routing(logits, torch.zeros(12), *rule)
+        unbiased = torch_ops.sigmoid_routing(logits, torch.zeros(12), *rule)
         assert k == 12 or not torch.equal(got.experts.sort(-1).values, unbiased.experts.sort(-1).values)
 
     def test_what_is_no_number(self) -> None:

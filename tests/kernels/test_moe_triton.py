@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from specmamba.kernels import linear, moe
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.moe import reference, tiles, torch_ops
-from specmamba.kernels.moe.operands import Groups
+from specmamba.kernels.moe.reference import Groups
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("poisoned")

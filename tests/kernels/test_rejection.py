@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels.sampling import draw_children, reference_rejection, residual_choice, sibling_rank
+from specmamba.kernels.sampling import draw_children, reference, residual_choice, sibling_rank
 from specmamba.kernels.tree import accepted_path
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 from tests.pairwise import pairwise
@@ -57,7 +57,7 @@ def test_draw_children_matches_reference(vocabulary: int, draws: int) -> None:
     probs[0, 0] = probs[0, 0] * 3  # need not be normalised
     before, u = probs.clone(), uniforms(3, 4, draws, seed=draws)
     tokens, is_drawn = draw_children(probs, u)
-    want_tokens, want_drawn = reference_rejection.draw_children(probs, u)
+    want_tokens, want_drawn = reference.draw_children(probs, u)
     assert tokens.dtype == torch.int64
     assert torch.equal(is_drawn, want_drawn)
     assert torch.equal(tokens[is_drawn], want_tokens[is_drawn])
@@ -119,9 +119,7 @@ def test_residual_choice_matches_reference(nodes: int, vocabulary: int, kind: st
     for max_children in (nodes, nodes + 5):
         choice = residual_choice(p, tokens, parents, draft_probs, max_children, *u)
         assert choice.dtype == torch.int64
-        assert torch.equal(
-            choice, reference_rejection.residual_choice(p, tokens, parents, draft_probs, max_children, *u)
-        )
+        assert torch.equal(choice, reference.residual_choice(p, tokens, parents, draft_probs, max_children, *u))
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(inputs, before, strict=True))
     # children were accepted and all were refused, both often
     if nodes > 2 and (kind == "drawn" or vocabulary < 100):
@@ -318,7 +316,7 @@ def test_a_residual_that_rounding_emptied() -> None:
         for uniform in (0.0, 0.5, NEARLY_ONE):
             u = torch.full((2, 1, 3), uniform)
             assert residual_choice(*arguments, 2, *u)[0, 0] == 0
-            assert reference_rejection.residual_choice(*arguments, 2, *u)[0, 0] == 0
+            assert reference.residual_choice(*arguments, 2, *u)[0, 0] == 0
 
 
 @pytest.mark.parametrize("left", [1e-20, 1e-32, 1e-36, 1e-42])
