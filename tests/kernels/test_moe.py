@@ -393,9 +393,9 @@ class TestRouting:
         """Padding may hold anything: it goes to some experts, and no other token feels it."""
         logits, bias = normal(6, 12, seed=5), normal(12, seed=6)
         routes: list[Any] = [
-            lambda x: torch_routing.softmax_routing(x, 3, True),
-            lambda x: torch_routing.topk_softmax_routing(x, 3),
-            lambda x: torch_routing.sigmoid_routing(x, bias, 3, 4, 2, True, 1.0),
+            lambda x: torch_ops.softmax_routing(x, 3, True),
+            lambda x: torch_ops.topk_softmax_routing(x, 3),
+            lambda x: torch_ops.sigmoid_routing(x, bias, 3, 4, 2, True, 1.0),
         ]
         for route in routes:
             clean = route(logits)

@@ -27,7 +27,7 @@ from specmamba.kernels.rowwise import native_ops as native_rowwise
 from specmamba.kernels.rowwise import reference as rowwise_reference
 from specmamba.kernels.rowwise import torch_ops as rowwise_ops
 from specmamba.kernels.sampling import reference as sampling_reference
-from specmamba.kernels.sampling import reference_rejection, residual_choice
+from specmamba.kernels.sampling import residual_choice
 from specmamba.kernels.sampling import torch_ops as sampling_ops
 from specmamba.kernels.ssd import reference as ssd_reference
 from specmamba.kernels.ssd import torch_ops as ssd_ops
@@ -236,7 +236,7 @@ def test_residual_choice(count: int) -> None:
         p, q = (test_rejection.random_probs(*shape, seed=seed + i) for i in (0, 1))
         tokens = test_rejection.sibling_tokens(parents, q, seed)
         arguments = p, tokens, parents, q, nodes, *test_rejection.uniforms(2, len(of), nodes, seed=seed + 2)
-        assert torch.equal(residual_choice(*arguments), reference_rejection.residual_choice(*arguments))
+        assert torch.equal(residual_choice(*arguments), sampling_reference.residual_choice(*arguments))
 
     hold(count, check, of=shapes, nodes=st.integers(1, 16), vocabulary=st.integers(16, 99), seed=seeds)
 
