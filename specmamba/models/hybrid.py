@@ -29,9 +29,12 @@ class Block:
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """Run the block on the residual stream [B, L, H]; gives the same shape."""
         for norm, layer in self.layers:
-            y = layer(norm(x), context)
-            x = x + y if self.residual_scale == 1.0 else torch.add(x, y, alpha=self.residual_scale)
+            x = self.add(x, layer(norm(x), context))
         return x
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add a layer's output y to the residual stream x, both [B, L, H]."""
+        return x + y if self.residual_scale == 1.0 else torch.add(x, y, alpha=self.residual_scale)
 
 
 class HybridTarget:
@@ -90,7 +93,8 @@ class HybridTarget:
         for i, block in enumerate(self.blocks):
             if i in self._feature_layers:
                 streams[i] = x
-            x = block(x, layer_context)
+            for norm, layer in block.layers:  # not ``block(x, ...)``, which would add a frame to every layer
+                x = block.add(x, layer(norm(x), layer_context))
         hidden = self._norm(x)
         features = torch.cat([streams[i] for i in self._feature_layers], -1) if streams else hidden
         return TargetOutput(hidden, features)
