@@ -31,7 +31,7 @@ def compile_here(kind: Any, text: str, vocab: list[bytes] | None = None, eos: in
 
 
 def accepts(grammar: CompiledGrammar, text: str) -> bool:
-    """Whether a grammar has this text, as a whole."""
+    """Whether a grammar matches this whole text."""
     xgrammar = pytest.importorskip("xgrammar")
     matcher = xgrammar.GrammarMatcher(grammar.compiled)
     return bool((not text or matcher.accept_string(text)) and matcher.is_completed())
@@ -62,7 +62,7 @@ def random_text(grammar: CompiledGrammar, rng: random.Random, most: int = 400) -
 
 
 def check_valid(text: str, schema: Any) -> None:
-    """Raise when a text is not JSON, or not valid against a schema, formats included."""
+    """Raise an error when a text is not JSON, or not valid against a schema and its formats."""
     Draft202012Validator(schema, format_checker=_FORMATS).validate(json.loads(text))
 
 

@@ -27,7 +27,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Style:
-    """What heads differ in."""
+    """The variants of a head."""
 
     architecture: str
     first_layer: str = "layers.0."  # what the names of its tensors begin with
@@ -100,7 +100,7 @@ STYLES: dict[str, Style] = {
 
 @dataclass(frozen=True)
 class Head:
-    """A head as it was written. Tensors have the names of the layouts, with ``layers.0.`` and without prefixes."""
+    """A written head. Tensors have the names of the layouts, with ``layers.0.`` and without prefixes."""
 
     folder: Path
     style: Style

@@ -1,4 +1,4 @@
-"""docs/adding_a_model.md says what the code says: its files are there, and so are the names and the lines it shows."""
+"""docs/adding_a_model.md agrees with the code: its files exist, and so do the names and the lines it shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOREIGN = {"context.state", "rope_parameters"}
 
 
 def spans() -> list[str]:
-    """What stands in backticks."""
+    """The texts in backticks."""
     return re.findall(r"`([^`]+)`", PROSE)
 
 

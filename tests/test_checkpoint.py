@@ -1,4 +1,4 @@
-"""Checkpoints are read whole or refused with one error that names what is wrong with them."""
+"""Checkpoints are read completely, or refused with one error that names the damage."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TestTensorReader:
                 file.write(b"\0" * size)
             assert torch.equal(taken, tensors["lm_head.weight"])
 
-    def test_nothing_is_taken_after_the_end(self, tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    def test_no_tensor_is_taken_after_close(self, tmp_path: Path, tensors: dict[str, Tensor]) -> None:
         save_file(tensors, tmp_path / SINGLE)
         with TensorReader(tmp_path) as reader:
             pass
@@ -185,12 +185,12 @@ class TestDamage:
         with pytest.raises(CheckpointError, match=r"1\.safetensors is missing"):
             TensorReader(tmp_path)
 
-    def test_shard_lacks_what_the_index_says(self, tmp_path: Path) -> None:
+    def test_shard_lacks_a_tensor_of_the_index(self, tmp_path: Path) -> None:
         write_shards(tmp_path, {"0.safetensors": {"a": torch.ones(2)}}, {"b": "0.safetensors"})
         with pytest.raises(CheckpointError, match=r"places 'b' in 0\.safetensors, which lacks it"):
             TensorReader(tmp_path)
 
-    def test_tensor_that_the_index_forgot_is_not_lost(self, tmp_path: Path) -> None:
+    def test_tensor_missing_in_the_index_is_found(self, tmp_path: Path) -> None:
         write_shards(tmp_path, {"0.safetensors": {"a": torch.ones(2), "b": torch.ones(2)}})
         (tmp_path / INDEX).write_text('{"weight_map": {"a": "0.safetensors"}}')
         assert set(read_all(tmp_path)) == {"a", "b"}
@@ -303,7 +303,7 @@ class TestConfig:
             read_config(tmp_path, ["Qwen3_5ForCausalLM"])
 
     @pytest.mark.parametrize("changes", [{"model_type": "no_such"}, {"model_type": None}, {"hidden_size": "wide"}])
-    def test_values_that_do_not_fit(self, tmp_path: Path, changes: dict[str, Any]) -> None:
+    def test_invalid_values(self, tmp_path: Path, changes: dict[str, Any]) -> None:
         write_config(tmp_path, **changes)
         with pytest.raises(CheckpointError, match="not a config that transformers accepts"):
             read_config(tmp_path, ["Qwen3_5ForCausalLM"])

@@ -104,7 +104,7 @@ def kind_of(name: str) -> str:
 
 @torch.no_grad()
 def target_features(model: Qwen3_5ForCausalLM, text: list[int], style: Style) -> Tensor:
-    """What transformers' model gives a head to start from, [T, F]."""
+    """The features [T, F] of transformers' model, input of a head."""
     said = model.model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
     if not style.is_eagle3 or style.reads is None:
         return said.last_hidden_state[0]
@@ -128,7 +128,7 @@ def reference_draft(head: Reference, known: list[int], hidden: Tensor, drafted: 
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_drafts_are_what_the_formula_says(
+def test_drafts_equal_the_formula(
     name: str, target: Path, heads: dict[str, Head], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Qwen3_5ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
@@ -155,7 +155,7 @@ def test_drafts_are_what_the_formula_says(
 
 
 def test_entries_behind_a_cached_prefix(target: Path, heads: dict[str, Head], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the cache keeps for the head is enough to go on from: the fused features of the last cached token."""
+    """The fused features of the last cached token are all that the head needs from the cache."""
     model = Qwen3_5ForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     for name in ("eagle", "eagle3-narrow"):
         head = heads[name]
@@ -207,7 +207,7 @@ def test_greedy_text_is_the_plain_text(
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_beside_every_family(family: str, kind: str, tmp_path: Path) -> None:
+def test_heads_with_every_family(family: str, kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     FAMILIES[family].build(folder)
     prompts = random_prompts((7, 1, 20), seed=2)
@@ -287,7 +287,7 @@ def test_by_rejection_three_tokens_have_the_targets_joint_distribution(shape: st
 
 
 def chi_square_p(observed: Tensor, expected: Tensor) -> float:
-    """How likely such a difference is by chance; what is expected less than eight times is one bin."""
+    """The p-value of a chi-square test; values expected less than eight times share one bin."""
     is_frequent = expected >= 8
     bins = [torch.cat([x[is_frequent], x[~is_frequent].sum()[None]]) for x in (observed, expected)]
     if bins[1][-1] < 8:
@@ -306,7 +306,7 @@ def perfect_eagle(embedding: Tensor, output: Tensor, follows: Tensor, head: Head
 
 
 def perfect_eagle3(embedding: Tensor, output: Tensor, follows: Tensor, head: Head) -> Head:
-    """Attention of each entry to itself puts the token's embedding in place of the hidden state it came with."""
+    """Attention of each entry to itself replaces its hidden state by the token's embedding."""
     width = embedding.shape[1]
     tensors = {name: torch.zeros_like(tensor) for name, tensor in head.tensors.items()}
     one, none = torch.eye(width), torch.zeros(width, width)
@@ -324,7 +324,7 @@ def perfect_eagle3(embedding: Tensor, output: Tensor, follows: Tensor, head: Hea
 
 @pytest.mark.parametrize(("kind", "perfect"), [("eagle", perfect_eagle), ("eagle3", perfect_eagle3)])
 @pytest.mark.parametrize("topk", [1, 3])
-def test_a_head_that_knows_the_target_is_accepted_to_full_depth(
+def test_a_perfect_head_is_accepted_to_full_depth(
     kind: str, perfect: Callable[..., Head], topk: int, tmp_path: Path
 ) -> None:
     parts = make_bigram_target(tmp_path / "model")
@@ -348,7 +348,7 @@ def test_a_head_that_knows_the_target_is_accepted_to_full_depth(
 # ---- tokens that are never drafted -----------------------------------------------------------------------------------
 
 
-def test_what_is_never_drafted_comes_last() -> None:
+def test_tokens_outside_the_draft_vocabulary_come_last() -> None:
     logits = torch.full((2, 1, 7), -torch.inf)
     logits[:, :, 4], logits[:, :, 2] = 1.0, 0.5
     params = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)]
@@ -388,9 +388,7 @@ def test_trees_of_more_children_than_there_are_drafts(
 # ---- rejection, precision, tools -------------------------------------------------------------------------------------
 
 
-def test_tokens_that_are_never_drafted_are_sampled_all_the_same(
-    target: Path, heads: dict[str, Head], tmp_path: Path
-) -> None:
+def test_tokens_outside_the_draft_vocabulary_are_sampled(target: Path, heads: dict[str, Head], tmp_path: Path) -> None:
     """A head that drafts 5 of 131 tokens, under the rule that needs its distribution: the target's first token."""
     logits: list[Tensor] = []
     prompt, num_draws = random_prompts((6,), seed=1)[0], 400
@@ -440,7 +438,7 @@ def test_parameters_and_bytes(target: Path, heads: dict[str, Head]) -> None:
     assert model.cache_shape.draft_features == 36
 
 
-def test_an_embedding_that_is_the_targets_is_kept_once(target: Path, tmp_path: Path) -> None:
+def test_an_embedding_equal_to_the_targets_is_kept_once(target: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", target, "eagle", seed=1)
     embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     with new_llm(target, head) as llm:
@@ -536,7 +534,7 @@ def test_layers_that_the_target_does_not_have(target: Path, tmp_path: Path) -> N
     refused(target, head, CheckpointError, "eagle_config should be an object, but is a int")
 
 
-def test_maps_that_lead_nowhere(target: Path, tmp_path: Path) -> None:
+def test_invalid_token_maps(target: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path, target, "eagle3", seed=0)
     ids = head.target_ids
     assert ids is not None
@@ -590,7 +588,7 @@ def test_a_head_is_refused_before_the_target_is_read(
     monkeypatch.setattr(TensorReader, "_read", refuse)
     test_heads_of_other_targets(target, tmp_path / "others")
     test_layers_that_the_target_does_not_have(target, tmp_path / "layers")
-    test_what_is_no_head(target, heads, tmp_path / "none")
+    test_folders_without_a_head(target, heads, tmp_path / "none")
     with pytest.raises(AssertionError, match="was read"):
         new_llm(target, heads["eagle"])
 
@@ -605,7 +603,7 @@ def test_a_head_in_the_targets_place(heads: dict[str, Head]) -> None:
         assert str(error.value).startswith(f"{words} --speculative-draft-model-path")
 
 
-def test_folders_that_are_none(target: Path, tmp_path: Path, heads: dict[str, Head]) -> None:
+def test_missing_folders(target: Path, tmp_path: Path, heads: dict[str, Head]) -> None:
     flag = "--speculative-draft-model-path"
     path: dict[str, Any] = {"speculative_draft_model_path": str(tmp_path)}
     with pytest.raises(CheckpointError, match=f"^{flag}: {tmp_path} has neither model.safetensors nor"):
@@ -627,7 +625,7 @@ def test_frequencies_that_old_programs_stored(target: Path, tmp_path: Path) -> N
         assert llm.engine.draft_plan.algorithm == "eagle"
 
 
-def test_what_is_no_head(target: Path, heads: dict[str, Head], tmp_path: Path) -> None:
+def test_folders_without_a_head(target: Path, heads: dict[str, Head], tmp_path: Path) -> None:
     head = write_head(tmp_path, target, "eagle", seed=0)
     save(replace(head, tensors={name: tensor for name, tensor in head.tensors.items() if name != "fc.weight"}))
     refused(target, head, UnsupportedModelError, "neither a model that specmamba has, nor an EAGLE or EAGLE-3 head")
@@ -635,7 +633,7 @@ def test_what_is_no_head(target: Path, heads: dict[str, Head], tmp_path: Path) -
     refused(target, heads["eagle"], ConfigError, "holds a draft of the kind eagle:", speculative_algorithm="mtp")
 
 
-def test_names_are_read_whatever_they_begin_with(target: Path, tmp_path: Path, heads: dict[str, Head]) -> None:
+def test_prefixes_of_tensor_names(target: Path, tmp_path: Path, heads: dict[str, Head]) -> None:
     """``model.midlayer.`` is in use too."""
     style = replace(STYLES["eagle3"], prefix="model.")
     head = replace(heads["eagle3"], folder=tmp_path, style=style)

@@ -1,4 +1,4 @@
-"""Every family against transformers, in float32: what extend and verify compute, and the text that comes of it.
+"""Every family against transformers, in float32: logits of extend and verify, and greedy text.
 
 Generic over ``tests.families``: what is special about a family is in its variants.
 """
@@ -67,7 +67,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("chunk_size", [CHUNK, 512])
 def test_known_tokens(case: Case, chunk_size: int) -> None:
-    """All but the last are extended, which is verified alone: two lone tokens, ends of chunks, chunks of operators."""
+    """All tokens but the last are extended, and the last one is verified alone; with several chunk sizes."""
     lengths = (1, 2, CHUNK, CHUNK + 1, CHUNK + 2, 64, 65, 66, 150)
     engine = case.engine(chunked_prefill_size=chunk_size)
     probe = with_probe(engine, 1, random_chain(torch.Generator().manual_seed(0)))
@@ -81,7 +81,7 @@ def test_known_tokens(case: Case, chunk_size: int) -> None:
 
 
 def test_trees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes of bushy trees, accepted to any depth, behind every number of pending records and folds."""
+    """Nodes of trees with many branches, accepted to any depth, with every number of pending records and folds."""
     generator = torch.Generator().manual_seed(5)
     accept_at_random(monkeypatch, generator)
     engine = case.engine(chunked_prefill_size=11, speculative_algorithm="ngram", speculative_num_draft_tokens=6)
@@ -94,7 +94,7 @@ def test_trees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_step_by_step(case: Case) -> None:
-    """Plain decoding, led along a given text."""
+    """Plain decoding along a given text."""
     prompt, tokens = random_prompts((7, NUM_TOKENS), seed=2)
     seen: list[Tensor] = []
     Workbench(case.engine()).logits_along(prompt, tokens, seen.append)
@@ -102,7 +102,7 @@ def test_step_by_step(case: Case) -> None:
 
 
 def test_greedy_text(case: Case) -> None:
-    """In a batch, alone, and in a batch behind cached prompts: the text that transformers' logits give."""
+    """In a batch, alone, and in a batch with cached prompts: the greedy text by transformers' logits."""
     prompts = random_prompts((5, 1, 70), seed=4)
     engine = case.engine(chunked_prefill_size=CHUNK)
     together, _ = greedy(engine, prompts)

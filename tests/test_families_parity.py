@@ -96,7 +96,7 @@ class Family:
 
 
 class TaughtHead:
-    """Runs a head, and says what has followed the same token in known texts. Its states are the tokens themselves."""
+    """Runs a head, but drafts the token that followed the same token in known texts. Its states are the tokens."""
 
     def __init__(self, head: DraftHead, table: Tensor) -> None:
         self._head, self._table = head, table

@@ -1,4 +1,4 @@
-"""Checkpoints of the families as they are published, and configs that no family computes."""
+"""Checkpoints in the published layouts, and configs that are refused."""
 
 from __future__ import annotations
 
@@ -108,9 +108,7 @@ def test_time_steps_without_a_limit(checkpoints: dict[str, Path], tmp_path: Path
 
 
 @pytest.mark.parametrize("gate_type", ["silu", "swish"])
-def test_what_configs_say_of_what_is_computed_anyway(
-    gate_type: str, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_config_fields_without_effect(gate_type: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     said = {"attn_output_gate": True, "output_gate_type": gate_type, "norm_topk_prob": True}
     assert load(changed(checkpoints["qwen3.5-moe"], tmp_path / "said", **said)).draft_head is None
 
@@ -137,7 +135,7 @@ def test_routers_are_as_exact_as_they_are_stored(
         torch.testing.assert_close(scores._scores(x), x @ gate.float().t(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_tied_head_that_is_stored_all_the_same(tmp_path: Path) -> None:
+def test_a_stored_head_of_a_tied_model(tmp_path: Path) -> None:
     FAMILIES["granite-hybrid"].build(tmp_path / "tied", "no-experts")
     folder = changed(tmp_path / "tied", tmp_path / "stored")
     tensors = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What grammars may cost others: bombs that are refused before an engine meets them, and those that are ended there."""
+"""Limits of what grammars may cost: slow ones are refused before they run, or their requests end while they run."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "reason"), WRONG)
-def test_what_cannot_work_is_refused(compiler: Any, text: str, reason: str) -> None:
+def test_unusable_grammars_are_refused(compiler: Any, text: str, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
         compile_grammar(compiler, "ebnf", text)
     assert caught.value.__cause__ is None
 
 
 @pytest.mark.parametrize("text", ['root ::= x\nx ::= [^"] x x x x x | ""', "root ::= " + "[^a]{0,1000} " * 20])
-def test_what_takes_longer_with_every_token_is_refused(compiler: Any, text: str) -> None:
+def test_growing_cost_per_token_is_refused(compiler: Any, text: str) -> None:
     with pytest.raises(RequestError, match="too complex") as caught:
         compile_grammar(compiler, "ebnf", text)
     assert isinstance(caught.value.__cause__, TimeoutError)
@@ -72,7 +72,7 @@ HONEST = [
 
 
 @pytest.mark.parametrize(("kind", "text"), HONEST)
-def test_honest_grammars_pass(compiler: Any, kind: str, text: str) -> None:
+def test_usual_grammars_pass(compiler: Any, kind: str, text: str) -> None:
     assert compile_grammar(compiler, kind, text).tokenizer_info.vocab_size == VOCAB
 
 
@@ -87,7 +87,7 @@ def test_masks_of_long_repetitions_keep_to_the_class(vocab: list[bytes], text: s
             assert matcher.accept_token(rng.choice([token for token in allowed_tokens(bits[0], VOCAB) if token != EOS]))
 
 
-def test_growth_is_told_from_cost() -> None:
+def test_growing_cost_is_detected() -> None:
     assert _grows([0.001 * (1 + step / 10) for step in range(200)], slow=0.03)
     assert not _grows([0.02] * 200, slow=0.03)
     assert not _grows([1e-6 * (1 + step) for step in range(200)], slow=0.03)

@@ -1,4 +1,4 @@
-"""Compiling in a process of its own: what is kept, what is refused, and what bombs, crashes and an end cost others."""
+"""Compiling in a separate process: the cache, refusals, and what happens after time limits, crashes and closing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_kind_is_compiled_and_kept(compiler: GrammarCompiler) -> None:
     assert compile_now(compiler, "regex", "a+b") is compile_now(compiler, "regex", "a+b")
 
 
-def test_those_who_ask_at_once_share_the_work(compiler: GrammarCompiler) -> None:
+def test_simultaneous_requests_share_one_compilation(compiler: GrammarCompiler) -> None:
     asked = [compiler.compile(spec_of("regex", "shared{7}")) for _ in range(100)]
     asked[3].cancel()
     assert len({id(future.result(timeout=120)) for future in asked if not future.cancelled()}) == 1
@@ -86,7 +86,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_wrong_specifications_are_refused_and_cost_no_process(compiler: GrammarCompiler, kind: str) -> None:
+def test_wrong_specifications_are_refused_by_the_same_process(compiler: GrammarCompiler, kind: str) -> None:
     compile_now(compiler, "regex", "a")
     pid = compiler.worker_pid
     text, reason = WRONG[kind]
@@ -116,7 +116,7 @@ def test_odd_specifications_leave_the_compiler_working(compiler: GrammarCompiler
     assert accepts(compile_now(compiler, "regex", "fine"), "fine")
 
 
-def test_a_bomb_is_given_up_and_the_next_one_compiles(
+def test_after_a_time_limit_the_next_grammar_compiles(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_now(compiler, "regex", "a")
@@ -132,9 +132,7 @@ def test_a_bomb_is_given_up_and_the_next_one_compiles(
     assert accepts(compile_now(compiler, "regex", "after"), "after")
 
 
-def test_death_is_noticed_memory_bounded_and_an_end_leaves_nothing(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dead_process_memory_limit_and_close(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(tokenizer, 4096, (0,), timeout_s=60.0, cache_bytes=1 << 20)
     compile_now(compiler, "regex", "a")
     dead = compiler.worker_pid
@@ -194,7 +192,7 @@ def test_a_full_queue_refuses(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPa
         asked[2].result()
 
 
-def test_a_model_without_an_end_is_refused(tokenizer: Tokenizer) -> None:
+def test_a_model_without_end_token_is_refused(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer, 4096, (), timeout_s=60.0, cache_bytes=1 << 20)
     with pytest.raises(RequestError, match="no end-of-text token"):
         compiler.compile(spec_of("json_object")).result(timeout=10)
@@ -233,7 +231,7 @@ def test_refusals_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) ->
     assert str(cache.get(spec)) == "wrong"
 
 
-def test_a_future_that_was_cancelled_does_no_harm(compiler: GrammarCompiler) -> None:
+def test_a_cancelled_future_has_no_effect(compiler: GrammarCompiler) -> None:
     futures: list[Future[CompiledGrammar]] = [compiler.compile(spec_of("regex", f"x{i}")) for i in range(5)]
     assert [future.cancel() for future in futures[1:]] == [True] * 4
     assert accepts(compile_now(compiler, "regex", "x9"), "x9")

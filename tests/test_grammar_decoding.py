@@ -1,4 +1,4 @@
-"""Constrained decoding on the demo: the text is the same however it is drafted, and valid when it ends by itself.
+"""Constrained decoding on the demo: the text is the same for every kind of draft, and valid when it ends by itself.
 
 ``SPECMAMBA_TEST_FULL=1`` runs all 50 schemas, CI a part of them.
 """
@@ -79,7 +79,7 @@ def plain(llm: LLM, request: pytest.FixtureRequest) -> tuple[list[str], list[Sam
 Plain = tuple[list[str], list[SamplingParams], list[RequestOutput]]
 
 
-def test_what_ends_by_itself_is_valid_and_most_does(plain: Plain) -> None:
+def test_texts_that_end_are_valid(plain: Plain) -> None:
     _, params, outputs = plain
     texts = [
         (output, json.loads(own.grammar.text))
@@ -128,7 +128,7 @@ OTHERS: list[tuple[SamplingParams, str]] = [
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_with_everything_else_that_changes_logits(llm: LLM, drafts: str) -> None:
+def test_with_penalties_biases_and_log_probabilities(llm: LLM, drafts: str) -> None:
     prompts, params = [PROMPTS[0]] * len(OTHERS), [own for own, _ in OTHERS]
     outputs = run(llm, prompts, params, speculative_algorithm="none")
     for output, (_, pattern) in zip(outputs, OTHERS, strict=True):
@@ -146,7 +146,7 @@ def test_stop_strings_end_a_text_within_its_grammar(llm: LLM, drafts: str) -> No
 
 
 def test_acceptance_by_rejection_keeps_to_the_grammar_and_its_distribution(llm: LLM) -> None:
-    """Two letters of three: as often as without drafts, and never anything else."""
+    """Two of three letters are allowed: each is as frequent as without drafts, and there are no others."""
     count = 1500 if IS_FULL else 150
     params = [constrained("regex", "[abc][abc]", temperature=1.2, seed=seed) for seed in range(count)]
     plain = Counter(output.text for output in run(llm, ["x"] * count, params, speculative_algorithm="none"))
@@ -182,7 +182,7 @@ def test_a_text_streams(llm: LLM) -> None:
     assert len(pieces) > 1
 
 
-def test_what_cannot_be_used_is_refused_before_anything_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_grammars_are_refused_before_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="'uniqueItems' is not supported"):
         llm.generate(["x", "x"], [SamplingParams(), of_schema({"uniqueItems": True})])
     with pytest.raises(RequestError, match="ignore_eos"):

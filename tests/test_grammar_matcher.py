@@ -1,4 +1,4 @@
-"""Masks of draft trees against a matcher that is taken from node to node, on the demo's vocabulary."""
+"""Masks of draft trees against a matcher that is moved from node to node, on the demo's vocabulary."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_vocabulary_spells_texts(tokenizer: Tokenizer, vocab: list[bytes]) -
 
 
 def step_by_step(grammar: CompiledGrammar, output: Sequence[int]) -> list[int] | None:
-    """What may follow an output; None where the grammar refuses it, or it has ended."""
+    """The tokens that may follow an output; None where the grammar refuses it, or it has ended."""
     matcher = xgrammar.GrammarMatcher(grammar.compiled)
     if not all(matcher.accept_token(token) for token in output) or matcher.is_terminated():
         return None
@@ -64,7 +64,7 @@ def step_by_step(grammar: CompiledGrammar, output: Sequence[int]) -> list[int] |
 
 
 def random_tree(grammar: CompiledGrammar, output: list[int], rng: random.Random) -> tuple[list[int], list[int]]:
-    """Tokens and parents; about half of the nodes keep to the grammar, some end the text."""
+    """Tokens and parents; about half of the nodes are allowed, some end the text."""
     tokens, parents = [rng.randrange(3, 4096)], [-1]
     while len(tokens) < 14:
         parent = rng.randrange(len(tokens))
@@ -119,7 +119,7 @@ def test_a_drafted_end_of_text_has_nothing_below_it(grammars: list[CompiledGramm
         matcher.mask([EOS], [-1])
 
 
-def test_nodes_of_nobody_are_not_allowed(grammars: list[CompiledGrammar], vocab: list[bytes]) -> None:
+def test_nodes_without_a_parent_are_not_allowed(grammars: list[CompiledGrammar], vocab: list[bytes]) -> None:
     a = vocab.index(b"a")
     assert GrammarMatcher(grammars[2], VOCAB).mask([a, a, a], [-1, -1, 0]).is_allowed.tolist() == [True, False, True]
 
@@ -139,13 +139,13 @@ def test_a_refused_token_leaves_the_matcher_before_it(grammars: list[CompiledGra
     assert (matcher.mask([a], [-1]).bits == before).all()
 
 
-def test_a_grammar_without_a_way_on_says_so(vocab: list[bytes]) -> None:
+def test_a_dead_end_raises(vocab: list[bytes]) -> None:
     grammar = compile_here("ebnf", "root ::= [^\\x00-\\U0010ffff]", vocab, EOS)
     with pytest.raises(GrammarError, match="allows no token"):
         GrammarMatcher(grammar, VOCAB).mask([5], [-1])
 
 
-def test_without_time_only_the_root_is_looked_at(
+def test_without_time_only_the_root_gets_a_mask(
     grammars: list[CompiledGrammar], vocab: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = vocab.index(b"a")
@@ -160,7 +160,7 @@ def test_without_time_only_the_root_is_looked_at(
 
 
 class _Failing:
-    """A handle whose traversal goes one token into the tree and breaks."""
+    """A handle whose traversal fails after one token."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle

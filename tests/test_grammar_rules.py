@@ -1,4 +1,4 @@
-"""Schemas and expressions as rules: what the rules write is valid, and what they cannot promise is refused by name."""
+"""Schemas and expressions as rules: texts of the rules are valid, and unsupported keywords are refused by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_random_texts_of_random_schemas_are_valid(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats_write_what_they_say(name: str) -> None:
+def test_texts_of_formats_are_valid(name: str) -> None:
     schema = {"type": "string", "format": name}
     grammar, rng = compiled(schema), random.Random(1)
     for _ in range(10):
@@ -109,7 +109,7 @@ def test_strings_are_counted_in_characters(least: int, most: int) -> None:
         assert accepts(grammar, cut) == (least <= length <= most), length
 
 
-def test_keys_beside_named_ones_are_other_keys() -> None:
+def test_additional_keys_are_not_named_ones() -> None:
     schema = {"properties": {"ab": {"type": "null"}, "a": {"const": 1}}, "additionalProperties": {"type": "boolean"}}
     grammar = compiled({"type": "object", **schema})
     for key, is_free in [("ab", False), ("a", False), ("abc", True), ("b", True), ("", True)]:
@@ -224,7 +224,7 @@ def test_schemas_that_are_refused(schema: Any, reason: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "nul", '{"maximum": NaN}', '{"maximum": 1e999}', "[" * 60_000, '{"a":' * 100]
 )
-def test_what_is_no_json_is_refused(text: str) -> None:
+def test_invalid_json_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="JSON schema: "):
         schema_rules(text)
 

@@ -1,4 +1,4 @@
-"""Routers and mixtures of experts against transformers', in float32; and the count of what routers decide."""
+"""Routers and mixtures of experts against transformers', in float32; and the count of tokens per expert."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_bf16(form: Any, tolerance: float) -> None:
     torch.testing.assert_close(alone, got, rtol=2**-6, atol=2**-8)
 
 
-def test_padding_that_is_no_number() -> None:
+def test_padding_of_nan() -> None:
     _, layer = CASES["nemotron-latent"]()
     x = inputs(36)
     with torch.no_grad():
@@ -195,7 +195,7 @@ def test_padding_that_is_no_number() -> None:
     torch.testing.assert_close(got[1, :4], clean[1, :4])
 
 
-# ---- the count of what routers decide --------------------------------------------------------------------------------
+# ---- tokens per expert -----------------------------------------------------------------------------------------------
 
 
 def test_expert_load(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_expert_load(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def routed(model: Any, tokens: list[int]) -> dict[int, list[int]]:
-    """What transformers' routers decide."""
+    """The experts that transformers' routers choose."""
     counts = {}
     hooks = []
     for i, block in enumerate(model.model.layers):

@@ -168,7 +168,7 @@ def test_an_expert_too_many(module: ModuleType, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", FAMILIES.values(), ids=FAMILIES)
 def test_half_a_module(module: ModuleType, tmp_path: Path) -> None:
-    """What is stored counts, for Qwen3-Next's config says nothing of its head."""
+    """The number of modules comes from the tensors, as Qwen3-Next's config has no field for it."""
     module.build(tmp_path)
     change_tensors(tmp_path, lambda t: t.update({"mtp.layers.1.input_layernorm.weight": torch.zeros(36)}))
     with pytest.raises(CheckpointError, match=r"lacks the tensor mtp\.layers\.1\."):
@@ -178,7 +178,7 @@ def test_half_a_module(module: ModuleType, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("count", [0, 8])
-def test_more_experts_than_there_are(
+def test_more_experts_per_token_than_experts(
     module: ModuleType, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module.build(tmp_path)

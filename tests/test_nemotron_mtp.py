@@ -79,7 +79,7 @@ def test_drafts(variant: str, num_steps: int, tmp_path: Path, monkeypatch: pytes
 
 
 def test_fused_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers keeps them in memory: one tensor for all experts, and ``model.`` in front."""
+    """The layout of transformers: one tensor for all experts, and names that begin with ``model.``."""
     model, head = nemotron_h.build(tmp_path / "published", "default"), nemotron_h.make("default", seed=0)[1]
     tensors = {name: x.clone() for name, x in model.state_dict().items()}
     tensors |= {f"mtp.{name}": x.clone() for name, x in head.state_dict().items()}
@@ -110,7 +110,7 @@ def test_fused_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_heads_that_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """With their numbers and with what to do; the target alone is served."""
+    """The message has the numbers and what to do; the target alone is served."""
     nemotron_h.build(tmp_path)
     change_config(tmp_path, changes)
     with pytest.raises(UnsupportedModelError, match=f"{message}.*--speculative-algorithm none"):

@@ -1,4 +1,4 @@
-"""A model without attention: no bytes are kept per token, and everything else works as it does with them."""
+"""A model without attention: no bytes per token in the cache, and everything else works as in other models."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_advice_that_works_without_keys() -> None:
 @pytest.mark.parametrize("strategy", ["no_buffer", "extra_buffer"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_short_of_everything(checkpoint: Path, page_size: int, strategy: str) -> None:
-    """Preemption, eviction of tokens and of states, drafts: the text stays what it is."""
+    """Preemption, eviction of tokens and of states, and drafts do not change the text."""
     prompts = random_prompts((30, 9, 21, 1, 44, 26), seed=6)
     common: dict[str, Any] = {"model": str(checkpoint), "dtype": "float32", "device": "cpu", "num_threads": 1}
     with LLM(**common, context_length=128, max_running_requests=6, disable_radix_cache=True) as llm:
@@ -110,7 +110,7 @@ def test_short_of_everything(checkpoint: Path, page_size: int, strategy: str) ->
         llm.engine.prefixes.cache.check()
 
 
-def test_a_head_that_is_not_there(checkpoint: Path) -> None:
+def test_a_missing_head(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="no MTP head"):
         LLM(model=str(checkpoint), dtype="float32", device="cpu", speculative_algorithm="mtp")
 

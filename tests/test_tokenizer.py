@@ -1,4 +1,4 @@
-"""Tokens to text: streamed text is the decoded text, whatever the tokens are."""
+"""Tokens to text: for any tokens, the streamed text is the decoded text."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ class TestDetokenizer:
         assert pieces == ["a", "", "", "", "😀", "", "é"]
         assert detokenizer.flush() == ""
 
-    def test_flush_shows_what_never_got_whole(self, demo: Tokenizer) -> None:
+    def test_flush_shows_an_incomplete_character(self, demo: Tokenizer) -> None:
         detokenizer = Detokenizer(demo)
         assert [detokenizer.push(i) for i in single_bytes(demo, "a😀".encode()[:-1])] == ["a", "", "", ""]
         assert detokenizer.flush() == "\ufffd"
         assert detokenizer.flush() == ""
 
-    def test_garbage_does_not_pile_up(self, demo: Tokenizer) -> None:
+    def test_invalid_text_is_not_held_back(self, demo: Tokenizer) -> None:
         detokenizer = Detokenizer(demo)
         pieces = [detokenizer.push(i) for i in single_bytes(demo, b"\xff" * 500)]
         assert "".join(pieces) == "\ufffd" * 499
@@ -146,7 +146,7 @@ class TestTokenizer:
         tokenizer = Tokenizer(folder)
         assert tokenizer.decode(tokenizer.encode("a = b + c * d"), skip_special_tokens=False) == "a = b + c * d"
 
-    def test_long_texts_as_short_ones(self, demo: Tokenizer) -> None:
+    def test_long_texts_are_encoded_as_short_ones(self, demo: Tokenizer) -> None:
         text = "def f(é) -> None:\n    return 12  # 🙂 <|endoftext|>\n" * 500
         backend = Backend.from_file(str(DEMO_MODEL / "tokenizer.json"))
         for special in (True, False):

@@ -1,4 +1,4 @@
-"""What ``weight_bytes`` says is what the tensors of a loaded model take, and what it would be is known without them."""
+"""``weight_bytes`` is the size of the tensors of a loaded model, also when only their shapes are loaded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def options(device: str, dtype: torch.dtype, forms: tuple[Any, Any]) -> LoadOpti
 
 
 def parts(thing: object, seen: set[int]) -> Iterator[object]:
-    """Everything that can be reached from a model, once; not what is within packed weights, nor angles."""
+    """Every object that a model refers to, once; without the contents of packed weights and rotary embeddings."""
     if id(thing) in seen or isinstance(thing, (str, type, torch.dtype, Rotary)):
         return
     seen.add(id(thing))
@@ -114,7 +114,7 @@ def test_models(folder: Path, dtype: torch.dtype, forms: tuple[str, str]) -> Non
     pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
     pytest.mark.parametrize("style", ["eagle-all", "eagle3", "eagle3-narrow", "eagle3-tied"]),
 )
-def test_heads_of_their_own(style: str, dtype: torch.dtype, forms: tuple[str, str], tmp_path: Path) -> None:
+def test_separate_draft_heads(style: str, dtype: torch.dtype, forms: tuple[str, str], tmp_path: Path) -> None:
     target, head = tmp_path / "target", tmp_path / "head"
     FAMILIES["qwen3.5"].build(target, "tied")
     write_head(head, target, style, seed=1)

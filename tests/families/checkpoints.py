@@ -1,4 +1,4 @@
-"""What the families' tiny checkpoints have in common: lively random weights, and the files of a folder."""
+"""Shared by the tiny checkpoints of all families: large random weights, and the files of a folder."""
 
 from __future__ import annotations
 

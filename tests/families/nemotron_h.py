@@ -132,7 +132,7 @@ def build(folder: Path, variant: str = "default", seed: int = 0) -> NemotronHFor
 
 
 def make(variant: str, seed: int) -> tuple[NemotronHForCausalLM, MTPHead]:
-    """A target that is still to be given weights, and a head that has them: always the same for a seed."""
+    """A target without weights yet, and a head with weights that depend on the seed only."""
     config = NemotronHConfig(**DEFAULTS | VARIANTS[variant])
     config._experts_implementation = "eager"  # the grouped product wants rows of whole 16 bytes
     model = NemotronHForCausalLM(config)
@@ -149,14 +149,14 @@ def make(variant: str, seed: int) -> tuple[NemotronHForCausalLM, MTPHead]:
 
 
 def _limit_time_steps(model: NemotronHForCausalLM, config: NemotronHConfig) -> None:
-    """As the original code does; transformers takes ``time_step_min`` for the limit, a bug that it knows of."""
+    """The limit of the original code; transformers uses ``time_step_min``, a known bug."""
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = tuple(config.time_step_limit)
 
 
 def _add_attention_biases(module: nn.Module, config: NemotronHConfig) -> None:
-    """The original code has them where the config says so; transformers has none."""
+    """Biases as in the original code; transformers has none."""
     if not config.attention_bias:
         return
     for part in module.modules():

@@ -1,4 +1,4 @@
-"""What Qwen's families have in common: an MTP head made of the family's own layers, and where it is stored."""
+"""Shared by the tiny Qwen checkpoints: an MTP head made of the family's own layers, and how it is stored."""
 
 from __future__ import annotations
 
