@@ -4,7 +4,7 @@
                                [--prompts FILE] [--json FILE] [--plot FILE.png] [any engine flag]
 
 One engine runs every prompt plain and with each draft shape, in turns, so that a slow minute of the machine hits all
-of them. specmamba/measure/acceptance/report.py defines every figure, judge.py says how texts are compared, and
+of them. specmamba/measure/acceptance/figures.py defines every figure, judge.py says how texts are compared, and
 specmamba/measure/prompts.py what a file of prompts looks like.
 
 With ``--replay`` the output is not chosen but taken from the text that really follows each prompt: acceptance on real
@@ -57,7 +57,7 @@ def measure_and_report(config: AcceptanceBenchConfig) -> dict[str, Any]:
     """All figures: {"configurations": [...], "notes": [...], "plain": {...}}. Raises SpecmambaError."""
     texts = texts_of(config)
     variants, notes = variants_of(config)
-    from specmamba.measure.acceptance.report import full_report
+    from specmamba.measure.acceptance.figures import full_report
     from specmamba.measure.acceptance.run import measure, select_tasks, start_engine
 
     with start_engine(config, largest_flags(variants)) as llm:

@@ -25,6 +25,7 @@ from specmamba.draft.heads import MTPDrafter
 from specmamba.engine import runner
 from specmamba.errors import ConfigError
 from specmamba.kernels.sampling import sample, uniform
+from specmamba.measure.acceptance.figures import full_report
 from specmamba.measure.acceptance.judge import (
     EXACT_BOUND,
     Judge,
@@ -34,7 +35,6 @@ from specmamba.measure.acceptance.judge import (
     sampled_shift,
 )
 from specmamba.measure.acceptance.options import AcceptanceBenchConfig, largest_flags, variants_of
-from specmamba.measure.acceptance.report import full_report
 from specmamba.measure.acceptance.run import Result, Sample, Task, measure, run_batch, select_tasks, start_engine
 from specmamba.measure.prompts import (
     PromptText,

@@ -22,9 +22,9 @@ import pytest
 
 from specmamba.bench.serving import __main__ as serving
 from specmamba.bench.serving import server as serving_server
+from specmamba.bench.serving.figures import accept_length, level_report, percentile, print_report
 from specmamba.bench.serving.load import Answer, Failure, Outcome, Run, closed_loop, open_loop, poisson_arrivals
 from specmamba.bench.serving.options import ServingBenchConfig
-from specmamba.bench.serving.report import accept_length, level_report, percentile, print_report
 from specmamba.bench.serving.sweep import sweep
 from specmamba.command_line import parse_command_line
 from specmamba.config import EngineConfig

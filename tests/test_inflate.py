@@ -19,9 +19,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from specmamba import LLM, RequestOutput, SamplingParams
 from specmamba.bench.demo.checkpoint import read_checkpoint
-from specmamba.bench.inflate.__main__ import main
-from specmamba.bench.inflate.checkpoint import inflate
-from specmamba.bench.inflate.options import InflateConfig
+from specmamba.bench.inflate.__main__ import InflateConfig, inflate, main
 from specmamba.bench.inflate.shape import PUBLISHED, Scales, Shape, copies_needed, enlarged, enlarged_config
 from specmamba.bench.inflate.weights import NOISE, grouped
 from specmamba.config import DEMO_MODEL

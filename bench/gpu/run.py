@@ -178,8 +178,7 @@ def checkpoint(session: Session, model: str) -> Iterator[tuple[Path | None, str 
 
 
 def _write(session: Session, model: str, folder: Path) -> None:
-    from specmamba.bench.inflate.checkpoint import inflate
-    from specmamba.bench.inflate.options import InflateConfig
+    from specmamba.bench.inflate.__main__ import InflateConfig, inflate
 
     session.say(f"writing {model} ...")
     began = time.perf_counter()

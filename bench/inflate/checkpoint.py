@@ -1,4 +1,4 @@
-"""From the folder of the small checkpoint to that of the large one, which is written shard by shard."""
+"""The folders of both checkpoints: the small one is read, the large one is written shard by shard."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from specmamba.bench.inflate.options import InflateConfig
-from specmamba.bench.inflate.shape import Scales, Shape, enlarged, enlarged_config
-from specmamba.bench.inflate.weights import WeightMaker
 from specmamba.errors import CheckpointError, ConfigError
 
 ARCHITECTURE = "Qwen3_5ForCausalLM"
@@ -23,55 +20,6 @@ EMBEDDING = "model.embed_tokens.weight"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.part", INDEX_FILE)
 COPIED_FILES = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
-
-
-def inflate(config: InflateConfig) -> dict[str, tuple[int, int]]:
-    """Write the large checkpoint.
-
-    Returns:
-        What the table shows: sizes, parameters and bytes, each before and after.
-
-    Raises:
-        ConfigError: sizes that cannot be had, or a folder that must not be written to.
-        CheckpointError: the small checkpoint is not a complete one of Qwen3.5's text model.
-    """
-    check_folder(config.out, config.model, config.force)
-    raw, model_config = read_config(config.model)
-    source = Shape.of(model_config)
-    target = enlarged(source, config.sizes(source.hidden_size))
-    tied = bool(model_config.tie_word_embeddings)
-    small = read_tensors(config.model)
-    if tied:
-        small.pop("lm_head.weight", None)  # a copy that some programs store
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    stored = dtype or matrix_dtype(small)
-    scales = Scales.between(source, target, tied)
-    if stored != torch.float32 and not config.rounded:
-        scales.check_exact()
-
-    prepare_folder(config.out)
-    before, writer = Totals(), ShardWriter(config.out, config.max_shard_mb * 10**6)
-    for name, tensor in small.items():
-        before.add(name, tensor)
-    maker = WeightMaker(source, target, model_config.vocab_size, scales, config.seed)
-    for name, tensor in maker.tensors(small, dtype, config.repeat_noise):
-        writer.add(name, tensor)
-    writer.finish()
-    copy_companions(config.model, config.out)
-    large = enlarged_config(raw, model_config, source, target, scales, str(stored).removeprefix("torch."))
-    write_json(config.out / "config.json", large)  # last: without it the folder is not taken for a checkpoint
-    return comparison(source, target, before, writer.totals)
-
-
-def comparison(source: Shape, target: Shape, before: Totals, after: Totals) -> dict[str, tuple[int, int]]:
-    """Rows of the table."""
-    old, new = source.sizes(), target.sizes()
-    return {
-        **{name: (old[name], new[name]) for name in old},
-        "parameters, target": (before.target_parameters, after.target_parameters),
-        "parameters, MTP head": (before.mtp_parameters, after.mtp_parameters),
-        "bytes": (before.num_bytes, after.num_bytes),
-    }
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], Any]:

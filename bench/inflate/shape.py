@@ -71,7 +71,7 @@ class Shape:
 
 
 # config.json of Qwen/Qwen3.5-0.8B, -4B and -9B, text part: three delta nets and an attention, six or eight times. Their
-# 64 rotated components per head and their 248320 tokens are not taken: see options.py.
+# 64 rotated components per head and their 248320 tokens are not taken: see the docstring of __main__.py.
 _WIDTHS = {"head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 _LARGE = {"num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_value_heads": 32}
 PUBLISHED: Mapping[str, Mapping[str, int]] = {

@@ -5,7 +5,7 @@
 Without ``--base-url`` it starts ``specmamba serve`` with the engine flags given, and ends it. Every level of load asks
 the same requests with the same seeds, after a few that are not counted. Before each level the server is told to forget
 its prefix cache (``cache_flushed`` in the report: whether it did, before all of them; not every server can).
-load.py says what load is, report.py how each figure is defined. The throughput of a closed loop
+load.py says what load is, figures.py how each figure is defined. The throughput of a closed loop
 includes its drain: near the end of a level clients run out of requests one by one, and the level lasts until its last
 answer; more requests make that matter less. This process takes processor time of its own: where it shares a machine
 with the server, that is in the figures.
@@ -40,7 +40,7 @@ def _run(config: ServingBenchConfig, arguments: Sequence[str]) -> int:
     _check(config, arguments)
     texts = bundled_texts() if config.prompts is None else read_texts(config.prompts)
     report = _measure(config, [text.text for text in texts])
-    from specmamba.bench.serving.report import plot_report, print_report
+    from specmamba.bench.serving.figures import plot_report, print_report
 
     put_out(config, report, print_report, plot_report)
     return 0 if all(level["completed"] for level in report["levels"]) else 1

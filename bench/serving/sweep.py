@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from specmamba.bench.serving.figures import level_name, level_report
 from specmamba.bench.serving.load import (
     Failure,
     Outcome,
@@ -23,7 +24,6 @@ from specmamba.bench.serving.load import (
     poisson_arrivals,
 )
 from specmamba.bench.serving.options import ServingBenchConfig
-from specmamba.bench.serving.report import level_name, level_report
 from specmamba.bench.serving.server import StartedServer
 from specmamba.errors import ConfigError
 from specmamba.measure.report import machine, progress_bar, versions

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specmamba.bench.serving.report import percentile
+from specmamba.bench.serving.figures import percentile
 from specmamba.bench.soak.clients import Tally
 from specmamba.measure.command import Page
 

@@ -1,4 +1,4 @@
-"""The report of ``specmamba tune tree`` for people: tables and a picture. report.py says what the figures are."""
+"""The report of ``specmamba tune tree`` for people: tables and a picture. figures.py defines them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _run(config: TreeTunerConfig) -> int:
 def tune(config: TreeTunerConfig, sources: Sequence[PromptText]) -> dict[str, Any]:
     """Everything; the report as a JSON object. Raises SpecmambaError."""
     from specmamba.tune.contest import check_room, start_engine
-    from specmamba.tune.report import full_report, provenance
+    from specmamba.tune.figures import full_report, provenance
     from specmamba.tune.search import candidates, choose, tree_file
     from specmamba.tune.texts import collect_texts, record_ranks
 

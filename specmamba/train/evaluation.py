@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from specmamba.measure.acceptance.figures import full_report
 from specmamba.measure.acceptance.options import AcceptanceBenchConfig, largest_flags, variants_of
-from specmamba.measure.acceptance.report import full_report
 from specmamba.measure.acceptance.run import measure, select_tasks, start_engine
 from specmamba.measure.acceptance.tables import print_report
 from specmamba.measure.prompts import read_texts

@@ -1,1 +1,0 @@
-"""What measuring, tuning and training share: prompts, runs, reports, and the acceptance of drafts."""

@@ -1,1 +1,0 @@
-"""``specmamba train``: draft heads for models that have none."""

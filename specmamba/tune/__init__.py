@@ -1,1 +1,0 @@
-"""``specmamba tune``: choosing draft trees by measurement."""
