@@ -18,7 +18,6 @@ from specmamba.bench.gpu import run as gpu_run
 from specmamba.bench.gpu.__main__ import has_failed, targets_of
 from specmamba.bench.gpu.plan import CHAIN, GUESSES_S, PLAIN, TREE, Block, Budget, Shape, dry_plan, full_plan
 from specmamba.bench.gpu.run import Session
-from specmamba.bench.gpu.tables import has_failed, targets_of
 from specmamba.bench.inflate.__main__ import InflateConfig, inflate
 from specmamba.bench.inflate.checkpoint import read_config
 from specmamba.bench.inflate.shape import PUBLISHED, enlarged
