@@ -121,7 +121,7 @@ def _serve(arguments: list[str]) -> int:
     from specmamba.server_config import ServerConfig
 
     config = parse_command_line(ServerConfig, "specmamba serve", arguments)
-    from specmamba.server.run import run_server
+    from specmamba.server.serve import run_server
 
     return run_server(config, lambda: _build_engine(config))
 

@@ -26,7 +26,7 @@ GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES = 30.0, 256 << 20
 class LLM:
     """A model in this process that continues prompts.
 
-    Use it from one thread, and close it (or use it as a context manager) to free its memory::
+    Use it from one thread only, and close it, or use it as a context manager::
 
         with LLM(model="./my-model", speculative_algorithm="mtp") as llm:
             outputs = llm.generate(["def main():", "class A"], SamplingParams(max_tokens=64))
@@ -134,7 +134,7 @@ class LLM:
         return Workbench(self.engine)
 
     def close(self) -> None:
-        """Abort running requests and free the memory. The object cannot be used afterwards."""
+        """Abort running requests and end the grammar compiler. The object cannot be used afterwards."""
         if self._grammars is not None:
             self._grammars.close()
         self.engine.close()

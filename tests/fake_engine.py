@@ -17,7 +17,7 @@ from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.server.app import create_app
-from specmamba.server.run import ApiServer, bind, url_of
+from specmamba.server.serve import ApiServer, bind, url_of
 from specmamba.server_config import ServerConfig
 
 TEXT = "def main() -> None:\n    print('héllo → 世界 🙂')\n    return None\n"

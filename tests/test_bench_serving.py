@@ -492,7 +492,7 @@ def test_a_server_that_does_not_start(
 SLOW = """
 import os, sys
 from specmamba.server_config import ServerConfig
-from specmamba.server.run import run_server
+from specmamba.server.serve import run_server
 from tests.fake_engine import FakeEngine
 
 class Noted(FakeEngine):

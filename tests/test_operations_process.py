@@ -11,7 +11,7 @@ from tests.test_server_process import Completion, num_running, process
 KILLED = """
 import ctypes, signal, sys, threading
 from specmamba.server_config import ServerConfig
-from specmamba.server.run import run_server
+from specmamba.server.serve import run_server
 from tests.fake_engine import FakeEngine
 config = ServerConfig(port=0, log_format="json")
 engines = []

@@ -218,7 +218,7 @@ def test_sigterm_while_the_model_loads_ends_quietly() -> None:
 SLOW = """
 import sys, time
 from specmamba.server_config import ServerConfig
-from specmamba.server.run import run_server
+from specmamba.server.serve import run_server
 def build():
     print("loading", flush=True)
     time.sleep(60)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 FAKE = """
 import sys
 from specmamba.server_config import ServerConfig
-from specmamba.server.run import run_server
+from specmamba.server.serve import run_server
 from tests.fake_engine import FakeEngine
 config = ServerConfig(port=0, **{settings!r})
 sys.exit(run_server(config, lambda: FakeEngine(config, **{script!r})))

@@ -14,7 +14,7 @@ from specmamba.server.api.completions import completion_routes
 from specmamba.server.api.models import info_routes, model_routes
 from specmamba.server.api.operations import health_routes, prefix_cache_routes
 from specmamba.server.api.service import Service
-from specmamba.server.api.tokens import tokenize_routes
+from specmamba.server.api.tokenization import tokenize_routes
 from specmamba.server.http.error_answers import corrected_schema, install_error_handlers
 from specmamba.server.http.guards import install_guards
 from specmamba.server.observe.call_record import CallRecord, RecordCalls

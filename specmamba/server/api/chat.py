@@ -40,7 +40,7 @@ from specmamba.server.api.responses import (
     new_head,
 )
 from specmamba.server.api.service import Service
-from specmamba.server.api.tokens import TokenPieces, finite, token_string
+from specmamba.server.api.tokenization import TokenPieces, finite, token_string
 from specmamba.server.http.error_answers import ApiError, answers
 from specmamba.server.observe.call_record import CallRecord
 from specmamba.server.tools.choice import ToolPlan, plan_tools

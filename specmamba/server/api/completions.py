@@ -23,7 +23,7 @@ from specmamba.server.api.responses import (
     new_head,
 )
 from specmamba.server.api.service import Service
-from specmamba.server.api.tokens import TokenPieces, completion_logprobs, joined, prompt_offsets
+from specmamba.server.api.tokenization import TokenPieces, completion_logprobs, joined, prompt_offsets
 from specmamba.server.http.error_answers import answers
 from specmamba.server.observe.call_record import CallRecord
 

@@ -19,7 +19,7 @@ from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.core import DraftView, SpecStats
 from specmamba.errors import EngineStoppedError
 from specmamba.server.api.service import Service
-from specmamba.server.api.tokens import token_string
+from specmamba.server.api.tokenization import token_string
 from specmamba.server.http.error_answers import ApiError
 from specmamba.server.observe.metrics import Histogram, ServerMetrics, accepted_per_position
 

@@ -26,7 +26,7 @@ export const count = (value, noun) => `${number(value)} ${noun}${value === 1 ? "
 /** Text with its invisible characters made visible. */
 export const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 
-/** The colour of a depth; deeper ones than the last colour share it. */
+/** The number of colours for depths; greater depths have the last colour. */
 export const MAX_COLOUR = 6;
 export const depthClass = (depth) => `d${Math.min(depth, MAX_COLOUR)}`;
 export const depthColour = (depth) => cssValue(`--d${Math.min(depth, MAX_COLOUR)}`);

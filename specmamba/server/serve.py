@@ -46,9 +46,8 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
     configure_logging(config)
     check_tracing(config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server installs its handlers; no request runs yet
-    with bind(
-        config.host, config.port
-    ) as listener:  # before the model is loaded, so that a port in use is reported at once
+    # Bound before the model is loaded, so that a port in use is reported at once.
+    with bind(config.host, config.port) as listener:
         engine_thread = EngineThread(build_engine, config.stream_chunk_interval)
         engine_thread.start()
         _keep_what_is_loaded()
