@@ -78,12 +78,7 @@ class Contestant:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status: 0, or 130 after Ctrl-C."""
-    return run_command(PROG, DecodeBenchConfig, arguments, _run)
-
-
-def _run(config: DecodeBenchConfig) -> int:
-    put_out(config, run(config), print_report)
-    return 0
+    return run_command(PROG, DecodeBenchConfig, arguments, lambda config: put_out(config, run(config), print_report))
 
 
 def run(config: DecodeBenchConfig) -> dict[str, Any]:

@@ -82,12 +82,9 @@ class Drift:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark. Returns the exit status: 0, or 130 after Ctrl-C."""
-    return run_command(PROG, StateDriftConfig, arguments, _run)
-
-
-def _run(config: StateDriftConfig) -> int:
-    put_out(config, measure_and_report(config), print_report)
-    return 0
+    return run_command(
+        PROG, StateDriftConfig, arguments, lambda config: put_out(config, measure_and_report(config), print_report)
+    )
 
 
 def measure_and_report(config: StateDriftConfig) -> dict[str, Any]:

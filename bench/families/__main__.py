@@ -76,12 +76,7 @@ class Round:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status: 0, or 130 after Ctrl-C."""
-    return run_command(PROG, FamiliesConfig, arguments, _run)
-
-
-def _run(config: FamiliesConfig) -> int:
-    put_out(config, run(config), print_report)
-    return 0
+    return run_command(PROG, FamiliesConfig, arguments, lambda config: put_out(config, run(config), print_report))
 
 
 def run(config: FamiliesConfig) -> dict[str, Any]:

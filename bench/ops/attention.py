@@ -9,20 +9,7 @@ import torch
 from torch import Tensor
 
 from specmamba.bench.ops import peers
-from specmamba.bench.ops.case import (
-    Candidate,
-    Case,
-    Cost,
-    Operator,
-    Place,
-    Run,
-    counted,
-    dtype_of,
-    forms,
-    generator,
-    tree_parents,
-    triton_ops,
-)
+from specmamba.bench.ops.case import Candidate, Case, Cost, Operator, Place, Run, counted, tree_parents, triton_ops
 from specmamba.kernels import paged_attention
 from specmamba.kernels import tree as tree_ops
 from specmamba.kernels.paged_attention import native_ops, torch_ops
@@ -34,7 +21,7 @@ ROTATED = 64
 def make_metadata(case: Case, device: torch.device) -> paged_attention.AttentionMetadata:
     """Metadata of a tree behind ``context`` tokens in each row; slots of the pool are in random order, 0 is padding."""
     batch, nodes, context = case["batch"], case["nodes"], case["context"]
-    slots = 1 + torch.randperm(batch * (context + nodes), generator=generator(case)).view(batch, -1)
+    slots = 1 + torch.randperm(batch * (context + nodes), generator=case.generator()).view(batch, -1)
     table = torch.cat([torch.zeros_like(slots[:1]), slots]).to(device)
     seen = tree_ops.ancestors(tree_parents(case)).to(device)
     roots = torch.full((batch,), context, device=device)
@@ -47,7 +34,7 @@ def make_pools(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     """Pools of keys and values, each [T, Hkv, D]."""
     size = 1 + case["batch"] * (case["context"] + case["nodes"])
     shape = 2, size, case["key_heads"], case["head_dim"]
-    pools = torch.randn(shape, generator=generator(case)).to(device, dtype_of(case))
+    pools = torch.randn(shape, generator=case.generator()).to(device, case.torch_dtype)
     return pools[0], pools[1]
 
 
@@ -57,7 +44,7 @@ def attend_candidates(case: Case, place: Place) -> list[Candidate]:
     if case.kind == "layer":
         return _layer_candidates(case, place, metadata, k_pool, v_pool)
     shape = case["batch"], case["nodes"], case["heads"], case["head_dim"]
-    q = torch.randn(shape, generator=generator(case)).to(place.device, dtype_of(case))
+    q = torch.randn(shape, generator=case.generator()).to(place.device, case.torch_dtype)
     mask, scale = metadata.mask, case["head_dim"] ** -0.5
     assert mask is not None
 
@@ -65,8 +52,8 @@ def attend_candidates(case: Case, place: Place) -> list[Candidate]:
         ops = triton_ops("paged_attention")
         return lambda: (ops.attend(q, k_pool, v_pool, metadata, scale),)
 
-    found = forms(
-        place, lambda: lambda: (torch_ops.attend(q, k_pool, v_pool, metadata.indices, mask, scale),), in_triton
+    found = place.forms(
+        lambda: lambda: (torch_ops.attend(q, k_pool, v_pool, metadata.indices, mask, scale),), in_triton
     )
     return found + peers.flashinfer_attend(q, k_pool, v_pool, metadata.indices, mask)
 
@@ -79,7 +66,7 @@ def _layer_candidates(
         heads, key_heads, dim, dim**-0.5, torch.ones(heads + key_heads, dim, device=device), 1e-6, has_gate=True
     )
     width = (2 * heads + 2 * key_heads) * dim
-    gen, dtype = generator(case), dtype_of(case)
+    gen, dtype = case.generator(), case.torch_dtype
     projected = torch.randn(case["batch"], case["nodes"], width, generator=gen).to(device, dtype)
     angles = torch.rand(case["batch"], case["nodes"], 1, min(ROTATED, dim), generator=gen)
     turn = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
@@ -90,8 +77,7 @@ def _layer_candidates(
         return lambda: (layer(projected, config, *turn, *pools, write_slots, metadata), *pools)
 
     can_take = native_ops.can_take(projected, k_pool, v_pool, metadata.indices)
-    return forms(
-        place,
+    return place.forms(
         lambda: run(torch_ops.attend_layer),
         lambda: run(triton_ops("paged_attention").attend_layer),
         (lambda: run(native_ops.attend_layer)) if can_take else None,

@@ -48,6 +48,15 @@ class Case:
         """Bytes of an activation."""
         return 4 if self.dtype == "float32" else 2
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type of activations."""
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
+
+    def generator(self) -> torch.Generator:
+        """The random numbers of the inputs: the same in every run and on every device."""
+        return torch.Generator().manual_seed(sum(map(ord, self.name)))
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -76,6 +85,26 @@ class Place:
     device: torch.device
     has_triton: bool  # Triton's kernels run: on a GPU, or in Triton's interpreter
 
+    def forms(
+        self,
+        in_torch: Callable[[], Run],
+        in_triton: Callable[[], Run],
+        native: Callable[[], Run] | None = None,
+        tolerance: float | None = None,
+    ) -> list[Candidate]:
+        """The forms of an operator that run here, PyTorch's first; the native form only where Triton's cannot run.
+
+        Args:
+            in_torch: prepares PyTorch's form.
+            in_triton: prepares Triton's form.
+            native: prepares the native form; None: there is none for these inputs.
+            tolerance: of the forms other than PyTorch's; None: the operator's.
+        """
+        found = [Candidate(TORCH, in_torch)]
+        if self.has_triton:
+            return [*found, Candidate(TRITON, in_triton, tolerance)]
+        return found if native is None else [*found, Candidate(NATIVE, native, tolerance)]
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -96,41 +125,9 @@ class Operator:
         return [case for case in self.cases if not case.is_tiny and (case.is_quick or not is_quick)]
 
 
-def forms(
-    place: Place,
-    in_torch: Callable[[], Run],
-    in_triton: Callable[[], Run],
-    native: Callable[[], Run] | None = None,
-    tolerance: float | None = None,
-) -> list[Candidate]:
-    """The forms of an operator that run at a place, PyTorch's first.
-
-    Args:
-        place: where they run. Triton's form is left out where it cannot run, and the native one where Triton's runs.
-        in_torch: prepares PyTorch's form.
-        in_triton: prepares Triton's form.
-        native: prepares the native form; None: there is none for these inputs.
-        tolerance: of the forms other than PyTorch's; None: the operator's.
-    """
-    found = [Candidate(TORCH, in_torch)]
-    if place.has_triton:
-        return [*found, Candidate(TRITON, in_triton, tolerance)]
-    return found if native is None else [*found, Candidate(NATIVE, native, tolerance)]
-
-
-def generator(case: Case) -> torch.Generator:
-    """The random numbers of a case's inputs: the same in every run and on every device."""
-    return torch.Generator().manual_seed(sum(map(ord, case.name)))
-
-
 def counted(count: int, what: str) -> str:
     """Write a number with its noun, which has an s unless the number is 1."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def dtype_of(case: Case) -> torch.dtype:
-    """The type of a case's activations."""
-    return torch.float32 if case.dtype == "float32" else torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,7 @@ def ssd_inputs(case: Case, length: int, gen: torch.Generator) -> tuple[Tensor, .
 
 def make_layer(case: Case, place: Place, inputs_of: Callable[..., tuple[Tensor, ...]]) -> Layer:
     """Make checkpoints, pending records and trees of random numbers. Row 0 and slot 0 are padding, as in the pools."""
-    gen, batch, pending, nodes = generator(case), case["batch"], case["pending"], case["nodes"]
+    gen, batch, pending, nodes = case.generator(), case["batch"], case["pending"], case["nodes"]
     records = max(16, 2 * nodes, pending + nodes)  # as the cache sizes them
     channels = 2 * case["key_heads"] * case["key"] + case["heads"] * case["value"]
     shape = batch + 1, records

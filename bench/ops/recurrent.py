@@ -27,8 +27,6 @@ from specmamba.bench.ops.case import (
     Run,
     counted,
     delta_inputs,
-    forms,
-    generator,
     make_layer,
     records_of,
     ssd_inputs,
@@ -71,7 +69,7 @@ def verify_candidates(case: Case, place: Place, kind: Recurrence) -> list[Candid
         ops, own = triton_ops(kind.name), layer.copied()
         return lambda: (ops.tree_verify_in_place(*own.inputs, own.buffers, own.trees), *records_of(own, written))
 
-    found = forms(place, in_torch, in_triton)
+    found = place.forms(in_torch, in_triton)
     if case.kind == "chain" and not case["pending"]:
         others = peers.fla_recurrent if kind is DELTA else peers.mamba_update
         found += others(layer.inputs, layer.buffers.states[1:])
@@ -88,12 +86,12 @@ def snapshot_candidates(case: Case, place: Place, kind: Recurrence) -> list[Cand
         snapshots = states.new_empty(case["batch"], case["nodes"], *states.shape[1:])
         return lambda: (ops.tree_verify_snapshots(*layer.inputs, states, snapshots, parents), snapshots)
 
-    return forms(place, lambda: run(kind.torch_ops), lambda: run(triton_ops(kind.name)))
+    return place.forms(lambda: run(kind.torch_ops), lambda: run(triton_ops(kind.name)))
 
 
 def extend_candidates(case: Case, place: Place, kind: Recurrence) -> list[Candidate]:
     """Known tokens, as many in every row. In place, each repetition goes on from the last; the first is compared."""
-    gen, batch, length = generator(case), case["batch"], case["tokens"]
+    gen, batch, length = case.generator(), case["batch"], case["tokens"]
     inputs = tuple(x.to(place.device) for x in kind.inputs_of(case, length, gen))
     states = torch.randn(batch + 1, case["heads"], case["key"], case["value"], generator=gen).to(place.device)
     slots = torch.arange(1, batch + 1, device=place.device)
@@ -103,7 +101,7 @@ def extend_candidates(case: Case, place: Place, kind: Recurrence) -> list[Candid
         ops, own = triton_ops(kind.name), states.clone()
         return lambda: (ops.extend_in_place(*inputs, own, slots, lengths), own[1:])
 
-    found = forms(place, lambda: lambda: kind.package.extend(*inputs, states[1:], lengths), in_triton)
+    found = place.forms(lambda: lambda: kind.package.extend(*inputs, states[1:], lengths), in_triton)
     return found + (peers.fla_chunk if kind is DELTA else peers.mamba_chunk)(inputs, states[1:])
 
 
@@ -119,7 +117,7 @@ def fold_candidates(case: Case, place: Place) -> list[Candidate]:
         return lambda: (ops.fold(*given, pending, out),)
 
     native = (lambda: run(fold_native)) if fold_native.can_take(*given) else None
-    return forms(place, lambda: run(fold_torch), lambda: run(triton_ops("state_records")), native)
+    return place.forms(lambda: run(fold_torch), lambda: run(triton_ops("state_records")), native)
 
 
 def state_bytes(case: Case) -> int:

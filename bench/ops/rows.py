@@ -9,19 +9,7 @@ import torch
 from torch import Tensor
 
 from specmamba.bench.ops import peers
-from specmamba.bench.ops.case import (
-    Candidate,
-    Case,
-    Cost,
-    Operator,
-    Place,
-    Run,
-    counted,
-    dtype_of,
-    forms,
-    generator,
-    triton_ops,
-)
+from specmamba.bench.ops.case import Candidate, Case, Cost, Operator, Place, Run, counted, triton_ops
 from specmamba.kernels import linear, moe
 from specmamba.kernels.linear import torch_ops as linear_torch
 from specmamba.kernels.moe import torch_ops as moe_torch
@@ -33,7 +21,7 @@ ROTATED = 64
 
 def row_arguments(case: Case, device: torch.device) -> tuple[Any, ...]:
     """The arguments of ``rowwise``'s function of this kind."""
-    gen, dtype = generator(case), dtype_of(case)
+    gen, dtype = case.generator(), case.torch_dtype
     tokens, heads, dim = (case["batch"], case["nodes"]), case["heads"], case["dim"]
 
     def random(*shape: int, of: torch.dtype = dtype) -> Tensor:
@@ -68,7 +56,7 @@ def row_candidates(case: Case, place: Place) -> list[Candidate]:
         return call
 
     native = (lambda: run(native_ops)) if native_ops.can_take(given[0]) else None
-    found = forms(place, lambda: run(torch_ops), lambda: run(triton_ops("rowwise")), native)
+    found = place.forms(lambda: run(torch_ops), lambda: run(triton_ops("rowwise")), native)
     weight = given[1] if case.kind == "rms_norm" else None
     return found + peers.flashinfer_rows(case.kind, given[0], weight, EPS)
 
@@ -89,15 +77,14 @@ def row_cost(case: Case) -> Cost:
 
 def linear_candidates(case: Case, place: Place) -> list[Candidate]:
     """A product with weights [N, K] that were rounded to int8; ``torch`` widens them first."""
-    gen, dtype = generator(case), dtype_of(case)
+    gen, dtype = case.generator(), case.torch_dtype
     weight = (torch.randn(case["out"], case["in"], generator=gen) * case["in"] ** -0.5).to(place.device, dtype)
     x = torch.randn(case["rows"], case["in"], generator=gen).to(place.device, dtype)
 
     def run(product: Any) -> Run:
         return lambda: (product(x),)
 
-    in_torch, ours = forms(
-        place,
+    in_torch, ours = place.forms(
         lambda: run(linear_torch.Int8Weight(weight)),
         lambda: run(triton_ops("linear").TritonInt8Weight(weight)),
         lambda: run(linear.pack(weight, "int8")),
@@ -115,7 +102,7 @@ def linear_cost(case: Case) -> Cost:
 
 def experts_candidates(case: Case, place: Place) -> list[Candidate]:
     """Tokens sent to their experts, multiplied and put back together."""
-    gen, dtype, count = generator(case), dtype_of(case), case["experts"]
+    gen, dtype, count = case.generator(), case.torch_dtype, case["experts"]
     weight = torch.randn(count, case["out"], case["in"], generator=gen) * case["in"] ** -0.5
     weight = weight.to(place.device, dtype)
     x = torch.randn(case["rows"], case["in"], generator=gen).to(place.device, dtype)
@@ -136,8 +123,7 @@ def experts_candidates(case: Case, place: Place) -> list[Candidate]:
         ops = triton_ops("moe")
         return run(moe if x.is_cuda else ops, ops.TritonExperts(weight))
 
-    return forms(
-        place,
+    return place.forms(
         lambda: run(moe_torch, in_torch(weight)),
         in_triton,
         lambda: run(moe, moe.pack(weight)),

@@ -7,18 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.bench.ops.case import (
-    Candidate,
-    Case,
-    Cost,
-    Operator,
-    Place,
-    Run,
-    forms,
-    generator,
-    tree_parents,
-    triton_ops,
-)
+from specmamba.bench.ops.case import Candidate, Case, Cost, Operator, Place, Run, tree_parents, triton_ops
 from specmamba.kernels.sampling import native_ops as sampling_native
 from specmamba.kernels.sampling import torch_ops as sampling_torch
 from specmamba.kernels.state_copy import torch_ops as copy_torch
@@ -30,7 +19,7 @@ VOCABULARY = 248_320  # Qwen3.5
 
 def sampling_candidates(case: Case, place: Place) -> list[Candidate]:
     """The most likely token after every node, or a sampled one."""
-    gen, shape = generator(case), (case["batch"], case["nodes"])
+    gen, shape = case.generator(), (case["batch"], case["nodes"])
     logits = (3 * torch.randn(*shape, case["vocabulary"], generator=gen)).to(place.device)
     temperature = torch.full(shape[:1], 0.8, device=place.device)
     uniforms = torch.rand(*shape, generator=gen).to(place.device)
@@ -42,7 +31,7 @@ def sampling_candidates(case: Case, place: Place) -> list[Candidate]:
 
     none = (None, None, None)
     native = (lambda: run(sampling_native, ())) if sampling_native.can_take(logits) else None
-    return forms(place, lambda: run(sampling_torch, none), lambda: run(triton_ops("sampling"), none), native)
+    return place.forms(lambda: run(sampling_torch, none), lambda: run(triton_ops("sampling"), none), native)
 
 
 def sampling_cost(case: Case) -> Cost:
@@ -54,15 +43,14 @@ def sampling_cost(case: Case) -> Cost:
 def path_candidates(case: Case, place: Place) -> list[Candidate]:
     """The accepted path of every tree; about half of the tokens agree with the target's."""
     parents = tree_parents(case)
-    gen, ancestors = generator(case), tree_torch.ancestors(parents).to(place.device)
+    gen, ancestors = case.generator(), tree_torch.ancestors(parents).to(place.device)
     tokens, target = torch.randint(0, 2, (2, *parents.shape), generator=gen).to(place.device).unbind()
     parents = parents.to(place.device)
 
     def run(ops: Any) -> Run:
         return lambda: ops.accepted_path(tokens, parents, ancestors, target)
 
-    return forms(
-        place,
+    return place.forms(
         lambda: run(tree_torch),
         lambda: run(triton_ops("tree")),
         (lambda: run(tree_native)) if tree_native.can_take(tokens) else None,
@@ -77,7 +65,7 @@ def path_cost(case: Case) -> Cost:
 
 def compact_candidates(case: Case, place: Place) -> list[Candidate]:
     """Accepted records moved to the front, in all layers at once: node 2 i to place i, as after a bushy tree."""
-    gen, (layers, rows, nodes) = generator(case), (case["layers"], case["batch"], case["nodes"])
+    gen, (layers, rows, nodes) = case.generator(), (case["layers"], case["batch"], case["nodes"])
     buffer = torch.randn(layers, rows + 1, 2 * nodes, case["width"], generator=gen).to(place.device)
     accepted = torch.arange(case["accepted"], device=place.device).expand(rows, -1)
     source, target = 2 * accepted, accepted.clone()
@@ -92,7 +80,7 @@ def compact_candidates(case: Case, place: Place) -> list[Candidate]:
 
         return call
 
-    return forms(place, lambda: run(copy_torch), lambda: run(triton_ops("state_copy")))
+    return place.forms(lambda: run(copy_torch), lambda: run(triton_ops("state_copy")))
 
 
 def compact_cost(case: Case) -> Cost:

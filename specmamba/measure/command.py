@@ -66,7 +66,7 @@ def put_out(
     plot_report: Callable[[Path, Report], None] | None = None,
     *,
     can_print_json: bool = False,
-) -> None:
+) -> int:
     """Print a report, and write it to the files of ``--json`` and ``--plot``.
 
     Args:
@@ -76,17 +76,21 @@ def put_out(
         plot_report: draws the picture into a file.
         can_print_json: ``--json -`` prints the report as JSON, and nothing else.
 
+    Returns:
+        0, the exit status of a command that only reports.
+
     Raises:
         ConfigError: a file cannot be written.
     """
     if can_print_json and config.json == STANDARD_OUTPUT:
         print(json.dumps(report, indent=2))
-        return
+        return 0
     print_report(report)
     if config.json is not None:
         write_json(config.json, report)
     if plot_report is not None and config.plot is not None:
         plot_report(config.plot, report)
+    return 0
 
 
 class Page:
