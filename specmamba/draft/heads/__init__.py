@@ -154,12 +154,12 @@ class MTPDrafter(Drafter):
         """
         pending_tokens = batch.pending_tokens
         assert pending_tokens is not None
-        given = self._run_pending(batch, pending_tokens, num_entries or self._plan.num_lookahead_slots)
+        outputs = self._run_pending(batch, pending_tokens, num_entries or self._plan.num_lookahead_slots)
         if pending_tokens.counts is None:
-            at_roots = [states[:, -1:] for states in given]
+            at_roots = [states[:, -1:] for states in outputs]
         else:
             last = pending_tokens.counts[:, None, None] - 1
-            at_roots = [states.gather(1, last.expand(-1, 1, states.shape[2])) for states in given]
+            at_roots = [states.gather(1, last.expand(-1, 1, states.shape[2])) for states in outputs]
         self.pending.store_root_states(batch, at_roots)
         if self._num_modules > 1:
             self._descent = Descent(batch.root_tokens[:, None], at_roots)
@@ -219,22 +219,22 @@ class MTPDrafter(Drafter):
         tokens = rows.take(self.pending.tokens)[:, :longest]
         positions, slots = window.positions[:, :longest], window.slots[:, :longest]
         num_keys = batch.max_root_position + 1
-        given: list[Tensor] = []
+        outputs: list[Tensor] = []
         for module in range(self._num_modules):
             hidden = rows.take(self.pending.before[module])[:, :longest]
             if module:
-                hidden = torch.cat([hidden[:, :1], given[-1][:, :-1]], 1)
+                hidden = torch.cat([hidden[:, :1], outputs[-1][:, :-1]], 1)
             first_key = FIRST_KEY + module
             sees_all = tokens.numel() == 1 and num_keys > first_key  # the only token is the last key
             keys = causal_keys(self._table, batch, positions, num_keys, first_key, sees_all=sees_all)
-            given.append(self._forward(tokens, hidden, positions, slots, keys, module))
-        return given
+            outputs.append(self._forward(tokens, hidden, positions, slots, keys, module))
+        return outputs
 
     def _complete(self, batch: Batch) -> None:
         """Make the entries of all pending tokens and store the modules' states; the tokens stay pending."""
         pending_tokens = HostPendingTokens(self.pending.counts(batch.rows), is_deferred=True).on(self._device)
-        given = self._run_pending(batch, pending_tokens, 1)  # there may be no KV slots after the roots
-        self.pending.complete(batch, given)
+        outputs = self._run_pending(batch, pending_tokens, 1)  # there may be no KV slots after the roots
+        self.pending.store_module_states(batch, outputs)
 
     def _batch_of(self, row: int) -> Batch:
         """Return a batch of one row for ``_complete``; its sampling settings are not used."""

@@ -67,19 +67,21 @@ class PendingTokenTable:
 
         Columns after a row's last decided token may hold anything; ``advance`` sets how many of them count.
         """
-        assert batch.pending_tokens is not None
+        pending = batch.pending_tokens
+        assert pending is not None
         rows, num_columns = RowSet.of_batch(batch), tokens.shape[1]
-        first = batch.pending_tokens.max_count if batch.pending_tokens.is_deferred else 0
-        if rows.is_range and not (batch.pending_tokens.is_deferred and batch.pending_tokens.counts is not None):
+        first = pending.max_count if pending.is_deferred else 0
+        counts = pending.counts if pending.is_deferred else None
+        if rows.is_range and counts is None:
             columns = slice(first, first + num_columns)
             rows.take(self.tokens)[:, columns] = tokens
             rows.take(self.before[0])[:, columns] = states
             return
-        places = torch.arange(num_columns, device=self._device)[None]
-        if batch.pending_tokens.is_deferred:
-            places = places + (first if batch.pending_tokens.counts is None else batch.pending_tokens.counts[:, None])
-        self.tokens[rows.index[:, None], places] = tokens
-        self.before[0][rows.index[:, None], places] = states
+        index = torch.arange(num_columns, device=self._device)[None]
+        if pending.is_deferred:
+            index = index + (first if counts is None else counts[:, None])
+        self.tokens[rows.index[:, None], index] = tokens
+        self.before[0][rows.index[:, None], index] = states
 
     def advance(self, rows: Sequence[int], counts: Sequence[int], is_deferred: bool) -> None:
         """Count the tokens that ``add`` stored; the earlier ones stay pending only if the step deferred them."""
@@ -89,10 +91,10 @@ class PendingTokenTable:
             self.num_tokens[row] += count
             self.root[row] += count
 
-    def complete(self, batch: Batch, given: Sequence[Tensor]) -> None:
+    def store_module_states(self, batch: Batch, outputs: Sequence[Tensor]) -> None:
         """Store the outputs of all modules for all pending tokens, [B, longest, H] each, as states before the next."""
         counts = self.counts(batch.rows)
-        for before, states in zip(self.before[1:], given[:-1], strict=False):
+        for before, states in zip(self.before[1:], outputs[:-1], strict=False):
             before[batch.row_index, 1 : max(counts)] = states[:, :-1]
         for row, count in zip(batch.rows, counts, strict=True):
             self.num_with_states[row] = count
