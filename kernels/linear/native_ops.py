@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -16,67 +17,63 @@ from specmamba.kernels.native import library
 SOURCE = Path(__file__).parent / "native.cpp"
 
 
-class NativeWeight:
-    """A bf16 weight in panels of 32 outputs. The result of a row does not depend on the other rows, bit for bit."""
+class _Panels:
+    """A weight in panels of 32 outputs. The result of a row does not depend on the other rows, bit for bit."""
 
-    def __init__(self, weight: Tensor, code: ctypes.CDLL) -> None:
-        """weight: [N, K] bfloat16 on the CPU, not empty, not kept; code: the loaded native.cpp."""
+    def __init__(self, weight: Tensor, dtype: torch.dtype, code: ctypes.CDLL, pack: Callable[..., None]) -> None:
+        """weight: [N, K] as it is packed, not kept; dtype: of inputs; pack: the function of ``code`` that packs it."""
         n, k = weight.shape
-        weight = weight.contiguous()
-        self.nbytes = weight.nbytes
-        self._packed = torch.empty(code.linear_packed_size(n, k), dtype=torch.bfloat16)
-        code.linear_pack(weight.data_ptr(), self._packed.data_ptr(), n, k, torch.get_num_threads())
-        self._multiply = code.linear_multiply
-        self._n, self._k = n, k
-        self._pointer = c_void_p(self._packed.data_ptr())
+        self._packed = torch.empty(code.linear_packed_size(n, k), dtype=weight.dtype)
+        pack(weight.data_ptr(), self._packed.data_ptr(), n, k, torch.get_num_threads())
+        self._n, self._k, self._dtype = n, k, dtype
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., K] bfloat16 on the CPU -> [..., N].
-
-        Raises:
-            ValueError: another dtype, device or width.
-        """
-        shape = x.shape
-        if x.dtype is not torch.bfloat16 or not shape or shape[-1] != self._k or x.device.type != "cpu":
-            raise _misfit(self._n, self._k, torch.bfloat16, x)
-        x = x.contiguous()
-        y = x.new_empty(*shape[:-1], self._n)
-        rows = x.numel() // self._k
-        self._multiply(x.data_ptr(), rows, self._pointer, y.data_ptr(), self._n, self._k, torch.get_num_threads())
-        return y
-
-
-class NativeInt8Weight:
-    """An int8 weight in panels of 32 outputs, and a scale per output: ``reference.linear_int8``, bit for bit.
-
-    The result of a row does not depend on the other rows.
-    """
-
-    def __init__(self, weight: Tensor, code: ctypes.CDLL) -> None:
-        """weight: [N, K] bfloat16 or float32 on the CPU, not empty, not kept; code: the loaded native.cpp."""
-        n, k = weight.shape
-        quantized, self._scale = quantize(weight)
-        self.nbytes = quantized.nbytes + self._scale.nbytes
-        self._packed = torch.empty(code.linear_packed_size(n, k), dtype=torch.int8)
-        code.linear_pack_int8(quantized.data_ptr(), self._packed.data_ptr(), n, k, torch.get_num_threads())
-        self._multiply = code.linear_multiply_int8
-        self._n, self._k, self._dtype = n, k, weight.dtype
-        self._pointers = c_void_p(self._packed.data_ptr()), c_void_p(self._scale.data_ptr())
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., K] of the weight's dtype on the CPU -> [..., N].
+    def _in_and_out(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        """x contiguous, the result's memory, and the number of rows.
 
         Raises:
             ValueError: another dtype, device or width.
         """
         shape = x.shape
         if x.dtype is not self._dtype or not shape or shape[-1] != self._k or x.device.type != "cpu":
-            raise _misfit(self._n, self._k, self._dtype, x)
-        x = x.contiguous()
-        y = x.new_empty(*shape[:-1], self._n)
+            name, size = str(self._dtype).removeprefix("torch."), [self._n, self._k]
+            complaint = f"a {name} weight {size} on the CPU cannot multiply"
+            raise ValueError(f"{complaint} {x.dtype} {list(shape)} on {x.device}")
+        return x.contiguous(), x.new_empty(*shape[:-1], self._n), x.numel() // self._k
+
+
+class NativeWeight(_Panels):
+    """A bf16 weight in panels."""
+
+    def __init__(self, weight: Tensor, code: ctypes.CDLL) -> None:
+        """weight: [N, K] bfloat16 on the CPU, not empty, not kept; code: the loaded native.cpp."""
+        super().__init__(weight.contiguous(), torch.bfloat16, code, code.linear_pack)
+        self.nbytes = weight.nbytes
+        self._multiply, self._pointer = code.linear_multiply, c_void_p(self._packed.data_ptr())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] bfloat16 on the CPU -> [..., N]; ValueError for anything else."""
+        x, y, rows = self._in_and_out(x)
+        self._multiply(x.data_ptr(), rows, self._pointer, y.data_ptr(), self._n, self._k, torch.get_num_threads())
+        return y
+
+
+class NativeInt8Weight(_Panels):
+    """An int8 weight in panels, and a scale per output: ``reference.linear_int8``, bit for bit."""
+
+    def __init__(self, weight: Tensor, code: ctypes.CDLL) -> None:
+        """weight: [N, K] bfloat16 or float32 on the CPU, not empty, not kept; code: the loaded native.cpp."""
+        quantized, self._scale = quantize(weight)
+        super().__init__(quantized, weight.dtype, code, code.linear_pack_int8)
+        self.nbytes = quantized.nbytes + self._scale.nbytes
+        self._multiply = code.linear_multiply_int8
+        self._pointers = c_void_p(self._packed.data_ptr()), c_void_p(self._scale.data_ptr())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] of the weight's dtype on the CPU -> [..., N]; ValueError for anything else."""
+        x, y, rows = self._in_and_out(x)
         is_bf16 = x.dtype is torch.bfloat16
         self._multiply(
-            *(x.data_ptr(), x.numel() // self._k, *self._pointers, y.data_ptr()),
+            *(x.data_ptr(), rows, *self._pointers, y.data_ptr()),
             *(self._n, self._k, is_bf16, torch.get_num_threads()),
         )
         return y
@@ -90,19 +87,13 @@ def can_pack(weight: Tensor, form: str) -> bool:
 
 def pack(weight: Tensor, form: str = "plain") -> NativeWeight | NativeInt8Weight:
     """Copy a weight that ``can_pack`` into panels."""
-    native = code()
-    assert native is not None
+    native = library.required(code())
     return NativeInt8Weight(weight, native) if form == "int8" else NativeWeight(weight, native)
-
-
-def _misfit(n: int, k: int, dtype: torch.dtype, x: Tensor) -> ValueError:
-    name = str(dtype).removeprefix("torch.")
-    return ValueError(f"a {name} weight [{n}, {k}] on the CPU cannot multiply {x.dtype} {list(x.shape)} on {x.device}")
 
 
 @cache
 def code() -> ctypes.CDLL | None:
-    """The native code of this op; None where there is none."""
+    """The library of this operator, or None where native code cannot run."""
     signatures = {
         "linear_pack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_pack_int8": [c_void_p, c_void_p, c_int64, c_int64, c_int],

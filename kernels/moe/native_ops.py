@@ -103,12 +103,16 @@ def can_pack(weight: Tensor, form: str) -> bool:
 
 def pack(weight: Tensor, form: str = "plain") -> NativeExperts | NativeInt8Experts:
     """Copy experts that ``can_pack`` into panels."""
-    return NativeInt8Experts(weight, _native()) if form == "int8" else NativeExperts(weight, _native())
+    return (
+        NativeInt8Experts(weight, library.required(code()))
+        if form == "int8"
+        else NativeExperts(weight, library.required(code()))
+    )
 
 
 def pack_router(weight: Tensor) -> NativeRouter:
     """Copy a router's weight, which is on the CPU and not empty, into panels."""
-    return NativeRouter(weight, _native())
+    return NativeRouter(weight, library.required(code()))
 
 
 def can_dispatch(x: Tensor) -> bool:
@@ -128,7 +132,7 @@ def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Grou
     ordered = x.new_empty(tokens * k, x.shape[1])
     places = torch.empty(tokens * k, dtype=torch.int64)
     ends = torch.empty(num_experts, dtype=torch.int32)
-    is_sound = _native().moe_dispatch(
+    is_sound = library.required(code()).moe_dispatch(
         *(x.data_ptr(), x.shape[1] * x.element_size(), experts.data_ptr(), tokens, k, num_experts),
         *(ordered.data_ptr(), places.data_ptr(), ends.data_ptr(), torch.get_num_threads()),
     )
@@ -148,7 +152,7 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
     tokens, k = weights.shape
     y, weights, places = y.contiguous(), weights.contiguous(), places.contiguous()
     out = y.new_empty(tokens, y.shape[1])
-    is_sound = _native().moe_combine(
+    is_sound = library.required(code()).moe_combine(
         *(t.data_ptr() for t in (y, places, weights, out)),
         *(tokens, k, y.shape[1], y.dtype is torch.bfloat16, torch.get_num_threads()),
     )
@@ -172,15 +176,9 @@ def _require_fit(x: Tensor, groups: Groups, size: tuple[int, ...], dtype: torch.
     require(fits and are_ends, f"experts {list(size)} {dtype} cannot multiply {x.dtype} {list(x.shape)}")
 
 
-def _native() -> ctypes.CDLL:
-    loaded = code()
-    assert loaded is not None
-    return loaded
-
-
 @cache
 def code() -> ctypes.CDLL | None:
-    """The native code of this op; None where there is none."""
+    """The library of this operator, or None where native code cannot run."""
     arguments = {
         "pack": [c_void_p, c_void_p, *[c_int64] * 3, c_int],
         "pack_int8": [c_void_p, c_void_p, *[c_int64] * 3, c_int],

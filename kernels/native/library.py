@@ -35,12 +35,18 @@ def load(source: Path) -> ctypes.CDLL | None:
 
 
 def load_functions(source: Path, signatures: Mapping[str, Sequence[Any]]) -> ctypes.CDLL | None:
-    """``load``, with the arguments of its functions, none of which returns anything, told to ctypes."""
+    """``load``, and declare the argument types of functions that return nothing."""
     library = load(source)
     if library is not None:
         for name, arguments in signatures.items():
             function = getattr(library, name)
             function.restype, function.argtypes = None, [*arguments]
+    return library
+
+
+def required(library: ctypes.CDLL | None) -> ctypes.CDLL:
+    """A library that is known to be loaded: its operator's condition has been asked."""
+    assert library is not None
     return library
 
 

@@ -62,8 +62,7 @@ def attend_layer(
 
     Entries of ``write_slots`` and ``metadata.indices`` are trusted.
     """
-    native, marshalled_config = code(), told(config, _marshalled)
-    assert native is not None
+    native, marshalled_config = library.required(code()), told(config, _marshalled)
     _check_layer(projected, config, k_pool, v_pool, write_slots)
     batch, queries = projected.shape[:2]
     cos, sin, rotated = _angles(projected, config, cos, sin)
@@ -145,6 +144,6 @@ def _indices_and_mask(
 
 @cache
 def code() -> ctypes.CDLL | None:
-    """The native code of this op; None where there is none."""
+    """The library of this operator, or None where native code cannot run."""
     arguments = [POINTER(_Config), POINTER(_Layer), c_int, c_int]
     return library.load_functions(SOURCE, {"paged_attend_layer": arguments})

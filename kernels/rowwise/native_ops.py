@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         *(y.numel() // (heads * width), heads, width, stride, 0, width if weight.dim() == 2 else 0),
         eps,
     )
-    _native().rowwise_rms_norm(norm, x.dtype is torch.bfloat16, torch.get_num_threads())
+    library.required(code()).rowwise_rms_norm(norm, x.dtype is torch.bfloat16, torch.get_num_threads())
     return y
 
 
@@ -74,7 +74,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         *(y.numel() // (heads * width), heads, width, x_stride, gate_stride, 0),
         eps,
     )
-    _native().rowwise_gated_rms_norm(norm, gate.dtype is torch.bfloat16, torch.get_num_threads())
+    library.required(code()).rowwise_gated_rms_norm(norm, gate.dtype is torch.bfloat16, torch.get_num_threads())
     return y
 
 
@@ -83,7 +83,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     require(gate_up.shape[-1] % 2 == 0, "gate and up do not have the same width")
     gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype)
-    _native().rowwise_silu_mul(
+    library.required(code()).rowwise_silu_mul(
         gate_up.data_ptr(),
         y.data_ptr(),
         y.numel() // width,
@@ -103,7 +103,7 @@ def rotary_angles(
     require(size % 2 == 0, "so many components cannot rotate")
     positions, inverse_frequencies = positions.contiguous(), inverse_frequencies.contiguous()
     cos, sin = (torch.empty(*positions.shape, 1, size, dtype=dtype) for _ in range(2))
-    _native().rowwise_rotary_angles(
+    library.required(code()).rowwise_rotary_angles(
         *(x.data_ptr() for x in (positions, inverse_frequencies, cos, sin)),
         *(positions.numel(), size, scaling, dtype is torch.bfloat16, torch.get_num_threads()),
     )
@@ -117,7 +117,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     require(cos.shape[-1] <= x.shape[-1] and cos.shape[-1] % 2 == 0, "so many components cannot rotate")
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     y, (heads, width) = torch.empty(x.shape, dtype=x.dtype), x.shape[2:]
-    _native().rowwise_rotate(
+    library.required(code()).rowwise_rotate(
         *(t.data_ptr() for t in (x, cos, sin, y)),
         *(x.shape[0] * x.shape[1], heads, width, cos.shape[-1]),
         x.dtype is torch.bfloat16,
@@ -145,19 +145,13 @@ def delta_inputs(
         *(batch * length, mixed.shape[2], a_stride, num_key_heads, key_dim, value_heads),
         L2_EPS,
     )
-    _native().rowwise_delta_inputs(arguments, a.dtype is torch.bfloat16, torch.get_num_threads())
+    library.required(code()).rowwise_delta_inputs(arguments, a.dtype is torch.bfloat16, torch.get_num_threads())
     return q, k, g, beta
-
-
-def _native() -> ctypes.CDLL:
-    loaded = code()
-    assert loaded is not None
-    return loaded
 
 
 @cache
 def code() -> ctypes.CDLL | None:
-    """The native code of this op; None where there is none."""
+    """The library of this operator, or None where native code cannot run."""
     arguments: dict[str, list[Any]] = {
         "rms_norm": [POINTER(_Norm)],
         "gated_rms_norm": [POINTER(_Norm)],

@@ -8,6 +8,7 @@ from torch import Tensor
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.sampling import native_ops, torch_ops
+from specmamba.kernels.sampling.reference import Filter
 
 # Independent streams of random numbers, by purpose; each user counts positions in its own stream.
 CHOICE_STREAM, DRAFT_STREAM, ACCEPT_STREAM, SYNTHETIC_STREAM = range(4)
@@ -100,12 +101,7 @@ def has_finite_max(logits: Tensor) -> Tensor:
     native=lambda logits, _, top_k, top_p, min_p, __: top_k is top_p is min_p is None and native_ops.can_take(logits),
 )
 def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    uniforms: Tensor,
+    logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter, uniforms: Tensor
 ) -> Tensor:
     """Draw one token after every node by inverting the cumulative distribution in order of token id.
 
@@ -123,9 +119,7 @@ def sample(
 
 
 @operator(triton=_can_launch)
-def probabilities(
-    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
-) -> Tensor:
+def probabilities(logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter) -> Tensor:
     """The distribution a token is drawn from.
 
     Temperature first, then top-k (ties with the k-th are kept), then top-p over what is left (the smallest set of the

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specmamba.kernels.native import library
 from specmamba.kernels.native.tensors import is_native, require
+from specmamba.kernels.sampling.reference import Filter
 
 SOURCE = Path(__file__).parent / "native.cpp"
 _STREAM = 0xD1342543DE82EF95
@@ -38,27 +39,22 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
     seeds, positions = seeds.contiguous(), positions.contiguous()
     out = torch.empty(positions.shape)
     count, key = positions[0].numel() if rows else 0, stream * _STREAM & (1 << 64) - 1
-    _native().sampling_uniform(seeds.data_ptr(), positions.data_ptr(), out.data_ptr(), rows, count, key)
+    library.required(code()).sampling_uniform(seeds.data_ptr(), positions.data_ptr(), out.data_ptr(), rows, count, key)
     return out
 
 
 def argmax(logits: Tensor) -> Tensor:
     """One call; a row that has only NaN gives 0."""
-    return _of_rows(_native().sampling_argmax, logits, torch.int64)
+    return _of_rows(library.required(code()).sampling_argmax, logits, torch.int64)
 
 
 def has_finite_max(logits: Tensor) -> Tensor:
     """One call."""
-    return _of_rows(_native().sampling_has_finite_max, logits, torch.bool)
+    return _of_rows(library.required(code()).sampling_has_finite_max, logits, torch.bool)
 
 
 def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    uniforms: Tensor,
+    logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter, uniforms: Tensor
 ) -> Tensor:
     """One call; filters must be None."""
     batch, nodes, size = logits.shape
@@ -67,7 +63,7 @@ def sample(
     require(fits and temperature.dtype is uniforms.dtype is torch.float32, "logits, settings and uniforms do not fit")
     logits, temperature, uniforms = logits.contiguous(), temperature.contiguous(), uniforms.contiguous()
     tokens = torch.empty(batch, nodes, dtype=torch.int64)
-    _native().sampling_sample(
+    library.required(code()).sampling_sample(
         *(x.data_ptr() for x in (logits, temperature, uniforms, tokens)),
         *(batch * nodes, nodes, size, logits.dtype is torch.bfloat16, torch.get_num_threads()),
     )
@@ -83,15 +79,9 @@ def _of_rows(function: Callable[..., None], logits: Tensor, dtype: torch.dtype) 
     return out
 
 
-def _native() -> ctypes.CDLL:
-    loaded = code()
-    assert loaded is not None
-    return loaded
-
-
 @cache
 def code() -> ctypes.CDLL | None:
-    """The native code of this op; None where there is none."""
+    """The library of this operator, or None where native code cannot run."""
     signatures = {
         "sampling_uniform": [*[c_void_p] * 3, c_int64, c_int64, c_uint64],
         "sampling_argmax": [*[c_void_p] * 2, c_int64, c_int64, c_int, c_int],

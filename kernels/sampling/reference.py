@@ -18,6 +18,7 @@ import math
 import torch
 from torch import Tensor
 
+Filter = Tensor | None  # [B], the setting of every row; None: no row is filtered
 LEAST_MASS = 2.0**-110  # drafts: less counts as none, so that narrower arithmetic can divide by what is left
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -38,9 +39,7 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
     return out
 
 
-def probabilities(
-    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
-) -> Tensor:
+def probabilities(logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter) -> Tensor:
     """The distribution that is sampled from.
 
     logits [B, N, V]; temperature, top_p, min_p [B] float32; top_k [B] int64; filters in the order of the entry.
@@ -74,12 +73,7 @@ def has_finite_max(logits: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    uniforms: Tensor,
+    logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter, uniforms: Tensor
 ) -> Tensor:
     """Inverse-CDF sampling in token-id order: the smallest id whose cumulative probability exceeds the uniform.
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from specmamba.kernels.sampling.reference import Filter
+
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the 64-bit constants as torch's signed integers
 _STREAM = 0xD1342543DE82EF95  # odd, and unrelated to the step from counter to counter
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -19,9 +21,7 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
     return _shift_right(bits, 40).float() * 2.0**-24
 
 
-def probabilities(
-    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
-) -> Tensor:
+def probabilities(logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter) -> Tensor:
     """Filters by sorting; the argmax is subtracted first."""
     logits = logits.float()
     logits = logits - logits.amax(-1, keepdim=True)  # the largest is 0: no temperature can make it overflow
@@ -51,12 +51,7 @@ def has_finite_max(logits: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    uniforms: Tensor,
+    logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter, uniforms: Tensor
 ) -> Tensor:
     """Draw from ``probabilities``."""
     return draw(probabilities(logits, temperature, top_k, top_p, min_p), uniforms)

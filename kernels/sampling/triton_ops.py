@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specmamba.kernels.gpu import Variant, dense, launch, next_power_of_2, num_blocks
 from specmamba.kernels.sampling import triton_kernels as kernels
+from specmamba.kernels.sampling.reference import Filter
 from specmamba.kernels.sampling.torch_ops import stream_key
 
 
@@ -85,12 +86,7 @@ def has_finite_max(logits: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    uniforms: Tensor,
+    logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter, uniforms: Tensor
 ) -> Tensor:
     """Differs from PyTorch's form only where rounding moves a boundary past a uniform.
 
@@ -108,9 +104,7 @@ def sample(
     return tokens
 
 
-def probabilities(
-    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
-) -> Tensor:
+def probabilities(logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter) -> Tensor:
     """0 where a logit is NaN or +inf; all 0 where no token has mass."""
     rows = _Rows.of(logits)
     probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
@@ -207,7 +201,7 @@ def _row_peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cutoffs(
-    rows: _Rows, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+    rows: _Rows, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """The bounds of what filters keep: levels [R, 2] float32, cuts [R, 2] int32 (see the kernel); None: no filters."""
     if top_k is top_p is min_p is None:

@@ -28,8 +28,7 @@ def accepted_path(
     target_tokens: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One walk from the root; a parent that is not smaller than its node counts as none."""
-    native = code()
-    assert native is not None
+    native = library.required(code())
     batch, nodes = tokens.shape
     shapes, dtypes = {x.shape for x in (tokens, parents, target_tokens)}, {tokens.dtype, parents.dtype}
     require(len(shapes) == 1 and nodes > 0, "tokens, parents and choices differ in shape")
@@ -44,5 +43,5 @@ def accepted_path(
 
 @cache
 def code() -> ctypes.CDLL | None:
-    """The native code of this op; None where there is none."""
+    """The library of this operator, or None where native code cannot run."""
     return library.load_functions(SOURCE, {"tree_accepted_path": [*[c_void_p] * 7, *[c_int64] * 3]})
