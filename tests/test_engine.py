@@ -655,6 +655,19 @@ class TestOrder:
         assert len(engine.step()) == 8
         engine.close()
 
+    def test_a_padded_chunk_stays_within_its_size(self, tiny: str) -> None:
+        engine = build(tiny, chunked_prefill_size=32)
+        for i, length in enumerate((13, 13, 13, 40, 6)):
+            engine.add_request(str(i), [i] * length, GREEDY)
+        sizes = []
+        engine.scheduler.admit()
+        while runs := engine.scheduler.next_runs():
+            sizes.append(len(runs) * max(run.length for run in runs))
+            engine.scheduler.finish_runs(runs)
+        assert max(sizes) <= 32
+        assert len(sizes) < 5
+        engine.close()
+
     @pytest.mark.parametrize("chunk", [1, 3, 7, 64])
     def test_chunks_do_not_change_the_text(self, tiny: str, chunk: int) -> None:
         requests = random_requests(seed=5, count=12, max_prompt=60)

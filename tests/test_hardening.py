@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -12,9 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive, Scope, Send
 
 from specmamba.server.http.guards import is_allowed_origin
-from specmamba.server.http.limits import MAX_VALUES, LimitCalls, give_back_memory, too_many_values
+from specmamba.server.http.limits import MAX_VALUES, LimitBody, LimitCalls, give_back_memory, too_many_values
 from tests.fake_engine import TEXT, FakeEngine, Served, serving, wait_until
 
 GOOD = {"prompt": "x", "max_tokens": 2}
@@ -335,6 +338,28 @@ def test_fields_given_twice_count_once(served: Served) -> None:
     body = b'{"prompt": "a", "max_tokens": 1, "prompt": "bcd", "max_tokens": 3}'
     answer = served.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"}).json()
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (3, 3)
+
+
+def test_a_body_is_counted_however_small_its_parts() -> None:
+    """A slow client's parts come one by one; a fast one's may be joined before they are counted."""
+    parts = [b"x" * 400] * 3
+    reads: list[bytes] = []
+
+    async def read(scope: Scope, receive: Receive, send: Send) -> None:
+        while (message := await receive()).get("more_body", False):
+            reads.append(message["body"])
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": parts.pop(), "more_body": bool(parts)}
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    headers = [(b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
+    with pytest.raises(HTTPException) as refusal:
+        asyncio.run(LimitBody(read, max_bytes=1000)({"type": "http", "headers": headers}, receive, send))
+    assert refusal.value.status_code == 413
+    assert len(reads) == 2
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip", "unheard-of"])
