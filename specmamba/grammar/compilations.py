@@ -12,7 +12,7 @@ from specmamba.core import GrammarSpec
 from specmamba.errors import RequestError
 
 MAX_REFUSALS = 256  # in the cache, so that repeated requests with a bad specification do not delay others
-RETRY_S = 60.0  # after which a specification is tried again that failed for other reasons than its text
+RETRY_S = 60.0  # until a specification is tried again whose failure may not be its own fault
 MAX_WAITING = 64  # specifications, however many requests wait for each
 MAX_WAITING_OF_CALLER = 8
 

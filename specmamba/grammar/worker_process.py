@@ -32,7 +32,7 @@ class WorkerProcess:
         self._spare: subprocess.Popen[bytes] | None = None
         self._busy: subprocess.Popen[bytes] | None = None
         self._was_killed = False  # at least once
-        self._is_spoilt = False  # the process was killed, but may still run
+        self._is_dying = False  # the process was killed, but may still run
         self._lock = threading.Lock()  # guards the fields above and the next; not held while waiting
         self._is_closed = False
 
@@ -50,7 +50,7 @@ class WorkerProcess:
                 longer wanted.
             OSError: the process cannot be started.
         """
-        if self._process is not None and (self._is_spoilt or self._process.poll() is not None):
+        if self._process is not None and (self._is_dying or self._process.poll() is not None):
             self._end()
         process = self._process or self._start()
         if self._was_killed:  # and may be killed again
@@ -64,7 +64,7 @@ class WorkerProcess:
             answer = self._ask(process, request)
         with self._lock:
             self._busy = None
-            self._is_spoilt |= expired.is_set()
+            self._is_dying |= expired.is_set()
         if answer is None:
             self._end()
             self._was_killed = True
@@ -80,7 +80,7 @@ class WorkerProcess:
         """Stop the running compilation, if there is one. Safe to call from any thread."""
         with self._lock:
             if self._busy is not None:
-                self._is_spoilt = True
+                self._is_dying = True
                 self._busy.kill()
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class WorkerProcess:
             if process is None or self._is_closed:
                 self._spare = process
                 raise OSError("the compiler is closed")
-            self._process, self._is_spoilt = process, False
+            self._process, self._is_dying = process, False
         with self._deadline(process, START_TIMEOUT_S):
             is_ready = self._answer(process) is not None
         if not is_ready:

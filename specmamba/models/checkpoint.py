@@ -179,7 +179,7 @@ def _fields(value: object) -> Iterator[tuple[str, object]]:
 
 
 def require_safetensors(folder: Path) -> None:
-    """Raise CheckpointError for a folder without safetensors; the message says where it has pickles instead."""
+    """Raise CheckpointError for a folder without safetensors; the message names a pickle file, if there is one."""
     if (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
         return
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern))

@@ -164,7 +164,7 @@ class Eagle3Head:
         self._fc = _fc(weights, len(self.target_layers), target.hidden_size)
         self._embedding = weights.embedding(target)
         norms = [weights.rms_norm(f"layers.0.{name}.weight").weight for name in ("input_layernorm", "hidden_norm")]
-        self._input_norm = RMSNorm(torch.stack(norms), c.rms_norm_eps)  # of the two side by side, in one pass
+        self._input_norm = RMSNorm(torch.stack(norms), c.rms_norm_eps)  # of both in one pass
         self._adds_normed = bool(getattr(c, "norm_before_residual", False))
         self._attention = weights.attention(0, 2 * width)
         self._blocks = weights.blocks_behind_attention()

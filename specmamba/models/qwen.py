@@ -49,7 +49,7 @@ def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -
 
 def load_moe(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
     """Build Qwen3.5 with mixtures of experts; see ``_load``."""
-    if not getattr(config, "norm_topk_prob", True):  # no published config has it; readers of one differ over it
+    if not getattr(config, "norm_topk_prob", True):  # in no published config; other programs disagree about it
         raise UnsupportedModelError("norm_topk_prob false is not supported for Qwen3.5")
     return _load(QwenMoEWeights, config, reader, options)
 
@@ -196,11 +196,11 @@ class QwenMoEWeights(QwenWeights):
     renormalise = True  # the weights of a token's experts
 
     def feed_forward(self, layer: int, prefix: str) -> Layer:
-        """Experts, in every layer."""
+        """The second half of a block: experts in every layer."""
         return self.mixture(prefix)
 
     def mixture(self, prefix: str) -> MoE:
-        """Experts and the shared expert. Raises UnsupportedModelError: a token asks for more experts than there are."""
+        """Experts and the shared expert. Raises UnsupportedModelError for more experts per token than experts."""
         c = self.config
         require_experts(c.num_experts_per_tok, c.num_experts)
         gate = self.take_router(f"{prefix}gate.weight", c.num_experts)
@@ -212,7 +212,7 @@ class QwenMoEWeights(QwenWeights):
         )
 
     def all_experts(self, prefix: str) -> Experts:
-        """Both layouts: one tensor for all experts, or one for each of them.
+        """The routed experts, stored as one tensor for all of them or as one for each.
 
         A checkpoint may have one in the target and the other in the MTP head (Qwen3.5-35B-A3B does).
         """

@@ -32,7 +32,7 @@ class StoredTensor:
 
 
 class TensorReader:
-    """The tensors of a checkpoint folder by name. It notes which ones the model took.
+    """The tensors of a checkpoint folder by name. The reader records which ones the model took.
 
     ``renames`` are (stored prefix, name prefix) pairs; the first that matches is applied, so that one model class
     reads checkpoints with differently nested names.
