@@ -1,4 +1,4 @@
-"""The decode benchmark, run small: every figure it reports is there and means what it says."""
+"""The decode benchmark: a small run, and the figures of its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``specmamba bench gpu``: what fits its time, what it keeps when something breaks, and a dry run of all of it."""
+"""``specmamba bench gpu``: parts that fit the time, reports after an error, and a dry run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def session_of(tmp_path: Path, limit_s: float, watch: Callable[[], float]) -> Se
     return Session(report, tmp_path / "gpu.json", Budget(limit_s, watch), True, lambda line: None)
 
 
-def test_a_budget_learns() -> None:
+def test_a_budget_estimates_by_the_longest_time() -> None:
     watch = Watch()
     budget = Budget(100.0, watch)
     block = Block("demo", PLAIN, (1, 2))
@@ -185,7 +185,7 @@ def test_figures_of_stretches() -> None:
     assert figures == {"tokens_per_second": 16.0, "accept_length": 2.0, "step_ms": 250.0, "steps": 30}
 
 
-def test_graphs_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     load = gpu_rows.Load("cuda", "bfloat16", 8, 4, 1)
     monkeypatch.setattr(gpu_rows, "GRAPH_FIELD", "no_such_field")
     with pytest.raises(ConfigError, match="captures no CUDA graphs"):

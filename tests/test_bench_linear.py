@@ -1,4 +1,4 @@
-"""The benchmark of one linear layer: what it compares is the same product, and every row count gets its line."""
+"""The benchmark of one linear layer: both sides compute the same product, and every number of rows has a line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_line_for_every_number_of_rows(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.usefixtures("_native")
 def test_the_ratio_is_taken_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds in which the machine is slow for both; the ratio of the medians would be 2 and not 3."""
+    """In some rounds the machine is slow for both; the ratio of the medians would be 2, not 3."""
     seconds = iter([9.0, 9.0, 3.0, 1.0, 30.0, 10.0, 4.0, 2.0])
     monkeypatch.setattr(linear, "_seconds", lambda products, x: next(seconds))
     (found,) = linear.measure(48, 32, [1], 3)
@@ -58,7 +58,7 @@ def test_without_native_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("_native")
-def test_ctrl_c_ends_it_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The benchmark of one linear layer in int8: its two opponents, and its lines."""
+"""The benchmark of one linear layer in int8: the two products that it compares with, and its lines."""
 
 from __future__ import annotations
 

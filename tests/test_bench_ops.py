@@ -1,4 +1,4 @@
-"""The operator benchmark: what it counts, whom it refuses, and that all forms agree on what is timed."""
+"""The operator benchmark: bytes and operations, operators with failing tests, and agreement of all forms."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_bytes_and_operations(operator: str, case: str, num_bytes: int, flops: i
     assert (cost(operator, case).bytes, cost(operator, case).flops) == (num_bytes, flops)
 
 
-def test_the_judged_case_is_the_one_that_is_timed() -> None:
+def test_the_target_names_a_timed_case() -> None:
     case = next(c for c in BY_NAME["gated_delta_rule.tree_verify"].cases if c.name == "verify 8 nodes, batch 32")
     assert 4 * case["batch"] * case["heads"] * case["key"] * case["value"] == STATE_BYTES
     assert case.is_quick
@@ -93,7 +93,7 @@ def test_every_operator_has_its_tests_and_cases(operator: Operator) -> None:
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 @pytest.mark.parametrize("with_triton", [False, pytest.param(True, marks=pytest.mark.filterwarnings("ignore:"))])
 def test_all_forms_agree(operator: Operator, with_triton: bool) -> None:
-    """Triton's run through the interpreter, so that what a GPU is asked to time is known to be called as it wants."""
+    """Triton's forms run in its interpreter, which checks the calls that a GPU would be timed with."""
     if with_triton and (not has_triton() or torch.cuda.is_available()):
         pytest.skip("needs triton, and its interpreter: kernels on CPU tensors")
     for case in operator.chosen(is_quick=False, is_tiny=True):
@@ -105,7 +105,7 @@ def test_all_forms_agree(operator: Operator, with_triton: bool) -> None:
 
 
 def fake_operator(prepare: Callable[[], Any], name: str = NATIVE, package: str | None = None) -> Operator:
-    """One that only the second form may get wrong."""
+    """An operator with PyTorch's form, which is right, and a second form."""
     x = torch.arange(4.0)
 
     def candidates(case: Case, place: Place) -> list[Candidate]:
@@ -204,7 +204,7 @@ def checkout_of(root: Path, **files: str) -> Path:
 
 @pytest.fixture
 def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests that are run in a process of their own need none of the plugins that happen to be installed."""
+    """Tests in a process of their own do not load the installed plugins."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
@@ -212,7 +212,7 @@ GREEN, RED = "def test_it() -> None:\n    pass\n", "def test_it() -> None:\n    
 
 
 @pytest.mark.usefixtures("few_plugins")
-def test_a_red_test_is_blamed_on_its_operator(tmp_path: Path) -> None:
+def test_a_failing_test_counts_for_its_operator(tmp_path: Path) -> None:
     root = checkout_of(tmp_path, tree=GREEN, sampling=RED)
     reds = suite.find_red(chosen_operators(["tree", "sampling", "ssd"]), root, with_gpu=False)
     assert set(reds) == {"sampling", "ssd.tree_verify", "ssd.tree_verify_snapshots", "ssd.extend"}
@@ -221,13 +221,13 @@ def test_a_red_test_is_blamed_on_its_operator(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_plugins")
-def test_nothing_is_known_of_tests_that_do_not_start(tmp_path: Path) -> None:
+def test_tests_that_do_not_start_fail_all_operators(tmp_path: Path) -> None:
     (checkout_of(tmp_path, tree=GREEN) / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '--what'\n")
     assert set(suite.find_red(chosen_operators(["tree"]), tmp_path, with_gpu=False)) == {"tree.accepted_path"}
 
 
 @pytest.mark.usefixtures("few_plugins")
-def test_a_run_refuses_what_is_red(
+def test_an_operator_with_a_failing_test_is_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = checkout_of(tmp_path, tree=GREEN, state_copy=RED)

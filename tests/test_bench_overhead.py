@@ -1,4 +1,4 @@
-"""What HTTP costs: the client that must cost nothing, the figures, and a run on the demo."""
+"""The benchmark of HTTP: its client, its figures, and a run with the demo."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_answers_are_counted_whole_and_streamed() -> None:
             assert sorted(map(num_tokens, ask(served.url, *bodies, clients=3))) == [1, 5, NUM_TOKENS]
 
 
-def test_what_is_no_answer_is_said() -> None:
+def test_an_error_answer_is_an_error() -> None:
     with serving() as served:
         (answer,) = ask(served.url, {"prompt": "x", "max_tokens": "many"})
         with pytest.raises(SpecmambaError, match=r"HTTP/1\.1 400 .*max_tokens"):
@@ -48,7 +48,7 @@ def test_what_is_no_answer_is_said() -> None:
             num_tokens(answer)
 
 
-def test_a_server_that_hangs_up() -> None:
+def test_a_server_that_closes_the_connection() -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc")

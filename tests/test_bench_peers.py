@@ -1,4 +1,4 @@
-"""Adapters to other packages' operators: they hand over what those document, which stand-ins of a few lines compute."""
+"""Adapters to operators of other packages: short stand-ins compute what the packages document from their arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix benchmark: its oracle knows best, its workloads share what they claim, its figures mean what they say."""
+"""The prefix benchmark: oracle, workloads, figures, costs, and flags."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text enough for small workloads, quicker to read than a standard library."""
+    """A text that is long enough for small workloads, and faster to read than the default text."""
     rows = (DEMO_MODEL / "prompts.jsonl").read_text("utf8").splitlines()[4:]
     file = tmp_path_factory.mktemp("text") / "prompts.jsonl"
     file.write_text("\n".join(rows) + "\n", "utf8")
@@ -100,7 +100,7 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_oracle_finds_what_a_search_through_everything_finds(seed: int) -> None:
+def test_the_oracle_agrees_with_a_full_search(seed: int) -> None:
     draw = random.Random(seed)
     texts = [tuple(draw.randrange(3) - 1 for _ in range(draw.randrange(12))) for _ in range(60)]
     oracle = Oracle()
@@ -137,7 +137,7 @@ def test_pieces_are_of_the_text(source: TextSource) -> None:
     assert 120 < max(lengths) <= 40 * SPREAD
 
 
-def test_the_usual_text_is_more_than_the_bundled_prompts(source: TextSource) -> None:
+def test_the_default_text_is_longer_than_the_bundled_prompts(source: TextSource) -> None:
     assert read_source(None, Tokenizer(DEMO_MODEL)).num_tokens > 2 * source.num_tokens
 
 
@@ -145,7 +145,7 @@ def test_the_usual_text_is_more_than_the_bundled_prompts(source: TextSource) -> 
 
 
 def asked(config: PrefixBenchConfig, source: TextSource, name: str) -> list[list[Ask]]:
-    """All waves of a workload, with outputs that tell whose they are."""
+    """All waves of a workload; each output is derived from the length of its prompt."""
     waves = make_workload(name, source, sizes_of(config), config.seed).waves(config.concurrency, random.Random(1))
     found = [next(waves)]
     while True:
@@ -157,7 +157,7 @@ def asked(config: PrefixBenchConfig, source: TextSource, name: str) -> list[list
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_workloads_are_of_the_seed(source: TextSource, name: str) -> None:
+def test_workloads_depend_on_the_seed_only(source: TextSource, name: str) -> None:
     assert asked(config_of(), source, name) == asked(config_of(), source, name)
     assert asked(config_of(), source, name) != asked(config_of("--seed", "1"), source, name)
 
@@ -204,7 +204,7 @@ def test_agents_share_instructions_and_grow(source: TextSource) -> None:
     assert len({len(prompt) for prompt in prompts}) > 3
 
 
-def test_pressure_has_everything_and_favourites(source: TextSource) -> None:
+def test_pressure_has_all_kinds_with_different_weights(source: TextSource) -> None:
     config = config_of("--pressure-requests", "120")
     asks = [ask for wave in asked(config, source, "pressure") for ask in wave]
     assert {ask.kind for ask in asks} == {"user", "turn", "question", "thought", "tool"}
@@ -349,7 +349,7 @@ def test_pressure_evicts(tmp_path: Path, tiny: Path, text_file: Path) -> None:
         assert figures["hit_rate"] < figures["oracle_hit_rate"]
 
 
-def test_a_wrong_text_does_not_pass(
+def test_a_wrong_text_fails(
     tmp_path: Path, tiny: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     honest = prefix_run.run_wave
@@ -426,7 +426,7 @@ def test_time_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not vars(worker)
 
 
-def test_decode_steps_are_those_of_all(llm: LLM, source: TextSource) -> None:
+def test_decode_steps_are_those_in_which_all_requests_decode(llm: LLM, source: TextSource) -> None:
     draw = random.Random(0)
     steps = decode_steps(llm, [source.cut(20, draw) for _ in range(3)])
     assert len(steps) > 10

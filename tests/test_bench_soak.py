@@ -59,7 +59,7 @@ def run_all_faults(served: Served, faults: Mapping[str, Fault]) -> dict[str, str
     return dict(zip(faults, asyncio.run(run()), strict=True))
 
 
-def test_what_is_sent_beside_the_streams_is_refused() -> None:
+def test_invalid_requests_are_refused() -> None:
     with serving(read_timeout=0.3) as served:
         endings = run_all_faults(served, REFUSED)
         assert not served.engine.seen_params
@@ -67,7 +67,7 @@ def test_what_is_sent_beside_the_streams_is_refused() -> None:
     assert endings == REFUSALS
 
 
-def test_what_takes_the_place_of_a_stream_leaves_nothing() -> None:
+def test_bad_streams_leave_nothing_behind() -> None:
     faults = {name: fault for name, fault in IN_PLACE_OF_STREAMS.items() if name not in ("stop reading", "constrained")}
     with serving(FakeEngine(step_s=0.02)) as served:
         endings = run_all_faults(served, faults)

@@ -1,4 +1,4 @@
-"""The state drift benchmark: what it compares, and that it runs."""
+"""The state drift benchmark: how it compares logits and states, and a run."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Budget:
         self._measured[kind] = max(seconds, self._measured.get(kind, 0.0))
 
     def fits(self, estimate_s: float) -> bool:
-        """Whether there is time for it."""
+        """Whether a part of this length fits the time that is left."""
         return estimate_s <= self.left_s
 
     def block_estimate(self, block: Block) -> float:

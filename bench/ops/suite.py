@@ -37,7 +37,7 @@ OPERATORS: tuple[Operator, ...] = (
 
 
 def chosen_operators(names: Sequence[str]) -> list[Operator]:
-    """By name, or by what a name begins with: ``ssd`` is all of Mamba2's recurrence. None given: all.
+    """Choose operators by name, or by the part before the dot: ``ssd`` is all of Mamba2's recurrence. No names: all.
 
     Raises:
         ConfigError: no operator has this name.

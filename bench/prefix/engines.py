@@ -129,7 +129,7 @@ class Demand:
     num_requests: int
     largest_wave: int  # requests that come together
     longest: int  # prompt and output
-    distinct_tokens: int  # of all texts, common beginnings counted once, if no two outputs begin alike
+    distinct_tokens: int  # of all texts, common beginnings counted once
     kv_tokens: int  # of a pool that holds everything
     states: int  # of a pool that holds everything
 
@@ -207,7 +207,7 @@ def demand_of(config: PrefixBenchConfig, name: str, source: TextSource, context_
             f"--max-running-requests {config.max_running_requests}: the workload {name} has {largest} requests that "
             "come together; raise it, or lower --concurrency, --thought-width or --thoughts-kept"
         )
-    # a request leaves a state where it parts from others, at its prompt's end, at its own, at chunk ends and intervals
+    # states: where requests part, at the ends of prompts, of requests and of chunks, and at tracked intervals
     tracked = config.output_tokens // config.mamba_track_interval
     states = count * (4 + tracked) + oracle.num_tokens // config.chunked_prefill_size
     kv = oracle.num_tokens + 2 * config.page_size * count + (config.concurrency + 4) * (longest + SPARE_TOKENS)

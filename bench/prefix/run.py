@@ -33,7 +33,7 @@ from specmamba.errors import ConfigError, RequestError
 from specmamba.measure.command import in_turns
 from specmamba.measure.report import progress_bar
 
-COLD = "without"  # the engine without a cache: its outputs are the expected ones
+COLD = "without"  # the engine without a cache, whose outputs are expected of the others
 WARM_UP_TOKENS = 64
 WITH, WITHOUT = "with_cache", "without_cache"
 USERS = 3  # of a text, in a round of ttft

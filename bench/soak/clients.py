@@ -35,8 +35,8 @@ class Tally:
 
     timings: list[Timing] = field(default_factory=list)
     num_tokens: int = 0
-    failures: Counter[str] = field(default_factory=Counter)  # of well-behaved clients, by message
-    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)  # of bad ones, by what they did
+    failures: Counter[str] = field(default_factory=Counter)  # of good clients, by message
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)  # of bad clients, by (fault, ending)
 
 
 @dataclass(frozen=True, slots=True)

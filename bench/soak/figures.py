@@ -17,6 +17,7 @@ LATENCIES = ("first_ms", "per_token_ms")
 _POOLS = {"kv_tokens": 0, "states": 0}  # nothing may be held by an idle server with an empty cache
 _SAME = ("free_pages", "free_states")
 _SPARE = {"descriptors": 0, "threads": 8}  # allowed growth: pools of threads reach their size when first used
+_NOT_DROPPED = ("silence", "never stopped")  # endings of clients that the server should have dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +88,9 @@ def _not_answered(report: Mapping[str, Any]) -> list[str]:
         ]
         broken += [] if phase["answers"] else [f"{name}: no well-behaved client got an answer"]
         for fault, endings in phase["faults"].items():
-            wrong = {end: number for end, number in endings.items() if end.startswith("5") or end in _NO_ENDS}
+            wrong = {end: number for end, number in endings.items() if end.startswith("5") or end in _NOT_DROPPED}
             broken += [f"{fault}: {number} times {end}" for end, number in wrong.items()]
     return broken
-
-
-_NO_ENDS = ("silence", "never stopped")  # endings of clients that the server should have dropped
 
 
 def _too_slow(report: Mapping[str, Any], bounds: Bounds) -> list[str]:
