@@ -22,7 +22,7 @@ import pytest
 
 from specmamba.bench.serving import __main__ as serving
 from specmamba.bench.serving import server as serving_server
-from specmamba.bench.serving.figures import accept_length, level_report, percentile, print_report
+from specmamba.bench.serving.figures import accept_length, level_report, print_report
 from specmamba.bench.serving.load import Answer, Failure, Outcome, Run, closed_loop, open_loop, poisson_arrivals
 from specmamba.bench.serving.options import ServingBenchConfig
 from specmamba.bench.serving.sweep import sweep
@@ -30,6 +30,7 @@ from specmamba.command_line import parse_command_line
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.measure import report as report_module
+from specmamba.measure.report import percentile
 from tests.fake_engine import FakeEngine, wait_until
 from tests.fake_engine import serving as fake_server
 

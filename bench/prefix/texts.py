@@ -17,8 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from specmamba.errors import ConfigError
 from specmamba.measure.prompts import PromptText, TextTokenizer, bundled_texts, read_texts
 from specmamba.train.corpus import default_roots, read_corpus
@@ -130,11 +128,15 @@ def distinct_tokens(texts: Iterable[Sequence[int]]) -> int:
 
 def _key(tokens: Sequence[int]) -> bytes:
     """Bytes that sort as the tokens do."""
+    import numpy as np  # not at the top: --help must not wait for it
+
     return (np.array(tokens, dtype=np.int64) + (1 << 62)).astype(">u8").tobytes()
 
 
 def _common(a: bytes, b: bytes) -> int:
     """The number of tokens that two keys have in common at their beginning."""
+    import numpy as np
+
     length = min(len(a), len(b)) // _BYTES
     differs = np.frombuffer(a, ">u8", length) != np.frombuffer(b, ">u8", length)
     return int(differs.argmax()) if differs.any() else length

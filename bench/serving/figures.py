@@ -26,21 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from specmamba.bench.serving.load import Answer, Failure, Run
-from specmamba.measure.report import distinct_4gram_ratio, picture
+from specmamba.measure.report import distinct_4gram_ratio, percentile, picture
 
 PERCENTILES = (50, 90, 99)
 LOOPING = 0.5  # share of distinct 4-grams below which acceptance says little
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile, q in 0..100, linear between the two nearest of ``values``; NaN when there are none."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = q / 100 * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def spread(seconds: Iterable[float]) -> dict[str, float]:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specmamba.bench.serving.figures import percentile
 from specmamba.bench.soak.clients import Tally
 from specmamba.measure.command import Page
+from specmamba.measure.report import percentile
 
 LATENCIES = ("first_ms", "per_token_ms")
 _POOLS = {"kv_tokens": 0, "states": 0}  # nothing may be held by an idle server with an empty cache

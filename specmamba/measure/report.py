@@ -146,6 +146,17 @@ def distinct_4gram_ratio(tokens: Sequence[Hashable]) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
+def percentile(values: Sequence[float], q: float) -> float:
+    """The q-th percentile, q in 0..100, linear between the two nearest of ``values``; NaN when there are none."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    place = q / 100 * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
 def split_numbers(value: object) -> object:
     """Split "1,2,4" of the command line or the environment; a single number, of a TOML file, becomes a tuple."""
     if isinstance(value, str):
