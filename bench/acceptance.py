@@ -1,14 +1,14 @@
-"""How many drafts are accepted, what that buys, and whether the text stays the same.
+"""Acceptance length and speed-up of drafts, and whether the text stays the same.
 
     specmamba bench acceptance [--configs 1,1 3,1 4,4,8 | --sweep steps=1,2,3 topk=1,4 nodes=8] [--replay]
                                [--prompts FILE] [--json FILE] [--plot FILE.png] [any engine flag]
 
-One engine runs every prompt plain and with each draft shape, in turns, so that a slow minute of the machine hits all
+One engine runs every prompt plain and with each draft shape, in turns, so that a slow minute of the machine affects all
 of them. specmamba/measure/acceptance/figures.py defines every figure, judge.py says how texts are compared, and
 specmamba/measure/prompts.py what a file of prompts looks like.
 
-With ``--replay`` the output is not chosen but taken from the text that really follows each prompt: acceptance on real
-text, which does not loop. Sampling plays no part then.
+With ``--replay`` the output is not chosen but taken from the text that follows each prompt in its source: acceptance on
+real text, which does not loop. Nothing is sampled then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _run(config: AcceptanceBenchConfig) -> int:
 
 
 def join_lists(arguments: list[str]) -> list[str]:
-    """``--sweep steps=1,2 topk=4`` as two arguments instead of three, which is what parsers of flags expect."""
+    """Join ``--sweep steps=1,2 topk=4`` into two arguments, as the parser of flags expects them."""
     joined: list[str] = []
     is_open = False
     for argument in arguments:
@@ -54,7 +54,7 @@ def join_lists(arguments: list[str]) -> list[str]:
 
 
 def measure_and_report(config: AcceptanceBenchConfig) -> dict[str, Any]:
-    """All figures: {"configurations": [...], "notes": [...], "plain": {...}}. Raises SpecmambaError."""
+    """Measure all figures: {"configurations": [...], "notes": [...], "plain": {...}}. Raises SpecmambaError."""
     texts = texts_of(config)
     variants, notes = variants_of(config)
     from specmamba.measure.acceptance.figures import full_report
@@ -68,7 +68,7 @@ def measure_and_report(config: AcceptanceBenchConfig) -> dict[str, Any]:
 
 
 def put_out(config: AcceptanceBenchConfig, report: dict[str, Any]) -> None:
-    """Table, JSON and picture. A single configuration is the whole JSON object."""
+    """Print the table, write JSON and picture. A single configuration is the whole JSON object."""
     from specmamba.measure.acceptance.tables import plot_report, print_report
 
     print_report(report)

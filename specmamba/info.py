@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
 
 
 def print_info(info: Info) -> None:
-    """A table in sections."""
+    """Print a table in sections, then the memory plan."""
     from rich.console import Console
 
     table = section_table((_model(info), _memory(info), _drafting(info), _choices(info)))

@@ -413,7 +413,7 @@ def test_a_full_queue_is_counted(prompts: Path, tmp_path: Path, capsys: pytest.C
 
 def test_status_1_when_nothing_was_answered(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with fake_server(FakeEngine(), max_queued_requests=1) as server:
-        server.engine.running["stuck"] = None  # the queue stays full; no step is taken, so nobody looks at it
+        server.engine.running["stuck"] = None  # the queue stays full; no step is taken, so it is not read
         server.engine.step = list
         arguments = ["--base-url", server.url, "--concurrency", "1", "--num-requests", "2", "--prompts", str(prompts)]
         assert serving.main(arguments) == 1

@@ -296,7 +296,7 @@ def test_a_folder_with_something_in_it_is_left_alone(sources: dict[str, Path], t
 
 def test_what_is_no_checkpoint_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="takes a local folder"):
-        inflate(InflateConfig(out=tmp_path / "large", model=Path("nobody/nothing"), mlp=60))
+        inflate(InflateConfig(out=tmp_path / "large", model=Path("nowhere/nothing"), mlp=60))
     broken = write_tiny_checkpoint(tmp_path / "broken", 0)
     tensors = load_file(broken / "model.safetensors")
     save_file({**tensors, "model.layers.0.mlp.gate_proj.bias": torch.ones(52)}, broken / "model.safetensors")

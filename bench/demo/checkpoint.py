@@ -22,7 +22,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def write_checkpoint(folder: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
-    """config.json, generation_config.json, model.safetensors (bf16), tokenizer.json, tokenizer_config.json."""
+    """Write configs, weights (bf16) and tokenizer files."""
     folder.mkdir(parents=True, exist_ok=True)
     config = model.target.config
     description = {
@@ -38,7 +38,7 @@ def write_checkpoint(folder: Path, model: DemoModel, tokenizer: Tokenizer) -> No
         "model_max_length": config.max_position_embeddings,
     }
     weights = save(checkpoint_tensors(model), metadata={"format": "pt"})
-    (folder / "model.safetensors").write_bytes(weights)  # save_file would make it readable to its owner only
+    (folder / "model.safetensors").write_bytes(weights)  # save_file would make it readable by its owner only
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "config.json", description)
     write_json(folder / "generation_config.json", {"eos_token_id": END_OF_TEXT, "pad_token_id": END_OF_TEXT})
@@ -46,7 +46,7 @@ def write_checkpoint(folder: Path, model: DemoModel, tokenizer: Tokenizer) -> No
 
 
 def checkpoint_tensors(model: DemoModel) -> dict[str, Tensor]:
-    """The tensors under their published names; the tied output head is left out, A_log stays fp32."""
+    """The tensors by their published names; the tied output head is left out, A_log stays fp32."""
     named = {name: tensor for name, tensor in model.target.state_dict().items() if name != "lm_head.weight"}
     named |= {f"mtp.{name}": tensor for name, tensor in model.mtp.state_dict().items()}
     return {
@@ -56,7 +56,7 @@ def checkpoint_tensors(model: DemoModel) -> dict[str, Tensor]:
 
 
 def read_checkpoint(folder: Path) -> DemoModel:
-    """An fp32 model, ready to evaluate.
+    """Read a model in fp32, ready to evaluate.
 
     Raises:
         CheckpointError: files are missing or damaged, or there is no MTP head.

@@ -1,6 +1,6 @@
 """The demo's model as it is trained: transformers' Qwen3.5 text model and the MTP head beside it.
 
-The two operators of a gated-delta-net layer are here in a form that trains fast in plain PyTorch. They stand in for the
+The two operators of a gated-delta-net layer are here in a form that trains fast in plain PyTorch. They replace the
 fallbacks of transformers' Qwen3.5 modules while a demo model is trained or evaluated: same arguments, same results,
 differentiable, and without a state (training always starts a sequence from zero). They run eagerly: compiled by
 inductor for a CPU, the delta rule took 50 s to compile and then ran slower.
@@ -27,15 +27,15 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from specmamba.bench.demo.options import Architecture
 from specmamba.errors import ConfigError
 
-MTP_STEPS = 3  # how deep the MTP head is trained on its own outputs
-MTP_LOSS_WEIGHT = 0.3  # of the mean over the depths
-TIME_STEP_RANGE = (1e-3, 1e-1)  # of a gated-delta-net head at its start
+MTP_STEPS = 3  # depth to which the MTP head is trained on its own outputs
+MTP_LOSS_WEIGHT = 0.3  # weight of the mean over the depths
+TIME_STEP_RANGE = (1e-3, 1e-1)  # of gated-delta-net heads before training
 CHUNK_SIZE = 64  # tokens; one state per chunk is kept for the backward pass
 _CONV, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # names in transformers' module
 
 
 def text_config(architecture: Architecture) -> Qwen3_5TextConfig:
-    """The configuration that transformers builds the model from."""
+    """The configuration of the model for transformers."""
     third = architecture.head_dim // 4 // 3  # the rotated half has head_dim / 4 frequencies, in three sections
     rope = {
         "rope_type": "default",
@@ -53,12 +53,12 @@ def text_config(architecture: Architecture) -> Qwen3_5TextConfig:
         pad_token_id=0,
         mtp_num_hidden_layers=1,
     )
-    config._attn_implementation = "sdpa"  # causal without a mask, which is what the MTP layer relies on
+    config._attn_implementation = "sdpa"  # causal without a mask, which the MTP layer needs
     return config
 
 
 class MTPHead(nn.Module):
-    """Guesses the token after next: ``fc([norm(embedding of x[t+1]), norm(h[t])])``, one attention layer, a norm."""
+    """Predict the token after next: ``fc([norm(embedding of x[t+1]), norm(h[t])])``, one attention layer, a norm."""
 
     def __init__(self, config: Qwen3_5TextConfig) -> None:
         super().__init__()
@@ -74,7 +74,10 @@ class MTPHead(nn.Module):
         self.norm = Qwen3_5RMSNorm(hidden, eps)
 
     def forward(self, embeddings: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """embeddings, hidden ``[B, T, H]``; rotary: cosines and sines of the embedded tokens' positions."""
+        """Hidden states ``[B, T, H]`` from embeddings and hidden states of the same shape.
+
+        ``rotary``: cosines and sines of the positions of the embedded tokens.
+        """
         pair = torch.cat([self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)], dim=-1)
         out = self.layers[0](self.fc(pair), position_embeddings=rotary, attention_mask=None, position_ids=None)
         normed: Tensor = self.norm(out)
@@ -90,7 +93,7 @@ class DemoModel(nn.Module):
         self.mtp = mtp
 
     def hidden_states(self, tokens: Tensor, num_steps: int = MTP_STEPS) -> list[Tensor]:
-        """Final hidden states at depths 0 (the target) to ``num_steps`` (the head, each depth fed with the one before).
+        """Compute the final hidden states at depths 0 (the target) to ``num_steps`` (the head, on the depth before).
 
         tokens ``[B, T]``; depth d is ``[B, T - d, H]``, and its row t predicts token t + d + 1.
         """
@@ -98,7 +101,7 @@ class DemoModel(nn.Module):
         hidden: Tensor = text(input_ids=tokens, use_cache=False).last_hidden_state
         states = [hidden]
         for depth in range(1, num_steps + 1):
-            given = tokens[:, depth:]  # the tokens that the head is told, as at draft time
+            given = tokens[:, depth:]  # the tokens that the head knows when it drafts
             positions = torch.arange(depth, tokens.shape[1], device=tokens.device).expand(3, len(tokens), -1)
             hidden = hidden[:, :-1]
             hidden = self.mtp(text.embed_tokens(given), hidden, text.rotary_emb(hidden, positions))
@@ -106,7 +109,7 @@ class DemoModel(nn.Module):
         return states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[..., H]`` to fp32 ``[..., V]``."""
+        """Compute fp32 logits ``[..., V]`` from hidden states ``[..., H]``."""
         return F.linear(hidden, self.target.lm_head.weight).float()
 
     def losses(self, tokens: Tensor) -> list[Tensor]:
@@ -121,7 +124,7 @@ class DemoModel(nn.Module):
 
 
 def new_model(architecture: Architecture) -> DemoModel:
-    """A model at its random start, drawn from torch's global generator."""
+    """Make an untrained model; its weights are drawn from torch's global generator."""
     config = text_config(architecture)
     model = DemoModel(Qwen3_5ForCausalLM(config), MTPHead(config))
     for module in model.modules():
@@ -132,7 +135,7 @@ def new_model(architecture: Architecture) -> DemoModel:
 
 @torch.no_grad()
 def _spread_time_steps(dt_bias: Tensor) -> None:
-    """Log-uniform time steps, so that some states remember from the start; softplus(dt_bias) is the time step."""
+    """Draw log-uniform time steps softplus(dt_bias), so that some states remember long before training."""
     low, high = (math.log(limit) for limit in TIME_STEP_RANGE)
     time_step = torch.exp(low + torch.rand_like(dt_bias) * (high - low))
     dt_bias.copy_(time_step + torch.log(-torch.expm1(-time_step)))
@@ -212,7 +215,7 @@ def _unit_rows(x: Tensor) -> Tensor:
 
 
 def _chunks(x: Tensor, chunk_size: int) -> Tensor:
-    """``[B, T, H, D]`` to fp32 ``[B, H, n, C, D]``; zero rows fill the last chunk (no decay, no write)."""
+    """Reshape ``[B, T, H, D]`` to fp32 ``[B, H, n, C, D]``; zero rows fill the last chunk (no decay, no write)."""
     x = F.pad(x.float().transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk_size))
     chunks: Tensor = x.contiguous().unflatten(2, (-1, chunk_size))
     return chunks

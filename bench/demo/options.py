@@ -1,4 +1,4 @@
-"""The settings of the demo's training program, declared once: these classes are its command line."""
+"""The flags of the demo's training program."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ class TrainSettings(CommandLine):
 
     @property
     def limit_seconds(self) -> float | None:
-        """None: the run is bounded by its steps alone, which makes its learning rates independent of the clock."""
+        """The limit by the clock; None: only steps limit the run, so its learning rates do not depend on the clock."""
         if self.minutes is None and self.max_steps is not None:
             return None
         return 60.0 * (DEFAULT_MINUTES if self.minutes is None else self.minutes)
 
     def recipe(self) -> dict[str, Any]:
-        """What must stay the same when a run is resumed. No paths: the corpus is compared by its content."""
+        """The flags that must be the same when a run is resumed. The corpus is compared by content, not by path."""
         fields = {"seq", "batch", "lr", "warmup_steps", "seed", "dtype", "architecture"}
         return self.model_dump(mode="json", include=fields)

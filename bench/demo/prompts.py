@@ -1,9 +1,9 @@
-"""Cut prompts from the held-out files: text that the demo never saw.
+"""Cut prompts from the held-out files, which the demo was not trained on.
 
     python -m specmamba.bench.demo.prompts --out prompts.jsonl
 
 One JSON object a line: ``source`` (file in the standard library, or "handwritten"), ``prompt``, and with
-``--with-continuation`` the text that really follows. The bundled prompts were made in the same way, not by this
+``--with-continuation`` the text that follows. The bundled prompts were made in the same way, not by this
 program: cuts differ. ``--complete`` finds prompts in the files that they were cut from and adds what follows, which is
 how the bundled ones got their continuations:
 
@@ -33,7 +33,7 @@ HANDWRITTEN = (
     "class Stack:\n    def __init__(self):\n        ",
     "for i in range(10):\n    ",
 )
-SKIPPED = ("encodings/", "ctypes/")  # character tables and type aliases say little about a language model
+SKIPPED = ("encodings/", "ctypes/")  # character tables and type aliases, which are not typical text
 _TRIES = 1000  # per prompt
 
 
@@ -62,7 +62,7 @@ class PromptSettings(CommandLine):
 
 
 def cut_prompts(settings: PromptSettings, documents: Sequence[Document]) -> Iterator[dict[str, str]]:
-    """The handwritten prompts, then ``count`` different cuts, drawn by the seed."""
+    """Yield the handwritten prompts, then ``count`` different cuts, drawn by the seed."""
     yield from ({"source": "handwritten", "prompt": prompt} for prompt in HANDWRITTEN)
     draw = random.Random(settings.seed)
     rest = settings.continuation_characters if settings.with_continuation else 0
@@ -80,7 +80,7 @@ def cut_prompts(settings: PromptSettings, documents: Sequence[Document]) -> Iter
 def _new_cut(
     settings: PromptSettings, sources: Sequence[Document], draw: random.Random, rest: int, seen: set[str]
 ) -> tuple[Document, str, int]:
-    """A run of whole lines of one file with ``rest`` characters after it: the file, the lines, where they end."""
+    """Draw whole lines of one file with ``rest`` characters behind them; return the file, the lines, and their end."""
     for _ in range(_TRIES):
         source = draw.choice(sources)
         start = source.text.find("\n", draw.randrange(len(source.text))) + 1
@@ -94,10 +94,10 @@ def _new_cut(
 
 
 def complete_prompts(file: Path, length: int, documents: Sequence[Document]) -> Iterator[dict[str, str]]:
-    """The prompts of a file with the ``length`` characters that follow each; handwritten ones as they are.
+    """Yield the prompts of a file with the ``length`` characters that follow each; handwritten ones unchanged.
 
     Raises:
-        ConfigError: the file cannot be read, or a prompt does not stand in its source exactly once.
+        ConfigError: the file cannot be read, or a prompt is not in its source exactly once.
     """
     texts = {document.name: document.text for document in documents}
     for number, line in enumerate(_lines_of(file), 1):

@@ -1,4 +1,4 @@
-"""From documents to token streams: the tokenizer's recipe, the encoded corpus and its cache, windows to train on."""
+"""Token streams from documents: training of the tokenizer, the encoded corpus with its cache, windows to train on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TokenData:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE: any text encodes, and decodes to itself."""
+    """Train a byte-level BPE tokenizer, which can encode any text without loss."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PRE_TOKEN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -66,7 +66,7 @@ def load_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
 
 
 def prepare(corpus: Corpus, tokenizer: Tokenizer, seed: int, cache: Path | None = None) -> TokenData:
-    """Encode the corpus, documents shuffled by the seed; a cache file that still fits is read instead."""
+    """Encode the corpus, documents shuffled by the seed; a cache file with the same digest is read instead."""
     digest = hashlib.sha256(f"{corpus.digest}\0{tokenizer.to_str()}\0{seed}".encode()).hexdigest()
     streams = _read_cache(cache, digest)
     if streams is None:
@@ -81,13 +81,13 @@ def prepare(corpus: Corpus, tokenizer: Tokenizer, seed: int, cache: Path | None 
 
 
 def held_out_data(corpus: Corpus, tokenizer: Tokenizer) -> TokenData:
-    """The held-out stream alone, for an evaluation; the training stream is empty."""
+    """Encode the held-out documents only, for an evaluation; the training stream is empty."""
     empty = torch.empty(0, dtype=torch.int16)
     return TokenData(tokenizer, empty, encode(tokenizer, corpus.held_out), _num_bytes(corpus.held_out), digest="")
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Tensor:
-    """One stream ``[num_tokens]`` int16, an end-of-text token after each document."""
+    """Encode documents into one stream ``[num_tokens]`` int16, an end-of-text token after each document."""
     parts: list[Tensor] = []
     for start in range(0, len(documents), _ENCODE_BATCH):
         texts = [document.text for document in documents[start : start + _ENCODE_BATCH]]
@@ -109,7 +109,7 @@ def _read_cache(cache: Path | None, digest: str) -> dict[str, Tensor] | None:
                 return None
             return {name: file.get_tensor(name) for name in ("train", "held_out")}
     except SafetensorError:
-        return None  # damaged: it is only a cache
+        return None  # a damaged cache is made again
 
 
 class WindowSampler:
@@ -122,13 +122,13 @@ class WindowSampler:
         self.generator = torch.Generator().manual_seed(seed)
 
     def next(self) -> Tensor:
-        """``[batch, seq]`` int64."""
+        """Draw windows: ``[batch, seq]`` int64."""
         offsets = torch.randint(len(self._stream) - self._seq + 1, (self._batch, 1), generator=self.generator)
         return self._stream[offsets + torch.arange(self._seq)].long()
 
 
 def spaced_windows(stream: Tensor, seq: int, count: int) -> Tensor:
-    """At most ``count`` windows, evenly spaced over the stream and not overlapping: ``[num_windows, seq]`` int64."""
+    """Choose at most ``count`` evenly spaced windows that do not overlap: ``[num_windows, seq]`` int64."""
     available = len(stream) // seq
     if available == 0:
         raise ConfigError(f"--seq: the held-out text has {len(stream)} tokens, fewer than one sequence of {seq}")

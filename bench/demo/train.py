@@ -3,8 +3,8 @@
     python -m specmamba.bench.demo.train --out DIR --minutes 78
     python -m specmamba.bench.demo.train --evaluate specmamba/demo
 
-DIR gets ``checkpoint/`` (Hugging Face layout), ``training_report.json``, and what a later call needs to go on where an
-interrupted one (Ctrl-C, SIGTERM, power) stopped: ``resume/``, ``tokenizer.json``, ``tokens.safetensors``.
+DIR gets ``checkpoint/`` (Hugging Face layout), ``training_report.json``, and what a later call needs to resume a run
+that was interrupted (Ctrl-C, SIGTERM, power): ``resume/``, ``tokenizer.json``, ``tokens.safetensors``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROG = "python -m specmamba.bench.demo.train"
 
 
 def train(settings: TrainSettings, console: Console, on_step: StepCallback | None = None) -> Trainer:
-    """Train into ``settings.out``, resuming what is there. The checkpoint is written when the run reached its end."""
+    """Train into ``settings.out``, resuming what is there. The checkpoint is written at the end of the run."""
     from specmamba.bench.demo.checkpoint import write_checkpoint, write_json
     from specmamba.bench.demo.trainer import Trainer, evaluate
     from specmamba.train.corpus import read_corpus, roots_for
@@ -62,7 +62,7 @@ def train(settings: TrainSettings, console: Console, on_step: StepCallback | Non
 
 
 def evaluate_checkpoint(settings: TrainSettings) -> HeldOutFigures:
-    """Held-out figures of the checkpoint in ``settings.evaluate``, with its own tokenizer, in fp32."""
+    """Compute held-out figures of the checkpoint in ``settings.evaluate``, with its own tokenizer, in fp32."""
     from specmamba.bench.demo.checkpoint import read_checkpoint
     from specmamba.bench.demo.tokens import held_out_data, load_tokenizer
     from specmamba.bench.demo.trainer import choose_device, evaluate
@@ -116,7 +116,7 @@ def _report(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 finished, 1 stopped before the end (resumable), 2 an error."""
+    """Run the program; exit status: 0 finished, 1 stopped before the end (resumable), 2 an error."""
     return run_command(PROG, TrainSettings, arguments, _run)
 
 

@@ -24,8 +24,8 @@ from specmamba.train.loop import RunState, StepCallback, TrainingLoop
 WEIGHT_DECAY = 0.1  # of matrices and convolutions; norms, biases and time constants have none
 BETAS = (0.9, 0.95)
 MAX_GRADIENT_NORM = 1.0
-TOP = 4  # tokens of the head among which the target's choice is looked for
-_EVAL_BATCH = 8  # windows
+TOP = 4  # likeliest tokens of the head that count as agreement within the top 4
+_EVAL_BATCH = 8  # windows in a batch of the evaluation
 
 
 def choose_device(name: str) -> torch.device:
@@ -113,7 +113,7 @@ class Trainer(TrainingLoop):
 
 
 class HeldOutFigures(BaseModel):
-    """Per-token means. Lists run over the MTP depths 1 to 3."""
+    """Means over tokens. Lists have an item for each MTP depth, 1 to 3."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -141,7 +141,7 @@ class HeldOutFigures(BaseModel):
 
 
 def evaluate(model: DemoModel, data: TokenData, seq: int, num_windows: int) -> HeldOutFigures:
-    """Figures over evenly spaced windows of the held-out text, in the type that the weights have."""
+    """Compute figures over evenly spaced windows of the held-out text, in the type that the weights have."""
     windows = spaced_windows(data.held_out, seq, num_windows)
     device = next(model.parameters()).device
     was_training = model.training
@@ -164,7 +164,7 @@ def evaluate(model: DemoModel, data: TokenData, seq: int, num_windows: int) -> H
 
 
 def _batch_sums(model: DemoModel, tokens: Tensor) -> Tensor:
-    """Sums over a batch of tokens ``[B, T]``, by depth: fp64 ``[depths, 6]``.
+    """Compute sums over a batch of tokens ``[B, T]``, by depth: fp64 ``[depths, 6]``.
 
     The columns are loss, agreement, top-4 agreement and their count, then loss and count of the second half of the
     windows.

@@ -2,24 +2,24 @@
 
     python -m specmamba.bench.inflate --out DIR [--model CHECKPOINT] [--like qwen3.5-0.8b|qwen3.5-4b|qwen3.5-9b] [sizes]
 
-A small trained model has real acceptance lengths, a large one real weight and state traffic; this makes a model that
-has both, without any download. It gets more heads and neurons whose contribution is cancelled, wider heads and a wider
-residual through zeros, and layers that add nothing, in the target and in its MTP head alike. Everything that does not
-show is random, so that no traffic can be skipped. shape.py has the algebra, weights.py the rules.
+A small trained model has real acceptance lengths, a large one real weight and state traffic; the large checkpoint has
+both, without any download. It has more heads and neurons whose contribution is cancelled, heads and a residual that are
+widened with zeros, and layers that add nothing, in the target and in its MTP head alike. All weights without an effect
+are random, so that no traffic can be skipped. shape.py has the algebra, weights.py the rules.
 
 ``--like qwen3.5-0.8b`` takes the published sizes: hidden 1024, 24 layers (three delta nets, one attention), MLP 3584,
 8 query and 2 key/value heads of 256, delta nets with 16 key and 16 value heads of 128; head widths included, since
 they can be widened exactly. Two things stay the small model's: the vocabulary, because the logit of a new token could
-not be kept below all others (so the published 248320 x 1024 output matrix is the traffic that is missing), and the
-number of rotated components per head. Explicit sizes go before ``--like``.
+not be kept below all others (so the traffic of the published 248320 x 1024 output matrix is missing), and the number
+of rotated components per head. Explicit sizes override ``--like``.
 
 ``--like qwen3.5-9b`` and ``--like qwen3.5-4b`` likewise, with 32 layers of 16 query and 4 key/value heads, delta nets
-with 32 value heads, and hidden 4096 and 2560, MLP 12288 and 9216. Out of the demo, 2560 is no power of 4 times its
-size, so that 4b in 16 bits asks for ``--rounded``: the function is then the small one's but for a rounding per weight.
-Billions of random numbers take minutes; ``--repeat-noise`` makes those of one period of layers and repeats them.
+with 32 value heads, and hidden 4096 and 2560, MLP 12288 and 9216. From the demo, 2560 is no power of 4 times its
+size, so 4b in 16 bits needs ``--rounded``: the function is then the small one's except for one rounding per weight.
+Billions of random numbers take minutes; ``--repeat-noise`` makes one period of layers and repeats it.
 
-Rounding: matrices are scaled by powers of two only (float32 output may take any factor), so a bf16 checkpoint stays
-what it was, bit for bit. Norms that are rescaled (the last ones, those of keys, the delta nets') are stored as float32,
+Rounding: matrices are scaled by powers of two only (float32 output may take any factor), so the weights of a bf16
+checkpoint stay exact. Norms that are rescaled (the last ones, those of keys, the delta nets') are stored as float32,
 which specmamba keeps; transformers, when it loads the model in bf16, rounds them: relative errors of up to about 2**-9
 per channel for the published shape, and larger ones where the last norms shrink by more than its factor of 2.
 """
@@ -77,7 +77,7 @@ class InflateConfig(CommandLine):
     force: Annotated[bool, Field(description="write into a folder that is not empty, in place of its weights")] = False
 
     def sizes(self, hidden_size: int) -> dict[str, int]:
-        """The sizes asked for, by their names in config.json; hidden_size: the small model's."""
+        """The requested sizes by their names in config.json; ``hidden_size``: the small model's."""
         given = {name: getattr(self, flag[2:].replace("-", "_")) for name, flag in FLAGS.items()}
         if self.hidden_factor is not None:
             given["hidden_size"] = self.hidden_factor * hidden_size
@@ -99,10 +99,10 @@ def inflate(config: InflateConfig) -> dict[str, tuple[int, int]]:
     """Write the large checkpoint.
 
     Returns:
-        What the table shows: sizes, parameters and bytes, each before and after.
+        Rows of the table: sizes, parameters and bytes, each before and after.
 
     Raises:
-        ConfigError: sizes that cannot be had, or a folder that must not be written to.
+        ConfigError: impossible sizes, or a folder that must not be written to.
         CheckpointError: the small checkpoint is not a complete one of Qwen3.5's text model.
     """
     import torch  # --help must not wait for it
@@ -117,7 +117,7 @@ def inflate(config: InflateConfig) -> dict[str, tuple[int, int]]:
     tied = bool(model_config.tie_word_embeddings)
     small = files.read_tensors(config.model)
     if tied:
-        small.pop("lm_head.weight", None)  # a copy that some programs store
+        small.pop("lm_head.weight", None)  # a copy of the embedding that some programs store
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     stored = dtype or files.matrix_dtype(small)
     scales = Scales.between(source, target, tied)
@@ -134,12 +134,12 @@ def inflate(config: InflateConfig) -> dict[str, tuple[int, int]]:
     writer.finish()
     files.copy_companions(config.model, config.out)
     large = enlarged_config(raw, model_config, source, target, scales, str(stored).removeprefix("torch."))
-    files.write_json(config.out / "config.json", large)  # last: without it the folder is not taken for a checkpoint
+    files.write_json(config.out / "config.json", large)  # last: without it the folder is not read as a checkpoint
     return comparison(source, target, before, writer.totals)
 
 
 def comparison(source: Shape, target: Shape, before: Totals, after: Totals) -> dict[str, tuple[int, int]]:
-    """Rows of the table."""
+    """Make the rows of the table."""
     old, new = source.sizes(), target.sizes()
     return {
         **{name: (old[name], new[name]) for name in old},
@@ -150,7 +150,7 @@ def comparison(source: Shape, target: Shape, before: Totals, after: Totals) -> d
 
 
 def print_report(rows: dict[str, tuple[int, int]], config: InflateConfig) -> None:
-    """Sizes before and after."""
+    """Print sizes before and after."""
     from rich.console import Console
     from rich.table import Table
 

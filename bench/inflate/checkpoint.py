@@ -23,7 +23,7 @@ COPIED_FILES = ("generation_config.json", "tokenizer*", "special_tokens_map.json
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], Any]:
-    """config.json as it is written, and as transformers understands it.
+    """Read config.json: its content, and the configuration that transformers makes of it.
 
     Raises:
         CheckpointError: there is none, or it is not of Qwen3.5's text model.
@@ -40,7 +40,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, in one file or in the shards of its index.
+    """Read all tensors of a checkpoint, from one file or from the shards of its index.
 
     Raises:
         CheckpointError: files are missing or damaged.
@@ -55,7 +55,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def matrix_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The type of the embedding, which stands for that of all matrices.
+    """The type of the embedding, as the type of all matrices.
 
     Raises:
         CheckpointError: there is no embedding.
@@ -66,7 +66,7 @@ def matrix_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def check_folder(out: Path, model: Path, force: bool) -> None:
-    """Refuse a folder that must not be written to.
+    """Check that the folder may be written to.
 
     Raises:
         ConfigError: ``out`` is the small model itself, no folder, or not empty.
@@ -80,7 +80,7 @@ def check_folder(out: Path, model: Path, force: bool) -> None:
 
 
 def prepare_folder(out: Path) -> None:
-    """Make the folder; weights and config of a checkpoint that lies there are removed, so that none is left over."""
+    """Make the folder; the weights and the config of a checkpoint found there are removed."""
     out.mkdir(parents=True, exist_ok=True)
     for pattern in (*WEIGHT_FILES, "config.json"):
         for file in out.glob(pattern):
@@ -88,7 +88,7 @@ def prepare_folder(out: Path) -> None:
 
 
 def copy_companions(model: Path, out: Path) -> None:
-    """The tokenizer, its template, and the generation config."""
+    """Copy the tokenizer, its template, and the generation config."""
     for pattern in COPIED_FILES:
         for file in sorted(model.glob(pattern)):
             shutil.copyfile(file, out / file.name)
@@ -100,7 +100,7 @@ def write_json(file: Path, value: object) -> None:
 
 
 class Totals:
-    """Parameters and bytes of the tensors it was shown."""
+    """Number of parameters and bytes of the tensors that were added."""
 
     def __init__(self) -> None:
         self.target_parameters = self.mtp_parameters = self.num_bytes = 0
@@ -114,14 +114,14 @@ class Totals:
 
 
 class ShardWriter:
-    """Writes tensors as they come; no more than one shard is in memory."""
+    """Write tensors one by one, with at most one shard in memory."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.totals = Totals()
         self._folder, self._max_bytes = folder, max_bytes
         self._shard: dict[str, Tensor] = {}
         self._shard_bytes = 0
-        self._names: list[list[str]] = []  # tensors of each shard that is written
+        self._names: list[list[str]] = []  # names of the tensors in each written shard
 
     def add(self, name: str, tensor: Tensor) -> None:
         if self._shard and self._shard_bytes + tensor.nbytes > self._max_bytes:
@@ -131,7 +131,7 @@ class ShardWriter:
         self.totals.add(name, tensor)
 
     def finish(self) -> None:
-        """Write the rest, give the shards their names, and write the index where there are several."""
+        """Write the last shard, name the shards, and write the index if there are several."""
         self._write_shard()
         count = len(self._names)
         files = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_FILE]
@@ -144,7 +144,7 @@ class ShardWriter:
 
     def _write_shard(self) -> None:
         data = save(self._shard, metadata={"format": "pt"})
-        self._part(len(self._names)).write_bytes(data)  # save_file would make it readable to its owner only
+        self._part(len(self._names)).write_bytes(data)  # save_file would make it readable by its owner only
         self._names.append(list(self._shard))
         self._shard, self._shard_bytes = {}, 0
 

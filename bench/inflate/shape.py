@@ -1,13 +1,13 @@
-"""The sizes of a Qwen3.5 checkpoint, which larger ones can hold it, and the scales that keep its function.
+"""The sizes of a Qwen3.5 checkpoint, the larger sizes that can hold it, and the scales that keep its function.
 
-With r, h, f, g the factors by which the hidden size, the attention heads' width, the delta net's key width and its
-value width grow through zeros, a mean of squares over zero-padded components shrinks by the factor. Every norm has to
-see x'^2 / factor + eps' in one proportion e to what it saw before, or eps would weigh more or less than it did:
+Let r, h, f, g be the factors by which the hidden size, the attention heads' width, the delta net's key width and its
+value width grow through zeros. A mean of squares over zero-padded components shrinks by such a factor. In every norm
+x'^2 / factor + eps' must be e times its former value, with one e for all, or the weight of eps would change:
 
 - the delta net's output shrinks by sqrt(f) (its queries are unit vectors times K**-0.5) and its mean of squares by g.
-  No weight can undo that, for what comes before is normalised or bent; so it sets the proportion: e = 1 / (f g), and
-  the config says eps' = e eps.
-- the residual is scaled by s = sqrt(r e), in the embedding and in all that writes to it; queries and keys by
+  No weight can undo that, because its inputs are normalised or pass a nonlinear function. So it determines
+  e = 1 / (f g), and the config has eps' = e eps.
+- the residual is scaled by s = sqrt(r e), in the embedding and in all matrices that write to it; queries and keys by
   sqrt(h e), in their projections.
 - a norm whose weight is kept gives sqrt(factor) times its old output. The projections that read a residual norm are
   divided by that; the delta net's norm is itself divided by sqrt(g), and the norm of the keys by sqrt(h), which also
@@ -15,10 +15,10 @@ see x'^2 / factor + eps' in one proportion e to what it saw before, or eps would
 - the target's and the MTP head's last norms give c times their old output: c = s with an output matrix of its own,
   which is divided by c; c = 1 / s where it is the embedding, which is multiplied by s already.
 
-All exact, with one exception: where the embedding is tied, the MTP head, which normalises that last output again, sees
-eps (r e)**2 instead of eps. They are equal where r = f g, as for the published shape out of the demo (r = h = 4,
-f = g = 2: then s = c = 1, too). Else they move the head's input by about eps (r e)**2 / 2 over its mean square, 1e-5 at
-r = 4; the drafts' quality does not notice, and the target does not see it.
+All of this is exact, with one exception: if the embedding is tied, the MTP head, which normalises that last output
+again, has eps (r e)**2 instead of eps. They are equal if r = f g, as for the published shape from the demo (r = h = 4,
+f = g = 2: then s = c = 1, too). Else the head's input changes by about eps (r e)**2 / 2 over its mean square, 1e-5 at
+r = 4, which does not change the quality of drafts; the target is not affected.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Shape:
     linear_num_value_heads: int  # Hv
     linear_key_head_dim: int  # K
     linear_value_head_dim: int  # V
-    linear_conv_kernel_dim: int  # W, stays
+    linear_conv_kernel_dim: int  # W, not changed
 
     @classmethod
     def of(cls, config: Any) -> Shape:
@@ -54,24 +54,24 @@ class Shape:
         return cls(**{**values, "layer_types": tuple(config.layer_types)})
 
     def sizes(self) -> dict[str, int]:
-        """All that is a number, layers counted."""
+        """All sizes that can be changed, with the number of layers."""
         values = {**asdict(self), "num_hidden_layers": len(self.layer_types)}
         return {name: value for name, value in values.items() if name in FLAGS}
 
     def with_layers(self, count: int) -> Shape:
-        """As many layers, by going on with the shortest pattern that the layers so far repeat."""
+        """Extend to ``count`` layers, by repeating the shortest period of the layer types."""
         types, period = self.layer_types, self.period
         return replace(self, layer_types=types + tuple(types[i % period] for i in range(len(types), count)))
 
     @property
     def period(self) -> int:
-        """Length of that pattern: 4 for three delta nets and an attention."""
+        """The shortest period of the layer types: 4 for three delta nets and an attention."""
         types = self.layer_types
         return next(p for p in range(1, len(types) + 1) if all(t == types[i % p] for i, t in enumerate(types)))
 
 
 # config.json of Qwen/Qwen3.5-0.8B, -4B and -9B, text part: three delta nets and an attention, six or eight times. Their
-# 64 rotated components per head and their 248320 tokens are not taken: see the docstring of __main__.py.
+# 64 rotated components per head and their 248320 tokens are not used: see __main__.py.
 _WIDTHS = {"head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 _LARGE = {"num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_value_heads": 32}
 PUBLISHED: Mapping[str, Mapping[str, int]] = {
@@ -103,10 +103,10 @@ FLAGS = {
 
 
 def enlarged(source: Shape, sizes: Mapping[str, int]) -> Shape:
-    """``source`` with ``sizes`` (names of config.json) in place of its own.
+    """Replace sizes of ``source`` by ``sizes`` (names of config.json).
 
     Raises:
-        ConfigError: nothing grows, something shrinks, or the heads have no place that keeps their groups.
+        ConfigError: nothing grows, something shrinks, or the heads cannot keep their groups.
     """
     values: dict[str, Any] = dict(sizes)
     count = values.pop("num_hidden_layers", len(source.layer_types))
@@ -130,12 +130,12 @@ HEAD_GROUPS = (
 
 
 def copies_needed(group_size: int, new_group_size: int) -> int:
-    """How many new groups take the members of one old group; all but the first have a copy of its key head."""
+    """Number of new groups for the members of one old group; each has a copy of its key head."""
     return -(-group_size // new_group_size)
 
 
 def _check_groups(source: Shape, target: Shape, groups: str, members: str) -> None:
-    """Member head m belongs to group m // (members / groups), in the small model and in the large one."""
+    """Check that members can stay in their group: head m is in group m // (members / groups) in both models."""
     old, new = getattr(source, groups), getattr(target, groups)
     old_size = getattr(source, members) // old
     smallest = -(-old_size // (new // old))  # members that each of the new groups must take
@@ -154,10 +154,10 @@ def _check_groups(source: Shape, target: Shape, groups: str, members: str) -> No
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What weights are multiplied by where they are copied; see the module's docstring."""
+    """Factors of the copied weights; the docstring of this module derives them."""
 
     eps: float  # e
-    write: float  # s: embedding, and all that writes to the residual
+    write: float  # s: embedding, and all matrices that write to the residual
     read: float  # projections behind a residual norm
     query_key: float  # queries and keys, besides ``read``
     key_norm: float
@@ -206,12 +206,12 @@ class Scales:
 def enlarged_config(
     raw: Mapping[str, Any], config: Any, source: Shape, target: Shape, scales: Scales, dtype: str
 ) -> dict[str, Any]:
-    """config.json of the large model: the small one's with other sizes, and as many rotated components as before."""
+    """The config.json of the large model: other sizes, and the same number of rotated components."""
     rope = dict(config.rope_parameters)
     rotated = int(source.head_dim * rope.get("partial_rotary_factor", 1.0))
     if target.head_dim != source.head_dim:
         share = rotated / target.head_dim
-        while int(target.head_dim * share) < rotated:  # what everybody computes from it
+        while int(target.head_dim * share) < rotated:  # as models compute it from the share
             share = math.nextafter(share, 1.0)
         rope["partial_rotary_factor"] = share
     return {

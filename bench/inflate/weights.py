@@ -8,10 +8,10 @@ may read (new heads, new neurons, the padding of attention values and of gates).
 - a random weight wherever that does not show: towards noise, and from zeros,
 - zero in all other places: from noise, and towards zeros.
 
-So no layer that has a source has a weight whose reading could be skipped: zero are the columns below noise and the
-rows towards the residual's padding of o_proj, out_proj and down_proj, those rows of fc, the padding's columns of the
-embedding, and, only where the hidden size stays, the rows of padded head widths. New layers are random but for o_proj,
-out_proj and down_proj, which are zero throughout: they add nothing to the residual.
+So every matrix of a layer that has a source must be read. Zero are only: in o_proj, out_proj and down_proj the columns
+of noise and the rows of the residual's padding; in fc those rows; in the embedding the columns of the padding; and, if
+the hidden size stays, the rows of padded head widths. New layers are random except o_proj, out_proj and down_proj,
+which are zero, so that they add nothing to the residual.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def padded(size: int, new_size: int, rest: int) -> Tensor:
 
 
 def grouped(groups: int, members: int, new_groups: int, new_members: int) -> tuple[Tensor, Tensor]:
-    """Where heads land so that member m still belongs to group m // (members per group).
+    """Place heads so that member m still belongs to group m // (members per group).
 
-    An old group fills as many new ones as its members need, each with a copy of the same key head. What is left over,
-    whole groups and places in groups, is noise.
+    The members of an old group fill one new group or several, each with a copy of the same key head. Groups and places
+    that are left over are noise.
 
     Returns:
         Source of each new group [new_groups] and of each new member [new_members].
@@ -67,7 +67,7 @@ def within(heads: Tensor, components: Tensor, head_size: int) -> Tensor:
 
 
 def joined(*axes: tuple[Tensor, int]) -> Tensor:
-    """Axes one after the other, each given with its size in the small model."""
+    """Concatenate axes, each given with its size in the small model."""
     parts, offset = [], 0
     for axis, size in axes:
         parts.append(torch.where(axis < 0, axis, axis + offset))
@@ -77,7 +77,7 @@ def joined(*axes: tuple[Tensor, int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Components of the large model by their source, and how many the small one has."""
+    """The source of every component of an axis of the large model."""
 
     source: Tensor  # [new size]: an index, ZERO or NOISE
     old_size: int
@@ -88,7 +88,7 @@ class Axis:
 
 
 def make_axes(s: Shape, t: Shape, vocab_size: int) -> dict[str, Axis]:
-    """Every kind of axis of every matrix and vector; s: small, t: large."""
+    """Make all axes of matrices and vectors by name; s: sizes of the small model, t: of the large one."""
     kv_heads, q_heads = grouped(
         s.num_key_value_heads, s.num_attention_heads, t.num_key_value_heads, t.num_attention_heads
     )
@@ -126,7 +126,7 @@ def make_axes(s: Shape, t: Shape, vocab_size: int) -> dict[str, Axis]:
 
 
 def as_noise(axes: Mapping[str, Axis]) -> dict[str, Axis]:
-    """The axes of a layer that has no source: all is noise but the residual."""
+    """The axes of a layer without a source: all components are noise, except the residual."""
     return {
         name: axis if name == "hidden" else Axis(torch.full_like(axis.source, NOISE), axis.old_size)
         for name, axis in axes.items()
@@ -135,7 +135,7 @@ def as_noise(axes: Mapping[str, Axis]) -> dict[str, Axis]:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """[rows, columns]; ``scale``: a number, or one per row of the small model [rows, 1]."""
+    """A matrix by the axes of its rows and columns; ``scale``: a number, or [rows, 1] of the small model."""
 
     rows: str
     columns: str
@@ -144,7 +144,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """A norm's weight w, where (offset + w) is what multiplies and what is scaled."""
+    """The weight w of a norm that multiplies by (offset + w); that factor is scaled."""
 
     axis: str
     scale: float = 1.0
@@ -155,7 +155,7 @@ Rule = Matrix | Vector | Literal["embedding", "conv", "decay", "time step"]
 
 
 def make_rules(s: Shape, scales: Scales) -> dict[str, Rule]:
-    """What the tensors are, by their names without the layer; s: the small model's sizes."""
+    """The rules of all tensors, by their names without the layer; s: the small model's sizes."""
     read, write = scales.read, scales.write
     query_gate = torch.tensor([scales.query_key * read, read]).view(1, 2, 1)
     query_gate = query_gate.expand(s.num_attention_heads, 2, s.head_dim).reshape(-1, 1)
@@ -251,7 +251,7 @@ class WeightMaker:
                 low, high = TIME_STEPS
                 steps = self._uniform(math.log(low), math.log(high), axes["value_heads"].size).exp()
                 return _rows(name, steps.expm1().log(), tensor, axes["value_heads"])  # softplus, backwards
-            case "embedding" if tensor is not None:  # all it writes to the residual's padding is zero
+            case "embedding" if tensor is not None:  # it writes zeros to the residual's padding
                 padding = axes["hidden"].size - tensor.shape[1]
                 return F.pad(tensor * self._scales.write, (0, padding))
         raise CheckpointError(f"the checkpoint has a tensor {name}, which Qwen3.5's text model does not have")

@@ -2,13 +2,12 @@
 
     specmamba bench serving [--concurrency 1,2,4,8 | --request-rate 2,4] [--json FILE] [--plot FILE.png]
 
-Without ``--base-url`` it starts ``specmamba serve`` with the engine flags given, and ends it. Every level of load asks
-the same requests with the same seeds, after a few that are not counted. Before each level the server is told to forget
-its prefix cache (``cache_flushed`` in the report: whether it did, before all of them; not every server can).
-load.py says what load is, figures.py how each figure is defined. The throughput of a closed loop
-includes its drain: near the end of a level clients run out of requests one by one, and the level lasts until its last
-answer; more requests make that matter less. This process takes processor time of its own: where it shares a machine
-with the server, that is in the figures.
+Without ``--base-url`` it starts ``specmamba serve`` with the given engine flags, and ends it. Every level of load sends
+the same requests with the same seeds, after a warm-up that is not counted. Before each level the server's prefix cache
+is flushed (``cache_flushed`` in the report: whether that worked before all levels; not every server can do it). load.py
+defines load, figures.py every figure. The throughput of a closed loop includes its drain: at the end of a level clients
+run out of requests one by one, and the level lasts until its last answer; with more requests that matters less. This
+process needs processor time too: if it shares a machine with the server, the figures include that.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from specmamba.measure.prompts import bundled_texts, read_texts
 from specmamba.measure.report import require
 
 PROG = "specmamba bench serving"
-# With --base-url: which model of the server to ask, and the seeds of requests and arrivals.
+# Flags that have a meaning with --base-url: the model to ask for, and the seed of requests and arrivals.
 FLAGS_OF_THE_CLIENT = {"model", "seed"}
 
 
@@ -47,7 +46,7 @@ def _run(config: ServingBenchConfig, arguments: Sequence[str]) -> int:
 
 
 def _check(config: ServingBenchConfig, arguments: Sequence[str]) -> None:
-    """Raises ConfigError: flags that do not go together, or a package that is missing."""
+    """Raise ConfigError when flags contradict each other or a package is missing."""
     require("httpx", PROG)
     if config.concurrency is not None and config.request_rate is not None:
         raise ConfigError("choose --concurrency (closed loop) or --request-rate (open loop), not both")
@@ -65,7 +64,7 @@ def _check(config: ServingBenchConfig, arguments: Sequence[str]) -> None:
 
 
 def _measure(config: ServingBenchConfig, prompts: Sequence[str]) -> dict[str, Any]:
-    """The report. Raises SpecmambaError."""
+    """Measure all levels; return the report. Raises SpecmambaError."""
     from specmamba.bench.serving.sweep import sweep
 
     if config.base_url is not None:

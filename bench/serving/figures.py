@@ -1,13 +1,13 @@
-"""From the answers of a level of load to its figures, a table and a picture.
+"""The figures of levels of load, computed from their answers, as a table and as a picture.
 
-All times are in milliseconds and of requests that were answered to the end; the others are counted as failed.
+All times are in milliseconds, of requests that were answered completely; the others are counted as failed.
 
 - ``ttft_ms``: from when a request was due to its first text.
-- ``inter_token_ms``: a server sends what one verify gives as one chunk, so a chunk carries several tokens when drafts
-  are accepted. No OpenAI-compatible stream says how many; the usage at its end tells the n tokens of the whole answer.
-  With c chunks a chunk therefore counts as n / c tokens, and each gap between two chunks of that answer, times c / n,
-  is a sample. What precedes the first chunk is in the time to first token and not in here.
-- ``inter_chunk_ms``: the same gaps as they are, which is what a reader sees.
+- ``inter_token_ms``: a server sends the tokens of one verify as one chunk, so a chunk has several tokens when drafts
+  are accepted. An OpenAI-compatible stream does not say how many; only the usage at its end has the number n of tokens
+  of the whole answer. With c chunks a chunk counts as n / c tokens, and each gap between two chunks of that answer,
+  times c / n, is a sample. The time before the first chunk is in the time to first token, not in here.
+- ``inter_chunk_ms``: the same gaps, not divided, as a reader sees them.
 - ``end_to_end_ms``: from when a request was due to the end of its answer.
 - ``accept_length``: tokens over (tokens - accepted drafts), of all answers together. One token per verify is the
   target's own, so the denominator is the number of verify steps.
@@ -70,7 +70,7 @@ def level_report(run: Run, concurrency: int | None, request_rate: float | None) 
 
 
 def accept_length(answers: Sequence[Answer]) -> float | None:
-    """Tokens per verify step; None when the server does not tell what it drafted, or nothing was put out."""
+    """Tokens per verify step; None when the server does not report accepted drafts, or there was no output."""
     told = [(a.num_tokens, a.num_accepted_tokens) for a in answers if a.num_accepted_tokens is not None]
     num_tokens = sum(tokens for tokens, _ in told)
     num_steps = num_tokens - sum(accepted for _, accepted in told)
@@ -82,7 +82,7 @@ def _gaps(answer: Answer) -> list[float]:
 
 
 def _sent_rate(sent_times: Sequence[float]) -> float:
-    """Requests per second that really left; below what was drawn where this process cannot keep up."""
+    """Requests per second that were sent; less than asked for if this process cannot keep up."""
     elapsed = sent_times[-1] - sent_times[0]
     return (len(sent_times) - 1) / elapsed if elapsed > 0 else math.nan
 
@@ -94,14 +94,14 @@ def _errors(failures: Sequence[Failure]) -> dict[str, dict[str, Any]]:
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """A table with a row per level, then what failed and what to beware of."""
+    """Print a table with a row per level, then failures and warnings."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 160  # a file has no edge
+        console.width = 160  # a file has no width
     levels = report["levels"]
     console.print(
         f"{report['model']}, {report['num_requests']} requests per level, {report['max_tokens']} new tokens at the "
@@ -115,7 +115,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     load = (*load, "cached") if has_cache else load
     table = Table(*load, *rates, *times, "accepted", "4-grams", "failed", "429", box=SIMPLE_HEAD, pad_edge=False)
     for column in table.columns:
-        column.justify, column.overflow = "right", "fold"  # in a narrow terminal a figure must not lose its end
+        column.justify, column.overflow = "right", "fold"  # a narrow terminal must not cut off figures
     for level in levels:
         table.add_row(*_cells(level, is_open, has_cache))
     console.print(table)
@@ -143,7 +143,7 @@ def _cells(level: Mapping[str, Any], is_open: bool, has_cache: bool) -> list[str
 
 
 def _cached_share(level: Mapping[str, Any]) -> str:
-    """Of the prompt tokens of a level, those that its server had in its prefix cache."""
+    """Share of a level's prompt tokens that came from the server's prefix cache."""
     return f"{level['cached_prompt_tokens'] / level['prompt_tokens']:.0%}" if level["prompt_tokens"] else "-"
 
 
@@ -166,14 +166,14 @@ def _remarks(levels: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def level_name(level: Mapping[str, Any]) -> str:
-    """How a level is called in lines and in the picture."""
+    """The name of a level in lines and in the picture."""
     if level["request_rate"] is not None:
         return f"{level['request_rate']:g}/s"
     return f"{level['concurrency']} client" + ("s" if level["concurrency"] > 1 else "")
 
 
 def plot_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Latency over throughput, a point per level: time to first token, and time per token.
+    """Plot latency over throughput, a point per level: time to first token, and time per token.
 
     Raises:
         ConfigError: the file cannot be written; the message names ``--plot``.

@@ -1,9 +1,9 @@
 """Requests to an OpenAI-compatible server: one streamed completion, and many of them at once.
 
-Two ways to make load. **Closed loop**: a fixed number of clients, each sending its next request when the last one has
-been answered; a slow server is asked less often. Its duration runs to the last answer, so it includes the drain, in
-which ever fewer clients have something left to ask. **Open loop**: requests leave at the times of a Poisson process,
-whether or not the server keeps up, as independent users do; a request's time counts from when it should have left.
+**Closed loop**: a fixed number of clients, each of which sends its next request when the last one has been answered; a
+slow server gets fewer requests per second. The duration includes the last answer, and so the drain, in which fewer and
+fewer clients have a request. **Open loop**: requests are sent at the times of a Poisson process, whether or not the
+server keeps up, as by independent users; the time of a request counts from when it should have been sent.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PATH = "/v1/completions"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion that came to its end. Times are seconds since the request was due."""
+    """A complete answer. Times are seconds since the request was due."""
 
-    chunk_times: tuple[float, ...]  # of the events that carried text
+    chunk_times: tuple[float, ...]  # of the events with text
     end_s: float
     text: str
     num_prompt_tokens: int
@@ -37,11 +37,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request without a complete answer. ``kind`` is short and the same for all of its kind."""
+    """A request without a complete answer. ``kind`` is a short class of failures, by which they are counted."""
 
     kind: str
     message: str
-    status: int | None = None  # of HTTP, where that was the trouble
+    status: int | None = None  # HTTP status, if that was the reason
 
 
 Outcome = Answer | Failure
@@ -50,7 +50,7 @@ Send = Callable[[int, float], Awaitable[Outcome]]  # request number, time.perf_c
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What is asked. Request i is the same at every level of load: same prompt, same seed."""
+    """The requests to send. Request i has the same prompt and seed at every level of load."""
 
     model: str
     prompts: Sequence[str]
@@ -60,7 +60,7 @@ class Requests:
     ignore_eos: bool
 
     def body(self, number: int) -> dict[str, Any]:
-        """The JSON of a request. Only servers that know the extension ``ignore_eos`` are asked for it."""
+        """The JSON of a request. The extension ``ignore_eos`` is only sent when it is asked for."""
         extension = {"ignore_eos": True} if self.ignore_eos else {}
         return {
             "model": self.model,
@@ -78,19 +78,19 @@ class Requests:
 class Run:
     """All requests of one level of load."""
 
-    outcomes: tuple[Outcome, ...]  # in the order in which they came
+    outcomes: tuple[Outcome, ...]  # in order of arrival
     sent_times: tuple[float, ...]  # seconds since the first one was due, in order
     duration_s: float
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """``count`` arrival times of a Poisson process with ``rate`` arrivals per second; the first one is at 0."""
+    """Draw ``count`` arrival times of a Poisson process with ``rate`` arrivals per second; the first one is at 0."""
     generator = random.Random(seed)
     return list(accumulate((generator.expovariate(rate) for _ in range(count - 1)), initial=0.0))
 
 
 async def closed_loop(send: Send, num_clients: int, count: int) -> Run:
-    """``count`` requests by ``num_clients`` clients, each of which waits for its answer."""
+    """Send ``count`` requests from ``num_clients`` clients, each of which waits for its answer."""
     began = time.perf_counter()
     outcomes: list[Outcome] = []
     sent: list[float] = []
@@ -109,7 +109,7 @@ async def closed_loop(send: Send, num_clients: int, count: int) -> Run:
 
 
 async def open_loop(send: Send, arrivals: Sequence[float]) -> Run:
-    """One request at each of the ascending times ``arrivals``, in seconds from now."""
+    """Send one request at each of the ascending times ``arrivals``, in seconds from now."""
     began = time.perf_counter()
     outcomes: list[Outcome] = []
     sent: list[float] = []
@@ -126,7 +126,7 @@ async def open_loop(send: Send, arrivals: Sequence[float]) -> Run:
 
 
 async def complete(client: httpx.AsyncClient, body: dict[str, Any], due: float) -> Outcome:
-    """Send one request and read its answer to the end. What goes wrong on the way is a ``Failure``, never raised."""
+    """Send one request and read its answer to the end. Errors are returned as a ``Failure``, never raised."""
     try:
         async with client.stream("POST", PATH, json=body) as response:
             if response.status_code != httpx.codes.OK:
@@ -142,7 +142,7 @@ async def complete(client: httpx.AsyncClient, body: dict[str, Any], due: float) 
 
 
 def failure_of(response: httpx.Response) -> Failure:
-    """What an answer other than 200 says, in OpenAI's shape or in none."""
+    """The failure that an answer other than 200 describes, in OpenAI's form or any other."""
     try:
         message = _error_message(response.json())
     except (ValueError, RecursionError):
@@ -157,7 +157,7 @@ def _error_message(body: Any) -> str:
 
 
 async def _read_stream(response: httpx.Response, due: float) -> Outcome:
-    """Server-sent events: chunks with text, one with the usage (and no choice), ``[DONE]``."""
+    """Read server-sent events: chunks with text, one with the usage (and no choice), ``[DONE]``."""
     times: list[float] = []
     text: list[str] = []
     usage: dict[str, Any] | None = None

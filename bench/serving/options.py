@@ -66,7 +66,7 @@ class ServingBenchConfig(ReportOptions):
         try:
             parts = urlsplit(url)
             is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # brackets that do not match, or a port that is no number or too large
+        except ValueError:  # unmatched brackets, or a port that is not a number or too large
             is_whole = False
         if not is_whole:
             raise ValueError("give scheme, host and port, such as http://127.0.0.1:30000")
@@ -74,7 +74,7 @@ class ServingBenchConfig(ReportOptions):
 
     @property
     def levels(self) -> tuple[tuple[int | None, float | None], ...]:
-        """(clients, None) in a closed loop, (None, requests per second) in an open one."""
+        """The levels: (clients, None) in a closed loop, (None, requests per second) in an open one."""
         if self.request_rate is not None:
             return tuple((None, rate) for rate in self.request_rate)
         return tuple((clients, None) for clients in self.concurrency or DEFAULT_CONCURRENCY)

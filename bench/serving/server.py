@@ -1,4 +1,4 @@
-"""The server under load: one that runs already, or one that is started for the benchmark and ended with it."""
+"""A server that is started for a benchmark and ended with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specmamba.errors import SpecmambaError
 SERVE = (sys.executable, "-m", "specmamba", "serve")
 READY = "specmamba: ready at "
 _POLL_S = 0.05
-_LOG_BYTES = 1 << 16  # of the end of the log, that are looked at
+_LOG_BYTES = 1 << 16  # read from the end of the log
 _END_TIMEOUT_S = 15.0
 
 
@@ -34,7 +34,7 @@ class StartedServer:
         self._log = log
 
     def wait_until_ready(self, timeout_s: float) -> str:
-        """The server's address. Raises SpecmambaError when it ends, or takes longer than ``timeout_s``."""
+        """Return the server's address. Raises SpecmambaError when it ends, or takes longer than ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.check()
@@ -45,7 +45,7 @@ class StartedServer:
         raise SpecmambaError(f"the server was not ready after {timeout_s:g} s (--startup-timeout)")
 
     def check(self, grace_s: float = 0.0) -> None:
-        """Raise SpecmambaError, with the server's last words, when it has ended or does so within ``grace_s``."""
+        """Raise SpecmambaError, with the last line of its log, when the server has ended or ends within ``grace_s``."""
         with suppress(subprocess.TimeoutExpired):
             status = self._process.wait(grace_s)
             lines = [line for line in self._lines() if line.strip()]
@@ -53,7 +53,7 @@ class StartedServer:
             raise SpecmambaError(f"the server ended with status {status}: {words}")
 
     def end(self) -> None:
-        """Terminate the process, and kill it when it does not care."""
+        """Terminate the process, and kill it when it does not react."""
         self._process.terminate()
         try:
             self._process.wait(_END_TIMEOUT_S)
@@ -70,13 +70,13 @@ class StartedServer:
 
 @contextmanager
 def started_server(config: EngineConfig, api_key: str | None, timeout_s: float) -> Iterator[tuple[str, StartedServer]]:
-    """Start a server with the engine flags of ``config``; it ends with the context, whatever ends that.
+    """Start a server with the engine flags of ``config``; it ends with the context, also after an error or a signal.
 
     Yields:
         Its address and the server.
 
     Raises:
-        SpecmambaError: it cannot start; the message has its own words.
+        SpecmambaError: it cannot start; the message has the last line of its log.
     """
     command = [*SERVE, "--host", "127.0.0.1", "--port", "0", "--shutdown-timeout", "0", *engine_flags(config)]
     with tempfile.TemporaryFile() as log, _signals_end_the_context():
@@ -86,7 +86,7 @@ def started_server(config: EngineConfig, api_key: str | None, timeout_s: float) 
             stdout=log,
             stderr=log,
             env=_environment(api_key),
-            start_new_session=True,  # a Ctrl-C in the terminal is for the benchmark, which then ends the server
+            start_new_session=True,  # Ctrl-C reaches the benchmark only, which then ends the server
         )
         server = StartedServer(process, log)
         try:
@@ -96,7 +96,7 @@ def started_server(config: EngineConfig, api_key: str | None, timeout_s: float) 
 
 
 def engine_flags(config: EngineConfig) -> list[str]:
-    """The command line of what was set for the engine, wherever it was set."""
+    """The engine's flags that were set, on the command line, in the environment or in a file, as a command line."""
     flags = []
     for name in EngineConfig.model_fields:
         value = getattr(config, name)
@@ -112,7 +112,7 @@ def _text(value: Any) -> str:
 
 
 def _environment(api_key: str | None) -> Mapping[str, str]:
-    """This process's, with the code that runs here, and the key where no list of processes shows it."""
+    """This process's environment with the path of this package, and with the API key, which a flag would show."""
     paths = [str(Path(specmamba.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     key = {} if api_key is None else {"SPECMAMBA_API_KEY": api_key}
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | key
@@ -120,12 +120,12 @@ def _environment(api_key: str | None) -> Mapping[str, str]:
 
 @contextmanager
 def _signals_end_the_context() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, instead of leaving a server behind."""
+    """Let SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, so that the server is ended too."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():  # only there can handlers be set
+    if threading.current_thread() is not threading.main_thread():  # handlers can be set in the main thread only
         yield
         return
     numbers = (signal.SIGTERM, signal.SIGHUP)

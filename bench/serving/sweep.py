@@ -1,4 +1,4 @@
-"""One level of load after the other against one server."""
+"""Measure one level of load after the other against one server."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from specmamba.bench.serving.server import StartedServer
 from specmamba.errors import ConfigError
 from specmamba.measure.report import machine, progress_bar, versions
 
-# Answers that will not get better: what is asked is wrong. 429 and what a server's trouble gives are figures.
+# Answers to a wrong request, which end the benchmark. 429 and errors of the server are counted instead.
 _HOPELESS = {400, 401, 403, 404, 405, 413, 415, 422}
 
 # Settings of a server that may be paths on its machine.
 _PATHS = {"model", "speculative_tree", "speculative_ngram_corpus"}
 
-_BREAKDOWN_S = 10.0  # a server that breaks down may need this long until its process has ended
+_BREAKDOWN_S = 10.0  # the process of a server that breaks down may take this long to end
 
 
 async def sweep(
@@ -47,8 +47,8 @@ async def sweep(
     """Measure all levels against the server at ``url``; the report as a JSON object.
 
     Args:
-        server: when it was started here; it is checked after every level.
-        transport: instead of the network.
+        server: the server if it was started here; it is checked after every level.
+        transport: replaces the network in tests.
 
     Raises:
         ConfigError: the server cannot be reached, or refuses what is asked.
@@ -110,24 +110,24 @@ def _http_client(
         base_url=_checked_url(url),
         headers=None if config.key is None else {b"Authorization": b"Bearer " + config.key.encode()},
         timeout=config.request_timeout,
-        limits=httpx.Limits(max_connections=None),  # as many as there are clients
-        trust_env=not is_here,  # no proxy on the way to a server that was started here
+        limits=httpx.Limits(max_connections=None),  # one per client
+        trust_env=not is_here,  # no proxy for a server that was started here
         transport=transport,
     )
 
 
 def _checked_url(url: str) -> httpx.URL:
-    """Raises ConfigError: httpx, or the network behind it, cannot make a host's name of it."""
+    """Parse the URL. Raises ConfigError when httpx or the resolver does not accept its host."""
     try:
         parsed = httpx.URL(url)
-        parsed.raw_host.decode("ascii").encode("idna")  # the resolver's own rule: no label is empty or too long
+        parsed.raw_host.decode("ascii").encode("idna")  # as the resolver does: no label may be empty or too long
     except (httpx.InvalidURL, UnicodeError) as error:
         raise ConfigError(f"--base-url: {url} is no address: {error}") from None
     return parsed
 
 
 async def _find_model(client: httpx.AsyncClient, config: ServingBenchConfig) -> str:
-    """The name to ask for: --model for a server that runs already, else the first one that the server lists."""
+    """The model's name for requests: --model with --base-url, else the first one that the server lists."""
     try:
         response = await client.get("/v1/models")
     except httpx.RequestError as error:
@@ -145,7 +145,7 @@ async def _find_model(client: httpx.AsyncClient, config: ServingBenchConfig) -> 
 
 
 async def _server_description(client: httpx.AsyncClient) -> dict[str, Any] | None:
-    """What specmamba's server says of its engine; None for another server."""
+    """The engine's description from a specmamba server; None from other servers."""
     try:
         body = (await client.get("/server_info")).json()
     except (httpx.RequestError, ValueError, RecursionError):
@@ -158,12 +158,12 @@ async def _server_description(client: httpx.AsyncClient) -> dict[str, Any] | Non
 
 
 def _last_part(path: str) -> str:
-    """Where a model or a file lies is nobody's business who reads a report."""
+    """The last part of a path: a report does not contain folders of the server's machine."""
     return Path(path).name or path
 
 
 async def _warm_up(send: Send, count: int) -> None:
-    """Requests that are not counted. Raises ConfigError when the server refuses what all requests ask."""
+    """Send requests that are not counted. Raises ConfigError when the server refuses what all requests ask for."""
     for number in range(count):
         outcome = await send(number, time.perf_counter())
         if not isinstance(outcome, Failure):
@@ -175,20 +175,20 @@ async def _warm_up(send: Send, count: int) -> None:
 
 
 async def _flush_cache(client: httpx.AsyncClient) -> bool:
-    """Let the server forget what one level would leave to the next, which asks the same. False: it does not do it."""
+    """Flush the server's prefix cache, as levels send the same prompts. Returns whether the server did it."""
     try:
         response = await client.post("/flush_cache")
     except httpx.RequestError as error:
         print(f"the server's prefix cache was not flushed: {type(error).__name__}: {error}", file=sys.stderr)
         return False
-    if response.status_code not in (httpx.codes.OK, httpx.codes.NOT_FOUND):  # 404: a server of another make
+    if response.status_code not in (httpx.codes.OK, httpx.codes.NOT_FOUND):  # 404: another kind of server
         failure = failure_of(response)
         print(f"the server's prefix cache was not flushed: {failure.kind}: {failure.message}", file=sys.stderr)
     return response.status_code == httpx.codes.OK
 
 
 def _looks_broken(run: Run) -> bool:
-    """Whether the level ended in trouble, as it does when the server breaks down."""
+    """Whether the level ended with a failure, as it does when the server breaks down."""
     last = run.outcomes[-1]
     return isinstance(last, Failure) and last.status != httpx.codes.TOO_MANY_REQUESTS
 

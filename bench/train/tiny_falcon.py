@@ -1,4 +1,4 @@
-"""Train a tiny Falcon-H1 for a few minutes: a real target without a draft head, to train one for.
+"""Train a tiny Falcon-H1 for a few minutes: a target without a draft head, to try ``specmamba train draft`` on.
 
     python -m specmamba.bench.train.tiny_falcon --out DIR [--minutes 8]
     specmamba train draft --model DIR --out DIR-draft --minutes 5
@@ -49,7 +49,7 @@ class TinyFalconSettings(CommandLine):
 
 
 def train(settings: TinyFalconSettings, console: Console) -> None:
-    """Train by the clock, and write the checkpoint.
+    """Train until the time is over, and write the checkpoint.
 
     Raises:
         ConfigError: there is no text to train on, or the folder cannot be written.
@@ -79,7 +79,7 @@ def train(settings: TinyFalconSettings, console: Console) -> None:
 
 
 def _sampler(settings: TinyFalconSettings, vocab_size: int) -> WindowSampler:
-    """Random windows of a part of the corpus, with the demo's tokens."""
+    """Make a sampler of random windows of a part of the corpus, encoded with the demo's tokenizer."""
     from specmamba.bench.demo.tokens import WindowSampler, load_tokenizer, prepare
     from specmamba.train.corpus import Corpus, default_roots, read_corpus
 
@@ -91,7 +91,7 @@ def _sampler(settings: TinyFalconSettings, vocab_size: int) -> WindowSampler:
 
 
 def _step(model: FalconH1ForCausalLM, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
-    """One optimizer step on tokens [B, S]; its loss in nats. Raises SpecmambaError when that is no number."""
+    """Do one optimizer step on tokens [B, S]; return its loss in nats. Raises SpecmambaError when it is not finite."""
     from torch.nn.utils import clip_grad_norm_
 
     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -106,7 +106,7 @@ def _step(model: FalconH1ForCausalLM, optimizer: torch.optim.Optimizer, tokens: 
 
 
 def new_model(settings: TinyFalconSettings) -> FalconH1ForCausalLM:
-    """A tiny Falcon-H1 at its random start, with multipliers that are not 1."""
+    """Make an untrained tiny Falcon-H1, with multipliers that are not 1."""
     from transformers import FalconH1Config, FalconH1ForCausalLM
 
     hidden = settings.hidden_size
@@ -138,7 +138,7 @@ def new_model(settings: TinyFalconSettings) -> FalconH1ForCausalLM:
 
 
 def _make_folder(folder: Path) -> None:
-    """It shows before the training, not behind it, if there can be no such folder."""
+    """Make the folder before the training, so that an error shows at once."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -146,7 +146,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0, 2 for an error, 130 after Ctrl-C."""
+    """Run the program; exit status: 0, 2 for an error, 130 after Ctrl-C."""
     return run_command(PROG, TinyFalconSettings, arguments, _run, "nothing is written before the end")
 
 

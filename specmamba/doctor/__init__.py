@@ -1,7 +1,7 @@
 """``specmamba doctor``: whether this installation works, and if not, what to do about it.
 
-It looks at packages, the device and the kernels, plans the memory, and then lets the model write the same texts plain
-and with drafts: they must be equal. Every part that fails becomes a line with advice, never a traceback.
+It examines packages, device and kernels, plans the memory, and lets the model write the same texts plain and with
+drafts, which must be equal. A part that fails becomes a line with advice, not a traceback.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
 @contextmanager
 def waiting() -> Iterator[Callable[[str], None]]:
-    """On a terminal, what is being looked at: kernels that are compiled for the first time take a while."""
+    """Show on a terminal which part is running: compiling kernels for the first time takes a while."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -46,10 +46,10 @@ def waiting() -> Iterator[Callable[[str], None]]:
 
 
 def examine_or_say_why_not(config: DoctorConfig, say: Callable[[str], None]) -> dict[str, Any]:
-    """The report; where not even torch can be imported, one of the packages alone."""
+    """The report; only the part about packages when torch cannot be imported."""
     try:
         from specmamba.doctor.examine import examine
-    except (ImportError, OSError) as failure:  # OSError: a shared library that is missing
+    except (ImportError, OSError) as failure:  # OSError: a shared library is missing
         from specmamba.doctor.software import report_without_torch
 
         return report_without_torch(failure)
@@ -67,11 +67,11 @@ def complete_json_flag(arguments: Sequence[str]) -> list[str]:
     return completed
 
 
-WIDTH = 100  # where the terminal does not say how wide it is, as in a pipe
+WIDTH = 100  # if the width of the terminal is unknown, as in a pipe
 
 
 def print_report(report: Facts) -> None:
-    """A table in sections, then every problem with what to do about it, then the verdict."""
+    """Print a table in sections, then every problem with its advice, then the verdict."""
     from rich.console import Console
 
     sections = (_software, _hardware, _kernels, _model, _self_tests)
@@ -86,14 +86,14 @@ def print_report(report: Facts) -> None:
 
 
 def problem_lines(report: Facts) -> Iterator[str]:
-    """Two lines a problem."""
+    """Two lines per problem."""
     for problem in report["problems"]:
         yield f" {problem['severity']}: {problem['what']}"
         yield f"   what to do: {problem['advice']}"
 
 
 def verdict(report: Facts) -> str:
-    """One line."""
+    """Summarize the report in one line."""
     errors = sum(problem["severity"] == "error" for problem in report["problems"])
     warnings = len(report["problems"]) - errors
     seconds = f"{report['seconds']:.0f} s"
@@ -160,7 +160,7 @@ def _model(report: Facts) -> Iterator[Row]:
 
 
 def memory_words(memory: Facts) -> str:
-    """Who would get how much; ``specmamba info`` has the whole table."""
+    """Summarize the memory plan; ``specmamba info`` prints the whole table."""
     if "problem" in memory:
         return f"none: {memory['problem']}"
     parts = {
@@ -185,7 +185,7 @@ def _self_tests(report: Facts) -> Iterator[Row]:
 
 
 def text_words(test: Facts) -> str:
-    """Whether the texts are equal, and if not, what the largest difference is."""
+    """Say whether the texts are equal, and describe the largest difference otherwise."""
     texts = test["texts"]
     if texts["identical"] == test["num_prompts"]:
         return "equal, plain and with drafts, token for token"

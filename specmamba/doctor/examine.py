@@ -29,7 +29,7 @@ from specmamba.errors import RequestError, SpecmambaError
 from specmamba.measure.acceptance.judge import Difference, Judge
 from specmamba.measure.prompts import PLAIN_FLAGS, bundled_texts
 
-# The demo in float32 is there to be compared: it needs no room for more.
+# The demo in float32 only has its texts compared: small pools are enough.
 SMALL_POOLS: dict[str, Any] = {"max_running_requests": 2, "context_length": 1024, "max_total_tokens": 2048}
 SMALL_POOLS |= {"max_mamba_cache_size": 8}
 SAYS_ITSELF = "the flags, the checkpoint or the memory do not allow it: the message says which"
@@ -39,7 +39,10 @@ Part = Callable[[], tuple[Any, list[Problem]]]
 
 
 def examine(config: EngineConfig, say: Callable[[str], None] = lambda _: None) -> Facts:
-    """Everything that was found, ready for JSON: "ok" is false when something is broken. ``say`` hears what comes."""
+    """Examine everything; the result is ready for JSON, "ok" is false when something is broken.
+
+    ``say`` is called with the name of each part before it runs.
+    """
     began = time.perf_counter()
     problems: list[Problem] = []
 
@@ -72,7 +75,7 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda _: None) -
 
 
 def guarded(what: str, part: Part) -> tuple[Any, list[Problem]]:
-    """What a part found; where it fails, None and the failure as a problem."""
+    """Run a part; if it fails, return None and the failure as a problem."""
     try:
         return part()
     except SpecmambaError as failure:
@@ -80,12 +83,12 @@ def guarded(what: str, part: Part) -> tuple[Any, list[Problem]]:
     except torch.OutOfMemoryError as failure:
         advice = "lower --mem-fraction-static or --max-running-requests, or end what else uses the GPU"
         return None, [error(f"{what}: {failure}", advice)]
-    except Exception as failure:  # noqa: BLE001  # whatever is broken here is what the user wants to hear of
+    except Exception as failure:  # noqa: BLE001  # any failure is reported to the user
         return None, [error(f"{what}: {type(failure).__name__}: {failure}", REPORT)]
 
 
 def examine_plan(config: EngineConfig) -> tuple[Facts, list[Problem]]:
-    """What the model is and how memory would be divided under these flags; no weights are read."""
+    """Describe the model and its memory plan under these flags; no weights are read."""
     info = model_info(config)
     problem = info["memory"].get("problem")
     if problem is None:
@@ -96,7 +99,7 @@ def examine_plan(config: EngineConfig) -> tuple[Facts, list[Problem]]:
 def engines_of(config: EngineConfig, algorithm: str) -> list[dict[str, Any]]:
     """The engines to test: the one that these flags start, and of the demo also one in float32.
 
-    In float32 texts are equal token for token. Where nothing would draft, n-grams do, which need no head.
+    In float32 texts are equal token for token. If the flags draft nothing, n-grams draft, which need no head.
     """
     flags = config.model_dump(include=set(EngineConfig.model_fields))
     if algorithm == "none":
@@ -108,26 +111,26 @@ def engines_of(config: EngineConfig, algorithm: str) -> list[dict[str, Any]]:
 
 
 def is_default_pool(config: EngineConfig) -> bool:
-    """Whether nothing was asked for that small pools could contradict."""
+    """Whether no flag was given that small pools could contradict."""
     return not config.model_fields_set & (SMALL_POOLS.keys() | {"page_size", "cuda_graph_max_bs"})
 
 
 NUM_PROMPTS, ROUNDS = 2, 4
-PROMPT_TOKENS = 32  # few: a prompt takes the same time in both ways
+PROMPT_TOKENS = 32  # few, because prefill takes the same time in both ways
 WARM_UP_TOKENS = 8
-TOKENS = (24, 64)  # of a text: at the least and at the most
-SECONDS = 4.0  # that all rounds should take; slow models write shorter texts
+TOKENS = (24, 64)  # length of a text: minimum and maximum
+SECONDS = 4.0  # for all rounds together; slow models write shorter texts
 Text = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All prompts, one after the other, run once in one way. Speed is that of decoding: from the first piece on."""
+    """All prompts, one after the other, run once in one way. The speed is that of decoding, behind the first delta."""
 
     texts: tuple[Text, ...]
     specs: tuple[SpecStats, ...]
     tokens_per_second: float
-    seconds: float  # of everything, prefill and all
+    seconds: float  # total, prefill included
 
 
 def examine_model(flags: Mapping[str, Any]) -> tuple[Facts, list[Problem]]:
@@ -141,7 +144,7 @@ def examine_model(flags: Mapping[str, Any]) -> tuple[Facts, list[Problem]]:
         started = time.perf_counter()
         facts = _examine(llm) | {"start_seconds": started - began}
     del llm
-    gc.collect()  # another engine may follow, and this one's pools must be gone
+    gc.collect()  # another engine may follow, and needs the memory of this one's pools
     return facts, problems_of(facts)
 
 
@@ -149,8 +152,9 @@ def _examine(llm: LLM) -> Facts:
     ways = {"plain": PLAIN_FLAGS, "speculative": drafting_flags(llm.engine.config)}
     description = llm.engine.describe()
     prompts = _prompts(llm)
+    for flags in ways.values():
+        _run(llm, flags, prompts, WARM_UP_TOKENS)
     pace = {name: _run(llm, flags, prompts, WARM_UP_TOKENS) for name, flags in ways.items()}
-    pace = {name: _run(llm, flags, prompts, WARM_UP_TOKENS) for name, flags in ways.items()}  # the first one warmed up
     num_tokens = affordable_tokens(sum(run.seconds for run in pace.values()))
     num_tokens = min(num_tokens, llm.engine.context_length - max(map(len, prompts)))
     rounds: list[dict[str, Run]] = []
@@ -173,7 +177,7 @@ def _examine(llm: LLM) -> Facts:
 
 
 def drafting_flags(config: EngineConfig) -> dict[str, Any]:
-    """How the engine was told to draft, as ``Workbench.use_drafts`` wants it."""
+    """The flags of drafting of an engine, as arguments of ``Workbench.use_drafts``."""
     return config.model_dump(include=DRAFT_FIELDS)
 
 
@@ -184,7 +188,7 @@ def accept_length(stats: Sequence[SpecStats]) -> float:
 
 
 def affordable_tokens(pace_seconds: float) -> int:
-    """Tokens of a text so that all rounds take ``SECONDS`` or so, from the time of both ways for a few tokens."""
+    """Choose the length of the texts so that all rounds take about ``SECONDS``, from the time of the warm-up."""
     per_token = pace_seconds / WARM_UP_TOKENS
     return max(TOKENS[0], min(TOKENS[1], int(SECONDS / ROUNDS / per_token)))
 
@@ -204,7 +208,7 @@ def _run(llm: LLM, flags: Mapping[str, Any], prompts: Sequence[list[int]], num_t
 
 
 def _write(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[Text, SpecStats, int, float]:
-    """A text, its figures, and the tokens behind its first piece with the seconds that they took."""
+    """Generate a text; return it, its stats, and the number of tokens behind the first delta with their seconds."""
     deltas, arrivals = [], []
     for delta in llm.stream(prompt, params):
         deltas.append(delta)
@@ -216,7 +220,7 @@ def _write(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[Text, S
 
 
 def compare(llm: LLM, prompts: Sequence[list[int]], rounds: Sequence[Mapping[str, Run]], dtype: str) -> Facts:
-    """{"identical", "near_tie", "diverged": numbers of texts, "worst": the difference that needs most explanation}."""
+    """{"identical", "near_tie", "diverged": numbers of texts, "worst": the least explained difference}."""
     llm.workbench.use_drafts(**PLAIN_FLAGS)
     judge = Judge(llm.workbench.logits_along, getattr(torch, dtype), 0.0)
     counts = {"identical": 0, "near_tie": 0, "diverged": 0}
@@ -242,7 +246,7 @@ def _described(difference: Difference) -> Facts:
 
 
 def problems_of(facts: Facts) -> list[Problem]:
-    """In float32 texts must be equal, in less they may part where two tokens are nearly as likely."""
+    """Texts must be equal in float32; in 16 bits they may differ by near ties."""
     texts, dtype = facts["texts"], facts["dtype"]
     must_be_equal = dtype == "float32"
     wrong = texts["diverged"] + (texts["near_tie"] if must_be_equal else 0)

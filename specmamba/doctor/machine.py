@@ -20,10 +20,10 @@ from specmamba.kernels.native.library import open_library
 from specmamba.kernels.rowwise import torch_ops
 from specmamba.measure.report import machine
 
-# What the native kernels need, and what tells a fast processor from a slow one.
+# CPU flags that the native kernels need or that matter for their speed.
 TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 DRIVER = Path("/proc/driver/nvidia/version")
-LITTLE_MEMORY = 2 << 30  # the demo with torch and its pools takes about one
+LITTLE_MEMORY = 2 << 30  # the demo with torch and its pools takes about 1 GiB
 
 
 def examine_hardware() -> tuple[Facts, list[Problem]]:
@@ -69,7 +69,7 @@ def _problems(facts: Facts) -> list[Problem]:
 
 
 def built_for() -> str:
-    """What the installed torch can run on: "CPU", or CUDA or ROCm with its version."""
+    """The platform that the installed torch is built for: "CPU", or CUDA or ROCm with its version."""
     if torch.version.cuda is not None:
         return f"CUDA {torch.version.cuda}"
     return "CPU" if torch.version.hip is None else f"ROCm {torch.version.hip}"
@@ -89,7 +89,7 @@ NO_COMPILER = "install a C++ compiler (Debian's package g++); until then PyTorch
 
 
 def examine_kernels(device: torch.device) -> tuple[Facts, list[Problem]]:
-    """{"native": {...}, "triton": {...}}: what runs, or why not, and where compiled code lies."""
+    """{"native": {...}, "triton": {...}}: what runs, or why not, and the folder of compiled code."""
     native, native_problems = examine_native()
     triton, triton_problems = examine_triton(device)
     return {"native": native, "triton": triton}, native_problems + triton_problems
@@ -121,7 +121,7 @@ def _why_not(source: Path) -> NativeUnavailableError | None:
 
 
 def _native_problems(reason: NativeUnavailableError) -> list[Problem]:
-    """A CPU that cannot run them is as it is, and whoever turned them off knows; the rest can be helped."""
+    """Give advice for causes that can be removed: not for an old CPU, nor for kernels that were turned off."""
     what = f"no native kernels: {reason}"
     if reason.level >= logging.WARNING:
         return [warning(what, "remove the cause, or set SPECMAMBA_NATIVE=0 to do without them for good")]
@@ -129,7 +129,7 @@ def _native_problems(reason: NativeUnavailableError) -> list[Problem]:
 
 
 def examine_triton(device: torch.device) -> tuple[Facts, list[Problem]]:
-    """Run one kernel where Triton is meant to run on this device."""
+    """Run one kernel, if Triton should run on this device."""
     facts: Facts = {"installed": has_triton(), "runs": False, "reason": None, "folder": None}
     if not has_triton():
         facts["reason"] = "not installed; only GPUs need it"
@@ -151,7 +151,7 @@ def examine_triton(device: torch.device) -> tuple[Facts, list[Problem]]:
 
 
 def why_triton_fails(device: torch.device) -> str | None:
-    """Compile and run a norm. None when its result is that of PyTorch."""
+    """Compile and run a norm; return None when its result equals PyTorch's, else the reason."""
     x = torch.linspace(-2, 2, 4 * 64, device=device).view(4, 64)
     weight = torch.linspace(0.5, 1.5, 64, device=device)
     try:
@@ -164,6 +164,6 @@ def why_triton_fails(device: torch.device) -> str | None:
 
 
 def triton_folder() -> Path:
-    """Where Triton keeps what it compiled."""
+    """The folder in which Triton keeps compiled kernels."""
     chosen = os.environ.get("TRITON_CACHE_DIR")
     return Path(chosen) if chosen else Path.home() / ".triton" / "cache"

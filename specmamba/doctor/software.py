@@ -1,4 +1,4 @@
-"""Which packages are installed, and whether they are of versions that this one was made for."""
+"""Installed packages, and whether their versions are supported."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def examine_software() -> tuple[Facts, list[Problem]]:
 
 
 def report_without_torch(failure: Exception) -> Facts:
-    """The report of an installation whose packages cannot be imported."""
+    """Report an installation whose packages cannot be imported."""
     facts, problems = examine_software()
     what = f"the packages cannot be imported: {type(failure).__name__}: {failure}"
     problems.append(error(what, "install specmamba anew, into a virtual environment of its own"))

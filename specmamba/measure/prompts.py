@@ -1,12 +1,12 @@
-"""Where prompts come from: the bundled ones, JSON lines, or chat datasets in ShareGPT form.
+"""Prompts for measuring: the bundled ones, JSON lines, or chat datasets in ShareGPT form.
 
 An entry is one of
 
     {"prompt": "...", "continuation": "..."}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}, ...]}
 
-one per line, or all of them in one JSON list. ``continuation``, the text that really follows, is optional. Of a
-conversation the first human turn is the prompt, and the answer to it, if there is one, the continuation.
+one per line, or all of them in one JSON list. ``continuation``, the text that follows in the source, is
+optional. In a conversation the first human turn is the prompt, and the answer to it, if there is one, the continuation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FORMS = '{"prompt": "..."} or {"conversations": [{"from": "human", "value": "..
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """One prompt, and the text that follows it where that is known."""
+    """One prompt, and the text that follows it if that is known."""
 
     text: str
     continuation: str | None = None
@@ -46,7 +46,7 @@ class PromptText:
 
 
 class TextOptions(ReportOptions):
-    """The engine's flags, where a report goes, and which texts are run."""
+    """The engine's flags, the files of a report, and the texts to run."""
 
     disable_radix_cache: NoRadixCache = True
     prompts: Annotated[
@@ -60,7 +60,7 @@ class TextOptions(ReportOptions):
 
 
 def texts_of(config: TextOptions) -> list[PromptText]:
-    """The prompts to run. Raises ConfigError: the file is no file of prompts, or none of them can be replayed."""
+    """Read the prompts to run. Raises ConfigError: the file has no prompts, or none that can be replayed."""
     texts = bundled_texts() if config.prompts is None else read_texts(config.prompts)
     if config.replay and not any(text.continuation for text in texts):
         where = "the bundled prompts" if config.prompts is None else str(config.prompts)
@@ -69,7 +69,7 @@ def texts_of(config: TextOptions) -> list[PromptText]:
 
 
 class TextTokenizer(Protocol):
-    """What is needed of a tokenizer; ``LLM.engine.tokenizer`` is one."""
+    """The methods of a tokenizer that are used here; ``LLM.engine.tokenizer`` has them."""
 
     @property
     def has_chat_template(self) -> bool: ...
@@ -80,18 +80,18 @@ class TextTokenizer(Protocol):
 
 
 def bundled_texts() -> list[PromptText]:
-    """The prompts cut from held-out files, each with its continuation, without repetitions."""
+    """The bundled prompts, cut from held-out files, each with its continuation, without repetitions."""
     rows = map(json.loads, (DEMO_MODEL / "prompts.jsonl").read_text("utf8").splitlines())
     texts = [PromptText(row["prompt"], row.get("continuation")) for row in rows if row["source"] != "handwritten"]
     return list(dict.fromkeys(texts))
 
 
 def read_texts(path: Path) -> list[PromptText]:
-    """The prompts of a file, in order. Conversations without a human turn are left out.
+    """Read the prompts of a file, in order. Conversations without a human turn are left out.
 
     Raises:
-        ConfigError: the file cannot be read, an entry is none, or there is no prompt at all; the message has the line,
-            or in a JSON list the number of the entry.
+        ConfigError: the file cannot be read, an entry has another form, or there is no prompt at all; the message has
+            the line, or in a JSON list the number of the entry.
     """
     found = [_text_of(entry, where) for entry, where in _entries(path)]
     texts = [text for text in found if text is not None]
@@ -102,7 +102,7 @@ def read_texts(path: Path) -> list[PromptText]:
 
 
 def encode_prompt(text: PromptText, tokenizer: TextTokenizer) -> list[int]:
-    """The tokens of a prompt, through the chat template where it is a message and the checkpoint has a template.
+    """Encode a prompt; a chat message goes through the chat template if the checkpoint has one.
 
     Raises:
         RequestError: the text is not valid Unicode, or the template refuses it.
@@ -113,11 +113,11 @@ def encode_prompt(text: PromptText, tokenizer: TextTokenizer) -> list[int]:
 
 
 def encode_with_continuation(text: PromptText, tokenizer: TextTokenizer) -> tuple[list[int], list[int]]:
-    """The tokens of a prompt and those of its continuation.
+    """Encode a prompt and its continuation.
 
     Plain text is encoded in one piece and split where the prompt's own tokens end, so that the model sees the tokens
-    that it would see in a longer text: a token across the seam belongs to the continuation. After a chat template the
-    continuation starts anew, behind the template's own marker.
+    that it would see in a longer text: a token that spans the border belongs to the continuation. After a chat template
+    the continuation is encoded on its own, behind the template's marker.
 
     Raises:
         RequestError: the text is not valid Unicode, or the template refuses it.
@@ -137,7 +137,7 @@ def _length_of_common_start(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _entries(path: Path) -> Iterator[tuple[object, str]]:
-    """Every entry of a file and where it stands."""
+    """Yield every entry of a file and its place, for messages."""
     text = _read(path)
     if text.lstrip().startswith("["):
         entries = _parse(text, f"--prompts: {path}")
@@ -166,7 +166,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _text_of(entry: object, where: str) -> PromptText | None:
-    """None: a conversation that a human takes no part in."""
+    """Convert an entry; None for a conversation without a human turn."""
     if isinstance(entry, dict) and "conversations" in entry:
         return _first_exchange(entry["conversations"], where)
     if not isinstance(entry, dict) or "prompt" not in entry:
@@ -201,17 +201,17 @@ def _checked(text: object, name: str, where: str) -> str:
 
 
 def seed_of(seed: int, number: int) -> int:
-    """The seed of the number-th request of a run with ``--seed``."""
+    """The seed of request ``number`` in a run with ``--seed``."""
     return (seed * 1_000_003 + number) % (1 << 63)
 
 
 def sampling_name(temperature: float | None) -> str:
-    """How tokens were chosen; None: they were given."""
+    """Name the way tokens were chosen, for reports; None: they were given (``--replay``)."""
     return "replayed text" if temperature is None else f"temperature {temperature:g}"
 
 
 def looping_warning(share: float, is_replay: bool) -> list[str]:
-    """A line where text repeats itself; ``share`` is that of distinct 4-grams."""
+    """A warning if text repeats itself; ``share``: of distinct 4-grams."""
     if share >= LOOPING:
         return []
     advice = "" if is_replay else ": raise --temperature, or measure on real text with --replay"
@@ -219,5 +219,5 @@ def looping_warning(share: float, is_replay: bool) -> list[str]:
 
 
 def model_name(description: dict[str, object]) -> str:
-    """The model of ``Engine.describe()``, without the folders that it lies in."""
+    """The name of the model in ``Engine.describe()``, without its folder."""
     return Path(str(description["model"])).name

@@ -1,7 +1,7 @@
-"""What all measuring programs share: flags, exit status, reports, and what a report says of the machine.
+"""What all measuring programs share: the flags of reports, their files, and the facts about the machine in them.
 
 A configuration that derives from ``ReportOptions`` has the flags ``--json FILE`` and ``--plot FILE.png``; both are
-checked when the flags are read (``checked_file``), so that no long run ends without its report.
+checked when the flags are read (``checked_file``), so that a long run does not fail when it writes its report.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
 Count = Annotated[int, Field(ge=1)]
-# For benchmarks that run a text again and again: a prefix that one run leaves to the next would flatter it.
+# For benchmarks that run a text several times: a prefix cached by one run would make the next one faster.
 NoRadixCache = Annotated[
     bool,
     Field(description="share no prefixes; on here, or a repeated text would find its own (--no-disable-radix-cache)"),
@@ -39,12 +39,12 @@ NoRadixCache = Annotated[
 _ReportFile = Annotated[Path | None, Field(description="write all figures to this file")]
 
 with warnings.catch_warnings():
-    # The flag, SPECMAMBA_JSON and the line of a --config file are called "json", and so is a method that pydantic
-    # keeps for callers of its first version; nothing here calls it.
+    # The flag, SPECMAMBA_JSON and the key in a --config file are called "json", and so is a deprecated method of
+    # pydantic, which nothing here calls.
     warnings.filterwarnings("ignore", 'Field name "json"', UserWarning)
 
     class JsonFile(BaseModel):
-        """``--json`` for any command line; ``config.json`` is the path or None."""
+        """The flag ``--json``; ``config.json`` is the path or None."""
 
         json: _ReportFile = None  # type: ignore[assignment]
 
@@ -98,7 +98,7 @@ class ReportOptions(JsonOption):
 
 
 def checked_file(path: Path) -> Path:
-    """The path of a file that can be written; nothing is written yet. Raises ValueError with the reason."""
+    """Check that a file can be written, without writing it. Raises ValueError with the reason."""
     try:
         if not path.parent.is_dir():
             raise ValueError(f"there is no folder {path.parent}")
@@ -123,12 +123,12 @@ def require(package: str, what: str) -> None:
 
 
 def require_matplotlib(what: str) -> None:
-    """``require`` for matplotlib. ``ReportOptions`` has called it where ``--plot`` was given."""
+    """Check that matplotlib is there; ``ReportOptions`` does so when ``--plot`` is given."""
     require("matplotlib", what)
 
 
 def machine() -> str:
-    """Processor and number of cores: no figure without its machine."""
+    """Name the processor and the number of cores, for reports."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -136,12 +136,12 @@ def machine() -> str:
 
 
 def versions(packages: Sequence[str] = ("specmamba", "torch", "transformers")) -> dict[str, str]:
-    """Versions by package; specmamba's own also where it runs from a checkout. Raises PackageNotFoundError."""
+    """Versions by package; specmamba's own also if it runs from a checkout. Raises PackageNotFoundError."""
     return {name: specmamba.__version__ if name == "specmamba" else version(name) for name in packages}
 
 
 def distinct_4gram_ratio(tokens: Sequence[Hashable]) -> float:
-    """Share of distinct runs of four tokens: far below 1, the text loops and flatters any drafter."""
+    """Share of distinct runs of four tokens; far below 1 the text loops, which makes it easy to draft."""
     grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
@@ -166,7 +166,7 @@ def split_numbers(value: object) -> object:
 
 @contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal's standard error, or nothing where that is a file; call what it gives once per part."""
+    """Show a progress bar on standard error if that is a terminal; call the yielded function once per finished part."""
     if not sys.stderr.isatty():
         yield lambda: None
         return
@@ -180,7 +180,7 @@ def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report; figures that are no numbers become null.
+    """Write a report; NaN and infinities become null.
 
     Raises:
         ConfigError: the file cannot be written; the message names ``--json``.
@@ -193,7 +193,7 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
 
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """A matplotlib figure to draw on; it is written to ``path`` at the end.
+    """Yield a matplotlib figure to draw on, and write it to ``path`` at the end.
 
     Args:
         path: ends with one of ``PICTURE_FORMATS``.
@@ -216,7 +216,7 @@ def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no word for NaN and infinity, and a long run must not end without its report."""
+    """Replace NaN and infinities, which JSON does not have, by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

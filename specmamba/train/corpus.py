@@ -1,9 +1,9 @@
-"""The text that the demo is trained on, and the text that it never sees.
+"""The Python source that the demo is trained on, and the part of it that is held out.
 
 - Read: every ``*.py`` of the running Python's standard library and of the packages in ``PACKAGES`` that are installed,
   200 bytes to 200 kB each, without tests, vendored code, idlelib, lib2to3 and turtledemo.
-- Held out: standard-library files with ``crc32(file name) % 40 == 0`` (``is_held_out``). The name decides, not its
-  folder: so the split is the same on every machine. On Python 3.11 these are 13 files.
+- Held out: standard-library files with ``crc32(file name) % 40 == 0`` (``is_held_out``). Only the name
+  counts, not the folder, so the split is the same on every machine. On Python 3.11 these are 13 files.
 - Of sympy, transformers and torch, large and repetitive, a third is kept: ``crc32(file name) % 3 == 0``.
 - A training file whose text equals a held-out file's is dropped.
 """
@@ -58,7 +58,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """Changes with any name, text, order or split."""
+        """A hash of all names and texts, their order and the split."""
         digest = hashlib.sha256()
         for part in (self.train, self.held_out):
             for document in part:
@@ -98,7 +98,7 @@ def roots_for(corpus: Sequence[Path], extra_corpus: Sequence[Path]) -> list[Root
 
 
 def read_corpus(roots: Sequence[Root]) -> Corpus:
-    """Read and split.
+    """Read and split the corpus.
 
     Raises:
         ConfigError: one of the two parts is empty.

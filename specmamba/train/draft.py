@@ -3,14 +3,14 @@
     specmamba train draft --model PATH --out DIR [--text FILE_OR_FOLDER ...] [--own-outputs N] [--minutes 10]
                           [--steps-deep 3] [--draft-vocab-size N] [any engine flag]
 
-The target reads the text once (what it says is kept in memory), the head learns to say what the target would say,
-several tokens ahead on its own states, and a report on held-out text ends the run: acceptance length, speed-up, and
-whether the text is the plain run's. The last line printed is the command that serves the target with its head. DIR
-gets
+The target reads the text once, and its hidden states are kept in memory. The head learns to predict the target's
+tokens, several of them ahead on its own states. A report on held-out text ends the run: acceptance length, speed-up,
+and whether the text equals the plain run's. The last line printed is the command that serves the target with its head.
+DIR gets
 
 - ``head/``: for ``--speculative-draft-model-path``; the EAGLE-3 layout, which other runtimes read too;
 - ``report.json`` and ``held_out.jsonl``, the prompts of the report;
-- ``resume/`` and ``own_outputs.jsonl``: from these the same command goes on when it was stopped (Ctrl-C, SIGTERM,
+- ``resume/`` and ``own_outputs.jsonl``: from these the same command resumes a run that was stopped (Ctrl-C, SIGTERM,
   power).
 """
 
@@ -29,7 +29,7 @@ from specmamba.measure.command import run_command
 from specmamba.measure.report import machine, versions
 from specmamba.train.options import TrainDraftConfig, beginning, writing
 
-if TYPE_CHECKING:  # torch takes seconds to import: --help must not wait for it
+if TYPE_CHECKING:  # importing torch takes seconds: --help must not wait for it
     import torch
     from rich.console import Console
 
@@ -44,12 +44,12 @@ PROMPTS = "held_out.jsonl"
 
 @dataclass(frozen=True)
 class Target:
-    """What is left of the target when its engine is gone."""
+    """What is kept of the target when its engine is closed."""
 
     texts: Texts
-    prompts: str  # of the report, a line each
+    prompts: str  # of the report, one per line
     lesson: Lesson
-    layers: tuple[int, ...]  # that the head reads
+    layers: tuple[int, ...]  # layers in front of which the head reads
     context_length: int
     device: torch.device
 
@@ -71,7 +71,7 @@ def _run(config: TrainDraftConfig) -> int:
 
 
 def train(config: TrainDraftConfig, console: Console, on_step: StepCallback | None = None) -> int:
-    """Train into ``config.out``, resuming what is there, and report. The exit status, see ``main``."""
+    """Train into ``config.out``, resuming a run found there, and report. Returns the exit status of ``main``."""
     from specmamba.train.head import write_head
     from specmamba.train.loop import stopping_on_signals
     from specmamba.train.texts import read_documents
@@ -90,14 +90,14 @@ def train(config: TrainDraftConfig, console: Console, on_step: StepCallback | No
     with writing(config.out):
         write_head(config.out / "head", trainer.head, target.layers, target.context_length)
     outcome = outcome_of(config, trainer)
-    del trainer, target  # an engine starts now, and needs their memory
+    del trainer, target  # the engine of the report needs their memory
     status = report(config, outcome, console)
     console.print(serve_command(config), highlight=False, soft_wrap=True)
     return status
 
 
 def read_the_target(config: TrainDraftConfig, documents: Documents, console: Console) -> Target:
-    """Everything that is learned from. The target's engine is gone afterwards, with its weights and pools."""
+    """Collect everything to learn from. The target's engine is closed afterwards, with its weights and pools."""
     from specmamba import LLM
     from specmamba.train import windows
     from specmamba.train.evaluation import prompts_of
@@ -131,7 +131,7 @@ def _texts(config: TrainDraftConfig, documents: Documents, llm: LLM) -> Texts:
 
 
 def new_trainer(config: TrainDraftConfig, target: Target, console: Console) -> DraftTrainer:
-    """A trainer of a fresh head, or of the one that was stopped."""
+    """Make the trainer of a new head, or of the head of a run that was stopped."""
     import torch
 
     from specmamba.train.head import Eagle3Head
@@ -158,7 +158,7 @@ def new_trainer(config: TrainDraftConfig, target: Target, console: Console) -> D
 
 
 def outcome_of(config: TrainDraftConfig, trainer: DraftTrainer) -> dict[str, Any]:
-    """What ``report.json`` says of the training."""
+    """The figures of the training for ``report.json``."""
     return {
         "recipe": config.recipe() | {"own_outputs": config.own_outputs},
         "head": vars(trainer.head.shape),
@@ -181,7 +181,7 @@ def report(config: TrainDraftConfig, outcome: dict[str, Any], console: Console) 
 
 
 def serve_command(config: TrainDraftConfig) -> str:
-    """What serves the target with its new head, drafting as deep as was trained."""
+    """The command that serves the target with its new head, drafting as deep as was trained."""
     served = EngineConfig(model=config.model, revision=config.revision)
     command = ["specmamba", "serve"]
     command += ["--model", config.model] if config.model else []
@@ -194,7 +194,7 @@ def serve_command(config: TrainDraftConfig) -> str:
 
 @contextmanager
 def _threads(number: int | None) -> Iterator[None]:
-    """So many threads for the training too; an engine puts its own number back when it ends."""
+    """Set the number of threads for the training too; an engine restores the number before it when it ends."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""What a trained head is worth: acceptance on held-out text, sampled, greedy and replayed."""
+"""The acceptance of a trained head on held-out text: sampled, greedy and replayed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "replayed": {"replay": True},
 }
-HALF_CHARACTER = "\ufffd"  # where a piece of text is cut within a character
+HALF_CHARACTER = "\ufffd"  # decoded where a piece of text is cut within a character
 
 
 def prompts_of(pieces: Sequence[Tokens], tokenizer: Any) -> str:
-    """Held-out pieces as a file of prompts, each with what follows it; ``specmamba bench acceptance`` reads it too."""
+    """Make a file of prompts, as ``specmamba bench acceptance`` reads it, from held-out pieces."""
     rows = []
     for tokens in pieces:
         prompt, rest = (tokenizer.decode(part) for part in (tokens[:PROMPT_TOKENS], tokens[PROMPT_TOKENS:]))
@@ -37,7 +37,7 @@ def prompts_of(pieces: Sequence[Tokens], tokenizer: Any) -> str:
 
 
 def measure_head(config: TrainDraftConfig, head: Path, prompts: Path, console: Console) -> dict[str, Any]:
-    """Figures of ``bench acceptance`` by way, printed as they come.
+    """Measure the figures of ``bench acceptance``, by way of choosing tokens, and print them.
 
     Raises:
         SpecmambaError: the head cannot be run, or none of the prompts can.

@@ -3,10 +3,10 @@
 It is one decoder layer over the next token's embedding and the fused hidden states of three of the target's layers,
 applied to its own output for the drafts further down.
 
-Entry t takes the token at t and a hidden state of t - 1, and says what comes at t + 1. On step 1 that state is the
+Entry t takes the token at t and a hidden state of t - 1, and predicts the token at t + 1. On step 1 that state is the
 target's; on step s it is the head's own of step s - 1, as it will be in a draft of s tokens. Everything is run in
-parallel over all positions: an entry of step s at t attends to the entries of step 1 up to t - s + 1, which is where
-its draft has its root, and to one entry of each later step, those on its own draft (section 3.2, training-time test).
+parallel over all positions: an entry of step s at t attends to the entries of step 1 up to t - s + 1, the root
+of its draft, and to one entry of each later step, those on its own draft (section 3.2, training-time test).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Sizes of a head; they follow from the target's unless they are chosen."""
+    """Sizes of a head; by default they follow from the target's."""
 
     hidden_size: int
     vocab_size: int  # the target's
     draft_vocab_size: int
-    num_features: int  # layers of the target that it reads
+    num_features: int  # number of the target's layers that it reads
     num_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -70,7 +70,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of one step's entries to those of all steps so far."""
+    """Attention of one step's entries to the entries of all steps so far."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(s.num_heads * s.head_dim, s.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """x ``[B, L, 2 H]``; keys and values of this step are put behind ``past``, those of the steps before it."""
+        """Attend from x ``[B, L, 2 H]``; append this step's keys and values to ``past``, those of earlier steps."""
         s, (batch, length, _) = self.shape, x.shape
         q, k, v = (
             project(x).view(batch, length, -1, s.head_dim).transpose(1, 2)
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         behind = torch.arange(length, device=x.device)
         hidden = behind > behind[:, None] - (step - 1)
         scores = [(q @ past[0][0].mT * scale).masked_fill(hidden, -torch.inf)]
-        # the entry of step d on an entry's own draft stands step - d positions before it
+        # on the same draft, the entry of step d is step - d positions before this one
         own = [[part.roll(step - d, 2) for part in past[d - 1]] for d in range(2, step + 1)]
         scores += [(q * key).sum(-1, keepdim=True) * scale for key, _ in own]
         weights = torch.cat(scores, -1).softmax(-1)
@@ -121,7 +121,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """The decoder layer; its attention reads embedding and hidden state side by side."""
+    """The decoder layer; its attention reads embedding and hidden state, concatenated."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """The head. Its parameters have the names of the EAGLE-3 layout."""
+    """The EAGLE-3 head. Its parameters have the names of the published layout."""
 
     def __init__(
         self, shape: HeadShape, output: Tensor, scales: Sequence[float], target_ids: Tensor | None = None
@@ -150,8 +150,8 @@ class Eagle3Head(nn.Module):
         Args:
             shape: all sizes.
             output: [V, H], the target's output matrix, which the head's own starts from.
-            scales: by which the features of each layer are divided, so that all are of one size while they are learned
-                from; powers of two, so that ``tensors`` gives the same head without them, to the bit.
+            scales: divisors of the features of each layer, which give all layers the same size in training; powers of
+                two, so that ``head_tensors`` removes them without rounding.
             target_ids: [D] int64, the tokens that are drafted, ascending; None: all.
         """
         super().__init__()
@@ -162,26 +162,26 @@ class Eagle3Head(nn.Module):
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
         with torch.no_grad():
             self.lm_head.weight.copy_(output if target_ids is None else output[target_ids])
-        # a parameter, so that a resumed run has those that it began with
+        # a parameter, so that it is saved and a resumed run has the same
         per_feature = torch.tensor(scales).repeat_interleave(shape.hidden_size)
         self.scales = nn.Parameter(per_feature, requires_grad=False)
 
     @property
     def num_parameters(self) -> int:
-        """Those that are trained."""
+        """Number of the trained parameters."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def states(self, embeddings: Tensor, features: Tensor, num_steps: int) -> list[Tensor]:
-        """What ``lm_head`` makes the logits of every entry from, for each step.
+        """Compute the inputs of ``lm_head`` for every entry and step.
 
         Args:
-            embeddings: [B, L, H], of the tokens at positions 1 to L.
-            features: [B, L, F H], of the target at positions 0 to L - 1.
-            num_steps: S.
+            embeddings: [B, L, H] of the tokens at positions 1 to L.
+            features: [B, L, F H] of the target at positions 0 to L - 1.
+            num_steps: S, tokens of a draft.
 
         Returns:
-            S tensors [B, L, H]; their first entry stands at position 1, and of step s (from 0) the first s entries mean
-            nothing.
+            S tensors [B, L, H]; their first entry is at position 1. The first s entries of step s (from 0) are
+                invalid.
         """
         hidden = self.fc(features / self.scales)
         length = embeddings.shape[1]
@@ -191,7 +191,7 @@ class Eagle3Head(nn.Module):
         for _ in range(num_steps):
             hidden = self.midlayer(embeddings, hidden, rotary, past)
             states.append(self.norm(hidden))
-            hidden = hidden.roll(1, 1)  # the next step's entry at t starts from this one's at t - 1
+            hidden = hidden.roll(1, 1)  # the entry of the next step at t reads this step's state at t - 1
         return states
 
 
@@ -208,12 +208,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def write_head(folder: Path, head: Eagle3Head, layers: tuple[int, ...], max_positions: int) -> None:
-    """model.safetensors and config.json.
+    """Write model.safetensors and config.json.
 
     Args:
-        folder: created if need be; a head found there is replaced.
+        folder: created if it does not exist; a head found there is replaced.
         head: the head.
-        layers: of the target, in front of which it reads.
+        layers: layers of the target in front of which it reads.
         max_positions: tokens of the longest text of the target.
     """
     folder.mkdir(exist_ok=True)
@@ -225,7 +225,7 @@ def write_head(folder: Path, head: Eagle3Head, layers: tuple[int, ...], max_posi
 
 
 def head_tensors(head: Eagle3Head) -> dict[str, Tensor]:
-    """By their names in the layout. Draft token i is target token i + d2t[i]; t2d says which ones are drafted."""
+    """The tensors by their names in the layout. Draft token i is target token i + d2t[i]; t2d marks drafted tokens."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in head.named_parameters()}
     tensors["fc.weight"] = tensors["fc.weight"] / tensors.pop("scales")
     if head.target_ids is not None:

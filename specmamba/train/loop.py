@@ -1,6 +1,6 @@
 """The loop that every training run shares: limits, learning rate, progress, and a state to resume from.
 
-The state of an unfinished run is on disk: tensors in safetensors, the rest in JSON, nothing that could run code.
+The state of an unfinished run is on disk: tensors in safetensors, the rest in JSON, nothing that can run code.
 ``state.json`` names the tensor file and its checksum and is replaced last, so a run killed while saving leaves the
 state before it.
 """
@@ -37,7 +37,7 @@ StepCallback = Callable[[int, list[float]], None]  # number of the step, and its
 
 @dataclass
 class RunProgress:
-    """How far a run is. Owned by its loop."""
+    """The progress of a run; owned by its loop."""
 
     step: int = 0  # optimizer steps done
     elapsed: float = 0.0  # seconds spent in them, over all runs

@@ -1,4 +1,4 @@
-"""What a run takes in memory, counted before anything takes time."""
+"""The memory that a run needs, computed before anything that takes long."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ COPIES = 4  # of the head: weights, gradient, and Adam's two moments
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes."""
+    """Bytes that a run needs."""
 
-    windows: int  # what the target says of the text
+    windows: int  # hidden states of the target on the text
     matrices: int  # the target's embedding and output
-    head: int  # in all its copies
-    step: int  # what a step takes beside these
+    head: int  # with gradient and optimizer state
+    step: int  # temporary memory of a step
 
 
 def shape_of(config: TrainDraftConfig, hidden_size: int, vocab_size: int, num_layers: int) -> HeadShape:
-    """Sizes of the head that a configuration asks for; ``num_layers``: of the target, that it reads."""
+    """Sizes of the head that the flags ask for; ``num_layers``: layers of the target that it reads."""
     drafted = config.draft_vocab_size
     return HeadShape.of(hidden_size, vocab_size, num_layers, drafted, config.num_heads, config.intermediate_size)
 
 
 def needs_of(config: TrainDraftConfig, shape: HeadShape, num_windows: int) -> Needs:
-    """What a run takes on so many windows."""
+    """Compute what a run with ``num_windows`` windows needs."""
     with torch.device("meta"):
         scales = [1.0] * shape.num_features
         head = Eagle3Head(shape, torch.empty(shape.draft_vocab_size, shape.hidden_size), scales)
@@ -67,16 +67,16 @@ def step_bytes(config: TrainDraftConfig, shape: HeadShape) -> int:
 
 
 def check_memory(config: TrainDraftConfig, llm: LLM, num_windows: int, console: Console) -> None:
-    """A line says what a run takes.
+    """Print a line about the memory that a run needs.
 
     Raises:
-        ConfigError: the memory does not hold it.
+        ConfigError: there is not enough memory.
     """
     engine = llm.engine
     hidden_size, num_layers = engine.model.target.hidden_size, len(feature_layers(engine.model.num_layers))
     shape = shape_of(config, hidden_size, engine.vocab_size, num_layers)
     needs = needs_of(config, shape, num_windows)
-    # the output matrix is made in one piece, and copied
+    # the output matrix is made in one piece and copied
     at_once, beside = needs.windows + needs.matrices * 3 // 2, llm.workbench.free_memory
     if at_once > beside:
         raise ConfigError(
@@ -84,7 +84,7 @@ def check_memory(config: TrainDraftConfig, llm: LLM, num_windows: int, console: 
             f"the target's matrices take {_mib(at_once - needs.windows)}. Or lower --mem-fraction-static "
             f"({config.mem_fraction_static:g}), of which the engine takes its own"
         )
-    # the engine is gone when the training begins: what it found free is free again
+    # the engine is closed when the training begins, and its memory is free again
     free = int(engine.memory_plan.budget_bytes / config.mem_fraction_static)
     needed = needs.matrices + needs.head + needs.step + (needs.windows if engine.device.type == "cpu" else 0)
     if needed > free:

@@ -91,31 +91,31 @@ class TrainDraftConfig(EngineConfig):
 
     @property
     def window_length(self) -> int:
-        """Tokens of a piece of text: S drafted for, one in front of them, and one behind that is never run."""
+        """Tokens of a piece of text: S that are trained on, one in front of them, and one behind that is never run."""
         return self.seq + 2
 
     @property
     def limit_seconds(self) -> float | None:
-        """None: the run is bounded by its steps alone, which makes its learning rates independent of the clock."""
+        """The limit by the clock; None: only steps limit the run, so its learning rates do not depend on the clock."""
         if self.minutes is None and self.max_steps is not None:
             return None
         return 60.0 * (DEFAULT_MINUTES if self.minutes is None else self.minutes)
 
     @property
     def engine_flags(self) -> dict[str, Any]:
-        """What an engine is started with, but for how it drafts."""
+        """The flags of the target's engine, without those of drafting."""
         names = {name for name in EngineConfig.model_fields if not name.startswith("speculative_")}
         return self.model_dump(include=names)
 
     def recipe(self) -> dict[str, Any]:
-        """What must stay the same when a run is resumed. No paths: texts and target are compared by their content."""
+        """The flags that must be the same when a run is resumed. Texts and target are compared by content."""
         fields = {"seq", "batch", "steps_deep", "draft_vocab_size", "num_heads", "intermediate_size"}
         return self.model_dump(mode="json", include=fields | {"lr", "warmup_steps", "seed"})
 
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Around everything that is written below ``out``, or read back from there.
+    """Report errors of reading and writing below ``out`` as errors of the flag.
 
     Raises:
         ConfigError: the disk is full, or the folder cannot be written.
@@ -153,7 +153,7 @@ def beginning(out: Path) -> Iterator[None]:
 
 
 def _is_there(folder: Path) -> bool:
-    """Something that cannot even be looked for counts as there: it is not ours."""
+    """Whether a folder exists; one that cannot be examined counts as existing, so it is not removed."""
     try:
         return folder.exists()
     except OSError:

@@ -1,7 +1,7 @@
-"""The text that a draft head is trained on, and the text of its report, which it never sees.
+"""The text that a draft head is trained on, and the held-out text of its report.
 
-Of twenty documents one is held out. Where there are fewer than twenty of them, the last twentieth of each is. The
-default corpus has its own split (``specmamba/train/corpus.py``), the one by which the bundled demo was trained too.
+Of twenty documents one is held out. If there are fewer than twenty, the last twentieth of each is held out. The
+default corpus has its own split (``specmamba/train/corpus.py``), with which the bundled demo was trained too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from specmamba.train.corpus import default_roots, read_corpus
 from specmamba.train.options import TrainDraftConfig
 
 HELD_OUT_EVERY = 20
-REPORT_TOKENS = 96  # of a held-out text
-SHARES = 50  # of the tokens to train on a document gives one share, unless all documents together are too few
-SLAB = 1 << 20  # characters that are encoded at once: of a huge file no more than what is needed
+REPORT_TOKENS = 96  # length of a held-out piece
+SHARES = 50  # a document gives at most 1 / SHARES of the tokens, unless all documents together are too few
+SLAB = 1 << 20  # characters that are encoded at once: a huge file is not encoded as a whole
 PROMPTS = ".jsonl"
 
 Tokens = tuple[int, ...]
@@ -36,20 +36,20 @@ class Texts:
 
     @property
     def digest(self) -> str:
-        """Of what is trained on."""
+        """A hash of the tokens to train on."""
         return hashlib.sha256(repr(self.train).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Text. None is in both parts."""
+    """Documents to train on and held-out ones; no text is in both."""
 
     train: tuple[PromptText, ...]
     held_out: tuple[PromptText, ...]
 
 
 def encode_texts(config: TrainDraftConfig, documents: Documents, tokenizer: TextTokenizer) -> Texts:
-    """``--num-tokens`` to train on, and ``--report-prompts`` pieces held out.
+    """Encode ``--num-tokens`` tokens to train on, and ``--report-prompts`` held-out pieces.
 
     Raises:
         ConfigError: a document cannot be encoded, or there is too little text.
@@ -77,7 +77,7 @@ def encode_texts(config: TrainDraftConfig, documents: Documents, tokenizer: Text
 
 
 def check_vocabulary(texts: Texts, tokenizer_size: int, vocab_size: int) -> None:
-    """Raises ConfigError: there are tokens that the model does not know."""
+    """Raise ConfigError when there are tokens that the model does not have."""
     highest = max(max(tokens) for tokens in (*texts.train, *texts.held_out))
     if highest >= vocab_size:
         raise ConfigError(
@@ -87,7 +87,7 @@ def check_vocabulary(texts: Texts, tokenizer_size: int, vocab_size: int) -> None
 
 
 def read_documents(config: TrainDraftConfig) -> Documents:
-    """The documents that the flags name.
+    """Read the documents that the flags name.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -116,7 +116,7 @@ def _split(documents: list[PromptText], seed: int) -> Documents:
 
 
 def _documents(config: TrainDraftConfig) -> Iterator[PromptText]:
-    """Of every file the text, of files of prompts each prompt with its continuation."""
+    """Yield the text of every file; from files of prompts, each prompt with its continuation."""
     for name in config.text:
         for file in _files(Path(name), config.pattern):
             if file.suffix != PROMPTS:
@@ -135,7 +135,7 @@ def _files(path: Path, pattern: str) -> list[Path]:
             raise ConfigError(f"--text: there is no file or folder {path}")
         if not path.is_dir():
             return [path]
-        next(path.iterdir(), None)  # rglob passes over folders that cannot be read
+        next(path.iterdir(), None)  # raises; rglob skips folders that cannot be read
         files = sorted(file for file in path.rglob(pattern) if file.is_file())
     except OSError as error:
         raise ConfigError(f"--text: {path} cannot be read: {error.strerror}") from None
@@ -156,7 +156,7 @@ def _read(file: Path) -> str:
 
 
 def _take(config: TrainDraftConfig, documents: Sequence[PromptText], tokenizer: TextTokenizer) -> list[Tokens]:
-    """``--num-tokens`` of documents in their order: a little of each first, so that no large one is all there is."""
+    """Take ``--num-tokens`` tokens: first a share of every document, so that no large one fills all, then the rest."""
     chosen, room = list[Tokens](), config.num_tokens
     share = max(room // SHARES, 4 * config.window_length)
     for start, stop in ((0, share), (share, share + room)):
@@ -179,7 +179,7 @@ def _encode(document: PromptText, tokenizer: TextTokenizer) -> Iterator[Sequence
 
 
 def _pieces(config: TrainDraftConfig, documents: Sequence[PromptText], tokenizer: TextTokenizer) -> list[Tokens]:
-    """A piece of every document, from anywhere in it, then another one, and so on, until there are enough."""
+    """Draw a random piece of every document, then a second one, and so on, until there are enough."""
     by_document, draw = [], random.Random(config.seed)
     for document in documents[: 4 * config.report_prompts]:
         tokens = next(_encode(document, tokenizer), [])

@@ -1,9 +1,9 @@
-"""The training of a draft head: how far its drafts are from what the target says, and the steps that lower that.
+"""The training of a draft head: the loss of its drafts against the target's distribution, and the optimizer steps.
 
-One tensor of logits of a whole step has a number for every position and every token of the vocabulary: gigabytes with
-150,000 tokens, and autograd would keep several. But the gradient of the cross entropy by the logits is known without
-it, softmax times the target's mass less the target's distribution. So it is multiplied on to what is small while its
-slice is there, and nothing of that size outlives the slice.
+The logits of a whole step have a number for every position and every token of the vocabulary: gigabytes with 150,000
+tokens, and autograd would keep several such tensors. The gradient of the cross entropy by the logits has a closed form:
+softmax times the target's mass minus the target's distribution. So logits are computed in slices, and each slice is
+reduced to the gradients of states and weights at once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from specmamba.train.loop import RunState, TrainingLoop
 from specmamba.train.options import TrainDraftConfig, writing
 from specmamba.train.windows import Windows
 
-STEP_WEIGHT = 0.8  # of a draft's loss, against that of the draft before it (EAGLE's training programs)
-SLICE_NUMBERS = 1 << 24  # of one tensor of logits
-TENSORS_AT_ONCE = 3  # of that size
-# matrix by matrix: all at once would take the memory of a second head on a GPU
+STEP_WEIGHT = 0.8  # weight of a draft's loss relative to that of the draft before it (EAGLE's training programs)
+SLICE_NUMBERS = 1 << 24  # numbers in a slice of logits
+TENSORS_AT_ONCE = 3  # tensors of that size in memory at the same time
+# not all matrices at once, which on a GPU takes the memory of a second head
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0, "foreach": False}
 # Adam's best rate falls with the width of what it trains (arXiv 2203.03466): one that suits 256 channels suits all.
 LARGEST_LR, WIDTH_TIMES_LR = 3e-3, 0.77
@@ -35,27 +35,27 @@ MAX_GRADIENT_NORM = 1.0
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of S drafts in a row."""
+    """The loss of S drafts in a row."""
 
     loss: Tensor  # [] float32, their weighted mean, in nats
     agreements: Tensor  # [S] float32, the share of entries whose likeliest token is the target's
-    gradients: list[Tensor]  # S of [B, L, H], of the loss by the states
+    gradients: list[Tensor]  # S tensors [B, L, H]: of the loss with respect to the states
 
 
 def slice_length(vocab_size: int) -> int:
-    """Positions of one slice."""
+    """Number of positions in one slice of logits."""
     return max(1, SLICE_NUMBERS // vocab_size)
 
 
 @torch.no_grad()
 def judge(states: Sequence[Tensor], hidden: Tensor, weight: Tensor, output: Tensor, ids: Tensor | None) -> Judgement:
-    """Cross entropy of every draft against the target's distribution, and how often the likeliest tokens agree.
+    """Compute the cross entropy of drafts against the target's distribution, its gradients, and the agreement.
 
-    What the target gives to tokens that are never drafted counts for nothing: the rest is a position's weight.
+    The target's probability of tokens that are never drafted is left out; the rest is the weight of a position.
 
     Args:
-        states: S of [B, L, H], see ``Eagle3Head.states``; of step s (from 0) the first s entries do not count.
-        hidden: [B, L, H] float32, the target's where the entries stand.
+        states: S tensors [B, L, H] of ``Eagle3Head.states``; the first s entries of step s (from 0) do not count.
+        hidden: [B, L, H] float32, the target's at the positions of the entries.
         weight: [D, H], the head's output matrix; its gradient is set.
         output: [V, H], the target's.
         ids: [D] int64, the tokens that are drafted; None: all.
@@ -86,7 +86,7 @@ def judge(states: Sequence[Tensor], hidden: Tensor, weight: Tensor, output: Tens
 
 
 def _of_target(hidden: Tensor, output: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The target's probabilities of what is drafted [n, D], and its likeliest tokens [n]."""
+    """The target's probabilities of the drafted tokens [n, D], and its likeliest tokens [n]."""
     target = F.linear(hidden, output).softmax(-1)
     return target if ids is None else target[:, ids], target.argmax(-1)
 
@@ -101,12 +101,12 @@ def _of_draft(states: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a head is trained on. Matrices are the target's, [V, H] float32."""
+    """The data that a head is trained on. Matrices are the target's, [V, H] float32."""
 
     windows: Windows
     embedding: Tensor
     output: Tensor
-    identity: dict[str, str]  # digests of texts and target, which a resumed run must have in common
+    identity: dict[str, str]  # digests of texts and target, which must be the same when a run is resumed
 
 
 class DraftTrainer(TrainingLoop):
@@ -141,7 +141,7 @@ class DraftTrainer(TrainingLoop):
         return {"loss": loss, "agreement": agreement}
 
     def describe(self) -> str:
-        """Where the run is."""
+        """Name the step and the moving averages."""
         loss, *agreement = self.progress.smoothed or [math.nan]
         shares = " ".join(f"{share:.2f}" for share in agreement)
         return f"step {self.progress.step}  loss {loss:.3f}  agreement {shares}"
@@ -168,7 +168,7 @@ class DraftTrainer(TrainingLoop):
         return values
 
     def _judge(self, chosen: Tensor) -> tuple[list[Tensor], Judgement]:
-        """The head's states of some windows, and how far its drafts are from what the target says there."""
+        """Run the head on the chosen windows, and judge its drafts."""
         tokens, features, hidden = (
             x[chosen].to(self._device) for x in (self._windows.tokens, self._windows.features, self._windows.hidden)
         )

@@ -1,7 +1,7 @@
-"""Windows of tokens with what the target says of them: what a draft head is trained on.
+"""Windows of tokens with the target's hidden states: the training data of a draft head.
 
-With ``--own-outputs`` the tokens are written by the target itself behind pieces of text: the very text that a head will
-have to draft. They are kept beside the run, so that a run that was stopped does not have to write them again.
+With ``--own-outputs`` the target generates the tokens behind pieces of text: the kind of text that the head will have
+to draft. They are saved beside the run, so that a run that was stopped does not have to generate them again.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from specmamba.train.options import TrainDraftConfig, writing
 from specmamba.train.texts import Texts, Tokens
 
 STATE_TYPE = torch.bfloat16
-PROMPT_SHARE = 4  # of a window: what an output starts from
+PROMPT_SHARE = 4  # 1 / PROMPT_SHARE of a window is the prompt of an output
 FILE = "own_outputs.jsonl"
 
 
 @dataclass(frozen=True)
 class Windows:
-    """W windows of S + 1 tokens, in host memory."""
+    """W windows of S + 1 tokens each, in host memory."""
 
     tokens: Tensor  # [W, S + 1] int64
-    features: Tensor  # [W, S + 1, F] bfloat16, the target's residual streams in front of the layers that are read
+    features: Tensor  # [W, S + 1, F] bfloat16, the target's residual stream in front of the layers that are read
     hidden: Tensor  # [W, S + 1, H] bfloat16, the target's after its final norm
 
     @classmethod
@@ -48,12 +48,12 @@ class Windows:
 
 
 def bytes_of(count: int, length: int, feature_size: int, hidden_size: int) -> int:
-    """What windows take in memory."""
+    """Bytes of memory that windows take."""
     return count * length * (torch.int64.itemsize + STATE_TYPE.itemsize * (feature_size + hidden_size))
 
 
 def cut(texts: Sequence[Sequence[int]], length: int, seed: int) -> list[Tokens]:
-    """Texts behind each other, cut into pieces of one length, in a random order; the rest is left out."""
+    """Concatenate texts, cut them into pieces of one length, and shuffle these; the rest is left out."""
     stream = [token for text in texts for token in text]
     pieces = [tuple(stream[i : i + length]) for i in range(0, len(stream) - length + 1, length)]
     random.Random(seed).shuffle(pieces)
@@ -81,14 +81,14 @@ def read_windows(config: TrainDraftConfig, llm: LLM, pieces: Sequence[Tokens], l
 
 
 def feature_layers(num_layers: int) -> tuple[int, ...]:
-    """An early, a middle and a late layer, in front of which the head reads the target (arXiv 2503.01840, 3.1)."""
+    """Choose an early, a middle and a late layer in front of which the head reads (arXiv 2503.01840, section 3.1)."""
     if num_layers < 4:
         return tuple(range(min(1, num_layers - 1), num_layers))
     return min(2, num_layers // 4), num_layers // 2, num_layers - min(3, num_layers // 4)
 
 
 def feature_scales(windows: Windows, num_layers: int) -> list[float]:
-    """How large each layer's features are (root mean square), to the nearest power of two."""
+    """The root mean square of each layer's features, rounded to a power of two."""
     sample = windows.features[:64].float().unflatten(-1, (num_layers, -1))
     exponents = sample.square().mean((0, 1, 3)).sqrt().clamp_min(1e-6).log2().round()
     return [2.0**exponent for exponent in exponents.tolist()]
@@ -102,12 +102,12 @@ def frequent_tokens(texts: Sequence[Sequence[int]], count: int, vocab_size: int)
 
 
 def own_outputs(config: TrainDraftConfig, llm: LLM, texts: Texts, target: str) -> Texts:
-    """The same texts with windows that the target wrote in place of those to train on.
+    """Replace the tokens to train on by windows that the target generates.
 
     Args:
         config: the flags.
-        llm: the target, plain.
-        texts: what its prompts are cut from.
+        llm: the target, without drafts.
+        texts: the prompts are cut from these.
         target: its digest.
 
     Raises:
@@ -140,14 +140,14 @@ def own_outputs(config: TrainDraftConfig, llm: LLM, texts: Texts, target: str) -
 
 
 def num_windows(config: TrainDraftConfig, texts: Texts) -> int:
-    """As many as there will be to train on."""
+    """Number of windows that there will be to train on."""
     if config.own_outputs:
         return len(_prompts(config, texts))
     return sum(map(len, texts.train)) // config.window_length
 
 
 def _prompts(config: TrainDraftConfig, texts: Texts) -> list[Tokens]:
-    """As many as ``--own-outputs`` asks for; greedy outputs of one prompt are all the same, so none is repeated."""
+    """Cut the prompts that ``--own-outputs`` needs; none is repeated at temperature 0, as its outputs are equal."""
     length = config.window_length // PROMPT_SHARE
     pieces = cut(texts.train, length, config.seed)
     wanted = -(-config.own_outputs // (config.window_length - length))
@@ -161,18 +161,20 @@ def _identity(config: TrainDraftConfig, texts: Texts, target: str) -> str:
 
 
 class _Written:
-    """Outputs on disk, a line each, behind a line that says what they are outputs of."""
+    """Outputs on disk, one per line, behind a line that identifies target, text and settings."""
 
     def __init__(self, file: Path, identity: str) -> None:
         self._file, self._identity, self.outputs = file, identity, list[Tokens]()
-        if not file.exists():  # nor is it made before there is something to keep
+        if not file.exists():  # the file is not created before there is an output
             return
         first, *lines = file.read_text("utf8", "replace").splitlines(keepends=True) or [""]
         if first.strip() != json.dumps(identity):
             raise ConfigError(
                 f"{file} has outputs of another target, text or setting: delete it, or train into another --out"
             )
-        complete = [line for line in lines if line.endswith("]\n")]  # a run that was killed may leave half a line
+        complete = [
+            line for line in lines if line.endswith("]\n")
+        ]  # a run that was killed may leave an incomplete line
         try:
             self.outputs = [tuple(map(int, json.loads(line))) for line in complete]
         except (ValueError, TypeError) as error:

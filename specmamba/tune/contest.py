@@ -19,13 +19,13 @@ SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_dra
 
 
 def start_engine(config: TreeTunerConfig) -> LLM:
-    """An engine with room for every draft that will be tried.
+    """Start an engine with room for every draft that will be tried.
 
     Raises:
-        ConfigError: there is no draft head, or the flags do not allow to start.
+        ConfigError: there is no draft head, or the engine cannot start with these flags.
     """
     flags = config.model_dump(include=WITHOUT_SHAPE)
-    shape = {"speculative_num_steps": config.max_nodes - 1}  # a chain: the fewest slots for so many nodes
+    shape = {"speculative_num_steps": config.max_nodes - 1}  # a chain needs the fewest slots for this number of nodes
     if config.compare:
         steps, topk, nodes = (max(sizes) for sizes in zip(*DYNAMIC, strict=True))
         shape = dict(zip(SHAPE, (steps, topk, max(nodes, config.max_nodes)), strict=True))
@@ -48,7 +48,7 @@ def start_engine(config: TreeTunerConfig) -> LLM:
 
 
 def check_room(config: TreeTunerConfig, llm: LLM, texts: Sequence[Text]) -> None:
-    """Raises ConfigError when the largest batch does not fit all at once: no full batch could be measured."""
+    """Raise ConfigError when the largest batch does not fit the memory, so that no full batch could be measured."""
     size, stats, plan = max(config.batch_sizes), llm.engine.stats(), llm.engine.memory_plan
     longest = max(len(text.prompt) for text in texts) + config.max_tokens + plan.num_lookahead_slots
     page = llm.engine.config.page_size
@@ -64,7 +64,7 @@ def check_room(config: TreeTunerConfig, llm: LLM, texts: Sequence[Text]) -> None
 
 
 def dynamic_flags() -> dict[str, dict[str, Any]]:
-    """The configurations of the dynamic drafter that a static tree has to stand beside, by name."""
+    """The flags of the dynamic drafts that a static tree is compared with, by name."""
     return {
         f"dynamic {','.join(map(str, shape))}": {
             "speculative_num_steps": shape[0],
@@ -77,17 +77,20 @@ def dynamic_flags() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Showing:
-    """What one contestant did over all waves."""
+    """The figures of one contestant over all waves."""
 
-    accept_length: float  # of all requests together
+    accept_length: float  # over all requests
     step_ms: float  # mean over all steps
-    step_ratio: float  # median over waves: plain's time of a step over the own one, measured next to each other
-    tokens_per_second: float  # by the accept length and the mean step
-    wall_tokens_per_second: float  # all tokens over all time, interruptions and all
+    step_ratio: float  # median over waves: step time of plain decoding over the own one in the same wave
+    tokens_per_second: float  # from accept_length and step_ms
+    wall_tokens_per_second: float  # all tokens over the whole time, interruptions included
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding. Text and machine vary apart: tokens of all waves, times by the ratio within a wave."""
+        """The speed over plain decoding: tokens of all waves, but times by their ratio within a wave.
+
+        A machine changes its speed from wave to wave; the ratio within a wave does not depend on that.
+        """
         return self.accept_length * self.step_ratio
 
 
@@ -97,10 +100,10 @@ def contest(
     waves: Sequence[Sequence[Job]],
     advance: Callable[[], None],
 ) -> dict[str, Showing]:
-    """Run every wave of requests with every contestant; the turns change from wave to wave.
+    """Run every wave of requests with every contestant, in an order that changes from wave to wave.
 
     Args:
-        llm: has room for all contestants' drafts.
+        llm: an engine with room for the drafts of all contestants.
         contestants: ``speculative_*`` flags by name; ``PLAIN`` is one of them.
         waves: batches of requests, all of one size.
         advance: called after every wave.

@@ -1,16 +1,16 @@
-"""What a step costs on this machine, for any static tree and batch size.
+"""The time of a step on this machine, for any static tree and batch size.
 
 Measured are whole engine steps and their phases, with trees of three shapes for every number of nodes (all children of
 the root; two chains and leaves; as many nodes with children as fit) and with chains of every depth. All of them take
 turns over several rounds, in another order each time, on full batches that replay recorded texts, so that drafts are
-accepted as they are in use. Fitted per batch size, with a median over rounds:
+accepted as often as in use. Fitted per batch size, with a median over rounds:
 
 - ``verify(N)``: monotone in the number of nodes, linear between those measured; chains and other trees apart.
 - ``draft``: a first part (the head catches up with what was accepted, and picks the root's children), for chains and
   for other trees, and a part per deeper level that has nodes with children, monotone in their number. Least squares.
-- ``overhead``: whatever is left of the whole step (commit, scheduling, text): a constant, for chains and other trees.
+- ``overhead``: the rest of the whole step (commit, scheduling, text): a constant, for chains and other trees.
 
-The root alone, plain decoding from a tree file, is measured as it is. No shape of any curve is assumed otherwise.
+The root alone, plain decoding from a tree file, is measured, not fitted. Nothing else is assumed of the curves.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ Curve = tuple[tuple[int, float], ...]  # (x, milliseconds), x rising, millisecon
 
 
 def is_chain(tree: StaticTree) -> bool:
-    """Every node is the child of the one before; the root alone is a chain too."""
+    """Whether every node is the child of the one before; the root alone is a chain too."""
     return tree.parents == tuple(range(-1, tree.num_nodes - 1))
 
 
 def level_widths(tree: StaticTree) -> tuple[int, ...]:
-    """Nodes with children at depth 1, 2, ...: what the draft head runs below the root, level by level."""
+    """Numbers of nodes with children at depth 1, 2, ...: the batches that the draft head runs below the root."""
     depths = tree.depths
     inner = [depths[node] for node in set(tree.parents[1:]) if node]
     return tuple(inner.count(depth) for depth in range(1, max(inner, default=0) + 1))
 
 
 def probe_trees(max_nodes: int, max_depth: int) -> list[StaticTree]:
-    """The trees that are measured; the root alone is the first."""
+    """Make the trees to measure; the root alone is the first."""
     chains = [_bundle(depth + 1, 1, depth) for depth in range(min(max_depth, max_nodes - 1) + 1)]
     bushes = []
     for nodes in sorted({n for n in NODES if n < max_nodes} | ({max_nodes} if max_nodes > 2 else set())):
@@ -56,7 +56,7 @@ def probe_trees(max_nodes: int, max_depth: int) -> list[StaticTree]:
 
 
 def _bundle(num_nodes: int, width: int, depth: int) -> StaticTree:
-    """Chains side by side below the root; what is left over are second children of the nodes nearest to it."""
+    """Make chains side by side below the root; the nodes left over become second children near the root."""
     chains = [(first, *[0] * d) for d in range(depth) for first in range(width)][: num_nodes - 1]
     leaves = [(*path, 1) for path in chains if len(path) < depth][: num_nodes - 1 - len(chains)]
     more = [(width + i,) for i in range(num_nodes - 1 - len(chains) - len(leaves))]
@@ -64,7 +64,7 @@ def _bundle(num_nodes: int, width: int, depth: int) -> StaticTree:
 
 
 def tree_of_paths(paths: Iterator[tuple[int, ...]] | Sequence[tuple[int, ...]]) -> StaticTree:
-    """The tree whose nodes below the root stand at these rank paths, level by level."""
+    """Make the tree whose nodes below the root have these rank paths; nodes are numbered level by level."""
     nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
     number = {path: node for node, path in enumerate(nodes)}
     return StaticTree(
@@ -87,7 +87,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class KindCost:
-    """What chains cost, or other trees."""
+    """The fitted costs of chains, or of other trees."""
 
     verify: Curve  # over nodes
     draft_base: float
@@ -100,11 +100,11 @@ class BatchCost:
 
     root: StepCost
     chain: KindCost
-    bush: KindCost | None  # None: there are no such trees of so few nodes
-    level: Curve  # over nodes with children; of one level of the draft
+    bush: KindCost | None  # None: trees with so few nodes are all chains
+    level: Curve  # of one level of the draft, over its nodes with children
 
     def step(self, tree: StaticTree) -> StepCost:
-        """The cost of a step with ``tree``, which is no larger than the trees that were measured."""
+        """Predict the cost of a step with ``tree``, which must not be larger than the measured trees."""
         if tree.num_nodes == 1:
             return self.root
         kind = self.chain if self.bush is None or is_chain(tree) else self.bush
@@ -112,7 +112,7 @@ class BatchCost:
         return StepCost(kind.draft_base + levels, _at(kind.verify, tree.num_nodes), kind.overhead)
 
     def as_json(self) -> dict[str, Any]:
-        """For the report."""
+        """Convert the costs for the report."""
         kinds = {"chain": self.chain, "tree": self.bush}
         return {
             "plain_step_ms": self.root.total,
@@ -125,7 +125,7 @@ class BatchCost:
 
 @dataclass(frozen=True)
 class Sample:
-    """A probe's mean times of a step, median over rounds, the drift of the machine between rounds taken out."""
+    """The times of a step with one tree: medians over rounds, corrected for the machine's speed in each round."""
 
     tree: StaticTree
     draft: float
@@ -144,11 +144,11 @@ def measure(
     """Time every tree on the same batch of requests, once per round.
 
     Args:
-        llm: has room for the largest tree.
+        llm: an engine with room for the largest tree.
         trees: what to measure.
-        rounds: the requests of each round, always as many.
+        rounds: the requests of each round, the same number in all.
         folder: for tree files.
-        seed: of the orders.
+        seed: of the order of the trees in each round.
         advance: called after every round.
     """
     files = [folder / f"probe-{i}.json" for i in range(len(trees))]
@@ -177,7 +177,7 @@ def _medians(trees: Sequence[StaticTree], table: Sequence[dict[int, Stretch]]) -
 
 
 def round_factors(times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How slow the machine was in each round, from times [rounds, trees]; 1 for the median round.
+    """Estimate how slow the machine was in each round, from times [rounds, trees]; 1 for the median round.
 
     Tukey's median polish of the logarithms: a time is its tree's cost times its round's factor.
     """
@@ -191,7 +191,7 @@ def round_factors(times: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def fit(samples: Sequence[Sample]) -> BatchCost:
-    """Fit the costs of one batch size; see the head of this file.
+    """Fit the costs of one batch size, as the docstring of this module describes.
 
     Args:
         samples: of ``probe_trees``.
@@ -217,20 +217,20 @@ def _fit_kind(samples: Sequence[Sample], draft_base: float) -> KindCost:
 
 
 def _fit_draft(chains: Sequence[Sample], bushes: Sequence[Sample]) -> tuple[list[float], Curve]:
-    """The first parts of chains and of other trees, and the cost of a level by its width."""
+    """Fit the first part of a draft, for chains and for other trees, and the cost of a level by its width."""
     widths = sorted({width for sample in [*chains, *bushes] for width in level_widths(sample.tree)})
     rows, targets = [], []
     for sample in [*chains, *bushes]:
         has = level_widths(sample.tree)
         row = [is_chain(sample.tree), not is_chain(sample.tree), *(has.count(width) for width in widths)]
-        rows.append(np.array(row, float) / sample.draft)  # so that relative errors count alike
+        rows.append(np.array(row, float) / sample.draft)  # divided, so that relative errors have the same weight
         targets.append(1.0)
     solution = np.linalg.lstsq(np.array(rows), np.array(targets), rcond=None)[0].tolist()
     return solution[:2], monotone({width: [max(ms, 0.0)] for width, ms in zip(widths, solution[2:], strict=True)})
 
 
 def monotone(values: dict[int, list[float]]) -> Curve:
-    """The curve that never falls and is nearest to the values in squares, by pooling adjacent violators."""
+    """The non-decreasing curve with the least squared error (pool adjacent violators)."""
     pools: list[tuple[float, int, list[int]]] = []  # mean, number of values, their places
     for x in sorted(values):
         mean, count, places = float(np.mean(values[x])), len(values[x]), [x]

@@ -1,14 +1,14 @@
 """The figures of ``specmamba tune tree``, as a JSON object.
 
-- ``predicted`` of a tree: ``accept_length`` on text it was not searched on; ``step_ms`` and ``tokens_per_second`` by
-  the costs as they were measured; ``speedup`` over plain decoding by the same costs.
-- ``measured``: on the requests of the final run; ``step_ms`` is the mean, ``accept_length`` counts each request alike
-  (full_batch.py) and ``tokens_per_second`` is by these two; ``wall_tokens_per_second`` is all tokens over all of the
-  time. These requests go on behind an end of text. ``check_text`` says whether their text was recorded before: with
-  ``--replay`` and at temperature 0 there is no other. ``deviation_percent`` is predicted over measured tokens per
-  second. A shared machine may have become faster or slower since the costs were measured: by ``machine_drift``, time of
-  a plain step then over now. Both speed-ups are relative to plain decoding at their own time, which takes most of that
-  out of ``speedup_deviation_percent``.
+- ``predicted`` of a tree: ``accept_length`` on text that it was not searched on; ``step_ms``, ``tokens_per_second`` and
+  ``speedup`` over plain decoding from the measured costs.
+- ``measured``: on the requests of the final run; ``step_ms`` is the mean, ``accept_length`` gives every request the
+  same weight (full_batch.py), ``tokens_per_second`` follows from these two; ``wall_tokens_per_second`` is all
+  tokens over the whole time. These requests continue behind an end of text. ``check_text`` says whether their text was
+  recorded before: with ``--replay`` and at temperature 0 there is no other. ``deviation_percent`` is predicted over
+  measured tokens per second. A shared machine may have changed its speed since the costs were measured, by
+  ``machine_drift``: time of a plain step then over now. Both speed-ups are relative to plain decoding at their own
+  time, so most of that drift is not in ``speedup_deviation_percent``.
 - ``dropped_share``: of the sampled tokens, those behind an end of text; acceptance is not recorded on them.
 - ``cost_model``: predicted over measured time of the steps that the costs were fitted to.
 """
@@ -32,7 +32,7 @@ from specmamba.tune.texts import Text, dropped_share
 
 
 def provenance(config: TreeTunerConfig, llm: LLM) -> str:
-    """Where the trees come from, for the tree file."""
+    """Describe how the trees were made, for the tree file."""
     about = llm.engine.describe()
     return (
         f"specmamba tune tree: {model_name(about)}, {about['dtype']} on {about['device']}, {machine()}, "
@@ -51,7 +51,7 @@ def full_report(
     choices: Sequence[Choice],
     showings: Mapping[int, Mapping[str, Showing]],
 ) -> dict[str, Any]:
-    """All figures."""
+    """Compute the report, a JSON object."""
     acceptance = Acceptance.of(ranks, config.max_rank)
     return {
         **_settings(config, llm),

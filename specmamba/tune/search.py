@@ -1,10 +1,11 @@
 """From recorded acceptance and measured costs to the best static tree of each batch size.
 
 ``best_trees`` is the dynamic program of Sequoia (arXiv 2402.12374, section 4.1), with odds that depend on the depth as
-well as on the rank: a node at the rank path r_1 ... r_d is accepted with probability p[1, r_1] * ... * p[d, r_d], and a
-tree is worth the sum over its nodes below the root. Such odds ignore that easy and hard passages come in runs, so they
-only propose trees; ``walk`` then judges a tree by the ranks that were recorded, step by step as a run would take them.
-(The mean over all positions would flatter: a run skips what it accepted, and lands on the hard tokens more often.)
+well as on the rank: a node at the rank path r_1 ... r_d is accepted with probability p[1, r_1] * ... * p[d, r_d], and
+the value of a tree is the sum over its nodes below the root. Such odds ignore that easy and hard passages come in runs,
+so they only propose trees; ``walk`` then measures a tree on the recorded ranks, step by step as a run would make them.
+(The mean over all positions would be too high: a run skips the tokens it accepted, so its steps start at hard tokens
+more often.)
 
 Candidates are the best trees for every number of nodes, depth limit and limit on ranks (1: chains). The acceptance
 length of a candidate is walked on text that it was not searched on: trees searched on one half of the texts run along
@@ -24,14 +25,14 @@ from numpy.typing import NDArray
 from specmamba.trees import StaticTree, TreeFile
 from specmamba.tune.costs import BatchCost, StepCost, tree_of_paths
 
-Ranks = NDArray[np.int64]  # [T, D]: of one text, rank of the token d + 1 places behind the root; -1 behind the end
+Ranks = NDArray[np.int64]  # [T, D] of one text: rank of the token d + 1 places behind the root; -1 behind the end
 Odds = NDArray[np.float64]  # [D, R]: probability that the token at a depth has this rank
 ROOT = StaticTree(parents=(-1,), ranks=(0,))
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How often the tokens that came had which rank in the draft head's list, by depth."""
+    """Counts of the ranks that the tokens of recorded texts had in the draft head's list, by depth."""
 
     counts: NDArray[np.int64]  # [D, R]
     num_samples: NDArray[np.int64]  # [D]
@@ -45,15 +46,15 @@ class Acceptance:
 
     @property
     def odds(self) -> Odds:
-        """See ``Odds``; 0 where nothing was recorded."""
+        """The share of each rank at each depth, [D, R]; 0 if nothing was recorded."""
         odds: Odds = self.counts / np.maximum(self.num_samples, 1)[:, None]
         return odds
 
 
 def best_trees(odds: Odds, max_nodes: int) -> dict[int, StaticTree]:
-    """The tree of the highest expected number of accepted tokens, for every number of nodes.
+    """Find the tree with the highest expected number of accepted tokens, for every number of nodes.
 
-    A subtree is told by the depth of its top and its number of nodes, so O(D * R * max_nodes^2) steps find them all.
+    A subtree is identified by the depth of its top and its number of nodes: O(D * R * max_nodes^2) steps.
 
     Args:
         odds: [D, R]; no tree is deeper than D, and no node has a child of rank R or more.
@@ -64,11 +65,13 @@ def best_trees(odds: Odds, max_nodes: int) -> dict[int, StaticTree]:
     """
     num_depths, num_ranks = odds.shape
     sizes = np.arange(max_nodes)
-    rest = sizes[:, None] - sizes  # [m, k]: of m nodes k go to one child
-    value = np.where(sizes == 0, 0.0, -np.inf)  # [m] of a top with m nodes below it; at the deepest level only m = 0
-    taken: list[NDArray[np.int64]] = []  # by depth, the deepest first: [R, m] nodes that the child of a rank gets
+    rest = sizes[:, None] - sizes  # [m, k]: nodes left when k of m go to one child
+    # [m]: value of a top with m nodes below it; at the deepest level only m = 0
+    value = np.where(sizes == 0, 0.0, -np.inf)
+    taken: list[NDArray[np.int64]] = []  # by depth, the deepest first: [R, m], nodes that go to the child of each rank
     for depth in reversed(range(num_depths)):
-        below = np.concatenate([[0.0], 1.0 + value[:-1]])  # [k] of a child with k nodes, itself counted; 0: no child
+        # [k]: value of a child with k nodes, itself counted; 0: no child
+        below = np.concatenate([[0.0], 1.0 + value[:-1]])
         value = np.where(sizes == 0, 0.0, -np.inf)
         choices = np.zeros((num_ranks, max_nodes), np.int64)
         for rank in range(num_ranks):
@@ -82,7 +85,7 @@ def best_trees(odds: Odds, max_nodes: int) -> dict[int, StaticTree]:
 
 
 def _paths(taken: Sequence[NDArray[np.int64]], num_below: int, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Rank paths of all nodes below one at ``path``."""
+    """Yield the rank paths of all nodes below the one at ``path``."""
     if not num_below:
         return
     choices = taken[len(path)]
@@ -96,9 +99,9 @@ def _paths(taken: Sequence[NDArray[np.int64]], num_below: int, path: tuple[int, 
 
 @dataclass(frozen=True)
 class Walk:
-    """What a run with a tree does along recorded texts; counted as in ``SpecStats``."""
+    """The steps of a run with a tree along recorded texts; counted as in ``SpecStats``."""
 
-    histogram: tuple[int, ...]  # [depth + 1] steps that accepted so many drafts
+    histogram: tuple[int, ...]  # [depth + 1]: number of steps by accepted drafts
 
     @property
     def num_steps(self) -> int:
@@ -120,13 +123,13 @@ class Walk:
 
 
 def walk(tree: StaticTree, texts: Sequence[Ranks]) -> Walk:
-    """Run along the texts with ``tree``: accept, go on behind the bonus token, until the text ends."""
+    """Run along the texts with ``tree``: each step accepts drafts and continues behind the bonus token."""
     histogram = [0] * (max(tree.depths) + 1)
     for ranks in texts:
         accepted = accepted_depths(tree, ranks).tolist()
         position = 0
         while position < len(accepted):
-            # the last token of a text is the target's own, whatever was drafted
+            # the last token of a text is always the target's own
             count = min(accepted[position], len(accepted) - position - 1)
             histogram[count] += 1
             position += count + 1
@@ -134,7 +137,7 @@ def walk(tree: StaticTree, texts: Sequence[Ranks]) -> Walk:
 
 
 def accepted_depths(tree: StaticTree, ranks: Ranks) -> NDArray[np.int64]:
-    """How many drafts of ``tree`` are accepted at every root of a text; [T]."""
+    """Number of drafts of ``tree`` that are accepted at every position of a text, [T]."""
     child = np.full((tree.num_nodes, max(tree.ranks) + 1), -1)
     for number, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
         if number:
@@ -154,16 +157,16 @@ def accepted_depths(tree: StaticTree, ranks: Ranks) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tree, searched on all texts."""
+    """A tree that was searched on all texts."""
 
     tree: StaticTree
-    accept_length: float  # to be expected on other text: of trees of the same limits, each on what it was not made from
-    accept_length_seen: float  # on the recorded text itself
+    accept_length: float  # expected on other text: of trees with the same limits, on texts they were not searched on
+    accept_length_seen: float  # on the text that it was searched on
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The tree for a batch size, and what is predicted of it."""
+    """The tree for a batch size, and its predicted figures."""
 
     batch_size: int
     candidate: Candidate
@@ -181,18 +184,18 @@ class Choice:
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding."""
+        """The predicted speed over that of plain decoding."""
         return self.candidate.accept_length * self.plain_ms / self.cost.total
 
 
 def candidates(texts: Sequence[Ranks], max_nodes: int, max_depth: int, max_rank: int) -> list[Candidate]:
-    """All trees worth a look, the smallest first.
+    """Find all candidates, the smallest tree first.
 
     Args:
         texts: recorded ranks of two texts or more.
         max_nodes: nodes of a tree at the most, the root counted.
-        max_depth: of the deepest node.
-        max_rank: ranks of a child, from 0 up to below this.
+        max_depth: depth of the deepest node at the most.
+        max_rank: ranks of children are below this.
     """
     halves = [texts[0::2], texts[1::2]]
     odds = [Acceptance.of(part, max_rank).odds for part in (texts, *halves)]
@@ -213,12 +216,12 @@ def candidates(texts: Sequence[Ranks], max_nodes: int, max_depth: int, max_rank:
 
 
 def choose(batch_size: int, options: Sequence[Candidate], cost: BatchCost) -> Choice:
-    """The candidate of the most tokens per second.
+    """Choose the candidate with the most tokens per second.
 
     Args:
         batch_size: requests that decode together.
         options: the smallest tree first.
-        cost: of this batch size.
+        cost: the fitted costs of this batch size.
     """
     costs = [cost.step(option.tree) for option in options]
     rates = [option.accept_length / own.total for option, own in zip(options, costs, strict=True)]
@@ -231,7 +234,7 @@ def choose(batch_size: int, options: Sequence[Candidate], cost: BatchCost) -> Ch
 
 
 def tree_file(choices: Sequence[Choice], note: str) -> TreeFile:
-    """The trees of rising batch sizes as a file; equal neighbours become one, the last serves all larger batches."""
+    """Make the tree file of ascending batch sizes; equal neighbours are merged, the last tree has no limit."""
     trees: list[StaticTree] = []
     for choice, following in zip(choices, [*choices[1:], None], strict=True):
         if following is not None and choice.tree == following.tree:

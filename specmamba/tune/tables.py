@@ -10,17 +10,17 @@ from specmamba.measure.prompts import PLAIN, looping_warning, sampling_name
 from specmamba.measure.report import picture
 from specmamba.trees import StaticTree
 
-STEADY = 1.2  # a machine that drifts by more than this factor does other things meanwhile
-FITTING = 10.0  # percent; costs that are further from the model than this in the median were disturbed
+STEADY = 1.2  # factor of drift above which other programs have probably run on the machine
+FITTING = 10.0  # percent; a larger median error of the cost model means that the measurement was disturbed
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """Tables: acceptance, costs, the trees, predicted against measured, and all contestants."""
+    """Print tables of acceptance, costs, trees (predicted against measured) and contestants, then remarks."""
     from rich.console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 120  # a file has no edge
+        console.width = 120  # a file has no width
     console.print(
         f"{report['model']}, {report['dtype']}, {report['machine']}, {report['threads']} threads; "
         f"{report['num_prompts']} texts of {report['max_tokens']} tokens, {sampling_name(report['temperature'])}, "
@@ -166,7 +166,7 @@ def _about_costs(costs: Mapping[str, Any]) -> list[str]:
 
 
 def plot_report(path: Path, report: Mapping[str, Any]) -> None:
-    """The acceptance by depth and rank as a heat map, and the predicted speed over nodes for every batch size.
+    """Plot acceptance by depth and rank as a heat map, and the predicted speed over nodes for every batch size.
 
     Raises:
         ConfigError: the file cannot be written; the message names ``--plot``.

@@ -1,4 +1,4 @@
-"""The texts that trees are tuned on: sampled from the model or given, and how the draft head ranks their tokens."""
+"""The texts that trees are tuned on, sampled or given, and the ranks of their tokens in the draft head's list."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from specmamba.tune.search import Ranks
 class Text:
     """A prompt and the ``max_tokens`` tokens behind it.
 
-    Requests that are timed together run to the same length; acceptance is recorded to the end of the text only.
+    Requests that are timed together run to the same length, beyond an end of text; acceptance is recorded up to it.
     """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    length: int  # tokens up to the end-of-text token and with it
+    length: int  # tokens up to the end-of-text token, which is included
 
     @property
     def recorded(self) -> tuple[int, ...]:
-        """What acceptance is recorded on."""
+        """The tokens on which acceptance is recorded."""
         return self.tokens[: self.length]
 
 
 def dropped_share(texts: Sequence[Text]) -> float:
-    """Share of the tokens that stand behind an end of text."""
+    """Share of the tokens behind an end of text."""
     return 1 - sum(text.length for text in texts) / sum(len(text.tokens) for text in texts)
 
 
 def collect_texts(config: TreeTunerConfig, llm: LLM, sources: Sequence[PromptText]) -> list[Text]:
-    """Texts of exactly ``max_tokens`` tokens behind the first prompts that can be run.
+    """Collect texts of exactly ``max_tokens`` tokens behind the first prompts that can be run.
 
     Args:
         config: says whether continuations are sampled or given.
@@ -78,7 +78,7 @@ def _cut(llm: LLM, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Text:
 def _encoded(
     config: TreeTunerConfig, llm: LLM, sources: Sequence[PromptText]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Tokens of each prompt, and of its continuation when that is to be replayed."""
+    """Encode each prompt, and its continuation if that is replayed."""
     tokenizer, pairs = llm.engine.tokenizer, []
     for source in sources:
         if config.replay:
@@ -95,7 +95,7 @@ def _fits(config: TreeTunerConfig, llm: LLM, prompt: Sequence[int], rest: Sequen
 
 
 def sampling_params(config: TreeTunerConfig, number: int) -> SamplingParams:
-    """Of the number-th request; its text goes on to ``max_tokens`` whatever the model says."""
+    """The parameters of request ``number``; its text continues to ``max_tokens`` behind an end of text."""
     seed = seed_of(config.seed, number)
     return SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, seed=seed, ignore_eos=True)
 
@@ -106,14 +106,14 @@ def record_ranks(llm: LLM, texts: Sequence[Text], num_steps: int, batch_size: in
     Column i has the ranks of the tokens i + 1 places ahead.
 
     Args:
-        llm: drafts with a head.
+        llm: an engine that drafts with a head.
         texts: what to replay.
         num_steps: how far ahead.
         batch_size: texts that run together.
     """
     llm.workbench.use_drafts(speculative_num_steps=num_steps)
     recorder = llm.workbench.record_ranks()
-    owners: list[int] = []  # of the rows that were recorded: a step records its batch in the order of its deltas
+    owners: list[int] = []  # text of each recorded row: a step records its batch in the order of its deltas
     for first in range(0, len(texts), batch_size):
         for i, text in enumerate(texts[first : first + batch_size], start=first):
             params = SamplingParams(max_tokens=text.length, temperature=0.0, ignore_eos=True)
@@ -129,7 +129,7 @@ def record_ranks(llm: LLM, texts: Sequence[Text], num_steps: int, batch_size: in
 
 
 def probe_jobs(config: TreeTunerConfig, texts: Sequence[Text], batch_size: int, number: int) -> list[Job]:
-    """Requests that replay the middle half of the next texts: about the mean length of what was recorded."""
+    """Requests that replay the middle half of the next texts, so that their lengths are about the mean of a text."""
     start, end = config.max_tokens // 4, config.max_tokens - config.max_tokens // 4
     jobs = []
     for i in range(number * batch_size, (number + 1) * batch_size):
@@ -140,7 +140,7 @@ def probe_jobs(config: TreeTunerConfig, texts: Sequence[Text], batch_size: int, 
 
 
 def check_jobs(config: TreeTunerConfig, texts: Sequence[Text], batch_size: int, number: int) -> list[Job]:
-    """Requests to check a prediction with: the next prompts, sampled with seeds that were not recorded.
+    """Requests to check a prediction: the next prompts, sampled with seeds that were not recorded.
 
     With ``--replay`` and at temperature 0 there is no other text than the recorded one.
     """

@@ -4,16 +4,16 @@
                         [--json FILE] [--plot FILE.png] [any engine flag]
 
 1. Texts are sampled at ``--temperature`` (or taken from the prompts' continuations, ``--replay``) and replayed once,
-   noting how the draft head ranked every token that came, 1 to ``--max-depth`` places ahead (texts.py).
+   to record how the draft head ranks every token of the text, 1 to ``--max-depth`` places ahead (texts.py).
 2. The costs of a step are measured over numbers of nodes, shapes and batch sizes (costs.py).
 3. The best tree of each batch size is searched and written to ``--out``, which ``--speculative-tree`` loads
    (search.py).
-4. Each winner runs on text that was not recorded (with ``--replay`` and at temperature 0 there is no other than that),
-   in turns with plain decoding, and with the usual dynamic drafts where ``--compare`` is given: predicted against
-   measured (contest.py).
+4. Each chosen tree runs on text that was not recorded (with ``--replay`` and at temperature 0 there is no other), in
+   turns with plain decoding, and with the usual dynamic drafts if ``--compare`` is given, to compare predicted and
+   measured figures (contest.py).
 
-Speeds are those of full batches that decode; prompts are not in them. Predictions are for new text. The acceptance is
-that of ``--speculative-accept target``, which does not depend on what a tree proposes elsewhere.
+Speeds are those of full batches that decode, without prefill. Predictions are for new text. The acceptance is that of
+``--speculative-accept target``, under which a node's acceptance does not depend on the other nodes of the tree.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _run(config: TreeTunerConfig) -> int:
 
 
 def tune(config: TreeTunerConfig, sources: Sequence[PromptText]) -> dict[str, Any]:
-    """Everything; the report as a JSON object. Raises SpecmambaError."""
+    """Measure, search, write and check the trees; return the report, a JSON object. Raises SpecmambaError."""
     from specmamba.tune.contest import check_room, start_engine
     from specmamba.tune.figures import full_report, provenance
     from specmamba.tune.search import candidates, choose, tree_file
@@ -79,7 +79,7 @@ def tune(config: TreeTunerConfig, sources: Sequence[PromptText]) -> dict[str, An
 
 
 def write_trees(path: Path, file: TreeFile) -> None:
-    """Raises ConfigError: the file cannot be written; the message names ``--out``."""
+    """Write the tree file. Raises ConfigError when that fails; the message names ``--out``."""
     try:
         path.write_text(file.model_dump_json(indent=2, exclude_none=True) + "\n", "utf8")
     except OSError as error:
@@ -90,7 +90,7 @@ def write_trees(path: Path, file: TreeFile) -> None:
 def measure_costs(
     config: TreeTunerConfig, llm: LLM, texts: Sequence[Text], depth: int
 ) -> dict[int, tuple[BatchCost, list[Sample]]]:
-    """Fitted and measured costs by batch size."""
+    """Measure and fit the costs of every batch size."""
     from specmamba.tune.costs import fit, measure, probe_trees
     from specmamba.tune.texts import probe_jobs
 
@@ -109,7 +109,7 @@ def measure_costs(
 def check(
     config: TreeTunerConfig, llm: LLM, texts: Sequence[Text], choices: Sequence[Choice]
 ) -> dict[int, dict[str, Showing]]:
-    """Run what was written, by batch size."""
+    """Run the trees that were written, by batch size."""
     from specmamba.tune.contest import contest, dynamic_flags
     from specmamba.tune.texts import check_jobs
 
@@ -126,7 +126,7 @@ def check(
 
 
 def say(line: str) -> None:
-    """Tell what is being done."""
+    """Print a line of progress to standard error."""
     print(f"{PROG}: {line}", file=sys.stderr, flush=True)
 
 

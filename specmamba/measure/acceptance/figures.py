@@ -1,23 +1,23 @@
-"""From samples to figures.
+"""The figures of an acceptance run, computed from its samples.
 
 - ``accept_length``: output tokens over verify steps, all requests together: 1 + accepted drafts per step. A draft that
-  was accepted behind the last token wanted does not count, so the last step of a text can only look worse than it was.
+  was accepted behind the last token of the output does not count, so the last step of a text is counted too low.
 - ``acceptance_per_position[d - 1]``: share of all steps that accepted d drafts or more.
 - ``accept_length_histogram[d]``: verify steps that accepted exactly d drafts.
 - ``draft_ms``, ``verify_ms``, ``commit_ms``: means over the steps of all rounds in which a full batch of
-  ``--batch-size`` requests decoded; means, because now and then a step also folds states. Steps of fewer requests,
-  where a batch begins and ends, do not count. On a GPU the clock waits for the device after each of the three, in plain
-  steps as in others.
+  ``--batch-size`` requests decoded; means, because some steps also fold states. Steps of fewer requests, at the
+  beginning and the end of a batch, do not count. On a GPU the clock waits for the device after each of the three, in
+  plain steps too.
 - ``plain_tokens_per_second``, ``speculative_tokens_per_second``: batch size times the round's acceptance length over
-  the mean time of these steps; medians over rounds. For a batch of 1 that is tokens over the time of all steps. Left
-  out are prefill, what the host does between two steps (queues, text), and batches that are not full.
+  the mean time of these steps; medians over rounds. For a batch of 1 that is tokens over the time of all steps. They
+  do not include prefill, the host's work between two steps (queues, text), and batches that are not full.
 - ``speedup``: median over rounds of the ratio of the two within a round; ``speedup_range`` is the smallest and the
-  largest. ``end_to_end_speedup`` is the same for whole calls, with all that is left out above in them.
-- ``break_even_accept_length``: mean time of a speculative step over that of a plain one: with a smaller acceptance
-  length drafting costs time.
+  largest. ``end_to_end_speedup`` is the same for whole calls, which include everything.
+- ``break_even_accept_length``: mean time of a speculative step over that of a plain one: below this acceptance length
+  drafting costs time.
 - ``lossless``: prompts by how their text compares with the plain one: the same, different by near ties only, or
-  diverged (judge.py). Null where texts do not compare. ``differences`` has all that are not the same.
-- ``distinct_4gram_ratio``: mean over outputs. Text that repeats itself is easy to guess.
+  diverged (judge.py). Null if texts cannot be compared. ``differences`` lists all prompts whose text differs.
+- ``distinct_4gram_ratio``: mean over outputs. Text that repeats itself is easy to draft.
 
 Counts of tokens and steps are of all rounds together; a round repeats the texts of the one before.
 """
@@ -45,17 +45,17 @@ def full_report(
     result: Result,
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """Figures of all configurations.
+    """Compute the figures of all configurations.
 
     Args:
         config: what was asked for.
         description: ``Engine.describe()`` of the engine as it was started.
         tasks: the prompts.
         result: what was measured.
-        notes: on what was left out.
+        notes: about prompts and shapes that were left out.
 
     Returns:
-        ``configurations``: an object for each, as in the JSON file; ``plain``: what the table says of plain decoding.
+        ``configurations``: one object each, as in the JSON file; ``plain``: the figures of plain decoding.
     """
     notes = [*notes, *_notes(config)]
     shared = _settings(config, description, tasks, result)
@@ -165,7 +165,7 @@ def _speeds(plain: Rounds, rounds: Rounds, batch_size: int) -> dict[str, Any]:
 
 
 def _tokens_per_second(samples: Sequence[Sample], batch_size: int) -> float:
-    """Of one round."""
+    """The decode speed of one round."""
     num_steps = sum(output.spec.num_verify_steps for sample in samples for output in sample.outputs)
     step_ms = sum(_mean_ms([samples]))
     return batch_size * _num_tokens(samples) / num_steps / step_ms * 1e3
@@ -204,14 +204,14 @@ def _plain_figures(plain: Rounds, batch_size: int) -> dict[str, Any]:
 
 
 def _mean_ms(rounds: Rounds) -> tuple[float, float, float]:
-    """Of draft, verify and commit in steps of full batches."""
+    """Mean times of draft, verify and commit in steps of full batches."""
     steps = [step for samples in rounds for sample in samples for step in sample.steps]
     draft, verify, commit = (1e3 * statistics.fmean(column) for column in zip(*steps, strict=True))
     return draft, verify, commit
 
 
 def _notes(config: AcceptanceBenchConfig) -> list[str]:
-    """On what the settings mean for the figures."""
+    """Notes about what the settings mean for the figures."""
     notes = []
     if config.replay and "temperature" in config.model_fields_set:
         notes.append(f"the text is given: --temperature {config.temperature:g} has no effect with --replay")

@@ -1,13 +1,13 @@
-"""Tells whether a difference between two texts is rounding or a bug.
+"""Decide whether rounding explains the difference between a plain and a speculative text, or whether it is a bug.
 
-Two texts of the same seed part at some token, and from there on they are different texts. Each token was chosen from
-logits that are the exact ones but for rounding. So plain decoding is led along the speculative text from where the
-texts part, and of each token the question is by how much all logits would have to be off, the **shift**, for plain
-decoding to choose that token there. Where they part, the same is asked of the plain text's token. When rounding to the
-type explains all of these shifts the difference is a near tie, else a divergence.
+Two texts with the same seed are equal up to some token, and different texts behind it. Each token was chosen from
+logits that differ from the exact ones by rounding only. So plain decoding is forced along the speculative text from the
+first difference on, and for each token the **shift** is computed: the error that the logits must have for plain
+decoding to choose that token. For the first difference the same is done with the plain text's token. If rounding to the
+type explains all shifts, the difference is a near tie, else a divergence.
 
-To look at the first difference only is not enough: a state or a key that is wrong now and then mostly shows first in a
-token that is nearly as likely as the right one, which passes for a near tie. Further on the wrong text needs shifts
+It is not enough to judge the first difference: a state or a key that is sometimes wrong usually changes first a token
+that is nearly as likely as the right one, which looks like a near tie. Later tokens of the wrong text then need shifts
 that rounding does not explain.
 """
 
@@ -31,16 +31,17 @@ CDF_ROUNDING = 2.0**-20  # the sampler adds up probabilities in float32
 class Difference:
     """The token at which a text with drafts differs most from the plain text.
 
-    It is the first one that rounding does not explain, or, where it explains all, the one with the largest margin.
+    It is the first one that rounding does not explain, or, if rounding explains all, the one with the largest shift
+    relative to its bound.
     """
 
-    prompt: int  # number of the prompt
-    first_position: int  # in the output, where the texts part
+    prompt: int  # its number
+    first_position: int  # in the output, of the first difference
     position: int  # of this token
     plain_token: int | None  # what plain decoding chooses here; None: the text ends here
     speculative_token: int | None
-    shift: float  # how far off logits would have to be
-    bound: float  # how far off rounding can put them
+    shift: float  # error of the logits that the difference needs
+    bound: float  # error of the logits that rounding can cause
 
     @property
     def kind(self) -> Literal["near_tie", "diverged"]:
@@ -48,13 +49,14 @@ class Difference:
 
 
 def rounding_bound(logits: Tensor, dtype: torch.dtype) -> float:
-    """By how much rounding can move a logit from one run to another: 2 eps max|logit|, and 1e-3 at the least.
+    """Bound the difference of a logit between two runs by rounding: 2 eps max|logit|, and at least 1e-3.
 
-    The products of the output head are rounded to ``dtype``: by half a unit in the last place in either run, which are
-    eps |logit| together. As much again is for the roundings before: a hidden state whose relative error is c eps in a
+    The products of the output head are rounded to ``dtype``: by half a unit in the last place in either run, together
+    eps |logit|. The same again is allowed for all roundings before: a hidden state whose relative error is c eps in a
     random direction moves a logit by c eps times the logits' root mean square, which is about a quarter of the largest;
-    c is a few, for errors of single layers add up like a random walk. Measured on the demo in bfloat16 (largest logit
-    17, 4 texts of 64 tokens): root mean square 0.013, at the most 0.094, of a bound of 0.27.
+    c is a small number, because the errors of layers add up like a random walk. Measured on the demo in
+    bfloat16 (largest logit 17, 4 texts of 64 tokens): the differences have a root mean square of 0.013 and a maximum
+    of 0.094; the bound is 0.27.
 
     Args:
         logits: [V]; entries of minus infinity are masked tokens.
@@ -65,17 +67,17 @@ def rounding_bound(logits: Tensor, dtype: torch.dtype) -> float:
 
 
 def greedy_shift(logits: Tensor, token: int) -> float:
-    """The least shift of logits [V] that makes this token the likeliest: half its distance to the one that is."""
+    """The least error of logits [V] that makes this token the likeliest: half its distance to the largest logit."""
     return (logits.amax() - logits[token]).item() / 2
 
 
 def sampled_shift(logits: Tensor, temperature: float, u: float, token: int) -> float:
-    """The least shift of logits [V] under which the random number ``u`` chooses this token.
+    """The least error of logits [V] with which the random number ``u`` chooses this token.
 
     Tokens are chosen by inverting the cumulative distribution F in order of token id: token t, when u is in
     [F(t - 1), F(t)). Let A be the weight (exp(logit / temperature)) of the ids up to some id and B that of all others,
-    so F = A / (A + B). Logits that are off by eps at the most multiply A by something within exp(±eps / temperature),
-    and B too, so they can make F anything between
+    so F = A / (A + B). Errors of the logits up to eps multiply A and B by factors within
+    exp(±eps / temperature), so F can become anything between
 
         F / (F + (1 - F) e^(±2 eps / temperature)),
 
@@ -102,17 +104,17 @@ def _log_odds_of(share: float) -> float:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Where two texts part; None when they are equal. The end of the shorter one counts."""
+    """The first position at which two texts differ, the end of the shorter one included; None when they are equal."""
     pairs = enumerate(zip(a, b, strict=False))
     end = None if len(a) == len(b) else min(len(a), len(b))
     return next((i for i, (x, y) in pairs if x != y), end)
 
 
 class Walk(Protocol):
-    """Plain decoding led along a given text."""
+    """Plain decoding, forced along given tokens."""
 
     def __call__(self, prompt: Sequence[int], tokens: Sequence[int], see: Callable[[Tensor], None]) -> None:
-        """Show ``see`` the logits [V] that each of the tokens is chosen from, in order."""
+        """Call ``see`` with the logits [V] that each of the tokens is chosen from, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +132,11 @@ class Judge:
     def compare(
         self, number: int, prompt: Sequence[int], seed: int, plain: Sequence[int], speculative: Sequence[int]
     ) -> Difference | None:
-        """What is to be said of two outputs for a prompt; None when they are equal."""
+        """Compare two outputs for a prompt; None when they are equal."""
         start = first_difference(plain, speculative)
         if start is None:
             return None
-        if start >= min(len(plain), len(speculative)):  # one just ends: no rounding does that
+        if start >= min(len(plain), len(speculative)):  # one is only shorter, which rounding cannot cause
             ends = [text[start] if start < len(text) else None for text in (plain, speculative)]
             return Difference(number, start, start, ends[0], ends[1], math.inf, 0.0)
         found: list[Difference] = []
@@ -143,7 +145,7 @@ class Judge:
             at = start + len(found)
             token, u = speculative[at], self._uniform(seed, len(prompt) + at)
             shift, chosen = self._shift(logits, u, token), self._choice(logits, u)
-            if at == start:  # here the plain run's own token is known, and must be one that plain decoding chooses
+            if at == start:  # the plain run's token is known here, and must be explained too
                 chosen = plain[at]
                 shift = max(shift, self._shift(logits, u, chosen))
             bound = rounding_bound(logits, self.dtype)

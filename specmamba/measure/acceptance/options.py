@@ -21,7 +21,7 @@ AXES = {
     "topk": "speculative_eagle_topk",
     "nodes": "speculative_num_draft_tokens",
 }
-# everything that says how drafts are made; the state backend is the engine's, for as long as it lives
+# all flags of drafting but the state backend, which an engine cannot change
 DRAFT_FIELDS = [n for n in EngineConfig.model_fields if n.startswith("speculative_") and n != "speculative_state"]
 
 
@@ -62,7 +62,7 @@ class AcceptanceBenchConfig(TextOptions):
 
     @property
     def texts_can_be_compared(self) -> bool:
-        """Whether plain and speculative run choose their tokens by the same random numbers, and choose them at all."""
+        """Whether plain and speculative runs choose their tokens, with the same random numbers."""
         if self.replay or self.synthetic_acceptance is not None:
             return False
         return self.temperature == 0 or self.speculative_accept == "target"
@@ -83,10 +83,10 @@ class Variant:
 
 
 def variants_of(config: AcceptanceBenchConfig) -> tuple[list[Variant], list[str]]:
-    """What to compare with plain decoding, without repetitions, and notes on what was left out.
+    """The variants to compare with plain decoding, without repetitions, and notes about those that were left out.
 
     Raises:
-        ConfigError: a list or an axis cannot be read, a listed shape is impossible, or nothing is left of a product.
+        ConfigError: a list or an axis cannot be read, or a listed shape or all of a product are impossible.
     """
     if config.sweep is not None:
         return _sweep(config, config.sweep)
@@ -100,7 +100,7 @@ def variants_of(config: AcceptanceBenchConfig) -> tuple[list[Variant], list[str]
 
 
 def largest_flags(variants: Sequence[Variant]) -> dict[str, Any]:
-    """Drafting flags of an engine that has room for all variants: at least as large in every respect."""
+    """Drafting flags of an engine with room for all variants: each size is the largest of them."""
     flags = variants[0].flags
     if flags["speculative_tree"] is not None:
         return flags
@@ -113,7 +113,7 @@ def largest_flags(variants: Sequence[Variant]) -> dict[str, Any]:
 
 
 def _single(config: EngineConfig, batch_size: int = 1) -> Variant:
-    """The drafts of these flags; of a tree file, those of full batches."""
+    """The variant of these flags; with a tree file, the tree for full batches."""
     flags = _draft_flags(config)
     if config.speculative_tree is None:
         return Variant(config.num_draft_steps, config.draft_topk, config.num_draft_nodes, flags | _shape_flags(config))
@@ -131,7 +131,7 @@ def _shape_flags(config: EngineConfig) -> dict[str, Any]:
 
 
 def _with_shape(config: EngineConfig, shape: dict[str, int | None]) -> Variant:
-    """Raises ConfigError with the reason why there is no such draft."""
+    """The variant of these flags with another shape. Raises ConfigError when that is not possible."""
     fields = config.model_dump(include=set(EngineConfig.model_fields))
     try:
         return _single(EngineConfig(**fields | {AXES[axis]: size for axis, size in shape.items()}))
@@ -155,7 +155,7 @@ def _sweep(config: EngineConfig, text: str) -> tuple[list[Variant], list[str]]:
     values = [axes.get(axis, [getattr(config, flag)]) for axis, flag in AXES.items()]
     variants, notes = [], []
     for steps, topk, nodes in itertools.product(*values):
-        # a chain has as many nodes as its steps give: the axis of nodes is for trees
+        # the number of nodes of a chain follows from its steps: the axis of nodes is for trees
         is_chain = topk == 1 or (topk is None and config.draft_topk == 1)
         shape = {"steps": steps, "topk": topk, "nodes": None if is_chain and "nodes" in axes else nodes}
         try:

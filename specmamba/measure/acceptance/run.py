@@ -1,4 +1,4 @@
-"""Runs every prompt plain and with every draft shape, in turns, on one engine."""
+"""Run every prompt plain and with every draft shape, in turns, on one engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A prompt as it is run. ``replay`` is the output to be, where that is given."""
+    """A prompt as it is run. ``replay``: the output, if it is given (``--replay``)."""
 
-    number: int  # its place among all prompts, which seeds it
+    number: int  # place among all prompts; the seed depends on it
     prompt: tuple[int, ...]
     replay: tuple[int, ...]
     params: SamplingParams
@@ -37,7 +37,7 @@ class Sample:
 
     outputs: tuple[RequestOutput, ...]
     steps: tuple[tuple[float, float, float], ...]  # seconds of draft, verify and commit of every step of a full batch
-    seconds: float  # from call to return, prefill and all
+    seconds: float  # of the whole call, prefill included
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ class Result:
     """All that was measured. Names are ``PLAIN`` and those of the variants."""
 
     variants: tuple[Variant, ...]
-    samples: dict[str, list[list[Sample]]]  # by name and round: the batches
-    differences: dict[str, list[Difference | None]] | None  # by name: of every prompt; None: texts do not compare
+    samples: dict[str, list[list[Sample]]]  # by name and round: one per batch
+    differences: dict[str, list[Difference | None]] | None  # by name: one per prompt; None: texts cannot be compared
     num_threads: int
 
 
 def start_engine(config: AcceptanceBenchConfig, draft_flags: dict[str, Any]) -> LLM:
-    """An engine with room for all drafts.
+    """Start an engine with room for all drafts.
 
     Raises:
-        ConfigError: there is nothing to draft with, or the flags do not allow to start.
+        ConfigError: there is no draft head, or the engine cannot start with these flags.
     """
     flags = config.model_dump(include=set(EngineConfig.model_fields)) | draft_flags
     try:
@@ -100,7 +100,7 @@ def select_tasks(config: AcceptanceBenchConfig, llm: LLM, texts: Sequence[Prompt
 
 
 def _encode(config: AcceptanceBenchConfig, llm: LLM, number: int, text: PromptText) -> tuple[list[int], list[int]]:
-    """The tokens of a prompt, and of what is replayed behind it (none without ``--replay``)."""
+    """Encode a prompt and the tokens to replay behind it (none without ``--replay``)."""
     engine = llm.engine
     try:
         if config.replay:
@@ -151,7 +151,7 @@ def measure(config: AcceptanceBenchConfig, llm: LLM, tasks: Sequence[Task], vari
         for number in range(config.rounds):
             for name in samples:
                 samples[name].append([])
-            first = number % len(contestants)  # nobody always has the first turn
+            first = number % len(contestants)  # the order rotates, so that no contestant is always first
             for batch in batches:
                 for contestant in contestants[first:] + contestants[:first]:
                     samples[name_of(contestant)][-1].append(run_batch(config, llm, contestant, batch))
@@ -163,12 +163,12 @@ def measure(config: AcceptanceBenchConfig, llm: LLM, tasks: Sequence[Task], vari
 
 
 def name_of(contestant: Variant | None) -> str:
-    """What a contestant is called in the results; None is plain decoding."""
+    """The name of a contestant in the results; None is plain decoding."""
     return PLAIN if contestant is None else contestant.name
 
 
 def run_batch(config: AcceptanceBenchConfig, llm: LLM, contestant: Variant | None, batch: Sequence[Task]) -> Sample:
-    """Run a batch in one way; the workbench is left as it was set for that.
+    """Run a batch in one way; the workbench keeps the settings of that way.
 
     Raises:
         RequestError: the model's numbers are not finite.
@@ -178,7 +178,7 @@ def run_batch(config: AcceptanceBenchConfig, llm: LLM, contestant: Variant | Non
     bench.use_synthetic_acceptance(None if contestant is None else config.synthetic_acceptance)
     bench.clock.reset()
     outputs, elapsed = _timed(config, llm, batch)
-    if bench.replays_steps:  # with the clock on none is: that was for the phases, and this is for the time
+    if bench.replays_steps:  # no step is replayed while the phases are timed: run again for the time
         bench.clock.is_on = False
         llm.flush_cache()
         outputs, elapsed = _timed(config, llm, batch)
@@ -193,7 +193,7 @@ def run_batch(config: AcceptanceBenchConfig, llm: LLM, contestant: Variant | Non
 
 
 def _timed(config: AcceptanceBenchConfig, llm: LLM, batch: Sequence[Task]) -> tuple[list[RequestOutput], float]:
-    """The answers to a batch, and the seconds they took."""
+    """Run a batch; return its outputs and the seconds it took."""
     prompts, params = [task.prompt for task in batch], [task.params for task in batch]
     replay = [task.replay for task in batch] if config.replay else None
     began = time.perf_counter()
@@ -202,7 +202,7 @@ def _timed(config: AcceptanceBenchConfig, llm: LLM, batch: Sequence[Task]) -> tu
 
 
 def require_full_batches(batch_size: int, samples: Sequence[Sample]) -> None:
-    """Raises ConfigError: no step of a round had as many requests as were to run together, so none was timed."""
+    """Raise ConfigError if no step of a round had ``batch_size`` requests, so that none was timed."""
     if not any(sample.steps for sample in samples):
         raise ConfigError(
             f"--batch-size {batch_size}: no step had so many requests: one ended before the last one began, or they do "
@@ -219,12 +219,12 @@ def _shortened(task: Task) -> Task:
 def compare_texts(
     config: AcceptanceBenchConfig, llm: LLM, tasks: Sequence[Task], samples: dict[str, list[list[Sample]]]
 ) -> dict[str, list[Difference | None]]:
-    """For every variant and prompt the worst difference to the plain text of the same round."""
+    """Find, for every variant and prompt, the worst difference to the plain text of the same round."""
     llm.workbench.use_drafts(**PLAIN_FLAGS)
     llm.workbench.use_synthetic_acceptance(None)
     dtype: torch.dtype = getattr(torch, str(llm.engine.describe()["dtype"]))
     judge = Judge(llm.workbench.logits_along, dtype, config.temperature)
-    judged: dict[tuple[int, Any, Any], Difference | None] = {}  # rounds repeat each other
+    judged: dict[tuple[int, Any, Any], Difference | None] = {}  # rounds repeat the same texts
     differences: dict[str, list[Difference | None]] = {name: [] for name in samples if name != PLAIN}
     plain = [_texts(batches) for batches in samples[PLAIN]]
     for name, found in differences.items():

@@ -20,11 +20,11 @@ MAX_SHOWN = 10  # differences
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """A row per configuration, what is to be said of single ones, and what to beware of."""
+    """Print a table with a row per configuration, then details, notes and warnings."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.width = max(console.width, WIDTH)  # better a line that the terminal folds than figures that are cut off
+    console.width = max(console.width, WIDTH)  # a narrow terminal folds lines, but no figure is cut off
     configurations = report["configurations"]
     console.print(title(configurations[0]), markup=False, soft_wrap=True)
     console.print(_table(report))
@@ -35,7 +35,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def title(figures: Figures) -> str:
-    """What was run, in one line."""
+    """Describe the run in one line."""
     synthetic = figures["synthetic_acceptance"]
     sampling = sampling_name(figures["temperature"])
     label = "" if synthetic is None else f"synthetic acceptance {synthetic:g}, "
@@ -83,7 +83,7 @@ def _cells(figures: Figures) -> list[str]:
 
 
 def shape_name(figures: Figures) -> str:
-    """The shape of the drafts, as the published tables write it."""
+    """The shape of the drafts in the notation of published tables: (steps, topk, nodes)."""
     return f"({figures['num_steps']}, {figures['topk']}, {figures['num_draft_tokens']})"
 
 
@@ -131,7 +131,7 @@ def _remarks(report: Mapping[str, Any]) -> list[str]:
 
 
 def _about_near_ties(configurations: Sequence[Figures]) -> list[str]:
-    """How near they are."""
+    """Compare the largest shift of the near ties with its bound."""
     ties = [each for figures in configurations for each in figures["differences"] if each["kind"] == "near_tie"]
     if not ties:
         return []
@@ -141,7 +141,7 @@ def _about_near_ties(configurations: Sequence[Figures]) -> list[str]:
 
 
 def _about_divergences(figures: Figures) -> list[str]:
-    """Each in full, up to a number of them."""
+    """Describe the divergences, at most ``MAX_SHOWN`` of them."""
     diverged = [each for each in figures["differences"] if each["kind"] == "diverged"]
     lines = [
         f"diverged: {shape_name(figures)}, prompt {each['prompt']}, token {each['position']}: plain has "
@@ -160,7 +160,7 @@ def _token(token: int | None) -> str:
 
 
 def plot_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Acceptance per position of every configuration; speed-up over acceptance length, and where drafting breaks even.
+    """Plot acceptance per position, and speed-up over acceptance length with the break-even points.
 
     Raises:
         ConfigError: the file cannot be written; the message names ``--plot``.
@@ -189,7 +189,7 @@ def _plot_positions(axes: Any, configurations: Sequence[Figures]) -> None:
 
 
 def _plot_speed(axes: Any, configurations: Sequence[Figures]) -> None:
-    """Above 1 drafting pays. A cross is where a configuration would break even: there its speed-up is 1."""
+    """Plot speed-up over acceptance length; a cross marks the break-even length, at which the speed-up is 1."""
     for i, figures in enumerate(configurations):
         color = f"C{i % 10}"
         low, high = figures["speedup_range"]
