@@ -302,10 +302,9 @@ class Batch:
     root_positions: Tensor  # [B] int64
     max_root_position: int  # no root stands behind it
     sampling: SamplingBatch
-    forced_tokens: Tensor | None = None  # [B, F] int64, replayed at root + 1, root + 2, ...; -1: the target chooses
+    forced_output_ids: Tensor | None = None  # [B, F] int64, given at root + 1, root + 2, ...; -1: the target chooses
     pending_tokens: PendingTokens | None = None  # None: the drafter has none
     num_logprobs: int | None = None  # of the likeliest tokens, listed beside each that is decided; None: no figures
-    allowed: Tensor | None = None  # [B, N, ceil(V/32)] int32, by node of the trees: tokens that may follow, as bits
     is_exact: bool = True
 
     @property
@@ -321,7 +320,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PrefillChunk:
     """Runs of known tokens of several requests, padded to one length; what an extend works on."""
 
     rows: tuple[int, ...]
@@ -349,6 +348,7 @@ class DraftTree:
     tokens: Tensor  # [B, N] int64
     shape: TreeShape
     draft_probs: Tensor | None = None  # [B, N, V] float32
+    allowed_tokens: Tensor | None = None  # [B, N, ceil(V/32)] int32, bits: what may follow each node; None: anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,4 +362,4 @@ class Verdict:
     num_accepted: Tensor  # [B] int64; accepted drafts, the root not counted
     path_tokens: Tensor  # [B, N + 1] int64; tokens of path[1:], then the bonus token, then padding
     bonus: Tensor  # [B] int64; the target's own token after the path: the next root
-    is_sound: Tensor  # [B] bool; False where the target's logits are not finite and nothing can be decided
+    is_finite: Tensor  # [B] bool; False where the target's logits are not finite and nothing can be decided

@@ -18,8 +18,8 @@ from specmamba.core import Batch, DraftTree, SamplingBatch, SamplingParams, Tree
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.kernels import sampling as sampling_ops
 from specmamba.kernels.sampling import reference
-from specmamba.verify import rules
-from specmamba.verify.accept import accept
+from specmamba.verify import acceptance as rules
+from specmamba.verify.acceptance import accept
 from tests.pairwise import pairwise
 
 VOCABULARY, ROOT_POSITION = 6, 9
@@ -122,7 +122,7 @@ def test_every_token_is_distributed_as_the_target_says(tree: str, setting: str, 
     values = p_values(verdict, params)
     assert len(values) == (2 if tree == "star" else 3)
     assert min(values) > FAIR
-    assert bool(verdict.is_sound.all())
+    assert bool(verdict.is_finite.all())
 
 
 def test_a_chain_is_accepted_as_often_as_theory_says() -> None:
@@ -191,7 +191,7 @@ def test_every_node_of_every_step_has_its_own_number() -> None:
 
 
 def assert_same(a: Verdict, b: Verdict, rows: slice = slice(None)) -> None:
-    for name in ("path", "num_accepted", "path_tokens", "bonus", "is_sound"):
+    for name in ("path", "num_accepted", "path_tokens", "bonus", "is_finite"):
         assert torch.equal(getattr(a, name)[rows], getattr(b, name)[rows]), name
 
 
@@ -224,7 +224,7 @@ def test_forced_tokens_overrule_the_choice(rule: rules.AcceptRule) -> None:
     forced = torch.full((300, 4), -1)
     forced[:, 0] = drafts.tokens[:, 2]
     free = accept(drafts, target_logits(drafts), batch, None, rule)
-    verdict = accept(drafts, target_logits(drafts), replace(batch, forced_tokens=forced), None, rule)
+    verdict = accept(drafts, target_logits(drafts), replace(batch, forced_output_ids=forced), None, rule)
     assert bool((verdict.num_accepted >= 1).all())
     assert bool((verdict.path[:, 1] == 2).all())
     assert not torch.equal(free.path, verdict.path)
@@ -248,7 +248,7 @@ def test_logits_that_are_no_numbers_are_unsound() -> None:
     drafts = drawn_tree(TREES["bushy"], batch)
     logits = target_logits(drafts).index_fill(0, torch.tensor([1]), torch.nan)
     verdict = accept(drafts, logits, batch, None, "rejection")
-    assert verdict.is_sound.tolist() == [True, False]
+    assert verdict.is_finite.tolist() == [True, False]
     assert 0 <= int(verdict.path_tokens.min()) <= int(verdict.path_tokens.max()) < VOCABULARY
 
 

@@ -44,7 +44,7 @@ from specmamba.measure.prompts import (
     read_texts,
 )
 from specmamba.models.tokenizer import Tokenizer
-from specmamba.verify.accept import accept
+from specmamba.verify.acceptance import accept
 from tests.tiny import write_tiny_checkpoint
 
 ALGORITHM = {"speculative_algorithm": "mtp"}

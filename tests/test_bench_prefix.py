@@ -375,7 +375,7 @@ def test_tree_work_leaves_nothing(llm: LLM) -> None:
     assert all(seconds > 0 for seconds in tree_work(llm, tokens, 32))
     stats = llm.engine.stats()
     assert stats.kv_cached_tokens == stats.kv_used_tokens == stats.state_cached_slots == stats.state_used_slots == 0
-    llm.engine.prefixes.cache.check({})
+    llm.engine.cache_manager.cache.check({})
     with pytest.raises(ConfigError, match="does not hold a prompt of 5000 tokens"):
         tree_work(llm, np.ones(5000, dtype=np.int64), 32)
 

@@ -16,13 +16,14 @@ from specmamba.cache.access import causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.page_allocator import PageAllocator, Pages
 from specmamba.cache.request_table import RequestTable
-from specmamba.cache.rows import RowSet
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
-from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
 from specmamba.cache.token_counts import TokenCounts
 from specmamba.core import Batch, SamplingBatch, SamplingParams, TreeShape
 from specmamba.draft.drafter import chain_shape, tree_shape
+from specmamba.kernels import causal_conv1d, gated_delta_rule
+from specmamba.kernels.state_records import RowSet
+from specmamba.verify.record_buffers import RecordBuffers
 from tests.kernels.trees import path_to, random_parents
 
 CPU = torch.device("cpu")
@@ -405,7 +406,7 @@ class Reference:
 
 
 class Bench:
-    """SpecBuffers beside one ``Reference`` per row. Memory that nobody may read holds NaN."""
+    """RecordBuffers beside one ``Reference`` per row. Memory that must not be read holds NaN."""
 
     def __init__(
         self, num_rows: int, max_nodes: int, seed: int, state: StateShape = STATE, poison: float = torch.nan
@@ -413,7 +414,7 @@ class Bench:
         self.state = state
         self.rng = random.Random(seed)
         self.pool = StatePool(cache_shape(state), num_rows, CPU)
-        self.buffers = SpecBuffers(cache_shape(state), self.pool, num_rows, max_nodes, CPU)
+        self.buffers = RecordBuffers(cache_shape(state), self.pool, num_rows, max_nodes, CPU)
         for buffer in (self.buffers.k, self.buffers.u, self.buffers.decay, self.buffers.conv_inputs):
             buffer.fill_(poison)
         self.pool.recurrent.fill_(poison)
@@ -444,8 +445,9 @@ class Bench:
         plan = self.buffers.plan(rows, shape)
         layers = [self._tokens(len(rows), shape.num_nodes) for _ in range(NUM_LAYERS)]
         for layer, t in enumerate(layers):
-            mixed = self.buffers.convolve(layer, t["x"], self.weight, None, plan)
-            out = self.buffers.delta_rule(layer, t["q"], t["k"], t["v"], t["g"], t["beta"], plan)
+            operands = self.buffers.operands(layer, plan)
+            mixed = causal_conv1d.advance(t["x"], self.weight, None, operands)
+            out = gated_delta_rule.advance(t["q"], t["k"], t["v"], t["g"], t["beta"], operands)
             for b, row in enumerate(rows):
                 for node in real_nodes(parents[b]):
                     path = path_to(parents[b], node)
@@ -499,7 +501,7 @@ def real_nodes(parents: list[int]) -> list[int]:
 CHAIN_ONLY, ANY_TREE = ("chain",), ("chain", "star", "binary", "bushy", "padded")
 
 
-class TestSpecBuffers:
+class TestRecordBuffers:
     @pytest.mark.parametrize("shape", ["chain", "bushy"])
     @pytest.mark.parametrize("num_nodes", [1, 4, 8])
     def test_every_fill(self, shape: str, num_nodes: int) -> None:

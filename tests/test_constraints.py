@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import pytest
 import torch
 
-from specmamba.core import Batch, DraftTree, SamplingBatch, SamplingParams
+from specmamba.core import DraftTree, SamplingParams
 from specmamba.draft.drafter import chain_shape, tree_shape
-from specmamba.engine.constraints import Restricted, restrict
+from specmamba.engine.constraints import restrict
 from specmamba.engine.request import Request
 from specmamba.errors import GrammarError
 from specmamba.grammar import TreeMask
@@ -46,15 +46,13 @@ def request(matcher: Refuses | None = None, speculative: bool = True) -> Request
     return cast(Request, SimpleNamespace(params=params, matcher=matcher))
 
 
-def batch_of(tokens: Any) -> Batch:
-    size = len(tokens)
-    rows = torch.arange(1, size + 1)
-    sampling = SamplingBatch.of([SamplingParams(temperature=0.0)] * size, [0] * size, CPU)
-    return Batch(tuple(rows.tolist()), rows, torch.tensor([row[0] for row in tokens]), rows * 0, 0, sampling)
+class Restricted(NamedTuple):
+    tree: DraftTree
+    errors: dict[int, str]
 
 
 def run(tree: DraftTree, *requests: Request) -> Restricted:
-    return restrict(requests, batch_of(tree.tokens.tolist()), tree)
+    return Restricted(*restrict(requests, tree))
 
 
 TOKENS = [[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]]
@@ -70,9 +68,9 @@ def test_requests_without_a_grammar_keep_their_trees(tree: DraftTree) -> None:
     made = run(tree, request(), request(Refuses()))
     assert made.tree.tokens.tolist() == [TOKENS[0], [*TOKENS[1][:5], 20]]
     assert made.tree.shape.parents.tolist() == PARENTS
-    assert made.batch.allowed is not None
-    assert made.batch.allowed[0].tolist() == [[-1, -1]] * 6
-    assert made.batch.allowed[1].tolist() == [[120 + i, 7] for i in range(5)] + [[-1, -1]]
+    assert made.tree.allowed_tokens is not None
+    assert made.tree.allowed_tokens[0].tolist() == [[-1, -1]] * 6
+    assert made.tree.allowed_tokens[1].tolist() == [[120 + i, 7] for i in range(5)] + [[-1, -1]]
 
 
 def test_refused_nodes_go_with_all_below_them(tree: DraftTree) -> None:
@@ -80,8 +78,8 @@ def test_refused_nodes_go_with_all_below_them(tree: DraftTree) -> None:
     assert made.tree.tokens.tolist() == [[10, 12, 14], [20, 21, 23]]
     assert made.tree.shape.parents.tolist() == [[-1, 0, 1], [-1, 0, 1]]
     assert made.tree.shape.is_chain  # both rows have become one
-    assert made.batch.allowed is not None
-    assert made.batch.allowed.tolist() == [[[110, 7], [112, 7], [114, 7]], [[120, 7], [121, 7], [123, 7]]]
+    assert made.tree.allowed_tokens is not None
+    assert made.tree.allowed_tokens.tolist() == [[[110, 7], [112, 7], [114, 7]], [[120, 7], [121, 7], [123, 7]]]
     assert not made.errors
 
 
@@ -96,14 +94,14 @@ def test_rows_of_different_sizes_are_padded(tree: DraftTree) -> None:
 def test_a_request_may_want_no_drafts(tree: DraftTree) -> None:
     made = run(tree, request(speculative=False), request())
     assert made.tree.shape.parents.tolist() == [[-1] * 5, PARENTS[1][:5]]  # what nobody needs is not verified
-    assert made.batch.allowed is None
+    assert made.tree.allowed_tokens is None
     alone = run(
         DraftTree(tree.tokens[:1], tree_shape(tree.shape.parents[:1], 2)), request(Refuses(), speculative=False)
     )
     assert alone.tree.tokens.tolist() == [[10]]
     assert alone.tree.shape.is_chain
-    assert alone.batch.allowed is not None
-    assert alone.batch.allowed.tolist() == [[[110, 7]]]
+    assert alone.tree.allowed_tokens is not None
+    assert alone.tree.allowed_tokens.tolist() == [[[110, 7]]]
 
 
 def test_a_chain_that_is_cut_stays_a_chain() -> None:
@@ -112,7 +110,7 @@ def test_a_chain_that_is_cut_stays_a_chain() -> None:
     assert made.tree.tokens.tolist() == [[1, 2]]
     assert made.tree.shape.is_chain
     whole = run(chain, request(Refuses((9,))))
-    assert whole.tree is chain
+    assert whole.tree.tokens is chain.tokens
 
 
 def test_drawn_drafts_are_masked_and_not_pruned(tree: DraftTree) -> None:
@@ -123,8 +121,8 @@ def test_drawn_drafts_are_masked_and_not_pruned(tree: DraftTree) -> None:
     assert made.tree.shape.parents.tolist() == PARENTS
     assert made.tree.draft_probs is not None
     assert torch.equal(made.tree.draft_probs[0], probs[0])
-    assert made.batch.allowed is not None
-    assert made.batch.allowed[0].tolist() == [[110 + i, 7] for i in range(6)]
+    assert made.tree.allowed_tokens is not None
+    assert made.tree.allowed_tokens[0].tolist() == [[110 + i, 7] for i in range(6)]
     without = run(drawn, request(speculative=False), request())
     assert without.tree.shape.parents[0].tolist() == [-1] * 5
     assert without.tree.draft_probs is not None
@@ -135,8 +133,8 @@ def test_drawn_drafts_of_a_slow_grammar_are_left_out_together(tree: DraftTree) -
     drawn = DraftTree(tree.tokens, tree.shape, torch.rand(2, 6, 40))
     made = run(drawn, request(Refuses((11,), seconds_per_node=1.0)), request(Refuses()))
     assert made.tree.shape.parents.tolist() == [[-1] * 5, PARENTS[1][:5]]
-    assert made.batch.allowed is not None
-    assert made.batch.allowed[0].tolist() == [[110, 7], *[[-1, -1]] * 4]
+    assert made.tree.allowed_tokens is not None
+    assert made.tree.allowed_tokens[0].tolist() == [[110, 7], *[[-1, -1]] * 4]
 
 
 def test_the_end_of_a_grammar_concerns_its_request_alone(tree: DraftTree) -> None:

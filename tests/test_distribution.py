@@ -24,7 +24,7 @@ from specmamba.draft.drafter import Drafter, tree_shape
 from specmamba.draft.heads import children
 from specmamba.engine import runner
 from specmamba.engine.engine import Engine
-from specmamba.verify.accept import accept
+from specmamba.verify.acceptance import accept
 from tests.tiny import write_tiny_checkpoint
 
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
@@ -264,7 +264,7 @@ def take_the_first_draft(
         num_accepted=torch.ones_like(fair.num_accepted),
         path_tokens=torch.cat([tree.tokens[:, 1:2], second[:, None], fair.path_tokens[:, 2:]], 1),
         bonus=second,
-        is_sound=fair.is_sound,
+        is_finite=fair.is_finite,
     )
 
 
@@ -301,7 +301,7 @@ def favour_the_draft(
         )
     )
     path, num_accepted, path_tokens, bonus = parts
-    return Verdict(path, num_accepted, path_tokens, bonus, fair.is_sound)
+    return Verdict(path, num_accepted, path_tokens, bonus, fair.is_finite)
 
 
 @pytest.mark.parametrize("wrong", [take_the_first_draft, one_random_number_for_all_nodes, favour_the_draft])

@@ -23,19 +23,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specmamba import LLM, SamplingParams
-from specmamba.cache.draft_states import DraftStates
 from specmamba.cache.memory import plan_memory
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
-from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import StateOwnershipError, StatePool
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, OutputDelta, RequestOutput
 from specmamba.draft.draft_model import ModelDrafter
+from specmamba.draft.draft_states import DraftStates
 from specmamba.draft.drafter import chain_shape
 from specmamba.engine.workbench import Workbench
 from specmamba.errors import ConfigError
+from specmamba.kernels import causal_conv1d, gated_delta_rule
 from specmamba.models.tensor_reader import StoredTensor, TensorReader
 from specmamba.trees import StaticTree, TreeFile
+from specmamba.verify.record_buffers import RecordBuffers
 from tests.exactness import assert_same_greedy_texts
 from tests.families import FAMILIES, mamba2
 from tests.noise import add_noise
@@ -316,7 +317,7 @@ class TestDrafts:
                 running = [*engine.scheduler.extending, *engine.scheduler.verifying]
                 if running and step % 3 < 2:
                     with torch.inference_mode():
-                        engine.scheduler.preempt(running[step % len(running)])
+                        engine.preempt(running[step % len(running)])
             assert engine.stats().num_preemptions >= 5
             for i, prompt in enumerate(PROMPTS[:3]):
                 assert tokens_of(deltas, str(i)) == plain.after(prompt, 30)
@@ -625,7 +626,7 @@ class Records:
 
     def __init__(self) -> None:
         self.pool = StatePool(DRAFT, 4, CPU)
-        self.buffers = SpecBuffers(DRAFT, self.pool, 2, 4, CPU)
+        self.buffers = RecordBuffers(DRAFT, self.pool, 2, 4, CPU)
         for row in (1, 2):
             slot = self.pool.allocate(f"row {row}")
             assert slot == row
@@ -637,13 +638,12 @@ class Records:
         s, size = DRAFT.state, len(rows)
         plan = self.buffers.plan(rows, chain_shape(size, 1, CPU))
         for layer in range(DRAFT.num_state_layers):
-            self.buffers.convolve(
-                layer, torch.randn(size, 1, s.conv_channels), torch.rand(s.conv_channels, 3), None, plan
-            )
+            operands = self.buffers.operands(layer, plan)
+            causal_conv1d.advance(torch.randn(size, 1, s.conv_channels), torch.rand(s.conv_channels, 3), None, operands)
             q, k = torch.randn(2, size, 1, s.num_key_heads, s.key_dim)
             v = torch.randn(size, 1, s.num_value_heads, s.value_dim)
             g, beta = -torch.rand(size, 1, s.num_value_heads), torch.rand(size, 1, s.num_value_heads)
-            self.buffers.delta_rule(layer, q, k, v, g, beta, plan)
+            gated_delta_rule.advance(q, k, v, g, beta, operands)
         self.buffers.commit(
             plan, torch.zeros(size, 1, dtype=torch.int64), torch.zeros(size, dtype=torch.int64), [0] * size
         )

@@ -17,11 +17,11 @@ from specmamba.cache.state_pool import Stamp
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, OutputDelta, SpecStats, TreeShape, Verdict
 from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
-from specmamba.engine import runner
 from specmamba.engine.engine import Engine
 from specmamba.engine.request import Request
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
-from specmamba.verify.accept import accept
+from specmamba.verify import step as step_module
+from specmamba.verify.acceptance import accept
 from tests.kernels.trees import path_to, random_parents
 from tests.tiny import write_tiny_checkpoint
 
@@ -75,7 +75,7 @@ def assert_idle(engine: Engine) -> None:
     """Every pool is as it was at the start, once the prefix cache is flushed."""
     pools = engine.pools
     assert not engine.has_unfinished_requests
-    engine.prefixes.cache.check(pools.table.held_pages())
+    engine.cache_manager.cache.check(pools.table.held_pages())
     engine.flush_cache()
     stats = engine.stats()
     assert (stats.kv_cached_tokens, stats.state_cached_slots) == (0, 0)
@@ -84,8 +84,8 @@ def assert_idle(engine: Engine) -> None:
     assert pools.table.num_free_rows == pools.table.num_rows
     assert pools.states.num_free == pools.states.num_slots
     assert not engine._requests
-    assert not pools.records._leases
-    records: Any = pools.records
+    assert not pools.state_buffers._leases
+    records: Any = pools.state_buffers
     assert not any(records._num_pending)
     assert not pools.counts._rows
     assert not pools.table.kv_slots.any()
@@ -98,7 +98,7 @@ def assert_consistent(engine: Engine) -> None:
     assert len(running) + len(scheduler.waiting) == len(engine._requests)
     assert len({r.row for r in running}) == len({r.slot for r in running}) == len(running)
     assert pools.table.num_free_rows == pools.table.num_rows - len(running)
-    cache = engine.prefixes.cache
+    cache = engine.cache_manager.cache
     cache.check(pools.table.held_pages())
     assert pools.states.num_free == pools.states.num_slots - len(running) - cache.stats.num_states
     assert all(r.node is not None and r.node.end <= r.num_run and r.node.kv_locks > 0 for r in running)
@@ -112,7 +112,7 @@ def assert_consistent(engine: Engine) -> None:
         assert pools.states.stamp(request.held_slot) == Stamp(request.request_id, request.num_run, is_written=True)
     for request in scheduler.verifying:
         assert pools.states.stamp(request.held_slot).owner == request.request_id
-        assert pools.records.position(request.held_row) == request.root_position
+        assert pools.state_buffers.position(request.held_row) == request.root_position
     assert all(r.row is None and r.slot is None and r.num_run == 0 for r in scheduler.waiting)
 
 
@@ -291,9 +291,9 @@ class TestPenalties:
         checked: list[Any] = []
 
         def checking(
-            tree: DraftTree, logits: Tensor, batch: Batch, history: tuple[Tensor, Tensor] | None, **rule: Any
+            tree: DraftTree, logits: Tensor, batch: Batch, history: tuple[Tensor, Tensor] | None, *policy: Any
         ) -> Verdict:
-            verdict = accept(tree, logits, batch, history, **rule)
+            verdict = accept(tree, logits, batch, history, *policy)
             requests = sorted(engine.scheduler.verifying, key=lambda request: request.held_row)
             for b, request in enumerate(requests):
                 output = list(request.output)
@@ -310,7 +310,7 @@ class TestPenalties:
         texts = {name: tokens_of(deltas) for name, deltas in run(build(tiny, mtp=0), requests).items()}
         engine = build(tiny, mtp=4, max_total_tokens=150)  # with preemption: counts start over
         Oracle(engine, texts, 5, trees)
-        monkeypatch.setattr(runner, "accept", checking)
+        monkeypatch.setattr(step_module, "accept", checking)
         assert {name: tokens_of(deltas) for name, deltas in run(engine, requests).items()} == texts
         assert max(checked) > 2
         assert engine.stats().num_preemptions > 0

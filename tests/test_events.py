@@ -36,7 +36,7 @@ class WatchedEngine(FakeEngine):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.world = World()
-        self.prefixes = SimpleNamespace(cache=self.world.cache)
+        self.cache_manager = SimpleNamespace(cache=self.world.cache)
         self.pools = SimpleNamespace(records=None)
         self.watching: list[bool] = []
         self.views: list[DraftView] = []
@@ -203,7 +203,7 @@ class TestEvents:
             assert next(events, None) is None
 
     def test_a_sampler_that_fails_ends_only_its_streams(self, server: Served) -> None:
-        server.engine.prefixes = None
+        server.engine.cache_manager = None
         with listening(server) as events:
             assert first(events, "end") == {"reason": "failed"}
             assert next(events, None) is None

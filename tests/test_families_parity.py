@@ -146,8 +146,8 @@ def test_text_is_that_of_plain_decoding(family: Family, drafter: str, state: str
     flags = family.flags(drafter) | ({"cuda_graph_max_bs": 4} if replayed else {})
     with LLM(model=str(family.folder), speculative_state=backend, **flags, **MEMORY) as llm:
         family.teach(llm, tmp_path)
-        if llm.engine.runner.replays is not None:
-            llm.engine.runner.replays.replay = EagerReplay(has_fixed_shapes=True)
+        if llm.engine.runner.graph_runner is not None:
+            llm.engine.runner.graph_runner.replay = EagerReplay(has_fixed_shapes=True)
         cold, hit = answer(llm, PROMPTS[0]), answer(llm, PROMPTS[0])
         assert cold.num_cached_tokens == 0 < hit.num_cached_tokens
         family.check([cold])

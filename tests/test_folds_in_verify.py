@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
-from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import StatePool
+from specmamba.verify.record_buffers import RecordBuffers
 
 CPU = torch.device("cpu")
 SHAPE = CacheShape((KVShape(1, 1, 4),), 1, StateShape(1, 1, 4, 4, 4), torch.float32, folds_in_verify=True)
 NUM_ROWS = 4
 
 
-def begun(max_nodes: int, shape: CacheShape = SHAPE) -> tuple[SpecBuffers, StatePool]:
+def begun(max_nodes: int, shape: CacheShape = SHAPE) -> tuple[RecordBuffers, StatePool]:
     pool = StatePool(shape, NUM_ROWS, CPU)
-    buffers = SpecBuffers(shape, pool, NUM_ROWS, max_nodes, CPU)
+    buffers = RecordBuffers(shape, pool, NUM_ROWS, max_nodes, CPU)
     for row in range(1, NUM_ROWS + 1):
         slot = pool.allocate(str(row))
         assert slot is not None
@@ -36,21 +36,21 @@ def test_nodes_stand_behind_what_is_pending(max_nodes: int, is_replayed: bool) -
     for _ in range(300):
         rows = sorted(rng.sample(range(1, NUM_ROWS + 1), rng.randint(1, NUM_ROWS)))
         num_nodes = rng.randint(1, max_nodes)
-        places = buffers.place(rows, num_nodes)
-        on_device = places.on(CPU)
+        slots = buffers.place(rows, num_nodes)
+        on_device = slots.on(CPU)
         offset = buffers.node_offset(num_nodes) if is_replayed else on_device.node_offset
-        assert max(places.pending) <= offset
+        assert max(slots.num_pending) <= offset
         assert offset + num_nodes <= buffers.capacity
         folds = [False] * len(rows) if on_device.folds is None else on_device.folds.tolist()
-        assert folds == [row in places.folded for row in rows]
-        num_folds += len(places.folded)
+        assert folds == [row in slots.folded for row in rows]
+        num_folds += len(slots.folded)
         accepted = [rng.randrange(num_nodes) for _ in rows]
-        buffers.advance(places, accepted)
+        buffers.advance(accepted)
         for row, count in zip(rows, accepted, strict=True):
             positions[row] += count + 1
             available = buffers.positions(row)
             assert available[-1] == positions[row]
-            if row in places.folded:  # the checkpoint has moved up to the root, and says so
+            if row in slots.folded:  # the checkpoint has moved up to the root, and says so
                 assert len(available) == count + 2
                 assert pool.stamp(row).position == available[0]
     assert num_folds

@@ -37,12 +37,12 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 def logits_of(llm: LLM, tokens: list[int]) -> Tensor:
     """The target's logits after every token but the last, [L - 1, V], led along them step by step."""
     seen: list[Tensor] = []
-    llm.engine.runner.on_logits = lambda logits: seen.append(logits[0, 0].clone())
+    llm.engine.runner.probe.on_logits = lambda logits: seen.append(logits[0, 0].clone())
     try:
         params = SamplingParams(max_tokens=len(tokens) - 1, temperature=0.0, ignore_eos=True, speculative=False)
         llm.generate([tokens[:1]], params, replay=[tokens[1:]])
     finally:
-        llm.engine.runner.on_logits = None
+        llm.engine.runner.probe.on_logits = None
     return torch.stack(seen)
 
 
@@ -200,7 +200,7 @@ def test_a_prompt_whose_second_pass_ends_its_chunks_elsewhere_is_scored_whole() 
         for _ in range(3):
             engine.step()
         with torch.inference_mode():
-            engine.scheduler.preempt(next(iter(engine.scheduler.extending)))
+            engine.preempt(next(iter(engine.scheduler.extending)))
         engine.flush_cache()
         engine.add_request("follower", [*prompt[:24], *[7] * 40], GREEDY)  # wants a chunk to end where the two part
         deltas = []

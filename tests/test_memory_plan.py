@@ -19,8 +19,6 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
-from specmamba.cache.snapshot_buffers import SnapshotBuffers
-from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import StatePool
 from specmamba.cache.token_counts import TokenCounts
 from specmamba.config import EngineConfig
@@ -28,6 +26,8 @@ from specmamba.console import aligned, readable
 from specmamba.errors import ConfigError
 from specmamba.models.base import LoadOptions
 from specmamba.models.registry import load_model
+from specmamba.verify.record_buffers import RecordBuffers
+from specmamba.verify.snapshot_buffers import SnapshotBuffers
 from tests.pairwise import pairwise
 from tests.tiny import write_tiny_checkpoint
 
@@ -88,7 +88,7 @@ class TestBytes:
         assert made.table_bytes == pytest.approx(per_request + num_bytes(kv.allocator), abs=8)
 
     @pytest.mark.parametrize("max_nodes", [1, 4, 16])
-    @pytest.mark.parametrize(("kind", "buffers"), [("records", SpecBuffers), ("snapshots", SnapshotBuffers)])
+    @pytest.mark.parametrize(("kind", "buffers"), [("records", RecordBuffers), ("snapshots", SnapshotBuffers)])
     def test_bytes_of_the_speculation_state_and_of_one_more_draft_token(
         self, max_nodes: int, kind: Any, buffers: Any
     ) -> None:

@@ -23,7 +23,7 @@ from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditiona
 from specmamba.bench.demo.checkpoint import read_checkpoint
 from specmamba.bench.demo.model import DemoModel
 from specmamba.config import DEMO_MODEL, EngineConfig
-from specmamba.core import Batch, Chunk, DraftTree, SamplingParams, Verdict
+from specmamba.core import Batch, DraftTree, PrefillChunk, SamplingParams, Verdict
 from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
 from specmamba.draft.heads import MTPDrafter
 from specmamba.engine.engine import Engine
@@ -121,7 +121,7 @@ class Probe(Drafter):
         self._engine, self._propose = engine, propose
         self._open: list[Round] = []
 
-    def extend(self, chunk: Chunk, hidden: Tensor) -> None:
+    def extend(self, chunk: PrefillChunk, hidden: Tensor) -> None:
         self.record.padded_chunks += chunk.is_padded
         names = {request.held_row: request.request_id for request in self._engine.scheduler.extending}
         logits = self._engine.model.target.logits(hidden)
@@ -132,7 +132,7 @@ class Probe(Drafter):
     def propose(self, batch: Batch) -> DraftTree:
         tree = self._propose(batch, self.max_nodes)
         requests = {request.held_row: request for request in self._engine.scheduler.verifying}
-        records: Any = self._engine.pools.records
+        records: Any = self._engine.pools.state_buffers
         pending = [records._num_pending[row] for row in batch.rows]
         self.record.ragged_batches += len(set(pending)) > 1
         self.record.scattered_batches += batch.rows[-1] - batch.rows[0] + 1 != len(batch.rows)
@@ -191,7 +191,7 @@ def accept_at_random(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
             if torch.rand((), generator=generator) < 0.7:
                 choice[b, parents[b, i]] = tree.tokens[b, i]
         path = tree_ops.accepted_path(tree.tokens, parents, tree.shape.ancestors, choice)
-        return Verdict(*path, is_sound=torch.ones(len(choice), dtype=torch.bool))
+        return Verdict(*path, is_finite=torch.ones(len(choice), dtype=torch.bool))
 
     monkeypatch.setattr("specmamba.engine.runner.accept", accept)
 
@@ -369,7 +369,7 @@ class TestTarget:
         probe = with_probe(engine, 4, random_tree(generator))
         run(engine, random_prompts((3, 8, 5, 1), seed=4), [110, 90, 100, 80])
         rounds = [r for of_request in probe.record.rounds.values() for r in of_request]
-        records: Any = engine.pools.records
+        records: Any = engine.pools.state_buffers
         assert {r.num_pending for r in rounds} == set(range(records.capacity + 1))
         check_rounds(probe.record, references[name].target)
 

@@ -107,7 +107,7 @@ def test_short_of_everything(checkpoint: Path, page_size: int, strategy: str) ->
         assert stats.prefix_cache.evicted_states > 0
         assert stats.spec.num_draft_tokens > 0
         assert (stats.kv_used_tokens, stats.state_used_slots) == (0, 0)
-        llm.engine.prefixes.cache.check()
+        llm.engine.cache_manager.cache.check()
 
 
 def test_a_missing_head(checkpoint: Path) -> None:

@@ -171,7 +171,7 @@ def test_everything_moves(page: Page) -> None:
 
 def make_tombstone(engine: Engine) -> None:
     """Evict states until a node inside of the tree has lost its own."""
-    cache, states = engine.prefixes.cache, engine.pools.states
+    cache, states = engine.cache_manager.cache, engine.pools.states
     while not cache.stats.num_tombstones:
         assert cache.evict_states(states.num_free + 1)
 
@@ -282,7 +282,7 @@ def test_the_key_is_asked_for(browser: Browser) -> None:
 def test_records_in_the_speculation_buffers_are_counted(server: Served) -> None:
     def check(engine: Engine) -> None:
         engine.add_request("counted", engine.tokenizer.encode(PROMPT), SamplingParams(max_tokens=32, temperature=0.0))
-        records: Any = engine.pools.records
+        records: Any = engine.pools.state_buffers
         for _ in range(3):
             engine.step()
             pending = sum(len(records.positions(row)) - 1 for row in records._leases)

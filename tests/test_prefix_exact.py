@@ -126,7 +126,7 @@ def check_pools(llm: LLM) -> None:
     assert (stats.num_running, stats.num_waiting, stats.kv_used_tokens, stats.state_used_slots) == (0, 0, 0, 0)
     assert table.num_free_rows == table.num_rows
     assert stats.prefix_cache.num_locked_tokens == 0
-    engine.prefixes.cache.check(table.held_pages())
+    engine.cache_manager.cache.check(table.held_pages())
 
 
 @each_case
@@ -201,7 +201,7 @@ def test_preempted_and_resumed(
             for delta in engine.step():
                 outputs[delta.request_id] += delta.token_ids
             if step % 3 == 2 and engine.scheduler.verifying:
-                engine.scheduler.preempt(engine.scheduler.verifying[step % len(engine.scheduler.verifying)])
+                engine.preempt(engine.scheduler.verifying[step % len(engine.scheduler.verifying)])
         assert engine.stats().num_preemptions >= 2
         check_pools(llm)
     assert sum(length for _, _, length in extended) == sum(len(prompt) - 1 for prompt in chosen)  # nothing twice
@@ -298,7 +298,7 @@ def test_drafts_of_a_resumed_request(prompts: list[Tokens]) -> None:
             if not engine.has_unfinished_requests:
                 break
             if step % 2 and engine.scheduler.verifying:
-                engine.scheduler.preempt(engine.scheduler.verifying[0])
+                engine.preempt(engine.scheduler.verifying[0])
         assert engine.stats().num_preemptions >= 2
         assert deltas[-1].spec == other.generate(prompts[0], greedy())[0].spec
 
@@ -310,7 +310,7 @@ def test_tracked_states_do_not_depend_on_drafts(drafts: str, prompts: list[Token
         for length in (9, 10, 11, 12, 24):
             llm.flush_cache()
             llm.generate(prompts[0], greedy(length))
-            size, nodes = len(prompts[0]), [llm.engine.prefixes.cache.root(None)]
+            size, nodes = len(prompts[0]), [llm.engine.cache_manager.cache.root(None)]
             for node in nodes:
                 nodes += node.children.values()
             ends = sorted(node.end - size for node in nodes if node.state_slot is not None)

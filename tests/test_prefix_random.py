@@ -12,13 +12,13 @@ import pytest
 from specmamba.cache.page_allocator import PageAllocator
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.request_table import RequestTable
-from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.cache.state_pool import StatePool
 from specmamba.config import EngineConfig
 from specmamba.core import SamplingParams
 from specmamba.engine.engine import Engine
 from specmamba.engine.queue_order import longest_prefix_first
 from specmamba.engine.request import Request
+from specmamba.verify.record_buffers import RecordBuffers
 from tests.test_engine import assert_consistent, assert_idle
 from tests.tiny import write_tiny_checkpoint
 
@@ -207,7 +207,7 @@ class TestExceptions:
             (StatePool, "copy"),
             (StatePool, "fork"),
             (StatePool, "donate"),
-            (SpecBuffers, "materialize"),
+            (RecordBuffers, "materialize"),
             (MambaRadixCache, "insert"),
             (RequestTable, "borrow"),
         ],
@@ -260,7 +260,7 @@ class TestPublishedBugs:
         engine = build(tiny, chunked_prefill_size=7, mamba_radix_cache_strategy="extra_buffer", mamba_track_interval=3)
         for prompt in ([1, 2, 3] * 7, [1, 2, 3] * 5 + [4], list(range(11))):
             self.cached(engine, prompt)
-        cache = engine.prefixes.cache
+        cache = engine.cache_manager.cache
         cache.check(engine.pools.table.held_pages())  # every stamp against every node
         nodes = [cache.root(None)]
         positions = set()

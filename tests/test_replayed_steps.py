@@ -21,11 +21,10 @@ from specmamba.cache.request_table import RequestTable
 from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
 from specmamba.cuda_graphs import EagerReplay, StepWatch
-from specmamba.engine.graphs import capture
-from specmamba.engine.outcome import Outcome
-from specmamba.engine.step_buffers import StepKind
+from specmamba.engine.step_inputs import StepKind
 from specmamba.errors import ConfigError
 from specmamba.trees import StaticTree, TreeFile
+from specmamba.verify.result import StepOutput as Outcome
 from tests.exactness import assert_same_greedy_texts, assert_same_sampled_texts
 from tests.tiny import write_tiny_checkpoint
 
@@ -105,11 +104,11 @@ class Watched(EagerReplay[Outcome]):
 
 def memory_that_stays(llm: LLM) -> dict[str, torch.Tensor]:
     """All of the pools, tables and inputs."""
-    pools, replays = llm.engine.pools, llm.engine.runner.replays
+    pools, replays = llm.engine.pools, llm.engine.runner.graph_runner
     assert replays is not None
     found = {"table": pools.table.kv_slots, "tokens": replays.buffers.tokens, "parents": replays.buffers.parents}
     found |= {f"{name}[{i}]": x for name, side in (("k", pools.kv.k), ("v", pools.kv.v)) for i, x in enumerate(side)}
-    for owner in (pools.states, pools.records, replays.buffers.integers, replays.buffers.floats):
+    for owner in (pools.states, pools.state_buffers, replays.inputs.integers, replays.inputs.floats):
         named = {f"{type(owner).__name__}.{key}": value for key, value in vars(owner).items()}
         found |= {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
     return found
@@ -137,7 +136,7 @@ class TestText:
             asked += [("drawn", 3)]
         asked += [("filtered and penalized", 3)]
         with new_llm(drafts) as plain, new_llm(drafts, cuda_graph_max_bs=BUCKET) as replayed:
-            replays = replayed.engine.runner.replays
+            replays = replayed.engine.runner.graph_runner
             assert replays is not None
             assert replays.buckets == (1, 2, BUCKET)
             expected = {case: answer_all(plain, *case) for case in asked}
@@ -195,8 +194,8 @@ class TestWhatIsReplayed:
                 kinds.append(key[0])
                 return super().run(key, *rest)
 
-        assert llm.engine.runner.replays is not None
-        llm.engine.runner.replays.replay = Counting()
+        assert llm.engine.runner.graph_runner is not None
+        llm.engine.runner.graph_runner.replay = Counting()
         return kinds
 
     def test_every_step_up_to_the_largest_bucket(self) -> None:
@@ -214,9 +213,9 @@ class TestWhatIsReplayed:
         with new_llm("chain", cuda_graph_max_bs=BUCKET) as llm:
             kinds, runner = self.counted(llm), llm.engine.runner
             params = SamplingParams(max_tokens=6, temperature=0.0)
-            runner.clock.is_on = True
+            runner.probe.is_on = True
             llm.generate(PROMPTS[:2], params)
-            runner.clock.is_on, runner.target.is_watched = False, True
+            runner.probe.is_on, runner.target.is_watched = False, True
             llm.generate(PROMPTS[:2], params)
             assert not kinds
 
@@ -262,16 +261,18 @@ class TestWhatIsReplayed:
                         patch.setattr(RequestTable, "kv_slots", property(lambda self: self._on_device))
                         return super().run(*arguments)
 
-            assert llm.engine.runner.replays is not None
-            llm.engine.runner.replays.replay = Deaf(has_fixed_shapes=True)
+            assert llm.engine.runner.graph_runner is not None
+            llm.engine.runner.graph_runner.replay = Deaf(has_fixed_shapes=True)
             assert_same_answers(("greedy", 3), answer_all(llm, "greedy", 3), answer_all(plain, "greedy", 3), plain)
 
     def test_a_cpu_pads_only_where_buckets_are_asked_for(self) -> None:
         with new_llm("chain") as llm:
-            assert llm.engine.runner.replays is None
-            assert capture(llm.engine.runner) == []
+            assert llm.engine.runner.graph_runner is None
+            assert llm.engine.runner.capture() == []
         with new_llm("chain", cuda_graph_max_bs=3) as llm:
-            assert capture(llm.engine.runner) == ["steps are padded to batches of 1, 2, 3 and run operator by operator"]
+            assert llm.engine.runner.capture() == [
+                "steps are padded to batches of 1, 2, 3 and run operator by operator"
+            ]
 
     @pytest.mark.parametrize(
         ("flags", "complaint"),
@@ -292,9 +293,9 @@ class TestNothingThatCannotBeCaptured:
         """The same operators on the same memory, whatever was drafted, accepted, folded or moved; and no step asks the
         device for a number, or brings it one."""
         with new_llm(drafts, cuda_graph_max_bs=2, max_running_requests=2) as llm:
-            assert llm.engine.runner.replays is not None
+            assert llm.engine.runner.graph_runner is not None
             watched = Watched(memory_that_stays(llm))
-            llm.engine.runner.replays.replay = watched
+            llm.engine.runner.graph_runner.replay = watched
             for settings in SETTINGS:
                 if IS_FULL or settings != "drawn" or drafts not in ("chain", "ngram"):
                     answer_all(llm, settings, 2)
@@ -307,9 +308,9 @@ class TestNothingThatCannotBeCaptured:
     def test_of_other_families(self, tmp_path: Path) -> None:
         folder = write_tiny_checkpoint(tmp_path / "model", seed=2)
         with new_llm("tree", model=str(folder), cuda_graph_max_bs=2, max_running_requests=2) as llm:
-            assert llm.engine.runner.replays is not None
+            assert llm.engine.runner.graph_runner is not None
             watched = Watched(memory_that_stays(llm))
-            llm.engine.runner.replays.replay = watched
+            llm.engine.runner.graph_runner.replay = watched
             params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
             llm.generate([[5, 6, 7], [8, 9]], params)
             for traces in watched.traces.values():
@@ -335,7 +336,7 @@ class TestOnAGPU:
     def test_a_replay_neither_waits_nor_allocates(self) -> None:
         with new_llm("tree", device="cuda") as llm:
             answer_all(llm, "greedy", 3)
-            replays = llm.engine.runner.replays
+            replays = llm.engine.runner.graph_runner
             assert replays is not None
             inner = replays.replay
             grown: list[int] = []
@@ -360,5 +361,5 @@ class TestOnAGPU:
 
     def test_capture_is_told(self) -> None:
         with new_llm("chain", device="cuda") as llm:
-            [line] = capture(llm.engine.runner)
+            [line] = llm.engine.runner.capture()
             assert "graphs in" in line

@@ -122,7 +122,7 @@ class TestNumbersThatAreNotFinite:
         engine.add_request("good", [5, 6, 7], params)
         engine.add_request("bad", [8, 9], params)
         engine.step()
-        records: Any = engine.pools.records
+        records: Any = engine.pools.state_buffers
         records.conv_inputs[:, engine._requests["bad"].held_row] = float("nan")
         deltas = self.run(engine, {}, params)
         assert deltas["bad"][-1].finish_reason == "error"

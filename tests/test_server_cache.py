@@ -58,7 +58,7 @@ def demo(server: Served) -> Iterator[Served]:
     yield server
     engine = server.engine
     wait_until(lambda: not engine.has_unfinished_requests)
-    server.thread.call(lambda engine: engine.prefixes.cache.check()).result(10)
+    server.thread.call(lambda engine: engine.cache_manager.cache.check()).result(10)
     stats = server.thread.call(lambda engine: engine.stats()).result(10)
     assert (stats.kv_used_tokens, stats.state_used_slots, stats.prefix_cache.num_locked_tokens) == (0, 0, 0)
 
@@ -289,7 +289,7 @@ def test_the_report_has_every_figure(demo: Served, engine: Engine) -> None:
     usage(demo.complete(prompt=PROMPT, max_tokens=1))
     answer = report(demo)
     assert set(answer) == set(CacheReport.model_fields)
-    assert set(answer) == {"enabled", "strategy", "track_interval", *engine.prefixes.cache.summary()}
+    assert set(answer) == {"enabled", "strategy", "track_interval", *engine.cache_manager.cache.summary()}
     assert answer["enabled"] is True
     assert (answer["page_size"], answer["strategy"]) in [(1, "no_buffer"), (16, "extra_buffer")]
     assert answer["track_interval"] == (8 if answer["strategy"] == "extra_buffer" else None)

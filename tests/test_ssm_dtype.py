@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.access import ExtendState
-from specmamba.cache.rows import RowSet
 from specmamba.cache.shapes import CacheShape, StateShape
-from specmamba.cache.snapshot_buffers import SnapshotBuffers
-from specmamba.cache.spec_buffers import SpecBuffers
-from specmamba.cache.state_buffers import StateBuffers
 from specmamba.cache.state_pool import StatePool
 from specmamba.config import EngineConfig
 from specmamba.core import OutputDelta, SamplingParams
@@ -22,8 +18,13 @@ from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.engine.engine import Engine
 from specmamba.engine.loading import load_models
 from specmamba.engine.workbench import Workbench
-from specmamba.kernels import delta_net, gated_delta_rule, mamba2, ssd, state_records
-from specmamba.kernels.state_records import as_stored
+from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, mamba2, ssd, state_records
+from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
+from specmamba.kernels.ssd import torch_ops as ssd_ops
+from specmamba.kernels.state_records import RowSet, as_stored
+from specmamba.verify.record_buffers import RecordBuffers
+from specmamba.verify.snapshot_buffers import SnapshotBuffers
+from specmamba.verify.state_buffers import StateBuffers
 from tests.families import FAMILIES
 from tests.pairwise import pairwise
 from tests.tiny import write_tiny_checkpoint
@@ -72,9 +73,10 @@ def verify(buffers: StateBuffers[Any], tokens: Tokens, parents: list[int], path:
     plan = buffers.plan([1], tree)
     for layer in range(LAYERS):
         inputs = torch.randn(1, nodes, STATE.conv_channels)
-        buffers.convolve(layer, inputs, torch.randn(STATE.conv_channels, STATE.conv_width), None, plan)
+        operands = buffers.operands(layer, plan)
+        causal_conv1d.advance(inputs, torch.randn(STATE.conv_channels, STATE.conv_width), None, operands)
         q, k, v, g, beta = (x[layer] for x in tokens)
-        buffers.delta_rule(layer, q, k, v, g, beta, plan)
+        gated_delta_rule.advance(q, k, v, g, beta, operands)
     padded = torch.tensor([path + path[-1:] * (nodes - len(path))])
     buffers.commit(plan, padded, torch.tensor([len(path) - 1]), [len(path) - 1])
 
@@ -86,7 +88,7 @@ def test_bytes_of_a_slot_are_those_of_the_pool(name: str, dtype: torch.dtype) ->
     pool = StatePool(shape, 3, CPU)
     assert pool.recurrent.dtype is DTYPES[name]
     assert 4 * shape.state_bytes_per_slot == pool.recurrent.nbytes + pool.conv.nbytes
-    buffers = SpecBuffers(shape, pool, 2, 4, CPU)
+    buffers = RecordBuffers(shape, pool, 2, 4, CPU)
     assert {x.dtype for x in (buffers.k, buffers.u, buffers.decay)} == {torch.float32}
     held = sum(x.nbytes for x in vars(buffers).values() if isinstance(x, Tensor))
     assert 3 * shape.record_bytes(4) == held
@@ -102,12 +104,12 @@ def test_known_tokens_are_run_in_float32_and_their_state_is_rounded(name: str) -
     q, k, v, g, beta = (x[0] for x in make_tokens(70))
     before = pool.recurrent[:, slot].clone()
     access = ExtendState(pool, RowSet.of([slot], CPU), torch.tensor([70]))
-    out = access._delta_rule(0, q, k, v, g, beta)
-    want, state = gated_delta_rule.extend(q, k, v, g, beta, before[0, None].float(), torch.tensor([70]))
+    out = gated_delta_rule.advance(q, k, v, g, beta, access.operands(0))
+    want, state = delta_ops.extend(q, k, v, g, beta, before[0, None].float(), torch.tensor([70]))
     assert torch.equal(out, want)
     assert torch.equal(pool.recurrent[0, slot], state[0].to(DTYPES[name]))
-    access._ssd(1, q, k, v, g)
-    want, state = ssd.extend(q, k, v, g, before[1, None].float(), torch.tensor([70]))
+    ssd.advance(q, k, v, g, access.operands(1))
+    want, state = ssd_ops.extend(q, k, v, g, before[1, None].float(), torch.tensor([70]))
     assert torch.equal(pool.recurrent[1, slot], state[0].to(DTYPES[name]))
 
 
@@ -118,7 +120,7 @@ def test_records_round_when_they_are_folded(name: str) -> None:
     exact = StatePool(shape_of("float32"), 3, CPU)
     assert exact.allocate(OWNER) == slot
     exact.recurrent[:, slot], exact.conv[:, slot] = pool.recurrent[:, slot].float(), pool.conv[:, slot]
-    both = [SpecBuffers(shape_of(n), p, 1, 8, CPU) for n, p in ((name, pool), ("float32", exact))]
+    both = [RecordBuffers(shape_of(n), p, 1, 8, CPU) for n, p in ((name, pool), ("float32", exact))]
     for buffers in both:
         buffers.begin(1, slot, OWNER, 0)
     for parents, path in (([-1, 0, 0, 1], [0, 1, 3]), ([-1, 0, 1, 1, 0], [0, 4]), ([-1, 0, 1, 2, 3], [0, 1, 2])):
@@ -174,26 +176,29 @@ def test_native_kernels_take_float32_states_only(name: str) -> None:
     """They would read two states for one."""
     heads, channels = torch.zeros(STATE.num_value_heads), STATE.conv_channels
     pool = StatePool(shape_of(name), 3, CPU)
-    records = SpecBuffers(shape_of(name), pool, 2, 4, CPU)
+    records = RecordBuffers(shape_of(name), pool, 2, 4, CPU)
     buffers = state_records.Buffers(
         pool.recurrent[0], records.conv_inputs[0], records.k[0], records.u[0], records.decay[0]
     )
+    nowhere = torch.zeros(1, dtype=torch.int64)
+    trees = state_records.Trees(nowhere, nowhere, nowhere, None, 0, torch.ones(1, 2, 2, dtype=torch.bool))
+    state = state_records.RecordOperands(buffers, trees, RowSet.of([0], CPU), RowSet.of([0], CPU))
     conv = torch.zeros(STATE.conv_width, channels).t()
     inner = STATE.num_value_heads * STATE.value_dim
     can_fuse = [
         mamba2.can_fuse(
+            state,
             mamba2.Inputs(torch.zeros(1, 2, inner), torch.zeros(1, 2, channels), torch.zeros(1, 2, len(heads))),
             mamba2.Weights(conv, None, heads, heads, heads, None, 1e-5, 1, False, 1, STATE.key_dim, STATE.value_dim),
-            buffers,
         ),
         delta_net.can_fuse(
+            state,
             delta_net.Inputs(
                 torch.zeros(1, 2, channels),
                 torch.zeros(1, 2, STATE.num_value_heads, STATE.value_dim),
                 *(torch.zeros(1, 2, len(heads)) for _ in range(2)),
             ),
             delta_net.Weights(conv, heads, heads, torch.ones(STATE.value_dim), 1e-5, 1, STATE.key_dim),
-            buffers,
         ),
     ]
     assert can_fuse == [name == "float32"] * 2

@@ -15,22 +15,24 @@ from torch import Tensor
 
 from specmamba.cache.memory import plan_memory
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
-from specmamba.cache.snapshot_buffers import SnapshotBuffers
-from specmamba.cache.spec_buffers import SpecBuffers
-from specmamba.cache.state_buffers import StateBuffers
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, SamplingParams, TreeShape
 from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
-from specmamba.kernels import delta_net, mamba2
+from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, mamba2, ssd
 from specmamba.kernels.causal_conv1d import reference as conv_reference
 from specmamba.kernels.causal_conv1d import torch_ops as conv_ops
 from specmamba.kernels.gated_delta_rule import reference as delta_reference
 from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
 from specmamba.kernels.ssd import reference as ssd_reference
 from specmamba.kernels.tree import reference as tree_reference
+from specmamba.layers import gated_delta_net as gated_delta_net_layer
+from specmamba.layers import mamba2 as mamba2_layer
+from specmamba.verify.record_buffers import RecordBuffers
+from specmamba.verify.snapshot_buffers import SnapshotBuffers
+from specmamba.verify.state_buffers import StateBuffers
 from tests.kernels.trees import SHAPES, batch_of_parents, path_to, random_parents
 from tests.pairwise import pairwise
 from tests.tiny import write_tiny_checkpoint
@@ -41,7 +43,7 @@ CPU = torch.device("cpu")
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 NUM_LAYERS = 2
 STATE = StateShape(num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=3, conv_width=4)
-BACKENDS: dict[str, type[StateBuffers[Any]]] = {"records": SpecBuffers, "snapshots": SnapshotBuffers}
+BACKENDS: dict[str, type[StateBuffers[Any]]] = {"records": RecordBuffers, "snapshots": SnapshotBuffers}
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 CACHE_OWNER = "tree"
 
@@ -49,9 +51,9 @@ Tokens = dict[str, Tensor]  # x, q, k, v, g, beta: [layers, B, N, ...]
 
 
 class Recurrence(NamedTuple):
-    """One of the two kinds: a method of ``StateBuffers``, which tokens it takes, and the reference."""
+    """One of the two kinds: its operator, which tokens it takes, and the reference."""
 
-    method: str
+    advance: Callable[..., Tensor]
     inputs: tuple[str, ...]
     extend: Callable[..., tuple[Tensor, Tensor]]
     has_conv_bias: bool
@@ -60,11 +62,13 @@ class Recurrence(NamedTuple):
         return [t[name][layer] for name in self.inputs]
 
 
-DELTA_RULE = Recurrence("delta_rule", ("q", "k", "v", "g", "beta"), delta_reference.extend, has_conv_bias=False)
-SSD = Recurrence("ssd", ("q", "k", "v", "g"), ssd_reference.extend, has_conv_bias=True)  # C, B, dt x
+DELTA_RULE = Recurrence(
+    gated_delta_rule.advance, ("q", "k", "v", "g", "beta"), delta_reference.extend, has_conv_bias=False
+)
+SSD = Recurrence(ssd.advance, ("q", "k", "v", "g"), ssd_reference.extend, has_conv_bias=True)  # C, B, dt x
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-each_recurrence = pytest.mark.parametrize("recurrence", [DELTA_RULE, SSD], ids=lambda x: x.method)
+each_recurrence = pytest.mark.parametrize("recurrence", [DELTA_RULE, SSD], ids=["delta_rule", "ssd"])
 
 
 @pytest.fixture(autouse=True)
@@ -204,9 +208,9 @@ class Bench:
     ) -> tuple[Tensor, Tensor]:
         plan = buffers.plan(rows, shape)
         layers = range(NUM_LAYERS)
-        recur = getattr(buffers, self.recurrence.method)
-        mixed = [buffers.convolve(layer, t["x"][layer], self.weight, self.bias, plan) for layer in layers]
-        out = [recur(layer, *self.recurrence.of(t, layer), plan) for layer in layers]
+        operands = [buffers.operands(layer, plan) for layer in layers]
+        mixed = [causal_conv1d.advance(t["x"][layer], self.weight, self.bias, operands[layer]) for layer in layers]
+        out = [self.recurrence.advance(*self.recurrence.of(t, layer), operands[layer]) for layer in layers]
         buffers.commit(plan, path, torch.tensor(accepted), accepted)
         return torch.stack(mixed), torch.stack(out)
 
@@ -306,7 +310,7 @@ class TestSideBySide:
             tree = shape_of([[-1, 0, 0, 1, 1, 2]])
             for _ in range(2):
                 plan = buffers.plan([1], tree)
-                mixed = buffers.convolve(0, tokens["x"][0].bfloat16(), weight, None, plan)
+                mixed = causal_conv1d.advance(tokens["x"][0].bfloat16(), weight, None, buffers.operands(0, plan))
                 buffers.commit(plan, torch.tensor([[0, 1, 4, 4, 4, 4]]), torch.tensor([2]), [2])
             found.append(mixed)
         torch.testing.assert_close(found[0], found[1], **TOLERANCE)
@@ -316,15 +320,16 @@ class TestLayer:
     """All of a layer between its projections, which records may do in one call."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize(("method", "op"), [("delta_net", delta_net), ("mamba2", mamba2)])
-    def test_rounds_of_random_trees(
-        self, method: str, op: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.parametrize(
+        ("method", "op", "mix"),
+        [("delta_net", delta_net, gated_delta_net_layer.mix), ("mamba2", mamba2, mamba2_layer.mix)],
+    )
+    def test_rounds_of_random_trees(self, method: str, op: Any, mix: Callable[..., Tensor], dtype: torch.dtype) -> None:
         """Whichever way it is done, and wherever rows and slots lie: the same outputs, states and windows."""
         shape, rng, max_nodes = cache_shape(dtype=dtype), random.Random(1), 6
         names = ("fused", "parts", "snapshots")
         pools = {name: StatePool(shape, 6, CPU) for name in names}
-        kinds: dict[str, Any] = {"fused": SpecBuffers, "parts": SpecBuffers, "snapshots": SnapshotBuffers}
+        kinds: dict[str, Any] = {"fused": RecordBuffers, "parts": RecordBuffers, "snapshots": SnapshotBuffers}
         buffers: dict[str, StateBuffers[Any]] = {
             name: kind(shape, pools[name], 3, max_nodes, CPU) for name, kind in kinds.items()
         }
@@ -333,7 +338,7 @@ class TestLayer:
                 slot = pool.allocate(f"request-{row}")
                 assert slot is not None
                 buffers[name].begin(row, slot, f"request-{row}", 0)
-        can_fuse, (make_weights, make_inputs) = op.can_fuse, LAYERS[method]
+        make_weights, make_inputs = LAYERS[method]
         weights = make_weights()
         for _ in range(25):
             rows = sorted(rng.sample((1, 2, 3), rng.randint(1, 3)))
@@ -345,10 +350,14 @@ class TestLayer:
             is_real = torch.tensor([[i in real_nodes(tree) for i in range(num_nodes)] for tree in parents])
             inputs, outputs = [make_inputs(len(rows), num_nodes, dtype) for _ in range(NUM_LAYERS)], {}
             for name, backend in buffers.items():
-                monkeypatch.setattr(op, "can_fuse", can_fuse if name == "fused" else lambda *_: False)
                 plan = backend.plan(rows, shape_of(parents))
-                run = getattr(backend, method)
-                out = [run(layer, inputs[layer], weights, plan) for layer in range(NUM_LAYERS)]
+                out = []
+                for layer in range(NUM_LAYERS):
+                    state, of_layer = backend.operands(layer, plan), inputs[layer]
+                    if name == "fused" and op.can_fuse(state, of_layer, weights):
+                        out.append(op.tree_verify(of_layer, weights, state.buffers, state.trees))
+                    else:
+                        out.append(mix(of_layer, weights, state))
                 backend.commit(plan, padded, torch.tensor(accepted), accepted)
                 outputs[name] = torch.stack(out)[:, is_real]
                 assert outputs[name].dtype is dtype
@@ -409,7 +418,7 @@ def mamba2_inputs(batch: int, nodes: int, dtype: torch.dtype, s: StateShape = ST
     return mamba2.Inputs(*torch.randn(batch, nodes, sum(sizes)).to(dtype).split(sizes, -1))
 
 
-# By method of StateBuffers.
+# Weights and inputs by operator.
 LAYERS: dict[str, tuple[Callable[[], Any], Callable[[int, int, torch.dtype], Any]]] = {
     "delta_net": (delta_net_weights, delta_net_inputs),
     "mamba2": (mamba2_weights, mamba2_inputs),
@@ -781,7 +790,7 @@ def test_the_same_text(
     settings = {"speculative_algorithm": "mtp", "speculative_num_steps": 7, "speculative_state": backend} | memory
     texts, engine = run(tiny, page_size=page_size, **settings)
     assert texts == plain
-    assert isinstance(engine.pools.records, BACKENDS[backend])
+    assert isinstance(engine.pools.state_buffers, BACKENDS[backend])
     stats = engine.stats()
     assert (stats.num_preemptions > 0) == preempted
     assert stats.state_used_slots == stats.kv_used_tokens == 0

@@ -44,8 +44,8 @@ def generate(**flags: Any) -> list[list[int]]:
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "context_length": 48, "max_total_tokens": 192}
     with LLM(**settings, max_running_requests=2, **flags) as llm:
         runner = llm.engine.runner
-        if runner.replays is not None:
-            runner.replays.replay = EagerReplay(has_fixed_shapes=True)
+        if runner.graph_runner is not None:
+            runner.graph_runner.replay = EagerReplay(has_fixed_shapes=True)
         assert gpu.runs_on(torch.device("cpu")) == llm.engine.model.cache_shape.folds_in_verify
         params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
         return [list(output.token_ids) for output in llm.generate([[5, 6, 7, 8, 9], [11, 12]], params)]

@@ -97,7 +97,7 @@ def tree_work(llm: LLM, tokens: Tokens, chunk_size: int) -> tuple[float, float]:
         ConfigError: the KV pool does not hold the prompt.
     """
     llm.flush_cache()
-    cache, kv = llm.engine.prefixes.cache, llm.engine.pools.kv
+    cache, kv = llm.engine.cache_manager.cache, llm.engine.pools.kv
     pages = kv.allocator.allocate(-(-len(tokens) // kv.page_size))
     if pages is None:
         raise ConfigError(f"a KV pool of {kv.num_tokens} tokens does not hold a prompt of {len(tokens)} tokens")
@@ -128,7 +128,7 @@ def _state_at(llm: LLM, position: int) -> int:
 
 def _store(llm: LLM, tokens: Tokens, slots: Tokens, states: dict[int, int]) -> None:
     """Insert a prompt as the cache does while the prompt runs; ``states`` are state slots by chunk end."""
-    cache = llm.engine.prefixes.cache
+    cache = llm.engine.cache_manager.cache
     node = cache.match(tokens).node
     cache.lock(node)
     for end, slot in states.items():
@@ -173,7 +173,7 @@ def prefill_work(llm: LLM, prompt: tuple[int, ...]) -> dict[str, float]:
     llm.flush_cache()
     with stopwatch() as (seconds, watch):
         for name in ("acquire", "leave_chunk"):
-            watch(llm.engine.prefixes, name, name)
+            watch(llm.engine.cache_manager, name, name)
         (answer,) = run_wave(llm, [Ask("user", prompt)], 1)
     return {**seconds, "prefill": answer.ttft_s}
 

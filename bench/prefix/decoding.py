@@ -104,8 +104,8 @@ def decode_steps(llm: LLM, prompts: list[tuple[int, ...]]) -> list[dict[str, flo
         for name in ("make_room", "admit", "next_runs"):
             watch(scheduler, name, "scheduler")
         watch(engine, "_advance", "advance")
-        for name in ("leave_chunk", "leave_tracked", "leave_last"):
-            watch(engine.prefixes, name, "leave")
+        for name in ("leave_chunk", "leave_at", "leave_last"):
+            watch(engine.cache_manager, name, "leave")
         while engine.has_unfinished_requests:
             is_full, before = len(scheduler.verifying) == len(prompts), _num_left(llm)
             seconds.update(dict.fromkeys(PARTS, 0.0))

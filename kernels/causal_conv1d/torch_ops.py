@@ -4,6 +4,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specmamba.kernels.state_records.operands import ExtendOperands, RecordOperands, SnapshotOperands, StateOperands
+
+
+def advance(x: Tensor, weight: Tensor, bias: Tensor | None, state: StateOperands) -> Tensor:
+    """``causal_conv1d.advance`` over the pools' rows, which are views where they are consecutive."""
+    if isinstance(state, RecordOperands):
+        return _advance_with_records(x, weight, bias, state)
+    if isinstance(state, SnapshotOperands):
+        y, after = tree_verify_snapshots(x, state.slots.take(state.windows), state.conv_index, weight, bias)
+        state.rows.put_at(state.window_snapshots, 0, after)
+        return y
+    assert isinstance(state, ExtendOperands)
+    y, window = extend(x, state.slots.take(state.windows), weight, state.lengths, bias)
+    state.slots.put(state.windows, window)
+    return y
+
+
+def _advance_with_records(x: Tensor, weight: Tensor, bias: Tensor | None, state: RecordOperands) -> Tensor:
+    first = weight.shape[1] - 1 + state.trees.node_offset
+    inputs = state.rows.take(state.buffers.conv_inputs)[:, : first + x.shape[1]]
+    inputs[:, first:] = x
+    if not state.rows.is_range:  # the inputs were written to a copy
+        state.rows.put_at(state.buffers.conv_inputs, first, x)
+    return tree_verify(inputs, state.trees.conv_index, weight, bias)
+
 
 def extend(
     x: Tensor, window: Tensor, weight: Tensor, lengths: Tensor, bias: Tensor | None = None

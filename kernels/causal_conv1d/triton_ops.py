@@ -8,7 +8,18 @@ from torch import Tensor
 from specmamba.kernels.causal_conv1d import triton_kernels as kernels
 from specmamba.kernels.causal_conv1d.tiles import WINDOW_TILE, constexprs, tile_for
 from specmamba.kernels.gpu import next_power_of_2
-from specmamba.kernels.state_records.operands import Buffers, Trees
+from specmamba.kernels.state_records.operands import Buffers, RecordOperands, SnapshotOperands, StateOperands, Trees
+
+
+def advance(x: Tensor, weight: Tensor, bias: Tensor | None, state: StateOperands) -> Tensor:
+    """``causal_conv1d.advance`` over pools where they lie."""
+    if isinstance(state, RecordOperands):
+        return tree_verify_in_place(x, state.buffers, state.trees, weight, bias)
+    if isinstance(state, SnapshotOperands):
+        y, after = tree_verify_snapshots(x, state.slots.take(state.windows), state.conv_index, weight, bias)
+        state.rows.put_at(state.window_snapshots, 0, after)
+        return y
+    return extend_in_place(x, state.windows, state.slots.index, weight, state.lengths, bias)
 
 
 def tree_verify_in_place(

@@ -3,51 +3,28 @@
 from torch import Tensor
 
 from specmamba.kernels import gpu
+from specmamba.kernels.dispatch import operator
 from specmamba.kernels.gated_delta_rule import torch_ops
-from specmamba.kernels.gated_delta_rule.torch_ops import extend, tree_verify
-from specmamba.kernels.state_records import as_stored
+from specmamba.kernels.state_records import StateOperands
 
-__all__ = ["extend", "extend_in_place", "tree_verify", "tree_verify_snapshots"]
+__all__ = ["advance"]
 
 
-def extend_in_place(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slots: Tensor, lengths: Tensor
-) -> Tensor:
-    """Known tokens through the states in slots, which are left advanced.
+@operator(triton=lambda *args: gpu.can_launch(args[0], args[-1].states))
+def advance(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: StateOperands) -> Tensor:
+    """Run tokens through the gated delta rule (arXiv 2412.06464), behind the states that they continue.
+
+    S_t = e^(g_t) S_(t-1) + k_t u_t^T with u_t = beta_t (v_t - e^(g_t) S_(t-1)^T k_t), and o_t = S_t^T q_t.
 
     Args:
-        q, k, v, g, beta: as for ``torch_ops.extend``.
-        states: [slots, Hv, K, V] of any float dtype; computed in float32, and rounded when all tokens are done.
-        slots: [B] int64, distinct but for 0: rows of slot 0 leave it as it is.
-        lengths: [B] int64; tokens from lengths[b] on are padding.
+        q, k: [B, L, Hk, K] float32; k l2-normalised, q l2-normalised and scaled by K**-0.5.
+        v: [B, L, Hv, V] float32, Hv a multiple of Hk.
+        g: [B, L, Hv] float32, log decay <= 0.
+        beta: [B, L, Hv] float32.
+        state: known tokens advance the states in their slots; the L nodes of draft trees leave records, or snapshots.
 
     Returns:
-        Output [B, L, Hv, V], unspecified on padding.
+        Outputs [B, L, Hv, V] float32, unspecified on padding. Of trees, what is not finite in a node is NaN for it and
+        its descendants.
     """
-    if gpu.can_launch(q, states, slots, lengths):
-        from specmamba.kernels.gated_delta_rule import triton_ops
-
-        return triton_ops.extend_in_place(q, k, v, g, beta, states, slots, lengths)
-    lengths = lengths.masked_fill(slots == 0, 0)
-    out, after = torch_ops.extend(q, k, v, g, beta, states[slots].float(), lengths)
-    states[slots] = as_stored(after, states.dtype)
-    return out
-
-
-def tree_verify_snapshots(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    snapshots: Tensor,
-    parents: Tensor | None,
-) -> Tensor:
-    """Outputs of all tree nodes, and the state after each of them; see ``torch_ops.tree_verify_snapshots``."""
-    operands = q, k, v, g, beta, state, snapshots, parents
-    if gpu.can_launch(q, state, snapshots, parents):
-        from specmamba.kernels.gated_delta_rule import triton_ops
-
-        return triton_ops.tree_verify_snapshots(*operands)
-    return torch_ops.tree_verify_snapshots(*operands)
+    return state.run(torch_ops, (q, k, v, g, beta))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
 from specmamba.kernels.gated_delta_rule import tiles
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
-from specmamba.kernels.state_records.operands import Buffers, Trees
+from specmamba.kernels.state_records.operands import Buffers, StateOperands, Trees
 
 PADDING_SLOT, NO_SLOT = 0, -1
+
+
+def advance(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: StateOperands) -> Tensor:
+    """``gated_delta_rule.advance`` in one launch over pools where they lie."""
+    return state.launch(sys.modules[__name__], (q, k, v, g, beta))
 
 
 def tree_verify_in_place(

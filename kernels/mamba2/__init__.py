@@ -1,25 +1,51 @@
-"""A Mamba2 layer between its projections: part by part, or over draft trees where the pools are."""
+"""A Mamba2 layer between its projections: over draft trees in one native call, or its parts beside the recurrence."""
+
+from typing import TypeGuard
 
 from torch import Tensor
 
 from specmamba.kernels import gpu
-from specmamba.kernels.mamba2 import native_ops
+from specmamba.kernels.dispatch import operator
+from specmamba.kernels.mamba2 import native_ops, torch_ops
+from specmamba.kernels.mamba2.native_ops import tree_verify
 from specmamba.kernels.mamba2.operands import Inputs, Weights
-from specmamba.kernels.mamba2.torch_ops import compose
-from specmamba.kernels.state_records.operands import Buffers, Trees
+from specmamba.kernels.state_records import RecordOperands, RowSet, StateOperands
 
-__all__ = ["Inputs", "Weights", "can_fuse", "compose", "tree_verify"]
-
-
-def can_fuse(inputs: Inputs, weights: Weights, buffers: Buffers) -> bool:
-    """Whether ``tree_verify`` takes these: Triton launches on a GPU, or one native call."""
-    return gpu.can_launch(inputs.mixed, buffers.states) or native_ops.can_take(inputs, weights, buffers)
+__all__ = ["Inputs", "Weights", "can_fuse", "gate_and_norm", "step", "tree_verify"]
 
 
-def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees) -> Tensor:
-    """All nodes of draft trees, where ``can_fuse`` allows it; see ``triton_ops`` and ``native_ops``."""
-    if gpu.can_launch(inputs.mixed, buffers.states):
-        from specmamba.kernels.mamba2 import triton_ops
+def can_fuse(state: StateOperands, inputs: Inputs, weights: Weights) -> TypeGuard[RecordOperands]:
+    """Whether ``tree_verify`` takes these: draft trees with records, in memory that native code reads."""
+    return isinstance(state, RecordOperands) and native_ops.can_take(inputs, weights, state.buffers)
 
-        return triton_ops.tree_verify(inputs, weights, buffers, trees)
-    return native_ops.tree_verify(inputs, weights, buffers, trees)
+
+@operator(triton=lambda dt, mixed, _: gpu.can_launch(dt, mixed))
+def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+    """Step sizes, softplus(dt + bias) within the limits, and with them the inputs of the recurrence.
+
+    Args:
+        dt: [B, L, H], any float dtype.
+        mixed: [B, L, C] float32, x in the first H P channels.
+        weights: of the layer.
+
+    Returns:
+        u = dt x [B, L, H, P] and the log decays g = dt A [B, L, H], float32.
+    """
+    return torch_ops.step(dt, mixed, weights)
+
+
+@operator(triton=lambda recurred, mixed, gate, *_: gpu.can_launch(recurred, mixed, gate))
+def gate_and_norm(recurred: Tensor, mixed: Tensor, gate: Tensor, weights: Weights, slots: RowSet) -> Tensor:
+    """Add D x, multiply by silu(gate), and norm in groups before or after it, or not at all (arXiv 2405.21060, sec. 7).
+
+    Args:
+        recurred: [B, L, H, P] float32, contiguous.
+        mixed: [B, L, C] float32, x in the first H P channels.
+        gate: [B, L, H P], any float dtype.
+        weights: of the layer; without a norm there is the gate alone.
+        slots: B state slots; rows of slot 0 are padding, which Triton skips.
+
+    Returns:
+        [B, L, H P] in the gate's dtype; unspecified on padding.
+    """
+    return torch_ops.gate_and_norm(recurred, mixed, gate, weights, slots)

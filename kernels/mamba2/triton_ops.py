@@ -1,42 +1,14 @@
-"""A Mamba2 layer between its projections as four Triton launches. See README.md."""
+"""What a Mamba2 layer does to each token besides convolution and recurrence, in Triton. See README.md."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from specmamba.kernels.causal_conv1d import triton_ops as conv
 from specmamba.kernels.mamba2 import triton_kernels
-from specmamba.kernels.mamba2.operands import Inputs, Weights
+from specmamba.kernels.mamba2.operands import Weights
 from specmamba.kernels.mamba2.tiles import norm_tile, step_tile
-from specmamba.kernels.ssd import triton_ops as ssd
-from specmamba.kernels.state_records.operands import Buffers, Trees
-
-
-def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees) -> Tensor:
-    """Outputs of all nodes of draft trees; leaves their inputs and records, and folds where ``trees`` says so.
-
-    See ``operands`` here and of state_records for shapes, and ``reference.tree_verify`` for what is left where.
-
-    Args:
-        inputs: of N <= 64 nodes, in any float dtype.
-        weights: of the layer.
-        buffers: ``states``, ``conv_inputs`` and ``windows`` may have any float dtype.
-        trees: rows of slot 0 read and write nothing.
-
-    Returns:
-        [B, N, H P] in the gate's dtype; zeros for rows of slot 0.
-
-    Raises:
-        ValueError: there are more nodes.
-    """
-    w = weights
-    mixed = conv.tree_verify_in_place(inputs.mixed, buffers, trees, w.conv, bias=w.conv_bias)
-    u, g = step(inputs.dt, mixed, w)
-    inner, size = w.num_heads * w.head_dim, w.num_groups * w.state_dim
-    b, c = (mixed[..., at : at + size].unflatten(-1, (w.num_groups, w.state_dim)) for at in (inner, inner + size))
-    recurred = ssd.tree_verify_in_place(c, b, u, g, buffers, trees)
-    return gate_and_norm(recurred, mixed, inputs.gate, w, trees.slots)
+from specmamba.kernels.state_records import RowSet
 
 
 def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
@@ -68,7 +40,7 @@ def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
     return u, g
 
 
-def gate_and_norm(recurred: Tensor, mixed: Tensor, gate: Tensor, weights: Weights, slots: Tensor) -> Tensor:
+def gate_and_norm(recurred: Tensor, mixed: Tensor, gate: Tensor, weights: Weights, slots: RowSet) -> Tensor:
     """Add D x, multiply by silu(gate), and norm in groups before or after it, or not at all.
 
     Args:
@@ -76,7 +48,7 @@ def gate_and_norm(recurred: Tensor, mixed: Tensor, gate: Tensor, weights: Weight
         mixed: [B, N, C] float32, x in the first H P channels.
         gate: [B, N, H P], any float dtype.
         weights: of the layer.
-        slots: [B] int64; what belongs to slot 0 is padding.
+        slots: B state slots; rows of slot 0 are padding.
 
     Returns:
         [B, N, H P] in the gate's dtype; zeros on padding.
@@ -88,7 +60,7 @@ def gate_and_norm(recurred: Tensor, mixed: Tensor, gate: Tensor, weights: Weight
     part, tile = norm_tile(inner, w.norm_groups, w.norm is not None)
     norm = None if w.norm is None else w.norm.contiguous()
     triton_kernels.gate_and_norm[(batch * nodes, inner // part)](
-        *(recurred, mixed, gate, w.skip.contiguous(), norm, slots, out, w.norm_eps),
+        *(recurred, mixed, gate, w.skip.contiguous(), norm, slots.index, out, w.norm_eps),
         *(*mixed.stride()[:2], *gate.stride()[:2], nodes),
         INNER=inner,
         PART=part,

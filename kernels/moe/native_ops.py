@@ -65,8 +65,8 @@ class NativeExperts:
         x, ends = x.contiguous(), groups.ends.contiguous()
         y = x.new_empty(x.shape[0], self._size[1])
         pointers = (t.data_ptr() for t in (ends, self._packed, y))
-        is_sound = self._multiply(x.data_ptr(), len(x), *pointers, *self._size, torch.get_num_threads())
-        require(bool(is_sound), NO_PARTS)
+        is_valid = self._multiply(x.data_ptr(), len(x), *pointers, *self._size, torch.get_num_threads())
+        require(bool(is_valid), NO_PARTS)
         return y
 
 
@@ -132,11 +132,11 @@ def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Grou
     ordered = x.new_empty(tokens * k, x.shape[1])
     places = torch.empty(tokens * k, dtype=torch.int64)
     ends = torch.empty(num_experts, dtype=torch.int32)
-    is_sound = library.required(code()).moe_dispatch(
+    is_valid = library.required(code()).moe_dispatch(
         *(x.data_ptr(), x.shape[1] * x.element_size(), experts.data_ptr(), tokens, k, num_experts),
         *(ordered.data_ptr(), places.data_ptr(), ends.data_ptr(), torch.get_num_threads()),
     )
-    require(bool(is_sound), f"a token goes to an expert that is none of 0 to {num_experts - 1}")
+    require(bool(is_valid), f"a token goes to an expert that is none of 0 to {num_experts - 1}")
     return ordered, Groups(places, ends)
 
 
@@ -152,11 +152,11 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
     tokens, k = weights.shape
     y, weights, places = y.contiguous(), weights.contiguous(), places.contiguous()
     out = y.new_empty(tokens, y.shape[1])
-    is_sound = library.required(code()).moe_combine(
+    is_valid = library.required(code()).moe_combine(
         *(t.data_ptr() for t in (y, places, weights, out)),
         *(tokens, k, y.shape[1], y.dtype is torch.bfloat16, torch.get_num_threads()),
     )
-    require(bool(is_sound), "a token's rows are at places that there are not")
+    require(bool(is_valid), "a token's rows are at places that there are not")
     return out
 
 

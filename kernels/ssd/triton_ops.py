@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
 from specmamba.kernels.ssd import triton_kernels
 from specmamba.kernels.ssd.tiles import MAX_NODES, Tile, constexprs, extend_tile, snapshots_tile, verify_tile
-from specmamba.kernels.state_records.operands import Buffers, Trees
+from specmamba.kernels.state_records.operands import Buffers, StateOperands, Trees
+
+
+def advance(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: StateOperands) -> Tensor:
+    """``ssd.advance`` in one launch over pools where they lie."""
+    return state.launch(sys.modules[__name__], (c, b, u, g))
 
 
 def tree_verify_in_place(c: Tensor, b: Tensor, u: Tensor, g: Tensor, buffers: Buffers, trees: Trees) -> Tensor:

@@ -1,13 +1,31 @@
 """Records from which a recurrent state can be advanced, of gated delta nets and Mamba2 alike: fold, and operands."""
 
-import torch
 from torch import Tensor
 
 from specmamba.kernels import gpu
 from specmamba.kernels.state_records import native_ops, torch_ops
-from specmamba.kernels.state_records.operands import Buffers, Trees
+from specmamba.kernels.state_records.operands import (
+    Buffers,
+    ExtendOperands,
+    RecordOperands,
+    SnapshotOperands,
+    StateOperands,
+    Trees,
+    as_stored,
+)
+from specmamba.kernels.state_records.rows import RowSet
 
-__all__ = ["Buffers", "Trees", "as_stored", "fold"]
+__all__ = [
+    "Buffers",
+    "ExtendOperands",
+    "RecordOperands",
+    "RowSet",
+    "SnapshotOperands",
+    "StateOperands",
+    "Trees",
+    "as_stored",
+    "fold",
+]
 
 
 def fold(
@@ -27,11 +45,3 @@ def fold(
     if native_ops.can_take(state, *records, *(() if out is None else (out,))):
         return native_ops.fold(state, *records, num_pending, out)
     return torch_ops.fold(state, *records, num_pending, out)
-
-
-def as_stored(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 state as pools keep it; what float16 cannot hold becomes its largest finite number, NaN stays."""
-    if dtype is torch.float16:
-        largest = torch.finfo(dtype).max
-        state = state.clamp(-largest, largest)
-    return state.to(dtype)

@@ -1,13 +1,22 @@
-"""What the verify of a recurrent layer works on, of either kind; see README.md for the shapes' names.
+"""Where a recurrent layer finds and leaves its state in one forward; README.md has the names of the shapes.
 
-Operands that stay for several calls compare by identity, so that what native code is told of them is worked out once.
+A forward is one of three: it extends states over known tokens, or verifies draft trees with records or with snapshots.
+``run`` of each runs a recurrence over them in PyTorch: ``forms`` has ``extend``, ``tree_verify`` and
+``tree_verify_snapshots``; ``launch`` runs its Triton forms in place. ``tokens`` are the recurrence's inputs,
+[B, L, ...] float32, in the forms' order, and the outputs are [B, L, Hv, V] float32, unspecified on padding.
+
+Operands that stay for several calls compare by identity, so that their ctypes structs are made once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from specmamba.kernels.state_records.rows import RowSet
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +33,7 @@ class Buffers:
 
 @dataclass(frozen=True, eq=False)
 class Trees:
-    """Of one verify: where its trees find and leave what they need, and who sees whom.
+    """Of one verify: where its trees find and leave what they need, and which node sees which.
 
     A row that ``folds`` leaves its checkpoint advanced over all its pending records, in ``states`` and ``windows``, and
     its window in front of ``conv_inputs`` moved up to there; the nodes' path decays count from the new checkpoint, and
@@ -37,4 +46,106 @@ class Trees:
     num_pending: Tensor | None  # [B] int64; None: node_offset everywhere
     node_offset: int  # node i leaves record node_offset + i
     ancestors: Tensor  # [B, N, N] bool, inclusive
-    folds: Tensor | None = None  # [B] bool: pending records go into the checkpoint first; None: no row's. GPU only
+    folds: Tensor | None = None  # [B] bool: pending records go into the checkpoint first; None: no row folds. GPU only
+
+    @property
+    def num_nodes(self) -> int:
+        return self.ancestors.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendOperands:
+    """Runs of known tokens: the states and windows in slots are read, advanced and written."""
+
+    states: Tensor  # [slots, Hv, K, V], any float dtype
+    windows: Tensor  # [slots, W - 1, C]
+    slots: RowSet
+    lengths: Tensor  # [B] int64; tokens from lengths[b] on are padding
+
+    def run(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
+        """Advance the states over the tokens."""
+        out: Tensor
+        out, after = forms.extend(*tokens, self.slots.take(self.states).float(), self.lengths)
+        self.slots.put(self.states, as_stored(after, self.states.dtype))
+        return out
+
+    def launch(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
+        """Advance the states over the tokens."""
+        out: Tensor = forms.extend_in_place(*tokens, self.states, self.slots.index, self.lengths)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class RecordOperands:
+    """Draft trees with records: checkpoints are read, the nodes' inputs and records are written to the buffers."""
+
+    buffers: Buffers
+    trees: Trees
+    rows: RowSet  # of the buffers; the same as trees.rows
+    slots: RowSet  # of buffers.states; the same as trees.slots
+
+    @property
+    def states(self) -> Tensor:
+        """The checkpoints' pool [slots, Hv, K, V]."""
+        return self.buffers.states
+
+    def run(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
+        """Read every checkpoint once for all nodes, and leave a record of key, update and path decay for each."""
+        out: Tensor
+        buffers, trees, rows = self.buffers, self.trees, self.rows
+        checkpoints = self.slots.take(buffers.states).float()
+        k, u, decay = rows.take(buffers.k), rows.take(buffers.u), rows.take(buffers.decay)
+        first = trees.node_offset
+        out = forms.tree_verify(*tokens, checkpoints, k, u, decay, trees.num_pending, first, trees.ancestors)
+        if not rows.is_range:  # the records were written to copies
+            nodes = slice(first, first + trees.num_nodes)
+            for buffer, written in ((buffers.k, k), (buffers.u, u), (buffers.decay, decay)):
+                rows.put_at(buffer, first, written[:, nodes])
+        return out
+
+    def launch(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
+        """The same in one launch; rows may fold in it."""
+        out: Tensor = forms.tree_verify_in_place(*tokens, self.buffers, self.trees)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOperands:
+    """Draft trees with snapshots: checkpoints are read, the whole state and window after each node is written."""
+
+    states: Tensor  # [slots, Hv, K, V], any float dtype
+    windows: Tensor  # [slots, W - 1, C]
+    state_snapshots: Tensor  # [rows, N', Hv, K, V] float32, N' >= N
+    window_snapshots: Tensor  # [rows, N', W - 1, C]
+    rows: RowSet  # of the snapshots
+    slots: RowSet
+    conv_index: Tensor  # [B, N, W] int64, into window and nodes, oldest first
+    parents: Tensor | None  # [B, N] int64; None: chains
+
+    def run(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
+        """Run the recurrence itself, node after node, and leave the state behind every one."""
+        out: Tensor
+        buffer, rows, num_nodes = self.state_snapshots, self.rows, tokens[0].shape[1]
+        if rows.is_range:
+            snapshots = rows.take(buffer)[:, :num_nodes]
+        else:
+            snapshots = buffer.new_empty(len(rows), num_nodes, *buffer.shape[2:])
+        out = forms.tree_verify_snapshots(*tokens, self.slots.take(self.states).float(), snapshots, self.parents)
+        if not rows.is_range:
+            rows.put_at(buffer, 0, snapshots)
+        return out
+
+    def launch(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
+        """The same: the Triton form has the same arguments."""
+        return self.run(forms, tokens)
+
+
+StateOperands = ExtendOperands | RecordOperands | SnapshotOperands
+
+
+def as_stored(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 state as pools keep it; what float16 cannot hold becomes its largest finite number, NaN stays."""
+    if dtype is torch.float16:
+        largest = torch.finfo(dtype).max
+        state = state.clamp(-largest, largest)
+    return state.to(dtype)

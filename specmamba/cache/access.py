@@ -1,88 +1,35 @@
-"""What a layer sees of the cache during one forward: the same call whether it extends or verifies."""
+"""What layers see of the cache during one forward: states of known tokens, and paged keys and values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
 
 from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
-from specmamba.cache.rows import RowSet
-from specmamba.cache.state_buffers import StateBuffers, VerifyPlan
 from specmamba.cache.state_pool import StatePool
-from specmamba.core import Batch, Chunk
-from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, gpu, mamba2, paged_attention, ssd
-from specmamba.kernels.state_records import as_stored
+from specmamba.core import Batch, PrefillChunk
+from specmamba.kernels import paged_attention
+from specmamba.kernels.state_records import ExtendOperands, RowSet
 
 
-class StateAccess(Protocol):
-    """Recurrent state, by state layer. Tokens come as [B, L, ...]: padded runs, or the nodes of trees."""
-
-    def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights) -> Tensor:
-        """A gated delta net layer between its projections, behind what came before: [B, L, Hv, V], the gate's dtype."""
-
-    def mamba2(self, layer: int, inputs: mamba2.Inputs, weights: mamba2.Weights) -> Tensor:
-        """A Mamba2 layer between its projections, behind what came before: [B, L, H P], the gate's dtype."""
+def batch_rows(batch: Batch) -> RowSet:
+    """The rows of a batch in the request table."""
+    return RowSet.of(batch.rows, batch.row_index.device, batch.row_index)
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendState:
-    """Runs of known tokens: slots are read, advanced and written."""
+    """Runs of known tokens: the states in slots are read, advanced and written."""
 
     pool: StatePool
     slots: RowSet
     lengths: Tensor  # [B] int64
 
-    def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights) -> Tensor:
-        """See ``StateAccess``; leaves the new state and window in the slots."""
-        return delta_net.compose(inputs, weights, partial(self._convolve, layer), partial(self._delta_rule, layer))
-
-    def mamba2(self, layer: int, inputs: mamba2.Inputs, weights: mamba2.Weights) -> Tensor:
-        """See ``StateAccess``; leaves the new state and window in the slots."""
-        return mamba2.compose(inputs, weights, partial(self._convolve, layer), partial(self._ssd, layer))
-
-    def _convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        windows = self.pool.conv[layer]
-        if gpu.can_launch(inputs, windows):
-            return causal_conv1d.extend_in_place(inputs, windows, self.slots.index, weight, self.lengths, bias)
-        y, window = causal_conv1d.extend(inputs, self.slots.take(windows), weight, self.lengths, bias)
-        self.slots.put(windows, window)
-        return y
-
-    def _delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        states = self.pool.recurrent[layer]
-        if gpu.can_launch(q, states):
-            return gated_delta_rule.extend_in_place(q, k, v, g, beta, states, self.slots.index, self.lengths)
-        out, state = gated_delta_rule.extend(q, k, v, g, beta, self.slots.take(states).float(), self.lengths)
-        self.slots.put(states, as_stored(state, states.dtype))
-        return out
-
-    def _ssd(self, layer: int, c: Tensor, b: Tensor, u: Tensor, g: Tensor) -> Tensor:
-        states = self.pool.recurrent[layer]
-        if gpu.can_launch(c, states):
-            return ssd.extend_in_place(c, b, u, g, states, self.slots.index, self.lengths)
-        out, state = ssd.extend(c, b, u, g, self.slots.take(states).float(), self.lengths)
-        self.slots.put(states, as_stored(state, states.dtype))
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyState:
-    """Trees: checkpoints are only read, what a commit needs is written to the buffers."""
-
-    buffers: StateBuffers[Any]
-    plan: VerifyPlan
-
-    def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights) -> Tensor:
-        """See ``StateAccess``."""
-        return self.buffers.delta_net(layer, inputs, weights, self.plan)
-
-    def mamba2(self, layer: int, inputs: mamba2.Inputs, weights: mamba2.Weights) -> Tensor:
-        """See ``StateAccess``."""
-        return self.buffers.mamba2(layer, inputs, weights, self.plan)
+    def operands(self, layer: int) -> ExtendOperands:
+        """The states of one layer."""
+        return ExtendOperands(self.pool.recurrent[layer], self.pool.conv[layer], self.slots, self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +41,7 @@ class PagedKV:
     keys: paged_attention.AttentionMetadata
 
     @classmethod
-    def of_chunk(cls, pool: KVPool, table: RequestTable, chunk: Chunk, first_key: int = 0) -> PagedKV:
+    def of_chunk(cls, pool: KVPool, table: RequestTable, chunk: PrefillChunk, first_key: int = 0) -> PagedKV:
         """Known tokens: each sees what came before it, from position ``first_key`` on (see ``AttentionMetadata``)."""
         keys = paged_attention.AttentionMetadata(table.kv_slots, chunk.row_index, chunk.positions, chunk.end, first_key)
         return cls(pool, table.slots_of(chunk).view(-1), keys)

@@ -11,7 +11,7 @@ from torch import Tensor
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.page_allocator import NO_PAGES, Pages
 from specmamba.cache.prefix.node import TokenSlots
-from specmamba.core import Chunk
+from specmamba.core import PrefillChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +55,27 @@ class RequestTable:
         on_host = torch.from_numpy(self._host)
         self._is_mirrored = device.type != "cpu" if is_mirrored is None else is_mirrored
         self._on_device = on_host.to(device, copy=True) if self._is_mirrored else on_host
-        self._changes: list[tuple[int, int, int]] = []  # row, start, end of what the device has not been told
+        self._changes: list[tuple[int, int, int]] = []  # row, start, end of changes to upload
         self._kv_pool = kv_pool
         self._holdings: dict[int, _Holding] = {}
         self._free_rows = sorted(range(1, num_rows + 1), reverse=True)
 
     @property
     def kv_slots(self) -> Tensor:
-        """[rows + 1, positions] int64 on the device, told of all that has changed."""
-        self.tell()
+        """[rows + 1, positions] int64 on the device, with all changes uploaded."""
+        self.upload()
         return self._on_device
 
-    def tell(self) -> None:
-        """Tell the device what has changed, in one copy however many rows; a step that is replayed does not ask."""
+    def upload(self) -> None:
+        """Upload pending table changes to the device, in one copy; captured steps need it before they run."""
         if not self._changes:
             return
         places = [row * self.max_positions + np.arange(start, end) for row, start, end in self._changes]
         values = [self._host[row, start:end] for row, start, end in self._changes]
-        told = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(values)]))
+        changed = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(values)]))
         if self._on_device.is_cuda:
-            told = told.pin_memory()
-        index, slots = told.to(self._on_device.device, non_blocking=True)
+            changed = changed.pin_memory()
+        index, slots = changed.to(self._on_device.device, non_blocking=True)
         self._on_device.view(-1).index_copy_(0, index, slots)
         self._changes.clear()
 
@@ -161,7 +161,7 @@ class RequestTable:
         """Token slots of positions [B, N] of rows [B]."""
         return self.kv_slots[rows[:, None], positions]
 
-    def slots_of(self, chunk: Chunk) -> Tensor:
+    def slots_of(self, chunk: PrefillChunk) -> Tensor:
         """Token slots [B, L] of a chunk's tokens; 0, which is nobody's, for its padding."""
         if not chunk.is_padded:
             return self.slots_at(chunk.row_index, chunk.positions)

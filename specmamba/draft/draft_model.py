@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import PagedKV
-from specmamba.cache.draft_states import DraftStates
+from specmamba.cache.access import PagedKV, batch_rows
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
-from specmamba.cache.rows import RowSet
-from specmamba.core import Batch, Chunk, DraftTree, Verdict
+from specmamba.core import Batch, DraftTree, PrefillChunk, Verdict
 from specmamba.draft.draft_plan import DraftPlan
+from specmamba.draft.draft_states import DraftStates
 from specmamba.draft.drafter import Drafter, chain_shape, root_tree
 from specmamba.draft.heads.children import ChildPicker, grow_chain
 from specmamba.kernels import paged_attention
@@ -66,8 +65,8 @@ class ModelDrafter(Drafter):
         """Run last drafts that were accepted and have neither KV nor state in this model yet."""
         self._run_last_drafts(batch.rows)
 
-    def extend(self, chunk: Chunk, features: Tensor) -> None:
-        """Run the known tokens that the target has run."""
+    def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
+        """PrefillRun the known tokens that the target has run."""
         kv = PagedKV.of_chunk(self._kv_pool, self._table, chunk)
         with self._states.extend(chunk) as state:
             self._model.forward(chunk.tokens, ForwardContext(kv, state, chunk.positions))
@@ -93,7 +92,7 @@ class ModelDrafter(Drafter):
         first_new = verdict.num_accepted.clamp(max=num_drafts - 1)[:, None] + torch.arange(
             MAX_PENDING, device=self._device
         )
-        RowSet.of_batch(batch).put(self._tokens, verdict.path_tokens.gather(1, first_new))
+        batch_rows(batch).put(self._tokens, verdict.path_tokens.gather(1, first_new))
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
         for row, tokens in zip(rows, decided, strict=True):
@@ -110,7 +109,7 @@ class ModelDrafter(Drafter):
         """Run the pending tokens; return the model's hidden states after the roots, [B, 1, H]."""
         counts = [self._num_pending[row] for row in batch.rows]
         longest = max(counts)
-        tokens = RowSet.of_batch(batch).take(self._tokens)[:, :longest]
+        tokens = batch_rows(batch).take(self._tokens)[:, :longest]
         offsets = torch.arange(1 - longest, 1, device=self._device)
         if min(counts) == longest:
             positions = batch.root_positions[:, None] + offsets
@@ -158,12 +157,12 @@ class ModelDrafter(Drafter):
         """
         size, length = tokens.shape
         plan, state = self._states.plan(rows, chain_shape(size, length, self._device))
-        slots = self._table.slots_at(plan.rows.index, positions)
+        slots = self._table.slots_at(plan.slots.rows.index, positions)
         if is_token is not None:
             slots = slots * is_token
-        first_row = plan.rows.rows[0] if plan.rows.is_range else None
+        first_row = plan.slots.rows.rows[0] if plan.slots.rows.is_range else None
         sees_all = tokens.numel() == 1  # the only token is the last key
-        table, index = self._table.kv_slots, plan.rows.index
+        table, index = self._table.kv_slots, plan.slots.rows.index
         keys = paged_attention.AttentionMetadata(
             table, index, positions, num_keys, first_row=first_row, sees_all=sees_all
         )

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specmamba.core import Batch, Chunk, DraftTree, PendingTokens, TreeShape, Verdict
+from specmamba.core import Batch, DraftTree, PendingTokens, PrefillChunk, TreeShape, Verdict
 from specmamba.kernels import tree as tree_ops
 
 
@@ -84,7 +84,7 @@ class Drafter(ABC):
         used. ``features`` returns the same values before and after.
         """
 
-    def extend(self, chunk: Chunk, features: Tensor) -> None:  # noqa: B027
+    def extend(self, chunk: PrefillChunk, features: Tensor) -> None:  # noqa: B027
         """Process known tokens that the target has run, with the target's features of them [B, L, F]."""
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:  # noqa: B027

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specmamba.core import Batch, Chunk, DraftTree, Verdict
+from specmamba.core import Batch, DraftTree, PrefillChunk, Verdict
 from specmamba.draft.drafter import Drafter, HostPendingTokens, chain_shape
 from specmamba.draft.heads import MTPDrafter
 
@@ -48,7 +48,7 @@ class RankRecorder(Drafter):
     def finish(self, batch: Batch) -> None:
         self.mtp.finish(batch)
 
-    def extend(self, chunk: Chunk, features: Tensor) -> None:
+    def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
         self.mtp.extend(chunk, features)
 
     def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens:
@@ -63,8 +63,8 @@ class RankRecorder(Drafter):
     def propose(self, batch: Batch) -> DraftTree:
         """Return the root alone, after ranking the forced tokens that follow it, if there are any."""
         hidden = self.mtp.catch_up(batch)
-        if batch.forced_tokens is not None:
-            self._ranks.append(self._rank(batch, hidden, batch.forced_tokens))
+        if batch.forced_output_ids is not None:
+            self._ranks.append(self._rank(batch, hidden, batch.forced_output_ids))
         return DraftTree(batch.root_tokens[:, None], chain_shape(batch.size, 1, hidden.device))
 
     def _rank(self, batch: Batch, hidden: Tensor, forced: Tensor) -> Tensor:

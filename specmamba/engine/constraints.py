@@ -1,49 +1,62 @@
-"""What requests refuse of drafts: a grammar prunes its tree before the verify, and a request may want no drafts."""
+"""Drafts within what requests allow: a grammar prunes its trees before the verify, a request may want no drafts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specmamba.core import Batch, DraftTree
-from specmamba.draft.drafter import chain_shape, tree_shape
+from specmamba.core import Batch, DraftTree, Verdict
+from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
 from specmamba.engine.request import Request
 from specmamba.errors import GrammarError
 
-
-class Restricted(NamedTuple):
-    """A batch and its trees as far as its requests allow them, and what went wrong, by place in the batch."""
-
-    batch: Batch
-    tree: DraftTree
-    errors: dict[int, str]
-
-
-MASK_SECONDS = 0.02  # for the masks of all drafts of a step; the roots have theirs, however long they take
+MASK_SECONDS = 0.02  # for the masks of all drafts of a step; the roots' masks are always made
 LEAST_SECONDS = 1e-4
+
+
+class ConstrainedDrafts:
+    """A drafter's trees without the nodes that requests refuse, with the tokens that may follow each node left."""
+
+    def __init__(self, drafter: Drafter, requests: Sequence[Request]) -> None:
+        """requests: of the batch, in its order."""
+        self._drafter, self._requests = drafter, requests
+        self.errors: dict[int, str] = {}  # of requests that cannot go on, by place in the batch
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """The drafter's trees, pruned; the roots alone where no request wants drafts."""
+        wants_drafts = any(request.params.speculative for request in self._requests)
+        tree = self._drafter.propose(batch) if wants_drafts else self._drafter.propose_nothing(batch)
+        tree, self.errors = restrict(self._requests, tree)
+        return tree
+
+    def observe(self, batch: Batch, verdict: Verdict, features: torch.Tensor) -> None:
+        """Pass the outcome on to the drafter."""
+        self._drafter.observe(batch, verdict, features)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Which nodes of a row are kept, rising; and what may follow each of them, [n, words] int32."""
+    """The nodes of a row that are kept, in rising order, and the tokens that may follow each, [n, words] int32."""
 
     nodes: list[int]
     parents: list[int]
     bits: NDArray[np.int32] | None = None
 
 
-def restrict(requests: Sequence[Request], batch: Batch, tree: DraftTree) -> Restricted:
-    """Take the nodes out of trees that requests refuse, and say what may follow the others.
+def restrict(requests: Sequence[Request], tree: DraftTree) -> tuple[DraftTree, dict[int, str]]:
+    """Take the nodes out of trees that requests refuse, and set the tokens that may follow the others.
 
-    Trees whose tokens were drawn keep refused nodes: which of a node's children were drawn first matters to the rule
-    that accepts them, and a token that must not follow has no probability to be accepted with. For the same reason what
-    was drawn must not decide whether there is time to look at it; there it is the last step's time that does.
+    Trees whose tokens were drawn keep refused nodes: the rule of acceptance needs the order in which a node's children
+    were drawn, and a token that must not follow has no probability to be accepted with. For the same reason the time
+    that drawn tokens take must not decide whether their masks are made; the last step's time per node decides.
+
+    Returns:
+        The trees, and the errors of requests that cannot go on, by place in the batch.
     """
     tokens, parents = tree.tokens.tolist(), tree.shape.parents.tolist()
     rows, errors = [], {}
@@ -55,8 +68,7 @@ def restrict(requests: Sequence[Request], batch: Batch, tree: DraftTree) -> Rest
         except GrammarError as error:
             rows.append(_Row([0], [-1]))
             errors[place] = str(error)
-    kept = _keep(tree, rows)
-    return Restricted(replace(batch, allowed=_allowed(rows, kept)), kept, errors)
+    return _keep(tree, rows), errors
 
 
 def _row(request: Request, tokens: Sequence[int], parents: Sequence[int], is_drawn: bool, seconds: float) -> _Row:
@@ -83,8 +95,9 @@ def _renumbered(nodes: Sequence[int], parents: Sequence[int]) -> list[int]:
 
 def _keep(tree: DraftTree, rows: Sequence[_Row]) -> DraftTree:
     size, num_nodes = len(rows), max(len(row.nodes) for row in rows)
+    allowed = _allowed_tokens(rows, num_nodes, tree.tokens.device)
     if all(len(row.nodes) == tree.shape.num_nodes for row in rows):
-        return tree
+        return DraftTree(tree.tokens, tree.shape, tree.draft_probs, allowed)
     device = tree.tokens.device
     index = torch.tensor([row.nodes + [0] * (num_nodes - len(row.nodes)) for row in rows], device=device)
     chain = list(range(-1, num_nodes - 1))
@@ -96,16 +109,16 @@ def _keep(tree: DraftTree, rows: Sequence[_Row]) -> DraftTree:
     probs = tree.draft_probs
     if probs is not None:
         probs = probs[torch.arange(size, device=device)[:, None], index]
-    return DraftTree(tree.tokens.gather(1, index), shape, probs)
+    return DraftTree(tree.tokens.gather(1, index), shape, probs, allowed)
 
 
-def _allowed(rows: Sequence[_Row], tree: DraftTree) -> torch.Tensor | None:
-    """[B, N, words] int32; None: everything may follow everywhere."""
+def _allowed_tokens(rows: Sequence[_Row], num_nodes: int, device: torch.device) -> torch.Tensor | None:
+    """[B, N, words] int32, a bit per token; None: anything may follow every node."""
     words = next((row.bits.shape[1] for row in rows if row.bits is not None), None)
     if words is None:
         return None
-    bits = np.full((len(rows), tree.shape.num_nodes, words), -1, dtype=np.int32)
+    bits = np.full((len(rows), num_nodes, words), -1, dtype=np.int32)
     for place, row in enumerate(rows):
         if row.bits is not None:
             bits[place, : len(row.bits)] = row.bits
-    return torch.from_numpy(bits).to(tree.tokens.device)
+    return torch.from_numpy(bits).to(device)

@@ -17,24 +17,26 @@ from specmamba.core import DraftView, FinishReason, OutputDelta, SamplingParams,
 from specmamba.draft import build_drafter
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
-from specmamba.engine.graphs import build_replays, capture
+from specmamba.engine.cache_manager import build_cache_manager
+from specmamba.engine.graph_runner import build_graph_runner
 from specmamba.engine.loading import keep_freed_memory, load_models, require_target, resolve_device
 from specmamba.engine.model_report import describe_engine
-from specmamba.engine.outcome import Decision
-from specmamba.engine.prefixes import build_prefixes
-from specmamba.engine.request import Request, Run
-from specmamba.engine.runner import Pools, Runner
+from specmamba.engine.request import PrefillRun, Request
+from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import Scheduler, SchedulerLimits
 from specmamba.engine.text import TextStream
 from specmamba.errors import GrammarError, PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar, GrammarMatcher
 from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
+from specmamba.verify.acceptance import AcceptPolicy
+from specmamba.verify.pools import Pools
+from specmamba.verify.result import StepResult
 
 logger = logging.getLogger("specmamba")
 
 SMALL_MODEL_BYTES = 64 << 20
-MAX_VIEWS = 64  # drafts that are kept for whoever looks on
+MAX_VIEWS = 64  # drafts that are kept for the live page
 NOT_FINITE = "the model's numbers are not finite for this request: try --dtype bfloat16 or float32"
 
 
@@ -87,11 +89,13 @@ class Engine:
                 weight_bytes,
             )
         # outside of inference mode: what is freed by an abort is written from outside of a step
-        self.pools = Pools(self.model, self.memory_plan, self.device)
+        self.pools = Pools(self.model.cache_shape, self.vocab_size, self.memory_plan, self.device)
         drafter = self.make_drafter(self.draft_plan, config)
-        self.runner = Runner(self.model, self.pools, drafter, self.device, config.speculative_accept)
-        self.prefixes = build_prefixes(config, self.model, self.runner)
-        self.scheduler = Scheduler(self.prefixes, self._limits())
+        self.runner = Runner(
+            self.model.target, self.pools, drafter, self.device, AcceptPolicy(config.speculative_accept)
+        )
+        self.cache_manager = build_cache_manager(config, self.model, self.pools)
+        self.scheduler = Scheduler(self.cache_manager, self._limits())
         self.context_length = self.memory_plan.context_length
         self._requests: dict[str, Request] = {}
         self._num_added = 0
@@ -101,9 +105,9 @@ class Engine:
         _set_threads(config, self.device, weight_bytes)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.runner.replays = build_replays(config, self.pools, self.memory_plan, self.device)
+        self.runner.graph_runner = build_graph_runner(config, self.pools, self.memory_plan, self.device)
         with torch.inference_mode():
-            graph_lines = capture(self.runner)
+            graph_lines = self.runner.capture()
         for line in (*self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
 
@@ -112,7 +116,7 @@ class Engine:
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
-        replay: Sequence[int] = (),
+        forced_output_ids: Sequence[int] = (),
         extra_key: str | None = None,
         grammar: CompiledGrammar | None = None,
     ) -> None:
@@ -122,7 +126,7 @@ class Engine:
             request_id: of the caller's choice.
             prompt_token_ids: the prompt.
             params: how tokens are chosen, and when the request ends.
-            replay: output tokens that are taken instead of chosen, as far as they go.
+            forced_output_ids: output tokens that are given instead of chosen, as far as they go.
             extra_key: cached prefixes are shared among requests of the same key only.
             grammar: ``params.grammar``, compiled.
 
@@ -132,7 +136,7 @@ class Engine:
             QueueFullError: too many requests are waiting.
         """
         self.check_prompt(prompt_token_ids, params.max_tokens)
-        self.check_tokens(replay, "replay")
+        self.check_tokens(forced_output_ids, "replay")
         self.check_tokens(params.logit_bias, "logit_bias")
         if request_id in self._requests:
             raise RequestError(f"a request with the id {request_id!r} is running already", "request_id")
@@ -143,7 +147,8 @@ class Engine:
         number = self._num_added
         seed = params.seed if params.seed is not None else _seed_of_request(self.config.seed, number)
         matcher = self._matcher(params, grammar)
-        request = Request(request_id, number, prompt, params, seed, text, tuple(replay), extra_key, matcher=matcher)
+        forced = tuple(forced_output_ids)
+        request = Request(request_id, number, prompt, params, seed, text, forced, extra_key, matcher=matcher)
         self.scheduler.add(request)
         self._requests[request_id] = request
         self._num_added += 1
@@ -172,7 +177,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
         """Run at most one chunk of known tokens, then one verify of every request that is ready for it."""
-        self.scheduler.make_room()  # before newcomers take what those that run already need
+        self._make_room()  # before new requests take what running ones need
         deltas: list[OutputDelta] = []
         for request in self.scheduler.admit():
             self.runner.admit(request)
@@ -181,24 +186,34 @@ class Engine:
         runs = self.scheduler.next_runs()
         deltas += self._extend(runs) if runs else []
         batch = sorted(self.scheduler.verifying, key=lambda request: request.held_row)
-        decisions = self.runner.step(batch) if batch else []
-        advanced = [self._advance(request, decision) for request, decision in zip(batch, decisions, strict=True)]
+        results = self.runner.step(batch) if batch else []
+        advanced = [self._advance(request, result) for request, result in zip(batch, results, strict=True)]
         self._end([request for request, delta in zip(batch, advanced, strict=True) if delta.finish_reason is not None])
         deltas += advanced
         return deltas
 
-    def _extend(self, runs: list[Run]) -> list[OutputDelta]:
-        """Run known tokens; the last deltas of requests that go wrong in it."""
-        is_sound = self.runner.extend(runs)
+    def _make_room(self) -> None:
+        """Preempt the youngest requests until the others have KV for their next trees."""
+        while (request := self.scheduler.make_room()) is not None:
+            self.preempt(request)
+
+    def preempt(self, request: Request) -> None:
+        """Take all memory back from a running request; its state goes to the prefix cache, and it waits again."""
+        self._leave([request])
+        self.scheduler.preempt(request)
+
+    def _extend(self, runs: list[PrefillRun]) -> list[OutputDelta]:
+        """Run known tokens; returns the last deltas of requests that fail in it."""
+        is_finite = self.runner.extend(runs)
         ready = self.scheduler.finish_runs(runs)
-        for run, sound in zip(runs, is_sound, strict=True):
-            if sound:
-                self.prefixes.leave_chunk(run.request)
-        failed = [self._fail(run.request) for run, sound in zip(runs, is_sound, strict=True) if not sound]
+        for run, finite in zip(runs, is_finite, strict=True):
+            if finite and self.cache_manager.is_on:
+                self.cache_manager.leave_chunk(run.request, self._features(run.request, run.request.num_run))
+        failed = [self._fail(run.request) for run, finite in zip(runs, is_finite, strict=True) if not finite]
         return failed + self._start([request for request in ready if request.row is not None])
 
     def _start(self, requests: Iterable[Request]) -> list[OutputDelta]:
-        """All known tokens but the last have been run; the last deltas of requests that want no more than that."""
+        """Start verifying requests whose known tokens have been run; returns the last deltas of those that end here."""
         deltas = []
         for request in requests:
             if request.is_only_run:
@@ -221,12 +236,12 @@ class Engine:
             kv_used_tokens=pools.kv.num_used_tokens,
             kv_cached_tokens=pools.kv.num_cached_tokens,
             kv_total_tokens=pools.kv.num_tokens,
-            state_used_slots=pools.states.num_slots - self.prefixes.num_available_states,
-            state_cached_slots=self.prefixes.cache.num_evictable_states,
+            state_used_slots=pools.states.num_slots - self.cache_manager.num_available_states,
+            state_cached_slots=self.cache_manager.cache.num_evictable_states,
             state_total_slots=pools.states.num_slots,
             num_preemptions=scheduler.num_preemptions,
             spec=self._spec,
-            prefix_cache=self.prefixes.cache.stats,
+            prefix_cache=self.cache_manager.cache.stats,
         )
 
     def watch_drafts(self, on: bool) -> None:
@@ -242,7 +257,7 @@ class Engine:
 
     def flush_cache(self) -> int:
         """Forget every cached prefix that no running request stands on; the number of tokens that were forgotten."""
-        return self.prefixes.cache.reset()
+        return self.cache_manager.cache.reset()
 
     def make_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
         """A drafter on this engine's pools. Raises ConfigError when an n-gram corpus cannot be read."""
@@ -277,7 +292,7 @@ class Engine:
 
     def describe(self) -> dict[str, object]:
         """What runs here, for people and for ``/server_info``."""
-        replays = self.runner.replays
+        replays = self.runner.graph_runner
         return describe_engine(
             self.config,
             self.folder,
@@ -294,37 +309,49 @@ class Engine:
             self.abort(request_id)
         torch.set_num_threads(self._threads_before)
 
-    def _advance(self, request: Request, decision: Decision) -> OutputDelta:
+    def _advance(self, request: Request, result: StepResult) -> OutputDelta:
         """Give a request its new tokens; the delta says whether they end it."""
-        if not decision.is_sound or decision.error is not None:
-            code = request.matcher.error_code if request.matcher is not None and decision.error else None
-            return self._fail(request, decision.error or NOT_FINITE, code)
+        if not result.is_finite or result.error is not None:
+            code = request.matcher.error_code if request.matcher is not None and result.error else None
+            return self._fail(request, result.error or NOT_FINITE, code)
         is_first = not request.output
-        count, text, reason = request.text.push(decision.tokens)
+        count, text, reason = request.text.push(result.tokens)
         if request.matcher is not None and reason is None:
             try:
-                request.matcher.advance(decision.tokens)
+                request.matcher.advance(result.tokens)
             except GrammarError as error:  # tokens that were given instead of chosen, or it takes too long
                 return self._fail(request, str(error), error.code)
-        request.spec = request.spec.after_step(decision.num_drafted, count - 1)
-        self._spec = self._spec.after_step(decision.num_drafted, count - 1)
-        tokens = decision.tokens[:count]
+        request.spec = request.spec.after_step(result.num_drafted, count - 1)
+        self._spec = self._spec.after_step(result.num_drafted, count - 1)
+        tokens = result.tokens[:count]
         request.output.extend(tokens)
         previous, request.num_run = request.num_run, request.root_position
         self.pools.counts.add(request.held_row, tokens)
-        self.prefixes.leave_tracked(request, previous)
-        depths = (*range(1, len(decision.tokens)), 0)
-        figures: dict[str, Any] = {"depths": depths[:count], "logprobs": decision.logprobs[:count]}
+        for position in self.cache_manager.tracked_positions(request, previous):
+            self.cache_manager.leave_at(request, position, self._features(request, position))
+        depths = (*range(1, len(result.tokens)), 0)
+        figures: dict[str, Any] = {"depths": depths[:count], "logprobs": result.logprobs[:count]}
         return _delta(request, tokens, text, reason, is_first=is_first, **figures)
 
     def _end(self, requests: list[Request]) -> None:
-        """Requests that are done leave what they have computed, and give everything back."""
-        self.prefixes.leave_last([request for request in requests if request.row is not None])  # else it has failed
+        """End requests: their states and KV go to the prefix cache, everything else is given back."""
+        self._leave([request for request in requests if request.row is not None])  # failed ones hold no row any more
         for request in requests:
             self.abort(request.request_id)
 
+    def _leave(self, requests: Sequence[Request]) -> None:
+        """Leave the last states of requests that end or are preempted in the prefix cache."""
+        leaving = self.cache_manager.leaving(requests)
+        self.runner.finish([request for request in leaving if request.is_verifying])
+        for request in leaving:
+            self.cache_manager.leave_last(request, self._features(request, request.num_run))
+
+    def _features(self, request: Request, position: int) -> torch.Tensor | None:
+        """What the drafter needs to go on behind a position of a request."""
+        return self.runner.drafter.features(request.held_row, position)
+
     def _fail(self, request: Request, error: str = NOT_FINITE, code: str | None = None) -> OutputDelta:
-        """End a request that cannot go on; the others do not notice."""
+        """End a request that cannot go on; the others continue."""
         self.abort(request.request_id)
         return _delta(request, (), "", "error", error, error_code=code)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from specmamba.cache.prefix.node import Tokens, common_length
-from specmamba.engine.prefixes import Prefixes
+from specmamba.engine.cache_manager import CacheManager
 from specmamba.engine.request import Request
 
 MAX_ORDERED = 128  # requests whose prefixes are looked up in every step; the others follow in order of arrival
@@ -28,14 +28,14 @@ def longest_prefix_first(
     return first + ordered + others[MAX_ORDERED:]
 
 
-def is_computed_by_another(request: Request, extending: Sequence[Request], prefixes: Prefixes) -> bool:
+def is_computed_by_another(request: Request, extending: Sequence[Request], prefixes: CacheManager) -> bool:
     """Whether a request should wait because another one, in prefill now, will store a state at their common prefix."""
     if request.leader is None or not _is_ahead(*request.leader, extending):
         request.leader = _find_leader(request, extending, prefixes)
     return request.leader is not None
 
 
-def _find_leader(request: Request, extending: Sequence[Request], prefixes: Prefixes) -> tuple[Request, int] | None:
+def _find_leader(request: Request, extending: Sequence[Request], prefixes: CacheManager) -> tuple[Request, int] | None:
     """Find the request in prefill with the longest useful common prefix, and make it store a state at its end.
 
     Returns:

@@ -18,7 +18,7 @@ from specmamba.grammar import GrammarMatcher
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What the scheduler and the step know of a request. ``row``, ``slot``, ``node`` are set while it holds memory."""
+    """State of a request. ``row``, ``slot`` and ``node`` are set while it holds memory."""
 
     request_id: str
     sequence_number: int  # order of arrival: the largest is the youngest
@@ -26,7 +26,7 @@ class Request:
     params: SamplingParams
     seed: int
     text: TextStream
-    forced: tuple[int, ...] = ()  # output that is replayed instead of chosen
+    forced_output_ids: tuple[int, ...] = ()  # given instead of chosen, as far as they go
     extra_key: str | None = None  # prefixes are shared with requests of the same key only
     output: list[int] = field(default_factory=list)
     spec: SpecStats = field(default_factory=SpecStats)
@@ -39,10 +39,10 @@ class Request:
     num_run: int = 0  # tokens that the target has run; the state stands here
     is_verifying: bool = False  # its state is a checkpoint with pending records
     chunk_ends: set[int] = field(default_factory=set)  # where a chunk ends, so that a state is left for others
-    leader: tuple[Request, int] | None = None  # who computes its first tokens, and how many, while it waits for that
+    leader: tuple[Request, int] | None = None  # the request that computes its first tokens, and how many
     matcher: GrammarMatcher | None = None  # where the output stands in its grammar
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # of the prompt, as far as known
-    must_compute: bool = False  # it does not fit beside the cached prefix it would borrow
+    must_compute: bool = False  # ignore the prefix cache: it does not fit beside the prefix it would borrow
     prompt_array: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,12 +50,12 @@ class Request:
 
     @property
     def must_read_prompt(self) -> bool:
-        """Whether somebody wants to know how likely its prompt is, and not all of that is known yet."""
+        """Prompt logprobs requested and incomplete."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt)
 
     @property
     def is_only_run(self) -> bool:
-        """Whether nothing is generated: it ends when its known tokens have been run."""
+        """Nothing is generated: the request ends when its known tokens have been run."""
         return self.params.max_tokens == 0
 
     @property
@@ -79,7 +79,7 @@ class Request:
 
     @property
     def num_to_chunk_end(self) -> int:
-        """Tokens to the next place where a chunk must end; far more than there are where there is none."""
+        """Tokens to the next position where a chunk must end; a huge number where there is none."""
         return min((end for end in self.chunk_ends if end > self.num_run), default=1 << 62) - self.num_run
 
     def known_tokens(self, start: int, end: int) -> list[int]:
@@ -88,14 +88,14 @@ class Request:
         return [*self.prompt[start:end], *self.output[max(0, start - split) : max(0, end - split)]]
 
     def token_array(self, start: int, end: int) -> NDArray[np.int64]:
-        """Tokens [start, end), to compare with others'."""
+        """Tokens [start, end) as an array."""
         split = len(self.prompt)
         output = self.output[max(0, start - split) : max(0, end - split)]
         prompt = self.prompt_array[start:end]
         return np.concatenate([prompt, np.array(output, dtype=np.int64)]) if output else prompt
 
     def key(self) -> NDArray[np.int64]:
-        """The tokens that a cached prefix can spare: all but the last, which is the root of a verify."""
+        """The tokens that a cached prefix can replace: all but the last, which is the root of a verify."""
         return self.token_array(0, self.num_tokens - 1)
 
     @property
@@ -112,13 +112,13 @@ class Request:
 
 
 def forced_ahead(requests: Sequence[Request], depth: int) -> Tensor:
-    """The next ``depth`` tokens that are replayed, [B, depth] int64 on the host; -1 where the target chooses."""
-    pieces = [r.forced[len(r.output) : len(r.output) + depth] for r in requests]
+    """The next ``depth`` forced output ids, [B, depth] int64 on the host; -1 where the target chooses."""
+    pieces = [r.forced_output_ids[len(r.output) : len(r.output) + depth] for r in requests]
     return torch.tensor([[*piece, *[-1] * (depth - len(piece))] for piece in pieces])
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PrefillRun:
     """Known tokens [start, start + length) of a request, to be run by the next extend."""
 
     request: Request

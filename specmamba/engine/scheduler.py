@@ -9,9 +9,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from specmamba.engine.prefixes import Prefixes
+from specmamba.engine.cache_manager import CacheManager
 from specmamba.engine.queue_order import is_computed_by_another, longest_prefix_first
-from specmamba.engine.request import Request, Run
+from specmamba.engine.request import PrefillRun, Request
 from specmamba.errors import QueueFullError
 
 HEADROOM = 32  # KV tokens that admission leaves to every running request: fewer preemptions, each of which costs more
@@ -37,8 +37,8 @@ class Scheduler:
     of those that never ran; its output so far is kept. A request whose prefix another one is computing waits for that.
     """
 
-    def __init__(self, prefixes: Prefixes, limits: SchedulerLimits) -> None:
-        self._prefixes, self._limits = prefixes, limits
+    def __init__(self, cache: CacheManager, limits: SchedulerLimits) -> None:
+        self._cache, self._limits = cache, limits
         self.waiting: deque[Request] = deque()
         self.extending: list[Request] = []
         self.verifying: list[Request] = []
@@ -50,7 +50,7 @@ class Scheduler:
         Raises:
             QueueFullError: too many are waiting.
         """
-        if len(self.waiting) - self._prefixes.num_admissible >= self._limits.max_waiting:  # those hardly wait
+        if len(self.waiting) - self._cache.num_admissible >= self._limits.max_waiting:  # those hardly wait
             raise QueueFullError(len(self.waiting))
         self.waiting.append(request)
 
@@ -60,10 +60,10 @@ class Scheduler:
         Only a request whose prefix is being computed by another lets others pass meanwhile.
         """
         admitted: list[Request] = []
-        if not self.waiting or not self._prefixes.num_admissible:
+        if not self.waiting or not self._cache.num_admissible:
             return admitted
         for request in self._in_order():
-            if is_computed_by_another(request, self.extending, self._prefixes):
+            if is_computed_by_another(request, self.extending, self._cache):
                 continue
             if not self._acquire(request):
                 break
@@ -73,9 +73,9 @@ class Scheduler:
         self._count_overtakes(admitted)
         return admitted
 
-    def next_runs(self) -> list[Run]:
+    def next_runs(self) -> list[PrefillRun]:
         """The next chunk: the oldest request's tokens, and others' while the padded chunk stays within its size."""
-        runs: list[Run] = []
+        runs: list[PrefillRun] = []
         longest, chunk_size = 0, self._limits.chunk_size
         for request in sorted(self.extending, key=lambda request: request.sequence_number):
             wanted = min(request.num_to_extend, chunk_size, request.num_to_chunk_end)
@@ -83,10 +83,10 @@ class Scheduler:
             if runs and max(longest, wanted) > room:
                 break
             longest = max(longest, wanted)
-            runs.append(Run(request, request.num_run, wanted))
+            runs.append(PrefillRun(request, request.num_run, wanted))
         return runs
 
-    def finish_runs(self, runs: list[Run]) -> list[Request]:
+    def finish_runs(self, runs: list[PrefillRun]) -> list[Request]:
         """Note that runs are done; returns the requests that are ready to verify now."""
         ready = []
         for run in runs:
@@ -97,17 +97,22 @@ class Scheduler:
                 ready.append(run.request)
         return ready
 
-    def make_room(self) -> None:
-        """Give every verifying request KV for its next tree, preempting the youngest when there is none."""
+    def make_room(self) -> Request | None:
+        """Give every verifying request KV for its next tree, the oldest first.
+
+        Returns:
+            The youngest request where KV runs out: the caller ends its use of the memory, preempts it and calls again.
+            None: all have room.
+        """
         for request in sorted(self.verifying, key=lambda r: r.sequence_number):
-            while request.row is not None and not self._grow(request):
+            if not self._grow(request):
                 # alone, what it has borrowed takes the room that it needs: it fits when it computes everything itself
                 request.must_compute |= self.num_running == 1
-                self.preempt(max((*self.extending, *self.verifying), key=lambda r: r.sequence_number))
+                return max((*self.extending, *self.verifying), key=lambda r: r.sequence_number)
+        return None
 
     def preempt(self, request: Request) -> None:
-        """Take everything back from a request and let it wait again, ahead of the others that wait."""
-        self._prefixes.leave_last([request])
+        """Take all memory back from a request and let it wait again, ahead of the others that wait."""
         self.release(request)
         request.num_run = 0
         self.num_preemptions += 1
@@ -118,7 +123,7 @@ class Scheduler:
         for queue in (self.waiting, self.extending, self.verifying):
             if request in queue:
                 queue.remove(request)
-        self._prefixes.release(request)
+        self._cache.release(request)
 
     @property
     def num_running(self) -> int:
@@ -131,18 +136,18 @@ class Scheduler:
     def _in_order(self) -> list[Request]:
         if self._limits.policy == "fcfs":
             return list(self.waiting)
-        return longest_prefix_first(self.waiting, self._prefixes.peek, self._limits.max_overtakes)
+        return longest_prefix_first(self.waiting, self._cache.peek, self._limits.max_overtakes)
 
     def _acquire(self, request: Request) -> bool:
         positions = request.num_tokens + self._limits.num_lookahead_slots
         use_cache = not request.must_compute and not request.must_read_prompt
-        if self._prefixes.acquire(request, positions, HEADROOM * self.num_running, use_cache):
+        if self._cache.acquire(request, positions, HEADROOM * self.num_running, use_cache):
             return True
         # a request fits alone, but perhaps not beside what it would borrow: then all that is cached can go
-        return not self.num_running and self._prefixes.acquire(request, positions, 0, use_cache=False)
+        return not self.num_running and self._cache.acquire(request, positions, 0, use_cache=False)
 
     def _grow(self, request: Request) -> bool:
-        return self._prefixes.grow(request, request.root_position + self._limits.num_lookahead_slots, GROWTH)
+        return self._cache.grow(request, request.root_position + self._limits.num_lookahead_slots, GROWTH)
 
     def _count_overtakes(self, admitted: list[Request]) -> None:
         if admitted and self.waiting:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specmamba.core import Chunk, SamplingParams
+from specmamba.core import PrefillChunk, SamplingParams
 from specmamba.draft.drafter import NoDrafter
 from specmamba.engine.engine import Engine
 from specmamba.errors import RequestError
@@ -53,7 +53,7 @@ class _Recorder(NoDrafter):
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         self._texts[row], self._parts[row] = tuple(tokens), []
 
-    def extend(self, chunk: Chunk, features: Tensor) -> None:
+    def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
         assert self._last is not None
         lengths = chunk.lengths.tolist()
         for i, (row, length) in enumerate(zip(chunk.rows, lengths, strict=True)):

@@ -16,13 +16,12 @@ from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter, NoDrafter
 from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.recorder import RankRecorder
-from specmamba.engine.clock import StepClock
 from specmamba.engine.engine import Engine
-from specmamba.engine.graphs import capture
 from specmamba.engine.target_reader import OnStates, digest_of_checkpoint, read_target
 from specmamba.errors import ConfigError, RequestError
 from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.hybrid import HybridTarget
+from specmamba.verify.probe import StepProbe
 
 # what decides how drafts are made; the state backend is not among them: its buffers stay
 DRAFT_FIELDS = {name for name in EngineConfig.model_fields if name.startswith("speculative_")} - {"speculative_state"}
@@ -43,12 +42,12 @@ class Workbench:
     @property
     def replays_steps(self) -> bool:
         """Whether steps are replayed while the clock is off; phases of a step cannot be told apart then."""
-        return self._engine.runner.replays is not None
+        return self._engine.runner.graph_runner is not None
 
     @property
-    def clock(self) -> StepClock:
+    def clock(self) -> StepProbe:
         """The times of steps by phase; turn it on first."""
-        return self._engine.runner.clock
+        return self._engine.runner.probe
 
     def use_drafts(self, **flags: object) -> None:
         """Draft in another way from here on; weights and pools stay.
@@ -83,15 +82,17 @@ class Workbench:
                 f"started for {room.max_nodes} ({room.num_lookahead_slots}): start it with its largest draft"
             )
         engine.runner.drafter = self._make_drafter(plan, config)
-        engine.config, engine.draft_plan, engine.runner.rule = config, plan, config.speculative_accept
+        engine.config, engine.draft_plan = config, plan
+        engine.runner.policy = engine.runner.policy._replace(rule=config.speculative_accept)
         engine.model.target.read_features(engine.feature_layers)
         with torch.inference_mode():
-            capture(engine.runner)
+            engine.runner.capture()
         engine.flush_cache()  # what was left there has nothing for this drafter to go on from
 
     def use_synthetic_acceptance(self, probability: float | None) -> None:
         """Accept drafts by the toss of a coin, for studies of cost. The text means nothing then. None: honest again."""
-        self._idle_engine().runner.synthetic_acceptance = probability
+        runner = self._idle_engine().runner
+        runner.policy = runner.policy._replace(synthetic_acceptance=probability)
 
     def record_ranks(self) -> RankRecorder:
         """Draft nothing from here on, and note for every replayed token how the draft head ranked it.
@@ -128,15 +129,15 @@ class Workbench:
                 f"{len(prompt)} + {len(tokens)} tokens are more than the {engine.context_length} that fit"
             )
         params = SamplingParams(max_tokens=len(tokens), temperature=0.0, ignore_eos=True)
-        engine.runner.on_logits = lambda logits: see(logits[0, 0].float().cpu())
+        engine.runner.probe.on_logits = lambda logits: see(logits[0, 0].float().cpu())
         try:
-            engine.add_request("logits", prompt, params, replay=tokens)
+            engine.add_request("logits", prompt, params, forced_output_ids=tokens)
             while engine.has_unfinished_requests:
                 for delta in engine.step():
                     if delta.error is not None:
                         raise RequestError(delta.error)
         finally:
-            engine.runner.on_logits = None
+            engine.runner.probe.on_logits = None
             engine.abort("logits")
 
     def read_target(self, texts: Sequence[Sequence[int]], layers: tuple[int, ...], see: OnStates) -> None:
@@ -146,7 +147,7 @@ class Workbench:
             ConfigError: the engine has a prefix cache.
         """
         engine = self._idle_engine()
-        if engine.prefixes.is_on:
+        if engine.cache_manager.is_on:
             raise ConfigError("what is cached is not run: start the engine with --disable-radix-cache")
         read_target(engine, texts, layers, see)
 

@@ -1,4 +1,4 @@
-"""Gated delta net: short convolution, gated delta rule, gated norm (arXiv 2412.06464)."""
+"""Gated delta net: short convolution, gated delta rule, gated norm (arXiv 2412.06464, section 3.4)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
-from specmamba.kernels import delta_net
+from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, rowwise
+from specmamba.kernels.state_records import StateOperands
 from specmamba.layers.context import LayerContext
 from specmamba.layers.primitives import Linear
 
@@ -37,6 +38,29 @@ class GatedDeltaNet:
         """[B, L, H] -> [B, L, H]."""
         assert context.state is not None
         mixed, gate, b, a = torch.split_with_sizes(self._in(x), self._sizes, -1)
-        gate = gate.unflatten(-1, (self._num_heads, -1))
-        out = context.state.delta_net(self._state_layer, delta_net.Inputs(mixed, gate, b, a), self._weights)
+        inputs = delta_net.Inputs(mixed, gate.unflatten(-1, (self._num_heads, -1)), b, a)
+        state = context.state.operands(self._state_layer)
+        if delta_net.can_fuse(state, inputs, self._weights):
+            out = delta_net.tree_verify(inputs, self._weights, state.buffers, state.trees)
+        else:
+            out = mix(inputs, self._weights, state)
         return self._out(out.flatten(-2))
+
+
+def mix(inputs: delta_net.Inputs, weights: delta_net.Weights, state: StateOperands) -> Tensor:
+    """The layer between its projections: convolution, gates, delta rule and gated norm, one operator after the other.
+
+    Args:
+        inputs: of tokens [B, L].
+        weights: of the layer.
+        state: where its states are, and what this forward leaves there.
+
+    Returns:
+        [B, L, Hv, V] in the gate's dtype.
+    """
+    w = weights
+    mixed = causal_conv1d.advance(inputs.mixed, w.conv, None, state)
+    q, k, g, beta = rowwise.delta_inputs(mixed, inputs.a, inputs.b, w.negative_a, w.dt_bias, w.num_key_heads, w.key_dim)
+    v = mixed[..., 2 * w.num_key_heads * w.key_dim :].unflatten(-1, (w.num_value_heads, w.value_dim))
+    out = gated_delta_rule.advance(q, k, v, g, beta, state)
+    return rowwise.gated_rms_norm(out, inputs.gate, w.norm, w.norm_eps)

@@ -1,4 +1,4 @@
-"""Mamba2: short convolution, selective state space, gated norm (arXiv 2405.21060)."""
+"""Mamba2: short convolution, selective state space, gated norm (arXiv 2405.21060, section 7)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
-from specmamba.kernels import mamba2
+from specmamba.kernels import causal_conv1d, mamba2, ssd
+from specmamba.kernels.state_records import StateOperands
 from specmamba.layers.context import LayerContext
 from specmamba.layers.primitives import Linear
 
@@ -36,4 +37,28 @@ class Mamba2:
         """[B, L, H] -> [B, L, H]."""
         assert context.state is not None
         gate, mixed, dt = torch.split_with_sizes(self._in(x), self._sizes, -1)
-        return self._out(context.state.mamba2(self._state_layer, mamba2.Inputs(gate, mixed, dt), self._weights))
+        inputs = mamba2.Inputs(gate, mixed, dt)
+        state = context.state.operands(self._state_layer)
+        if mamba2.can_fuse(state, inputs, self._weights):
+            return self._out(mamba2.tree_verify(inputs, self._weights, state.buffers, state.trees))
+        return self._out(mix(inputs, self._weights, state))
+
+
+def mix(inputs: mamba2.Inputs, weights: mamba2.Weights, state: StateOperands) -> Tensor:
+    """The layer between its projections: convolution, step sizes, recurrence, skip and gated norm, one by one.
+
+    Args:
+        inputs: of tokens [B, L].
+        weights: of the layer.
+        state: where its states are, and what this forward leaves there.
+
+    Returns:
+        [B, L, H P] in the gate's dtype.
+    """
+    w = weights
+    mixed = causal_conv1d.advance(inputs.mixed, w.conv, w.conv_bias, state)
+    u, g = mamba2.step(inputs.dt, mixed, w)
+    inner, size = w.num_heads * w.head_dim, w.num_groups * w.state_dim
+    b, c = (mixed[..., at : at + size].unflatten(-1, (w.num_groups, w.state_dim)) for at in (inner, inner + size))
+    recurred = ssd.advance(c, b, u, g, state)
+    return mamba2.gate_and_norm(recurred, mixed, inputs.gate, w, state.slots)

@@ -1,1 +1,1 @@
-"""Acceptance: what the target decides about a draft tree."""
+"""The step: verification of draft trees, acceptance, commit, and the recurrent states in between."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels.state_records import Buffers, Trees
+from specmamba.kernels import gpu
+from specmamba.kernels.state_records import Buffers, RecordOperands, RowSet, Trees
 from specmamba.kernels.tree import reference as tree
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
@@ -91,24 +95,28 @@ def check_buffers(got: Buffers, wanted: Buffers, before: Buffers, trees: Trees, 
     assert torch.equal(got.conv_inputs[trees.rows, first : first + mixed.shape[1]], mixed)
 
 
-def run_part_by_part(buffers: Buffers, trees: Trees, conv_ops: Any, recurrence: Any, compose: Any) -> Tensor:
+def operands_of(buffers: Buffers, trees: Trees) -> RecordOperands:
+    """What a layer gets of buffers and trees."""
+    rows, slots = (RowSet.of(x.tolist(), x.device, x) for x in (trees.rows, trees.slots))
+    return RecordOperands(buffers, trees, rows, slots)
+
+
+def run_in_torch(mix: Callable[..., Tensor], inputs: Any, weights: Any, buffers: Buffers, trees: Trees) -> Tensor:
     """A layer in PyTorch, which multiplies what masks hide by zero: it must be finite, as the cache keeps it.
 
-    ``recurrence`` is a ``tree_verify``; ``compose(convolve, recur)`` runs the layer over the two.
+    ``mix`` is the layer between its projections. Only the nodes' records of ``buffers`` are written.
     """
-    t, nodes = trees, trees.ancestors.shape[1]
-    first = buffers.conv_inputs.shape[1] - nodes - 2
-    written = slice(t.node_offset, t.node_offset + nodes)
-    records = [buffer[t.rows].nan_to_num() for buffer in (buffers.k, buffers.u, buffers.decay)]
-
-    def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        buffers.conv_inputs[t.rows, first : first + nodes] = inputs
-        return conv_ops.tree_verify(buffers.conv_inputs[t.rows], t.conv_index, weight, bias)
-
-    def recur(*inputs: Tensor) -> Tensor:
-        return recurrence(*inputs, buffers.states[t.slots], *records, t.num_pending, t.node_offset, t.ancestors)
-
-    out: Tensor = compose(convolve, recur)
-    for buffer, of_rows in zip((buffers.k, buffers.u, buffers.decay), records, strict=True):
-        buffer[t.rows, written] = of_rows[:, written]
+    finite = {name: getattr(buffers, name).nan_to_num() for name in ("k", "u", "decay")}
+    out = mix(inputs, weights, operands_of(replace(buffers, **finite), trees))
+    written = slice(trees.node_offset, trees.node_offset + trees.num_nodes)
+    for name, buffer in finite.items():
+        getattr(buffers, name)[trees.rows, written] = buffer[trees.rows, written]
     return out
+
+
+@contextmanager
+def triton_forms() -> Iterator[None]:
+    """Operators launch their Triton forms, also on CPU tensors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "can_launch", lambda *_: True)
+        yield

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels import causal_conv1d, gpu
-from specmamba.kernels.causal_conv1d import reference, torch_ops
-from specmamba.kernels.state_records import Buffers, Trees
+from specmamba.kernels.causal_conv1d import reference
+from specmamba.kernels.dispatch import operator_of
+from specmamba.kernels.state_records import Buffers, ExtendOperands, RowSet, Trees
 from specmamba.kernels.tree import reference as tree
 from tests.kernels.layer_case import moved
 from tests.kernels.rounding import tolerance
@@ -214,15 +215,13 @@ def test_snapshots(triton_ops: Any, gpu_device: str, batch: int, nodes: int, wid
     assert (y.dtype, windows.dtype) == (torch.float32, dtype)
 
 
-def test_the_op_takes_triton_where_it_can(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    for ops in (triton_ops, torch_ops):
-        monkeypatch.setattr(ops, "tree_verify_snapshots", lambda *_, ops=ops: taken.append(ops))
-    for can_launch in (True, False):
-        monkeypatch.setattr(gpu, "can_launch", lambda *_, can_launch=can_launch: can_launch)
-        x, window, index = torch.zeros(1, 2, 5), torch.zeros(1, 3, 5), torch.zeros(1, 2, 4, dtype=torch.int64)
-        causal_conv1d.tree_verify_snapshots(x, window, index, torch.zeros(5, 4))
-    assert taken == [triton_ops, torch_ops]
+@pytest.mark.parametrize("can_launch", [True, False])
+def test_the_operator_takes_triton_where_it_can(can_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "can_launch", lambda *_: can_launch)
+    pool, slots = torch.zeros(2, 3, 5), RowSet.of([1], torch.device("cpu"))
+    state = ExtendOperands(torch.zeros(2, 1, 1, 1), pool, slots, torch.tensor([2]))
+    chosen = operator_of(causal_conv1d.advance).choose(torch.zeros(1, 2, 5), torch.zeros(5, 4), None, state)
+    assert chosen == ("triton" if can_launch else "torch")
 
 
 def extend_case(
@@ -256,22 +255,17 @@ def test_extend(triton_ops: Any, gpu_device: str, lengths: list[int], width: int
     assert is_same(on[1], right)
 
 
-@pytest.mark.parametrize("form", ["triton", "torch"])
-def test_padding_rows_of_an_extend(
-    triton_ops: Any, gpu_device: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of slot 0, some of which say that they have tokens, leave slot 0 as it is; so does the op without Triton."""
-    monkeypatch.setattr(gpu, "can_launch", lambda *_: form == "triton")
+def test_padding_rows_of_an_extend(triton_ops: Any, gpu_device: str) -> None:
+    """Rows of slot 0, some of them with tokens, leave slot 0 as it is."""
     x, windows, index, counts = extend_case([2, 3, 0, 4], [0, 6, 2, 0], 4, 6, torch.float32)
     weight = normal(6, 4, seed=3)
     want, after = reference.extend(x, windows[index], weight, counts)
     right = windows.index_copy(0, index[1:2], after[1:2])
     on = [t.to(gpu_device) for t in (x, windows, index, weight, counts)]
-    y = causal_conv1d.extend_in_place(*on).cpu()
+    y = triton_ops.extend_in_place(*on).cpu()
     torch.testing.assert_close(y[1, :3], want[1, :3], **TOLERANCE)
     assert is_same(on[1], right)
-    if form == "triton":
-        assert torch.equal(y[[0, 2, 3]], torch.zeros(3, *y.shape[1:]))
+    assert torch.equal(y[[0, 2, 3]], torch.zeros(3, *y.shape[1:]))
 
 
 def test_runs_in_two_parts_equal_one(triton_ops: Any, gpu_device: str) -> None:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from specmamba.kernels import delta_net
-from specmamba.kernels.causal_conv1d import torch_ops as conv_ops
 from specmamba.kernels.delta_net import Inputs, Weights, native_ops, reference
-from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
 from specmamba.kernels.state_records import Buffers, Trees
+from specmamba.layers.gated_delta_net import mix
 from tests.kernels.layer_case import (
     NUM_ROWS,
     check_buffers,
     copied,
     first_nodes,
     make_buffers_and_trees,
+    operands_of,
     part_of_rows,
-    run_part_by_part,
+    run_in_torch,
     values,
 )
 from tests.kernels.rounding import tolerance
@@ -73,13 +72,9 @@ class Case:
         """Outputs, and the buffers afterwards; the case stays as it is."""
         buffers = copied(self.buffers)
         if form == "native":
-            assert delta_net.can_fuse(self.inputs, self.weights, buffers)
+            assert delta_net.can_fuse(operands_of(buffers, self.trees), self.inputs, self.weights)
             return delta_net.tree_verify(self.inputs, self.weights, buffers, self.trees), buffers
-
-        def compose(convolve: Any, delta_rule: Any) -> Tensor:
-            return delta_net.compose(self.inputs, self.weights, convolve, delta_rule)
-
-        return run_part_by_part(buffers, self.trees, conv_ops, delta_ops.tree_verify, compose), buffers
+        return run_in_torch(mix, self.inputs, self.weights, buffers, self.trees), buffers
 
     def wanted(self) -> tuple[Tensor, Buffers]:
         """The same by the reference in float64."""
@@ -187,7 +182,7 @@ def test_native_code_takes_what_it_can_take(monkeypatch: pytest.MonkeyPatch) -> 
     case = Case(HEADS[1], 2, [1])
 
     def takes(inputs: Inputs = case.inputs, weights: Weights = case.weights, buffers: Buffers = case.buffers) -> bool:
-        return delta_net.can_fuse(inputs, weights, buffers)
+        return delta_net.can_fuse(operands_of(buffers, case.trees), inputs, weights)
 
     assert takes()
     assert not takes(inputs=copied(case.inputs, torch.float16))

@@ -8,20 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels import delta_net, gpu
-from specmamba.kernels.delta_net import reference
+from specmamba.kernels.delta_net import Inputs, Weights, reference
 from specmamba.kernels.state_records import Buffers, Trees
 from specmamba.kernels.state_records import reference as records_reference
-from tests.kernels.layer_case import copied, moved, part_of_rows, values
+from specmamba.layers.gated_delta_net import mix
+from tests.kernels.layer_case import copied, moved, operands_of, part_of_rows, triton_forms, values
 from tests.kernels.test_delta_net import RECORDS, TOLERANCE, Case
 
 pytest.importorskip("triton")
-from specmamba.kernels.delta_net import triton_ops
-
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 HEADS = (1, 2, 16, 24)
 PENDING, FOLDS, PADDING = [3, 5, 4, 0], [True, False, True, True], 2  # of the rows of the batch; one is padding
+
+
+def run_triton(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees) -> Tensor:
+    """The layer between its projections in four launches."""
+    with triton_forms():
+        return mix(inputs, weights, operands_of(buffers, trees))
 
 
 class PoolCase(Case):
@@ -41,7 +45,7 @@ class PoolCase(Case):
 
     def run_triton(self, device: str) -> tuple[Tensor, Buffers]:
         buffers, weights = moved(copied(self.buffers), device), moved(self.weights, device)
-        out = triton_ops.tree_verify(moved(self.inputs, device), weights, buffers, moved(self.trees, device))
+        out = run_triton(moved(self.inputs, device), weights, buffers, moved(self.trees, device))
         return out.cpu(), moved(buffers, "cpu")
 
     def wanted_row(self, row: int, buffers: Buffers) -> Tensor:
@@ -102,7 +106,7 @@ def test_17_nodes_and_nothing_known_of_pending(gpu_device: str) -> None:
     case.buffers.states[1].normal_()
     want, wanted = case.wanted()
     buffers, weights = moved(copied(case.buffers), gpu_device), moved(case.weights, gpu_device)
-    out = triton_ops.tree_verify(moved(case.inputs, gpu_device), weights, buffers, moved(case.trees, gpu_device))
+    out = run_triton(moved(case.inputs, gpu_device), weights, buffers, moved(case.trees, gpu_device))
     torch.testing.assert_close(out.cpu().double(), want, **TOLERANCE[torch.float32])
     for mine, right in zip(values(buffers), values(wanted), strict=True):
         torch.testing.assert_close(mine.cpu().double(), right, equal_nan=True, **RECORDS)
@@ -122,14 +126,3 @@ def test_what_is_not_finite_stays_in_its_path(gpu_device: str) -> None:
         mine, right = (getattr(x, name)[case.trees.rows, at] for x in (left, clean))
         torch.testing.assert_close(mine[~felt], right[~felt], equal_nan=True)
         assert mine[felt].isfinite().all()
-
-
-def test_the_op_launches_kernels_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, chosen = PoolCase(1, torch.float32, torch.float16, folds=True), list[str]()
-    monkeypatch.setattr(triton_ops, "tree_verify", lambda *_: chosen.append("triton"))
-    monkeypatch.setattr(delta_net.native_ops, "tree_verify", lambda *_: chosen.append("native"))
-    for can_launch in (True, False):
-        monkeypatch.setattr(gpu, "can_launch", lambda *_, can=can_launch: can)
-        assert delta_net.can_fuse(case.inputs, case.weights, case.buffers) is can_launch
-        delta_net.tree_verify(case.inputs, case.weights, case.buffers, case.trees)
-    assert chosen == ["triton", "native"]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels import gated_delta_rule, gpu
+from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.gated_delta_rule import reference, tiles, torch_ops
-from specmamba.kernels.state_records import Buffers, Trees
+from specmamba.kernels.state_records import Buffers, ExtendOperands, RowSet, Trees
 from specmamba.kernels.state_records import reference as records_reference
 from tests.kernels import rounding
 from tests.kernels.layer_case import copied, make_buffers_and_trees, moved
@@ -299,25 +300,15 @@ def test_extend_in_place(heads: tuple[int, int, int, int], dtype: str, gpu_devic
     assert torch.equal(out[padding], torch.zeros_like(out[padding]))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_extend_in_place_in_pytorch(dtype: str) -> None:
-    case = Run((1, 2, 16, 24), TYPES[dtype])
-    case.states[0] = 0
-    for x in case.tokens:
-        x.nan_to_num_(7.0)
-    states = case.states.clone()
-    out = gated_delta_rule.extend_in_place(*case.tokens, states, case.slots, case.lengths)
-    case.check(out, states)
-    assert out.isfinite().all()
-
-
 def test_extend_ends_at_the_largest_number_of_float16(gpu_device: str) -> None:
-    for run in (triton_ops.extend_in_place, gated_delta_rule.extend_in_place):
+    for form in (triton_ops, torch_ops):
         tokens, state = make_tokens(1, 3, (1, 1, 8, 8), seed=21)
         tokens.v[:, :, :, 0] *= 1e6
         states = torch.cat([state, state]).half().to(gpu_device)
-        places = states, torch.tensor([1], device=gpu_device), torch.tensor([3], device=gpu_device)
-        run(*(x.to(gpu_device) for x in tokens), *places)
+        places = RowSet.of([1], states.device), torch.tensor([3], device=gpu_device)
+        operands = ExtendOperands(states, states, *places)
+        run = operands.launch if form is triton_ops else operands.run
+        run(form, tuple(x.to(gpu_device) for x in tokens))
         assert states[1].abs().max() == 65504
 
 
@@ -367,17 +358,12 @@ def test_a_snapshot_that_is_not_finite_is_felt_by_descendants_alone(gpu_device: 
     assert torch.equal(~snapshots[0].cpu().flatten(1).isfinite().all(-1), felt)
 
 
-def test_the_op_launches_kernels_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("can_launch", [True, False])
+def test_the_operator_takes_triton_where_it_can(can_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, state = make_tokens(1, 1, (1, 1, 8, 8), seed=26)
-    chosen: list[str] = []
-    for name in ("extend_in_place", "tree_verify_snapshots"):
-        monkeypatch.setattr(triton_ops, name, lambda *_, name=name: chosen.append(name))
-    monkeypatch.setattr(torch_ops, "tree_verify_snapshots", lambda *_: chosen.append("torch"))
-    for can_launch in (True, False):
-        monkeypatch.setattr(gpu, "can_launch", lambda *_, can=can_launch: can)
-        gated_delta_rule.extend_in_place(*tokens, state, torch.tensor([0]), torch.tensor([1]))
-        gated_delta_rule.tree_verify_snapshots(*tokens, state, state[:, None], None)
-    assert chosen == ["extend_in_place", "tree_verify_snapshots", "torch"]
+    operands = ExtendOperands(state, state, RowSet.of([0], state.device), torch.tensor([1]))
+    monkeypatch.setattr(gpu, "can_launch", lambda *_: can_launch)
+    assert operator_of(gated_delta_rule.advance).choose(*tokens, operands) == ("triton" if can_launch else "torch")
 
 
 def test_tiles_cover_what_they_are_for() -> None:

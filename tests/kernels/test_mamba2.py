@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from specmamba.kernels import mamba2
-from specmamba.kernels.causal_conv1d import torch_ops as conv_ops
 from specmamba.kernels.mamba2 import Inputs, Weights, native_ops, reference
-from specmamba.kernels.ssd import torch_ops as ssd_ops
 from specmamba.kernels.state_records import Buffers, Trees
+from specmamba.layers.mamba2 import mix
 from tests.kernels.layer_case import (
     NUM_ROWS,
     check_buffers,
@@ -22,8 +20,9 @@ from tests.kernels.layer_case import (
     first_nodes,
     make_buffers_and_trees,
     moved,
+    operands_of,
     part_of_rows,
-    run_part_by_part,
+    run_in_torch,
     values,
 )
 from tests.kernels.rounding import tolerance
@@ -86,18 +85,11 @@ class Case:
         """Outputs, and the buffers afterwards; the case stays as it is."""
         buffers = copied(self.buffers)
         if form == "native":
-            assert mamba2.can_fuse(self.inputs, self.weights, buffers)
+            assert mamba2.can_fuse(operands_of(buffers, self.trees), self.inputs, self.weights)
             return mamba2.tree_verify(self.inputs, self.weights, buffers, self.trees), buffers
-
         device = "cuda" if form == "cuda" else "cpu"
-        inputs, weights, trees = moved(self.inputs, device), moved(self.weights, device), moved(self.trees, device)
-        buffers = moved(buffers, device)
-
-        def compose(convolve: Any, recur: Any) -> Tensor:
-            return mamba2.compose(inputs, weights, convolve, recur)
-
-        out = run_part_by_part(buffers, trees, conv_ops, ssd_ops.tree_verify, compose)
-        return out.cpu(), moved(buffers, "cpu")
+        inputs, weights, trees, buffers = (moved(x, device) for x in (self.inputs, self.weights, self.trees, buffers))
+        return run_in_torch(mix, inputs, weights, buffers, trees).cpu(), moved(buffers, "cpu")
 
     def wanted(self) -> tuple[Tensor, Buffers]:
         """The same by the reference in float64."""
@@ -241,7 +233,7 @@ def test_native_code_takes_what_it_can_take(monkeypatch: pytest.MonkeyPatch) -> 
     case = Case(HEADS[1], 2, [1])
 
     def takes(inputs: Inputs = case.inputs, weights: Weights = case.weights, buffers: Buffers = case.buffers) -> bool:
-        return mamba2.can_fuse(inputs, weights, buffers)
+        return mamba2.can_fuse(operands_of(buffers, case.trees), inputs, weights)
 
     assert takes()
     assert takes(weights=replace(case.weights, norm=None, conv_bias=None))

@@ -13,10 +13,11 @@ from transformers import DynamicCache, Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from specmamba.kernels import mamba2
-from specmamba.kernels.causal_conv1d import reference as conv_reference
 from specmamba.kernels.ssd import reference, torch_ops
+from specmamba.kernels.state_records import ExtendOperands, RowSet
 from specmamba.kernels.state_records import reference as records_reference
 from specmamba.kernels.state_records import torch_ops as records_ops
+from specmamba.layers.mamba2 import mix
 from tests.kernels.records import HEADS, make_records, make_state
 from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of, path_to
@@ -92,7 +93,7 @@ class TestTransformers:
     @staticmethod
     def ours(mixer: Mamba2Mixer, x: Tensor, state: Tensor, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs, state and window after tokens x [B, L, H]."""
-        lengths, after = torch.full(x.shape[:1], x.shape[1]), []
+        lengths = torch.full(x.shape[:1], x.shape[1])
         weights = mamba2.Weights(
             conv=mixer.conv1d.weight.squeeze(1),
             conv_bias=mixer.conv1d.bias,
@@ -109,19 +110,11 @@ class TestTransformers:
             dt_limit=mixer.time_step_limit,
         )
 
-        def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            y, new_window = conv_reference.extend(inputs, window, weight, lengths, bias)
-            after.append(new_window)
-            return y
-
-        def recur(c: Tensor, b: Tensor, u: Tensor, g: Tensor) -> Tensor:
-            out, new_state = reference.extend(c, b, u, g, state, lengths)
-            after.append(new_state)
-            return out
-
+        states, windows, slots = state.clone(), window.clone(), RowSet.of(range(len(x)), x.device)
         sizes = [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads]
-        out = mamba2.compose(mamba2.Inputs(*mixer.in_proj(x).split(sizes, -1)), weights, convolve, recur)
-        return out, after[1], after[0]
+        inputs = mamba2.Inputs(*mixer.in_proj(x).split(sizes, -1))
+        out = mix(inputs, weights, ExtendOperands(states, windows, slots, lengths))
+        return out, states, windows
 
     @pairwise(
         pytest.mark.parametrize("use_conv_bias", [False, True]),

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels import gpu, ssd
 from specmamba.kernels.ssd import reference, torch_ops
 from specmamba.kernels.state_records import Buffers, as_stored
 from specmamba.kernels.state_records import reference as records_reference
@@ -212,9 +211,9 @@ def test_a_node_is_felt_by_its_descendants_alone(nodes: int, gpu_device: str) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", ["triton", "torch"])
-def test_extend_in_place(form: str, dtype: torch.dtype, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "can_launch", lambda *_: form == "triton")
+def test_extend_in_place(dtype: torch.dtype, gpu_device: str) -> None:
+    from specmamba.kernels.ssd import triton_ops
+
     heads, lengths, slots = ODD, torch.tensor([35, 0, 16, 9, 1]), torch.tensor([4, 2, 1, 0, 5])
     tokens = strided(make_tokens(5, 36, heads, seed=3))
     beyond = torch.arange(36) >= lengths[:, None]
@@ -223,10 +222,10 @@ def test_extend_in_place(form: str, dtype: torch.dtype, gpu_device: str, monkeyp
     pool = torch.full((7, *heads[1:]), torch.nan)
     pool[[0, 1, 4, 5]] = torch.randn(4, *heads[1:])
     pool[2] = torch.inf  # a row of length 0 leaves whatever there is
-    before, device = pool.to(dtype), gpu_device if form == "triton" else "cpu"
+    before, device = pool.to(dtype), gpu_device
     after = before.to(device, copy=True)
     told = [x.to(device) for x in tokens]
-    out = ssd.extend_in_place(*told, after, slots.to(device), lengths.to(device)).cpu()
+    out = triton_ops.extend_in_place(*told, after, slots.to(device), lengths.to(device)).cpu()
     after, expected = after.cpu(), before.clone()
     for i in (0, 2, 4):
         count = int(lengths[i])
@@ -272,9 +271,7 @@ def test_extend_is_stable_at_any_decay(decay: float, gpu_device: str) -> None:
 
 @pytest.mark.parametrize("has_parents", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize(("heads", "nodes"), [(ODD, 1), (ODD, 7), (WIDE, 2)])
-def test_snapshots(
-    heads: tuple[int, int, int, int], nodes: int, has_parents: bool, gpu_device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snapshots(heads: tuple[int, int, int, int], nodes: int, has_parents: bool, gpu_device: str) -> None:
     """Into a part of a larger buffer, whose rest stays as it is."""
     shapes = ("bushy", "padded", "star") if has_parents else ("chain", "chain")
     batch = len(shapes)
@@ -283,9 +280,10 @@ def test_snapshots(
     buffer = torch.full((batch + 2, nodes + 2, *state.shape[1:]), torch.nan, device=gpu_device)
     want_snapshots = torch.empty(batch, nodes, *state.shape[1:], dtype=torch.float64)
     want = reference.tree_verify_snapshots(*tokens.double(), state.double(), want_snapshots, parents)
-    monkeypatch.setattr(gpu, "can_launch", lambda *_: True)
+    from specmamba.kernels.ssd import triton_ops
+
     told = (x.to(gpu_device) for x in (*tokens, state))
-    out = ssd.tree_verify_snapshots(*told, buffer[1:-1, :nodes], parents.to(gpu_device) if has_parents else None)
+    out = triton_ops.tree_verify_snapshots(*told, buffer[1:-1, :nodes], parents.to(gpu_device) if has_parents else None)
     torch.testing.assert_close(out.cpu().double(), want, **TOLERANCE)
     torch.testing.assert_close(buffer[1:-1, :nodes].cpu().double(), want_snapshots, **TOLERANCE)
     assert buffer[[0, -1]].isnan().all()

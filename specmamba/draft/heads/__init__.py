@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import PagedKV, causal_keys, tree_keys
+from specmamba.cache.access import PagedKV, batch_rows, causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
-from specmamba.cache.rows import RowSet
-from specmamba.core import Batch, Chunk, DraftTree, PendingTokens, SamplingBatch, SamplingParams, Verdict
+from specmamba.core import Batch, DraftTree, PendingTokens, PrefillChunk, SamplingBatch, SamplingParams, Verdict
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, HostPendingTokens, root_tree
 from specmamba.draft.heads.children import ChildPicker, grow_chain
@@ -88,7 +87,7 @@ class MTPDrafter(Drafter):
         """Make the entries of all pending tokens, because others may share them and no further draft makes them."""
         self._complete(batch)
 
-    def extend(self, chunk: Chunk, features: Tensor) -> None:
+    def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
         """Make the head's entries for known tokens."""
         states = self.head.combine(features)
         last = (chunk.lengths - 1)[:, None, None].expand(-1, 1, states.shape[2])
@@ -213,8 +212,8 @@ class MTPDrafter(Drafter):
         return states[:, -tokens.shape[1] :]
 
     def _run_pending(self, batch: Batch, pending_tokens: PendingTokens, num_entries: int) -> list[Tensor]:
-        """Run the pending tokens through all modules; return the states of each module, [B, longest, H]."""
-        longest, rows = pending_tokens.max_count, RowSet.of_batch(batch)
+        """PrefillRun the pending tokens through all modules; return the states of each module, [B, longest, H]."""
+        longest, rows = pending_tokens.max_count, batch_rows(batch)
         window = self._window = Window.of(self._table, batch, pending_tokens, num_entries)
         tokens = rows.take(self.pending.tokens)[:, :longest]
         positions, slots = window.positions[:, :longest], window.slots[:, :longest]

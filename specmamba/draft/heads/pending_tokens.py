@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specmamba.cache.access import batch_rows
 from specmamba.cache.request_table import RequestTable
-from specmamba.cache.rows import RowSet
 from specmamba.core import Batch, PendingTokens
 
 
@@ -69,7 +69,7 @@ class PendingTokenTable:
         """
         pending = batch.pending_tokens
         assert pending is not None
-        rows, num_columns = RowSet.of_batch(batch), tokens.shape[1]
+        rows, num_columns = batch_rows(batch), tokens.shape[1]
         first = pending.max_count if pending.is_deferred else 0
         counts = pending.counts if pending.is_deferred else None
         if rows.is_range and counts is None:

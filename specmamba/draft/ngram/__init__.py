@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.request_table import RequestTable
-from specmamba.cache.rows import RowSet
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, chain_shape, root_tree, tree_shape
 from specmamba.draft.ngram.matching import NO_TOKEN, CorpusIndex, MatchRule, match_history
+from specmamba.kernels.state_records import RowSet
 
 CPU = torch.device("cpu")
 

@@ -176,14 +176,14 @@ def _report(engine: Engine) -> CacheReport:
     config = engine.config
     tracks = config.mamba_radix_cache_strategy == "extra_buffer"
     settings = {
-        "enabled": engine.prefixes.is_on,
+        "enabled": engine.cache_manager.is_on,
         "strategy": config.mamba_radix_cache_strategy,
         "track_interval": config.mamba_track_interval if tracks else None,
     }
-    return CacheReport.model_validate(settings | engine.prefixes.cache.summary())
+    return CacheReport.model_validate(settings | engine.cache_manager.cache.summary())
 
 
 def _tree(engine: Engine) -> str:
-    if not engine.prefixes.is_on:
+    if not engine.cache_manager.is_on:
         return "the prefix cache is off (--disable-radix-cache)"
-    return engine.prefixes.cache.render_text()
+    return engine.cache_manager.cache.render_text()

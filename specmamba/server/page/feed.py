@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from specmamba.cache.prefix.inspection import Outline
-from specmamba.cache.spec_buffers import SpecBuffers
 from specmamba.core import DraftView, SpecStats
 from specmamba.errors import EngineStoppedError
 from specmamba.server.api.service import Service
 from specmamba.server.api.tokenization import token_string
 from specmamba.server.http.error_answers import ApiError
 from specmamba.server.observe.metrics import Histogram, ServerMetrics, accepted_per_position
+from specmamba.verify.record_buffers import RecordBuffers
 
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine, EngineStats
@@ -49,16 +49,16 @@ class Sample:
 
 def take_sample(engine: Engine, with_outline: bool) -> Sample:
     """Read the engine, on its thread. Cheap: a few sums, and at most ``MAX_TREE_NODES`` nodes of the prefix cache."""
-    records = engine.pools.records
+    records = engine.pools.state_buffers
     num_pending, num_records = 0, 0
-    if isinstance(records, SpecBuffers):
+    if isinstance(records, RecordBuffers):
         num_pending, num_records = records.num_pending, records.num_records
     return Sample(
         engine.stats(),
         tuple(view for view in engine.last_drafts() if len(view.tokens) > 1)[-MAX_DRAFTS:],
         num_pending,
         num_records,
-        engine.prefixes.cache.outline(MAX_TREE_NODES) if with_outline else None,
+        engine.cache_manager.cache.outline(MAX_TREE_NODES) if with_outline else None,
     )
 
 

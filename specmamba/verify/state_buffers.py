@@ -1,7 +1,7 @@
-"""What a verify asks of the recurrent states, whichever way they are kept: ``StateBuffers``, the seam of the backends.
+"""Recurrent states between a verify and its commit: the contract ``StateBuffers`` of the two backends.
 
-``SpecBuffers`` (records) and ``SnapshotBuffers`` (whole states) stand behind it; the runner and the layers do not know
-which of the two they talk to.
+``RecordBuffers`` (records) and ``SnapshotBuffers`` (whole states) implement it; the step and the layers do not know
+which of the two they use.
 """
 
 from __future__ import annotations
@@ -15,68 +15,59 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from specmamba.cache.rows import RowSet
 from specmamba.cache.state_pool import StateOwnershipError, StatePool
 from specmamba.core import TreeShape
-from specmamba.kernels import delta_net, mamba2
 from specmamba.kernels import tree as tree_ops
+from specmamba.kernels.state_records import RecordOperands, RowSet, SnapshotOperands
 
 
 @dataclass(frozen=True, slots=True)
-class HostPlaces:
-    """What the host knows of a verify before the tree is there: rows, their checkpoints, what is pending."""
+class HostVerifySlots:
+    """Where a verify reads and writes, as the host knows it before the trees are there."""
 
     rows: tuple[int, ...]
-    slots: tuple[int, ...]
-    pending: tuple[int, ...] = ()  # pending records of each row; empty where nothing ever is
+    state_slots: tuple[int, ...]  # of the rows' checkpoints
+    num_pending: tuple[int, ...] = ()  # pending records of each row; empty where there never are any
     folded: tuple[int, ...] = ()  # rows whose pending records the verify folds
 
-    def on(self, device: torch.device) -> Places:
-        """As a verify needs it, with records right behind the longest pending list."""
-        rows, slots = RowSet.of(self.rows, device), RowSet.of(self.slots, device)
-        offset = max(self.pending, default=0)
+    def on(self, device: torch.device) -> VerifySlots:
+        """The same on a device, with the nodes' records right behind the longest pending list."""
+        rows, slots = RowSet.of(self.rows, device), RowSet.of(self.state_slots, device)
+        offset = max(self.num_pending, default=0)
         folds = torch.tensor([row in self.folded for row in self.rows], device=device) if self.folded else None
-        is_ragged = folds is not None or min(self.pending, default=0) < offset
-        num_pending = torch.tensor(self.pending, device=device) if is_ragged else None
-        return Places(rows, slots, offset, num_pending, folds)
+        is_ragged = folds is not None or min(self.num_pending, default=0) < offset
+        num_pending = torch.tensor(self.num_pending, device=device) if is_ragged else None
+        return VerifySlots(rows, slots, offset, num_pending, folds)
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """The same on the device. In a step that is replayed these tensors stay, and padding has row and slot 0."""
+class VerifySlots:
+    """Where a verify reads and writes, on the device; padding has row 0 and slot 0."""
 
     rows: RowSet
-    slots: RowSet
-    node_offset: int  # of records: no row has more pending ones
+    state_slots: RowSet
+    node_offset: int  # of the nodes' records: no row has more pending ones
     num_pending: Tensor | None = None  # [B] int64; None when every row has node_offset of them
-    folds: Tensor | None = None  # [B] bool, rows whose pending records the verify folds; None: no row's
+    folds: Tensor | None = None  # [B] bool, rows whose pending records the verify folds; None: no row folds
 
     @property
     def is_exact(self) -> bool:
-        """Whether the host knows the rows: not in a step that is replayed."""
+        """Whether the host knows the rows; it does not in a captured step."""
         return bool(self.rows.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyPlan:
-    """Where one verify finds and leaves everything; the same for all layers. Each backend adds what it needs."""
+    """One verify: its slots, its trees and what follows from both; the same for all layers. Backends add to it."""
 
-    places: Places
+    slots: VerifySlots
     tree: TreeShape
     conv_index: Tensor  # [B, N, W] int64, the inputs under each node's convolution, in the backend's own numbering
-
-    @property
-    def rows(self) -> RowSet:
-        return self.places.rows
-
-    @property
-    def slots(self) -> RowSet:
-        return self.places.slots
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Whose checkpoint a row verifies from, and where it must stand."""
+    """The checkpoint that a row verifies from: its owner, its slot and the position it must stand at."""
 
     owner: str
     slot: int
@@ -89,12 +80,12 @@ PlanT = TypeVar("PlanT", bound=VerifyPlan)
 class StateBuffers(ABC, Generic[PlanT]):
     """States between a verify and the checkpoint, for every running row; a row is begun before it is verified.
 
-    One verify is ``plan``, then ``delta_net`` or ``mamba2`` once per layer (or their parts: ``convolve``, and
-    ``delta_rule`` or ``ssd``), then ``commit``. A plan holds until the next one of the same rows.
+    One verify is ``place`` and ``plan_at``, then ``operands`` once per layer, then ``promote`` and ``advance``. A plan
+    holds until the next one of the same rows.
 
-    ``plan`` is two things, and so is ``commit``. ``place`` and ``advance`` are the host's part: stamps, and how many
-    records are pending. ``plan_at`` and ``promote`` work on the device alone and never wait for it, so that they can be
-    captured and replayed, with everything in between.
+    ``place`` and ``advance`` are the host's part: stamps, and how many records are pending. ``plan_at``, ``operands``
+    and ``promote`` work on the device alone and never wait for it, so that a graph can capture them. ``plan`` and
+    ``commit`` do both parts at once, for callers that run no captured steps.
     """
 
     folds_in_verify = False  # kernels fold full rows while they read their states; else ``place`` does it
@@ -103,7 +94,7 @@ class StateBuffers(ABC, Generic[PlanT]):
         self.max_nodes = max_nodes
         self._pool = pool
         self._leases: dict[int, Lease] = {}
-        self._placed = HostPlaces((), ())  # by the last ``plan``, for its ``commit``
+        self._placed = HostVerifySlots((), ())  # the last verify
 
     def begin(self, row: int, slot: int, owner: str, position: int) -> None:
         """Start verifying for a request whose checkpoint stands in ``slot`` at ``position``.
@@ -138,59 +129,35 @@ class StateBuffers(ABC, Generic[PlanT]):
 
     def plan(self, rows: Sequence[int], tree: TreeShape) -> PlanT:
         """Prepare a verify of ``tree`` for rows; errors as for ``place``."""
-        self._placed = self.place(rows, tree.num_nodes)
-        return self.plan_at(self._placed.on(tree.parents.device), tree)
+        return self.plan_at(self.place(rows, tree.num_nodes).on(tree.parents.device), tree)
 
-    @abstractmethod
-    def place(self, rows: Sequence[int], num_nodes: int) -> HostPlaces:
-        """Prepare a verify of trees of ``num_nodes`` nodes for rows, on the host.
+    def place(self, rows: Sequence[int], num_nodes: int) -> HostVerifySlots:
+        """Prepare a verify of trees of ``num_nodes`` nodes for rows, on the host; ``advance`` ends it.
 
         Raises:
             StateOwnershipError: a row never began, or its slot no longer holds the checkpoint that it continues.
             ValueError: the tree has more nodes than these buffers are made for.
         """
+        if num_nodes > self.max_nodes:
+            raise ValueError(f"a tree of {num_nodes} nodes does not fit buffers for {self.max_nodes}")
+        self._placed = self._place(tuple(rows), self._checked_slots(rows), num_nodes)
+        return self._placed
+
+    @abstractmethod
+    def _place(self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int) -> HostVerifySlots:
+        """``place``, after its checks; ``slots`` are those of the rows' checkpoints."""
 
     def node_offset(self, num_nodes: int) -> int:
-        """``Places.node_offset`` of all steps that are replayed with trees of so many nodes."""
+        """``VerifySlots.node_offset`` of all captured steps with trees of ``num_nodes`` nodes."""
         return 0
 
     @abstractmethod
-    def plan_at(self, places: Places, tree: TreeShape) -> PlanT:
+    def plan_at(self, slots: VerifySlots, tree: TreeShape) -> PlanT:
         """The plan of a verify of ``tree``; on the device alone."""
 
     @abstractmethod
-    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None, plan: PlanT) -> Tensor:
-        """Convolve the nodes' inputs [B, N, C] along their own paths, weight [C, W], bias [C] -> [B, N, C] float32."""
-
-    @abstractmethod
-    def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: PlanT) -> Tensor:
-        """Outputs [B, N, Hv, V] of all nodes; arguments as for ``kernels.gated_delta_rule.tree_verify``."""
-
-    @abstractmethod
-    def ssd(self, layer: int, c: Tensor, b: Tensor, u: Tensor, g: Tensor, plan: PlanT) -> Tensor:
-        """Outputs [B, N, H, P] of all nodes; arguments as for ``kernels.ssd.tree_verify``."""
-
-    def delta_net(self, layer: int, inputs: delta_net.Inputs, weights: delta_net.Weights, plan: PlanT) -> Tensor:
-        """Outputs [B, N, Hv, V] of all nodes, in the gate's dtype: all of a layer between its projections."""
-
-        def convolve(x: Tensor, weight: Tensor) -> Tensor:
-            return self.convolve(layer, x, weight, None, plan)
-
-        def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-            return self.delta_rule(layer, q, k, v, g, beta, plan)
-
-        return delta_net.compose(inputs, weights, convolve, delta_rule)
-
-    def mamba2(self, layer: int, inputs: mamba2.Inputs, weights: mamba2.Weights, plan: PlanT) -> Tensor:
-        """Outputs [B, N, H P] of all nodes, in the gate's dtype: all of a layer between its projections."""
-
-        def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return self.convolve(layer, x, weight, bias, plan)
-
-        def recur(c: Tensor, b: Tensor, u: Tensor, g: Tensor) -> Tensor:
-            return self.ssd(layer, c, b, u, g, plan)
-
-        return mamba2.compose(inputs, weights, convolve, recur)
+    def operands(self, layer: int, plan: PlanT) -> RecordOperands | SnapshotOperands:
+        """Where a layer finds the checkpoints of a plan's rows, and what it leaves there for every node."""
 
     def commit(self, plan: PlanT, path: Tensor, num_accepted: Tensor, accepted: Sequence[int]) -> None:
         """Advance every row of a plan over its accepted path.
@@ -201,15 +168,19 @@ class StateBuffers(ABC, Generic[PlanT]):
             num_accepted: [B] int64 drafts accepted; ``accepted`` are the same numbers on the host.
         """
         self.promote(plan, path, num_accepted)
-        self.advance(self._placed, accepted)
+        self.advance(accepted)
 
     @abstractmethod
     def promote(self, plan: PlanT, path: Tensor, num_accepted: Tensor) -> None:
-        """Move what the accepted paths leave behind to where it stays; on the device alone. Arguments as above."""
+        """Keep what the accepted paths have left; on the device alone. Arguments as for ``commit``."""
+
+    def advance(self, accepted: Sequence[int]) -> None:
+        """Count, on the host, what the last placed verify added to every row: ``accepted`` drafts and the root."""
+        self._advance(self._placed, accepted)
 
     @abstractmethod
-    def advance(self, places: HostPlaces, accepted: Sequence[int]) -> None:
-        """Note, on the host, how far every row has come: ``accepted`` drafts and the root."""
+    def _advance(self, placed: HostVerifySlots, accepted: Sequence[int]) -> None:
+        """``advance`` of a verify that was placed so."""
 
     def materialize(self, row: int, position: int, slot: int) -> None:
         """Write the state of a row at ``position`` (recurrent state and window) into another slot of the pool.
@@ -237,7 +208,7 @@ class StateBuffers(ABC, Generic[PlanT]):
         self._write_stamped(row, position, slot, stamp.owner)
 
     def retire(self, row: int, position: int) -> None:
-        """Let a row end with its checkpoint at ``position``, for whoever gets the slot next.
+        """End a row with its checkpoint at ``position``, so that the slot can change its owner.
 
         Raises:
             StateOwnershipError, ValueError: as for ``materialize``.
@@ -271,16 +242,24 @@ class StateBuffers(ABC, Generic[PlanT]):
             raise StateOwnershipError(f"row {row} has no checkpoint to verify from: it never began, or has ended")
         return self._leases[row]
 
-    def _check_size(self, num_nodes: int) -> None:
-        if num_nodes > self.max_nodes:
-            raise ValueError(f"a tree of {num_nodes} nodes does not fit buffers for {self.max_nodes}")
-
     def _checked_slots(self, rows: Sequence[int]) -> tuple[int, ...]:
         """The slots of rows, whose stamps say that they still hold the rows' checkpoints."""
         leases = [self._lease(row) for row in rows]
         for lease in leases:
             self._pool.check(lease.slot, lease.owner, lease.position)
         return tuple(lease.slot for lease in leases)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyState(Generic[PlanT]):
+    """The states of one verify as layers see them."""
+
+    buffers: StateBuffers[PlanT]
+    plan: PlanT
+
+    def operands(self, layer: int) -> RecordOperands | SnapshotOperands:
+        """The states of one layer."""
+        return self.buffers.operands(layer, self.plan)
 
 
 def conv_index(tree: TreeShape, width: int) -> Tensor:
@@ -292,6 +271,6 @@ def conv_index(tree: TreeShape, width: int) -> Tensor:
 
 @cache
 def _chain_conv_index(batch_size: int, num_nodes: int, width: int, device: torch.device) -> Tensor:
-    """Of chains it is always the same, so made once."""
+    """The index of chains depends on sizes alone, so it is made once."""
     nodes = torch.arange(num_nodes, device=device)[:, None]
     return (nodes + torch.arange(1 - width, 1, device=device)).expand(batch_size, -1, -1)

@@ -1,4 +1,4 @@
-"""What requests take over from the prefix cache, and what they leave in it."""
+"""Memory of requests: rows, state slots and KV, what they borrow from the prefix cache and what they leave in it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from torch import Tensor
 
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.eviction import Costs
@@ -13,32 +14,33 @@ from specmamba.cache.prefix.node import Match
 from specmamba.cache.state_pool import PREFIX_CACHE
 from specmamba.config import EngineConfig
 from specmamba.engine.request import Request
-from specmamba.engine.runner import Runner
 from specmamba.models.base import LoadedModel
+from specmamba.verify.pools import Pools
 
 
-class Prefixes:
+class CacheManager:
     """Gives a request its memory, with the longest cached prefix in it, and caches what requests have computed.
 
     States are left behind at the ends of chunks, where a request ends or is preempted, and, if ``track_interval`` is
     set, every so many generated tokens. A request keeps its own path in the tree locked, so that what it borrows stays.
+    Nothing here runs a model: ``features`` that a drafter needs to go on at a position are passed in.
     """
 
-    def __init__(self, runner: Runner, cache: MambaRadixCache, is_on: bool, track_interval: int | None) -> None:
-        """Share the pools of a runner through a prefix cache.
+    def __init__(self, pools: Pools, cache: MambaRadixCache, is_on: bool, track_interval: int | None) -> None:
+        """Share pools between requests through a prefix cache.
 
         Args:
-            runner: with the pools that the cache shares.
+            pools: that the cache shares with requests.
             cache: the tree.
             is_on: False: every request computes its whole prompt, and nothing is left.
             track_interval: generated tokens between two states.
         """
         self.cache, self.is_on = cache, is_on
-        self._runner, self._pools = runner, runner.pools
+        self._pools = pools
         self._track_interval = track_interval if is_on else None
 
     def acquire(self, request: Request, num_positions: int, num_spare: int, use_cache: bool = True) -> bool:
-        """Give a request a row, a state slot and KV for its positions, evicting what nobody needs.
+        """Give a request a row, a state slot and KV for its positions, evicting what is not needed.
 
         Args:
             request: waits, and gets ``row``, ``slot``, ``node`` and ``num_run``.
@@ -100,38 +102,43 @@ class Prefixes:
             return table.ensure(row, ahead)
         return self.cache.evict_pages(missing) and table.ensure(row, num_positions)
 
-    def leave_chunk(self, request: Request) -> None:
-        """A request's state stands at the end of a chunk: keep a copy."""
+    def leave_chunk(self, request: Request, features: Tensor | None) -> None:
+        """Keep a copy of a request's state at the end of its newest chunk."""
         own, position, states = request.held_slot, request.num_run, self._pools.states
-        self._leave_copy(request, position, lambda slot: states.fork(own, request.request_id, position, slot))
+        self._leave_copy(request, position, features, lambda slot: states.fork(own, request.request_id, position, slot))
 
-    def leave_tracked(self, request: Request, previous: int) -> None:
-        """Keep the states that are due since the last step; the request had run ``previous`` tokens before it."""
+    def tracked_positions(self, request: Request, previous: int) -> list[int]:
+        """Positions of the last step whose states are due; the request had run ``previous`` tokens before it."""
         if self._track_interval is None:
-            return
-        offset = len(request.prompt)
-        first = (previous - offset) // self._track_interval + 1
-        for count in range(first, (request.num_run - offset) // self._track_interval + 1):
-            if count > 0:
-                self._leave_at(request, offset + count * self._track_interval)
+            return []
+        offset, interval = len(request.prompt), self._track_interval
+        counts = range((previous - offset) // interval + 1, (request.num_run - offset) // interval + 1)
+        return [offset + count * interval for count in counts if count > 0]
 
-    def leave_last(self, requests: Sequence[Request]) -> None:
-        """Requests that give their memory back leave their states, which nobody writes any more, and their KV."""
-        leaving = [request for request in requests if self.is_on and _has_more_than_its_node(request)]
-        self._runner.finish([request for request in leaving if request.is_verifying])
-        for request in leaving:
-            slot = request.held_slot
-            self._save_features(request, slot, request.num_run)
-            if request.is_verifying:
-                self._pools.records.retire(request.held_row, request.num_run)
-            self._pools.states.donate(slot, request.request_id, request.num_run)
-            request.slot = None
-            self._insert(request, request.num_run, slot)
+    def leave_at(self, request: Request, position: int, features: Tensor | None) -> None:
+        """Materialize a state that the request has just passed, and keep it."""
+        row, buffers = request.held_row, self._pools.state_buffers
+        self._leave_copy(request, position, features, lambda slot: buffers.materialize(row, position, slot))
+
+    def leaving(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests that have a state for the prefix cache when they end or are preempted."""
+        return [request for request in requests if self.is_on and _has_more_than_its_node(request)]
+
+    def leave_last(self, request: Request, features: Tensor | None) -> None:
+        """Hand the state and the KV of a request that ends, or is preempted, to the prefix cache."""
+        slot = request.held_slot
+        self._save_features(slot, features)
+        if request.is_verifying:
+            self._pools.state_buffers.retire(request.held_row, request.num_run)
+        self._pools.states.donate(slot, request.request_id, request.num_run)
+        request.slot = None
+        self._insert(request, request.num_run, slot)
 
     def release(self, request: Request) -> None:
         """Free what a request still holds."""
         if request.row is not None:
-            self._runner.release(request.row)
+            self._pools.state_buffers.end(request.row)
+            self._pools.counts.end(request.row)
         self._give_back(request)
         request.is_verifying = False
         if request.node is not None:
@@ -187,19 +194,16 @@ class Prefixes:
             self._pools.states.free(request.slot, request.request_id)
             request.slot = None
 
-    def _leave_at(self, request: Request, position: int) -> None:
-        """Materialize a state that the request has just passed."""
-        row, records = request.held_row, self._pools.records
-        self._leave_copy(request, position, lambda slot: records.materialize(row, position, slot))
-
-    def _leave_copy(self, request: Request, position: int, write: Callable[[int], None]) -> None:
-        """Keep the state at a position, which ``write`` puts into a slot; where no slot can be had, do nothing."""
+    def _leave_copy(
+        self, request: Request, position: int, features: Tensor | None, write: Callable[[int], None]
+    ) -> None:
+        """Keep the state at a position, which ``write`` puts into a slot; without a free slot, do nothing."""
         slot = self._reserve()
         if slot is None:
             return
         try:
             write(slot)
-            self._save_features(request, slot, position)
+            self._save_features(slot, features)
         except BaseException:
             self._pools.states.free(slot, PREFIX_CACHE)
             raise
@@ -222,18 +226,17 @@ class Prefixes:
         table.settle(row, start.end, insertion.slots)
 
     def _reserve(self) -> int | None:
-        """A slot for a state to keep; None where all are needed."""
+        """A slot for a state to keep; None where running requests need all."""
         if not self.is_on or not self.cache.evict_states(1):
             return None
         return self._pools.states.reserve(PREFIX_CACHE)
 
-    def _save_features(self, request: Request, slot: int, position: int) -> None:
-        """Keep what a drafter needs to go on at a position beside the state that stands there.
+    def _save_features(self, slot: int, features: Tensor | None) -> None:
+        """Keep what a drafter needs to go on behind a state beside it.
 
-        A draft may run into numbers that are not finite where the target does not. Whoever goes on from here then
-        drafts from zeros, rather than from these for as long as its text goes.
+        A draft may have numbers that are not finite where the target's are. Zeros are kept then, so that requests that
+        go on from here draft from zeros and not from such numbers.
         """
-        features = self._runner.drafter.features(request.held_row, position)
         stored = self._pools.states.features[0, slot]
         if features is None:
             stored.zero_()
@@ -242,16 +245,16 @@ class Prefixes:
 
 
 def _has_more_than_its_node(request: Request) -> bool:
-    """Whether a request has a state that its node in the cache has not (any more)."""
+    """Whether a request has a state that its node in the cache lacks, or has lost."""
     node = request.node
     if node is None or request.slot is None or not request.num_run:
         return False
     return request.num_run > node.end or (request.num_run == node.end and node.state_slot is None)
 
 
-def build_prefixes(config: EngineConfig, model: LoadedModel, runner: Runner) -> Prefixes:
-    """The prefix cache on a runner's pools, as the flags want it."""
-    pools, shape = runner.pools, model.cache_shape
+def build_cache_manager(config: EngineConfig, model: LoadedModel, pools: Pools) -> CacheManager:
+    """The prefix cache on an engine's pools, as the flags ask for it."""
+    shape = model.cache_shape
     costs = Costs(
         state_bytes=shape.state_bytes_per_slot,
         kv_bytes_per_token=shape.kv_bytes_per_token,
@@ -260,4 +263,4 @@ def build_prefixes(config: EngineConfig, model: LoadedModel, runner: Runner) -> 
     )
     cache = MambaRadixCache(pools.kv.allocator, pools.kv.page_size, pools.states, costs, config.cache_eviction)
     tracks = config.mamba_radix_cache_strategy == "extra_buffer"
-    return Prefixes(runner, cache, not config.disable_radix_cache, config.mamba_track_interval if tracks else None)
+    return CacheManager(pools, cache, not config.disable_radix_cache, config.mamba_track_interval if tracks else None)

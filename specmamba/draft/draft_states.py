@@ -8,12 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from specmamba.cache.access import ExtendState, VerifyState
-from specmamba.cache.rows import RowSet
+from specmamba.cache.access import ExtendState
 from specmamba.cache.shapes import CacheShape
-from specmamba.cache.spec_buffers import RecordPlan, SpecBuffers
 from specmamba.cache.state_pool import StatePool
-from specmamba.core import Chunk, TreeShape
+from specmamba.core import PrefillChunk, TreeShape
+from specmamba.kernels.state_records import RowSet
+from specmamba.verify.record_buffers import RecordBuffers, RecordPlan
+from specmamba.verify.state_buffers import VerifyState
 
 
 class DraftStates:
@@ -23,9 +24,9 @@ class DraftStates:
     out, or a state that was not loaded, raise StateOwnershipError.
 
     Known tokens advance a state in place. Once a row drafts (``start``), its state is a checkpoint with pending
-    records: each token that is run adds one, and ``roll_back`` drops those of rejected drafts. ``SpecBuffers`` do this
-    whichever way the target's states are kept: a draft's tokens are run one by one, in as many forwards, and the
-    snapshots of one forward are gone with the next.
+    records: each token that is run adds one, and ``roll_back`` drops those of rejected drafts. ``RecordBuffers`` are
+    used for drafts even where the target keeps snapshots: a draft's tokens are run one by one, in as many forwards,
+    and the snapshots of one forward are gone with the next.
     """
 
     def __init__(self, shape: CacheShape, num_rows: int, max_nodes: int, device: torch.device) -> None:
@@ -39,7 +40,7 @@ class DraftStates:
         """
         self._device = device
         self._pool = StatePool(shape, num_rows + 1, device)
-        self._records = SpecBuffers(shape, self._pool, num_rows, max_nodes, device)
+        self._records = RecordBuffers(shape, self._pool, num_rows, max_nodes, device)
         for row in range(1, num_rows + 2):
             self._pool.allocate(_owner(row))
         self._scratch = num_rows + 1  # the slot that states are materialized in
@@ -53,7 +54,7 @@ class DraftStates:
         self._pool.allocate(_owner(row))  # the lowest free slot is the only one: the same, with zeros in it
 
     @contextmanager
-    def extend(self, chunk: Chunk) -> Iterator[ExtendState]:
+    def extend(self, chunk: PrefillChunk) -> Iterator[ExtendState]:
         """What layers see of the states while known tokens are run; behind it, the states stand at the chunk's end.
 
         Raises:
@@ -82,7 +83,7 @@ class DraftStates:
         """Make room for so many tokens behind each row's checkpoint; until then rolling back is possible."""
         self._records.reserve(rows, num_tokens)
 
-    def plan(self, rows: Sequence[int], chain: TreeShape) -> tuple[RecordPlan, VerifyState]:
+    def plan(self, rows: Sequence[int], chain: TreeShape) -> tuple[RecordPlan, VerifyState[RecordPlan]]:
         """Prepare a forward of chains behind what rows have run; also what layers see of the states in it."""
         plan = self._records.plan(rows, chain)
         return plan, VerifyState(self._records, plan)
@@ -98,7 +99,7 @@ class DraftStates:
         return self._records.position(row)
 
     def roll_back(self, row: int, position: int) -> None:
-        """What a row has run behind ``position`` was not the text. Errors as for ``SpecBuffers.roll_back``."""
+        """What a row has run behind ``position`` was not the text. Errors as for ``RecordBuffers.roll_back``."""
         self._records.roll_back(row, position)
 
     def is_started(self, row: int) -> bool:

@@ -1,4 +1,4 @@
-"""The inputs of steps that are replayed: memory that stays, for batches that are padded to a bucket."""
+"""The inputs of captured steps: buffers that keep their memory, for batches that are padded to a bucket."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from specmamba.cache.rows import RowSet
-from specmamba.cache.state_buffers import HostPlaces, Places
 from specmamba.core import Batch, DraftTree, Penalties, PendingTokens, SamplingBatch, SamplingParams
 from specmamba.cuda_graphs import Columns
 from specmamba.draft.drafter import HostPendingTokens, chain_shape, tree_shape
 from specmamba.engine.request import Request, forced_ahead
+from specmamba.kernels.state_records import RowSet
+from specmamba.verify.state_buffers import HostVerifySlots, VerifySlots
 
-# what rows of padding have: row 0 of every table and slot 0 of every pool belong to nobody
+# values of padding rows: row 0 of every table and slot 0 of every pool belong to no request
 INTEGERS = {
     **dict.fromkeys(("row", "slot", "root_token", "root_position", "num_pending", "folds"), 0),
     "num_pending_tokens": 1,
@@ -26,17 +26,17 @@ FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "freq
 
 
 class Sampling(NamedTuple):
-    """Which parts of sampling a step runs: what nobody in the batch uses costs nothing."""
+    """The parts of sampling that a step runs: what no request of the batch uses costs nothing."""
 
     is_drawn: bool = False  # some row has a temperature
-    has_top_k: bool = False  # and some such row this
+    has_top_k: bool = False  # some such row filters so
     has_top_p: bool = False
     has_min_p: bool = False
     is_penalized: bool = False
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> Sampling:
-        """What these requests need together."""
+        """The parts that some of these requests need."""
         drawn = [p for p in params if not p.is_greedy]
         filters = (any(p.top_k > 0 for p in drawn), any(p.top_p < 1 for p in drawn), any(p.min_p > 0 for p in drawn))
         return cls(bool(drawn), *filters, any(p.has_penalties for p in params))
@@ -44,20 +44,20 @@ class Sampling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """What tells one replayed step from another, besides what decides and drafts."""
+    """What a captured step depends on, besides the drafter and the accept policy."""
 
     batch_size: int  # a bucket
     num_nodes: int
     sampling: Sampling
     max_root_position: int
     is_deferred: bool = False  # of the draft head; see ``PendingTokens``
-    is_forced: bool = False  # some tokens are given instead of chosen
-    is_chain: bool = False  # of trees that were drafted outside of the step
+    is_forced: bool = False  # some output ids are forced
+    is_chain: bool = False  # of trees that are drafted before the step
     max_children: int = 1  # the same
 
 
-class StepBuffers:
-    """The inputs of all steps, whatever their kind. A step reads the first rows of them, its bucket."""
+class StepInputs:
+    """The inputs of all kinds of steps. A step reads the first rows of them, its bucket."""
 
     def __init__(self, num_rows: int, max_nodes: int, device: torch.device) -> None:
         """Allocate the buffers of the largest bucket.
@@ -69,29 +69,31 @@ class StepBuffers:
         """
         self.integers = Columns(INTEGERS, num_rows, torch.int64, device)
         self.floats = Columns(FLOATS, num_rows, torch.float32, device)
-        self.tokens = torch.zeros(num_rows, max_nodes, dtype=torch.int64, device=device)  # drafted outside of the step
+        self.tokens = torch.zeros(num_rows, max_nodes, dtype=torch.int64, device=device)  # drafted before the step
         self.parents = torch.full_like(self.tokens, -1)
-        self.forced = torch.full_like(self.tokens, -1)
-        self._members: tuple[int, ...] | None = None  # whose sampling settings were written last
+        self.forced_output_ids = torch.full_like(self.tokens, -1)
+        self._members: tuple[int, ...] | None = None  # requests whose sampling settings were written last
 
     def clear(self) -> None:
-        """Nothing but padding."""
+        """Make every row padding."""
         self.integers.write({})
         self.floats.write({})
         self._clear_tree()
-        self.forced.fill_(-1)
+        self.forced_output_ids.fill_(-1)
         self._members = None
 
-    def write(self, requests: Sequence[Request], places: HostPlaces, pending_tokens: HostPendingTokens | None) -> None:
-        """The inputs of a step of these requests; the rows behind them become padding."""
+    def write(
+        self, requests: Sequence[Request], slots: HostVerifySlots, pending_tokens: HostPendingTokens | None
+    ) -> None:
+        """Write the inputs of a step of these requests; the rows behind them become padding."""
         params = [request.params for request in requests]
         columns = {
-            "row": places.rows,
-            "slot": places.slots,
+            "row": slots.rows,
+            "slot": slots.state_slots,
             "root_token": [request.root_token for request in requests],
             "root_position": [request.root_position for request in requests],
-            "num_pending": places.pending,
-            "folds": [row in places.folded for row in places.rows],
+            "num_pending": slots.num_pending,
+            "folds": [row in slots.folded for row in slots.rows],
             "seed": [request.seed for request in requests],
             "top_k": [p.top_k for p in params],
         }
@@ -102,12 +104,13 @@ class StepBuffers:
             penalties = {name: [getattr(p, f"{name}_penalty") for p in params] for name in FLOATS.keys() - own.keys()}
             self.floats.write(own | penalties)
             self._members = members
-        if any(request.forced for request in requests):
-            self.forced.fill_(-1)
-            self.forced[: len(requests)] = forced_ahead(requests, self.forced.shape[1]).to(self.forced.device)
+        if any(request.forced_output_ids for request in requests):
+            self.forced_output_ids.fill_(-1)
+            forced = forced_ahead(requests, self.forced_output_ids.shape[1])
+            self.forced_output_ids[: len(requests)] = forced.to(self.forced_output_ids.device)
 
     def write_tree(self, tree: DraftTree) -> None:
-        """Trees that were drafted outside; nodes and rows that they lack become padding."""
+        """Write trees that were drafted before the step; nodes and rows that they lack become padding."""
         size, num_nodes = tree.tokens.shape
         self._clear_tree()
         self.tokens[:size, :num_nodes] = tree.tokens
@@ -130,20 +133,20 @@ class StepBuffers:
             root_positions=column("root_position", size),
             max_root_position=kind.max_root_position,
             sampling=self._sampling(kind),
-            forced_tokens=self.forced[:size] if kind.is_forced else None,
+            forced_output_ids=self.forced_output_ids[:size] if kind.is_forced else None,
             pending_tokens=pending_tokens,
             is_exact=False,
         )
 
-    def places(self, kind: StepKind, node_offset: int, folds: bool, device: torch.device) -> Places:
-        """Where it finds and leaves states; ``folds``: some rows may be folded by the verify."""
+    def slots(self, kind: StepKind, node_offset: int, folds: bool, device: torch.device) -> VerifySlots:
+        """Where a step of this kind finds and leaves states; ``folds``: the verify may fold rows."""
         size, column = kind.batch_size, self.integers.read
-        rows, slots = (RowSet.of((), device, column(name, size)) for name in ("row", "slot"))
+        rows, state_slots = (RowSet.of((), device, column(name, size)) for name in ("row", "slot"))
         flags = column("folds", size) > 0 if folds else None
-        return Places(rows, slots, node_offset, column("num_pending", size), flags)
+        return VerifySlots(rows, state_slots, node_offset, column("num_pending", size), flags)
 
     def tree(self, kind: StepKind) -> DraftTree:
-        """The trees that were drafted outside."""
+        """The trees that were drafted before the step."""
         size, num_nodes = kind.batch_size, kind.num_nodes
         tokens = self.tokens[:size, :num_nodes].clone()
         tokens[:, 0] = self.integers.read("root_token", size)

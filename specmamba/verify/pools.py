@@ -1,0 +1,95 @@
+"""All memory of requests, and what a verify does with it: where it reads and writes, and what a commit keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmamba.cache.access import PagedKV, causal_keys, tree_keys
+from specmamba.cache.kv_pool import KVPool
+from specmamba.cache.memory import MemoryPlan
+from specmamba.cache.request_table import RequestTable
+from specmamba.cache.shapes import CacheShape
+from specmamba.cache.state_pool import StatePool
+from specmamba.cache.token_counts import TokenCounts
+from specmamba.core import Batch, DraftTree, Verdict
+from specmamba.kernels import tree as tree_ops
+from specmamba.layers.context import ForwardContext
+from specmamba.verify.record_buffers import RecordBuffers
+from specmamba.verify.snapshot_buffers import SnapshotBuffers
+from specmamba.verify.state_buffers import StateBuffers, VerifyPlan, VerifySlots, VerifyState
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one verify reads and writes."""
+
+    kv_slots: Tensor  # [B, N] int64, of the nodes: behind the root, one after the other
+    states: VerifyPlan
+
+
+class Pools:
+    """KV, recurrent states and token counts of all requests, sized by one plan."""
+
+    def __init__(self, shape: CacheShape, vocab_size: int, plan: MemoryPlan, device: torch.device) -> None:
+        self.kv = KVPool(shape, plan.num_pages, plan.page_size, device)
+        self.states = StatePool(shape, plan.num_state_slots, device)
+        self.table = RequestTable(plan.num_rows, plan.context_length + plan.num_lookahead_slots, self.kv, device)
+        backend = RecordBuffers if plan.speculative_state == "records" else SnapshotBuffers
+        self.state_buffers: StateBuffers[Any] = backend(shape, self.states, plan.num_rows, plan.max_nodes, device)
+        self.counts = TokenCounts(plan.num_rows, vocab_size, device)
+        self._device = device
+
+    def place(self, batch: Batch, tree: DraftTree, slots: VerifySlots | None) -> Placement:
+        """Choose where the verify of ``tree`` reads and writes.
+
+        Args:
+            batch: the roots.
+            tree: on the roots.
+            slots: of recurrent states, in a captured step; None: the host places them now, and folds full rows.
+        """
+        num_nodes = tree.shape.num_nodes
+        if slots is None:
+            slots = self.state_buffers.place(batch.rows, num_nodes).on(self._device)
+        positions = batch.root_positions[:, None] + torch.arange(num_nodes, device=self._device)
+        kv_slots = self.table.slots_at(batch.row_index, positions)
+        return Placement(kv_slots, self.state_buffers.plan_at(slots, tree.shape))
+
+    def context(self, batch: Batch, tree: DraftTree, placement: Placement) -> ForwardContext:
+        """The cache as the nodes of all trees see it: attention along ancestors, states behind the checkpoints."""
+        num_nodes, shape = tree.shape.num_nodes, tree.shape
+        num_keys = batch.max_root_position + num_nodes
+        positions = batch.root_positions[:, None] + shape.depth
+        if shape.is_chain:
+            is_single = batch.size == num_nodes == 1  # its token sees all keys: none is another's, none is ahead
+            keys = causal_keys(self.table, batch, positions, num_keys, sees_all=is_single)
+        else:
+            keys = tree_keys(self.table, batch, shape.ancestors, num_keys)
+        return ForwardContext(
+            kv=PagedKV(self.kv, placement.kv_slots.view(-1), keys),
+            state=VerifyState(self.state_buffers, placement.states),
+            positions=positions,
+        )
+
+    def history(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """Output counts [B, V] and prompt mask [B, V] of the batch, for penalties; None without penalties."""
+        return None if batch.sampling.penalties is None else self.counts.of(batch.row_index)
+
+    def commit(self, batch: Batch, placement: Placement, verdict: Verdict) -> None:
+        """Keep the accepted paths: their records become pending, their KV moves to where their positions are."""
+        self.state_buffers.promote(placement.states, verdict.path, verdict.num_accepted)
+        if placement.states.tree.is_chain or not self.kv.k:
+            return
+        source, target = tree_ops.kv_moves(verdict.path, verdict.num_accepted, placement.kv_slots)
+        if batch.is_exact and source.is_cpu:  # reading what moves costs nothing there, copying what stays does
+            is_moved = source != target
+            source, target = source[is_moved], target[is_moved]
+        self.kv.move(source.flatten(), target.flatten())
+
+    def advance(self, num_accepted: Sequence[int]) -> None:
+        """Count, on the host, what the last placed verify added to every row of its batch."""
+        self.state_buffers.advance(num_accepted)

@@ -1,0 +1,149 @@
+"""What a step decides: ``StepOutput`` stays on the device, ``StepResult`` is what the host reads of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specmamba.core import DraftTree, DraftView, TokenLogprob, Verdict
+from specmamba.kernels import sampling as sampling_ops
+
+MAX_LOGITS = 1 << 24  # logits of known tokens that are computed at a time
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step decided for one request, on the host."""
+
+    tokens: tuple[int, ...]  # accepted drafts, then the bonus token
+    num_drafted: int
+    is_finite: bool  # False: the target's logits are not finite, and the tokens mean nothing
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens, where the request asks for them
+    error: str | None = None  # the request cannot go on, and the tokens mean nothing
+
+
+@dataclass(frozen=True, slots=True)
+class PathLogprobs:
+    """Log probabilities of the tokens that a step decided, on the device."""
+
+    own: Tensor  # [B, N] float32, of path_tokens[:, :N]
+    top: Tensor  # [B, N, K] float32
+    top_tokens: Tensor  # [B, N, K] int64
+
+    @classmethod
+    def of(cls, logits: Tensor, verdict: Verdict, num_top: int) -> PathLogprobs:
+        """From the target's logits [B, N, V], before anything is added to them."""
+        index = verdict.path.clamp(min=0)[..., None].expand(-1, -1, logits.shape[-1])
+        on_path = logits.gather(1, index)
+        tokens = verdict.path_tokens[:, : logits.shape[1]].clamp(0, logits.shape[-1] - 1)  # padding may be anything
+        return cls(*sampling_ops.token_logprobs(on_path, tokens, num_top))
+
+    def read(self, tokens: Sequence[Sequence[int]], num_top: Sequence[int | None]) -> list[tuple[TokenLogprob, ...]]:
+        """Read on the host, for each request with its ``num_top`` likeliest tokens; None: the request wants none."""
+        columns = self.own.tolist(), self.top.tolist(), self.top_tokens.tolist()
+        figures = []
+        for decided, count, own, top, ids in zip(tokens, num_top, *columns, strict=True):
+            figures.append(() if count is None else tuple(_listed(decided, own, top, ids, count)))
+        return figures
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step decided, on the device."""
+
+    verdict: Verdict
+    features: Tensor  # [B, N, F], the target's, of the nodes
+    packed: Tensor  # [B, 3 + N + 1] int64, for the host: accepted, finite, drafted, path tokens
+    tokens: Tensor  # [B, N] int64, the drafts; shown by tools
+    parents: Tensor  # [B, N] int64
+    logprobs: PathLogprobs | None = None  # None: no request asks for them
+
+    @classmethod
+    def of(
+        cls, tree: DraftTree, verdict: Verdict, logits: Tensor, features: Tensor, num_logprobs: int | None
+    ) -> StepOutput:
+        """Pack what the host reads; ``num_logprobs`` likeliest tokens listed beside each token, None: no figures."""
+        num_drafted = (tree.shape.parents >= 0).sum(1)
+        columns = torch.stack([verdict.num_accepted, verdict.is_finite, num_drafted], 1)
+        packed = torch.cat([columns, verdict.path_tokens], 1)
+        logprobs = None if num_logprobs is None else PathLogprobs.of(logits, verdict, num_logprobs)
+        return cls(verdict, features, packed, tree.tokens, tree.shape.parents, logprobs)
+
+    def first(self, num_rows: int) -> StepOutput:
+        """Without the rows of padding behind the first ``num_rows``."""
+        v = self.verdict
+        columns = (x[:num_rows] for x in (v.path, v.num_accepted, v.path_tokens, v.bonus, v.is_finite))
+        return replace(
+            self,
+            verdict=Verdict(*columns),
+            features=self.features[:num_rows],
+            packed=self.packed[:num_rows],
+            tokens=self.tokens[:num_rows],
+            parents=self.parents[:num_rows],
+        )
+
+    def read(self, num_logprobs: Sequence[int | None]) -> list[StepResult]:
+        """Wait for the device and read the results; ``num_logprobs`` for each request, as for ``PathLogprobs.read``."""
+        results = []
+        for count, is_finite, num_drafted, *tokens in self.packed.tolist():
+            results.append(StepResult(tuple(tokens[: count + 1]), num_drafted, bool(is_finite)))
+        if self.logprobs is None:
+            return results
+        found = self.logprobs.read([result.tokens for result in results], num_logprobs)
+        return [replace(result, logprobs=entries) for result, entries in zip(results, found, strict=True)]
+
+    def draft_of(self, place: int, request_id: str, decided: Sequence[int]) -> DraftView:
+        """The draft of one request, read from the device, with what was decided about it."""
+        parents = self.parents[place].tolist()
+        real = [node for node, parent in enumerate(parents) if parent >= 0 or node == 0]
+        at = {node: i for i, node in enumerate(real)}
+        tokens = self.tokens[place].tolist()
+        path = self.verdict.path[place].tolist()[: len(decided)]
+        return DraftView(
+            request_id,
+            tokens=tuple(tokens[node] for node in real),
+            parents=tuple(at.get(parents[node], -1) for node in real),
+            path=tuple(at[node] for node in path),
+            bonus=decided[-1],
+        )
+
+
+def known_token_logprobs(
+    hidden: Tensor, tokens: Sequence[int], logits: Callable[[Tensor], Tensor], vocab_size: int, num_top: int
+) -> tuple[list[TokenLogprob], bool]:
+    """Log probabilities of known tokens.
+
+    Args:
+        hidden: [L, H], the target's states in front of each of the L ``tokens``.
+        tokens: known.
+        logits: [1, L, H] -> [1, L, V].
+        vocab_size: V.
+        num_top: likeliest tokens listed beside each.
+
+    Returns:
+        The figures, and whether every row of logits has a finite maximum, without which they mean nothing.
+    """
+    found: list[TokenLogprob] = []
+    is_finite = True
+    step = max(1, MAX_LOGITS // vocab_size)
+    for first in range(0, len(tokens), step):
+        piece = list(tokens[first : first + step])
+        made = logits(hidden[None, first : first + step]).squeeze(0)
+        index = torch.tensor(piece, device=hidden.device)
+        own, top, ids = sampling_ops.token_logprobs(made, index, num_top)
+        found += _listed(piece, own.tolist(), top.tolist(), ids.tolist(), num_top)
+        is_finite &= bool(sampling_ops.has_finite_max(made[None]).all())
+    return found, is_finite
+
+
+def _listed(
+    tokens: Sequence[int], own: Sequence[float], top: Sequence[list[float]], ids: Sequence[list[int]], count: int
+) -> list[TokenLogprob]:
+    entries = zip(tokens, own, top, ids, strict=False)  # there are more places than tokens
+    return [
+        TokenLogprob(token, logprob, tuple(zip(which[:count], values[:count], strict=True)))
+        for token, logprob, values, which in entries
+    ]

@@ -1,0 +1,78 @@
+"""The step: draft, verify, accept, commit. Plain decoding is a step whose trees have only their roots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specmamba.core import Batch, DraftTree, Verdict
+from specmamba.models.base import Target
+from specmamba.verify.acceptance import AcceptPolicy, accept
+from specmamba.verify.pools import Pools
+from specmamba.verify.probe import StepProbe
+from specmamba.verify.result import StepOutput
+from specmamba.verify.state_buffers import VerifySlots
+
+
+class Drafts(Protocol):
+    """What a step asks of a drafter."""
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """A draft tree on the root of every request of the batch."""
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        """Keep what the next draft starts from: the target's ``features`` [B, N, F] on the accepted paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenDrafts:
+    """Trees that were drafted before the step; their drafter observes the outcome after it."""
+
+    tree: DraftTree
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """The given trees."""
+        return self.tree
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        """Keep nothing."""
+
+
+def step(
+    batch: Batch,
+    drafts: Drafts,
+    target: Target,
+    pools: Pools,
+    policy: AcceptPolicy,
+    probe: StepProbe,
+    slots: VerifySlots | None = None,
+) -> StepOutput:
+    """Draft a tree for every request, verify all nodes in one forward, accept a path of each, commit the paths.
+
+    With ``slots`` nothing here reads the device or depends on the host, so that a graph can capture the call.
+
+    Args:
+        batch: the requests, with a root each.
+        drafts: proposes the trees.
+        target: decides.
+        pools: the memory of requests; KV and states of the accepted paths are left there.
+        policy: the rule of acceptance.
+        probe: times the phases and shows the logits, where a tool asks for it.
+        slots: where recurrent states are read and written, in a captured step; None: placed now, by the host.
+
+    Returns:
+        What was decided, on the device. The host calls ``advance`` of pools and drafter once it has read it.
+    """
+    tree = drafts.propose(batch)
+    probe.lap("draft")
+    placement = pools.place(batch, tree, slots)
+    hidden, features = target.forward(tree.tokens, pools.context(batch, tree, placement))
+    logits = target.logits(hidden)
+    probe.show(logits)
+    verdict = accept(tree, logits, batch, pools.history(batch), *policy)
+    probe.lap("verify")
+    pools.commit(batch, placement, verdict)
+    drafts.observe(batch, verdict, features)
+    return StepOutput.of(tree, verdict, logits, features, batch.num_logprobs)
