@@ -19,11 +19,13 @@ from specmamba.bench.ops.case import (
     Candidate,
     Case,
     Cost,
-    Layer,
     Operator,
     Place,
     Run,
     counted,
+    dtype_of,
+    forms,
+    generator,
     make_layer,
     moved,
     records_of,
@@ -31,11 +33,11 @@ from specmamba.bench.ops.case import (
     triton_ops,
 )
 from specmamba.bench.ops.recurrent import DELTA, SSD, Recurrence, verify_cost
-from specmamba.kernels import delta_net, mamba2, state_records
+from specmamba.kernels import delta_net, gpu, mamba2
 from specmamba.kernels.causal_conv1d import torch_ops as conv_torch
-from specmamba.kernels.mamba2 import native_ops as mamba_native
-
-Compose = Callable[..., Tensor]
+from specmamba.kernels.state_records import RecordOperands, RowSet
+from specmamba.layers import gated_delta_net
+from specmamba.layers import mamba2 as mamba2_layer
 
 
 def channels_of(case: Case) -> int:
@@ -46,7 +48,7 @@ def channels_of(case: Case) -> int:
 def projected(case: Case, gen: torch.Generator, *sizes: int) -> tuple[Tensor, ...]:
     """Parts of one projection, as views of it [B, N, size]."""
     whole = torch.randn(case["batch"], case["nodes"], sum(sizes), generator=gen)
-    return tuple(whole.to(case.torch_dtype).split(list(sizes), -1))
+    return tuple(whole.to(dtype_of(case)).split(list(sizes), -1))
 
 
 def delta_layer(case: Case, gen: torch.Generator) -> tuple[delta_net.Inputs, delta_net.Weights]:
@@ -87,23 +89,6 @@ def mamba_layer(case: Case, gen: torch.Generator) -> tuple[mamba2.Inputs, mamba2
     return inputs, weights
 
 
-def part_by_part(layer: Layer, compose: Compose, recurrence: Any) -> Tensor:
-    """PyTorch's form of a layer: store the inputs, gather the window of each node, then run the recurrence."""
-    b, t, nodes = layer.buffers, layer.trees, layer.trees.ancestors.shape[1]
-    first = WINDOW + t.node_offset
-
-    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        b.conv_inputs[1:, first : first + nodes] = x
-        return conv_torch.tree_verify(b.conv_inputs[1:], t.conv_index, weight, bias)
-
-    def recur(*inputs: Tensor) -> Tensor:
-        records = b.states[1:], b.k[1:], b.u[1:], b.decay[1:]
-        out: Tensor = recurrence(*inputs, *records, t.num_pending, t.node_offset, t.ancestors)
-        return out
-
-    return compose(convolve, recur)
-
-
 class LayerKind(NamedTuple):
     """One of the two kinds of recurrent layers."""
 
@@ -111,33 +96,41 @@ class LayerKind(NamedTuple):
     package: Any
     recurrence: Recurrence
     make: Callable[[Case, torch.Generator], tuple[Any, Any]]  # inputs and weights
-    can_fuse: Callable[[Any, Any, state_records.Buffers], bool]  # whether the native form takes them
+    mix: Callable[..., Tensor]  # the layer between its projections, operator by operator
 
 
-DELTA_NET = LayerKind("delta_net", delta_net, DELTA, delta_layer, delta_net.can_fuse)
-MAMBA2 = LayerKind("mamba2", mamba2, SSD, mamba_layer, mamba_native.can_take)
+DELTA_NET = LayerKind("delta_net", delta_net, DELTA, delta_layer, gated_delta_net.mix)
+MAMBA2 = LayerKind("mamba2", mamba2, SSD, mamba_layer, mamba2_layer.mix)
 
 
 def layer_candidates(case: Case, place: Place, kind: LayerKind) -> list[Candidate]:
     """A whole layer: one call of ours against PyTorch's parts."""
-    inputs, weights = (moved(part, place.device) for part in kind.make(case, case.generator()))
+    inputs, weights = (moved(part, place.device) for part in kind.make(case, generator(case)))
     layer = make_layer(case, place, kind.recurrence.inputs_of)
     stored = layer.buffers.conv_inputs.to(inputs.mixed.dtype)
     layer = replace(layer, buffers=replace(layer.buffers, conv_inputs=stored))
     written = slice(case["pending"], case["pending"] + case["nodes"])
-    compose = partial(kind.package.compose, inputs, weights)
+    rows = RowSet.of(range(1, case["batch"] + 1), place.device, layer.trees.rows)  # row and slot 0 are padding
 
-    def in_torch() -> Run:
+    def run(verify: Callable[[RecordOperands], Tensor]) -> Run:
         own = layer.copied()
-        tree_verify = kind.recurrence.torch_ops.tree_verify
-        return lambda: (part_by_part(own, compose, tree_verify), *records_of(own, written))
+        state = RecordOperands(own.buffers, own.trees, rows, rows)
+        return lambda: (verify(state), *records_of(own, written))
 
-    def ours(ops: Any) -> Run:
-        own = layer.copied()
-        return lambda: (ops.tree_verify(inputs, weights, own.buffers, layer.trees), *records_of(own, written))
+    def in_torch(state: RecordOperands) -> Tensor:
+        with gpu.disabled():
+            return kind.mix(inputs, weights, state)
 
-    native = (lambda: ours(kind.package)) if kind.can_fuse(inputs, weights, layer.buffers) else None
-    return place.forms(in_torch, lambda: ours(triton_ops(kind.name)), native)
+    def in_triton(state: RecordOperands) -> Tensor:
+        return kind.mix(inputs, weights, state)
+
+    def fused(state: RecordOperands) -> Tensor:
+        out: Tensor = kind.package.tree_verify(inputs, weights, state.buffers, state.trees)
+        return out
+
+    state = RecordOperands(layer.buffers, layer.trees, rows, rows)
+    native = (lambda: run(fused)) if kind.package.can_fuse(state, inputs, weights) else None
+    return forms(place, lambda: run(in_torch), lambda: run(in_triton), native)
 
 
 def layer_cost(case: Case, kind: LayerKind) -> Cost:
@@ -166,14 +159,14 @@ def _layer_cases(heads: dict[str, int], of: str) -> tuple[Case, ...]:
 
 def conv_candidates(case: Case, place: Place) -> list[Candidate]:
     """The convolution over trees (``kind`` is their shape) and prompts."""
-    gen, batch, channels = case.generator(), case["batch"], case["channels"]
+    gen, batch, channels = generator(case), case["batch"], case["channels"]
     weight = (torch.randn(WINDOW + 1, channels, generator=gen) * 0.5).t().to(place.device)
     bias = torch.randn(channels, generator=gen).to(place.device)
     if case.kind == "prompt":
         return _prompt_candidates(case, place, weight, bias)
     heads = {"key_heads": 1, "heads": 1, "key": 1, "value": channels - 2}  # only their channels matter
     layer = make_layer(replace(case, sizes={**case.sizes, **heads}), place, ssd_inputs)
-    dtype, t = case.torch_dtype, layer.trees
+    dtype, t = dtype_of(case), layer.trees
     stored = layer.buffers.conv_inputs.to(dtype)
     x = torch.randn(batch, case["nodes"], channels, generator=gen).to(place.device, dtype)
     first = WINDOW + t.node_offset
@@ -191,13 +184,13 @@ def conv_candidates(case: Case, place: Place) -> list[Candidate]:
         ops, buffers = triton_ops("causal_conv1d"), replace(layer.buffers, conv_inputs=stored.clone())
         return lambda: (ops.tree_verify_in_place(x, buffers, t, weight, bias), buffers.conv_inputs[1:])
 
-    found = place.forms(in_torch, in_triton)
+    found = forms(place, in_torch, in_triton)
     is_plain_chain = case.kind == "chain" and not case["pending"]
     return found + (peers.conv_update(x, stored[1:, :WINDOW], weight, bias) if is_plain_chain else [])
 
 
 def _prompt_candidates(case: Case, place: Place, weight: Tensor, bias: Tensor) -> list[Candidate]:
-    gen, batch, dtype = case.generator(), case["batch"], case.torch_dtype
+    gen, batch, dtype = generator(case), case["batch"], dtype_of(case)
     x = torch.randn(batch, case["tokens"], case["channels"], generator=gen).to(place.device, dtype)
     windows = torch.randn(batch + 1, WINDOW, case["channels"], generator=gen).to(place.device, dtype)
     lengths = torch.full((batch,), case["tokens"], device=place.device)
@@ -207,7 +200,7 @@ def _prompt_candidates(case: Case, place: Place, weight: Tensor, bias: Tensor) -
         ops, own = triton_ops("causal_conv1d"), windows.clone()
         return lambda: (ops.extend_in_place(x, own, slots, weight, lengths, bias), own[1:])
 
-    found = place.forms(lambda: lambda: conv_torch.extend(x, windows[1:], weight, lengths, bias), in_triton)
+    found = forms(place, lambda: lambda: conv_torch.extend(x, windows[1:], weight, lengths, bias), in_triton)
     return found + peers.conv_prompt(x, windows[1:], weight, bias)
 
 

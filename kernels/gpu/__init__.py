@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+_disabled: list[None] = []  # an entry for every ``disabled`` that is entered
 
 
 def can_launch(*tensors: Tensor | None) -> bool:
@@ -22,6 +25,8 @@ def can_launch(*tensors: Tensor | None) -> bool:
     ``SPECMAMBA_TRITON=0`` turns Triton off, for comparison with PyTorch. ``SPECMAMBA_TRITON=interpret`` together with
     ``TRITON_INTERPRET=1`` runs kernels on the CPU, line by line: for tests of whole steps, far too slow for more.
     """
+    if _disabled:
+        return False
     first = None
     for tensor in tensors:
         if tensor is None:
@@ -40,6 +45,16 @@ def can_launch(*tensors: Tensor | None) -> bool:
 def runs_on(device: torch.device) -> bool:
     """Whether Triton runs on tensors of a device."""
     return _is_on() if device.type == "cuda" else is_interpreted() and device.type == "cpu"
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Run the forms in PyTorch inside of this, for comparison with Triton."""
+    _disabled.append(None)
+    try:
+        yield
+    finally:
+        _disabled.pop()
 
 
 @cache
