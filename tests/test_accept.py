@@ -259,7 +259,7 @@ def test_what_is_no_number_counts_where_the_path_goes() -> None:
     logits[1, 1], logits[2, 2] = torch.nan, torch.nan
     verdict = accept(drafts, logits, batch, None)
     assert verdict.num_accepted.tolist() == [1, 1, 1]
-    assert verdict.is_sound.tolist() == [True, False, True]
+    assert verdict.is_finite.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("rule", ["target", "rejection"])

@@ -50,11 +50,11 @@ class PoolCase(Case):
         self.trees = replace(t, slots=(t.slots + 1).masked_fill(is_padding, 0), folds=flags)
 
     def launch(self, device: str) -> tuple[Tensor, Buffers]:
-        from specmamba.kernels.mamba2 import triton_ops
-
-        inputs, weights, trees = (moved(x, device) for x in (self.inputs, self.weights, self.trees))
-        buffers = moved(copied(self.buffers), device)
-        return triton_ops.tree_verify(inputs, weights, buffers, trees).cpu(), moved(buffers, "cpu")
+        inputs, weights, buffers, trees = (
+            moved(x, device) for x in (self.inputs, self.weights, copied(self.buffers), self.trees)
+        )
+        with triton_forms():
+            return mix(inputs, weights, operands_of(buffers, trees)).cpu(), moved(buffers, "cpu")
 
     def check_launch(self, device: str) -> None:
         out, after = self.launch(device)
