@@ -50,9 +50,8 @@ class PoolCase(Case):
         self.trees = replace(t, slots=(t.slots + 1).masked_fill(is_padding, 0), folds=flags)
 
     def launch(self, device: str) -> tuple[Tensor, Buffers]:
-        inputs, weights, buffers, trees = (
-            moved(x, device) for x in (self.inputs, self.weights, copied(self.buffers), self.trees)
-        )
+        inputs, weights, trees = (moved(x, device) for x in (self.inputs, self.weights, self.trees))
+        buffers = moved(copied(self.buffers), device)
         with triton_forms():
             return mix(inputs, weights, operands_of(buffers, trees)).cpu(), moved(buffers, "cpu")
 
