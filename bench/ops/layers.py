@@ -23,9 +23,6 @@ from specmamba.bench.ops.case import (
     Place,
     Run,
     counted,
-    dtype_of,
-    forms,
-    generator,
     make_layer,
     moved,
     records_of,
@@ -48,7 +45,7 @@ def channels_of(case: Case) -> int:
 def projected(case: Case, gen: torch.Generator, *sizes: int) -> tuple[Tensor, ...]:
     """Parts of one projection, as views of it [B, N, size]."""
     whole = torch.randn(case["batch"], case["nodes"], sum(sizes), generator=gen)
-    return tuple(whole.to(dtype_of(case)).split(list(sizes), -1))
+    return tuple(whole.to(case.torch_dtype).split(list(sizes), -1))
 
 
 def delta_layer(case: Case, gen: torch.Generator) -> tuple[delta_net.Inputs, delta_net.Weights]:
@@ -105,7 +102,7 @@ MAMBA2 = LayerKind("mamba2", mamba2, SSD, mamba_layer, mamba2_layer.mix)
 
 def layer_candidates(case: Case, place: Place, kind: LayerKind) -> list[Candidate]:
     """A whole layer: one call of ours against PyTorch's parts."""
-    inputs, weights = (moved(part, place.device) for part in kind.make(case, generator(case)))
+    inputs, weights = (moved(part, place.device) for part in kind.make(case, case.generator()))
     layer = make_layer(case, place, kind.recurrence.inputs_of)
     stored = layer.buffers.conv_inputs.to(inputs.mixed.dtype)
     layer = replace(layer, buffers=replace(layer.buffers, conv_inputs=stored))
@@ -130,7 +127,7 @@ def layer_candidates(case: Case, place: Place, kind: LayerKind) -> list[Candidat
 
     state = RecordOperands(layer.buffers, layer.trees, rows, rows)
     native = (lambda: run(fused)) if kind.package.can_fuse(state, inputs, weights) else None
-    return forms(place, lambda: run(in_torch), lambda: run(in_triton), native)
+    return place.forms(lambda: run(in_torch), lambda: run(in_triton), native)
 
 
 def layer_cost(case: Case, kind: LayerKind) -> Cost:
@@ -159,14 +156,14 @@ def _layer_cases(heads: dict[str, int], of: str) -> tuple[Case, ...]:
 
 def conv_candidates(case: Case, place: Place) -> list[Candidate]:
     """The convolution over trees (``kind`` is their shape) and prompts."""
-    gen, batch, channels = generator(case), case["batch"], case["channels"]
+    gen, batch, channels = case.generator(), case["batch"], case["channels"]
     weight = (torch.randn(WINDOW + 1, channels, generator=gen) * 0.5).t().to(place.device)
     bias = torch.randn(channels, generator=gen).to(place.device)
     if case.kind == "prompt":
         return _prompt_candidates(case, place, weight, bias)
     heads = {"key_heads": 1, "heads": 1, "key": 1, "value": channels - 2}  # only their channels matter
     layer = make_layer(replace(case, sizes={**case.sizes, **heads}), place, ssd_inputs)
-    dtype, t = dtype_of(case), layer.trees
+    dtype, t = case.torch_dtype, layer.trees
     stored = layer.buffers.conv_inputs.to(dtype)
     x = torch.randn(batch, case["nodes"], channels, generator=gen).to(place.device, dtype)
     first = WINDOW + t.node_offset
@@ -184,13 +181,13 @@ def conv_candidates(case: Case, place: Place) -> list[Candidate]:
         ops, buffers = triton_ops("causal_conv1d"), replace(layer.buffers, conv_inputs=stored.clone())
         return lambda: (ops.tree_verify_in_place(x, buffers, t, weight, bias), buffers.conv_inputs[1:])
 
-    found = forms(place, in_torch, in_triton)
+    found = place.forms(in_torch, in_triton)
     is_plain_chain = case.kind == "chain" and not case["pending"]
     return found + (peers.conv_update(x, stored[1:, :WINDOW], weight, bias) if is_plain_chain else [])
 
 
 def _prompt_candidates(case: Case, place: Place, weight: Tensor, bias: Tensor) -> list[Candidate]:
-    gen, batch, dtype = generator(case), case["batch"], dtype_of(case)
+    gen, batch, dtype = case.generator(), case["batch"], case.torch_dtype
     x = torch.randn(batch, case["tokens"], case["channels"], generator=gen).to(place.device, dtype)
     windows = torch.randn(batch + 1, WINDOW, case["channels"], generator=gen).to(place.device, dtype)
     lengths = torch.full((batch,), case["tokens"], device=place.device)
@@ -200,7 +197,7 @@ def _prompt_candidates(case: Case, place: Place, weight: Tensor, bias: Tensor) -
         ops, own = triton_ops("causal_conv1d"), windows.clone()
         return lambda: (ops.extend_in_place(x, own, slots, weight, lengths, bias), own[1:])
 
-    found = forms(place, lambda: lambda: conv_torch.extend(x, windows[1:], weight, lengths, bias), in_triton)
+    found = place.forms(lambda: lambda: conv_torch.extend(x, windows[1:], weight, lengths, bias), in_triton)
     return found + peers.conv_prompt(x, windows[1:], weight, bias)
 
 
