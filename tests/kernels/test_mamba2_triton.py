@@ -12,7 +12,8 @@ from torch import Tensor
 from specmamba.kernels.mamba2 import Inputs, Weights, reference
 from specmamba.kernels.state_records import Buffers, RowSet, as_stored
 from specmamba.kernels.state_records import reference as records_reference
-from tests.kernels.layer_case import copied, moved, values
+from specmamba.layers.mamba2 import mix
+from tests.kernels.layer_case import copied, moved, operands_of, triton_forms, values
 from tests.kernels.rounding import tolerance
 from tests.kernels.test_mamba2 import Case
 from tests.kernels.trees import SHAPES
