@@ -24,12 +24,37 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow_cases(items)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def mark_slow_cases(items: list[pytest.Item]) -> None:
+    """Mark the cases that ``fast_cases`` leaves to the slow tier.
+
+    ``fast_cases(3)`` keeps three, spread evenly over the cases of a test; ``fast_cases("tree", "chain")`` keeps those
+    whose id contains one of the strings.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("fast_cases"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_one in cases.values():
+        mark = of_one[0].get_closest_marker("fast_cases")
+        assert mark is not None
+        count = mark.args[0]
+        if isinstance(count, int):
+            kept = [of_one[i * len(of_one) // count] for i in range(min(count, len(of_one)))]
+        else:
+            kept = [item for item in of_one if any(part in item.nodeid for part in mark.args)]
+        for item in of_one:
+            if item not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -47,6 +47,7 @@ def test_results_of_the_same_size_cause_no_page_faults() -> None:
     assert num_faults < 100  # 200 results have 78,000 pages
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "env", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}]
 )

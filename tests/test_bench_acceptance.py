@@ -289,6 +289,7 @@ def test_text_that_loops_is_warned_about(
     assert "warning: text loops (0.11 distinct 4-grams), acceptance is flattered" in capsys.readouterr().out
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("probability", "accept_length"), [("0", 1), ("1", 4)])
 def test_synthetic_acceptance(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], probability: str, accept_length: int
@@ -539,6 +540,7 @@ def test_a_walk_shows_what_each_token_is_chosen_from(tiny: Path) -> None:
     torch.testing.assert_close(torch.stack(seen), torch.stack(expected), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_wrong_now_and_then_does_not_pass_for_rounding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

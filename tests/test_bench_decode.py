@@ -13,6 +13,7 @@ FLAGS = ["--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--conte
 SMALL = ["--rounds", "2", "--num-prompts", "1", "--max-tokens", "12"]
 
 
+@pytest.mark.slow
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     assert decode.main([*FLAGS, *SMALL, "--json", str(file)]) == 0

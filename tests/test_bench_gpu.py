@@ -222,6 +222,7 @@ def test_what_counts_as_failed() -> None:
     assert has_failed({**report, "operators": {"operators": [{"tests_failed": "FAILED x", "cases": []}]}})
 
 
+@pytest.mark.slow
 def test_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the test that is run needs none, and they take long
     file = tmp_path / "gpu.json"

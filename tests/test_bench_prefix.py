@@ -308,6 +308,7 @@ def test_engine_flags_are_passed_on(tmp_path: Path, tiny: Path, text_file: Path)
     assert report["different_texts"] == 0
 
 
+@pytest.mark.slow
 def test_report_of_times_and_costs(
     tmp_path: Path, tiny: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -421,6 +421,7 @@ def test_status_1_when_nothing_was_answered(prompts: Path, capsys: pytest.Captur
     assert "1 client: 2 failed: HTTP 429: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_demo_served_for_the_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -534,6 +535,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_server_too(number: int, status: int, prompts: Path, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"

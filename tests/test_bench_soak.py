@@ -189,6 +189,7 @@ def test_every_bound(place: str, value: object, message: str) -> None:
     assert broken_bounds(figures, Bounds(1.3, 5.0)) == [message]
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path: Path) -> None:
     """With the demo; bounds on time are off, because the machine may be busy."""
     file = tmp_path / "report.json"

@@ -314,6 +314,7 @@ def sample(
 # ---- drafts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(("name", "num_modules", "shape"), CASES)
 def test_drafts(name: str, num_modules: int, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = CHECKPOINTS[name](tmp_path, num_modules)
@@ -333,6 +334,7 @@ def test_drafts(name: str, num_modules: int, shape: str, tmp_path: Path, monkeyp
     assert max(depths) >= min(num_modules + 1, 3)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
     ("name", "num_modules", "shape"),
@@ -430,6 +432,7 @@ def greedy() -> SamplingParams:
     return SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("num_modules", "shape"), [(2, "chain"), (3, "chain"), (3, "tree"), (2, "static")])
 def test_greedy_text_is_the_plain_text(
     num_modules: int,

@@ -180,6 +180,7 @@ def test_generate_writes_text_to_stdout_and_figures_to_stderr() -> None:
     assert from_stdin.stdout == ended.stdout != ""
 
 
+@pytest.mark.slow
 def test_generate_ends_cleanly_on_ctrl_c() -> None:
     arguments = [*GENERATE, "--prompt", "x = 1\n", "--max-tokens", "500", "--ignore-eos"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}

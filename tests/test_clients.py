@@ -27,6 +27,8 @@ from transformers import AutoTokenizer, Qwen3_5ForCausalLM
 from specmamba.config import DEMO_MODEL, EngineConfig
 from tests.fake_engine import Served, serving, wait_until
 
+pytestmark = pytest.mark.slow
+
 MODEL = "specmamba-demo"
 
 

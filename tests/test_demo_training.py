@@ -109,6 +109,7 @@ def test_the_losses_of_target_and_head_go_down(finished: tuple[Path, list[list[f
     assert (last < first - 0.5).all(), (first, last)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("stop_after", [1, 11])
 def test_an_interrupted_run_resumes_to_the_same_losses_and_weights(
     finished: tuple[Path, list[list[float]]], folder_of_python: Path, tmp_path: Path, stop_after: int

@@ -132,6 +132,7 @@ SOME_STEPS = [case for case in ALL_STEPS if case[0] in ("temperature 1", "all")]
 SOME_STEPS += [("top-p", 3), ("top-k", 1), ("min-p", 3)]
 
 
+@pytest.mark.fast_cases("temperature 1-1", "top-k-1")
 @pytest.mark.parametrize(("setting", "num_steps"), ALL_STEPS if IS_FULL else SOME_STEPS)
 def test_two_tokens_are_distributed_as_the_target_says(
     folder: Path, logits: tuple[Tensor, Tensor], setting: str, num_steps: int
@@ -161,6 +162,7 @@ class Siblings(Drafter):
         return DraftTree(tokens, tree_shape(parents, parents.shape[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["temperature 1", "all"])
 def test_trees_with_siblings(folder: Path, logits: tuple[Tensor, Tensor], setting: str) -> None:
     engine, params = build(folder, Siblings.max_nodes - 1), SETTINGS[setting]
@@ -191,6 +193,7 @@ def build_tree(folder: Path, tree: str, rule: str) -> Engine:
     return build(folder, 0, speculative_algorithm="mtp", speculative_accept=rule, **flags)
 
 
+@pytest.mark.fast_cases("rejection-chain")
 @pytest.mark.parametrize(
     ("rule", "tree", "temperature"),
     [
@@ -304,6 +307,7 @@ def favour_the_draft(
     return Verdict(path, num_accepted, path_tokens, bonus, fair.is_finite)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("wrong", [take_the_first_draft, one_random_number_for_all_nodes, favour_the_draft])
 def test_a_wrong_rule_is_found_out(
     folder: Path, logits: tuple[Tensor, Tensor], wrong: object, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def test_the_demo_is_well(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in text
 
 
+@pytest.mark.slow
 def test_texts_that_differ_end_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +72,7 @@ def test_texts_that_differ_end_with_status_1(
     assert "not fit to serve: 1 error, 0 warnings" in out
 
 
+@pytest.mark.slow
 def test_a_model_that_drafts_nothing_is_tested_with_n_grams(capsys: pytest.CaptureFixture[str]) -> None:
     status, report = json_of(capsys, "--speculative-algorithm", "none", "--dtype", "float32")
     assert status == 0

@@ -184,6 +184,7 @@ DRAFTS = ["other", "noisy", "target", "mamba2"]
 
 
 class TestGreedyText:
+    @pytest.mark.fast_cases("chunks-noisy", "chunks-mamba2")
     @pytest.mark.parametrize("draft", DRAFTS)
     @pytest.mark.parametrize(
         "flags", [{}, {"speculative_num_steps": 1, "page_size": 16, "chunked_prefill_size": 16}], ids=["", "chunks"]
@@ -208,6 +209,7 @@ class TestGreedyText:
                 assert draft == "target" or all(map(all_accepted, outputs))
                 check_pools(llm)
 
+    @pytest.mark.fast_cases(3)
     @pytest.mark.parametrize("family", FAMILIES)
     def test_every_family_follows_itself(self, family: str, tmp_path: Path) -> None:
         FAMILIES[family].build(tmp_path / family)
@@ -219,6 +221,7 @@ class TestGreedyText:
                 assert all(map(all_accepted, outputs))
                 Plain(checkpoints).check(outputs, family)
 
+    @pytest.mark.fast_cases("noisy")
     @pytest.mark.parametrize("draft", ["noisy", "target"])
     def test_with_snapshots_of_the_target(self, draft: str, checkpoints: Checkpoints, plain: Plain) -> None:
         with (
@@ -259,6 +262,7 @@ class TestGreedyText:
 class TestDrafts:
     """What is drafted, against transformers."""
 
+    @pytest.mark.fast_cases(1)
     @pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 8, "page_size": 4}], ids=["", "chunks"])
     def test_drafts_of_a_batch_and_of_its_prefixes(
         self, flags: dict[str, Any], checkpoints: Checkpoints, noisy: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch
@@ -361,6 +365,7 @@ class TestPrefixCache:
                 plain.check([again])
             check_pools(llm)
 
+    @pytest.mark.fast_cases(3)
     @pytest.mark.parametrize("draft", ["noisy", "target"])
     @pytest.mark.parametrize("num_tokens", [9, 10, 11, 12])
     def test_continuing_a_finished_request(
@@ -427,6 +432,7 @@ class TestSampling:
                 texts.append([out.token_ids for out in llm.generate(PROMPTS, params)])
         assert texts[0] == texts[1]
 
+    @pytest.mark.fast_cases(1)
     @pytest.mark.parametrize("temperature", [0.5, 1.0])
     def test_drafts_are_drawn_from_the_models_distribution(
         self, temperature: float, checkpoints: Checkpoints, noisy: Any, monkeypatch: pytest.MonkeyPatch

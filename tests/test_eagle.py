@@ -177,6 +177,7 @@ def test_entries_behind_a_cached_prefix(target: Path, heads: dict[str, Head], mo
 
 
 # what snapshots hold does not depend on the head
+@pytest.mark.fast_cases("eagle3-tied-records", "eagle-snapshots")
 @pytest.mark.parametrize(
     ("name", "state"), [*((name, "records") for name in STYLES), ("eagle", "snapshots"), ("eagle3", "snapshots")]
 )
@@ -205,6 +206,7 @@ def test_greedy_text_is_the_plain_text(
         assert (stats.kv_used_tokens, stats.state_used_slots) == (0, 0)
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_heads_with_every_family(family: str, kind: str, tmp_path: Path) -> None:
@@ -250,6 +252,7 @@ def make_bigram_target(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
 JOINT = {"chain": {"speculative_num_steps": 2}, "tree": {"speculative_eagle_topk": 3, "speculative_num_steps": 2}}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("shape", JOINT)
 def test_by_rejection_three_tokens_have_the_targets_joint_distribution(shape: str, tmp_path: Path) -> None:
     """Of a head that is right often and not always, so that tokens come from acceptance and from the residual alike."""

@@ -205,6 +205,7 @@ def alone() -> Answer:
 
 
 class TestSeeds:
+    @pytest.mark.fast_cases(2)
     @pytest.mark.parametrize("mtp", [0, 1, 3, 5])
     def test_alone_and_in_company(self, mtp: int, alone: Answer) -> None:
         engine = build(mtp=mtp)
@@ -244,6 +245,7 @@ class TestSeeds:
         with_seeded_between = [(f"{i}{k}", [5], unseeded if k else GREEDY) for i in range(2) for k in (0, 1)]
         assert answers(run(build(tiny, seed=1), with_seeded_between))["01"] == first["1"]
 
+    @pytest.mark.fast_cases(2)
     @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
     @pytest.mark.parametrize("page_size", [1, 4])
     def test_whatever_is_drafted(self, tiny: str, trees: bool, page_size: int) -> None:
@@ -270,6 +272,7 @@ PENALTIES: list[dict[str, float]] = [
 
 
 class TestPenalties:
+    @pytest.mark.fast_cases(1)
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
     def test_drafts_do_not_change_the_text(self, temperature: float) -> None:
         """Alone and side by side with requests that have other penalties or none."""
@@ -349,6 +352,7 @@ def full(engines: list[Engine]) -> tuple[tuple[int, ...], str]:
 
 
 class TestEnds:
+    @pytest.mark.slow
     def test_stop_strings_anywhere(self, engines: list[Engine], full: tuple[tuple[int, ...], str]) -> None:
         """Pieces of the text of any length at any place: inside of tokens, across tokens, across steps."""
         tokens, text = full
@@ -403,6 +407,7 @@ class TestEnds:
                 expected = (tokens[:count], engine.tokenizer.decode(tokens[: count - 1]), "stop")
                 assert answer(run(engine, [("a", PROMPT, params)])["a"]) == expected
 
+    @pytest.mark.fast_cases(3)
     @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 11, 40])
     def test_never_more_than_max_tokens(
         self, engines: list[Engine], full: tuple[tuple[int, ...], str], max_tokens: int
@@ -432,6 +437,7 @@ class TestEnds:
             assert answer(ending[name]) == (tokens[:count], engine.tokenizer.decode(tokens[: count - 1]), "stop")
         assert num_ended > 2
 
+    @pytest.mark.fast_cases(3)
     @pytest.mark.parametrize("mtp", [0, 1, 5])
     @pytest.mark.parametrize(("page_size", "chunk"), [(1, 512), (16, 7), (7, 128)])
     def test_the_context_ends(self, tiny: str, mtp: int, page_size: int, chunk: int) -> None:
@@ -470,6 +476,7 @@ class TestEnds:
                     assert (delta.num_prompt_tokens, delta.num_cached_tokens) == (len(prompt), 0)
                     assert delta.error is None
 
+    @pytest.mark.fast_cases(2)
     @pytest.mark.parametrize("mtp", [0, 1, 3, 5])
     def test_speculation_figures(self, mtp: int) -> None:
         engine = build(mtp=mtp)
@@ -496,6 +503,7 @@ class TestEnds:
 
 
 class TestAborts:
+    @pytest.mark.fast_cases(1)
     @pytest.mark.parametrize("penalty", [0.0, 0.5])
     @pytest.mark.parametrize("page_size", [1, 16])
     def test_at_any_moment(self, tiny: str, page_size: int, penalty: float) -> None:
@@ -655,6 +663,7 @@ class TestOrder:
         assert len(engine.step()) == 8
         engine.close()
 
+    @pytest.mark.fast_cases(2)
     def test_a_padded_chunk_stays_within_its_size(self, tiny: str) -> None:
         engine = build(tiny, chunked_prefill_size=32)
         for i, length in enumerate((13, 13, 13, 40, 6)):
@@ -698,6 +707,7 @@ def run_with_steps(engine: Engine, requests: Iterable[NewRequest]) -> dict[str, 
 
 
 class TestPreemption:
+    @pytest.mark.fast_cases(2)
     @pytest.mark.parametrize("page_size", [1, 16])
     @pytest.mark.parametrize("mtp", [0, 3])
     def test_the_youngest_gives_way_and_goes_on_as_if_nothing_had_happened(
@@ -754,6 +764,7 @@ class TestPreemption:
 
 
 class TestRandomUse:
+    @pytest.mark.fast_cases("pages of 16-oracle")
     @pytest.mark.parametrize("is_oracle", [False, True], ids=["mtp", "oracle"])
     @pytest.mark.parametrize(("page_size", "total"), [(1, 90), (16, 160)], ids=["pages of 1", "pages of 16"])
     def test_300_requests_with_aborts(self, tiny: str, page_size: int, total: int, is_oracle: bool) -> None:

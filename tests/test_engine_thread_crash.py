@@ -111,6 +111,7 @@ def ask(served: Served, pool: ThreadPoolExecutor, stream: bool) -> list[Future[h
     return [pool.submit(one) for _ in range(NUM_EACH)]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("crash", CRASHES)
 def test_every_open_call_is_answered(crash: Callable[[Served], None]) -> None:
     engine = HeldEngine()

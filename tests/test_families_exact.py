@@ -65,6 +65,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(folder, FAMILIES[family].build(folder, variant))
 
 
+@pytest.mark.fast_cases("default")
 @pytest.mark.parametrize("chunk_size", [CHUNK, 512])
 def test_known_tokens(case: Case, chunk_size: int) -> None:
     """All tokens but the last are extended, and the last one is verified alone; with several chunk sizes."""
@@ -80,6 +81,7 @@ def test_known_tokens(case: Case, chunk_size: int) -> None:
     check_rounds(probe.record, case.reference)
 
 
+@pytest.mark.fast_cases("default")
 def test_trees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of trees with many branches, accepted to any depth, with every number of pending records and folds."""
     generator = torch.Generator().manual_seed(5)
@@ -93,6 +95,7 @@ def test_trees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {r.num_accepted for r in rounds} >= {0, 1, 2, 3}
 
 
+@pytest.mark.fast_cases("default")
 def test_step_by_step(case: Case) -> None:
     """Plain decoding along a given text."""
     prompt, tokens = random_prompts((7, NUM_TOKENS), seed=2)
@@ -101,6 +104,7 @@ def test_step_by_step(case: Case) -> None:
     assert_close(torch.stack(seen), case.logits(prompt + tokens)[len(prompt) - 1 : -1])
 
 
+@pytest.mark.fast_cases("default")
 def test_greedy_text(case: Case) -> None:
     """In a batch, alone, and in a batch with cached prompts: the greedy text by transformers' logits."""
     prompts = random_prompts((5, 1, 70), seed=4)

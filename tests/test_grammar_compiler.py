@@ -132,6 +132,7 @@ def test_after_a_time_limit_the_next_grammar_compiles(
     assert accepts(compile_now(compiler, "regex", "after"), "after")
 
 
+@pytest.mark.slow
 def test_dead_process_memory_limit_and_close(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(tokenizer, 4096, (0,), timeout_s=60.0, cache_bytes=1 << 20)
     compile_now(compiler, "regex", "a")
@@ -169,6 +170,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_its_parent() -> None:
     info = xgrammar.TokenizerInfo([b"a", b"<end>"], vocab_size=2, stop_token_ids=[1])
     done = subprocess.run(

@@ -79,6 +79,7 @@ def plain(llm: LLM, request: pytest.FixtureRequest) -> tuple[list[str], list[Sam
 Plain = tuple[list[str], list[SamplingParams], list[RequestOutput]]
 
 
+@pytest.mark.fast_cases("0.8")
 def test_texts_that_end_are_valid(plain: Plain) -> None:
     _, params, outputs = plain
     texts = [
@@ -93,6 +94,7 @@ def test_texts_that_end_are_valid(plain: Plain) -> None:
         check_valid(text, schema)
 
 
+@pytest.mark.fast_cases("0.0-tree")
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_drafts_change_nothing(llm: LLM, plain: Plain, drafts: str) -> None:
     prompts, params, outputs = plain
@@ -101,6 +103,7 @@ def test_drafts_change_nothing(llm: LLM, plain: Plain, drafts: str) -> None:
     assert sum(output.spec.num_accepted_tokens for output in drafted) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["records", "snapshots"] if IS_FULL else ["snapshots"])
 def test_short_of_memory_and_from_the_cache(llm: LLM, state: str, no_headroom: None) -> None:
     """Preempted requests keep their place in their grammars, and so do those that find their prompts cached."""
@@ -127,6 +130,7 @@ OTHERS: list[tuple[SamplingParams, str]] = [
 ]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_with_penalties_biases_and_log_probabilities(llm: LLM, drafts: str) -> None:
     prompts, params = [PROMPTS[0]] * len(OTHERS), [own for own, _ in OTHERS]

@@ -167,6 +167,7 @@ def check_lengths(outputs: Sequence[RequestOutput], num_tokens: int = NUM_TOKENS
     )
 
 
+@pytest.mark.slow
 def test_the_oracle_does_not_mind_padding(oracle: Oracle, prompts: list[list[int]], expected: list[Tokens]) -> None:
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for i in (order[0], order[len(order) // 2], order[-1])[: 3 if IS_FULL else 2]:  # the last one has none
@@ -174,6 +175,7 @@ def test_the_oracle_does_not_mind_padding(oracle: Oracle, prompts: list[list[int
 
 
 class TestEveryPrompt:
+    @pytest.mark.fast_cases("mtp-3")
     @pytest.mark.parametrize("algorithm", SOME_ALGORITHMS)
     def test_alone(self, algorithm: str, oracle: Oracle, prompts: list[list[int]], expected: list[Tokens]) -> None:
         chosen = range(len(prompts)) if IS_FULL else range(SOME_ALGORITHMS.index(algorithm), len(prompts), 2)
@@ -182,6 +184,7 @@ class TestEveryPrompt:
         check_lengths(outputs)
         oracle.check(outputs, [expected[i] for i in chosen])
 
+    @pytest.mark.fast_cases("plain")
     @pytest.mark.parametrize(("algorithm", "chunk_size"), ALONE_IN_CHUNKS)
     def test_alone_in_chunks(
         self, algorithm: str, chunk_size: int, oracle: Oracle, prompts: list[list[int]], expected: list[Tokens]
@@ -195,6 +198,7 @@ class TestEveryPrompt:
         check_lengths(outputs, NUM_TOKENS_BEHIND_CHUNKS)
         oracle.check(outputs, [expected[i] for i in chosen])
 
+    @pytest.mark.fast_cases("mtp-3-64")
     @pytest.mark.parametrize(("algorithm", "chunk_size"), BATCHES_OF_8)
     def test_in_a_batch_of_8(
         self, algorithm: str, chunk_size: int, oracle: Oracle, prompts: list[list[int]], expected: list[Tokens]
@@ -209,6 +213,7 @@ class TestEveryPrompt:
         assert (stats.num_running, stats.kv_used_tokens, stats.state_used_slots) == (0, 0, 0)
         assert stats.num_preemptions == 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("algorithm", "page_size"), PREEMPTED)
     def test_preempted(
         self,
@@ -232,6 +237,7 @@ class TestEveryPrompt:
 
 
 class TestShortPrompts:
+    @pytest.mark.fast_cases("mtp-3-{}", "plain-{'page_size': 16}")
     @pytest.mark.parametrize(("algorithm", "flags"), SHORT, ids=str)
     def test_in_a_batch(
         self,
@@ -246,6 +252,7 @@ class TestShortPrompts:
         check_lengths(outputs, NUM_TOKENS_OF_SHORT)
         oracle.check(outputs, expected_of_short)
 
+    @pytest.mark.fast_cases("mtp-3")
     @each_algorithm
     def test_alone(
         self, algorithm: str, oracle: Oracle, short_prompts: list[list[int]], expected_of_short: list[Tokens]
@@ -280,6 +287,7 @@ def random_expected(random_oracle: Oracle, random_prompts: list[list[int]]) -> l
 class TestRandomModel:
     """Its drafts are almost never right, so that nearly every step throws all of them away."""
 
+    @pytest.mark.fast_cases("mtp-3")
     @pytest.mark.parametrize(
         "flags",
         [

@@ -108,6 +108,7 @@ def relative_difference(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(("source", "case"), CASES)
 def test_same_function(
     source: str, case: str, sources: dict[str, Path], small: dict[str, Behaviour], tmp_path: Path
@@ -150,6 +151,7 @@ def check_zeros(small: Path, large: Path) -> None:
 # ---- what is stored --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_bf16_checkpoint_is_not_rounded(tmp_path: Path) -> None:
     sizes = DEMO["all"] | {"layers": 8}
     inflate(InflateConfig(out=tmp_path, **sizes))
@@ -168,6 +170,7 @@ def test_a_bf16_checkpoint_is_not_rounded(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (DEMO_MODEL / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_shards_hold_what_one_file_holds(sources: dict[str, Path], tmp_path: Path) -> None:
     flags: dict[str, Any] = {"model": sources["grouped"], "layers": 100, "hidden_factor": 4, "mlp": 200}
     report = inflate(InflateConfig(out=tmp_path / "one", **flags))

@@ -41,6 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), 1)
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("form", ["plain", "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_without_its_weights_has_the_same_sizes(family: str, form: Any, tmp_path: Path) -> None:
@@ -55,6 +56,7 @@ def test_a_model_without_its_weights_has_the_same_sizes(family: str, form: Any, 
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_figures_are_the_engines(family: str, tmp_path: Path) -> None:
     FAMILIES[family].build(tmp_path)
@@ -86,6 +88,7 @@ def test_figures_are_the_engines(family: str, tmp_path: Path) -> None:
 HEADS = ["eagle", "eagle-all", "eagle3", "eagle3-narrow", "eagle3-tied"]
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("style", HEADS)
 def test_figures_are_the_engines_beside_a_head(style: str, dtype: str, tiny: Path, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def assert_agree(found: tuple[TokenLogprob | None, ...], logits: Tensor, tokens:
         assert all(value == pytest.approx(row[which].item(), abs=CLOSE) for which, value in entry.top)
 
 
+@pytest.mark.fast_cases("chain-0.0")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_figures_are_those_of_the_target(llm: LLM, temperature: float) -> None:
     params = SamplingParams(
@@ -97,6 +98,7 @@ def test_asking_changes_no_text(llm: LLM) -> None:
     assert [out.token_ids for out in silent] == [out.token_ids for out in asked]
 
 
+@pytest.mark.fast_cases(1)
 def test_without_drafts_the_text_is_the_same(llm: LLM) -> None:
     plainly = GREEDY.model_copy(update={"speculative": False})
     expected = llm.generate([PROMPT, OTHER], GREEDY)
@@ -133,6 +135,7 @@ def test_drafts_can_be_looked_at(llm: LLM) -> None:
         assert all(view.parents[b] == a for a, b in zip(view.path, view.path[1:], strict=False))
 
 
+@pytest.mark.fast_cases(1)
 def test_biases(llm: LLM) -> None:
     forced = SamplingParams(max_tokens=4, temperature=0.0, logit_bias={77: 100.0}, ignore_eos=True)
     free, biased = llm.generate([PROMPT, PROMPT], [GREEDY, forced])

@@ -291,6 +291,7 @@ class TestTarget:
     LENGTHS = (19, 1, 42, 2, 3, 29)
     NEW_TOKENS = (40, 31, 18, 44, 25, 36)  # rows in the middle of the batch end first
 
+    @pytest.mark.fast_cases(8)
     @pytest.mark.parametrize("chunk_size", [512, 64, 13, 7, 1])
     @pytest.mark.parametrize("name", MODELS)
     def test_extend(
@@ -306,6 +307,7 @@ class TestTarget:
         assert bool(probe.record.padded_chunks) == (chunk_size > 1)
         check_extends(probe.record, texts, references[name].target)
 
+    @pytest.mark.fast_cases(4)
     @pairwise(
         pytest.mark.parametrize("page_size", [1, 16]),
         pytest.mark.parametrize("num_nodes", [1, 2, 6]),
@@ -329,6 +331,7 @@ class TestTarget:
         check_rounds(probe.record, references[name].target)
         self.check_that_it_was_worth_it(probe.record, num_nodes)
 
+    @pytest.mark.fast_cases(3)
     @pairwise(
         pytest.mark.parametrize("page_size", [1, 16]),
         pytest.mark.parametrize("num_nodes", [5, 12]),
@@ -355,6 +358,7 @@ class TestTarget:
         assert any(r.path != tuple(range(len(r.path))) for r in rounds), "no accepted path had to be moved"
         assert any(list(r.parents).count(-1) > 1 for r in rounds), "no tree was smaller than the others"
 
+    @pytest.mark.fast_cases(1)
     @pytest.mark.parametrize("name", ["grouped", "tied"])
     def test_every_number_of_pending_records(
         self,
@@ -492,6 +496,7 @@ class TestMTPHead:
     LENGTHS = (1, 26, 2, 3, 45, 4, 9)
     NEW_TOKENS = (26, 14, 33, 21, 12, 30, 24)
 
+    @pytest.mark.fast_cases(5)
     @pairwise(
         pytest.mark.parametrize("page_size", [1, 16]),
         pytest.mark.parametrize("num_steps", [1, 3, 5]),

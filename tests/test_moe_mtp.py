@@ -91,6 +91,7 @@ class Reference:
                 assert bool((best - chosen <= 2 * TOLERANCE * expected.abs().max()).all())
 
 
+@pytest.mark.fast_cases(7)
 @pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.parametrize(("family", "variant"), CASES)
 def test_drafts(family: str, variant: str, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

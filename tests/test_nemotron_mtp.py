@@ -56,6 +56,7 @@ def reference_draft(
     return torch.stack(logits)
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("num_steps", [1, 4])
 @pytest.mark.parametrize("variant", nemotron_h.VARIANTS)
 def test_drafts(variant: str, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

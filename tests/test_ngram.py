@@ -505,6 +505,7 @@ def plain(tiny: str) -> list[RequestOutput]:
 class TestTinyModel:
     """Random weights: greedy text falls into loops that n-grams foresee, sampled text does not."""
 
+    @pytest.mark.fast_cases(3)
     @pytest.mark.parametrize(("shape", "limits"), SHAPES_AND_LIMITS.values(), ids=SHAPES_AND_LIMITS)
     def test_text_is_the_same(
         self, tiny: str, plain: list[RequestOutput], shape: dict[str, int], limits: dict[str, int]
@@ -538,6 +539,7 @@ DEMO: dict[str, Any] = {"context_length": 256}
 
 
 class TestDemo:
+    @pytest.mark.fast_cases(1)
     @pytest.mark.parametrize("shape", [{}, CHAIN], ids=["tree", "chain"])
     def test_repetitive_text_is_foreseen(self, shape: dict[str, int]) -> None:
         prompts, params = [*REPETITIVE, *REPETITIVE], [GREEDY, GREEDY, SAMPLED, SAMPLED]
@@ -547,6 +549,7 @@ class TestDemo:
         assert all(output.spec.accept_length > 1.5 for output in outputs[:2])
         assert all(output.spec.accept_length > 1.0 for output in outputs)
 
+    @pytest.mark.slow
     def test_a_corpus_foresees_more(self, tmp_path: Path) -> None:
         """The corpus contains the text that the model will generate."""
         prompts = ["class Stack:\n    def __init__(self):\n", "import os\n\ndef read_file(path):\n"]

@@ -86,6 +86,7 @@ def test_advice_that_works_without_keys() -> None:
 # ---- engine ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("strategy", ["no_buffer", "extra_buffer"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_short_of_everything(checkpoint: Path, page_size: int, strategy: str) -> None:

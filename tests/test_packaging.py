@@ -16,6 +16,8 @@ import pytest
 
 from tests.repository import ROOT, copy_tracked, tracked_files
 
+pytestmark = pytest.mark.slow
+
 OPERATORS = sorted(file.parent.name for file in (ROOT / "kernels").glob("*/reference.py"))
 LINKED = ("kernels/", "cuda_graphs/", "bench/")
 DEMO = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]

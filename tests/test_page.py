@@ -21,6 +21,8 @@ from specmamba.server.page import feed as live_feed
 from tests.fake_engine import Served, serving, wait_until
 from tests.test_events import WatchedEngine
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 

@@ -129,6 +129,7 @@ def check_pools(llm: LLM) -> None:
     engine.cache_manager.cache.check(table.held_pages())
 
 
+@pytest.mark.fast_cases("extra_buffer-tree-1-64", "no_buffer-plain-1-1000")
 @each_case
 def test_repeat_branch_and_turns(
     strategy: str, drafts: str, page_size: int, chunk_size: int, prompts: list[Tokens], expected: Expected
@@ -161,6 +162,7 @@ def test_repeat_branch_and_turns(
         check_pools(llm)
 
 
+@pytest.mark.fast_cases("ngram-1-64")
 @each_case
 def test_evicted_and_computed_again(
     strategy: str, drafts: str, page_size: int, chunk_size: int, prompts: list[Tokens], expected: Expected
@@ -179,6 +181,7 @@ def test_evicted_and_computed_again(
         expected.check([again])
 
 
+@pytest.mark.fast_cases(2)
 @each_case
 def test_preempted_and_resumed(
     strategy: str,
@@ -209,6 +212,7 @@ def test_preempted_and_resumed(
         assert tokens == expected.after(prompt, NUM_TOKENS)
 
 
+@pytest.mark.fast_cases("ngram-1-64")
 @each_case
 def test_preempted_for_lack_of_memory(
     strategy: str,
@@ -229,6 +233,7 @@ def test_preempted_for_lack_of_memory(
     expected.check(outputs)
 
 
+@pytest.mark.fast_cases(2)
 @each_case
 def test_requests_that_come_together_share(
     strategy: str,
@@ -249,6 +254,7 @@ def test_requests_that_come_together_share(
     assert num_extended <= len(shared) + sum(len(prompt) - len(shared) for prompt in together)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("drafts", ["chain", "tree"])
 def test_with_snapshots(strategy: str, drafts: str, prompts: list[Tokens], expected: Expected) -> None:
@@ -266,6 +272,7 @@ def test_with_snapshots(strategy: str, drafts: str, prompts: list[Tokens], expec
         check_pools(llm)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("drafts", ["chain", "tree"])
 def test_drafts_after_a_hit_equal_those_without_a_cache(drafts: str, prompts: list[Tokens]) -> None:
     """A draft head that lost its context does not change the text, so the drafts themselves are compared."""
@@ -303,6 +310,7 @@ def test_drafts_of_a_resumed_request(prompts: list[Tokens]) -> None:
         assert deltas[-1].spec == other.generate(prompts[0], greedy())[0].spec
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_tracked_states_do_not_depend_on_drafts(drafts: str, prompts: list[Tokens]) -> None:
     """Every due position, the last step's too."""

@@ -22,7 +22,7 @@ from specmamba.verify.record_buffers import RecordBuffers
 from tests.test_engine import assert_consistent, assert_idle
 from tests.tiny import write_tiny_checkpoint
 
-NUM_REQUESTS = 1000 if os.environ.get("SPECMAMBA_TEST_FULL") == "1" else 500  # for each setting
+NUM_REQUESTS = 1000 if os.environ.get("SPECMAMBA_TEST_FULL") == "1" else 300  # for each setting
 VOCABULARY = 24
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 
@@ -94,6 +94,7 @@ def texts(tiny: str) -> Texts:
 
 
 class TestRandomUse:
+    @pytest.mark.fast_cases("tracked")
     @pytest.mark.parametrize(
         ("page_size", "flags"),
         [
@@ -159,6 +160,7 @@ class TestRefusedMemory:
         monkeypatch.setattr(owner, name, allocate)
         return lambda: calls[0]
 
+    @pytest.mark.fast_cases(1)
     @pytest.mark.parametrize(("owner", "name"), [(PageAllocator, "allocate"), (StatePool, "reserve")])
     @pytest.mark.parametrize("page_size", [1, 16])
     def test_at_every_point(

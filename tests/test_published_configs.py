@@ -482,6 +482,7 @@ MODELS = {
 }
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published = MODELS[name]

@@ -558,6 +558,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.check()
 
 
+@pytest.mark.fast_cases("3-lru")
 @pytest.mark.parametrize("policy", ["lru", "flops"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_the_cache_agrees_with_the_model(page_size: int, policy: PolicyName) -> None:

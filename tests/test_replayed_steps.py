@@ -126,6 +126,7 @@ def in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestText:
+    @pytest.mark.fast_cases("drawn tree")
     @pytest.mark.parametrize("drafts", DRAFTS)
     def test_is_the_same_for_every_batch_size(self, drafts: str) -> None:
         """In buckets that are full, padded and too small; with bounds of the batch, and with the shapes of a captured
@@ -146,6 +147,7 @@ class TestText:
             for case in asked if IS_FULL else (("greedy", 1), ("filtered and penalized", 3)):
                 assert_same_answers(case, answer_all(replayed, *case), expected[case], plain)
 
+    @pytest.mark.fast_cases("tree")
     @pytest.mark.usefixtures("no_headroom")
     @pytest.mark.parametrize("drafts", ["plain", "chain", "tree"])
     def test_is_the_same_when_memory_is_short(self, drafts: str) -> None:
@@ -287,6 +289,7 @@ class TestWhatIsReplayed:
 
 
 class TestNothingThatCannotBeCaptured:
+    @pytest.mark.fast_cases("drawn tree", "ngram", "draft model")
     @pytest.mark.usefixtures("in_pytorch")
     @pytest.mark.parametrize("drafts", DRAFTS)
     def test_every_step_of_a_kind_is_the_same_program(self, drafts: str) -> None:

@@ -142,6 +142,7 @@ def test_prompts_of_one_call_share_what_the_first_computes(demo: Served) -> None
 # ---- tenants ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(1)
 def test_different_salts_and_keys_share_nothing(demo: Served) -> None:
     before = report(demo)
     fields: list[dict[str, str]] = [
@@ -229,6 +230,7 @@ def test_a_flush_evicts_prefixes_that_no_request_uses(demo: Served) -> None:
     assert usage(demo.complete(prompt=PROMPT, max_tokens=4)) == (num_tokens, 0)
 
 
+@pytest.mark.fast_cases(1)
 def test_a_flush_leaves_running_requests_alone(demo: Served) -> None:
     body = {"prompt": PROMPT, "max_tokens": 150, "temperature": 0, "ignore_eos": True}
     alone = demo.complete(**body).json()["choices"][0]["text"]
@@ -377,6 +379,7 @@ def test_memory_in_use_and_cached_memory_are_reported_separately(demo: Served) -
     assert during["state_used_slots"] >= 1
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_leaves_nothing_locked(demo: Served, stream: bool) -> None:
     body = {"prompt": [PROMPT, PROMPT + "x"], "max_tokens": 900, "ignore_eos": True, "stream": stream}

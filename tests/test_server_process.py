@@ -119,6 +119,7 @@ def test_the_demo_served_through_the_openai_client() -> None:
         assert "Traceback" not in err
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_requests_finish(number: signal.Signals) -> None:
     with fake_process({"step_s": 0.02, "chunk": 1}) as server:
@@ -136,6 +137,7 @@ def test_a_signal_lets_running_requests_finish(number: signal.Signals) -> None:
         assert f"{number.name}: finishing the running requests, for 30 s at the most" in err
 
 
+@pytest.mark.slow
 def test_the_deadline_of_a_shutdown() -> None:
     with fake_process({"step_s": 0.1, "chunk": 1}, shutdown_timeout=0.3) as server:
         running = Completion(server.url)
@@ -147,6 +149,7 @@ def test_the_deadline_of_a_shutdown() -> None:
         assert time.monotonic() - began < 3
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once() -> None:
     with fake_process({"step_s": 0.1, "chunk": 1}) as server:
         running = Completion(server.url, stream=True)
@@ -161,6 +164,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         assert time.monotonic() - began < 3
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_crash_of_the_engine_ends_the_process_with_1(stream: bool) -> None:
     with fake_process({"step_s": 0.02, "fail_at_step": 5}) as server:
@@ -185,6 +189,7 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_api_key_and_the_name_from_the_environment() -> None:
     with fake_process({}, api_key="secret", served_model_name="mine", host="localhost") as server:
         assert "(model: mine)" in server.ready_line

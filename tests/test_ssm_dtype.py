@@ -233,6 +233,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+@pytest.mark.fast_cases(2)
 @pairwise(
     each_dtype,
     pytest.mark.parametrize("family", ["qwen3.5", "mamba2", "falcon-h1"]),
@@ -293,6 +294,7 @@ def test_a_batch_is_its_members(folders: dict[str, Path], family: str) -> None:
     engine.close()
 
 
+@pytest.mark.fast_cases(2)
 @each_dtype
 @pytest.mark.parametrize("family", ["qwen3.5", "mamba2", "falcon-h1"])
 def test_logits_move_by_the_rounding_of_states(folders: dict[str, Path], family: str, name: str) -> None:

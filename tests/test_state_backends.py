@@ -252,6 +252,7 @@ def real_nodes(parents: list[int]) -> list[int]:
 
 
 class TestSideBySide:
+    @pytest.mark.fast_cases(2)
     @each_recurrence
     @pytest.mark.parametrize(
         ("num_rounds", "shapes"), [(500 if IS_FULL else 200, SHAPES), (100, ("chain",))], ids=["trees", "chains"]

@@ -69,6 +69,7 @@ def states_of(model: PreTrainedModel, tokens: list[int], num_layers: int) -> tup
     return streams, said
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_and_matrices_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = FAMILIES[family].build(tmp_path)

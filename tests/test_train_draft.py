@@ -324,6 +324,7 @@ def test_what_a_run_leaves(finished: tuple[Path, list[list[float]], str], target
     assert values[-1][0] < values[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [1, 5])
 def test_a_stopped_run_resumes_to_the_same_values_and_weights(
     finished: tuple[Path, list[list[float]], str], target: Path, text: Path, tmp_path: Path, stop_after: int
@@ -351,6 +352,7 @@ def test_a_stopped_run_resumes_to_the_same_values_and_weights(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_by_nothing_else(
     finished: tuple[Path, list[list[float]], str], target: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -372,6 +374,7 @@ def test_a_run_is_resumed_by_nothing_else(
         draft.train(settings(tmp_path / "out", **same), silent())
 
 
+@pytest.mark.slow
 def test_a_part_of_the_vocabulary(target: Path, text: Path, tmp_path: Path) -> None:
     config = settings(
         tmp_path, model=str(target), text=[str(text)], draft_vocab_size=12, max_steps=30, report_prompts=1
@@ -569,6 +572,7 @@ def test_greedy_outputs_are_not_repeated(target: Path, tmp_path: Path) -> None:
     assert len(set(sampled)) == 10  # a prompt that is used again goes on differently
 
 
+@pytest.mark.slow
 def test_a_run_on_own_outputs(target: Path, text: Path, tmp_path: Path) -> None:
     config = settings(tmp_path, model=str(target), text=[str(text)], own_outputs=100, report_prompts=1, max_steps=2)
     assert draft.train(config, silent()) == 0

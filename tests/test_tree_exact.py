@@ -113,6 +113,7 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
+@pytest.mark.fast_cases("random-records-16-tight", "random-snapshots-1-tight")
 @pytest.mark.parametrize(("model", "state", "page_size", "pool"), CASES, indirect=["model"])
 def test_greedy_text_is_the_plain_text(
     model: str,
@@ -143,6 +144,7 @@ def test_greedy_text_is_the_plain_text(
         assert (llm.engine.stats().num_preemptions > 0) == (pool == "tight")
 
 
+@pytest.mark.fast_cases("random")
 def test_seeded_text_is_the_plain_text_under_the_target_rule(model: str, prompts: list[list[int]]) -> None:
     params = [
         SamplingParams(max_tokens=24, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(len(prompts))

@@ -25,6 +25,8 @@ from tests.families.checkpoints import write_checkpoint
 from tests.repository import ROOT
 from tests.tiny import FULL, LINEAR, write_tiny_checkpoint
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton")
 
 PROGRAM = """

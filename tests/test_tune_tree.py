@@ -147,6 +147,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield llm
 
 
+@pytest.mark.slow
 def test_a_walk_along_recorded_ranks_is_what_the_engine_does(llm: LLM, tmp_path: Path) -> None:
     prompts = [[5, 90, 17, 33], [101, 7], [64, 64, 3, 99, 12, 8, 8]]
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=11, ignore_eos=True)
@@ -217,6 +218,7 @@ def test_requests_count_alike_whatever_their_steps_gave() -> None:
     assert (both.num_tokens, both.step_ms) == (100, 25.0)
 
 
+@pytest.mark.fast_cases("tiny")
 def test_sampled_texts_are_recorded_up_to_their_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TreeTunerConfig(max_tokens=16, num_prompts=2, max_nodes=4)
     prompts = [PromptText("def f"), PromptText("class A")]
@@ -409,6 +411,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert [len(output.token_ids) for output in llm.generate(["def f", "class A"], params)] == [8, 8]
 
 
+@pytest.mark.slow
 def test_replayed_texts_and_dynamic_drafts_beside_the_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

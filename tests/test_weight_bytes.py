@@ -101,6 +101,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.mark.fast_cases(40)
 @pytest.mark.parametrize("forms", FORMS, ids="-".join)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models(folder: Path, dtype: torch.dtype, forms: tuple[str, str]) -> None:

@@ -39,6 +39,8 @@ from specmamba.kernels.aot.table import (
 from specmamba.kernels.gpu import Variant
 from tests.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 WHOLE, *SAMPLED = ("sm_90", "sm_80", "gfx942")
 KERNELS = ROOT / "kernels"

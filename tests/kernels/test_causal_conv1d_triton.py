@@ -125,6 +125,7 @@ def check_verify(
     assert torch.equal(y[trees.slots == 0].cpu(), torch.zeros_like(want[trees.slots == 0]))
 
 
+@pytest.mark.fast_cases(1)
 @pairwise(
     DTYPES,
     pytest.mark.parametrize("width", [2, 3, 4]),
@@ -134,6 +135,7 @@ def test_tree_verify(triton_ops: Any, gpu_device: str, nodes: int, width: int, d
     check_verify(triton_ops, gpu_device, [3, 0, 1, 4], nodes, 4, width=width, dtype=dtype, has_bias=width == 3)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("nodes", range(1, 17))
 def test_every_tree_size_and_fill(triton_ops: Any, gpu_device: str, nodes: int) -> None:
     pending = list(range(nodes % 3, 8))
@@ -145,6 +147,7 @@ def test_a_large_tree(triton_ops: Any, gpu_device: str) -> None:
     check_verify(triton_ops, gpu_device, [6, 2, 0], 64, 6, channels=70, dtype=torch.bfloat16, folds=[True] * 3)
 
 
+@pytest.mark.fast_cases(1)
 @pairwise(
     DTYPES,
     pytest.mark.parametrize("width", [2, 3, 4]),
@@ -236,6 +239,7 @@ def extend_case(
     return x, windows, torch.tensor(slots), counts
 
 
+@pytest.mark.fast_cases(1)
 @pairwise(
     DTYPES,
     pytest.mark.parametrize("width", [2, 3, 4]),

@@ -83,12 +83,14 @@ class PoolCase(Case):
         return {"rtol": rounding, "atol": rounding}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("nodes", [1, 2, 7])
 @pytest.mark.parametrize("folds", [False, True])
 def test_matches_reference(nodes: int, folds: bool, gpu_device: str) -> None:
     PoolCase(nodes, torch.float32, torch.float32, folds).check_triton(gpu_device)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16])
 def test_activations_in_bfloat16(nodes: int, state_dtype: torch.dtype, gpu_device: str) -> None:

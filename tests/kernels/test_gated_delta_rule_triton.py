@@ -72,6 +72,7 @@ def check_verify(
         assert torch.equal(bits(mine[:, outside]), bits(before[:, outside]))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("nodes", "heads"), SIZES)
 def test_tree_verify_matches_reference(nodes: int, heads: tuple[int, int, int, int], gpu_device: str) -> None:
     shapes: tuple[str, ...] = SHAPES
@@ -154,6 +155,7 @@ class InPlace:
         return reference.tree_verify(*tokens, state[None].double(), *records, *places)[0], records
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("nodes", [1, 5])
 def test_in_place_with_folds(nodes: int, dtype: str, gpu_device: str) -> None:
@@ -221,6 +223,7 @@ def test_parts_of_larger_tensors(nodes: int, gpu_device: str) -> None:
         triton_ops.tree_verify_in_place(q, k, v, g, beta, turned, moved(t, gpu_device))
 
 
+@pytest.mark.fast_cases(1)
 @may_be_invalid
 @pytest.mark.parametrize("nodes", [1, 7])
 def test_what_is_not_finite_is_felt_by_descendants_alone(nodes: int, gpu_device: str) -> None:
@@ -289,6 +292,7 @@ class Run:
         assert torch.equal(bits(states[kept]), bits(self.states[kept]))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("heads", "dtype"), [((1, 2, 16, 24), "fp32"), ((1, 1, 40, 8), "bf16"), ((1, 1, 7, 5), "fp16")]
 )
@@ -312,6 +316,7 @@ def test_extend_ends_at_the_largest_number_of_float16(gpu_device: str) -> None:
         assert states[1].abs().max() == 65504
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("field", Tokens._fields)
 def test_a_known_token_that_is_not_finite_is_felt_in_its_row_alone(field: str, gpu_device: str) -> None:
     tokens, state = make_tokens(2, 35, (1, 1, 8, 8), seed=22)

@@ -37,6 +37,7 @@ def assert_rounded(y: Tensor, x: Tensor, weight: Tensor) -> None:
     assert ((y.double() - want).abs() <= want.abs() * ROUNDING[x.dtype] + size * 2**-20 + 2**-24).all()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 70), (20, 128), (5, 300)])
 def test_any_size(n: int, k: int, dtype: torch.dtype, ops: Any, gpu_device: str) -> None:

@@ -99,12 +99,14 @@ class PoolCase(Case):
         return want, buffers
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nodes", [1, 2, 7])
 def test_matches_reference(nodes: int, dtype: torch.dtype, gpu_device: str) -> None:
     PoolCase(ODD, nodes, [0, None, 6], dtype=dtype, shapes=("bushy", "chain", "padded")).check_launch(gpu_device)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_of_trees(shape: str, gpu_device: str) -> None:
     PoolCase(ONE, 17, [3], shapes=(shape,)).check_launch(gpu_device)
@@ -115,6 +117,7 @@ def test_many_nodes_and_heads(gpu_device: str) -> None:
     PoolCase((2, 4, 20, 40), 2, [2], norm_groups=2).check_launch(gpu_device)
 
 
+@pytest.mark.fast_cases(1)
 @pairwise(
     pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
     pytest.mark.parametrize("norm_groups", [1, 3, 5]),
@@ -156,6 +159,7 @@ def test_step_sizes(limit: tuple[float, float], gpu_device: str) -> None:
     torch.testing.assert_close(u.double(), want, rtol=1e-6, atol=0)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_folds(nodes: int, state_dtype: torch.dtype, gpu_device: str) -> None:
@@ -170,6 +174,7 @@ def test_convolutions_of_other_widths(conv_bias: bool, gpu_device: str) -> None:
     PoolCase(ONE, 3, [2], width=2, conv_bias=conv_bias).check_launch(gpu_device)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, of the interpreter
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(("field", "channel"), [("mixed", 0), ("mixed", 16), ("mixed", 31), ("gate", 3), ("dt", 1)])

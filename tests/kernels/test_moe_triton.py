@@ -74,6 +74,7 @@ def widened(weight: Tensor) -> Tensor:
 
 
 class TestDispatch:
+    @pytest.mark.fast_cases(1)
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("tokens", "k", "num_experts"), [(1, 1, 1), (1, 4, 9), (6, 3, 5), (17, 5, 5), (3, 2, 40)])
     def test_matches_reference(
@@ -149,6 +150,7 @@ class TestCombine:
 
 
 class TestProducts:
+    @pytest.mark.fast_cases(1)
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("counts", GROUPS.values(), ids=GROUPS.keys())
     def test_any_groups(self, counts: list[int], dtype: torch.dtype, ops: Any, gpu_device: str) -> None:
@@ -159,6 +161,7 @@ class TestProducts:
             assert y.dtype == dtype
             assert_rounded(y, *exact(x, stands_for, groups))
 
+    @pytest.mark.fast_cases(1)
     @pairwise(
         pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
         pytest.mark.parametrize(("n", "k"), [(1, 1), (130, 7), (3, 300), (64, 128)]),

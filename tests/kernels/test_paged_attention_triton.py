@@ -67,6 +67,7 @@ def check_attention(ops: Any, device: str, keys: AttentionMetadata, heads: Heads
     torch.testing.assert_close(got.double(), right_attention(q, k_pool, v_pool, keys, 0.3), **TOLERANCE[dtype])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("num_queries", "heads", "dtype"),
     [
@@ -92,6 +93,7 @@ def test_long_runs(triton_ops: Any, gpu_device: str, num_queries: int, heads: He
     check_attention(triton_ops, gpu_device, keys, heads, dtype)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("num_queries", "num_entries", "heads", "dtype"),
     [
@@ -109,6 +111,7 @@ def test_trees_behind_ragged_contexts(
     check_attention(triton_ops, gpu_device, make_keys(contexts, num_queries, num_entries=num_entries), heads, dtype)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("first", [1, 2])
 @pytest.mark.parametrize(("num_queries", "num_entries"), [(3, 0), (3, 3), (1, 4), (66, 0)])
 def test_draft_heads_without_the_first_keys(
@@ -132,6 +135,7 @@ def test_no_key_is_seen_behind_the_bound(triton_ops: Any, gpu_device: str, slack
         check_attention(triton_ops, gpu_device, keys, (2, 1, 16), FP32)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("num_entries", "dtype"), [(0, BF16), (5, FP32)])
 def test_many_parts_most_of_them_empty(
     triton_ops: Any, gpu_device: str, num_entries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -164,6 +168,7 @@ def test_a_query_that_sees_nothing_gets_zero(triton_ops: Any, gpu_device: str, n
     check_attention(triton_ops, gpu_device, trees, (2, 1, 16), FP32)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("num_queries", "wrong", "dtype"),
     [(3, torch.nan, FP32), (3, torch.inf, FP32), (3, -torch.inf, FP32), (3, -torch.inf, BF16), (66, -torch.inf, FP32)],
@@ -231,6 +236,7 @@ def right_layer(layer: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     return out, *pools
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("num_entries", "heads", "rotated", "parts", "dtype"),
     [
@@ -285,6 +291,7 @@ def test_what_is_not_finite_is_stored_as_zero(triton_ops: Any, gpu_device: str) 
     assert torch.equal(out.isnan(), is_hit.view(1, 3, 32))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("num_entries", [0, 4, 65])
 def test_rows_of_padding(triton_ops: Any, gpu_device: str, num_entries: int) -> None:
     """Their projections, and all of slot 0, are no numbers: nothing of either is read or written."""
@@ -308,6 +315,7 @@ def test_rows_of_padding(triton_ops: Any, gpu_device: str, num_entries: int) -> 
         assert torch.equal(pool[others].view(torch.int32), before[others].view(torch.int32))
 
 
+@pytest.mark.slow
 def test_views(triton_ops: Any, gpu_device: str) -> None:
     """Projections and angles cut out of wider ones, a layer's part of a pool, a table of which more is known."""
     layer = make_layer(make_keys([9, 21], 5, num_entries=7), (4, 2, 16), 8, FP32, "norm rotary gate")
@@ -354,6 +362,7 @@ def test_nothing_to_attend(triton_ops: Any, gpu_device: str, batch: int, num_que
         assert torch.equal(pool.view(torch.int32), before.view(torch.int32))
 
 
+@pytest.mark.slow
 def test_the_choice_of_torch(triton_ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = make_keys([6, 0], 65, first=1)
     keys = replace(keys, rows=torch.tensor([int(keys.rows[0]), 0]))

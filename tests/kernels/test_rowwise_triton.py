@@ -47,6 +47,7 @@ def check(triton_ops: Any, device: str, name: str, arguments: Arguments, dtype: 
         torch.testing.assert_close(x.cpu().double(), y, **TOLERANCE[dtype if z.dtype == dtype else torch.float32])
 
 
+@pytest.mark.fast_cases(1)
 @DTYPES
 @CASE
 @pytest.mark.parametrize(("lead", "width"), [((1, 1), 2), ((2, 5), 37), ((3, 1), 128)])

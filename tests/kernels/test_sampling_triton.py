@@ -57,6 +57,7 @@ def test_uniform_agrees_bit_for_bit(triton_ops: ModuleType, gpu_device: str, str
     assert triton_ops.uniform(seeds[:0].to(gpu_device), positions[:0].to(gpu_device)).shape == (0, 9)
 
 
+@pytest.mark.fast_cases(1)
 @DTYPES
 @SIZES
 def test_argmax_matches_reference(
@@ -87,6 +88,7 @@ def test_has_finite_max_matches_reference(
     assert torch.equal(triton_ops.argmax(logits.to(gpu_device)).cpu(), torch_ops.argmax(logits))
 
 
+@pytest.mark.fast_cases(1)
 @DTYPES
 @pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 1), (2, 3), (1, 257), (2, 1300)])
 def test_sample_matches_reference(
@@ -112,6 +114,7 @@ def test_sample_with_filters_matches_reference(
     assert torch.equal(tokens.cpu(), reference.sample(logits.double(), *SETTINGS, uniforms))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("uniform", "filtered"), [(0.0, False), (1 - 2**-24, False), (1 - 2**-24, True)])
 def test_sample_never_returns_an_impossible_token(
     triton_ops: ModuleType, gpu_device: str, uniform: float, filtered: bool
@@ -157,6 +160,7 @@ def test_frequencies_are_the_probabilities(triton_ops: ModuleType, gpu_device: s
     assert counts[share == 0].sum() == 0
 
 
+@pytest.mark.fast_cases(1)
 @DTYPES
 @pytest.mark.parametrize("vocabulary", [3, 520])
 def test_probabilities_match_reference(
@@ -171,6 +175,7 @@ def test_probabilities_match_reference(
         assert torch.equal(probs > 1e-37, want > 1e-37)  # less is 0 in float32, or nearly
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("absent", [(1,), (2,), (1, 2)])
 def test_a_filter_that_is_none_keeps_everything(
     triton_ops: ModuleType, gpu_device: str, absent: tuple[int, ...]
@@ -183,6 +188,7 @@ def test_a_filter_that_is_none_keeps_everything(
     )
 
 
+@pytest.mark.slow
 def test_top_k_keeps_ties_with_the_last(triton_ops: ModuleType, gpu_device: str) -> None:
     assert kept(triton_ops, gpu_device, [3.0, 1.0, 2.0, 2.0, 0.0], top_k=2) == [0, 2, 3]
     assert kept(triton_ops, gpu_device, [3.0, 1.0, 2.0], top_k=1) == [0]
@@ -193,6 +199,7 @@ def test_top_k_keeps_ties_with_the_last(triton_ops: ModuleType, gpu_device: str)
     assert kept(triton_ops, gpu_device, neighbours, top_k=2) == [1, 2]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("level", [0.0, -7.5])
 def test_top_p_ranks_equal_probabilities_by_token_id(triton_ops: ModuleType, gpu_device: str, level: float) -> None:
     """Across chunks, too."""
@@ -226,6 +233,7 @@ def test_temperature_zero_is_one_hot_on_the_lowest_argmax(triton_ops: ModuleType
     assert one_hot.tolist() == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("filtered", [True, False])
 def test_choices_stay_in_the_vocabulary(triton_ops: ModuleType, gpu_device: str, value: float, filtered: bool) -> None:

@@ -98,6 +98,7 @@ def strided(tokens: Tokens) -> Tokens:
     return tokens._replace(c=both[..., size:], b=both[..., :size])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("nodes", [1, 2, 7, 17])
 def test_tree_verify(nodes: int, gpu_device: str) -> None:
     """A star, padding, a bushy tree and one with padding nodes."""
@@ -119,6 +120,7 @@ def test_too_many_nodes_are_refused(gpu_device: str) -> None:
         Case(ONE, 65, [0]).run(gpu_device)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_every_fill_of_the_ring(nodes: int, gpu_device: str) -> None:
     for fill in range(18):
@@ -126,6 +128,7 @@ def test_every_fill_of_the_ring(nodes: int, gpu_device: str) -> None:
     Case(ONE, nodes, [17, 1, 16, 2], folds=[False, True, True, True], shapes=("bushy",)).check(gpu_device)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_states_of_any_dtype_fold(nodes: int, dtype: torch.dtype, gpu_device: str) -> None:
@@ -179,6 +182,7 @@ def test_a_batch_with_its_own_records(nodes: int, gpu_device: str) -> None:
         torch.testing.assert_close(mine.cpu(), right, **TOLERANCE)
 
 
+@pytest.mark.fast_cases(1)
 @ignores_warnings
 @pytest.mark.parametrize("nodes", [1, 7])
 def test_a_node_is_felt_by_its_descendants_alone(nodes: int, gpu_device: str) -> None:
@@ -210,6 +214,7 @@ def test_a_node_is_felt_by_its_descendants_alone(nodes: int, gpu_device: str) ->
             assert torch.equal(x[row][~below], x[0][~below])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_extend_in_place(dtype: torch.dtype, gpu_device: str) -> None:
     from specmamba.kernels.ssd import triton_ops
@@ -269,6 +274,7 @@ def test_extend_is_stable_at_any_decay(decay: float, gpu_device: str) -> None:
     torch.testing.assert_close(there[1:].cpu().double(), end, **TOLERANCE)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("has_parents", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize(("heads", "nodes"), [(ODD, 1), (ODD, 7), (WIDE, 2)])
 def test_snapshots(heads: tuple[int, int, int, int], nodes: int, has_parents: bool, gpu_device: str) -> None:

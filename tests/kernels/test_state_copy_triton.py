@@ -37,6 +37,7 @@ def _like(x: Tensor, device: str) -> Tensor:
     return whole.as_strided(x.shape, x.stride())
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
 @pytest.mark.parametrize("tail", [(), (3,), (2, 35)])
 def test_random_moves(gpu_device: str, tail: tuple[int, ...], dtype: torch.dtype) -> None:

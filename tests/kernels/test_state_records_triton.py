@@ -29,6 +29,7 @@ def wanted(state: Tensor, records: Records, counts: list[int]) -> Tensor:
     return reference.fold(state.double(), *records.clone(torch.float64), torch.tensor(counts))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("heads", [*HEADS, (1, 2, 100, 40)])
 def test_fold_matches_the_recurrence(heads: tuple[int, int, int, int], gpu_device: str) -> None:
     """Behind the pending ones there are records that overflow, or none."""
@@ -40,6 +41,7 @@ def test_fold_matches_the_recurrence(heads: tuple[int, int, int, int], gpu_devic
         assert torch.equal(got[0], state[0])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("fill", range(18))
 def test_every_fill_of_the_pending_list(fill: int, gpu_device: str) -> None:
     counts, heads = [fill, fill // 2], HEADS[1]
@@ -64,6 +66,7 @@ def test_in_place_and_into_another_slot(target: int, gpu_device: str) -> None:
     assert there[:, sorted({0, 2, 3} - {target})].isnan().all()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("read", "written"), [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "bf16")])
 def test_dtypes(read: str, written: str, gpu_device: str) -> None:
     """Computed in float32, rounded once; a fold of nothing of states of the same dtype changes no bit."""

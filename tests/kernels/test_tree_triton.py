@@ -53,6 +53,7 @@ def check(got: tuple[Tensor, ...] | Tensor, want: tuple[Tensor, ...] | Tensor) -
         assert torch.equal(got_x.cpu(), want_x)
 
 
+@pytest.mark.fast_cases(1)
 @NODES
 @pytest.mark.parametrize("layout", [torch.clone, strided], ids=["dense", "strided"])
 def test_ancestors_and_depth(
@@ -64,6 +65,7 @@ def test_ancestors_and_depth(
     check(triton_ops.depth(layout(mask.to(gpu_device))), reference.depth(mask))
 
 
+@pytest.mark.fast_cases(1)
 @NODES
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 def test_conv_index(triton_ops: ModuleType, gpu_device: str, nodes: int, width: int) -> None:
@@ -71,6 +73,7 @@ def test_conv_index(triton_ops: ModuleType, gpu_device: str, nodes: int, width: 
     check(triton_ops.conv_index(strided(parents.to(gpu_device)), width), reference.conv_index(parents, width))
 
 
+@pytest.mark.fast_cases(1)
 @NODES
 @pytest.mark.parametrize("vocabulary", [1, 2, 5])
 def test_accepted_path(triton_ops: ModuleType, gpu_device: str, nodes: int, vocabulary: int) -> None:
@@ -94,6 +97,7 @@ def test_ties_go_to_the_lowest_node_and_padding_is_never_accepted(triton_ops: Mo
     assert path.tolist() == [[0, 2, 3, 3, 3], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("parent", [2, 3, 1 << 40, -(1 << 40)])
 def test_a_parent_behind_its_node_counts_as_none(triton_ops: ModuleType, gpu_device: str, parent: int) -> None:
     """No walk is endless, and none leaves the tree."""
