@@ -264,7 +264,7 @@ def test_what_is_no_number_counts_where_the_path_goes() -> None:
 
 @pytest.mark.parametrize("rule", ["target", "rejection"])
 def test_forced_tokens_are_given_by_depth(rule: rules.AcceptRule) -> None:
-    batch = replace(batch_of(SETTINGS["temperature 1"], 20), forced_tokens=torch.tensor([[3, 4, 5]]).expand(20, -1))
+    batch = replace(batch_of(SETTINGS["temperature 1"], 20), forced_output_ids=torch.tensor([[3, 4, 5]]).expand(20, -1))
     drafts = DraftTree(torch.tensor([[0, 3, 4]]).expand(20, -1), chain_shape(20, 3, CPU))
     verdict = accept(drafts, target_logits(drafts), batch, None, rule)
     assert verdict.path_tokens[:, :3].tolist() == [[3, 4, 5]] * 20

@@ -106,7 +106,7 @@ def memory_that_stays(llm: LLM) -> dict[str, torch.Tensor]:
     """All of the pools, tables and inputs."""
     pools, replays = llm.engine.pools, llm.engine.runner.graph_runner
     assert replays is not None
-    found = {"table": pools.table.kv_slots, "tokens": replays.buffers.tokens, "parents": replays.buffers.parents}
+    found = {"table": pools.table.kv_slots, "tokens": replays.inputs.tokens, "parents": replays.inputs.parents}
     found |= {f"{name}[{i}]": x for name, side in (("k", pools.kv.k), ("v", pools.kv.v)) for i, x in enumerate(side)}
     for owner in (pools.states, pools.state_buffers, replays.inputs.integers, replays.inputs.floats):
         named = {f"{type(owner).__name__}.{key}": value for key, value in vars(owner).items()}
