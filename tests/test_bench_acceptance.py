@@ -1,4 +1,4 @@
-"""The acceptance benchmark: its figures mean what they say, and a wrong text does not pass."""
+"""The acceptance benchmark: its figures follow their definitions, and a wrong text is reported."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_tree_file(tmp_path: Path) -> None:
     assert report["lossless"]["identical"] == 2
 
 
-def test_a_tree_file_is_called_by_the_tree_of_full_batches(tmp_path: Path) -> None:
+def test_a_tree_file_is_named_after_its_tree_for_full_batches(tmp_path: Path) -> None:
     file = tmp_path / "tree.json"
     trees = [
         {"parents": [-1, 0, 1, 2], "ranks": [0, 0, 0, 0], "max_batch_size": 1},
@@ -233,7 +233,7 @@ def test_only_steps_of_full_batches_are_timed(tiny: Path) -> None:
 def test_a_wrong_text_is_a_divergence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The benchmark's reason to compare texts: whatever makes drafting put out other tokens, it must show."""
+    """Texts are compared so that every bug which changes the output shows."""
 
     def wrong(tree: DraftTree, logits: Tensor, batch: Batch, *args: Any, **settings: Any) -> Verdict:
         verdict = accept(tree, logits, batch, *args, **settings)
@@ -254,7 +254,7 @@ def test_a_wrong_text_is_a_divergence(
     assert f"prompt 1, token {first['position']}: plain has token {first['plain_token']}" in out
 
 
-def test_rounded_types_part_at_near_ties_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_in_16_bits_differ_by_near_ties_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--dtype", "bfloat16", "--rounds", "1", "--num-prompts", "4", "--max-tokens", "24"]
     report = run(tmp_path, *flags)
     counts = report["lossless"]
@@ -311,7 +311,7 @@ def test_synthetic_acceptance(
 
 
 @pytest.mark.parametrize(("flags", "is_on"), [([], False), (["--no-disable-radix-cache"], True)])
-def test_no_run_finds_what_another_one_left(tiny: Path, flags: list[str], is_on: bool) -> None:
+def test_no_run_uses_prefixes_of_another_run(tiny: Path, flags: list[str], is_on: bool) -> None:
     config = config_of("--model", str(tiny), *flags)
     (variant,), _ = variants_of(config)
     with start_engine(config, largest_flags([variant])) as llm:
@@ -323,8 +323,8 @@ def test_no_run_finds_what_another_one_left(tiny: Path, flags: list[str], is_on:
     assert (again[1][0].num_cached_tokens > 0) == is_on
 
 
-def test_replay_counts_what_drafts_would_have_fared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a direct count: every chain that was proposed, held against the text at its place."""
+def test_replay_counts_the_drafts_that_the_text_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared with a direct count: every proposed chain against the text at its position."""
     drafted: list[tuple[int, list[int]]] = []
     propose = MTPDrafter.propose
 
@@ -356,7 +356,7 @@ def test_replay_counts_what_drafts_would_have_fared(tmp_path: Path, monkeypatch:
     assert len(sample.steps) == len(drafted) == sum(counts)
 
 
-def test_replay_leaves_out_what_has_no_continuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_leaves_out_prompts_without_a_continuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "import os\n"}, {"prompt": "def f(x):\n", "continuation": "    return x + 1\n\n\ndef g(x):\n"}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -371,7 +371,7 @@ def test_replay_leaves_out_what_has_no_continuation(tmp_path: Path, capsys: pyte
 
 def test_the_bundled_prompts_have_continuations(tokenizer: Tokenizer) -> None:
     texts = bundled_texts()
-    assert len(texts) == 23  # one of the 24 is there twice
+    assert len(texts) == 23  # one of the 24 occurs twice
     for text in texts:
         assert text.continuation is not None
         assert len(text.continuation) == 1024
@@ -405,7 +405,7 @@ def test_prompts_are_completed_from_their_files(tmp_path: Path, capsys: pytest.C
 # --- is a difference rounding?
 
 
-def test_where_texts_part() -> None:
+def test_first_difference_of_texts() -> None:
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1
     assert first_difference([1, 2], [1, 2, 3]) == 2
@@ -427,7 +427,7 @@ def test_the_bound_follows_the_type_and_the_size_of_logits() -> None:
 
 
 def test_sampled_shift_is_the_least_that_changes_the_token() -> None:
-    """Shifted by a hair more than that the sampler takes the other token, by a hair less it never does."""
+    """With a slightly larger error the sampler takes the other token, with a slightly smaller one it never does."""
     torch.manual_seed(1)
     logits, temperature = torch.randn(50) * 3, 0.7
     own = torch.tensor([temperature])
@@ -442,7 +442,7 @@ def test_sampled_shift_is_the_least_that_changes_the_token() -> None:
         for other in (token - 1, token + 1):
             shift = sampled_shift(logits, temperature, u, other)
             assert shift > 0
-            # what brings u to the other side: all ids on its far side up, all others down, or the reverse
+            # moves F past u: the logits of all ids on one side up, all others down, or the reverse
             down = torch.arange(50) < token if other < token else torch.arange(50) <= token
             sign = torch.where(down, 1.0, -1.0) if other < token else torch.where(down, -1.0, 1.0)
             beyond, short = logits + sign * (shift + 1e-4), logits + sign * (shift - 1e-4)
@@ -461,7 +461,7 @@ def test_sampled_shift_at_the_ends() -> None:
 
 
 class FixedLogits:
-    """A walk that shows the same logits at every place, and remembers where it was led."""
+    """A walk that shows the same logits at every position, and records its arguments."""
 
     def __init__(self, *logits: list[float]) -> None:
         self.logits = [torch.tensor(row) for row in logits]
@@ -493,15 +493,15 @@ def test_the_judge_in_greedy_text() -> None:
     assert (exact.kind, exact.bound) == ("diverged", EXACT_BOUND)
 
 
-def test_the_judge_asks_for_both_tokens_where_texts_part() -> None:
-    """A wrong plain run is a bug as much as a wrong speculative one."""
+def test_the_judge_checks_both_tokens_at_the_first_difference() -> None:
+    """A wrong plain run is a bug, too."""
     difference = Judge(FixedLogits([16.0, 0.0]), torch.bfloat16, 0.0).compare(0, [9], 0, [1], [0])
     assert difference is not None
     assert (difference.kind, difference.shift) == ("diverged", 8.0)
 
 
-def test_the_judge_goes_on_behind_a_near_tie() -> None:
-    """The text behind it is judged on its own: there plain decoding says what should have come."""
+def test_the_judge_continues_behind_a_near_tie() -> None:
+    """Later tokens are judged by the logits of plain decoding along the speculative text."""
     walk = FixedLogits([8.0, 7.95, 0.0], [0.0, 8.0, 0.0], [0.0, 0.0, 8.0])
     judge = Judge(walk, torch.bfloat16, 0.0)
     fine = judge.compare(0, [9], 0, [0, 0, 0, 0], [1, 1, 2])
@@ -514,7 +514,7 @@ def test_the_judge_goes_on_behind_a_near_tie() -> None:
 
 
 def test_the_judge_in_sampled_text() -> None:
-    """The random number is that of (seed, position); a token next to it is a near tie only where it is near."""
+    """The random number follows from (seed, position); the next token is a near tie only if its interval is near."""
     prompt, plain = [5, 6, 7], [0, 0]
     u = uniform(torch.tensor([42]), torch.tensor([4])).item()  # the second output token stands at position 4
 
@@ -529,7 +529,7 @@ def test_the_judge_in_sampled_text() -> None:
     assert [d and d.kind for d in (near, far, wrong_token, wrong_seed)] == ["near_tie", *["diverged"] * 3]
 
 
-def test_a_walk_shows_what_each_token_is_chosen_from(tiny: Path) -> None:
+def test_a_walk_shows_the_logits_of_each_token(tiny: Path) -> None:
     with LLM(model=str(tiny), num_threads=1, context_length=64, speculative_algorithm="none") as llm:
         prompt, tokens = [3, 1, 4, 1, 5], [9, 2, 6]
         seen: list[Tensor] = []
@@ -541,10 +541,8 @@ def test_a_walk_shows_what_each_token_is_chosen_from(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_state_that_is_wrong_now_and_then_does_not_pass_for_rounding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In bfloat16, where nearly all texts differ anyway: keys and values of accepted nodes stay where they are not."""
+def test_a_state_that_is_sometimes_wrong_is_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 nearly all texts differ. Here keys and values of accepted nodes are not moved to their positions."""
     flags = ["--dtype", "bfloat16", "--rounds", "1", "--num-prompts", "4", "--max-tokens", "48", "--configs", "3,4,8"]
     monkeypatch.setattr(KVPool, "move", lambda pool, source, target: None)
     assert run(tmp_path, *flags, status=1)["lossless"]["diverged"] >= 1
@@ -573,11 +571,11 @@ def test_lists() -> None:
 
 
 @pytest.mark.parametrize("configs", [["7,1", "2,8,9"], ["3,2,11", "5,8,16", "12,1"], ["1,1"]])
-def test_the_engine_has_room_for_all(tiny: Path, configs: list[str]) -> None:
+def test_the_engine_has_room_for_all_variants(tiny: Path, configs: list[str]) -> None:
     variants, _ = variants_of(config_of("--configs", *configs))
     with LLM(model=str(tiny), num_threads=1, context_length=64, **largest_flags(variants)) as llm:
         for variant in variants:
-            llm.workbench.use_drafts(**variant.flags)  # raises where it does not fit
+            llm.workbench.use_drafts(**variant.flags)  # raises if it does not fit
             assert llm.engine.describe()["speculative_num_draft_tokens"] == variant.num_draft_tokens
 
 
@@ -609,7 +607,7 @@ def test_chat_datasets(tmp_path: Path, tokenizer: Tokenizer) -> None:
     whole.write_text(json.dumps(talks, indent=1))
     lines.write_text("\n\n".join(map(json.dumps, talks)) + "\n")
     assert read_texts(whole) == read_texts(lines) == wanted
-    # the demo's template knows no roles: the text as it is
+    # the demo's template has no roles: the text is unchanged
     assert encode_prompt(wanted[0], tokenizer) == tokenizer.encode("What is 2 + 2?")
     assert encode_with_continuation(wanted[0], tokenizer) == (
         tokenizer.encode("What is 2 + 2?"),
@@ -639,7 +637,7 @@ def test_a_continuation_behind_a_chat_template() -> None:
     assert encode_prompt(text, ChatTokenizer()) == [1, 2, 97, 98, 3]
 
 
-def test_a_token_across_the_seam_belongs_to_the_continuation(tokenizer: Tokenizer) -> None:
+def test_a_token_across_the_border_belongs_to_the_continuation(tokenizer: Tokenizer) -> None:
     text = PromptText("import o", "s\nimport sys\n")
     prompt, replay = encode_with_continuation(text, tokenizer)
     assert [*prompt, *replay] == tokenizer.encode("import os\nimport sys\n")
@@ -658,7 +656,7 @@ def test_prompts_that_do_not_fit_are_left_out(tiny: Path) -> None:
             select_tasks(config, llm, [texts[0], texts[2]])
 
 
-def test_seeds_are_of_the_prompt_and_the_flag(tiny: Path) -> None:
+def test_seeds_depend_on_prompt_and_flag(tiny: Path) -> None:
     def seeds(*flags: str) -> list[int]:
         tasks: list[Task] = select_tasks(config_of(*flags), llm, [PromptText("a"), PromptText("b")])[0]
         return [task.seed for task in tasks]

@@ -1,4 +1,4 @@
-"""The load generator: what it asks, what it makes of the answers, and that it never leaves a server behind."""
+"""The load generator: its requests, its figures, and that it always ends the server it started."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_cached_share_of_every_level(capsys: pytest.CaptureFixture[str]) -> 
     assert "cache" not in capsys.readouterr().out
 
 
-def test_acceptance_where_nothing_is_told() -> None:
+def test_acceptance_without_figures_of_the_server() -> None:
     assert accept_length([]) is None
     assert accept_length([answer((0.1,), 0.1, tokens=5, accepted=None)]) is None
     assert accept_length([answer((0.1,), 0.1, 5, None), answer((0.1,), 0.1, 6, 4)]) == 3.0
@@ -161,7 +161,7 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
         due_times.append(due)
         if len(due_times) == 3:
             all_sent.set()
-        await asyncio.wait_for(all_sent.wait(), 10)  # none is answered before the last one has left
+        await asyncio.wait_for(all_sent.wait(), 10)  # none is answered before the last one was sent
         return Failure("x", "y")
 
     run = asyncio.run(open_loop(send, [0.0, 0.01, 0.03]))
@@ -184,7 +184,7 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 
 def scripted(*answers: httpx.Response | Exception) -> Handler:
-    """A server that lists a model and gives these answers in turn."""
+    """A server that lists a model and gives these answers one after the other."""
     left = list(answers)
 
     def handle(request: httpx.Request) -> httpx.Response:
@@ -205,7 +205,7 @@ def measure(handler: Handler, **settings: Any) -> dict[str, Any]:
     return asyncio.run(sweep(config, ["x", "y"], "http://test", transport=httpx.MockTransport(handler)))
 
 
-def test_every_kind_of_trouble_is_counted() -> None:
+def test_every_kind_of_failure_is_counted() -> None:
     answers: list[httpx.Response | Exception] = [
         httpx.Response(200, text=GOOD + DONE),
         httpx.Response(429, json={"error": {"message": "try later"}}),
@@ -243,7 +243,7 @@ def test_every_kind_of_trouble_is_counted() -> None:
     assert level["accept_length"] == 2.0
 
 
-def test_what_is_asked() -> None:
+def test_the_requests_that_are_sent() -> None:
     bodies: list[dict[str, Any]] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
@@ -255,7 +255,7 @@ def test_what_is_asked() -> None:
     settings = {"num_requests": 3, "concurrency": (1, 1), "seed": 40, "temperature": 0.5, "max_tokens": 9}
     report = measure(handle, **settings, ignore_eos=True, api_key="käy")
     assert len(report["levels"]) == 2
-    assert bodies[:3] == bodies[3:]  # every level asks the same
+    assert bodies[:3] == bodies[3:]  # every level sends the same requests
     assert [(body["prompt"], body["seed"]) for body in bodies[:3]] == [("x", 40), ("y", 41), ("x", 42)]
     assert bodies[0] == {
         "model": "m",
@@ -299,7 +299,7 @@ def test_a_request_that_the_server_refuses_ends_it(response: httpx.Response, mes
     assert message in str(refused.value)
 
 
-def test_a_warm_up_that_fails_in_passing_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_temporary_failure_of_a_warm_up_does_not_end_it(capsys: pytest.CaptureFixture[str]) -> None:
     busy, good = httpx.Response(429, text="busy"), httpx.Response(200, text=GOOD + DONE)
     (level,) = measure(scripted(busy, good), num_warmup=1, num_requests=1)["levels"]
     assert (level["completed"], level["failed"]) == (1, 0)
@@ -310,7 +310,7 @@ def test_a_warm_up_that_fails_in_passing_does_not(capsys: pytest.CaptureFixture[
     ("answer", "is_flushed", "said"),
     [
         (httpx.Response(200, json={"flushed_tokens": 9}), True, ""),
-        (httpx.Response(404, text="nothing here"), False, ""),  # a server of another make
+        (httpx.Response(404, text="nothing here"), False, ""),  # another kind of server
         (httpx.Response(503, json={"error": {"message": "busy"}}), False, "was not flushed: HTTP 503: busy"),
         (httpx.ReadTimeout("slow"), False, "was not flushed: ReadTimeout: slow"),
     ],
@@ -344,7 +344,7 @@ def test_every_level_begins_with_an_empty_cache(
         (httpx.Response(200, json={"data": []}), "is no OpenAI-compatible server"),
     ],
 )
-def test_a_server_that_is_none(response: httpx.Response, message: str) -> None:
+def test_an_address_without_an_openai_server(response: httpx.Response, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         measure(lambda request: response)
     assert message in str(refused.value)
@@ -425,7 +425,7 @@ def test_status_1_when_nothing_was_answered(prompts: Path, capsys: pytest.Captur
 def test_the_demo_served_for_the_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both ends real: a server process on the demo, started and ended here."""
+    """With a real server process on the demo, which is started and ended here."""
     processes = []
     popen = subprocess.Popen
 
@@ -434,7 +434,7 @@ def test_the_demo_served_for_the_benchmark(
         return processes[-1]
 
     monkeypatch.setattr(subprocess, "Popen", recorded)
-    monkeypatch.setenv("SPECMAMBA_PORT", "1")  # what the environment says of a server does not reach this one
+    monkeypatch.setenv("SPECMAMBA_PORT", "1")  # the environment's settings of a server do not reach this one
     engine = ["--dtype", "float32", "--context-length", "512", "--num-threads", "1", "--speculative-num-steps", "2"]
     load = ["--concurrency", "1,2", "--num-requests", "3", "--max-tokens", "8", "--ignore-eos", "--num-warmup", "1"]
     out = ["--json", str(tmp_path / "report.json"), "--plot", str(tmp_path / "load.png")]
@@ -551,7 +551,7 @@ def test_a_signal_ends_the_server_too(number: int, status: int, prompts: Path, t
     assert "Traceback" not in err
 
 
-def test_a_server_that_breaks_on_the_way(prompts: Path, tmp_path: Path) -> None:
+def test_a_server_that_ends_during_a_level(prompts: Path, tmp_path: Path) -> None:
     with bench_process(prompts, tmp_path / "pid", fail_at_step=25) as bench:
         out, err = bench.communicate(timeout=30)
     assert bench.returncode == 2, out + err
@@ -559,7 +559,7 @@ def test_a_server_that_breaks_on_the_way(prompts: Path, tmp_path: Path) -> None:
     assert err.rstrip().endswith("ERROR specmamba: the engine failed")
 
 
-def test_the_engine_gets_what_was_set_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_gets_the_flags_that_were_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECMAMBA_PAGE_SIZE", "16")
     config = ServingBenchConfig(model="a b", speculative_tree=Path("t.json"), num_requests=5)
     assert sorted(serving_server.engine_flags(config)) == [
@@ -652,7 +652,7 @@ def test_prompts_of_conversations_are_sent_as_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("package", "arguments"), [("matplotlib", ["--plot", "x.png"]), ("httpx", [])])
-def test_a_missing_package_is_said_before_anything_runs(
+def test_a_missing_package_is_reported_before_anything_runs(
     package: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(report_module, "find_spec", lambda name: None if name == package else object())
@@ -680,7 +680,7 @@ def test_levels_from_the_environment_and_a_file(monkeypatch: pytest.MonkeyPatch,
     assert parse(["--json", "c.json"]).json == Path("c.json")
 
 
-def test_a_report_with_figures_that_are_no_numbers(tmp_path: Path) -> None:
+def test_nan_and_infinity_become_null_in_a_report(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     report_module.write_json(file, {"a": NAN, "b": [1.5, math.inf], "c": {"d": (2, None)}})
     assert json_of(file) == {"a": None, "b": [1.5, None], "c": {"d": [2, None]}}

@@ -50,7 +50,7 @@ STEPS = 24
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """So small a model gains nothing from a second thread, and on a busy machine it mostly waits for it."""
+    """A model this small gains nothing from a second thread, which on a busy machine mostly makes it wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

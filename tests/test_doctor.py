@@ -1,4 +1,4 @@
-"""``specmamba doctor``: what is well is said to be well, and what is broken ends with advice and status 1."""
+"""``specmamba doctor``: a working installation passes; a broken one gets advice and status 1."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def json_of(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_the_demo_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_passes(capsys: pytest.CaptureFixture[str]) -> None:
     status, report = json_of(capsys)
     assert status == 0, report["problems"]
     assert report["ok"]
@@ -108,7 +108,7 @@ def test_memory_that_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--mem-fraction-static" in problem["what"]
 
 
-def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> Any:
         raise OSError("out of luck")
 
@@ -131,7 +131,7 @@ def test_packages_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsy
     assert f"torch {torch.__version__}" in out
 
 
-def test_a_terminal_is_told_what_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_the_part_that_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     monkeypatch.setattr("rich.status.Status.update", lambda self, status: heard.append(status))
     for is_terminal in (False, True):
@@ -177,7 +177,7 @@ def test_a_near_tie_is_explained() -> None:
     )
 
 
-def test_slow_models_write_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_models_write_shorter_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert affordable_tokens(0.001) == 64
     assert affordable_tokens(0.25) == 32

@@ -1,4 +1,4 @@
-"""``specmamba doctor``: what it finds of packages, the machine and the kernels."""
+"""``specmamba doctor``: its facts about packages, the machine and the kernels."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_cache_folder_that_others_can_write_to(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("switched", [True, False])
-def test_what_nobody_can_help_is_no_problem(switched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_cpu_is_no_problem(switched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if switched:
         monkeypatch.setenv("SPECMAMBA_NATIVE", "0")
     else:
@@ -117,7 +117,7 @@ def test_what_nobody_can_help_is_no_problem(switched: bool, monkeypatch: pytest.
     assert problems == []
 
 
-def test_triton_where_it_is_meant_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_where_it_should_run(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     monkeypatch.setattr("specmamba.doctor.machine.has_triton", lambda: False)
     assert examine_triton(CPU)[1] == []
@@ -132,7 +132,7 @@ def test_triton_where_it_is_meant_to_run(monkeypatch: pytest.MonkeyPatch) -> Non
         assert [problem.what for problem in problems] == [f"Triton does not run: {reason}"] * count
 
 
-def test_a_kernel_is_run_and_its_result_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_run_and_its_result_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_triton_fails(CPU) is None  # there it is the native one, or PyTorch's
     monkeypatch.setattr("specmamba.kernels.rowwise.rms_norm", lambda x, weight, eps: x)
     assert str(why_triton_fails(CPU)).startswith("a norm is off by ")

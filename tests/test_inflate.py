@@ -1,7 +1,7 @@
-"""A checkpoint that bench/inflate wrote computes what the small one computes: target, MTP head, and nothing else.
+"""A checkpoint written by bench/inflate computes the same function as the small one: target and MTP head.
 
-Both runtimes are asked, in float32: transformers for logits, this one for greedy text with drafts, whose histograms of
-accepted tokens say what the MTP head guessed.
+Both runtimes are compared in float32: transformers by logits, this one by greedy text with drafts, whose histograms of
+accepted tokens depend on the drafts of the MTP head.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CASES = [(source, case) for source in SOURCES for case in TINY] + [("demo", case
 
 @dataclass
 class Behaviour:
-    """What a checkpoint computes."""
+    """Outputs of a checkpoint."""
 
     logits: Tensor  # [T, V], of a fixed text
     draft_logits: list[Tensor]  # [T, V], of the MTP head at each depth
@@ -125,7 +125,7 @@ def test_same_function(
 
 
 def check_zeros(small: Path, large: Path) -> None:
-    """Nothing is zero but what bench/inflate/weights.py says, so no traffic can be skipped."""
+    """Only the weights that bench/inflate/weights.py names are zero, so no traffic can be skipped."""
     config = json.loads((small / "config.json").read_text())
     width, num_layers = config["hidden_size"], config["num_hidden_layers"]
     for name, tensor in load_file(large / "model.safetensors").items():
@@ -208,7 +208,7 @@ def demo_shape() -> Shape:
     return Shape.of(Qwen3_5ForCausalLM.config_class.from_pretrained(DEMO_MODEL))
 
 
-def test_the_published_shape_out_of_the_demo() -> None:
+def test_the_published_shape_from_the_demo() -> None:
     source = demo_shape()
     target = enlarged(source, PUBLISHED["qwen3.5-0.8b"])
     assert target.sizes() == dict(PUBLISHED["qwen3.5-0.8b"])
@@ -262,7 +262,7 @@ def test_refused_sizes(sizes: dict[str, Any], complaint: str, tmp_path: Path) ->
     assert not (tmp_path / "large").exists()
 
 
-def test_groups_without_a_place_are_refused() -> None:
+def test_groups_that_cannot_be_kept_are_refused() -> None:
     source = Shape.of(tiny_config())  # two groups of three, which would fill four groups of two
     with pytest.raises(ConfigError, match=r"--kv-heads 3 works with --heads 9, 12, 15"):
         enlarged(source, {"num_key_value_heads": 3, "num_attention_heads": 6})
@@ -282,7 +282,7 @@ def test_rotated_components_survive_any_width(width: int) -> None:
 # ---- files and the command line --------------------------------------------------------------------------------------
 
 
-def test_a_folder_with_something_in_it_is_left_alone(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     model = sources["grouped"]
     (tmp_path / "model-00001-of-00002.safetensors").write_text("old")
     (tmp_path / "notes.txt").write_text("mine")
@@ -297,7 +297,7 @@ def test_a_folder_with_something_in_it_is_left_alone(sources: dict[str, Path], t
         inflate(InflateConfig(out=tmp_path / "notes.txt", model=model, mlp=60))
 
 
-def test_what_is_no_checkpoint_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="takes a local folder"):
         inflate(InflateConfig(out=tmp_path / "large", model=Path("nowhere/nothing"), mlp=60))
     broken = write_tiny_checkpoint(tmp_path / "broken", 0)

@@ -24,7 +24,7 @@ from tests.families import FAMILIES
 from tests.heads import save, write_head
 from tests.tiny import write_tiny_checkpoint
 
-# What the tiny model of each family consists of, as its config says.
+# The layers of the tiny model of each family, as in its config.
 LAYERS: dict[str, dict[str, int]] = {
     "falcon-h1": {"blocks": 3, "attention": 3, "mamba2": 3, "mlp": 3},
     "mamba2": {"blocks": 3, "mamba2": 3},
@@ -116,7 +116,7 @@ def test_figures_are_the_engines_beside_a_draft_model(tiny: Path, tmp_path: Path
 
 
 def check_memory(folder: Path, **flags: Any) -> None:
-    """The plan is that of an engine with these flags, which give every size."""
+    """The plan equals that of an engine with these flags, which fix every size."""
     memory = info_of(folder, **flags)["memory"]
     engine = Engine(EngineConfig(model=str(folder), device="cpu", **flags))
     said, plan = engine.describe(), engine.memory_plan
@@ -156,7 +156,7 @@ def test_the_device_is_the_engines(tiny: Path, monkeypatch: pytest.MonkeyPatch) 
         assert model_info(EngineConfig(model=str(tiny), device=device))["memory"]["free_bytes"] == 1 << 30
 
 
-def test_a_head_in_the_models_place(tiny: Path, tmp_path: Path) -> None:
+def test_a_head_as_the_model_is_refused(tiny: Path, tmp_path: Path) -> None:
     write_head(tmp_path, tiny, "eagle", seed=2)
     with pytest.raises(UnsupportedModelError, match="is a draft head and no model: give it as --speculative-draft-mod"):
         info_of(tmp_path)
@@ -234,7 +234,7 @@ def test_bytes_follow_the_flags(tiny: Path) -> None:
     assert info_of(tiny, quantization="int8")["bytes"]["weights"] < info_of(tiny)["bytes"]["weights"]
 
 
-def test_a_model_without_a_tokenizer_can_be_looked_at(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_described(tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path, 1)
     assert set(info_of(folder)["tokenizer"]) == {"tokens", "has_chat_template", "eos_token_ids"}
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,4 +1,4 @@
-"""``specmamba train draft``: the head that is trained is the one that drafts, and runs resume, report and refuse."""
+"""``specmamba train draft``: training and drafting compute the same head; runs resume, report, and refuse bad input."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WORDS = ["def", "return", "if", "else", "x", "y", "self", "(", ")", ":", "+", "N
 
 
 def random_head(llm: LLM, layers: tuple[int, ...], scales: list[float], target_ids: Tensor | None) -> Eagle3Head:
-    """A head whose parts all show in what it says."""
+    """A head in which every weight has an effect on the logits."""
     hidden_size, vocab_size = llm.engine.model.target.hidden_size, llm.engine.vocab_size
     drafted = None if target_ids is None else len(target_ids)
     shape = HeadShape.of(hidden_size, vocab_size, len(layers), drafted, num_heads=4, intermediate_size=50)
@@ -63,8 +63,8 @@ def random_head(llm: LLM, layers: tuple[int, ...], scales: list[float], target_i
 
 @torch.no_grad()
 def trained_logits(head: Eagle3Head, embedding: Tensor, features: Tensor, tokens: list[int], root: int) -> Tensor:
-    """What the head says along a draft from ``root``, as the training computes it, [steps, V]."""
-    padded = torch.zeros(len(tokens) - 1, features.shape[1])  # of the target nothing is read behind the root
+    """The head's logits along a draft from ``root``, as the training computes them, [steps, V]."""
+    padded = torch.zeros(len(tokens) - 1, features.shape[1])  # no hidden state of the target is read behind the root
     padded[:root] = features[:root]
     states = head.states(embedding[tokens[1:]][None], padded[None], len(tokens) - 1 - root)
     logits = torch.stack([head.lm_head(of_step[0, root - 1 + step]) for step, of_step in enumerate(states)])
@@ -106,7 +106,7 @@ def test_the_training_computes_what_the_engine_drafts(
 
 
 def test_the_layout(tmp_path: Path) -> None:
-    """EAGLE-3's names; features are scaled by the weights alone, to the bit; layers under both conventions."""
+    """EAGLE-3's names; the scales of features are in the weights, exactly; layers are named by both conventions."""
     shape = HeadShape.of(36, 131, 2, 5, None, None)
     ids = torch.tensor([1, 2, 30, 77, 130])
     head = Eagle3Head(shape, torch.randn(131, 36), [0.5, 8.0], ids)
@@ -182,17 +182,17 @@ def read_letters(tmp_path: Path, *names: Path, **changes: Any) -> tuple[str, lis
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_held_out_is_never_trained_on(text: Path, tmp_path: Path, seed: int) -> None:
+def test_held_out_text_is_never_trained_on(text: Path, tmp_path: Path, seed: int) -> None:
     train, held_out = read_letters(tmp_path, text, seed=seed, num_tokens=10**6, report_prompts=9)
     assert len(held_out) == 9
     assert {len(piece) for piece in held_out} == {texts.REPORT_TOKENS}
     assert not any(piece in train for piece in held_out)
     documents = [written_text(i) for i in range(24)]
-    assert sum(document in train for document in documents) == 22  # two of 24 are held out; a copy counts once
+    assert sum(document in train for document in documents) == 22  # two of 24 are held out; the copy is dropped
     assert all(any(piece in document for document in documents) for piece in held_out)
 
 
-def test_of_few_documents_the_ends_are_held_out(tmp_path: Path) -> None:
+def test_the_ends_of_few_documents_are_held_out(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(written_text(1, 2000), "utf8")
     train, held_out = read_letters(tmp_path, tmp_path / "one.txt", num_tokens=10**6, report_prompts=3)
     whole = written_text(1, 2000)
@@ -302,7 +302,7 @@ def finished(target: Path, text: Path, tmp_path_factory: pytest.TempPathFactory)
     return out, values, console.file.getvalue()
 
 
-def test_what_a_run_leaves(finished: tuple[Path, list[list[float]], str], target: Path) -> None:
+def test_the_files_of_a_run(finished: tuple[Path, list[list[float]], str], target: Path) -> None:
     out, values, printed = finished
     assert {path.name for path in out.iterdir()} == {"head", "resume", "report.json", "held_out.jsonl"}
     report = json.loads((out / "report.json").read_text("utf8"))
@@ -353,7 +353,7 @@ def test_a_stopped_run_resumes_to_the_same_values_and_weights(
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_by_nothing_else(
+def test_a_run_is_not_resumed_with_other_settings(
     finished: tuple[Path, list[list[float]], str], target: Path, text: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished[0], tmp_path / "out")
@@ -388,7 +388,7 @@ def test_a_part_of_the_vocabulary(target: Path, text: Path, tmp_path: Path) -> N
         draft.train(config, silent())
 
 
-def test_the_target_is_gone_while_the_head_is_trained(
+def test_the_target_is_closed_while_the_head_is_trained(
     target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[weakref.ref[Any]] = []
@@ -406,7 +406,7 @@ def test_the_target_is_gone_while_the_head_is_trained(
     assert engines[0]() is None
 
 
-def test_the_training_is_gone_when_the_head_is_measured(
+def test_the_trainer_is_freed_when_the_head_is_measured(
     target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainers: list[weakref.ref[Any]] = []
@@ -433,7 +433,7 @@ def test_the_training_is_gone_when_the_head_is_measured(
 @pytest.mark.parametrize("drafted", [None, 7])
 @pytest.mark.parametrize("positions", [1, 5, 1000])
 def test_the_loss_and_its_gradient(drafted: int | None, positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In slices it is what autograd makes of the whole."""
+    """Computed in slices they equal those of autograd on all positions."""
     monkeypatch.setattr(trainer, "SLICE_NUMBERS", 61 * positions)
     torch.manual_seed(0)
     ids = None if drafted is None else torch.tensor([0, 3, 4, 20, 33, 59, 60])
@@ -467,7 +467,7 @@ def test_the_loss_and_its_gradient(drafted: int | None, positions: int, monkeypa
 
 
 def peak_bytes(run_it: Callable[[], Any]) -> int:
-    """What is allocated on the way, at its most."""
+    """The largest amount of memory that is allocated meanwhile."""
     with profile(use_cpu=True, profile_memory=True) as events:
         run_it()
     results = events.kineto_results
@@ -486,7 +486,7 @@ def peak_bytes(run_it: Callable[[], Any]) -> int:
         (2000, {"seq": 32, "batch": 6, "steps_deep": 5}),
     ],
 )
-def test_a_step_takes_what_is_counted(
+def test_a_step_takes_the_memory_that_is_predicted(
     vocab_size: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "SLICE_NUMBERS", 1 << 16)
@@ -499,7 +499,7 @@ def test_a_step_takes_what_is_counted(
     matrix = torch.randn(vocab_size, 64, generator=torch.Generator().manual_seed(0))
     head = Eagle3Head(shape, matrix, [1.0] * 3)
     run_of_steps = trainer.DraftTrainer(config, trainer.Lesson(some, matrix, matrix, {}), head, torch.device("cpu"))
-    run_of_steps.step()  # makes the moments
+    run_of_steps.step()  # allocates Adam's moments
     head.zero_grad(set_to_none=True)
     needs = memory.needs_of(config, shape, 3)
     assert needs.head == 4 * 4 * head.num_parameters
@@ -508,7 +508,7 @@ def test_a_step_takes_what_is_counted(
     assert 0.6 * counted < peak_bytes(run_of_steps.step) <= counted + 1024  # sums, norms
 
 
-def test_what_the_memory_does_not_hold(
+def test_a_run_that_does_not_fit_the_memory(
     target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same: dict[str, Any] = {"model": str(target), "text": [str(text)]}
@@ -569,7 +569,7 @@ def test_greedy_outputs_are_not_repeated(target: Path, tmp_path: Path) -> None:
         (tmp_path / windows.FILE).unlink()
         sampled = windows.own_outputs(settings(tmp_path, own_outputs=200, temperature=1.0), llm, given, "").train
     assert len(sampled) == 10
-    assert len(set(sampled)) == 10  # a prompt that is used again goes on differently
+    assert len(set(sampled)) == 10  # a prompt that is used again has another output
 
 
 @pytest.mark.slow
@@ -607,7 +607,7 @@ def test_flags_that_do_nothing_or_contradict_are_refused(
         settings(tmp_path, **changes)
 
 
-def test_how_long_a_run_is(tmp_path: Path) -> None:
+def test_the_limits_of_a_run(tmp_path: Path) -> None:
     config = parse_command_line(TrainDraftConfig, "train", ["--out", str(tmp_path), "--text", "a", "--text", "b"])
     assert config.text == ["a", "b"]
     assert config.limit_seconds == 600
@@ -615,7 +615,7 @@ def test_how_long_a_run_is(tmp_path: Path) -> None:
     assert settings(tmp_path, minutes=2).limit_seconds == 120
 
 
-def test_what_cannot_be_started(target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_cannot_start(target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     strange = write_tiny_checkpoint(tmp_path / "strange", seed=0)
     before, out = sorted(tmp_path.rglob("*")), tmp_path / "a" / "b"
@@ -642,7 +642,7 @@ def test_what_cannot_be_started(target: Path, text: Path, tmp_path: Path, capsys
         (["--text", "{}", "--pattern", "*.latin"], r"--text: .*a\.latin cannot be read: it is not UTF-8"),
     ],
 )
-def test_text_is_looked_at_before_the_target_is_loaded(
+def test_text_is_checked_before_the_target_is_loaded(
     flags: list[str],
     sentence: str,
     tmp_path: Path,
@@ -712,7 +712,7 @@ def test_ctrl_c_while_the_target_is_read(
     assert "interrupted: the same command goes on" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_no_number(target: Path, text: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite(target: Path, text: Path, tmp_path: Path) -> None:
     config = settings(tmp_path, model=str(target), text=[str(text)])
     left = draft.read_the_target(config, texts.read_documents(config), silent())
     left.lesson.windows.hidden.fill_(torch.nan)

@@ -65,7 +65,7 @@ def paths_of(tree: StaticTree) -> Paths:
 
 @cache
 def all_trees(num_nodes: int, max_depth: int, num_ranks: int) -> frozenset[Paths]:
-    """Every tree of so many nodes, the root counted, grown node by node."""
+    """Every tree with this number of nodes, the root counted, made node by node."""
     if num_nodes == 1:
         return frozenset([frozenset()])
     grown = set()
@@ -99,7 +99,7 @@ def test_the_dynamic_program_finds_what_brute_force_finds(depth: int, num_ranks:
 
 
 def test_the_dynamic_program_at_its_limits() -> None:
-    assert best_trees(np.zeros((2, 2)), 7)[7].num_nodes == 7  # all there are, though none is worth anything
+    assert best_trees(np.zeros((2, 2)), 7)[7].num_nodes == 7  # all trees that exist, though none has any value
     assert set(best_trees(np.full((2, 2), 0.5), 64)) == set(range(1, 8))
     deep = best_trees(np.full((16, 64), 1 / 64), 64)
     assert max(max(tree.ranks) for tree in deep.values()) <= 63
@@ -148,7 +148,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.slow
-def test_a_walk_along_recorded_ranks_is_what_the_engine_does(llm: LLM, tmp_path: Path) -> None:
+def test_a_walk_along_recorded_ranks_equals_the_engines_steps(llm: LLM, tmp_path: Path) -> None:
     prompts = [[5, 90, 17, 33], [101, 7], [64, 64, 3, 99, 12, 8, 8]]
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=11, ignore_eos=True)
     llm.workbench.use_drafts(speculative_algorithm="none")
@@ -209,8 +209,8 @@ def test_a_full_batch_is_timed_without_prompts_and_stragglers(llm: LLM) -> None:
     assert not llm.engine.has_unfinished_requests
 
 
-def test_requests_count_alike_whatever_their_steps_gave() -> None:
-    """As in a walk: a text of 40 tokens takes 10 steps at 4 tokens each, another one 40 steps."""
+def test_requests_have_the_same_weight_in_the_accept_length() -> None:
+    """As in a walk: one text of 40 tokens takes 10 steps with 4 tokens each, another one 40 steps."""
     both = Stretch(batch_size=2, num_steps=20, tokens=(80, 20), seconds=0.5, draft_ms=0.0, verify_ms=0.0)
     assert accept_length([both]) == pytest.approx(80 / 50)
     alone = [dataclasses.replace(both, batch_size=1, tokens=(tokens,)) for tokens in both.tokens]
@@ -249,7 +249,7 @@ def test_probes_are_of_every_size_and_shape() -> None:
 
 
 def invented_costs(tree: StaticTree) -> tuple[float, float, float]:
-    """Draft, verify and overhead, of a machine that is neither linear nor concave."""
+    """Draft, verify and overhead of an invented machine, neither linear nor concave."""
     draft = 1.5 if is_chain(tree) else 1.9
     draft += sum({1: 0.8, 2: 0.9, 3: 1.5}.get(width, 0.5 * width) for width in level_widths(tree))
     nodes = tree.num_nodes
@@ -271,13 +271,13 @@ def test_costs_that_follow_the_model_are_found_again(max_nodes: int, max_depth: 
     for sample in invented_samples(max_nodes, max_depth):
         assert cost.step(sample.tree).total == pytest.approx(sample.step)
         assert cost.step(sample.tree).draft == pytest.approx(sample.draft)
-    if max_nodes == 16:  # what was not measured
+    if max_nodes == 16:  # sizes that were not measured
         tree = StaticTree(parents=(-1, 0, 0, 0, 1, 1, 2, 4), ranks=(0, 0, 1, 2, 0, 1, 0, 0))
         assert level_widths(tree) == (2, 1)
         assert cost.step(tree).total == pytest.approx(sum(invented_costs(tree)))
 
 
-def test_a_monotone_curve_pools_what_falls() -> None:
+def test_a_monotone_curve_pools_falling_values() -> None:
     assert monotone({3: [5.0], 1: [1.0, 3.0], 2: [6.0], 4: [9.0]}) == ((1, 2.0), (2, 5.5), (3, 5.5), (4, 9.0))
     assert monotone({1: [3.0], 2: [2.0], 3: [1.0]}) == ((1, 2.0), (2, 2.0), (3, 2.0))
     assert monotone({1: [4.0, 4.0, 4.0], 2: [0.0]}) == ((1, 3.0), (2, 3.0))
@@ -286,7 +286,7 @@ def test_a_monotone_curve_pools_what_falls() -> None:
 def test_slow_rounds_are_found_out() -> None:
     costs, slowness = np.array([1.0, 2.0, 5.0, 9.0, 3.0]), np.array([1.0, 3.0, 0.5])
     times = slowness[:, None] * costs
-    times[1, 2] *= 10  # a hiccup does not count
+    times[1, 2] *= 10  # a single slow step does not count
     assert round_factors(times) == pytest.approx(slowness)
 
 
@@ -296,7 +296,7 @@ def made_up_ranks(num_texts: int, seed: int) -> list[Ranks]:
     return list(ranks)
 
 
-def test_candidates_are_judged_on_text_they_were_not_made_from() -> None:
+def test_candidates_are_judged_on_text_they_were_not_searched_on() -> None:
     texts = made_up_ranks(2, seed=1)
     options = candidates(texts, max_nodes=5, max_depth=3, max_rank=3)
     assert options[0] == Candidate(ROOT, 1.0, 1.0)
@@ -471,7 +471,7 @@ def test_replayed_texts_and_dynamic_drafts_beside_the_tree(
         (["--max-tokens", "200", "--context-length", "150"], "lower --max-tokens"),
     ],
 )
-def test_flags_that_cannot_work(
+def test_refused_flags(
     flags: list[str],
     complaint: str,
     capsys: pytest.CaptureFixture[str],
