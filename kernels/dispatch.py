@@ -26,7 +26,7 @@ _OPERATORS: dict[str, Operator] = {}
 
 @dataclass(frozen=True)
 class Operator:
-    """What is declared of one operator."""
+    """The declaration of one operator."""
 
     package: str  # "specmamba.kernels.rowwise"
     function: Callable[..., Any]  # its form in PyTorch
@@ -123,7 +123,7 @@ def operators() -> dict[str, Operator]:
 
 
 def operator_of(entry: Callable[..., Any]) -> Operator:
-    """What is declared of an entry.
+    """The declaration of an entry.
 
     Raises:
         KeyError: the function is no entry.

@@ -102,7 +102,7 @@ class Tile(Protocol):
 
     @property
     def num_warps(self) -> int:
-        """Of a program."""
+        """Warps of a program."""
 
     @property
     def num_stages(self) -> int:

@@ -1,4 +1,4 @@
-"""How Triton's int8 product is cut into blocks, and what of it is compiled ahead of time."""
+"""Block sizes of Triton's int8 product, and its variants that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Tile:
 
     rows: int
     outputs: int
-    inputs: int  # that are read at once
+    inputs: int  # read at once
     num_warps: int
-    num_stages: int  # blocks of inputs and weights that are under way or in use, at most
+    num_stages: int  # the most blocks of inputs and weights that are loading or in use
 
     def constants(self, width: int, dtype: torch.dtype, is_interpreted: bool = False) -> dict[str, Any]:
-        """What ``dot_rows`` is compiled for, with inputs of this width and dtype."""
+        """Constants of ``dot_rows`` for inputs of this width and dtype."""
         return {
             "BLOCK_M": self.rows,
             "BLOCK_N": self.outputs,

@@ -1,4 +1,4 @@
-"""Matrix product with a weight in PyTorch: what runs where there is no native code. See README.md."""
+"""Matrix product with a weight in PyTorch, where there is no native code. See README.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_ROWS_AT_ONCE = 4096  # of a weight that is quantized: float32 copies of all of it would need several times its memory
+_ROWS_AT_ONCE = 4096  # of a weight that is quantized: float32 copies of all rows would need several times its memory
 
 
 class PlainWeight:
@@ -65,7 +65,7 @@ class Int8Weight:
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """See ``reference.quantize``; weight: not empty, on any device."""
+    """Round a weight [N, K] to int8 as ``reference.quantize`` does; not empty, on any device."""
     q = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     for part, q_part, scale_part in zip(*(t.split(_ROWS_AT_ONCE) for t in (weight, q, scale)), strict=True):

@@ -22,7 +22,7 @@ NO_PARTS = "the groups' ends do not part the rows among the experts"
 
 
 class NativeRouter:
-    """The weight of a router in panels. What it says of a token does not depend on the others, bit for bit."""
+    """The weight of a router in panels. Scores of a token do not depend on other tokens, bit for bit."""
 
     def __init__(self, weight: Tensor, code: ctypes.CDLL) -> None:
         """weight: [E, H] on the CPU, not empty, not kept; kept as bf16 if that loses nothing."""
@@ -90,8 +90,8 @@ class NativeInt8Experts:
         x, ends = x.contiguous(), groups.ends.contiguous()
         y = x.new_empty(x.shape[0], self._size[1])
         pointers = (t.data_ptr() for t in (ends, self._packed, self._scale, y))
-        told = x.data_ptr(), len(x), *pointers, *self._size, x.dtype is torch.bfloat16, torch.get_num_threads()
-        require(bool(self._multiply(*told)), NO_PARTS)
+        arguments = x.data_ptr(), len(x), *pointers, *self._size, x.dtype is torch.bfloat16, torch.get_num_threads()
+        require(bool(self._multiply(*arguments)), NO_PARTS)
         return y
 
 
@@ -169,7 +169,7 @@ def _packed(weight: Tensor, code: ctypes.CDLL) -> Tensor:
 
 
 def _require_fit(x: Tensor, groups: Groups, size: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Native code itself looks at what the ends are."""
+    """Check shapes, dtypes and devices; native code itself checks the values of the ends."""
     ends = groups.ends
     fits = x.dtype is dtype and x.is_cpu and x.dim() == 2 and x.shape[1] == size[2] and len(x) == len(groups.places)
     are_ends = ends.dtype is torch.int32 and ends.is_cpu and ends.shape == (size[0],)

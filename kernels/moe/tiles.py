@@ -1,4 +1,4 @@
-"""How Triton's kernels are cut into blocks, who multiplies what, and what is compiled ahead of time."""
+"""Block sizes of Triton's kernels, which calls Triton takes, and the variants that are compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def product_tile(dtype: torch.dtype, num_pairs: int, num_experts: int) -> Tile:
 def product_constants(
     tile: Tile, width: int, dtype: torch.dtype, num_experts: int, is_interpreted: bool = False
 ) -> dict[str, Any]:
-    """What a product is compiled for, with inputs of this width and dtype."""
+    """Constants of a product for inputs of this width and dtype."""
     return {"BLOCK_E": next_power_of_2(num_experts), **tile.constants(width, dtype, is_interpreted)}
 
 

@@ -90,7 +90,7 @@ def multiply(
 
 @triton.jit
 def find_rows(ends, block, num_experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Which expert has the block-th block of rows, the block's first row, the expert's end; 0, 0, 0: nobody has it."""
+    """The expert of the block-th block of rows, the block's first row, the expert's end; 0, 0, 0: it has no expert."""
     e = tl.arange(0, BLOCK_E)
     end = tl.load(ends + e, mask=e < num_experts, other=0)
     start = tl.load(ends + e - 1, mask=(e > 0) & (e < num_experts), other=0)

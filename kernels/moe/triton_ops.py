@@ -1,4 +1,4 @@
-"""Mixtures of experts in Triton, for GPUs: nothing waits for the device. See README.md."""
+"""Mixtures of experts in Triton, without any wait for the device. See README.md."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _with_whole_rows(x: Tensor) -> Tensor:
 
 
 def _require_fit(x: Tensor, groups: Groups, weight: Tensor, dtype: torch.dtype) -> None:
-    """What can be known without asking the device; outside of what fits there is other memory."""
+    """Check all that needs no read from the device; operands that do not fit would read other memory."""
     ends = groups.ends
     is_fit = x.dtype is dtype and x.device == weight.device and x.dim() == 2 and x.shape[1] == weight.shape[2]
     are_ends = ends.dtype is torch.int32 and ends.device == x.device and ends.shape == weight.shape[:1]

@@ -1,8 +1,8 @@
 """Compiles C++ sources of kernels into shared libraries, once per machine and user.
 
 A library lies in a folder that only its user can write, under the hash of everything that made it: sources, flags,
-the compiler's version and what the CPU can do. It is written under another name and renamed, so that processes that
-build at the same time do not meet half a file.
+the compiler's version and the CPU's features. It is written under another name and renamed, so that processes that
+build at the same time never load half a file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 120
 
 
 class NativeUnavailableError(Exception):
-    """There is no native code here; the message says why, ``level`` how much that should worry the user."""
+    """Native code cannot run here; the message says why, ``level`` is the level of the log line."""
 
     def __init__(self, message: str, level: int = logging.INFO) -> None:
         super().__init__(message)
@@ -68,8 +68,8 @@ def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/specmamba`` or ``~/.cache/specmamba``, made with mode 0700 where it does not exist.
 
     Raises:
-        NativeUnavailableError: somebody else owns it or can write to it, so that its code is not to be trusted; or it
-            cannot be made.
+        NativeUnavailableError: another user owns it or can write to it, so its code cannot be trusted; or it
+            cannot be created.
     """
     home = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()) / "specmamba"
@@ -83,7 +83,7 @@ def cache_folder() -> Path:
 
 
 def cpu_flags() -> frozenset[str]:
-    """What Linux says the CPU can do; empty elsewhere."""
+    """The CPU's features as Linux names them; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf8").splitlines()
     except OSError:
@@ -92,12 +92,12 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _check_owned(path: Path) -> None:
-    """Compiled code is run: nobody else may have put it there."""
+    """Raise unless only this user can have written the path: its code is run."""
     status = path.lstat()
     expected = stat.S_ISDIR if path.suffix != ".so" else stat.S_ISREG
     if not expected(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise NativeUnavailableError(
-            f"{path} belongs to somebody else, or others can write to it: remove it, or set XDG_CACHE_HOME to a folder "
+            f"{path} belongs to another user, or others can write to it: remove it, or set XDG_CACHE_HOME to a folder "
             "of your own",
             logging.WARNING,
         )

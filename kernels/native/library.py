@@ -22,9 +22,9 @@ logger = logging.getLogger("specmamba")
 
 @cache
 def load(source: Path) -> ctypes.CDLL | None:
-    """The library of a C++ source, or None where it cannot be had: then the caller takes its PyTorch form.
+    """The library of a C++ source, or None where it cannot be loaded: then callers use the PyTorch form.
 
-    Why it cannot be had is logged once per process, whatever number of kernels asks. ``SPECMAMBA_NATIVE=0`` in the
+    The reason is logged once per process, not once per operator. ``SPECMAMBA_NATIVE=0`` in the
     environment turns native kernels off.
     """
     try:
@@ -62,7 +62,7 @@ def open_library(source: Path) -> ctypes.CDLL:
     """Build and load a library that includes ``parallel.h``, and give it the threads that torch runs.
 
     Raises:
-        NativeUnavailableError: this CPU, this system or the user's wish stands against it.
+        NativeUnavailableError: this CPU or system cannot run it, or the user turned it off.
     """
     if os.environ.get(SWITCH, "").strip().lower() in ("0", "false", "no", "off"):
         raise NativeUnavailableError(f"{SWITCH} turns them off")
@@ -83,8 +83,8 @@ def open_library(source: Path) -> ctypes.CDLL:
 
 
 def _openmp_runtime() -> ctypes.c_void_p:
-    """The entry of the OpenMP runtime in this process, which torch brought and exports to everybody."""
-    import torch  # noqa: F401  # brings it
+    """The entry of the OpenMP runtime that torch loaded into this process."""
+    import torch  # noqa: F401  # loads the runtime
 
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)

@@ -1,4 +1,4 @@
-"""What native code can take of tensors."""
+"""Operands of native code: which tensors it can read, and the ctypes structures that describe them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FLOATS = (torch.float32, torch.bfloat16)  # the dtypes of activations that kerne
 
 
 def is_native(x: Tensor) -> bool:
-    """Whether x lies where native code reaches it, in a dtype that it reads."""
+    """Whether x is on the CPU, in a dtype that native code reads."""
     return x.is_cpu and x.dtype in FLOATS
 
 
 def is_contiguous_from(x: Tensor, dim: int) -> bool:
-    """Whether the dimensions of x from ``dim`` on are contiguous, as those of a part of a buffer's rows are."""
+    """Whether the dimensions of x from ``dim`` on are contiguous, as in a slice of the rows of a buffer."""
     if x.is_contiguous():
         return True
     expected = 1
@@ -30,7 +30,7 @@ def is_contiguous_from(x: Tensor, dim: int) -> bool:
 
 
 def require(condition: bool, complaint: str) -> None:
-    """Raise ValueError: native code trusts what it is told of shapes; outside of them there is other memory."""
+    """Raise ValueError with this complaint unless the condition holds; native code trusts shapes."""
     if not condition:
         raise ValueError(complaint)
 
@@ -41,7 +41,7 @@ def contiguous_from(x: Tensor, dim: int) -> Tensor:
 
 
 def tokens_of(x: Tensor, dims: int) -> tuple[Tensor, int]:
-    """x as tokens of ``dims`` contiguous dimensions at one distance, copied if it is not that; and this distance."""
+    """x as tokens of ``dims`` contiguous dimensions with one stride, copied if necessary; and this stride."""
     first = x.dim() - dims
     if not x.is_contiguous() and first in (1, 2) and is_contiguous_from(x, first):
         shape, strides = x.shape, x.stride()

@@ -91,7 +91,7 @@ class Task {
   int64_t query(int64_t r) const { return (first_ + r) / group_; }
   int64_t query_head(int64_t r) const { return head_ * group_ + (first_ + r) % group_; }
 
-  // Keys that no row sees are not touched: whatever lies there is somebody else's.
+  // Keys that no row sees are not touched: they belong to other requests.
   void see() {
     const int64_t first = query(0), num_queries = query(rows_ - 1) + 1 - first;
     const bool* mask = p_.mask == nullptr ? nullptr : p_.mask + b_ * p_.mask_batch + first * p_.mask_query;

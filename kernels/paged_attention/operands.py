@@ -23,13 +23,13 @@ class AttentionConfig:
 
     @cached_property
     def projected_width(self) -> int:
-        """Of a token's projections: queries, keys, values and, where there is a gate, gates."""
+        """Width of a token's projections: queries, keys, values and, with a gate, gates."""
         num_heads = self.num_query_heads * (2 if self.has_gate else 1) + 2 * self.num_key_heads
         return num_heads * self.head_dim
 
     @cached_property
     def key_shape(self) -> tuple[int, int]:
-        """Of a token's keys and of its values."""
+        """Shape of a token's keys, and of its values."""
         return self.num_key_heads, self.head_dim
 
 

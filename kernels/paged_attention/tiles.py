@@ -24,7 +24,7 @@ PIECE = 16  # of a head in float32
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of the attention kernel: rows are (query, query head of one key head) pairs."""
+    """Blocks of the attention kernel: rows are (query, query head of one key head) pairs."""
 
     rows: int
     keys: int
@@ -76,7 +76,7 @@ def prefers_torch(num_queries: int, num_keys: int, head_dim: int, dtype: torch.d
 
 
 def store_constexprs(query_heads: int, key_heads: int, head_dim: int, rotated: int, has_norm: bool) -> dict[str, Any]:
-    """Of ``store_kernel``; ``rotated`` 0: positions are not told."""
+    """Constants of ``store_kernel``; ``rotated`` 0: no rotation."""
     return {
         "QUERY_HEADS": query_heads,
         "KEY_HEADS": key_heads,
@@ -98,7 +98,7 @@ def attend_constexprs(
     has_gate: bool,
     is_wide: bool = False,
 ) -> dict[str, Any]:
-    """Of ``attend_kernel``; ``group`` query heads read a key head. ``is_wide``: for the interpreter."""
+    """Constants of ``attend_kernel``; ``group`` query heads read a key head. ``is_wide``: for the interpreter."""
     return {
         "KEY_HEADS": key_heads,
         "GROUP": group,
@@ -116,7 +116,7 @@ def attend_constexprs(
 
 
 def combine_constexprs(query_heads: int, head_dim: int, has_gate: bool) -> dict[str, Any]:
-    """Of ``combine_kernel``."""
+    """Constants of ``combine_kernel``."""
     return {
         "QUERY_HEADS": query_heads,
         "D": head_dim,
@@ -164,7 +164,7 @@ def store_variant(query_heads: int, key_heads: int, head_dim: int, rotated: int,
 def attend_variant(
     num_queries: int, query_heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, has_tree: bool
 ) -> Variant:
-    """As a launch for so many queries has it, with a gate."""
+    """The variant of a launch for so many queries, with a gate."""
     from specmamba.kernels.paged_attention import triton_kernels as kernels
 
     group, is_split = query_heads // key_heads, num_queries <= MAX_SPLIT_QUERIES

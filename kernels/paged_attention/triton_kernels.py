@@ -97,7 +97,7 @@ def attend_kernel(
     till = tl.load(last + b * last_stride_b + n.to(tl.int64) * last_stride_n, mask=is_alive, other=-1)
     till = tl.minimum(till, num_keys - 1).to(tl.int32)
     above = tl.max(till, axis=0)
-    # keys till `below`, and from `first` till `above`, are seen by somebody here
+    # keys till `below`, and from `first` till `above`, are seen by some query here
     if HAS_TREE:
         since, below = first, -1
         root = tl.load(roots + b).to(tl.int32)

@@ -1,4 +1,4 @@
-"""What is done to each token on its own, in native code (native.cpp). See README.md."""
+"""What is computed for each token on its own, in native code (native.cpp). See README.md."""
 
 from __future__ import annotations
 

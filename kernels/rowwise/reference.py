@@ -56,7 +56,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def delta_inputs(
     mixed: Tensor, a: Tensor, b: Tensor, negative_a: Tensor, dt_bias: Tensor, num_key_heads: int, key_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the gated delta rule wants: unit keys and queries, log decays and step sizes.
+    """Inputs of the gated delta rule: unit keys and queries, log decays and step sizes.
 
     mixed [B, L, C], of which the first 2 Hk K channels are queries and keys; a, b [B, L, Hv]; negative_a, dt_bias [Hv].
 

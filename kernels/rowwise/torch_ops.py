@@ -1,6 +1,6 @@
-"""What is done to each token on its own, in PyTorch. See README.md.
+"""What is computed for each token on its own, in PyTorch. See README.md.
 
-At decode sizes a step is bound by the number of operators, so there are as few of them here as can be.
+At decode sizes the number of operators bounds the time of a step, so there are as few as possible.
 """
 
 from __future__ import annotations

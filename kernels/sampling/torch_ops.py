@@ -222,7 +222,7 @@ def draw_from_blocks(blocks: Tensor, masses: Tensor, uniforms: Tensor) -> Tensor
 
 
 def stream_key(stream: int) -> int:
-    """What is added to the seeds of a stream, as torch's signed integer."""
+    """The constant that is added to the seeds of a stream, as torch's signed integer."""
     return ((_GOLDEN + stream * _STREAM + 2**63) % 2**64) - 2**63
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["total", "count", "key", "row_stride", "position_stride"])
 def uniform_kernel(seeds, positions, out, total, count, key, row_stride, position_stride, BLOCK: tl.constexpr):
-    """See ``torch_ops.uniform``; unsigned integers wrap around, and shift in zeros."""
+    """Random numbers of counters; unsigned integers wrap around, and shift in zeros."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, inside = index // count, index < total
     entry = row.to(tl.int64) * row_stride + (index % count).to(tl.int64) * position_stride
@@ -31,7 +31,7 @@ def mix(z):
 
 @triton.jit
 def chunk_peaks_kernel(logits, peaks, firsts, size, stride, num_chunks, BLOCK: tl.constexpr):
-    """The largest logit of a chunk, and where it first stands; NaN is larger than any number."""
+    """The largest logit of a chunk, and its first place; NaN counts as larger than any number."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
@@ -53,7 +53,7 @@ def row_peaks_kernel(peaks, firsts, tokens, is_finite, size, num_chunks, CHUNKS:
 
 @triton.jit
 def largest(x):
-    """The largest of x, and which entries are it."""
+    """The largest of x, and which entries equal it."""
     is_nan = x != x
     has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
     peak = tl.max(tl.where(is_nan, float("-inf"), x), 0)
@@ -65,7 +65,7 @@ def penalize_kernel(
     logits, counts, prompt_mask, tokens, mask, presence, frequency, repetition, out, nodes, size, stride,
     counts_stride, prompt_stride, tokens_stride, tree_stride, row_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See ``torch_ops.penalize``; a chunk of a node."""
+    """Penalties of one chunk of one node."""
     row, batch, node = tl.program_id(0), tl.program_id(0) // nodes, tl.program_id(0) % nodes
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, batch_long = ids < size, batch.to(tl.int64)
@@ -86,7 +86,7 @@ def penalize_kernel(
 
 @triton.jit
 def load_logits(logits, ids, size):
-    """Logits as float32, -inf where there are none; what decides nothing (NaN, +inf) counts as -inf."""
+    """Logits as float32, -inf behind the end of the row; NaN and +inf count as -inf."""
     x = tl.load(logits + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
     return tl.where(x < float("inf"), x, float("-inf"))
 
@@ -126,7 +126,7 @@ def row_cutoffs_kernel(
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What a row's filters keep: peak and least weight go to ``levels``, least key and last token of it to ``cuts``.
+    """The bounds of what a row's filters keep: peak and least weight go to ``levels``, least key and last token of it to ``cuts``.
 
     A token is kept if its key is larger, or equal and the token not behind the last; and if its weight (1 at the peak)
     is no less than the least.
@@ -210,7 +210,7 @@ def mass_from(logits, size, cut, peak, temperature, SHIFT: tl.constexpr, BLOCK: 
 
 @triton.jit
 def last_of_ties(logits, size, cut, missing, peak, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Of equal tokens, with the key ``cut``, the last that is needed for a mass; the first at any rate."""
+    """The last token needed for a mass, of the tokens with the key ``cut``; at least the first of them."""
     last, before = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32)
     for start in range(0, size, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -256,7 +256,7 @@ def chunk_masses_kernel(
 
 @triton.jit
 def load_masses(peaks, firsts, masses, row, temperature, size, num_chunks, CHUNKS: tl.constexpr):
-    """Of a row: the chunks' masses relative to its peak, float64; that peak; the first token that has it."""
+    """The masses of a row's chunks relative to its peak, float64; that peak; the first token that has it."""
     chunk = tl.arange(0, CHUNKS)
     entry, inside = row * num_chunks + chunk, chunk < num_chunks
     peak = tl.load(peaks + entry, mask=inside, other=float("-inf"))

@@ -12,7 +12,7 @@ def compact(buffer: Tensor, rows: Tensor, source: Tensor, target: Tensor) -> Non
     For each (b, j): buffer[:, rows[b], target[b, j]] = *old* buffer[:, rows[b], source[b, j]].
     All reads happen before any write, so moves may overlap. Moves of one row that share a target must share the
     source too: lists of different lengths are filled up with a move that is made anyway. Batch rows that share a
-    buffer row leave something of one of them there: row 0, which is nobody's, may be given many times.
+    buffer row leave the result of one of them there: row 0, which is padding, may be given many times.
     Raises IndexError from torch on a position outside R.
     """
     old = buffer.clone()

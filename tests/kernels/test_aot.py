@@ -147,7 +147,7 @@ def run_examples(tmp_path: Path) -> Run:
 
 @pytest.mark.parametrize("target", TARGETS if IS_FULL else [WHOLE])
 def test_every_variant_is_as_the_table_says(target: str) -> None:
-    """The interpreter, where somebody has asked for it, is turned off."""
+    """Where the interpreter was asked for, it is turned off."""
     result = run_command("--target", target, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
     assert all(operator in result.stdout for operator in WITH_TRITON)
@@ -266,7 +266,7 @@ def reachable(functions: dict[Function, set[Function]], roots: set[Function]) ->
     return live
 
 
-def test_a_kernel_that_nobody_compiles_is_found(tmp_path: Path) -> None:
+def test_a_kernel_without_a_variant_is_found(tmp_path: Path) -> None:
     for operator, text in {
         "one": """
             from specmamba.kernels.two import triton_kernels
@@ -335,7 +335,7 @@ def test_a_table_is_written_and_met(run_examples: Run, tmp_path: Path) -> None:
     assert set(table.versions) == {"triton", "ptxas"}
     assert set(table.rows) == {("fine", "16x64"), ("aligned", "aligned"), ("aligned", "not")}
     assert all(row.registers > 0 and row.spills == 0 for row in table.rows.values())
-    # what the code is told of its arguments does reach it
+    # the alignment of arguments reaches the compiler
     assert table.rows["aligned", "aligned"] == table.rows["fine", "16x64"] != table.rows["aligned", "not"]
     assert run_examples(["fine", "aligned"], "--target", "sm_90").returncode == 0
 
@@ -369,7 +369,7 @@ def test_no_table(needed: dict[Job, Resources], tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("now", "told"),
+    ("now", "message"),
     [
         (Resources(41, 1024, 0), "error: one: b: registers 40 -> 41"),
         (Resources(40, 2048, 0), "error: one: b: shared 1024 -> 2048"),
@@ -378,16 +378,16 @@ def test_no_table(needed: dict[Job, Resources], tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_a_changed_kernel(
-    needed: dict[Job, Resources], tmp_path: Path, capsys: pytest.CaptureFixture[str], now: Resources, told: str
+    needed: dict[Job, Resources], tmp_path: Path, capsys: pytest.CaptureFixture[str], now: Resources, message: str
 ) -> None:
     assert run_main(tmp_path, "--write") == 0
     assert run_main(tmp_path) == 0
     needed[Job("one", "tiles_of_one", "b")] = now
     capsys.readouterr()
     assert run_main(tmp_path) == 1
-    told_lines = capsys.readouterr().err.splitlines()
-    assert told in told_lines
-    assert told_lines[-1] == "where this is meant, run with --write and commit the table"
+    lines = capsys.readouterr().err.splitlines()
+    assert message in lines
+    assert lines[-1] == "where this is meant, run with --write and commit the table"
     assert run_main(tmp_path, "--op", "two") == 0
 
 

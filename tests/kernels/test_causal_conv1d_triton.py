@@ -66,7 +66,7 @@ def make_trees(pending: list[int], nodes: int, width: int, offset: int, folds: l
 
 
 def make_buffers(trees: Trees, pending: list[int], width: int, channels: int, dtype: torch.dtype) -> Buffers:
-    """What nobody may read holds NaN, and memory lies apart, as that of one layer of a pool can."""
+    """Memory that must not be read holds NaN, and rows are strided, as in one layer of a pool."""
     nodes = trees.conv_index.shape[1]
     capacity = trees.node_offset + nodes + 1
     conv_inputs = embedded(torch.full((len(pending) + 2, width - 1 + capacity, channels), torch.nan, dtype=dtype))

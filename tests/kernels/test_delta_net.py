@@ -37,7 +37,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 class Case:
-    """Operands of one call. Memory that nobody may read holds NaN."""
+    """Operands of one call. Memory that must not be read holds NaN."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ def run_triton(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees)
 
 
 class PoolCase(Case):
-    """With a slot 0 that is nobody's, and windows of checkpoints."""
+    """With slot 0 as padding, and windows of checkpoints."""
 
     def __init__(self, nodes: int, dtype: torch.dtype, state_dtype: torch.dtype, folds: bool, width: int = 4) -> None:
         torch.manual_seed(nodes)

@@ -128,7 +128,7 @@ def test_stable_at_any_decay(decay: float, gpu_device: str) -> None:
 
 
 class InPlace:
-    """Operands of one call in pools: slot 0 is nobody's, row 2 of the batch is padding, rows 0, 2 and 3 fold."""
+    """Operands of one call in pools: slot 0 and row 2 of the batch are padding, rows 0, 2 and 3 fold."""
 
     heads, pending, folds = (1, 2, 16, 24), [3, 5, 4, 0], [True, False, True, True]
 

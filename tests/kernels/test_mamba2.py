@@ -40,7 +40,7 @@ needs_native = pytest.mark.usefixtures("needs_native")
 
 
 class Case:
-    """Operands of one call. Memory that nobody may read holds NaN."""
+    """Operands of one call. Memory that must not be read holds NaN."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ ONE, ODD = (1, 1, 8, 8), (1, 3, 7, 5)
 
 
 class PoolCase(Case):
-    """A case whose slot 0 is nobody's; ``pending`` None is a row of padding."""
+    """A case whose slot 0 is padding; ``pending`` None is a row of padding."""
 
     def __init__(
         self,

@@ -183,17 +183,17 @@ def test_a_cache_that_is_a_link(source: Path, caplog: pytest.LogCaptureFixture, 
     (tmp_path / "cache").mkdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "cache/specmamba").symlink_to(tmp_path / "elsewhere")
-    expect_log(source, caplog, logging.WARNING, "belongs to somebody else")
+    expect_log(source, caplog, logging.WARNING, "belongs to another user")
 
 
-def test_a_cache_of_somebody_else(
+def test_a_cache_of_another_user(
     source: Path, caplog: pytest.LogCaptureFixture, compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    expect_log(source, caplog, logging.WARNING, "belongs to somebody else")
+    expect_log(source, caplog, logging.WARNING, "belongs to another user")
 
 
-def test_a_cached_library_of_somebody_else(source: Path, compiler: None, tmp_path: Path) -> None:
+def test_a_cached_library_of_another_user(source: Path, compiler: None, tmp_path: Path) -> None:
     built = build.built_library(source)
     built.chmod(0o777)
     with pytest.raises(build.NativeUnavailableError, match="others can write to it"):

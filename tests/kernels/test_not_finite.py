@@ -142,7 +142,7 @@ def test_a_known_token_is_felt_in_its_row_alone(kind: str, field: str, at: int) 
 
 
 @each_field
-def test_padding_is_felt_by_nobody(kind: str, field: str) -> None:
+def test_padding_changes_no_other_row(kind: str, field: str) -> None:
     recurrence, counts = RECURRENCES[kind], torch.tensor([80, 66, 1])
     extend, tokens = recurrence.torch_ops.extend, recurrence.make_tokens(3, 80, 1)
     state = make_state(3, HEADS, seed=5)

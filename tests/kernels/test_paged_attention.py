@@ -256,7 +256,7 @@ def test_a_layer_reads_views_and_many_rows(form: str, dtype: torch.dtype) -> Non
 
 
 @needs_native
-def test_a_native_layer_does_not_read_what_nobody_sees() -> None:
+def test_a_native_layer_does_not_read_keys_that_no_query_sees() -> None:
     arguments = make_layer(2, 3, 9, (4, 2, 8), 4, torch.float32)
     arguments["mask"][..., :2] = False
     want, *_ = run_layer(native_ops, arguments)
@@ -301,7 +301,7 @@ def test_a_query_that_is_no_number_stays_in_its_row(form: str, dtype: torch.dtyp
 def test_a_query_that_sees_no_key_gets_zero(
     ops: ModuleType, dtype: torch.dtype, request: pytest.FixtureRequest
 ) -> None:
-    """In a row beside others that see some, and in a row where nobody sees any."""
+    """In a row beside others that see some, and in a row where no query sees any."""
     if ops is native_ops:
         request.getfixturevalue("needs_native")
     for parts in ("norm rotary gate", ""):
@@ -367,7 +367,7 @@ def test_a_layer_stores_what_is_not_finite_as_zero(form: str) -> None:
 
 
 def test_a_layer_whose_padding_shares_a_slot(form: str) -> None:
-    """Tokens 2 and 3 are padding: both write slot 0, which nobody reads."""
+    """Tokens 2 and 3 are padding: both write slot 0, which is never read."""
     arguments = make_layer(1, 4, 9, (4, 2, 8), 4, torch.float32)
     arguments["mask"][..., -2:] = False
     arguments["mask"][:, 2:, 0] = True

@@ -1,4 +1,4 @@
-"""Paged attention in Triton: against the reference, over pools that hold NaN wherever nobody looks."""
+"""Paged attention in Triton: against the reference, over pools that hold NaN wherever nothing may be read."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_causal_queries_behind_a_cached_prefix(
 
 @pytest.mark.parametrize(("num_queries", "heads", "dtype"), [(70, (2, 1, 16), FP32), (65, (7, 1, 20), BF16)])
 def test_long_runs(triton_ops: Any, gpu_device: str, num_queries: int, heads: Heads, dtype: torch.dtype) -> None:
-    """Several blocks of queries; the second row is shorter, and its last tokens are nobody's."""
+    """Several blocks of queries; the second row is shorter, and its last tokens are padding."""
     keys = make_keys([41, 0], num_queries)
     keys.last[1, 20:] = keys.last[1, 19]
     check_attention(triton_ops, gpu_device, keys, heads, dtype)

@@ -73,7 +73,7 @@ def test_draw_children_stops_when_no_mass_is_left(vocabulary: int, uniform: floa
     probs = torch.zeros(1, 4, vocabulary)
     probs[0, 0, -2] = 1.0
     probs[0, 1, [0, 3]] = torch.tensor([1.0, 1e-30])  # little, but mass
-    probs[0, 3, [0, 3]] = torch.tensor([1.0, 1e-40])  # nobody could divide by so little
+    probs[0, 3, [0, 3]] = torch.tensor([1.0, 1e-40])  # too little to divide by
     tokens, is_drawn = draw_children(probs, torch.full((1, 4, 3), uniform))
     assert is_drawn.tolist() == [[[True, False, False], [True, True, False], [False] * 3, [True, False, False]]]
     assert tokens[0, 0, 0] == vocabulary - 2
@@ -112,7 +112,7 @@ def test_residual_choice_matches_reference(nodes: int, vocabulary: int, kind: st
         q[..., 4:] = 0
     tokens = sibling_tokens(parents, q, seed=3)
     is_leaf = ~(parents[:, None] == torch.arange(nodes)[:, None]).any(-1)
-    draft_probs = None if kind == "chosen" else q.masked_fill(is_leaf[..., None], torch.nan)  # nobody looks there
+    draft_probs = None if kind == "chosen" else q.masked_fill(is_leaf[..., None], torch.nan)  # never read
     u = uniforms(2, batch, nodes, seed=4)
     inputs = [p, tokens, parents, u] if draft_probs is None else [p, tokens, parents, u, draft_probs]
     before = [x.clone() for x in inputs]
