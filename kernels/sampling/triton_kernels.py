@@ -126,7 +126,7 @@ def row_cutoffs_kernel(
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Bounds of what a row's filters keep: peak and least weight in ``levels``, least key and its last token in ``cuts``.
+    """Bounds of what filters keep: peak and least weight in ``levels``, least key and its last token in ``cuts``.
 
     A token is kept if its key is larger, or equal and the token not behind the last; and if its weight (1 at the peak)
     is no less than the least.
