@@ -42,7 +42,7 @@ RUN groupadd --system --gid 10001 specmamba \
  && install --directory --owner specmamba --group specmamba --mode 0700 /var/cache/specmamba
 COPY --from=build /app /app
 # Compiled kernels and downloaded checkpoints are kept in the volume. The address is that of the container, which
-# nobody reaches but through the ports that are published: give --api-key where that is not the loopback.
+# no client reaches but through the published ports: give --api-key where that is not the loopback.
 ENV PATH=/app/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     XDG_CACHE_HOME=/var/cache/specmamba \

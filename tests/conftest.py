@@ -75,5 +75,5 @@ def needs_native() -> None:
 
 @pytest.fixture
 def no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admit whoever fits just so: small pools preempt often then."""
+    """Admit every request that fits at all, without headroom: small pools preempt often then."""
     monkeypatch.setattr("specmamba.engine.scheduler.HEADROOM", 0)

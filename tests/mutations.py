@@ -132,10 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 where a mutation escaped."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.splitlines()[0])
     parser.add_argument("--tier", choices=("hinted", "fast", "all"), default="fast", help="where to stop looking")
-    parser.add_argument("--only", metavar="PART", default="", help="mutations with this in their names")
+    parser.add_argument(
+        "--only", metavar="PART", nargs="+", default=[""], help="mutations with one of these in their names"
+    )
     options = parser.parse_args(arguments)
     results = read_results() if RESULTS.exists() else {}
-    chosen = [mutation for mutation in read_table() if options.only in mutation.name]
+    chosen = [mutation for mutation in read_table() if any(part in mutation.name for part in options.only)]
     status = 0
     with tempfile.TemporaryDirectory() as folder:
         copy_tracked(root := Path(folder))

@@ -242,7 +242,7 @@ class TestPrecedence:
         assert (config.stop, config.ignore_eos) == (["a", "b"], True)
 
     def test_the_flags_own_spelling_in_a_file(self, tmp_path: Path) -> None:
-        """Whoever copies --page-size into a file as page-size gets what was meant, or the right name."""
+        """A flag copied into a file as page-size is understood, or the error has the right name."""
         file = tmp_path / "settings.toml"
         file.write_text("page-size = 8\n")
         outcome = attempt(lambda: str(serve("--config", str(file)).page_size))

@@ -174,7 +174,7 @@ def test_operations_has_every_address() -> None:
 
 
 def test_operations_has_codes_that_exist() -> None:
-    """And all that are told to clients: after a hang-up nobody reads them."""
+    """And all that are told to clients: after a hang-up no client reads them."""
     sources = "".join(file.read_text("utf8") for file in sorted((ROOT / "specmamba").glob("**/*.py")))
     codes = set(re.findall(r'\bcode(?:: str)? ?= ?"(\w+)"', sources)) - {"disconnect", "client_gone"}
     documented = set(re.findall(r"^\| (\d{3}[^|]*`[^|]+) \|", text_of("docs/operations.md"), re.MULTILINE))

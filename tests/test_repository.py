@@ -27,11 +27,11 @@ VENDORED = "specmamba/server/page_files/vendor/"
 
 # A subject that a sentence should name instead: which component, which caller, which request?
 VAGUE_WORD = re.compile(r"\b(?:" + "|".join(["no", "some"]) + r")body\b|\bwho" + r"ever\b", re.IGNORECASE)
-MAX_VAGUE_LINES = 200  # falls to 0
-MAX_SEE_DOCSTRINGS = 130  # falls to 0
+MAX_VAGUE_LINES = 60  # falls to 0
+MAX_SEE_DOCSTRINGS = 40  # falls to 0
 
-MAX_PYTHON_FILES = 450  # outside tests; falls to 300
-MAX_FILES_IN_FOLDER = 86  # Python files; falls to 20
+MAX_PYTHON_FILES = 331  # outside tests; falls to 300
+MAX_FILES_IN_FOLDER = 21  # Python files; falls to 20
 # One file name for one job. These names say which part of its folder a file is, and the folder says of what.
 PART_NAMES = {
     "__init__",

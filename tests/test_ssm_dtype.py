@@ -129,7 +129,7 @@ def test_records_round_when_they_are_folded(name: str) -> None:
             verify(buffers, tokens, parents, path)
         for rounded, precise in zip(both[0]._records, both[1]._records, strict=True):
             assert torch.equal(rounded, precise)
-        assert torch.equal(pool.recurrent[:, slot].float(), exact.recurrent[:, slot])  # nobody has written it
+        assert torch.equal(pool.recurrent[:, slot].float(), exact.recurrent[:, slot])  # it was not written
     targets = [states.allocate("tree") for states in (pool, exact)]
     for position in both[0].positions(1):
         for buffers, target in zip(both, targets, strict=True):
@@ -270,7 +270,7 @@ def test_repeated_requests_are_the_same(folders: dict[str, Path], family: str, b
 
 @pytest.mark.parametrize("family", ["qwen3.5", "mamba2"])
 def test_a_batch_is_its_members(folders: dict[str, Path], family: str) -> None:
-    """Plain decoding folds a row when its own list is full, so nobody's neighbours show."""
+    """Plain decoding folds a row when its own list is full, so neighbours do not show."""
     engine = start(
         folders[family],
         speculative_algorithm="none",
@@ -311,7 +311,7 @@ def test_logits_move_by_the_rounding_of_states(folders: dict[str, Path], family:
 
 
 def test_a_draft_model_keeps_float32(tmp_path: Path) -> None:
-    """Its states are small, and what they cost in acceptance nobody would see."""
+    """Its states are small, and their cost in acceptance would not be seen."""
     target, draft = (write_tiny_checkpoint(tmp_path / name, 3, with_mtp=False) for name in ("target", "draft"))
     config = EngineConfig(
         model=str(target), speculative_draft_model_path=str(draft), mamba_ssm_dtype="bfloat16", device="cpu"
