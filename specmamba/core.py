@@ -265,7 +265,7 @@ class TreeShape:
     """The topology of a batch of draft trees, with what every layer needs to know about it.
 
     Nodes are in topological order; node 0 is the root. Rows with fewer nodes than N mark the rest by parent -1:
-    such a node is nobody's child and is never accepted.
+    such a node is no node's child and is never accepted.
     """
 
     parents: Tensor  # [B, N] int64; -1 for the root
@@ -314,7 +314,7 @@ class Batch:
 
     @property
     def first_row(self) -> int | None:
-        """The first of consecutive rows; None where they are not, or where nobody knows."""
+        """The first of consecutive rows; None where they are not, or are not known."""
         is_range = bool(self.rows) and self.rows[-1] - self.rows[0] == len(self.rows) - 1
         return self.rows[0] if is_range else None
 

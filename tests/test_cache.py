@@ -148,7 +148,7 @@ class TestKVPool:
 
 class TestRequestTable:
     def test_a_copy_on_the_device_follows(self) -> None:
-        """What a GPU has is told of changes when somebody looks; rows that were given back meanwhile are empty."""
+        """What a GPU has gets the changes when the table is read; rows that were given back meanwhile are empty."""
         rng = random.Random(5)
         pool = KVPool(cache_shape(), num_pages=20, page_size=2, device=CPU)
         mirrored = RequestTable(3, 16, pool, CPU, is_mirrored=True)
@@ -528,7 +528,7 @@ class TestRecordBuffers:
         """Batches with gaps, members that come and go, trees of any size: always the sequential recurrence."""
         max_nodes = 6
         bench = Bench(7, max_nodes, seed)
-        bench.begin([1, 2, 3, 5, 6])  # rows 4 and 7 keep their NaN: nobody reads a neighbour
+        bench.begin([1, 2, 3, 5, 6])  # rows 4 and 7 keep their NaN: no row reads its neighbour
         for step in range(25):
             rows = sorted(bench.rng.sample([1, 2, 3, 5, 6], bench.rng.randint(1, 5)))
             num_nodes = bench.rng.randint(1, max_nodes)
@@ -598,7 +598,7 @@ class TestRecordBuffers:
             bench.buffers.plan([1], chain_shape(1, 1, CPU))
 
     def test_a_slot_that_moved_on_behind_the_records(self) -> None:
-        """The records continue a checkpoint at one position; at any other they are somebody else's."""
+        """The records continue a checkpoint at one position; at any other they do not fit."""
         bench = Bench(2, 4, seed=0)
         bench.begin([1])
         bench.round([1], [[-1]])

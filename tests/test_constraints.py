@@ -93,7 +93,7 @@ def test_rows_of_different_sizes_are_padded(tree: DraftTree) -> None:
 
 def test_a_request_may_want_no_drafts(tree: DraftTree) -> None:
     made = run(tree, request(speculative=False), request())
-    assert made.tree.shape.parents.tolist() == [[-1] * 5, PARENTS[1][:5]]  # what nobody needs is not verified
+    assert made.tree.shape.parents.tolist() == [[-1] * 5, PARENTS[1][:5]]  # a node that no row needs is not verified
     assert made.tree.allowed_tokens is None
     alone = run(
         DraftTree(tree.tokens[:1], tree_shape(tree.shape.parents[:1], 2)), request(Refuses(), speculative=False)

@@ -102,7 +102,7 @@ def extend_in_place(
         g, beta: [B, L, Hv] float32.
         states: [slots, Hv, K, V] of any float dtype, the last dimension dense; what float16 cannot hold becomes its
             largest finite number.
-        slots: [B] int64, distinct but for 0, which is nobody's: not read, not written.
+        slots: [B] int64, distinct but for 0, which is padding: not read, not written.
         lengths: [B] int64; tokens from lengths[b] on are padding.
 
     Returns:

@@ -162,7 +162,7 @@ class RequestTable:
         return self.kv_slots[rows[:, None], positions]
 
     def slots_of(self, chunk: PrefillChunk) -> Tensor:
-        """Token slots [B, L] of a chunk's tokens; 0, which is nobody's, for its padding."""
+        """Token slots [B, L] of a chunk's tokens; 0, the padding slot, for its padding."""
         if not chunk.is_padded:
             return self.slots_at(chunk.row_index, chunk.positions)
         slots = self.slots_at(chunk.row_index, chunk.positions.clamp(max=self.max_positions - 1))

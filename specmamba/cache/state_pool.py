@@ -32,8 +32,8 @@ class Stamp:
 class StatePool:
     """Slots 1..num_slots; slot 0 is padding.
 
-    ``recurrent`` [layers, slots + 1, Hv, K, V] in the shape's ``state_dtype``: whoever writes a slot rounds, whoever
-    reads one goes on in float32. ``conv`` [layers, slots + 1, W-1, C] in the model's dtype, the last convolution
+    ``recurrent`` [layers, slots + 1, Hv, K, V] in the shape's ``state_dtype``: writers of a slot round, readers
+    go on in float32. ``conv`` [layers, slots + 1, W-1, C] in the model's dtype, the last convolution
     inputs, oldest first; ``features`` [1, slots + 1, F] in the shape's ``features_dtype``, what a drafter needs to go
     on behind the last token (F = 0 where that is nothing).
     """
@@ -92,7 +92,7 @@ class StatePool:
             raise StateOwnershipError(f"state slot {slot} should hold {owner!r} at {position}, but holds {stamp}")
 
     def begin_write(self, slot: int, owner: str) -> None:
-        """From here until ``end_write`` the slot's content is nobody's to read.
+        """Mark a slot as being written: until ``end_write`` its content must not be read.
 
         Raises:
             StateOwnershipError: the slot belongs to another owner.
