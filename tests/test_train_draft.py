@@ -402,7 +402,7 @@ def test_the_target_is_closed_while_the_head_is_trained(
     config = settings(tmp_path, model=str(target), text=[str(text)])
     left = draft.read_the_target(config, texts.read_documents(config), silent())
     gc.collect()
-    assert len(left.lesson.windows) > 0
+    assert len(left.data.windows) > 0
     assert engines[0]() is None
 
 
@@ -441,7 +441,7 @@ def test_the_loss_and_its_gradient(drafted: int | None, positions: int, monkeypa
     states = head.states(torch.randn(2, 9, 12), torch.randn(2, 9, 24), 3)
     output, hidden = torch.randn(61, 12), torch.randn(2, 9, 12) + states[1].detach()
     output[slice(None) if ids is None else ids] = 2 * head.lm_head.weight.detach()  # so that some agree
-    found = trainer.judge(states, hidden, head.lm_head.weight, output, ids)
+    found = trainer.draft_loss(states, hidden, head.lm_head.weight, output, ids)
     torch.autograd.backward(states, found.gradients, retain_graph=True)
     ours = {name: x.grad for name, x in head.named_parameters() if x.requires_grad}
     head.zero_grad(set_to_none=True)
@@ -498,7 +498,9 @@ def test_a_step_takes_the_memory_that_is_predicted(
     shape = memory.shape_of(config, 64, vocab_size, 3)
     matrix = torch.randn(vocab_size, 64, generator=torch.Generator().manual_seed(0))
     head = Eagle3Head(shape, matrix, [1.0] * 3)
-    run_of_steps = trainer.DraftTrainer(config, trainer.Lesson(some, matrix, matrix, {}), head, torch.device("cpu"))
+    run_of_steps = trainer.DraftTrainer(
+        config, trainer.TrainingData(some, matrix, matrix, {}), head, torch.device("cpu")
+    )
     run_of_steps.step()  # allocates Adam's moments
     head.zero_grad(set_to_none=True)
     needs = memory.needs_of(config, shape, 3)
@@ -715,7 +717,7 @@ def test_ctrl_c_while_the_target_is_read(
 def test_a_loss_that_is_not_finite(target: Path, text: Path, tmp_path: Path) -> None:
     config = settings(tmp_path, model=str(target), text=[str(text)])
     left = draft.read_the_target(config, texts.read_documents(config), silent())
-    left.lesson.windows.hidden.fill_(torch.nan)
+    left.data.windows.hidden.fill_(torch.nan)
     begun = draft.new_trainer(config, left, silent())
     before = begun.head.fc.weight.clone()
     with pytest.raises(SpecmambaError, match="the loss at step 1 is nan: train with a lower --lr"):

@@ -60,7 +60,9 @@ def _check(config: ServingBenchConfig, arguments: Sequence[str]) -> None:
         flags = ["--" + name.replace("_", "-") for name in EngineConfig.model_fields if name not in FLAGS_OF_THE_CLIENT]
         useless = [flag for flag in (*flags, "--startup-timeout") if flag in given]
         if useless:
-            raise ConfigError(f"{', '.join(useless)}: the server at --base-url runs already and cannot be told")
+            raise ConfigError(
+                f"{', '.join(useless)}: the server at --base-url runs already, so these flags cannot change it"
+            )
 
 
 def _measure(config: ServingBenchConfig, prompts: Sequence[str]) -> dict[str, Any]:

@@ -71,9 +71,9 @@ def level_report(run: Run, concurrency: int | None, request_rate: float | None) 
 
 def accept_length(answers: Sequence[Answer]) -> float | None:
     """Tokens per verify step; None when the server does not report accepted drafts, or there was no output."""
-    told = [(a.num_tokens, a.num_accepted_tokens) for a in answers if a.num_accepted_tokens is not None]
-    num_tokens = sum(tokens for tokens, _ in told)
-    num_steps = num_tokens - sum(accepted for _, accepted in told)
+    reported = [(a.num_tokens, a.num_accepted_tokens) for a in answers if a.num_accepted_tokens is not None]
+    num_tokens = sum(tokens for tokens, _ in reported)
+    num_steps = num_tokens - sum(accepted for _, accepted in reported)
     return num_tokens / num_steps if num_steps > 0 else None
 
 

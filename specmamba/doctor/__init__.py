@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     """Print a table, or JSON where that goes to standard output. Returns 1 when something is broken, else 0."""
     config = parse_command_line(DoctorConfig, PROG, complete_json_flag(arguments))
     with waiting() as say:
-        report = examine_or_say_why_not(config, say)
+        report = examine_or_report_failure(config, say)
     put_out(config, report, print_report, can_print_json=True)
     return 0 if report["ok"] else 1
 
@@ -45,7 +45,7 @@ def waiting() -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def examine_or_say_why_not(config: DoctorConfig, say: Callable[[str], None]) -> dict[str, Any]:
+def examine_or_report_failure(config: DoctorConfig, say: Callable[[str], None]) -> dict[str, Any]:
     """The report; only the part about packages when torch cannot be imported."""
     try:
         from specmamba.doctor.examine import examine

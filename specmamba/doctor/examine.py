@@ -32,7 +32,7 @@ from specmamba.measure.prompts import PLAIN_FLAGS, bundled_texts
 # The demo in float32 only has its texts compared: small pools are enough.
 SMALL_POOLS: dict[str, Any] = {"max_running_requests": 2, "context_length": 1024, "max_total_tokens": 2048}
 SMALL_POOLS |= {"max_mamba_cache_size": 8}
-SAYS_ITSELF = "the flags, the checkpoint or the memory do not allow it: the message says which"
+ADVICE_IN_MESSAGE = "the flags, the checkpoint or the memory do not allow it: the message says which"
 REPORT = "run with SPECMAMBA_NATIVE=0 (on a GPU: SPECMAMBA_TRITON=0) to see whether a kernel is to blame, and report it"
 
 Part = Callable[[], tuple[Any, list[Problem]]]
@@ -79,7 +79,7 @@ def guarded(what: str, part: Part) -> tuple[Any, list[Problem]]:
     try:
         return part()
     except SpecmambaError as failure:
-        return None, [error(f"{what}: {failure}", SAYS_ITSELF)]
+        return None, [error(f"{what}: {failure}", ADVICE_IN_MESSAGE)]
     except torch.OutOfMemoryError as failure:
         advice = "lower --mem-fraction-static or --max-running-requests, or end what else uses the GPU"
         return None, [error(f"{what}: {failure}", advice)]

@@ -21,7 +21,7 @@ from specmamba.kernels.rowwise import torch_ops
 from specmamba.measure.report import machine
 
 # CPU flags that the native kernels need or that matter for their speed.
-TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+SHOWN_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 DRIVER = Path("/proc/driver/nvidia/version")
 LITTLE_MEMORY = 2 << 30  # the demo with torch and its pools takes about 1 GiB
 
@@ -33,7 +33,7 @@ def examine_hardware() -> tuple[Facts, list[Problem]]:
     cpu = {
         "name": machine(),
         "usable_cores": len(os.sched_getaffinity(0)),
-        "flags": {name: name in flags for name in TELLING_FLAGS},
+        "flags": {name: name in flags for name in SHOWN_CPU_FLAGS},
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "free_bytes": free,
     }

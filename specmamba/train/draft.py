@@ -27,7 +27,7 @@ from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.measure.command import run_command
 from specmamba.measure.report import machine, versions
-from specmamba.train.options import TrainDraftConfig, beginning, writing
+from specmamba.train.options import TrainDraftConfig, errors_of_out, prepared_out
 
 if TYPE_CHECKING:  # importing torch takes seconds: --help must not wait for it
     import torch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # importing torch takes seconds: --help must not wait for it
     from specmamba import LLM
     from specmamba.train.loop import StepCallback
     from specmamba.train.texts import Documents, Texts
-    from specmamba.train.trainer import DraftTrainer, Lesson
+    from specmamba.train.trainer import DraftTrainer, TrainingData
 
 PROG = "specmamba train draft"
 PROMPTS = "held_out.jsonl"
@@ -48,7 +48,7 @@ class Target:
 
     texts: Texts
     prompts: str  # of the report, one per line
-    lesson: Lesson
+    data: TrainingData
     layers: tuple[int, ...]  # layers in front of which the head reads
     context_length: int
     device: torch.device
@@ -76,10 +76,10 @@ def train(config: TrainDraftConfig, console: Console, on_step: StepCallback | No
     from specmamba.train.loop import stopping_on_signals
     from specmamba.train.texts import read_documents
 
-    with beginning(config.out):
+    with prepared_out(config.out):
         target = read_the_target(config, read_documents(config), console)
         trainer = new_trainer(config, target, console)
-    with writing(config.out):
+    with errors_of_out(config.out):
         (config.out / PROMPTS).write_text(target.prompts, "utf8")
     with stopping_on_signals(trainer):
         finished = trainer.run(console, on_step)
@@ -87,7 +87,7 @@ def train(config: TrainDraftConfig, console: Console, on_step: StepCallback | No
     if not finished:
         console.print("stopped: the same command resumes", highlight=False, soft_wrap=True)
         return 1
-    with writing(config.out):
+    with errors_of_out(config.out):
         write_head(config.out / "head", trainer.head, target.layers, target.context_length)
     outcome = outcome_of(config, trainer)
     del trainer, target  # the engine of the report needs their memory
@@ -102,7 +102,7 @@ def read_the_target(config: TrainDraftConfig, documents: Documents, console: Con
     from specmamba.train import windows
     from specmamba.train.evaluation import prompts_of
     from specmamba.train.memory import check_memory
-    from specmamba.train.trainer import Lesson
+    from specmamba.train.trainer import TrainingData
 
     with LLM(**config.engine_flags, speculative_algorithm="none") as llm:
         digest = llm.workbench.target_digest
@@ -113,8 +113,8 @@ def read_the_target(config: TrainDraftConfig, documents: Documents, console: Con
         layers = windows.feature_layers(llm.engine.model.num_layers)
         pieces = windows.cut(texts.train, config.window_length, config.seed)
         read = windows.read_windows(config, llm, pieces, layers)
-        lesson = Lesson(read, *llm.workbench.target_matrices(), {"texts": texts.digest, "target": digest})
-        return Target(texts, prompts, lesson, layers, llm.engine.context_length, llm.engine.device)
+        data = TrainingData(read, *llm.workbench.target_matrices(), {"texts": texts.digest, "target": digest})
+        return Target(texts, prompts, data, layers, llm.engine.context_length, llm.engine.device)
 
 
 def _texts(config: TrainDraftConfig, documents: Documents, llm: LLM) -> Texts:
@@ -139,14 +139,14 @@ def new_trainer(config: TrainDraftConfig, target: Target, console: Console) -> D
     from specmamba.train.trainer import DraftTrainer
     from specmamba.train.windows import feature_scales, frequent_tokens
 
-    lesson, num_layers = target.lesson, len(target.layers)
-    vocab_size, hidden_size = lesson.output.shape
+    data, num_layers = target.data, len(target.layers)
+    vocab_size, hidden_size = data.output.shape
     drafted = config.draft_vocab_size
     shape = shape_of(config, hidden_size, vocab_size, num_layers)
     ids = None if drafted is None else frequent_tokens(target.texts.train, drafted, vocab_size)
     torch.manual_seed(config.seed)
-    head = Eagle3Head(shape, lesson.output, feature_scales(lesson.windows, num_layers), ids)
-    trainer = DraftTrainer(config, lesson, head, target.device)
+    head = Eagle3Head(shape, data.output, feature_scales(data.windows, num_layers), ids)
+    trainer = DraftTrainer(config, data, head, target.device)
     step = trainer.progress.step
     console.print(
         f"the head has {head.num_parameters:,} parameters and reads the target in front of its "
@@ -175,7 +175,7 @@ def report(config: TrainDraftConfig, outcome: dict[str, Any], console: Console) 
 
     figures = measure_head(config, config.out / "head", config.out / PROMPTS, console)
     found = outcome | {"machine": machine(), "versions": versions()} | figures
-    with writing(config.out):
+    with errors_of_out(config.out):
         (config.out / "report.json").write_text(json.dumps(found, indent=2) + "\n", "utf8")
     return 1 if any(figures[name]["lossless"]["diverged"] for name in ("sampled", "greedy")) else 0
 

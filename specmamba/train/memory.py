@@ -22,7 +22,7 @@ COPIES = 4  # of the head: weights, gradient, and Adam's two moments
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryNeeds:
     """Bytes that a run needs."""
 
     windows: int  # hidden states of the target on the text
@@ -37,12 +37,12 @@ def shape_of(config: TrainDraftConfig, hidden_size: int, vocab_size: int, num_la
     return HeadShape.of(hidden_size, vocab_size, num_layers, drafted, config.num_heads, config.intermediate_size)
 
 
-def needs_of(config: TrainDraftConfig, shape: HeadShape, num_windows: int) -> Needs:
+def needs_of(config: TrainDraftConfig, shape: HeadShape, num_windows: int) -> MemoryNeeds:
     """Compute what a run with ``num_windows`` windows needs."""
     with torch.device("meta"):
         scales = [1.0] * shape.num_features
         head = Eagle3Head(shape, torch.empty(shape.draft_vocab_size, shape.hidden_size), scales)
-    return Needs(
+    return MemoryNeeds(
         bytes_of(num_windows, config.seq + 1, shape.num_features * shape.hidden_size, shape.hidden_size),
         2 * FLOAT * shape.vocab_size * shape.hidden_size,
         COPIES * FLOAT * head.num_parameters,
@@ -103,7 +103,7 @@ def check_memory(config: TrainDraftConfig, llm: LLM, num_windows: int, console: 
     )
 
 
-def _of_text(config: TrainDraftConfig, needs: Needs) -> str:
+def _of_text(config: TrainDraftConfig, needs: MemoryNeeds) -> str:
     flag, value = ("own-outputs", config.own_outputs) if config.own_outputs else ("num-tokens", config.num_tokens)
     return f"what the target says of the text takes {_mib(needs.windows)} (lower --{flag}, now {value:,})"
 

@@ -114,7 +114,7 @@ class TrainDraftConfig(EngineConfig):
 
 
 @contextmanager
-def writing(out: Path) -> Iterator[None]:
+def errors_of_out(out: Path) -> Iterator[None]:
     """Report errors of reading and writing below ``out`` as errors of the flag.
 
     Raises:
@@ -131,7 +131,7 @@ def writing(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def beginning(out: Path) -> Iterator[None]:
+def prepared_out(out: Path) -> Iterator[None]:
     """Make sure, around the start of a run, that its folder is there and can be written.
 
     If the start fails, folders that were made for it and are empty are removed.
@@ -141,7 +141,7 @@ def beginning(out: Path) -> Iterator[None]:
     """
     made = [folder for folder in (out, *out.parents) if not _is_there(folder)]
     try:
-        with writing(out):
+        with errors_of_out(out):
             out.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=out).close()
         yield

@@ -20,7 +20,7 @@ from torch import Tensor
 from specmamba.errors import SpecmambaError
 from specmamba.train.head import Eagle3Head
 from specmamba.train.loop import RunState, TrainingLoop
-from specmamba.train.options import TrainDraftConfig, writing
+from specmamba.train.options import TrainDraftConfig, errors_of_out
 from specmamba.train.windows import Windows
 
 STEP_WEIGHT = 0.8  # weight of a draft's loss relative to that of the draft before it (EAGLE's training programs)
@@ -34,7 +34,7 @@ MAX_GRADIENT_NORM = 1.0
 
 
 @dataclass(frozen=True)
-class Judgement:
+class DraftLoss:
     """The loss of S drafts in a row."""
 
     loss: Tensor  # [] float32, their weighted mean, in nats
@@ -48,7 +48,9 @@ def slice_length(vocab_size: int) -> int:
 
 
 @torch.no_grad()
-def judge(states: Sequence[Tensor], hidden: Tensor, weight: Tensor, output: Tensor, ids: Tensor | None) -> Judgement:
+def draft_loss(
+    states: Sequence[Tensor], hidden: Tensor, weight: Tensor, output: Tensor, ids: Tensor | None
+) -> DraftLoss:
     """Compute the cross entropy of drafts against the target's distribution, its gradients, and the agreement.
 
     The target's probability of tokens that are never drafted is left out; the rest is the weight of a position.
@@ -82,7 +84,7 @@ def judge(states: Sequence[Tensor], hidden: Tensor, weight: Tensor, output: Tens
             weight.grad.addmm_(gradient.T, x.flatten(0, 1)[part])
             del gradient
         del target
-    return Judgement(losses @ importance, agreements, gradients)
+    return DraftLoss(losses @ importance, agreements, gradients)
 
 
 def _of_target(hidden: Tensor, output: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -100,7 +102,7 @@ def _of_draft(states: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, T
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingData:
     """The data that a head is trained on. Matrices are the target's, [V, H] float32."""
 
     windows: Windows
@@ -120,14 +122,14 @@ class DraftTrainer(TrainingLoop):
     smoothing = 0.95
     seconds_between_lines = 30.0
 
-    def __init__(self, config: TrainDraftConfig, lesson: Lesson, head: Eagle3Head, device: torch.device) -> None:
-        self.head, self._config, self._windows, self._device = head.to(device).train(), config, lesson.windows, device
-        self._embedding, self._output = lesson.embedding.to(device), lesson.output.to(device)
+    def __init__(self, config: TrainDraftConfig, data: TrainingData, head: Eagle3Head, device: torch.device) -> None:
+        self.head, self._config, self._windows, self._device = head.to(device).train(), config, data.windows, device
+        self._embedding, self._output = data.embedding.to(device), data.output.to(device)
         self._target_ids = None if head.target_ids is None else head.target_ids.to(device)
         peak_lr = config.lr or min(LARGEST_LR, WIDTH_TIMES_LR / head.shape.hidden_size)
         self._optimizer = torch.optim.AdamW(head.parameters(), lr=peak_lr, **ADAM)
         self._order = torch.Generator().manual_seed(config.seed)
-        identity = {**config.recipe(), "head": asdict(head.shape), **lesson.identity}
+        identity = {**config.recipe(), "head": asdict(head.shape), **data.identity}
         state = RunState(config.out / "resume", identity, head, self._optimizer, self._order)
         super().__init__(config, peak_lr, state)
 
@@ -148,26 +150,26 @@ class DraftTrainer(TrainingLoop):
 
     def save(self) -> None:
         """Write the state that a later run goes on from. Raises ConfigError when the folder cannot be written."""
-        with writing(self._config.out):
+        with errors_of_out(self._config.out):
             super().save()
 
     def update(self) -> list[float]:
         """Do one optimizer step; return its loss and agreements."""
         chosen = torch.randint(len(self._windows), (self._config.batch,), generator=self._order)
         self._optimizer.zero_grad(set_to_none=True)
-        states, judgement = self._judge(chosen)
-        values: list[float] = torch.cat([judgement.loss[None], judgement.agreements]).tolist()
+        states, drafts = self._run_head(chosen)
+        values: list[float] = torch.cat([drafts.loss[None], drafts.agreements]).tolist()
         if not math.isfinite(values[0]):
             raise SpecmambaError(
                 f"the loss at step {self.progress.step + 1} is {values[0]}: train with a lower --lr into another --out"
             )
-        torch.autograd.backward(states, judgement.gradients)
-        del states, judgement
+        torch.autograd.backward(states, drafts.gradients)
+        del states, drafts
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), MAX_GRADIENT_NORM)
         self._optimizer.step()
         return values
 
-    def _judge(self, chosen: Tensor) -> tuple[list[Tensor], Judgement]:
+    def _run_head(self, chosen: Tensor) -> tuple[list[Tensor], DraftLoss]:
         """Run the head on the chosen windows, and judge its drafts."""
         tokens, features, hidden = (
             x[chosen].to(self._device) for x in (self._windows.tokens, self._windows.features, self._windows.hidden)
@@ -175,4 +177,4 @@ class DraftTrainer(TrainingLoop):
         embeddings = F.embedding(tokens[:, 1:], self._embedding)
         states = self.head.states(embeddings, features[:, :-1].float(), self._config.steps_deep)
         weight = self.head.lm_head.weight
-        return states, judge(states, hidden[:, 1:].float(), weight, self._output, self._target_ids)
+        return states, draft_loss(states, hidden[:, 1:].float(), weight, self._output, self._target_ids)

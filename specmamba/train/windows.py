@@ -21,7 +21,7 @@ from specmamba import LLM, SamplingParams
 from specmamba.errors import ConfigError, RequestError
 from specmamba.measure.prompts import seed_of
 from specmamba.measure.report import progress_bar
-from specmamba.train.options import TrainDraftConfig, writing
+from specmamba.train.options import TrainDraftConfig, errors_of_out
 from specmamba.train.texts import Texts, Tokens
 
 STATE_TYPE = torch.bfloat16
@@ -115,7 +115,7 @@ def own_outputs(config: TrainDraftConfig, llm: LLM, texts: Texts, target: str) -
         RequestError: the target's numbers are not finite.
     """
     prompts = _prompts(config, texts)
-    with writing(config.out):
+    with errors_of_out(config.out):
         written = _Written(config.out / FILE, _identity(config, texts, target))
     params = SamplingParams(temperature=config.temperature, ignore_eos=True)
     group = config.max_running_requests
@@ -132,7 +132,7 @@ def own_outputs(config: TrainDraftConfig, llm: LLM, texts: Texts, target: str) -
             outputs = llm.generate([prompts[i] for i in numbers], each)
             if error := next((output.error for output in outputs if output.error is not None), None):
                 raise RequestError(f"--own-outputs: {error}")
-            with writing(config.out):
+            with errors_of_out(config.out):
                 written.add([(*output.prompt_token_ids, *output.token_ids) for output in outputs])
             for _ in numbers:
                 advance()

@@ -76,7 +76,7 @@ def dynamic_flags() -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Showing:
+class ContestFigures:
     """The figures of one contestant over all waves."""
 
     accept_length: float  # over all requests
@@ -99,7 +99,7 @@ def contest(
     contestants: Mapping[str, Mapping[str, Any]],
     waves: Sequence[Sequence[Job]],
     advance: Callable[[], None],
-) -> dict[str, Showing]:
+) -> dict[str, ContestFigures]:
     """Run every wave of requests with every contestant, in an order that changes from wave to wave.
 
     Args:
@@ -116,16 +116,16 @@ def contest(
             llm.workbench.use_drafts(**contestants[name])
             stretches[name].append(run_full_batch(llm, jobs))
         advance()
-    return {name: _showing(own, stretches[PLAIN]) for name, own in stretches.items()}
+    return {name: _contest_figures(own, stretches[PLAIN]) for name, own in stretches.items()}
 
 
-def _showing(own: Sequence[Stretch], plain: Sequence[Stretch]) -> Showing:
+def _contest_figures(own: Sequence[Stretch], plain: Sequence[Stretch]) -> ContestFigures:
     batch_size = own[0].batch_size
     accepted = accept_length(own)
     seconds = sum(s.seconds for s in own)
     step_ms = seconds / sum(s.num_steps for s in own) * 1e3
     ratios = [other.step_ms / s.step_ms for s, other in zip(own, plain, strict=True)]
-    return Showing(
+    return ContestFigures(
         accept_length=accepted,
         step_ms=step_ms,
         step_ratio=statistics.median(ratios),

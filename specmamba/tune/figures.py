@@ -24,7 +24,7 @@ import torch
 from specmamba import LLM
 from specmamba.measure.prompts import PLAIN, model_name, sampling_name
 from specmamba.measure.report import distinct_4gram_ratio, machine, versions
-from specmamba.tune.contest import Showing
+from specmamba.tune.contest import ContestFigures
 from specmamba.tune.costs import BatchCost, Sample, level_widths
 from specmamba.tune.options import TreeTunerConfig
 from specmamba.tune.search import Acceptance, Choice, Ranks
@@ -49,7 +49,7 @@ def full_report(
     ranks: Sequence[Ranks],
     costs: Mapping[int, tuple[BatchCost, Sequence[Sample]]],
     choices: Sequence[Choice],
-    showings: Mapping[int, Mapping[str, Showing]],
+    contests: Mapping[int, Mapping[str, ContestFigures]],
 ) -> dict[str, Any]:
     """Compute the report, a JSON object."""
     acceptance = Acceptance.of(ranks, config.max_rank)
@@ -64,7 +64,7 @@ def full_report(
             "num_samples": acceptance.num_samples.tolist(),
         },
         "costs": {str(size): _cost_report(cost, samples) for size, (cost, samples) in costs.items()},
-        "results": [_result(choice, showings[choice.batch_size]) for choice in choices],
+        "results": [_result(choice, contests[choice.batch_size]) for choice in choices],
     }
 
 
@@ -114,8 +114,8 @@ def _cost_report(cost: BatchCost, samples: Sequence[Sample]) -> dict[str, Any]:
     return {**cost.as_json(), "cost_model": model, "measured": measured}
 
 
-def _result(choice: Choice, showings: Mapping[str, Showing]) -> dict[str, Any]:
-    tree = showings["tree"]
+def _result(choice: Choice, contests: Mapping[str, ContestFigures]) -> dict[str, Any]:
+    tree = contests["tree"]
     predicted = {
         "accept_length": choice.candidate.accept_length,
         "accept_length_on_recorded_text": choice.candidate.accept_length_seen,
@@ -131,20 +131,20 @@ def _result(choice: Choice, showings: Mapping[str, Showing]) -> dict[str, Any]:
         "parents": choice.tree.parents,
         "ranks": choice.tree.ranks,
         "predicted": predicted,
-        "measured": _showing(tree),
-        "machine_drift": choice.plain_ms / showings[PLAIN].step_ms,
+        "measured": _as_json(tree),
+        "machine_drift": choice.plain_ms / contests[PLAIN].step_ms,
         "deviation_percent": 100 * (choice.tokens_per_second / tree.tokens_per_second - 1),
         "speedup_deviation_percent": 100 * (choice.speedup / tree.speedup - 1),
-        "contestants": {name: _showing(showing) for name, showing in showings.items() if name != "tree"},
+        "contestants": {name: _as_json(one) for name, one in contests.items() if name != "tree"},
         "predicted_tokens_per_second_by_nodes": {str(nodes): speed for nodes, speed in choice.speeds.items()},
     }
 
 
-def _showing(showing: Showing) -> dict[str, float]:
+def _as_json(found: ContestFigures) -> dict[str, float]:
     return {
-        "accept_length": showing.accept_length,
-        "step_ms": showing.step_ms,
-        "tokens_per_second": showing.tokens_per_second,
-        "wall_tokens_per_second": showing.wall_tokens_per_second,
-        "speedup": showing.speedup,
+        "accept_length": found.accept_length,
+        "step_ms": found.step_ms,
+        "tokens_per_second": found.tokens_per_second,
+        "wall_tokens_per_second": found.wall_tokens_per_second,
+        "speedup": found.speedup,
     }

@@ -33,7 +33,7 @@ from specmamba.tune.options import TreeTunerConfig
 if TYPE_CHECKING:
     from specmamba import LLM
     from specmamba.trees import TreeFile
-    from specmamba.tune.contest import Showing
+    from specmamba.tune.contest import ContestFigures
     from specmamba.tune.costs import BatchCost, Sample
     from specmamba.tune.search import Choice
     from specmamba.tune.texts import Text
@@ -74,8 +74,8 @@ def tune(config: TreeTunerConfig, sources: Sequence[PromptText]) -> dict[str, An
         choices = [choose(size, options, cost) for size, (cost, _) in costs.items()]
         file = tree_file(choices, provenance(config, llm))
         write_trees(config.out, file)
-        showings = check(config, llm, texts, choices)
-        return full_report(config, llm, texts, ranks, costs, choices, showings)
+        contests = check(config, llm, texts, choices)
+        return full_report(config, llm, texts, ranks, costs, choices, contests)
 
 
 def write_trees(path: Path, file: TreeFile) -> None:
@@ -108,21 +108,21 @@ def measure_costs(
 
 def check(
     config: TreeTunerConfig, llm: LLM, texts: Sequence[Text], choices: Sequence[Choice]
-) -> dict[int, dict[str, Showing]]:
+) -> dict[int, dict[str, ContestFigures]]:
     """Run the trees that were written, by batch size."""
     from specmamba.tune.contest import contest, dynamic_flags
     from specmamba.tune.texts import check_jobs
 
     ours = {"speculative_tree": config.out}
     contestants = {PLAIN: PLAIN_FLAGS, "tree": ours, **(dynamic_flags() if config.compare else {})}
-    showings = {}
+    contests = {}
     for choice in choices:
         size = choice.batch_size
         waves = [check_jobs(config, texts, size, n) for n in range(max(config.rounds, -(-len(texts) // size)))]
         say(f"checking {', '.join(contestants)} at batch size {size}")
         with progress_bar("", len(waves)) as advance:
-            showings[size] = contest(llm, contestants, waves, advance)
-    return showings
+            contests[size] = contest(llm, contestants, waves, advance)
+    return contests
 
 
 def say(line: str) -> None:
