@@ -10,6 +10,7 @@ import torch
 
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.cache.state_pool import StatePool
+from specmamba.draft.drafter import chain_shape
 from specmamba.verify.record_buffers import RecordBuffers
 
 CPU = torch.device("cpu")
@@ -61,3 +62,21 @@ def test_a_fold_before_the_verify_needs_less_room() -> None:
     during, _ = begun(8)
     assert (before.capacity, during.capacity) == (16, 24)
     assert not before.place([1], 8).folded
+
+
+def test_records_of_a_folded_row_begin_its_list() -> None:
+    """Those of the other rows go behind what is pending."""
+    buffers, _ = begun(4)
+    chain = chain_shape(2, 4, CPU)
+    while not (slots := buffers.place([1, 2], 4)).folded:
+        buffers.advance([3, 0])
+    assert slots.folded == (1,)
+    entries = torch.arange(buffers.capacity, dtype=torch.float32)
+    buffers.decay[:] = entries[:, None]
+    on_device = slots.on(CPU)
+    path, num_accepted = torch.arange(4).expand(2, -1), torch.tensor([2, 1])
+    buffers.promote(buffers.plan_at(on_device, chain), path, num_accepted)
+    first = on_device.node_offset
+    assert buffers.decay[0, 1, :3, 0].tolist() == [first, first + 1, first + 2]
+    behind = slots.num_pending[1]
+    assert buffers.decay[0, 2, : behind + 2, 0].tolist() == [*range(behind), first, first + 1]

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from specmamba import LLM, SamplingParams
 from specmamba.config import DEMO_MODEL
@@ -270,6 +271,18 @@ def test_with_snapshots(strategy: str, drafts: str, prompts: list[Tokens], expec
         assert third.num_cached_tokens == at_track
         expected.check([first, second, third])
         check_pools(llm)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_features_that_are_not_finite_are_kept_as_zeros(value: float) -> None:
+    """A draft head may compute such numbers where the target does not; the requests that share the prefix draft on."""
+    with new_llm("no_buffer", "chain", 16, 64) as llm:
+        cache, pools = llm.engine.scheduler._cache, llm.engine.pools
+        features = torch.ones_like(pools.states.features[0, 1])
+        cache._save_features(1, features)
+        assert torch.equal(pools.states.features[0, 1], features)
+        cache._save_features(1, features.index_fill(0, torch.tensor([2]), value))
+        assert not pools.states.features[0, 1].any()
 
 
 @pytest.mark.fast_cases(1)
