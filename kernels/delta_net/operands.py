@@ -1,7 +1,7 @@
-"""What a gated delta net layer computes with between its projections, told apart by how long it stays the same.
+"""What a gated delta net layer computes with between its projections, separated by how long it stays the same.
 
-C = 2 Hk K + Hv V channels: queries, keys, values. Weights compare by identity, so that what native code is told of them
-is worked out once. Where records and trees are is in ``state_records.operands``.
+C = 2 Hk K + Hv V channels: queries, keys, values. Weights compare by identity, so that their native structure
+is made once. Where records and trees are is in ``state_records.operands``.
 """
 
 from __future__ import annotations

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from specmamba.kernels.mamba2.operands import Inputs, Weights
 from specmamba.kernels.native import library
-from specmamba.kernels.native.tensors import is_native, require, struct, tokens_of
-from specmamba.kernels.native.told import told
+from specmamba.kernels.native.tensors import is_native, marshalled, require, struct, tokens_of
 from specmamba.kernels.state_records.native_operands import (
     BuffersStruct,
     Heads,
     TreesStruct,
     check_places,
-    tell_buffers,
-    tell_trees,
+    marshal_buffers,
+    marshal_trees,
 )
 from specmamba.kernels.state_records.operands import Buffers, Trees
 
@@ -40,8 +39,8 @@ def can_take(inputs: Inputs, weights: Weights, buffers: Buffers) -> bool:
     """Whether native code computes on these: activations float32 or bfloat16 on the CPU, rows of buffers contiguous."""
     return (
         _are_alike(inputs, buffers)
-        and told(weights, _tell_weights) is not None
-        and told(buffers, tell_buffers) is not None
+        and marshalled(weights, _marshal_weights) is not None
+        and marshalled(buffers, marshal_buffers) is not None
         and code() is not None
     )
 
@@ -52,11 +51,15 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     Raises:
         ValueError: ``can_take`` does not, or shapes do not fit. Indices are trusted.
     """
-    native, told_weights, told_buffers = code(), told(weights, _tell_weights), told(buffers, tell_buffers)
+    native, native_weights, native_buffers = (
+        code(),
+        marshalled(weights, _marshal_weights),
+        marshalled(buffers, marshal_buffers),
+    )
     assert native is not None
     require(_are_alike(inputs, buffers), "inputs and conv_inputs need one dtype, float32 or bfloat16, on the CPU")
-    is_told = told_weights is not None and told_buffers is not None
-    require(is_told, "weights or buffers have a dtype, device or layout that native code does not take")
+    is_readable = native_weights is not None and native_buffers is not None
+    require(is_readable, "weights or buffers have a dtype, device or layout that native code does not take")
     batch, nodes = inputs.mixed.shape[:2]
     shape = batch, nodes, weights.num_heads * weights.head_dim
     require(inputs.mixed.shape[2] == weights.conv.shape[0], "the inputs have other channels than the convolution")
@@ -71,9 +74,9 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     pointers = (x.data_ptr() for x in (mixed, gate, dt, out, before_norm))
     native.mamba2_tree_verify(
         _Inputs(*pointers, of_mixed, of_gate, of_dt),
-        told_weights,
-        told_buffers,
-        told(trees, tell_trees),
+        native_weights,
+        native_buffers,
+        marshalled(trees, marshal_trees),
         mixed.dtype is torch.bfloat16,
         torch.get_num_threads(),
     )
@@ -94,7 +97,7 @@ def _heads(w: Weights) -> Heads:
     return Heads(w.num_groups, w.num_heads, w.state_dim, w.head_dim)
 
 
-def _tell_weights(w: Weights) -> Any:
+def _marshal_weights(w: Weights) -> Any:
     """None where native code cannot take them.
 
     Raises:

@@ -1,6 +1,6 @@
-"""What a Mamba2 layer computes with between its projections, told apart by how long it stays the same.
+"""What a Mamba2 layer computes with between its projections, separated by how long it stays the same.
 
-C = H P + 2 G N channels: x, B, C. Weights compare by identity, so that what native code is told of them is worked out
+C = H P + 2 G N channels: x, B, C. Weights compare by identity, so that their native structure is made
 once. Where records and trees are is in ``state_records.operands``.
 """
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+Operand = TypeVar("Operand")
+_MARSHALLED: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 FLOATS = (torch.float32, torch.bfloat16)  # the dtypes of activations that kernels read
 
 
@@ -60,3 +63,15 @@ def struct(name: str, pointers: Sequence[str], integers: Sequence[str], doubles:
         *((field, ctypes.c_double) for field in doubles),
     ]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+def marshalled(operand: Operand, marshal: Callable[[Operand], Any]) -> Any:
+    """The ctypes structure of an operand: ``marshal(operand)``, made once and kept while the operand lives.
+
+    Operands compare by identity, and each has one ``marshal``. What ``marshal`` raises is raised again by the next
+    call.
+    """
+    try:
+        return _MARSHALLED[operand]
+    except KeyError:
+        return _MARSHALLED.setdefault(operand, marshal(operand))

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.native import library
-from specmamba.kernels.native.tensors import contiguous_from, is_contiguous_from, is_native, require, struct
-from specmamba.kernels.native.told import told
+from specmamba.kernels.native.tensors import contiguous_from, is_contiguous_from, is_native, marshalled, require, struct
 from specmamba.kernels.paged_attention.operands import AttentionConfig, AttentionMetadata
 
 SOURCE = Path(__file__).parent / "native.cpp"
@@ -62,7 +61,7 @@ def attend_layer(
 
     Entries of ``write_slots`` and ``metadata.indices`` are trusted.
     """
-    native, marshalled_config = library.required(code()), told(config, _marshalled)
+    native, marshalled_config = library.required(code()), marshalled(config, _marshal)
     _check_layer(projected, config, k_pool, v_pool, write_slots)
     batch, queries = projected.shape[:2]
     cos, sin, rotated = _angles(projected, config, cos, sin)
@@ -83,7 +82,7 @@ def attend_layer(
     return out
 
 
-def _marshalled(config: AttentionConfig) -> Any:
+def _marshal(config: AttentionConfig) -> Any:
     """The structure that native code reads.
 
     Raises:

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from specmamba.kernels import gpu
+from specmamba.kernels.dispatch import operator
 from specmamba.kernels.state_records import native_ops, torch_ops
 from specmamba.kernels.state_records.operands import (
     Buffers,
@@ -28,20 +29,28 @@ __all__ = [
 ]
 
 
-def fold(
-    state: Tensor,
-    records_k: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Checkpoints advanced over their pending records, in place where ``out`` is state; see ``torch_ops.fold``."""
-    records = records_k, records_u, records_decay
-    if gpu.can_launch(state, *records, num_pending, out):
-        from specmamba.kernels.state_records import triton_ops
+def _is_native(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, _: Tensor, out: Tensor | None) -> bool:
+    return native_ops.can_take(state, k, u, decay, *(() if out is None else (out,)))
 
-        return triton_ops.fold(state, *records, num_pending, out)
-    if native_ops.can_take(state, *records, *(() if out is None else (out,))):
-        return native_ops.fold(state, *records, num_pending, out)
-    return torch_ops.fold(state, *records, num_pending, out)
+
+@operator(triton=gpu.can_launch, native=_is_native)
+def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
+    """Advance checkpoints over their pending records by one rank-m update each, m records at once.
+
+    The state is S_m = e^(G_m) S_0 + sum over j <= m of e^(G_m - G_j) k_j u_j^T; see README.md.
+
+    Args:
+        state: [B, Hv, K, V] float32 (any float dtype in the Triton form); modified only where it is ``out``.
+        k, u: records [B, R, Hk, K] and [B, R, Hv, V] float32.
+        decay: [B, R, Hv] float32, log decay G from the checkpoint to the record inclusive.
+        num_pending: [B] int64; rows with 0 keep their state.
+        out: [B, Hv, K, V], takes the new states; it is ``state`` or does not overlap it. What float16 cannot hold
+            becomes its largest finite number. None: a new tensor of the state's dtype.
+
+    Returns:
+        New states [B, Hv, K, V].
+
+    Raises:
+        ValueError: operands differ in shape, or num_pending is not int64 (native form).
+    """
+    return torch_ops.fold(state, k, u, decay, num_pending, out)

@@ -1,4 +1,4 @@
-"""What native code (operands.h) is told of the operands of a verify: worked out, and checked, once per operand."""
+"""The structures (operands.h) that native code reads of the operands of a verify, checked and made once per operand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TreesStruct = struct(
 
 
 class Heads(NamedTuple):
-    """Sizes of a layer's heads, as native code is told them."""
+    """Sizes of a layer's heads, as native code reads them."""
 
     key_heads: int
     value_heads: int
@@ -42,7 +42,7 @@ class Heads(NamedTuple):
 _FITTING: WeakKeyDictionary[Buffers, Any] = WeakKeyDictionary()  # the weights that buffers were last checked with
 
 
-def tell_buffers(x: Buffers) -> Any:
+def marshal_buffers(x: Buffers) -> Any:
     """None where native code cannot take them: it wants float32 (conv_inputs aside) and contiguous rows, on the CPU."""
     tensors = x.states, x.conv_inputs, x.k, x.u, x.decay
     is_float = all(y.dtype is torch.float32 for y in (x.states, x.k, x.u, x.decay))
@@ -51,7 +51,7 @@ def tell_buffers(x: Buffers) -> Any:
     return BuffersStruct(*(y.data_ptr() for y in tensors), *(y.stride(0) for y in tensors))
 
 
-def tell_trees(x: Trees) -> Any:
+def marshal_trees(x: Trees) -> Any:
     """For native code, which trusts indices.
 
     Raises:

@@ -37,27 +37,19 @@ def can_take(state: Tensor, *written: Tensor) -> bool:
     )
 
 
-def fold(
-    state: Tensor,
-    records_k: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor,
-    out: Tensor | None = None,
-) -> Tensor:
-    """``torch_ops.fold`` where ``can_take`` allows it, of ``out`` too."""
-    native = code()
-    assert native is not None
+def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
+    """One call for all rows and heads."""
+    native = library.required(code())
     batch, value_heads, key_dim, value_dim = state.shape
-    sizes = batch, records_k.shape[2], value_heads, key_dim, value_dim
-    _check_shapes(state, records_k, records_u, records_decay, num_pending, sizes)
+    sizes = batch, k.shape[2], value_heads, key_dim, value_dim
+    _check_shapes(state, k, u, decay, num_pending, sizes)
     state, num_pending = contiguous_from(state, 1), num_pending.contiguous()
     out = torch.empty(state.shape) if out is None else out
     require(out.shape == state.shape, "out has another shape than the state")
     arguments = _Fold(
-        *(x.data_ptr() for x in (state, records_k, records_u, records_decay, num_pending, out)),
+        *(x.data_ptr() for x in (state, k, u, decay, num_pending, out)),
         *sizes,
-        *(x.stride(0) for x in (state, records_k, records_u, records_decay, out)),
+        *(x.stride(0) for x in (state, k, u, decay, out)),
     )
     native.fold_records(arguments, torch.get_num_threads())
     return out
@@ -66,14 +58,14 @@ def fold(
 def _check_shapes(
     state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, sizes: tuple[int, int, int, int, int]
 ) -> None:
-    """Native code trusts these; outside of them there is other memory."""
+    """Native code trusts these: wrong shapes would make it read other memory."""
     batch, key_heads, value_heads, key_dim, value_dim = sizes
     capacity = k.shape[1]
     require(key_heads > 0 and value_heads % key_heads == 0, "value heads are no multiple of key heads")
     require(state.shape == (batch, value_heads, key_dim, value_dim), "the state has another shape")
-    require(k.shape == (batch, capacity, key_heads, key_dim), "records_k have another shape")
-    require(u.shape == (batch, capacity, value_heads, value_dim), "records_u have another shape")
-    require(decay.shape == (batch, capacity, value_heads), "records_decay have another shape")
+    require(k.shape == (batch, capacity, key_heads, key_dim), "k has another shape")
+    require(u.shape == (batch, capacity, value_heads, value_dim), "u has another shape")
+    require(decay.shape == (batch, capacity, value_heads), "decay has another shape")
     require(num_pending.shape == (batch,) and num_pending.dtype is torch.int64, "num_pending needs [B] int64")
 
 

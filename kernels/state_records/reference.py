@@ -11,33 +11,26 @@ import torch
 from torch import Tensor
 
 
-def fold(
-    state: Tensor,
-    records_k: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor,
-    out: Tensor | None = None,
-) -> Tensor:
+def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
     """Advance the checkpoint over the first ``num_pending[b]`` records of each row.
 
-    state [B, Hv, K, V], records_k [B, R, Hk, K], records_u [B, R, Hv, V], records_decay [B, R, Hv] (log decay from
+    state [B, Hv, K, V], k [B, R, Hk, K], u [B, R, Hv, V], decay [B, R, Hv] (log decay from
     the checkpoint to the record inclusive), num_pending [B] int64.
 
     Returns the new states [B, Hv, K, V], in ``out`` where it is given (it may be ``state``), else in a new tensor; rows
     with nothing pending are copied unchanged.
     """
     batch, value_heads = state.shape[:2]
-    group = value_heads // records_k.shape[2]
+    group = value_heads // k.shape[2]
     new_state = state.clone()
     for b in range(batch):
         for h in range(value_heads):
-            before_decay = torch.zeros_like(records_decay[b, 0, h])
+            before_decay = torch.zeros_like(decay[b, 0, h])
             for j in range(int(num_pending[b])):
-                step_decay = torch.exp(records_decay[b, j, h] - before_decay)
-                update = torch.outer(records_k[b, j, h // group], records_u[b, j, h])
+                step_decay = torch.exp(decay[b, j, h] - before_decay)
+                update = torch.outer(k[b, j, h // group], u[b, j, h])
                 new_state[b, h] = step_decay * new_state[b, h] + update
-                before_decay = records_decay[b, j, h]
+                before_decay = decay[b, j, h]
     return new_state if out is None else out.copy_(new_state)
 
 

@@ -6,35 +6,18 @@ import torch
 from torch import Tensor
 
 
-def fold(
-    state: Tensor,
-    records_k: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Advance checkpoints over their pending records by one rank-m update each.
-
-    Args:
-        state: [B, Hv, K, V] float32; modified only where it is ``out``.
-        records_k, records_u, records_decay: [B, R, Hk, K], [B, R, Hv, V], [B, R, Hv] float32.
-        num_pending: [B] int64; rows with 0 keep their state.
-        out: [B, Hv, K, V] float32, takes the new states; it is ``state`` or does not overlap it. None: a new tensor.
-
-    Returns:
-        New states [B, Hv, K, V].
-    """
-    num_records = records_decay.shape[1]
+def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
+    """One matrix product of weighted keys and updates per head."""
+    num_records = decay.shape[1]
     out = torch.empty_like(state) if out is None else out
     if num_records == 0:
         return out.copy_(state)
     is_pending = torch.arange(num_records, device=state.device) < num_pending[:, None]
-    last = (num_pending - 1).clamp(min=0)[:, None, None].expand(-1, 1, records_decay.shape[2])
-    total = records_decay.gather(1, last) * (num_pending > 0)[:, None, None]  # [B, 1, H]
-    weight = (total - records_decay).masked_fill(~is_pending[..., None], -torch.inf).exp()
-    keys = expand_heads(records_k, state.shape[1]) * weight[..., None]
-    update = keys.permute(0, 2, 3, 1) @ records_u.masked_fill(~is_pending[..., None, None], 0).transpose(1, 2)
+    last = (num_pending - 1).clamp(min=0)[:, None, None].expand(-1, 1, decay.shape[2])
+    total = decay.gather(1, last) * (num_pending > 0)[:, None, None]  # [B, 1, H]
+    weight = (total - decay).masked_fill(~is_pending[..., None], -torch.inf).exp()
+    keys = expand_heads(k, state.shape[1]) * weight[..., None]
+    update = keys.permute(0, 2, 3, 1) @ u.masked_fill(~is_pending[..., None, None], 0).transpose(1, 2)
     return torch.mul(state, total.exp().transpose(1, 2)[..., None], out=out).add_(update)
 
 

@@ -9,19 +9,8 @@ from specmamba.kernels.state_records import triton_kernels
 from specmamba.kernels.state_records.tiles import fold_tile
 
 
-def fold(
-    state: Tensor,
-    records_k: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See ``torch_ops.fold``; in whatever layout the operands are.
-
-    ``state`` and ``out`` may be of any float dtype, not necessarily the same: the states are computed in float32. What
-    float16 cannot hold becomes its largest finite number. Without ``out``, the new states have the dtype of ``state``.
-    """
+def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
+    """One launch, for operands of any strides; states are computed in float32."""
     batch, heads, key_dim, value_dim = state.shape
     out = torch.empty_like(state) if out is None else out
     if out.numel() == 0:
@@ -30,18 +19,18 @@ def fold(
     grid = -(-value_dim // tile.values), heads, batch
     triton_kernels.fold[grid](
         state,
-        records_k,
-        records_u,
-        records_decay,
+        k,
+        u,
+        decay,
         num_pending,
         out,
         key_dim,
         value_dim,
-        heads // records_k.shape[2],
+        heads // k.shape[2],
         *state.stride(),
-        *records_k.stride(),
-        *records_u.stride(),
-        *records_decay.stride(),
+        *k.stride(),
+        *u.stride(),
+        *decay.stride(),
         *out.stride(),
         **tile.constexprs,
         num_warps=tile.num_warps,

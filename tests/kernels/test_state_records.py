@@ -93,18 +93,18 @@ def test_fold_in_place_and_into_another_slot(ops: Any) -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     """Native code would read, and write, the memory of others."""
     state, records = make_state(2, HEADS[1], seed=71), make_records(2, 8, HEADS[1], torch.tensor([4, 4]), seed=72)
-    names = ("state", *(f"records_{name}" for name in Records._fields), "num_pending")
+    names = "state", *Records._fields, "num_pending"
     fitting = dict(zip(names, (state, *records, torch.tensor([1, 1])), strict=True))
 
     def refuse(complaint: str, **changed: Tensor) -> None:
         with pytest.raises(ValueError, match=complaint):
             native_ops.fold(**(fitting | changed))
 
-    refuse("no multiple", records_k=torch.zeros(2, 8, 3, 16))
-    refuse("no multiple", records_k=torch.zeros(2, 8, 0, 16))
-    refuse("records_k", records_k=records.k[:1])
-    refuse("records_u", records_u=records.u[:, :7])
-    refuse("records_decay", records_decay=records.decay[..., :1])
+    refuse("no multiple", k=torch.zeros(2, 8, 3, 16))
+    refuse("no multiple", k=torch.zeros(2, 8, 0, 16))
+    refuse("k has", k=records.k[:1])
+    refuse("u has", u=records.u[:, :7])
+    refuse("decay has", decay=records.decay[..., :1])
     refuse("num_pending", num_pending=torch.tensor([1]))
     refuse("num_pending", num_pending=torch.tensor([1.0, 1.0]))
     refuse("out has another shape", out=state[:1])
