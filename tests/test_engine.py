@@ -531,7 +531,7 @@ class TestAborts:
                 assert answer([delta for delta in deltas if delta.request_id == name]) == whole
         assert seen == {"waiting", "extending", "verifying"}
 
-    def test_of_nobody(self, tiny: str) -> None:
+    def test_of_an_unknown_request(self, tiny: str) -> None:
         engine = build(tiny)
         engine.abort("unknown")
         engine.add_request("a", [1], GREEDY)
@@ -663,7 +663,6 @@ class TestOrder:
         assert len(engine.step()) == 8
         engine.close()
 
-    @pytest.mark.fast_cases(2)
     def test_a_padded_chunk_stays_within_its_size(self, tiny: str) -> None:
         engine = build(tiny, chunked_prefill_size=32)
         for i, length in enumerate((13, 13, 13, 40, 6)):
@@ -677,6 +676,7 @@ class TestOrder:
         assert len(sizes) < 5
         engine.close()
 
+    @pytest.mark.fast_cases(2)
     @pytest.mark.parametrize("chunk", [1, 3, 7, 64])
     def test_chunks_do_not_change_the_text(self, tiny: str, chunk: int) -> None:
         requests = random_requests(seed=5, count=12, max_prompt=60)
