@@ -158,7 +158,7 @@ class TestAliases:
             (["--speculative-algorithm", "draft-model", "--speculative-eagle-topk", "2"], "drafts chains"),
         ],
     )
-    def test_a_path_that_nobody_reads(self, flags: list[str], words: str) -> None:
+    def test_a_path_that_is_not_used(self, flags: list[str], words: str) -> None:
         assert words in refusal("--speculative-draft-model-path", "heads", *flags)
 
     @pytest.mark.parametrize("flag", ["--model", "--speculative-draft-model-path"])
