@@ -22,7 +22,6 @@ from specmamba.command_line import parse_command_line
 from specmamba.config import DEMO_MODEL
 from specmamba.core import Batch, DraftTree, RequestOutput, SpecStats, Verdict
 from specmamba.draft.heads import MTPDrafter
-from specmamba.engine import runner
 from specmamba.errors import ConfigError
 from specmamba.kernels.sampling import sample, uniform
 from specmamba.measure.acceptance.figures import full_report
@@ -243,7 +242,7 @@ def test_a_wrong_text_is_a_divergence(
         tokens = verdict.path_tokens.scatter(1, verdict.num_accepted[:, None], bonus[:, None])
         return dataclasses.replace(verdict, bonus=bonus, path_tokens=tokens)
 
-    monkeypatch.setattr(runner, "accept", wrong)
+    monkeypatch.setattr("specmamba.verify.step.accept", wrong)
     report = run(tmp_path, "--rounds", "1", status=1)
     assert report["lossless"] == {"identical": 0, "near_tie": 0, "diverged": 2}
     first = report["differences"][0]
@@ -282,7 +281,7 @@ def test_text_that_loops_is_warned_about(
         logits[..., 7] = 1e4
         return accept(tree, logits, *args, **settings)
 
-    monkeypatch.setattr(runner, "accept", always_seven)
+    monkeypatch.setattr("specmamba.verify.step.accept", always_seven)
     report = run(tmp_path, *flags, "--ignore-eos")
     assert report["distinct_4gram_ratio"] == pytest.approx(1 / 9, abs=1e-3)
     assert report["lossless"]["identical"] == 2

@@ -22,7 +22,6 @@ from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, SamplingParams, Verdict
 from specmamba.draft.drafter import Drafter, tree_shape
 from specmamba.draft.heads import children
-from specmamba.engine import runner
 from specmamba.engine.engine import Engine
 from specmamba.verify.acceptance import accept
 from tests.tiny import write_tiny_checkpoint
@@ -313,7 +312,7 @@ def test_a_wrong_rule_is_found_out(
     folder: Path, logits: tuple[Tensor, Tensor], wrong: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above has teeth."""
-    monkeypatch.setattr(runner, "accept", wrong)
+    monkeypatch.setattr("specmamba.verify.step.accept", wrong)
     params = SETTINGS["temperature 1"]
     assert p_value(draw(build(folder, 1), params), exact_pairs(logits, params)) < WRONG
 

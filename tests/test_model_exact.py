@@ -193,7 +193,7 @@ def accept_at_random(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
         path = tree_ops.accepted_path(tree.tokens, parents, tree.shape.ancestors, choice)
         return Verdict(*path, is_finite=torch.ones(len(choice), dtype=torch.bool))
 
-    monkeypatch.setattr("specmamba.engine.runner.accept", accept)
+    monkeypatch.setattr("specmamba.verify.step.accept", accept)
 
 
 def new_engine(folder: Path, num_steps: int, **flags: Any) -> Engine:
