@@ -42,10 +42,10 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     places = trees.num_pending, trees.node_offset, trees.ancestors
     out = ssd.tree_verify(c, b, dt[..., None] * x, dt * w.negative_a, buffers.states[trees.slots], *records, *places)
     write_nodes((buffers.k, buffers.u, buffers.decay), records, rows, trees.node_offset, nodes)
-    return gate_and_norm((out + w.skip[:, None] * x).flatten(2), inputs.gate, w)
+    return norm_gated((out + w.skip[:, None] * x).flatten(2), inputs.gate, w)
 
 
-def gate_and_norm(x: Tensor, gate: Tensor, weights: Weights) -> Tensor:
+def norm_gated(x: Tensor, gate: Tensor, weights: Weights) -> Tensor:
     """x [B, L, H P], gate [B, L, H P] -> norm(x * silu(gate)), norm(x) * silu(gate) or, without a norm, x * silu(gate).
 
     The norm is RMSNorm over each of ``norm_groups`` parts of the channels. Returns the gate's dtype.

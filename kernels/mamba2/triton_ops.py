@@ -12,7 +12,7 @@ from specmamba.kernels.state_records import RowSet
 
 
 def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Step sizes, softplus(dt + bias) within the limits, and what the recurrence is told of them.
+    """Step sizes, softplus(dt + bias) within the limits, and with them the inputs of the recurrence.
 
     Args:
         dt: [B, N, H], any float dtype.

@@ -8,7 +8,7 @@ from torch import Tensor
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.sampling import native_ops, torch_ops
-from specmamba.kernels.sampling.reference import Filter
+from specmamba.kernels.sampling.reference import Filter, Strengths
 
 # Independent streams of random numbers, by purpose; each user counts positions in its own stream.
 CHOICE_STREAM, DRAFT_STREAM, ACCEPT_STREAM, SYNTHETIC_STREAM = range(4)
@@ -140,14 +140,7 @@ def probabilities(logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Fil
 
 @operator(triton=_can_launch)
 def penalize(
-    logits: Tensor,
-    output_counts: Tensor,
-    prompt_mask: Tensor,
-    tokens: Tensor,
-    ancestors: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
+    logits: Tensor, output_counts: Tensor, prompt_mask: Tensor, tokens: Tensor, ancestors: Tensor, strengths: Strengths
 ) -> Tensor:
     """Penalise the tokens that already occurred on each node's own path.
 
@@ -160,12 +153,12 @@ def penalize(
         prompt_mask: [B, V] bool, tokens of the prompt; only the repetition penalty reads them.
         tokens: [B, N] int64; those of a node's ancestors below the root count as output.
         ancestors: [B, N, N] bool, inclusive.
-        presence, frequency, repetition: [B] float32; neutral are 0, 0 and 1.
+        strengths: presence, frequency and repetition, [B] float32 each; neutral are 0, 0 and 1.
 
     Returns:
         [B, N, V] float32, new memory.
     """
-    return torch_ops.penalize(logits, output_counts, prompt_mask, tokens, ancestors, presence, frequency, repetition)
+    return torch_ops.penalize(logits, output_counts, prompt_mask, tokens, ancestors, strengths)
 
 
 @operator()

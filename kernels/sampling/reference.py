@@ -18,6 +18,7 @@ import math
 import torch
 from torch import Tensor
 
+Strengths = tuple[Tensor, Tensor, Tensor]  # presence, frequency, repetition: [B] float32 each
 Filter = Tensor | None  # [B], the setting of every row; None: no row is filtered
 LEAST_MASS = 2.0**-110  # drafts: less counts as none, so that narrower arithmetic can divide by what is left
 _MASK = 2**64 - 1
@@ -95,20 +96,14 @@ def sample(
 
 
 def penalize(
-    logits: Tensor,
-    output_counts: Tensor,
-    prompt_mask: Tensor,
-    tokens: Tensor,
-    ancestors: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
+    logits: Tensor, output_counts: Tensor, prompt_mask: Tensor, tokens: Tensor, ancestors: Tensor, strengths: Strengths
 ) -> Tensor:
     """Penalise tokens that already occurred on each node's own path.
 
     The output of a node is output_counts [B, V] and the tokens [B, N] of its ancestors [B, N, N] below the root.
     Returns new logits [B, N, V], at least float32; no input is written.
     """
+    presence, frequency, repetition = strengths
     out = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     for b in range(tokens.shape[0]):
         for n in range(tokens.shape[1]):

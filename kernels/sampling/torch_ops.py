@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specmamba.kernels.sampling.reference import Filter
+from specmamba.kernels.sampling.reference import Filter, Strengths
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the 64-bit constants as torch's signed integers
 _STREAM = 0xD1342543DE82EF95  # odd, and unrelated to the step from counter to counter
@@ -58,16 +58,10 @@ def sample(
 
 
 def penalize(
-    logits: Tensor,
-    output_counts: Tensor,
-    prompt_mask: Tensor,
-    tokens: Tensor,
-    ancestors: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
+    logits: Tensor, output_counts: Tensor, prompt_mask: Tensor, tokens: Tensor, ancestors: Tensor, strengths: Strengths
 ) -> Tensor:
     """Counts of all nodes at once, by a scatter."""
+    presence, frequency, repetition = strengths
     logits = logits.float()
     counts = output_counts[:, None].to(logits.dtype).repeat(1, tokens.shape[1], 1)
     below_root = ancestors.to(logits.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specmamba.kernels.gpu import Variant, dense, launch, next_power_of_2, num_blocks
 from specmamba.kernels.sampling import triton_kernels as kernels
-from specmamba.kernels.sampling.reference import Filter
+from specmamba.kernels.sampling.reference import Filter, Strengths
 from specmamba.kernels.sampling.torch_ops import stream_key
 
 
@@ -119,14 +119,7 @@ def probabilities(logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Fil
 
 
 def penalize(
-    logits: Tensor,
-    output_counts: Tensor,
-    prompt_mask: Tensor,
-    tokens: Tensor,
-    ancestors: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
+    logits: Tensor, output_counts: Tensor, prompt_mask: Tensor, tokens: Tensor, ancestors: Tensor, strengths: Strengths
 ) -> Tensor:
     """One launch."""
     rows, tile = _Rows.of(logits), PENALTY_TILE
@@ -135,9 +128,9 @@ def penalize(
         return out
     counts, prompt, tokens, mask = (dense(x) for x in (output_counts, prompt_mask, tokens, ancestors))
     strides = counts.stride(0), prompt.stride(0), tokens.stride(0), *mask.stride()[:2]
-    strengths = (x.contiguous() for x in (presence, frequency, repetition))
+    dense_strengths = (x.contiguous() for x in strengths)
     grid = rows.count, num_blocks(rows.size, tile.block)
-    arguments = rows.logits, counts, prompt, tokens, mask, *strengths, out, *rows.sizes[:3], *strides
+    arguments = rows.logits, counts, prompt, tokens, mask, *dense_strengths, out, *rows.sizes[:3], *strides
     launch(kernels.penalize_kernel, grid, tile, {"BLOCK": tile.block}, *arguments)
     return out
 

@@ -58,7 +58,7 @@ def accept(
     if penalties is not None:
         assert history is not None
         strengths = penalties.presence, penalties.frequency, penalties.repetition
-        logits = sampling_ops.penalize(logits, *history, tree.tokens, shape.ancestors, *strengths)
+        logits = sampling_ops.penalize(logits, *history, tree.tokens, shape.ancestors, strengths)
     if tree.allowed_tokens is not None:
         logits = sampling_ops.allow_tokens(logits, tree.allowed_tokens)
     choice = choose(tree, logits, batch, rule)

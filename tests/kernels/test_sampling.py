@@ -356,8 +356,8 @@ def test_penalize_matches_reference(nodes: int) -> None:
     repetition = torch.tensor([1.0, 1.3, 1.0, 0.8, 1.1])
     arguments = (logits, counts, prompt_mask, tokens, mask, presence, frequency, repetition)
     before = [x.clone() for x in arguments]
-    got = torch_ops.penalize(*arguments)
-    torch.testing.assert_close(got, reference.penalize(*arguments), rtol=1e-5, atol=1e-6)
+    got = torch_ops.penalize(*arguments[:5], arguments[5:])
+    torch.testing.assert_close(got, reference.penalize(*arguments[:5], arguments[5:]), rtol=1e-5, atol=1e-6)
     assert torch.equal(got[0], logits[0])  # neutral settings change nothing at all
     assert all(torch.equal(a, b) for a, b in zip(before, arguments, strict=True))
 
@@ -368,6 +368,6 @@ def test_penalties_follow_each_nodes_own_path() -> None:
     tokens, parents = torch.tensor([[3, 0, 1, 0]]), torch.tensor([[-1, 0, 0, 1]])
     counts, prompt = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([[False, False, True, False]])
     one = torch.ones(1)
-    got = torch_ops.penalize(logits, counts, prompt, tokens, mask_of(parents), one * 0.5, one, one * 2)
+    got = torch_ops.penalize(logits, counts, prompt, tokens, mask_of(parents), (one * 0.5, one, one * 2))
     want = [[4.0, -4.0, 2.0, 4.0], [0.5, -4.0, 2.0, 4.0], [4.0, -9.5, 2.0, 4.0], [-0.5, -4.0, 2.0, 4.0]]
     assert got[0].tolist() == want
