@@ -30,7 +30,8 @@ from specmamba.measure.report import (
 )
 
 if TYPE_CHECKING:
-    from specmamba.core import RequestOutput, SamplingParams
+    from specmamba.core import RequestOutput
+    from specmamba.sampling_params import SamplingParams
 
 PROG = "python -m specmamba.bench.decode"
 

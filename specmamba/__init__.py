@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from specmamba.core import OutputDelta, RequestOutput, SamplingParams, SpecStats
+from specmamba.core import OutputDelta, RequestOutput, SpecStats
 from specmamba.errors import SpecmambaError
+from specmamba.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specmamba.llm import LLM

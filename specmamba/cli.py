@@ -16,8 +16,9 @@ from specmamba.errors import ConfigError, RequestError, SpecmambaError
 
 if TYPE_CHECKING:
     from specmamba.config import EngineConfig, GenerateConfig
-    from specmamba.core import OutputDelta, SamplingParams
+    from specmamba.core import OutputDelta
     from specmamba.engine.engine import Engine
+    from specmamba.sampling_params import SamplingParams
 
 _REQUEST_ID = "generate"
 
@@ -177,7 +178,7 @@ def _sampling_params(config: GenerateConfig) -> SamplingParams:
     from pydantic import ValidationError
 
     from specmamba.command_line import describe_validation_error
-    from specmamba.core import SamplingParams
+    from specmamba.sampling_params import SamplingParams
 
     try:
         # --seed seeds the engine, and through it the request

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from specmamba.core import MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
+from specmamba.sampling_params import MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
 
 DEMO_MODEL = Path(__file__).parent / "demo"
 

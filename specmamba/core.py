@@ -2,95 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from specmamba.sampling_params import GrammarSpec as GrammarSpec  # users find it here too
+from specmamba.sampling_params import SamplingBatch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-# What a sampling setting may be, wherever it is given: in Python, over HTTP, on the command line.
-Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False, description="0: greedy")]
-TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False, description="mass of the likeliest tokens to keep")]
-TopK = Annotated[int, Field(ge=-1, le=2**31, description="keep the k likeliest tokens; 0 or -1 keeps all")]
-MinP = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False, description="relative to the likeliest token")]
-Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
-# bounded below too: a logit divided by next to nothing is no number any more
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100.0, allow_inf_nan=False, description="1 changes nothing")]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-MAX_STOP_STRINGS, MAX_STOP_IDS = 16, 256
-MAX_LOGPROBS, MAX_BIASES, MAX_GRAMMAR_CHARACTERS = 20, 1024, 65_536
-NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-LogitBias = Annotated[
-    dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]],
-    Field(max_length=MAX_BIASES, description="added to the logits of tokens, by token id"),
-]
-
-
-class GrammarSpec(BaseModel):
-    """What every output of a request must be a text of; the end-of-text token is allowed where such a text is whole."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    kind: Literal["json_object", "json_schema", "regex", "ebnf"]
-    text: Annotated[
-        str, Field(max_length=MAX_GRAMMAR_CHARACTERS, description="schema, expression or rules; empty for json_object")
-    ] = ""
-
-
-class SamplingParams(BaseModel):
-    """How the tokens of one request are chosen and when the request ends. Validated, immutable.
-
-    ``temperature`` 0 is greedy. With a ``seed`` and the acceptance rule "target" the text depends on nothing else: not
-    on the batch the request runs in, and (in exact arithmetic) not on the drafter, because the random number of a token
-    is a function of (seed, position) alone. Under "rejection" it also depends on what was drafted.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    max_tokens: Annotated[int, Field(ge=0, description="new tokens at the most; 0: the prompt is only run")] = 16
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    top_k: TopK = 0
-    min_p: MinP = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
-    seed: Seed | None = None
-    stop: Annotated[tuple[StopString, ...], Field(max_length=MAX_STOP_STRINGS)] = ()
-    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MAX_STOP_IDS)] = ()
-    ignore_eos: bool = False
-    logit_bias: LogitBias = {}
-    logprobs: Annotated[NumLogprobs | None, Field(description="likeliest tokens to list beside each new one")] = None
-    prompt_logprobs: Annotated[NumLogprobs | None, Field(description="the same of the prompt's tokens")] = None
-    grammar: GrammarSpec | None = None
-    speculative: Annotated[bool, Field(description="false: decode this request plainly, without drafts")] = True
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop_string(cls, value: object) -> object:
-        if value is None:
-            return ()
-        return (value,) if isinstance(value, str) else value
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def has_penalties(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
-
-    @property
-    def is_special(self) -> bool:
-        """Whether a step has more to do than to draft and choose; then it runs operator by operator."""
-        return bool(self.logit_bias or self.grammar) or self.logprobs is not None or not self.speculative
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,72 +113,6 @@ class RequestOutput:
     error: str | None = None  # what went wrong, when the finish reason is "error"
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """Strengths, all [B] float32; neutral for rows without penalties."""
-
-    presence: Tensor
-    frequency: Tensor
-    repetition: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Biases:
-    """What is added to logits: ``values`` [K] float32 to tokens [K] of rows [K], both int64."""
-
-    rows: Tensor
-    tokens: Tensor
-    values: Tensor
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Biases:
-        """Collect the biases of a batch's requests."""
-        import torch
-
-        found = [(row, *item) for row, p in enumerate(params) for item in p.logit_bias.items()]
-        rows, tokens, values = zip(*found, strict=True)
-        return cls(
-            torch.tensor(rows, device=device),
-            torch.tensor(tokens, device=device),
-            torch.tensor(values, dtype=torch.float32, device=device),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """Settings of a batch, all [B]; None where no row uses them, so that their work is skipped."""
-
-    temperature: Tensor | None  # float32; None: all greedy
-    top_k: Tensor | None  # int64
-    top_p: Tensor | None  # float32
-    min_p: Tensor | None  # float32
-    seeds: Tensor  # int64
-    penalties: Penalties | None
-    biases: Biases | None = None
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> SamplingBatch:
-        """Collect the settings of a batch's requests."""
-        import torch
-
-        def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)
-
-        sampled = [p for p in params if not p.is_greedy]
-        penalties = None
-        if any(p.has_penalties for p in params):
-            penalties = Penalties(column("presence_penalty"), column("frequency_penalty"), column("repetition_penalty"))
-        return cls(
-            temperature=column("temperature") if sampled else None,
-            top_k=column("top_k", torch.int64) if any(p.top_k > 0 for p in sampled) else None,
-            top_p=column("top_p") if any(p.top_p < 1 for p in sampled) else None,
-            min_p=column("min_p") if any(p.min_p > 0 for p in sampled) else None,
-            seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
-            penalties=penalties,
-            biases=Biases.of(params, device) if any(p.logit_bias for p in params) else None,
-        )
 
 
 @dataclass(frozen=True, slots=True)

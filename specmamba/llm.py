@@ -12,11 +12,12 @@ from pydantic import ValidationError
 
 from specmamba.command_line import describe_validation_error
 from specmamba.config import EngineConfig
-from specmamba.core import GrammarSpec, OutputDelta, RequestOutput, SamplingParams
+from specmamba.core import OutputDelta, RequestOutput
 from specmamba.engine.engine import Engine
 from specmamba.engine.workbench import Workbench
 from specmamba.errors import ConfigError, RequestError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
+from specmamba.sampling_params import GrammarSpec, SamplingParams
 
 Prompt = str | Sequence[int]
 

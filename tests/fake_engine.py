@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 
 from specmamba.cache.prefix.inspection import CacheStats
-from specmamba.core import FinishReason, OutputDelta, SamplingParams, SpecStats, TokenLogprob
+from specmamba.core import FinishReason, OutputDelta, SpecStats, TokenLogprob
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar
+from specmamba.sampling_params import SamplingParams
 from specmamba.server.app import create_app
 from specmamba.server.serve import ApiServer, bind, url_of
 from specmamba.server_config import ServerConfig

@@ -11,9 +11,9 @@ import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 from numpy.typing import NDArray
 
-from specmamba.core import GrammarSpec
 from specmamba.grammar.compilations import CompiledGrammar
 from specmamba.grammar.worker import rules_of
+from specmamba.sampling_params import GrammarSpec
 
 # the package's own idea of a time has no zone, which the standard asks for
 _FORMATS = FormatChecker([name for name in FormatChecker.checkers if name != "time"])

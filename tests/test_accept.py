@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from specmamba.config import MAX_DRAFT_TOKENS
-from specmamba.core import Batch, DraftTree, SamplingBatch, SamplingParams, TreeShape, Verdict
+from specmamba.core import Batch, DraftTree, TreeShape, Verdict
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.kernels import sampling as sampling_ops
 from specmamba.kernels.sampling import reference
+from specmamba.sampling_params import SamplingBatch, SamplingParams
 from specmamba.verify import acceptance as rules
 from specmamba.verify.acceptance import accept
 from tests.pairwise import pairwise

@@ -12,9 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from specmamba.core import GrammarSpec, OutputDelta, TokenLogprob
+from specmamba.core import OutputDelta, TokenLogprob
 from specmamba.errors import EngineStoppedError, RequestError
 from specmamba.grammar import CompiledGrammar
+from specmamba.sampling_params import GrammarSpec
 from specmamba.server.api import structured
 from specmamba.server.api.chat import ChatFormat, ChatOptions
 from specmamba.server.api.structured import Grammars

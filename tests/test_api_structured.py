@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from specmamba.core import GrammarSpec
+from specmamba.sampling_params import GrammarSpec
 from specmamba.server.api.requests import CompletionRequest
 from specmamba.server.http.error_answers import api_error_of_validation
 

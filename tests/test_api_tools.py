@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from specmamba.core import GrammarSpec
 from specmamba.grammar import CompiledGrammar
+from specmamba.sampling_params import GrammarSpec
 from specmamba.server.api import structured
 from specmamba.server.api.conversation import MAX_ARGUMENTS
 from tests.fake_engine import FakeEngine, Served, serving

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.access import causal_keys, tree_keys
-from specmamba.cache.kv_pool import KVPool
-from specmamba.cache.page_allocator import PageAllocator, Pages
+from specmamba.cache.kv_pool import KVPool, PageAllocator, Pages
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
 from specmamba.cache.token_counts import TokenCounts
-from specmamba.core import Batch, SamplingBatch, SamplingParams, TreeShape
+from specmamba.core import Batch, TreeShape
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.kernels import causal_conv1d, gated_delta_rule
 from specmamba.kernels.state_records import RowSet
+from specmamba.sampling_params import SamplingBatch, SamplingParams
 from specmamba.verify.record_buffers import RecordBuffers
 from tests.kernels.trees import path_to, random_parents
 

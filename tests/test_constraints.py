@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from specmamba.core import DraftTree, SamplingParams
+from specmamba.core import DraftTree
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.engine.constraints import restrict
 from specmamba.engine.request import Request
 from specmamba.errors import GrammarError
 from specmamba.grammar import TreeMask
+from specmamba.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 WORDS = 2

@@ -19,10 +19,11 @@ from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
 from specmamba.config import EngineConfig
-from specmamba.core import Batch, DraftTree, SamplingParams, Verdict
+from specmamba.core import Batch, DraftTree, Verdict
 from specmamba.draft.drafter import Drafter, tree_shape
 from specmamba.draft.heads import children
 from specmamba.engine.engine import Engine
+from specmamba.sampling_params import SamplingParams
 from specmamba.verify.acceptance import accept
 from tests.tiny import write_tiny_checkpoint
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from specmamba.config import DEMO_MODEL, EngineConfig
-from specmamba.core import Batch, DraftTree, SamplingBatch, SamplingParams
+from specmamba.core import Batch, DraftTree
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.heads.children import ChildPicker
 from specmamba.draft.heads.dynamic_tree import grow_dynamic_tree
 from specmamba.draft.heads.static_tree import StaticLayout, grow_static_tree
 from specmamba.engine.engine import Engine
+from specmamba.sampling_params import SamplingBatch, SamplingParams
 from specmamba.trees import StaticTree
 
 VOCABULARY, NUM_STATES = 11, 509

@@ -19,10 +19,11 @@ from torch.nn import functional as F
 from transformers import Qwen3_5ForCausalLM
 
 from specmamba import LLM, SamplingParams
-from specmamba.core import Batch, DraftTree, RequestOutput, SamplingBatch
+from specmamba.core import Batch, DraftTree, RequestOutput
 from specmamba.draft.heads.children import ChildPicker
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.tensor_reader import StoredTensor, TensorReader
+from specmamba.sampling_params import SamplingBatch
 from tests.exactness import assert_same_greedy_texts
 from tests.families import FAMILIES
 from tests.heads import STYLES, Head, Reference, Style, save, write_head

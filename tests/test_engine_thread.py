@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from specmamba.core import OutputDelta, SamplingParams
+from specmamba.core import OutputDelta
 from specmamba.engine.thread import EngineRequest, EngineThread
 from specmamba.errors import ConfigError, EngineStoppedError, QueueFullError, RequestError
+from specmamba.sampling_params import SamplingParams
 from tests.fake_engine import TEXT, FakeEngine, wait_until
 
 LONG = SamplingParams(max_tokens=10_000)

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from specmamba.core import OutputDelta, SamplingParams
+from specmamba.core import OutputDelta
 from specmamba.engine.thread import EngineRequest, EngineThread
 from specmamba.errors import EngineStoppedError
+from specmamba.sampling_params import SamplingParams
 from tests.fake_engine import FakeEngine, Served, serving, wait_until
 
 NUM_EACH = 4  # streams, whole answers, and calls that wait to be handed over

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specmamba.core import SamplingParams
 from specmamba.engine.engine import Engine
 from specmamba.engine.workbench import Workbench
+from specmamba.sampling_params import SamplingParams
 from tests.families import FAMILIES
 from tests.test_model_exact import (
     accept_at_random,

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import specmamba.demo
-from specmamba.core import GrammarSpec
 from specmamba.errors import EngineStoppedError, GrammarQueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
 from specmamba.grammar.compilations import GrammarCache
 from specmamba.models.tokenizer import Tokenizer
+from specmamba.sampling_params import GrammarSpec
 from tests.grammar_schemas import accepts
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -161,7 +161,7 @@ def test_dead_process_memory_limit_and_close(tokenizer: Tokenizer, monkeypatch: 
 
 PARENT = """
 import os, signal, sys
-from specmamba.core import GrammarSpec
+from specmamba.sampling_params import GrammarSpec
 from specmamba.grammar.worker_process import WorkerProcess
 worker = WorkerProcess(sys.stdin.buffer.read(), 60.0)
 worker.compile(GrammarSpec(kind="regex", text="a"))

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from specmamba import LLM, RequestOutput, SamplingParams
-from specmamba.core import GrammarSpec
 from specmamba.errors import RequestError
+from specmamba.sampling_params import GrammarSpec
 from tests.grammar_schemas import check_valid, random_schema
 
 pytest.importorskip("xgrammar")

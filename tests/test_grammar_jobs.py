@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import specmamba.demo
-from specmamba.core import GrammarSpec
 from specmamba.errors import GrammarQueueFullError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
 from specmamba.grammar.compilations import Job, Jobs
 from specmamba.models.tokenizer import Tokenizer
+from specmamba.sampling_params import GrammarSpec
 from tests.grammar_schemas import accepts
 
 pytest.importorskip("xgrammar")

@@ -15,7 +15,7 @@ SPECMAMBA = Path(__file__).parents[1] / "specmamba"
 # Lowest first. A package may import every package of a lower layer, itself, and nothing else.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels", "cuda_graphs", "demo"),
-    ("core", "config", "console", "server_config", "command_line", "errors", "trees"),
+    ("sampling_params", "core", "config", "console", "server_config", "command_line", "errors", "trees"),
     ("cache",),
     ("layers",),
     ("models",),
@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LAYER_OF = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 FOUNDATION = {
+    "sampling_params",
     "core",
     "config",
     "console",

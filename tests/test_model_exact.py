@@ -23,13 +23,14 @@ from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditiona
 from specmamba.bench.demo.checkpoint import read_checkpoint
 from specmamba.bench.demo.model import DemoModel
 from specmamba.config import DEMO_MODEL, EngineConfig
-from specmamba.core import Batch, DraftTree, PrefillChunk, SamplingParams, Verdict
+from specmamba.core import Batch, DraftTree, PrefillChunk, Verdict
 from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
 from specmamba.draft.heads import MTPDrafter
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
 from specmamba.kernels import tree as tree_ops
 from specmamba.models.base import DraftHead
+from specmamba.sampling_params import SamplingParams
 from tests.pairwise import pairwise
 from tests.tiny import FULL, LINEAR, mtp_tensors, randomize, tiny_config, write_config, write_tiny_checkpoint
 

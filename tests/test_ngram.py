@@ -19,11 +19,12 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.config import EngineConfig
-from specmamba.core import Batch, DraftTree, RequestOutput, SamplingBatch
+from specmamba.core import Batch, DraftTree, RequestOutput
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.ngram import CORPUS_WEIGHT, DEPTH_DECAY, MAX_MATCHES, WEIGHT_PER_TOKEN, NgramDrafter, merge
 from specmamba.draft.ngram.matching import NO_TOKEN, CorpusIndex, MatchRule, match_history, read_corpus
 from specmamba.errors import ConfigError
+from specmamba.sampling_params import SamplingBatch
 from tests.tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_headroom")

@@ -13,11 +13,12 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory import MemoryPlan, plan_memory
 from specmamba.cache.shapes import CacheShape, StateShape
 from specmamba.config import EngineConfig
-from specmamba.core import RequestOutput, SamplingParams
+from specmamba.core import RequestOutput
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
 from specmamba.llm import LLM
 from specmamba.models.mamba2_family import CONTEXT_LENGTH
+from specmamba.sampling_params import SamplingParams
 from tests.fake_engine import Served, serving
 from tests.families import mamba2
 from tests.test_model_exact import random_prompts

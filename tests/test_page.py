@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from specmamba.config import EngineConfig
-from specmamba.core import SamplingParams
 from specmamba.engine.engine import Engine
+from specmamba.sampling_params import SamplingParams
 from specmamba.server.page import feed as live_feed
 from tests.fake_engine import Served, serving, wait_until
 from tests.test_events import WatchedEngine

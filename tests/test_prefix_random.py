@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from specmamba.cache.page_allocator import PageAllocator
+from specmamba.cache.kv_pool import PageAllocator
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.state_pool import StatePool
 from specmamba.config import EngineConfig
-from specmamba.core import SamplingParams
 from specmamba.engine.engine import Engine
-from specmamba.engine.queue_order import longest_prefix_first
 from specmamba.engine.request import Request
+from specmamba.engine.scheduler import longest_prefix_first
+from specmamba.sampling_params import SamplingParams
 from specmamba.verify.record_buffers import RecordBuffers
 from tests.test_engine import assert_consistent, assert_idle
 from tests.tiny import write_tiny_checkpoint

@@ -13,7 +13,7 @@ from specmamba.cache.access import ExtendState
 from specmamba.cache.shapes import CacheShape, StateShape
 from specmamba.cache.state_pool import StatePool
 from specmamba.config import EngineConfig
-from specmamba.core import OutputDelta, SamplingParams
+from specmamba.core import OutputDelta
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.engine.engine import Engine
 from specmamba.engine.loading import load_models
@@ -22,6 +22,7 @@ from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, mamba2
 from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
 from specmamba.kernels.ssd import torch_ops as ssd_ops
 from specmamba.kernels.state_records import RowSet, as_stored
+from specmamba.sampling_params import SamplingParams
 from specmamba.verify.record_buffers import RecordBuffers
 from specmamba.verify.snapshot_buffers import SnapshotBuffers
 from specmamba.verify.state_buffers import StateBuffers

@@ -17,7 +17,7 @@ from specmamba.cache.memory import plan_memory
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
 from specmamba.config import EngineConfig
-from specmamba.core import Batch, DraftTree, SamplingParams, TreeShape
+from specmamba.core import Batch, DraftTree, TreeShape
 from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
@@ -30,6 +30,7 @@ from specmamba.kernels.ssd import reference as ssd_reference
 from specmamba.kernels.tree import reference as tree_reference
 from specmamba.layers import gated_delta_net as gated_delta_net_layer
 from specmamba.layers import mamba2 as mamba2_layer
+from specmamba.sampling_params import SamplingParams
 from specmamba.verify.record_buffers import RecordBuffers
 from specmamba.verify.snapshot_buffers import SnapshotBuffers
 from specmamba.verify.state_buffers import StateBuffers

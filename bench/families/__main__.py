@@ -169,8 +169,8 @@ class OurSide:
         return self._run(batch_size, tokens)
 
     def _run(self, batch_size: int, tokens: int) -> tuple[float, float]:
-        from specmamba.core import SamplingParams
         from specmamba.measure.full_batch import Job, run_full_batch
+        from specmamba.sampling_params import SamplingParams
 
         prompt, replay = prompt_and_rest(tokens)
         params = SamplingParams(max_tokens=len(replay), temperature=0.0, ignore_eos=True)

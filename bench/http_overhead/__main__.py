@@ -28,11 +28,11 @@ from pydantic_settings import NoDecode
 from specmamba.bench.http_overhead.client import ask_all, num_tokens, request_bytes
 from specmamba.bench.serving.server import started_server
 from specmamba.config import EngineConfig
-from specmamba.core import Temperature
 from specmamba.errors import SpecmambaError
 from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.prompts import PLAIN_FLAGS, bundled_texts, model_name, seed_of
 from specmamba.measure.report import JsonOption, NoRadixCache, machine, progress_bar, split_numbers, versions
+from specmamba.sampling_params import Temperature
 
 if TYPE_CHECKING:  # --help must not wait for torch
     from specmamba.llm import LLM

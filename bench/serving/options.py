@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from pydantic_settings import NoDecode
 
-from specmamba.core import Temperature
 from specmamba.measure.report import ReportOptions, split_numbers
+from specmamba.sampling_params import Temperature
 
 DEFAULT_CONCURRENCY = (1, 2, 4, 8)
 

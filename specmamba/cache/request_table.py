@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specmamba.cache.kv_pool import KVPool
-from specmamba.cache.page_allocator import NO_PAGES, Pages
+from specmamba.cache.kv_pool import NO_PAGES, KVPool, Pages
 from specmamba.cache.prefix.node import TokenSlots
 from specmamba.core import PrefillChunk
 

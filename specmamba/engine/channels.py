@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from specmamba.core import FinishReason, OutputDelta, SamplingParams
+from specmamba.core import FinishReason, OutputDelta
+from specmamba.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine

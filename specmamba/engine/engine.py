@@ -13,7 +13,7 @@ import torch
 from specmamba.cache.memory import free_memory, plan_memory
 from specmamba.cache.prefix.inspection import CacheStats
 from specmamba.config import EngineConfig
-from specmamba.core import DraftView, FinishReason, OutputDelta, SamplingParams, SpecStats
+from specmamba.core import DraftView, FinishReason, OutputDelta, SpecStats
 from specmamba.draft import build_drafter
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
@@ -29,6 +29,7 @@ from specmamba.errors import GrammarError, PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar, GrammarMatcher
 from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
+from specmamba.sampling_params import SamplingParams
 from specmamba.verify.acceptance import AcceptPolicy
 from specmamba.verify.pools import Pools
 from specmamba.verify.result import StepResult

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specmamba.cache.prefix.node import Node
-from specmamba.core import SamplingParams, SpecStats, TokenLogprob
+from specmamba.core import SpecStats, TokenLogprob
 from specmamba.engine.text import TextStream
 from specmamba.grammar import GrammarMatcher
+from specmamba.sampling_params import SamplingParams
 
 
 @dataclass(slots=True, eq=False)

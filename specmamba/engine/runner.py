@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.access import ExtendState, PagedKV
-from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk, SamplingBatch
+from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.draft.drafter import Drafter
 from specmamba.engine.constraints import ConstrainedDrafts
 from specmamba.engine.graph_runner import StepGraphRunner, capture_steps
@@ -17,6 +17,7 @@ from specmamba.engine.request import PrefillRun, Request, forced_ahead
 from specmamba.kernels.state_records import RowSet
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import Target
+from specmamba.sampling_params import SamplingBatch
 from specmamba.verify.acceptance import AcceptPolicy
 from specmamba.verify.pools import Pools
 from specmamba.verify.probe import StepProbe

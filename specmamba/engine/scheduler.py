@@ -6,16 +6,20 @@ Requests are admitted in order of arrival, or the longest cached prefix first.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from specmamba.cache.prefix.node import Tokens, common_length
 from specmamba.engine.cache_manager import CacheManager
-from specmamba.engine.queue_order import is_computed_by_another, longest_prefix_first
 from specmamba.engine.request import PrefillRun, Request
 from specmamba.errors import QueueFullError
 
 HEADROOM = 32  # KV tokens that admission leaves to every running request: fewer preemptions, each of which costs more
 GROWTH = 16  # KV tokens that a running request gets ahead while there are free ones: less bookkeeping
+MAX_ORDERED = 128  # requests whose prefixes are looked up in every step; the others follow in order of arrival
+MIN_SHARED = 16  # a request waits for another's prefix if that saves at least so many tokens,
+MIN_SHARE = 0.25  # and at least this share of the tokens that it must compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +157,64 @@ class Scheduler:
         if admitted and self.waiting:
             for request in self.waiting:
                 request.num_overtakes += sum(a.sequence_number > request.sequence_number for a in admitted)
+
+
+def longest_prefix_first(
+    waiting: Iterable[Request], cached: Callable[[Request], int], max_overtakes: int
+) -> list[Request]:
+    """Return the waiting requests in the order of admission.
+
+    Those that ran before or were overtaken ``max_overtakes`` times come first, in order of arrival, so that no request
+    waits forever. The others follow by ``cached``, the tokens of their cached prefix, largest first.
+    """
+    requests = list(waiting)
+    first = [r for r in requests if r.num_admissions or r.num_overtakes >= max_overtakes]
+    others = [r for r in requests if not r.num_admissions and r.num_overtakes < max_overtakes]
+    ordered = sorted(others[:MAX_ORDERED], key=cached, reverse=True)
+    return first + ordered + others[MAX_ORDERED:]
+
+
+def is_computed_by_another(request: Request, extending: Sequence[Request], cache: CacheManager) -> bool:
+    """Whether a request should wait because another one, in prefill now, will store a state at their common prefix."""
+    if request.leader is None or not _is_ahead(*request.leader, extending):
+        request.leader = _find_leader(request, extending, cache)
+    return request.leader is not None
+
+
+def _find_leader(request: Request, extending: Sequence[Request], cache: CacheManager) -> tuple[Request, int] | None:
+    """Find the request in prefill with the longest useful common prefix, and make it store a state at its end.
+
+    Returns:
+        That request and the position of the state; None if waiting would save too little.
+    """
+    if not cache.is_on or not extending or request.must_read_prompt:
+        return None
+    key = request.key()
+    shared = {other: _num_common(key, other.key()) for other in extending if other.extra_key == request.extra_key}
+    leader = max((o for o in shared if _is_ahead(o, shared[o], extending)), key=shared.__getitem__, default=None)
+    if leader is None or shared[leader] < MIN_SHARED:
+        return None
+    end = _chunk_end(leader, shared[leader])
+    cached = cache.peek(request)
+    if end - cached < max(MIN_SHARED, MIN_SHARE * (len(key) - cached)):
+        return None
+    leader.chunk_ends.add(end)
+    return leader, end
+
+
+def _chunk_end(leader: Request, num_shared: int) -> int:
+    """Return the position of the state for a common prefix of this length: one that is planned nearby, or a new one."""
+    near = [end for end in leader.chunk_ends if num_shared - MIN_SHARED < end <= num_shared and end > leader.num_run]
+    return max(near, default=num_shared)
+
+
+def _num_common(a: Tokens, b: Tokens) -> int:
+    """Length of the common prefix of two texts; 0 if it is shorter than MIN_SHARED, which is cheap to find out."""
+    if min(len(a), len(b)) < MIN_SHARED or (a[:MIN_SHARED] != b[:MIN_SHARED]).any():
+        return 0
+    return common_length(a, b)
+
+
+def _is_ahead(leader: Request, num_shared: int, extending: Sequence[Request]) -> bool:
+    """Whether a request is in prefill and has not reached the end of the common prefix yet."""
+    return leader in extending and leader.num_run < num_shared

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from specmamba.core import Batch, DraftTree, Penalties, PendingTokens, SamplingBatch, SamplingParams
+from specmamba.core import Batch, DraftTree, PendingTokens
 from specmamba.cuda_graphs import Columns
 from specmamba.draft.drafter import HostPendingTokens, chain_shape, tree_shape
 from specmamba.engine.request import Request, forced_ahead
 from specmamba.kernels.state_records import RowSet
+from specmamba.sampling_params import Penalties, SamplingBatch, SamplingParams
 from specmamba.verify.state_buffers import HostVerifySlots, VerifySlots
 
 # values of padding rows: row 0 of every table and slot 0 of every pool belong to no request

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specmamba.core import PrefillChunk, SamplingParams
+from specmamba.core import PrefillChunk
 from specmamba.draft.drafter import NoDrafter
 from specmamba.engine.engine import Engine
 from specmamba.errors import RequestError
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import Target, TargetOutput
+from specmamba.sampling_params import SamplingParams
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # of a file of weights, for its digest
 

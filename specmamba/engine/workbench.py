@@ -11,7 +11,6 @@ from torch import Tensor
 from specmamba.cache.memory import free_memory
 from specmamba.command_line import describe_validation_error
 from specmamba.config import EngineConfig
-from specmamba.core import SamplingParams
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter, NoDrafter
 from specmamba.draft.heads import MTPDrafter
@@ -21,6 +20,7 @@ from specmamba.engine.target_reader import OnStates, digest_of_checkpoint, read_
 from specmamba.errors import ConfigError, RequestError
 from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.hybrid import HybridTarget
+from specmamba.sampling_params import SamplingParams
 from specmamba.verify.probe import StepProbe
 
 # what decides how drafts are made; the state backend is not among them: its buffers stay

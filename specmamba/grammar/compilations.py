@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from specmamba.core import GrammarSpec
 from specmamba.errors import RequestError
+from specmamba.sampling_params import GrammarSpec
 
 MAX_REFUSALS = 256  # in the cache, so that repeated requests with a bad specification do not delay others
 RETRY_S = 60.0  # until a specification is tried again whose failure may not be its own fault

@@ -10,7 +10,6 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from specmamba.core import GrammarSpec
 from specmamba.errors import EngineStoppedError, GrammarQueueFullError, RequestError, SpecmambaError
 from specmamba.grammar.compilations import (
     MAX_WAITING,
@@ -22,6 +21,7 @@ from specmamba.grammar.compilations import (
     copy_of,
 )
 from specmamba.grammar.worker_process import WorkerProcess
+from specmamba.sampling_params import GrammarSpec
 
 if TYPE_CHECKING:
     from specmamba.models.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from specmamba.core import GrammarSpec
 from specmamba.errors import RequestError
+from specmamba.sampling_params import GrammarSpec
 
 START_TIMEOUT_S = 120.0  # xgrammar imports torch
 SPARE_AFTER_S = 1.0  # of compiling, a spare process is started

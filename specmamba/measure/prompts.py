@@ -20,9 +20,9 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field
 
 from specmamba.config import DEMO_MODEL, EngineConfig
-from specmamba.core import Temperature
 from specmamba.errors import ConfigError
 from specmamba.measure.report import NoRadixCache, ReportOptions
+from specmamba.sampling_params import Temperature
 
 PLAIN = "plain"
 PLAIN_FLAGS: dict[str, Any] = {"speculative_algorithm": "none"}

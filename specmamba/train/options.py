@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from specmamba.config import EngineConfig
-from specmamba.core import Temperature
 from specmamba.errors import ConfigError
+from specmamba.sampling_params import Temperature
 
 DEFAULT_MINUTES = 10.0
 PATTERN = "*.py"

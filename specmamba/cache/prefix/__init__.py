@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from specmamba.cache.page_allocator import PageAllocator
+from specmamba.cache.kv_pool import PageAllocator
 from specmamba.cache.prefix.eviction import Costs, PolicyName, make_policy
 from specmamba.cache.prefix.inspection import CacheStats, Counters, Outline, check_tree, outline, render_tree, summarize
 from specmamba.cache.prefix.node import (

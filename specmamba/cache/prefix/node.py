@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from specmamba.cache.page_allocator import Pages
+from specmamba.cache.kv_pool import Pages
 
 Tokens = NDArray[np.int64]
 TokenSlots = NDArray[np.int64]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from specmamba.cache.page_allocator import PageAllocator, Pages
+from specmamba.cache.kv_pool import PageAllocator, Pages
 from specmamba.cache.prefix.eviction import Recency
 from specmamba.cache.prefix.node import Node, Root, Tokens, TokenSlots, new_root
 from specmamba.cache.state_pool import PREFIX_CACHE, StateOwnershipError, StatePool

@@ -10,7 +10,7 @@ from torch import Tensor
 from specmamba.cache.access import PagedKV, batch_rows, causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
-from specmamba.core import Batch, DraftTree, PendingTokens, PrefillChunk, SamplingBatch, SamplingParams, Verdict
+from specmamba.core import Batch, DraftTree, PendingTokens, PrefillChunk, Verdict
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, HostPendingTokens, root_tree
 from specmamba.draft.heads.children import ChildPicker, grow_chain
@@ -21,6 +21,7 @@ from specmamba.draft.heads.static_tree import StaticLayout, grow_static_tree
 from specmamba.kernels import paged_attention
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import DraftHead
+from specmamba.sampling_params import SamplingBatch, SamplingParams
 from specmamba.trees import StaticTree
 
 FIRST_KEY = 1  # entry t needs the hidden state of position t-1, so the first token has none; module d starts d later

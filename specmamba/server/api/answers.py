@@ -13,7 +13,8 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specmamba.core import OutputDelta, SamplingParams
+from specmamba.core import OutputDelta
+from specmamba.sampling_params import SamplingParams
 from specmamba.server.api.requests import GenerationRequest
 from specmamba.server.api.responses import Usage
 from specmamba.server.api.streaming import INLINE_SIZE, Call, ChoiceRequest, off_loop, until_client_gone

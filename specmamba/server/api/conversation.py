@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
-from specmamba.core import NumLogprobs
 from specmamba.errors import RequestError
+from specmamba.sampling_params import NumLogprobs
 from specmamba.server.api.requests import GenerationRequest, NoEffect, NotYet
 from specmamba.server.api.service import Service
 from specmamba.server.http.error_answers import ApiError, as_api_error

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from specmamba.core import (
+from specmamba.sampling_params import (
     MAX_STOP_IDS,
     GrammarSpec,
     MinP,

@@ -9,9 +9,9 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from specmamba.core import GrammarSpec
 from specmamba.engine.thread import EngineThread
 from specmamba.models.tokenizer import Tokenizer
+from specmamba.sampling_params import GrammarSpec
 from specmamba.server.api.answers import AnswerFormat, Choices, check_number, send_answer
 from specmamba.server.api.requests import GenerationRequest
 from specmamba.server.api.streaming import Call, off_loop

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from starlette.types import Receive
 
-from specmamba.core import OutputDelta, SamplingParams
+from specmamba.core import OutputDelta
 from specmamba.engine.thread import EngineRequest, EngineThread
 from specmamba.errors import EngineStoppedError
+from specmamba.sampling_params import SamplingParams
 from specmamba.server.http.error_answers import SERVER, ApiError
 from specmamba.server.http.limits import CallLimits, Deadline
 from specmamba.server.observe.call_record import AbortReason, CallRecord, ObserverFactory, RequestObserver

@@ -10,10 +10,10 @@ from pydantic import Discriminator, Field, PrivateAttr, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
-from specmamba.core import MAX_GRAMMAR_CHARACTERS, GrammarSpec
 from specmamba.engine.thread import EngineConstants
 from specmamba.errors import EngineStoppedError, RequestError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
+from specmamba.sampling_params import MAX_GRAMMAR_CHARACTERS, GrammarSpec
 from specmamba.server.api.streaming import until_client_gone
 from specmamba.server.http.error_answers import SERVER, ApiError
 from specmamba.server.http.fields import STRING, StrictModel, shortened

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from specmamba.core import MAX_BIASES, MAX_STOP_STRINGS, StopString
+from specmamba.sampling_params import MAX_BIASES, MAX_STOP_STRINGS, StopString
 
 # Tags begin with a bracket, which distinguishes them from field names in the location of an error.
 STRING, STRINGS, TOKENS, TOKEN_LISTS, PARTS = "(string)", "(strings)", "(tokens)", "(token lists)", "(parts)"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic_core import PydanticCustomError
 
-from specmamba.core import MAX_GRAMMAR_CHARACTERS, GrammarSpec
+from specmamba.sampling_params import MAX_GRAMMAR_CHARACTERS, GrammarSpec
 from specmamba.server.http.error_answers import ApiError
 from specmamba.server.tools.definitions import NamedTool, Tool
 from specmamba.server.tools.formats import JsonCalls, JsonScan, XmlCall

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from specmamba.core import MAX_GRAMMAR_CHARACTERS
+from specmamba.sampling_params import MAX_GRAMMAR_CHARACTERS
 from specmamba.server.http.fields import STRING, StrictModel
 from specmamba.server.tools.formats import read_json
 
