@@ -255,10 +255,10 @@ def take_the_first_draft(
     logits: Tensor,
     batch: Batch,
     history: tuple[Tensor, Tensor] | None,
-    **rule: Any,
+    *rule: Any,
 ) -> Verdict:
     """Wrong: the first draft is accepted whatever the target says."""
-    fair = accept(tree, logits, batch, history, **rule)
+    fair = accept(tree, logits, batch, history, *rule)
     first = torch.zeros_like(tree.tokens)
     first[:, 1] = 1
     second = fair.bonus
@@ -276,11 +276,11 @@ def one_random_number_for_all_nodes(
     logits: Tensor,
     batch: Batch,
     history: tuple[Tensor, Tensor] | None,
-    **rule: Any,
+    *rule: Any,
 ) -> Verdict:
     """Wrong: a node's depth is forgotten, so both tokens of a step come from one random number."""
     flat = replace(tree.shape, depth=torch.zeros_like(tree.shape.depth))
-    return accept(replace(tree, shape=flat), logits, batch, history, **rule)
+    return accept(replace(tree, shape=flat), logits, batch, history, *rule)
 
 
 def favour_the_draft(
@@ -288,11 +288,11 @@ def favour_the_draft(
     logits: Tensor,
     batch: Batch,
     history: tuple[Tensor, Tensor] | None,
-    **rule: Any,
+    *rule: Any,
 ) -> Verdict:
     """Wrong, and hardly so: a draft that was refused gets a second chance, with the random number of another place."""
-    fair = accept(tree, logits, batch, history, **rule)
-    again = accept(tree, logits, replace(batch, root_positions=batch.root_positions + 1000), history, **rule)
+    fair = accept(tree, logits, batch, history, *rule)
+    again = accept(tree, logits, replace(batch, root_positions=batch.root_positions + 1000), history, *rule)
     better = again.num_accepted > fair.num_accepted
     parts = (
         torch.where(better if a.ndim == 1 else better[:, None], a, f)
