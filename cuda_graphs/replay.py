@@ -52,7 +52,6 @@ class EagerReplay(Replay[T]):
         self.has_fixed_shapes = has_fixed_shapes
 
     def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
-        """See ``Replay``."""
         fill()
         return function()
 
@@ -73,7 +72,6 @@ class GraphReplay(Replay[T]):
         self.costs: dict[Hashable, CaptureCost] = {}
 
     def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
-        """See ``Replay``."""
         if key not in self._graphs:
             clear()
             self._graphs[key] = self._capture(key, function)

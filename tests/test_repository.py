@@ -27,11 +27,9 @@ VENDORED = "specmamba/server/page_files/vendor/"
 
 # A subject that a sentence should name instead: which component, which caller, which request?
 VAGUE_WORD = re.compile(r"\b(?:" + "|".join(["no", "some"]) + r")body\b|\bwho" + r"ever\b", re.IGNORECASE)
-MAX_VAGUE_LINES = 60  # falls to 0
-MAX_SEE_DOCSTRINGS = 40  # falls to 0
 
-MAX_PYTHON_FILES = 331  # outside tests; falls to 300
-MAX_FILES_IN_FOLDER = 21  # Python files; falls to 20
+MAX_PYTHON_FILES = 327  # outside tests; falls to 300
+MAX_FILES_IN_FOLDER = 20  # Python files
 # One file name for one job. These names say which part of its folder a file is, and the folder says of what.
 PART_NAMES = {
     "__init__",
@@ -41,10 +39,11 @@ PART_NAMES = {
     "native_ops",
     "triton_ops",
     "triton_kernels",
-    "operands",  # what native code gets,
+    "operands",  # what they take,
     "tiles",  # and the tile sizes of its Triton kernels
 }
-MAX_SHARED_NAMES = 60  # falls to 0
+# So it is in the folders of commands, where options, figures, tables and texts are those of the command.
+COMMANDS = ("bench/", "kernels/aot/", "specmamba/measure/acceptance/", "specmamba/train/", "specmamba/tune/")
 
 
 def foreign_names(text: str) -> list[str]:
@@ -95,23 +94,21 @@ def public_docstrings(tree: ast.Module | ast.ClassDef) -> Iterator[tuple[int, st
 
 
 def test_sentences_name_their_subjects() -> None:
-    found = [
+    assert [
         f"{name}:{number}: {line.strip()}"
         for name, text in text_files()
         for number, line in enumerate(text.splitlines(), 1)
         if not name.startswith(VENDORED) and VAGUE_WORD.search(line)
-    ]
-    assert len(found) <= MAX_VAGUE_LINES, "\n".join(found)
+    ] == []
 
 
 def test_docstrings_say_it_themselves() -> None:
-    found = [
+    assert [
         f"{file}:{line}"
         for file in python_files()
         for line, docstring in public_docstrings(ast.parse((ROOT / file).read_text("utf8")))
         if re.match(r"See\b", docstring)
-    ]
-    assert len(found) <= MAX_SEE_DOCSTRINGS, found
+    ] == []
 
 
 def test_files_are_few() -> None:
@@ -126,10 +123,9 @@ def test_folders_are_small() -> None:
 def test_file_names_are_used_once() -> None:
     files = defaultdict(list)
     for file in python_files():
-        if file.stem not in PART_NAMES:
+        if file.stem not in PART_NAMES and not str(file).startswith(COMMANDS):
             files[file.stem].append(str(file))
-    shared = {name: places for name, places in files.items() if len(places) > 1}
-    assert len(shared) <= MAX_SHARED_NAMES, shared
+    assert {name: places for name, places in files.items() if len(places) > 1} == {}
 
 
 def test_no_huge_file() -> None:

@@ -65,7 +65,7 @@ def tree_verify_in_place(
 def tree_verify_snapshots(
     x: Tensor, window: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See ``torch_ops.tree_verify_snapshots``; the windows are a tensor of their own."""
+    """Compute ``torch_ops.tree_verify_snapshots`` in Triton; the windows are a tensor of their own."""
     x, window, index, (batch, nodes, channels) = _dense(x), _dense(window), _dense(index), x.shape
     width = weight.shape[1]
     y = torch.empty(batch, nodes, channels, dtype=torch.float32, device=x.device)

@@ -55,7 +55,7 @@ def tree_verify(
     node_offset: int,
     ancestors: Tensor,
 ) -> Tensor:
-    """See ``torch_ops.tree_verify``; ``state`` may be of any float dtype."""
+    """Compute ``torch_ops.tree_verify`` in Triton; ``state`` may be of any float dtype."""
     rows = torch.arange(len(state), device=state.device)
     buffers = Buffers(state, records_k, records_k, records_u, records_decay)  # there is no convolution
     return _tree_verify(
@@ -73,7 +73,7 @@ def tree_verify_snapshots(
     snapshots: Tensor,
     parents: Tensor | None,
 ) -> Tensor:
-    """See ``torch_ops.tree_verify_snapshots``; ``state`` may be of any float dtype."""
+    """Compute ``torch_ops.tree_verify_snapshots`` in Triton; ``state`` may be of any float dtype."""
     q, k, v, g, beta = _inputs(q, k, v, g, beta)
     _check_inner(state, snapshots, *(() if parents is None else (parents,)))
     out, (batch, num_nodes, heads, value_dim), key_dim = _empty_outputs(v), v.shape, q.shape[3]

@@ -55,7 +55,7 @@ def tree_verify(
     node_offset: int,
     ancestors: Tensor,
 ) -> Tensor:
-    """See ``torch_ops.tree_verify``; of T <= 64 nodes, and the state in any float dtype.
+    """Compute ``torch_ops.tree_verify`` in Triton; of T <= 64 nodes, and the state in any float dtype.
 
     Raises:
         ValueError: there are more nodes.
@@ -101,7 +101,7 @@ def extend_in_place(
 def tree_verify_snapshots(
     c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, snapshots: Tensor, parents: Tensor | None
 ) -> Tensor:
-    """See ``torch_ops.tree_verify_snapshots``; the state may have any float dtype."""
+    """Compute ``torch_ops.tree_verify_snapshots`` in Triton; the state may have any float dtype."""
     c, b, u, g, state = (_dense(x) for x in (c, b, u, g, state))
     (_, nodes, heads, head_dim), state_dim = u.shape, b.shape[3]
     out = torch.empty(u.shape, dtype=torch.float32, device=u.device)
