@@ -73,10 +73,10 @@ def _layer_candidates(
     write_slots = metadata.table[1:, case["context"] :].flatten()
 
     def run(layer: Any) -> Run:
-        pools = k_pool.clone(), v_pool.clone()
-        return lambda: (layer(projected, config, *turn, *pools, write_slots, metadata), *pools)
+        kv = paged_attention.LayerKV(k_pool.clone(), v_pool.clone(), write_slots)
+        return lambda: (layer(projected, config, turn, kv, metadata), kv.k_pool, kv.v_pool)
 
-    can_take = native_ops.can_take(projected, k_pool, v_pool, metadata.indices)
+    can_take = native_ops.can_take(projected, paged_attention.LayerKV(k_pool, v_pool, write_slots), metadata.indices)
     return place.forms(
         lambda: run(torch_ops.attend_layer),
         lambda: run(triton_ops("paged_attention").attend_layer),

@@ -5,25 +5,18 @@ from torch import Tensor
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.paged_attention import native_ops, torch_ops
-from specmamba.kernels.paged_attention.operands import AttentionConfig, AttentionMetadata
+from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
 
-__all__ = ["AttentionConfig", "AttentionMetadata", "attend_layer"]
+__all__ = ["Angles", "AttentionConfig", "AttentionMetadata", "LayerKV", "attend_layer"]
 
 
 # Triton needs neither the indices nor the mask of the metadata: its condition comes first, so they are never computed.
 @operator(
-    triton=lambda *given: gpu.can_launch(given[0], given[4]),
-    native=lambda *given: native_ops.can_take(given[0], given[4], given[5], given[7].indices),
+    triton=lambda *given: gpu.can_launch(given[0], given[3].k_pool),
+    native=lambda *given: native_ops.can_take(given[0], given[3], given[4].indices),
 )
 def attend_layer(
-    projected: Tensor,
-    config: AttentionConfig,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    write_slots: Tensor,
-    metadata: AttentionMetadata,
+    projected: Tensor, config: AttentionConfig, angles: Angles | None, kv: LayerKV, metadata: AttentionMetadata
 ) -> Tensor:
     """All of an attention layer between its two products: new keys and values are stored, then attended to.
 
@@ -33,10 +26,9 @@ def attend_layer(
     Args:
         projected: [B, N, (Hq + 2 Hkv) D], with a gate Hq D more, in the order queries, keys, values, gates.
         config: heads, scale, norm and gate of this layer.
-        cos, sin: [B, N, 1, R], R <= D, see ``rowwise.rotate``; None: queries and keys are not rotated.
-        k_pool, v_pool: [slots, Hkv, D], written at ``write_slots``; query head h reads key head h // (Hq // Hkv).
-        write_slots: [B * N] int64, where the tokens' keys and values are stored, numbers that are not finite as 0.
-            Slots are trusted. Several tokens may share a slot that is never read (padding).
+        angles: cosines and sines, see ``rowwise.rotate``; None: queries and keys are not rotated.
+        kv: the pools, in which the tokens' keys and values are stored, numbers that are not finite as 0. Query head h
+            reads key head h // (Hq // Hkv).
         metadata: which keys each query sees; what is stored here may be among them. A query that sees none gets 0.
 
     Returns:
@@ -46,4 +38,4 @@ def attend_layer(
         ValueError: shapes, dtypes or devices do not belong together (native form), or the numbers of a head are not
             contiguous in a pool (Triton form).
     """
-    return torch_ops.attend_layer(projected, config, cos, sin, k_pool, v_pool, write_slots, metadata)
+    return torch_ops.attend_layer(projected, config, angles, kv, metadata)

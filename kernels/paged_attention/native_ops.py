@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specmamba.kernels.native import library
 from specmamba.kernels.native.tensors import contiguous_from, is_contiguous_from, is_native, marshalled, require, struct
-from specmamba.kernels.paged_attention.operands import AttentionConfig, AttentionMetadata
+from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
 
 SOURCE = Path(__file__).parent / "native.cpp"
 MAX_QUERIES = 64  # per row: a draft tree's. Longer runs are matrix products, which PyTorch does better
@@ -29,44 +29,36 @@ _Layer = struct(
 )
 
 
-def can_take(projected: Tensor, k_pool: Tensor, v_pool: Tensor, kv_indices: Tensor) -> bool:
+def can_take(projected: Tensor, kv: LayerKV, kv_indices: Tensor) -> bool:
     """Whether native code computes this: float32 or bfloat16 on the CPU, as many queries per row as a tree has."""
     return (
-        _are_alike(projected, k_pool, v_pool)
+        _are_alike(projected, kv)
         and projected.shape[1] <= MAX_QUERIES
         and kv_indices.shape[1] > 0
         and code() is not None
     )
 
 
-def _are_alike(projected: Tensor, k_pool: Tensor, v_pool: Tensor) -> bool:
+def _are_alike(projected: Tensor, kv: LayerKV) -> bool:
     """Whether all have one dtype, of those that native code reads, on the CPU, and rows of pools are contiguous."""
-    pools = k_pool, v_pool
     return is_native(projected) and all(
-        pool.dtype is projected.dtype and pool.is_cpu and is_contiguous_from(pool, 1) for pool in pools
+        pool.dtype is projected.dtype and pool.is_cpu and is_contiguous_from(pool, 1) for pool in (kv.k_pool, kv.v_pool)
     )
 
 
 def attend_layer(
-    projected: Tensor,
-    config: AttentionConfig,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    write_slots: Tensor,
-    metadata: AttentionMetadata,
+    projected: Tensor, config: AttentionConfig, angles: Angles | None, kv: LayerKV, metadata: AttentionMetadata
 ) -> Tensor:
     """One call; shapes, dtypes and devices that do not belong together raise ValueError.
 
-    Entries of ``write_slots`` and ``metadata.indices`` are trusted.
+    Entries of ``kv.write_slots`` and ``metadata.indices`` are trusted.
     """
     native, marshalled_config = library.required(code()), marshalled(config, _marshal)
-    _check_layer(projected, config, k_pool, v_pool, write_slots)
+    _check_layer(projected, config, kv)
     batch, queries = projected.shape[:2]
-    cos, sin, rotated = _angles(projected, config, cos, sin)
+    cos, sin, rotated = _angles(projected, config, angles)
     kv_indices, mask, strides = _indices_and_mask(batch, queries, metadata.indices, metadata.mask)
-    projected, write_slots = projected.contiguous(), write_slots.contiguous()
+    projected, write_slots = projected.contiguous(), kv.write_slots.contiguous()
     out = torch.empty(batch, queries, config.num_query_heads * config.head_dim, dtype=projected.dtype)
     layer = _Layer(
         projected.data_ptr(),
@@ -74,9 +66,9 @@ def attend_layer(
         None if sin is None else sin.data_ptr(),
         *(write_slots.data_ptr(), kv_indices.data_ptr()),
         None if mask is None else mask.data_ptr(),
-        *(k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr()),
+        *(kv.k_pool.data_ptr(), kv.v_pool.data_ptr(), out.data_ptr()),
         *(batch, queries, kv_indices.shape[1], rotated),
-        *(k_pool.stride(0), v_pool.stride(0), *strides),
+        *(kv.k_pool.stride(0), kv.v_pool.stride(0), *strides),
     )
     native.paged_attend_layer(marshalled_config, layer, projected.dtype is torch.bfloat16, torch.get_num_threads())
     return out
@@ -99,11 +91,10 @@ def _marshal(config: AttentionConfig) -> Any:
     )
 
 
-def _check_layer(
-    projected: Tensor, config: AttentionConfig, k_pool: Tensor, v_pool: Tensor, write_slots: Tensor
-) -> None:
+def _check_layer(projected: Tensor, config: AttentionConfig, kv: LayerKV) -> None:
     """Native code trusts these: wrong shapes would make it read other memory."""
-    require(_are_alike(projected, k_pool, v_pool), "projections and pools need one dtype, and whole rows on the CPU")
+    k_pool, v_pool, write_slots = kv
+    require(_are_alike(projected, kv), "projections and pools need one dtype, and whole rows on the CPU")
     batch, queries, width = projected.shape
     require(k_pool.shape[1:] == v_pool.shape[1:] == config.key_shape, "keys and values do not fit the heads")
     require(width == config.projected_width, "the projections have another width")
@@ -112,12 +103,12 @@ def _check_layer(
 
 
 def _angles(
-    projected: Tensor, config: AttentionConfig, cos: Tensor | None, sin: Tensor | None
+    projected: Tensor, config: AttentionConfig, angles: Angles | None
 ) -> tuple[Tensor | None, Tensor | None, int]:
     """Cosines and sines as native code takes them, and how many components of a head turn."""
-    if cos is None or sin is None:
-        require(cos is sin, "cos and sin need each other")
+    if angles is None:
         return None, None, 0
+    cos, sin = angles
     rotated = cos.shape[-1]
     require(cos.dtype is sin.dtype is projected.dtype, "projections, cos and sin differ in dtype")
     require(cos.is_cpu and sin.is_cpu, "cos and sin need to be on the CPU")

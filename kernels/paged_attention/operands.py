@@ -1,12 +1,23 @@
-"""What attention is given besides tensors: the configuration of a layer, and the metadata of a forward."""
+"""What attention is given besides projections: a layer's configuration and pools, and the metadata of a forward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+Angles = tuple[Tensor, Tensor]  # cosines and sines by which queries and keys are rotated, each [B, N, 1, R], R <= D
+
+
+class LayerKV(NamedTuple):
+    """Stored keys and values of one layer, and where those of a forward's tokens are stored."""
+
+    k_pool: Tensor  # [slots, Hkv, D]
+    v_pool: Tensor  # [slots, Hkv, D]
+    write_slots: Tensor  # [B * N] int64. Slots are trusted; tokens may share one that is never read (padding)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ section 2.2; a tree as an attention mask, arXiv 2305.09781, section 4. See READM
 import torch
 from torch import Tensor
 
-from specmamba.kernels.paged_attention.operands import AttentionConfig, AttentionMetadata
+from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
 from specmamba.kernels.rowwise import reference as rowwise
 
 
@@ -42,19 +42,12 @@ def attend(
 
 
 def attend_layer(
-    projected: Tensor,
-    config: AttentionConfig,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    write_slots: Tensor,
-    metadata: AttentionMetadata,
+    projected: Tensor, config: AttentionConfig, angles: Angles | None, kv: LayerKV, metadata: AttentionMetadata
 ) -> Tensor:
     """Normalise and rotate queries and keys, store keys and values, attend, gate: the parts that the layer has.
 
-    projected [B, N, (Hq + 2 Hkv) D], with gates Hq D more: queries, keys, values, gates; cos and sin [B, N, 1, R] or
-    None; write_slots [B * N] int64, rows of the pools, which are written: numbers that are not finite become 0. The
+    projected [B, N, (Hq + 2 Hkv) D], with gates Hq D more: queries, keys, values, gates; angles cosines and sines
+    or None; of ``kv``, the rows ``write_slots`` of the pools are written: numbers that are not finite become 0. The
     metadata gives ``kv_indices`` and ``mask`` of ``attend``. Normalised and rotated values are rounded to the dtype of
     ``projected``.
 
@@ -66,14 +59,14 @@ def attend_layer(
     qk, v, gate = heads[:, :, :num_qk], heads[:, :, num_qk : num_qk + config.num_key_heads], heads[:, :, -query_heads:]
     if config.norm is not None:
         qk = rowwise.rms_norm(qk, config.norm, config.norm_eps)
-    if cos is not None and sin is not None:
-        qk = rowwise.rotate(qk, cos, sin)
+    if angles is not None:
+        qk = rowwise.rotate(qk, *angles)
     for b in range(batch):
         for n in range(nodes):
-            slot = write_slots[b * nodes + n]
-            for pool, new in ((k_pool, qk[b, n, query_heads:]), (v_pool, v[b, n])):
+            slot = kv.write_slots[b * nodes + n]
+            for pool, new in ((kv.k_pool, qk[b, n, query_heads:]), (kv.v_pool, v[b, n])):
                 pool[slot] = torch.where(new.isfinite(), new, 0)
-    out = attend(qk[:, :, :query_heads], k_pool, v_pool, metadata.indices, metadata.mask, config.scale)
+    out = attend(qk[:, :, :query_heads], kv.k_pool, kv.v_pool, metadata.indices, metadata.mask, config.scale)
     if config.has_gate:
         dtype = torch.promote_types(projected.dtype, torch.float32)
         out = (out.to(dtype) / (1 + torch.exp(-gate.to(dtype)))).to(projected.dtype)

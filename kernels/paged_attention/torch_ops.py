@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specmamba.kernels import rowwise
-from specmamba.kernels.paged_attention.operands import AttentionConfig, AttentionMetadata
+from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
 
 
 def attend(
@@ -44,14 +44,7 @@ def attend(
 
 
 def attend_layer(
-    projected: Tensor,
-    config: AttentionConfig,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    write_slots: Tensor,
-    metadata: AttentionMetadata,
+    projected: Tensor, config: AttentionConfig, angles: Angles | None, kv: LayerKV, metadata: AttentionMetadata
 ) -> Tensor:
     """Norm and rotation by ``rowwise``, keys and values gathered, then PyTorch's attention."""
     batch, length, _ = projected.shape
@@ -62,19 +55,19 @@ def attend_layer(
     qk = qk.reshape(batch, length, -1, dim)
     if config.norm is not None:
         qk = rowwise.rms_norm(qk, config.norm, config.norm_eps)
-    if cos is not None and sin is not None:
-        qk = rowwise.rotate(qk, cos, sin)
+    if angles is not None:
+        qk = rowwise.rotate(qk, *angles)
     q, k = torch.split_with_sizes(qk, [query_heads, key_heads], 2)
-    write(k_pool, v_pool, write_slots, k.flatten(0, 1), v.reshape(-1, key_heads, dim))
-    out = attend(q, k_pool, v_pool, metadata.indices, metadata.mask, config.scale).flatten(2)
+    write(kv, k.flatten(0, 1), v.reshape(-1, key_heads, dim))
+    out = attend(q, kv.k_pool, kv.v_pool, metadata.indices, metadata.mask, config.scale).flatten(2)
     return out * gate.sigmoid() if config.has_gate else out
 
 
-def write(k_pool: Tensor, v_pool: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store k, v [T, Hkv, D] at slots [T] of the pools; numbers that are not finite as 0.
+def write(kv: LayerKV, k: Tensor, v: Tensor) -> None:
+    """Store k, v [T, Hkv, D] at the T slots of the pools; numbers that are not finite as 0.
 
     Some forms of attention multiply masked keys too, and NaN survives any mask: it would spoil other requests that
     share the padding slot, or get the slot next. A request with such numbers is detected by its own hidden states.
     """
-    k_pool.index_copy_(0, slots, k.nan_to_num(0.0, 0.0, 0.0))
-    v_pool.index_copy_(0, slots, v.nan_to_num(0.0, 0.0, 0.0))
+    kv.k_pool.index_copy_(0, kv.write_slots, k.nan_to_num(0.0, 0.0, 0.0))
+    kv.v_pool.index_copy_(0, kv.write_slots, v.nan_to_num(0.0, 0.0, 0.0))

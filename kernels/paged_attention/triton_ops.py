@@ -7,39 +7,23 @@ from torch import Tensor
 
 from specmamba.kernels.paged_attention import tiles, torch_ops
 from specmamba.kernels.paged_attention import triton_kernels as kernels
-from specmamba.kernels.paged_attention.operands import AttentionConfig, AttentionMetadata
+from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
 
 
 def attend_layer(
-    projected: Tensor,
-    config: AttentionConfig,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    write_slots: Tensor,
-    metadata: AttentionMetadata,
+    projected: Tensor, config: AttentionConfig, angles: Angles | None, kv: LayerKV, metadata: AttentionMetadata
 ) -> Tensor:
     """Three launches for trees; rows of padding (``metadata.rows`` 0) get zeros, and nothing is stored in slot 0."""
-    q = store(projected, config, cos, sin, k_pool, v_pool, write_slots)
+    q = store(projected, config, angles, kv)
     gate = projected[..., -config.num_query_heads * config.head_dim :] if config.has_gate else None
-    return _attend(q, k_pool, v_pool, metadata, config.scale, gate).flatten(2)
+    return _attend(q, kv.k_pool, kv.v_pool, metadata, config.scale, gate).flatten(2)
 
 
-def store(
-    projected: Tensor,
-    config: AttentionConfig,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    write_slots: Tensor,
-) -> Tensor:
+def store(projected: Tensor, config: AttentionConfig, angles: Angles | None, kv: LayerKV) -> Tensor:
     """What a layer does before it attends, in one launch.
 
     Args:
-        projected, config, cos, sin, k_pool, v_pool, write_slots: see the entry. Nothing is stored in
-            slot 0, and 0 where a number is not finite.
+        projected, config, angles, kv: see the entry. Nothing is stored in slot 0, and 0 where a number is not finite.
 
     Returns:
         Queries, normalised and rotated, [B, N, Hq, D].
@@ -47,13 +31,15 @@ def store(
     Raises:
         ValueError: the numbers of a head do not lie side by side in a pool.
     """
+    k_pool, v_pool, write_slots = kv
     _check_pools(k_pool, v_pool)
     projected, write_slots = _dense(projected), write_slots.contiguous()
     batch, num_queries, _ = projected.shape
-    rotated, angles = 0, [0, 0, 0, 0]
-    if cos is not None and sin is not None:
-        cos, sin, rotated = _dense(cos), _dense(sin), cos.shape[-1]
-        angles = [cos.stride(0), cos.stride(1), sin.stride(0), sin.stride(1)]
+    cos = sin = None
+    rotated, angle_strides = 0, [0, 0, 0, 0]
+    if angles is not None:
+        cos, sin = _dense(angles[0]), _dense(angles[1])
+        rotated, angle_strides = cos.shape[-1], [cos.stride(0), cos.stride(1), sin.stride(0), sin.stride(1)]
     norm = None if config.norm is None else config.norm.contiguous()
     q = torch.empty(
         *(batch, num_queries, config.num_query_heads, config.head_dim), dtype=projected.dtype, device=projected.device
@@ -64,7 +50,7 @@ def store(
     kernels.store_kernel[batch * num_queries, -(-num_heads // tiles.STORE_HEADS)](
         *(projected, norm, cos, sin, write_slots, q, k_pool, v_pool),
         *(config.norm_eps, num_queries),
-        *(projected.stride(0), projected.stride(1), *angles),
+        *(projected.stride(0), projected.stride(1), *angle_strides),
         *(k_pool.stride(0), k_pool.stride(1), v_pool.stride(0), v_pool.stride(1)),
         **tiles.store_constexprs(
             config.num_query_heads, config.num_key_heads, config.head_dim, rotated, norm is not None

@@ -65,8 +65,9 @@ class PagedKV:
         Returns:
             [B, L, Hq D].
         """
-        pools = self.pool.k[layer], self.pool.v[layer]
-        return paged_attention.attend_layer(projected, form, cos, sin, *pools, self.write_slots, self.keys)
+        kv = paged_attention.LayerKV(self.pool.k[layer], self.pool.v[layer], self.write_slots)
+        angles = None if cos is None or sin is None else (cos, sin)
+        return paged_attention.attend_layer(projected, form, angles, kv, self.keys)
 
 
 def causal_keys(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels.paged_attention import AttentionMetadata
+from specmamba.kernels.paged_attention import AttentionMetadata, LayerKV
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 from tests.pairwise import pairwise
 
@@ -37,6 +38,14 @@ def plain_mask(keys: AttentionMetadata) -> Tensor:
     return torch.tensor(
         [[[sees(keys, b, q, t) for t in positions] for q in range(num_queries)] for b in range(batch)]
     ).view(batch, num_queries, keys.num_keys)
+
+
+def layer_arguments(parts: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``attend_layer``: of the parts, cos and sin become one value, and pools with write slots another."""
+    angles = None if parts["cos"] is None else (parts["cos"], parts["sin"])
+    kv = LayerKV(parts["k_pool"], parts["v_pool"], parts["write_slots"])
+    kept = {name: parts[name] for name in ("projected", "config", "metadata")}
+    return kept | {"angles": angles, "kv": kv}
 
 
 def make_table(width: int, seed: int = 0) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from specmamba.kernels import paged_attention, rowwise
 from specmamba.kernels.dispatch import operator_of
-from specmamba.kernels.paged_attention import native_ops, reference, torch_ops
+from specmamba.kernels.paged_attention import LayerKV, native_ops, reference, torch_ops
 from tests.kernels.rounding import tolerance
+from tests.kernels.test_attention_keys import layer_arguments
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 from tests.pairwise import pairwise
 
@@ -164,7 +165,7 @@ def call_layer(ops: ModuleType, arguments: dict[str, Any]) -> Tensor:
     indices, mask = given.pop("kv_indices"), given.pop("mask")
     metadata = paged_attention.AttentionMetadata(indices, indices[:, 0], indices, indices.shape[1])
     vars(metadata).update(indices=indices, mask=mask)
-    out: Tensor = ops.attend_layer(**given, metadata=metadata)
+    out: Tensor = ops.attend_layer(**layer_arguments(given | {"metadata": metadata}))
     return out
 
 
@@ -394,7 +395,7 @@ def with_metadata(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
 def test_every_form_gets_the_indices_and_the_mask_of_the_metadata(nodes: int) -> None:
     layer, wanted = with_metadata(make_layer(2, nodes, nodes, (4, 2, 8), 4, torch.float32))
     pools = {name: layer[name].clone() for name in ("k_pool", "v_pool")}
-    got = paged_attention.attend_layer(**(layer | pools)), pools["k_pool"], pools["v_pool"]
+    got = paged_attention.attend_layer(**layer_arguments(layer | pools)), pools["k_pool"], pools["v_pool"]
     assert_alike(got, run_layer(reference, wanted), torch.float32)
 
 
@@ -404,7 +405,7 @@ def test_every_form_gets_the_indices_and_the_mask_of_the_metadata(nodes: int) ->
 )
 def test_native_code_is_chosen_for_few_queries(nodes: int, expected: str) -> None:
     layer, _ = with_metadata(make_layer(1, nodes, nodes, (2, 1, 4), 2, torch.float32))
-    assert operator_of(paged_attention.attend_layer).choose(**layer) == expected
+    assert operator_of(paged_attention.attend_layer).choose(**layer_arguments(layer)) == expected
 
 
 @needs_native
@@ -420,7 +421,6 @@ def test_a_native_layer_refuses_what_does_not_fit() -> None:
         {"config": replace(fitting, num_query_heads=3)},
         {"config": replace(fitting, num_query_heads=2, num_key_heads=4)},
         {"config": replace(fitting, head_dim=4)},
-        {"sin": None},
         {"cos": arguments["cos"].bfloat16(), "sin": arguments["sin"].bfloat16()},
         {"cos": arguments["cos"][:, :2]},
         {"cos": wide, "sin": wide},
@@ -442,10 +442,14 @@ def test_a_native_layer_refuses_what_does_not_fit() -> None:
     ]:
         with pytest.raises(ValueError, match=r"fit|need|width|shape|dtype|rotate"):
             call_layer(native_ops, arguments | wrong)
-    operands = [arguments[name] for name in ("projected", "k_pool", "v_pool", "kv_indices")]
-    assert native_ops.can_take(*operands)
-    for i in range(3):
-        assert not native_ops.can_take(*operands[:i], operands[i].to("meta"), *operands[i + 1 :])
+
+    def can_take(layer: dict[str, Any]) -> bool:
+        kv = LayerKV(layer["k_pool"], layer["v_pool"], layer["write_slots"])
+        return native_ops.can_take(layer["projected"], kv, layer["kv_indices"])
+
+    assert can_take(arguments)
+    for name in ("projected", "k_pool", "v_pool"):
+        assert not can_take(arguments | {name: arguments[name].to("meta")})
 
 
 def test_reference_matches_torch_attention() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from specmamba.kernels import paged_attention
 from specmamba.kernels.paged_attention import AttentionConfig, AttentionMetadata, reference, tiles, torch_ops
 from tests.kernels.rounding import tolerance
-from tests.kernels.test_attention_keys import make_keys, plain_mask
+from tests.kernels.test_attention_keys import layer_arguments, make_keys, plain_mask
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -219,16 +219,15 @@ def run_layer(ops: Any, device: str, layer: dict[str, Any]) -> tuple[Tensor, Ten
     there = {name: x.to(device, copy=True) if isinstance(x, Tensor) else x for name, x in layer.items()}
     if (config := layer["config"]).norm is not None:
         there["config"] = replace(config, norm=config.norm.to(device))
-    out = ops.attend_layer(**(there | {"metadata": on(device, layer["metadata"])}))
+    out = ops.attend_layer(**layer_arguments(there | {"metadata": on(device, layer["metadata"])}))
     return out.cpu(), there["k_pool"].cpu(), there["v_pool"].cpu()
 
 
 def right_layer(layer: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Of the reference, whose pools then hold the new keys; it knows nothing of padding."""
     keys, pools = replace(layer["metadata"]), (layer["k_pool"].clone(), layer["v_pool"].clone())
-    given = {name: x for name, x in layer.items() if name not in ("metadata", "k_pool", "v_pool")}
     vars(keys).update(indices=keys.table[keys.rows, : keys.num_keys], mask=plain_mask(keys))
-    out = reference.attend_layer(**given, k_pool=pools[0], v_pool=pools[1], metadata=keys)
+    out = reference.attend_layer(**layer_arguments(layer | {"k_pool": pools[0], "v_pool": pools[1], "metadata": keys}))
     is_padding = keys.rows == 0
     out[is_padding] = 0
     for pool, before in zip(pools, (layer["k_pool"], layer["v_pool"]), strict=True):
@@ -268,7 +267,7 @@ def test_what_is_stored_bit_for_bit(triton_ops: Any, gpu_device: str) -> None:
     """Every product is rounded where PyTorch rounds it."""
     layer = make_layer(make_keys([9, 4], 4), (2, 1, 16), 6, FP16, "rotary")
     in_torch = layer | {"k_pool": layer["k_pool"].clone(), "v_pool": layer["v_pool"].clone()}
-    torch_ops.attend_layer(**in_torch)
+    torch_ops.attend_layer(**layer_arguments(in_torch))
     _, k_pool, v_pool = run_layer(triton_ops, gpu_device, layer)
     assert torch.equal(k_pool.nan_to_num(9.0), in_torch["k_pool"].nan_to_num(9.0))
     assert torch.equal(v_pool.nan_to_num(9.0), in_torch["v_pool"].nan_to_num(9.0))
@@ -333,12 +332,12 @@ def test_views(triton_ops: Any, gpu_device: str) -> None:
         keys, seen=keys.seen.transpose(1, 2).contiguous().transpose(1, 2), table=keys.table.t().contiguous().t()
     )
     views = {"projected": wide[..., 30:222], "cos": angles[..., :8], "sin": angles[..., 8:], "metadata": turned}
-    out = triton_ops.attend_layer(**(there | views | {"k_pool": pools[0, 1], "v_pool": pools[1, 1]}))
+    out = triton_ops.attend_layer(**layer_arguments(there | views | {"k_pool": pools[0, 1], "v_pool": pools[1, 1]}))
     for got, expected in zip((out, pools[0, 1], pools[1, 1]), want, strict=True):
         assert torch.equal(got.cpu().nan_to_num(9.0), expected.nan_to_num(9.0))
     assert pools[:, 0].isnan().all()
     with pytest.raises(ValueError, match="side by side"):
-        triton_ops.attend_layer(**(there | {"metadata": keys, "v_pool": pools[0, 1].transpose(1, 2)}))
+        triton_ops.attend_layer(**layer_arguments(there | {"metadata": keys, "v_pool": pools[0, 1].transpose(1, 2)}))
 
 
 @pytest.mark.parametrize(("batch", "num_queries"), [(0, 5), (0, 70), (2, 0)])
@@ -391,7 +390,7 @@ def test_triton_is_chosen_where_it_runs(triton_ops: Any, gpu_device: str) -> Non
     layer["metadata"] = keys = on(gpu_device, layer["metadata"])
     there = {name: x.to(gpu_device) if isinstance(x, Tensor) else x for name, x in layer.items()}
     there["config"] = replace(layer["config"], norm=layer["config"].norm.to(gpu_device))
-    assert torch.equal(paged_attention.attend_layer(**there).cpu(), want[0])
+    assert torch.equal(paged_attention.attend_layer(**layer_arguments(there)).cpu(), want[0])
     assert not {"indices", "mask"} & set(vars(keys))
 
 
