@@ -15,7 +15,7 @@ from specmamba.kernels.delta_net.operands import Inputs, Weights
 from specmamba.kernels.native import library
 from specmamba.kernels.native.tensors import is_native, marshalled, require, struct, tokens_of
 from specmamba.kernels.rowwise.torch_ops import L2_EPS
-from specmamba.kernels.state_records.native_operands import (
+from specmamba.kernels.state_records.native_ops import (
     BuffersStruct,
     Heads,
     TreesStruct,
@@ -52,15 +52,11 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     Raises:
         ValueError: ``can_take`` does not, or shapes do not fit. Indices are trusted.
     """
-    native, native_weights, native_buffers = (
-        code(),
-        marshalled(weights, _marshal_weights),
-        marshalled(buffers, marshal_buffers),
-    )
-    assert native is not None
+    native = library.required(code())
+    weights_struct, buffers_struct = marshalled(weights, _marshal_weights), marshalled(buffers, marshal_buffers)
     require(_are_alike(inputs, buffers), "inputs and conv_inputs need one dtype, float32 or bfloat16, on the CPU")
-    is_readable = native_weights is not None and native_buffers is not None
-    require(is_readable, "weights or buffers have a dtype, device or layout that native code does not take")
+    can_read = weights_struct is not None and buffers_struct is not None
+    require(can_read, "weights or buffers have a dtype, device or layout that native code does not take")
     batch, nodes = inputs.mixed.shape[:2]
     heads, width = (batch, nodes, weights.num_value_heads), weights.value_dim
     require(inputs.mixed.shape[2] == weights.conv.shape[0], "the inputs have other channels than the convolution")
@@ -74,8 +70,8 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     pointers = (x.data_ptr() for x in (mixed, gate, b, a, out))
     native.delta_net_tree_verify(
         _Inputs(*pointers, of_mixed, of_gate, of_b, of_a),
-        native_weights,
-        native_buffers,
+        weights_struct,
+        buffers_struct,
         marshalled(trees, marshal_trees),
         mixed.dtype is torch.bfloat16,
         torch.get_num_threads(),

@@ -3,13 +3,63 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specmamba.kernels.gated_delta_rule import tiles
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
+from specmamba.kernels.gpu import Variant
 from specmamba.kernels.state_records.operands import Buffers, StateOperands, Trees
+from specmamba.kernels.state_records.triton_ops import RECORDS, block, variant
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Of one program: tokens or nodes at a time, keys at a time, its share of the values, and what runs it."""
+
+    tokens: int
+    keys: int
+    values: int
+    num_warps: int
+    num_stages: int = 1
+
+
+def root_tile(key_dim: int, value_dim: int) -> Tile:
+    """Trees of one node: the state is read once and used at once, so there have to be many loads under way."""
+    keys = block(key_dim)
+    return Tile(1, keys, block(value_dim, 32), num_warps=4 if keys <= 128 else 8)
+
+
+def tree_tile(num_nodes: int, value_dim: int) -> Tile:
+    """Larger trees: the nodes take the registers, the state passes through 16 keys at a time; with 32 some spill."""
+    nodes = block(num_nodes)
+    if nodes > 32:
+        return Tile(nodes, 16, 16, num_warps=8)
+    return Tile(nodes, 16, block(value_dim, 32), num_warps=4)
+
+
+def extend_tile(key_dim: int, value_dim: int) -> Tile:
+    """Known tokens, 32 at a time."""
+    return Tile(32, block(key_dim, 32), block(value_dim, 32), num_warps=4)
+
+
+def constexprs(kernel: Any, tile: Tile, key_dim: int, value_dim: int, group: int) -> dict[str, int]:
+    """Those that a kernel of this op has, of all there are."""
+    values = {
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "GROUP": group,
+        "BLOCK_NODES": tile.tokens,
+        "BLOCK_TOKENS": tile.tokens,
+        "BLOCK_KEYS": tile.keys,
+        "BLOCK_VALUES": tile.values,
+        "BLOCK_RECORDS": RECORDS,
+    }
+    return {name: value for name, value in values.items() if name in kernel.arg_names}
+
 
 PADDING_SLOT, NO_SLOT = 0, -1
 
@@ -79,12 +129,12 @@ def tree_verify_snapshots(
     out, (batch, num_nodes, heads, value_dim), key_dim = _empty_outputs(v), v.shape, q.shape[3]
     if out.numel() == 0:
         return out
-    kernel, tile = kernels.snapshots_kernel, tiles.root_tile(key_dim, value_dim)
+    kernel, tile = kernels.snapshots_kernel, root_tile(key_dim, value_dim)
     kernel[_grid(tile, batch, heads, value_dim)](
         *(q, k, v, g, beta, out, state, snapshots, parents, num_nodes),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *state.stride()[:3], *snapshots.stride()[:4]),
         0 if parents is None else parents.stride(0),
-        **tiles.constexprs(kernel, tile, key_dim, value_dim, heads // k.shape[2]),
+        **constexprs(kernel, tile, key_dim, value_dim, heads // k.shape[2]),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -113,13 +163,13 @@ def extend_in_place(
     out, (batch, num_tokens, heads, value_dim), key_dim = _empty_outputs(v), v.shape, q.shape[3]
     if out.numel() == 0:
         return out
-    kernel, tile = kernels.extend_kernel, tiles.extend_tile(key_dim, value_dim)
+    kernel, tile = kernels.extend_kernel, extend_tile(key_dim, value_dim)
     is_exact = states.dtype is torch.float32
     work = None if is_exact else torch.empty(batch, *states.shape[1:], dtype=torch.float32, device=v.device)
     kernel[_grid(tile, batch, heads, value_dim)](
         *(q, k, v, g, beta, out, states, work, slots, lengths, num_tokens),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *states.stride()[:3]),
-        **tiles.constexprs(kernel, tile, key_dim, value_dim, heads // k.shape[2]),
+        **constexprs(kernel, tile, key_dim, value_dim, heads // k.shape[2]),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -139,18 +189,18 @@ def _tree_verify(
     of_buffers = (*states.stride()[:3], *buffers.k.stride()[:3], *buffers.u.stride()[:3], *buffers.decay.stride()[:2])
     group = heads // k.shape[2]
     if num_nodes == 1:
-        kernel, tile = kernels.root_kernel, tiles.root_tile(key_dim, value_dim)
+        kernel, tile = kernels.root_kernel, root_tile(key_dim, value_dim)
         of_tokens = (x.stride(d) for x in (q, k, v) for d in (0, 2))
         arguments = (*operands, t.node_offset, padding_slot, *of_tokens, *of_buffers)
     else:
-        kernel, tile = kernels.tree_kernel, tiles.tree_tile(num_nodes, value_dim)
+        kernel, tile = kernels.tree_kernel, tree_tile(num_nodes, value_dim)
         ancestors = t.ancestors if t.ancestors.stride(2) == 1 else t.ancestors.contiguous()
         of_tokens = (x.stride(d) for x in (q, k, v) for d in range(3))
         sizes = num_nodes, t.node_offset, padding_slot
         arguments = (*operands, ancestors, *sizes, *of_tokens, *of_buffers, *ancestors.stride()[:2])
     kernel[_grid(tile, batch, heads, value_dim)](
         *arguments,
-        **tiles.constexprs(kernel, tile, key_dim, value_dim, group),
+        **constexprs(kernel, tile, key_dim, value_dim, group),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -172,5 +222,38 @@ def _empty_outputs(v: Tensor) -> Tensor:
     return torch.empty(v.shape, dtype=torch.float32, device=v.device)
 
 
-def _grid(tile: tiles.Tile, batch: int, heads: int, value_dim: int) -> tuple[int, int, int]:
+def _grid(tile: Tile, batch: int, heads: int, value_dim: int) -> tuple[int, int, int]:
     return -(-value_dim // tile.values), heads, batch
+
+
+def variants() -> list[Variant]:
+    """Trees of 1, 16 and 64 nodes, known tokens, snapshots; heads of 128, and of 64 and 256 where the tile changes."""
+    root, tree = kernels.root_kernel, kernels.tree_kernel
+    return [
+        _variant("tree_verify N=1", root, root_tile(128, 128), "fp32", 128),
+        _variant("tree_verify N=1", root, root_tile(256, 128), "bf16", 256),
+        _variant("tree_verify N=8", tree, tree_tile(8, 128), "bf16", 128),
+        _variant("tree_verify N=16", tree, tree_tile(16, 128), "fp32", 64),
+        _variant("tree_verify N=64", tree, tree_tile(64, 128), "fp32", 128),
+        _variant("extend", kernels.extend_kernel, extend_tile(128, 128), "bf16", 128),
+        _variant("extend", kernels.extend_kernel, extend_tile(256, 128), "fp32", 256),
+        _variant("tree_verify_snapshots", kernels.snapshots_kernel, root_tile(128, 128), "fp32", 128),
+    ]
+
+
+POINTERS: Mapping[str, str] = {
+    **dict.fromkeys(("q", "k", "v", "g", "beta", "out", "work", "snapshots"), "fp32"),
+    **dict.fromkeys(("records_k", "records_u", "records_decay"), "fp32"),
+    **dict.fromkeys(("rows", "slots", "num_pending", "parents", "lengths"), "i64"),
+    **dict.fromkeys(("folds", "ancestors"), "i1"),
+}
+
+
+def _variant(what: str, kernel: Any, tile: Tile, state_dtype: str, key_dim: int) -> Variant:
+    pointers = {name: POINTERS.get(name, state_dtype) for name in (*POINTERS, "state", "states")}
+    taken = {name: of for name, of in pointers.items() if name in kernel.arg_names}
+    constants: dict[str, Any] = constexprs(kernel, tile, key_dim, 128, 2)
+    if state_dtype == "fp32" and taken.pop("work", ""):
+        constants["work"] = None
+    name = f"{what} {state_dtype} K={key_dim} V=128"
+    return variant(name, kernel, taken, constants, tile.num_warps, tile.num_stages)

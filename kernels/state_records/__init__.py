@@ -9,12 +9,12 @@ from specmamba.kernels.state_records.operands import (
     Buffers,
     ExtendOperands,
     RecordOperands,
+    RowSet,
     SnapshotOperands,
     StateOperands,
     Trees,
     as_stored,
 )
-from specmamba.kernels.state_records.rows import RowSet
 
 __all__ = [
     "Buffers",

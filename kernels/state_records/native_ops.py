@@ -6,12 +6,15 @@ import ctypes
 from ctypes import POINTER, c_int
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from specmamba.kernels.native import library
 from specmamba.kernels.native.tensors import contiguous_from, is_contiguous_from, require, struct
+from specmamba.kernels.state_records.operands import Buffers, Trees
 
 SOURCE = Path(__file__).parent / "native.cpp"
 
@@ -73,3 +76,83 @@ def _check_shapes(
 def code() -> ctypes.CDLL | None:
     """The native code of this op; None where there is none."""
     return library.load_functions(SOURCE, {"fold_records": [POINTER(_Fold), c_int]})
+
+
+BuffersStruct = struct(
+    "Buffers",
+    ["states", "conv_inputs", "k", "u", "decay"],
+    ["states_slot", "conv_inputs_row", "k_row", "u_row", "decay_row"],
+)
+TreesStruct = struct(
+    "Trees",
+    ["rows", "slots", "conv_index", "num_pending", "ancestors"],
+    ["batch", "nodes", "node_offset", "ancestors_batch"],
+)
+
+
+class Heads(NamedTuple):
+    """Sizes of a layer's heads, as native code is told them."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    def check(self, conv: Tensor) -> None:
+        """ValueError where they do not fit each other or a convolution [C, W]."""
+        hk, hv, key_dim, value_dim = self
+        require(hk > 0 and hv % hk == 0, "value heads are no multiple of key heads")
+        channels = 2 * hk * key_dim + hv * value_dim
+        require(conv.shape[0] == channels, "the convolution has other channels than the heads")
+
+
+_FITTING: WeakKeyDictionary[Buffers, Any] = WeakKeyDictionary()  # the weights that buffers were last checked with
+
+
+def marshal_buffers(x: Buffers) -> Any:
+    """None where native code cannot take them: it wants float32 (conv_inputs aside) and contiguous rows, on the CPU."""
+    tensors = x.states, x.conv_inputs, x.k, x.u, x.decay
+    is_float = all(y.dtype is torch.float32 for y in (x.states, x.k, x.u, x.decay))
+    if not is_float or not all(y.is_cpu and is_contiguous_from(y, 1) for y in tensors):
+        return None
+    return BuffersStruct(*(y.data_ptr() for y in tensors), *(y.stride(0) for y in tensors))
+
+
+def marshal_trees(x: Trees) -> Any:
+    """For native code, which trusts indices.
+
+    Raises:
+        ValueError: a dtype, a device or a layout that it does not take, or shapes that do not fit each other.
+    """
+    integers = x.rows, x.slots, x.conv_index, *(() if x.num_pending is None else (x.num_pending,))
+    are_places = all(y.dtype is torch.int64 and y.is_cpu and y.is_contiguous() for y in integers)
+    require(are_places, "places need contiguous int64 on the CPU")
+    is_mask = x.ancestors.is_cpu and x.ancestors.dtype is torch.bool and is_contiguous_from(x.ancestors, 1)
+    require(is_mask, "ancestors need rows of bool on the CPU")
+    batch, nodes, _ = x.conv_index.shape
+    require(x.rows.shape == x.slots.shape == (batch,), "rows and slots need one entry per tree")
+    require(x.num_pending is None or x.num_pending.shape == (batch,), "num_pending needs one entry per tree")
+    require(x.ancestors.shape == (batch, nodes, nodes), "ancestors need one row and column per node")
+    pending = None if x.num_pending is None else x.num_pending.data_ptr()
+    pointers = x.rows.data_ptr(), x.slots.data_ptr(), x.conv_index.data_ptr(), pending, x.ancestors.data_ptr()
+    return TreesStruct(*pointers, batch, nodes, x.node_offset, x.ancestors.stride(0))
+
+
+def check_places(weights: Any, conv: Tensor, heads: Heads, buffers: Buffers, trees: Trees) -> None:
+    """That trees fit buffers, and buffers a layer's ``weights``, of which ``conv`` [C, W] and ``heads`` tell the sizes.
+
+    Raises:
+        ValueError: they do not. Native code trusts these shapes; outside of them there is other memory.
+    """
+    capacity = buffers.k.shape[1]
+    require(trees.node_offset + trees.ancestors.shape[1] <= capacity, "the records have no room for the nodes")
+    require(trees.conv_index.shape[2] == conv.shape[1], "the convolution's index has another width")
+    if _FITTING.get(buffers) is weights:
+        return
+    rows, (channels, width) = buffers.k.shape[0], conv.shape
+    require(buffers.states.shape[1:] == (heads.value_heads, *heads[2:]), "the states have another shape")
+    require(buffers.conv_inputs.shape == (rows, width - 1 + capacity, channels), "conv_inputs have another shape")
+    require(buffers.k.shape[2:] == (heads.key_heads, heads.key_dim), "k has another shape")
+    require(buffers.u.shape == (rows, capacity, heads.value_heads, heads.value_dim), "u has another shape")
+    require(buffers.decay.shape == (rows, capacity, heads.value_heads), "decay has another shape")
+    _FITTING[buffers] = weights

@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from specmamba.kernels.gpu import Variant, next_power_of_2
 from specmamba.kernels.state_records import triton_kernels
-from specmamba.kernels.state_records.tiles import fold_tile
+
+RECORDS = 16  # pending records of one matrix product: the least that one takes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Of one program: a block of a head's state, and what runs it."""
+
+    keys: int
+    values: int
+    num_warps: int
+    num_stages: int = 1
+
+    @property
+    def constexprs(self) -> dict[str, int]:
+        return {"BLOCK_KEYS": self.keys, "BLOCK_VALUES": self.values, "BLOCK_RECORDS": RECORDS}
+
+
+def fold_tile(key_dim: int, value_dim: int) -> Tile:
+    """Narrow blocks of values, so that a single row fills a GPU too; 16 registers of a thread hold the state.
+
+    Chosen from register and shared-memory limits, not measured.
+    """
+    return Tile(block(key_dim, 64), block(value_dim, 32), num_warps=4)
+
+
+def block(size: int, most: int | None = None) -> int:
+    """A power of two that holds ``size``, no less than a matrix product takes and no more than a tile wants."""
+    enough = max(16, next_power_of_2(size))
+    return enough if most is None else min(most, enough)
 
 
 def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
@@ -37,3 +71,31 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
         num_stages=tile.num_stages,
     )
     return out
+
+
+def variants() -> list[Variant]:
+    """The fold of states in float32 and bfloat16, for the heads of the models there are."""
+    return [_fold_variant("fp32", 128, 128), _fold_variant("bf16", 128, 128), _fold_variant("fp32", 64, 64)]
+
+
+def _fold_variant(dtype: str, key_dim: int, value_dim: int) -> Variant:
+    pointers = {"state": dtype, "records_k": "fp32", "records_u": "fp32", "records_decay": "fp32"}
+    pointers |= {"num_pending": "i64", "out": dtype}
+    inner = dict.fromkeys(("state_value_stride", "keys_dim_stride", "updates_dim_stride", "decay_head_stride"), 1)
+    tile, name = fold_tile(key_dim, value_dim), f"fold {dtype} K={key_dim} V={value_dim}"
+    constants = {**tile.constexprs, **inner, "out_value_stride": 1}
+    return variant(name, triton_kernels.fold, pointers, constants, tile.num_warps, tile.num_stages)
+
+
+def variant(
+    name: str,
+    kernel: Any,
+    pointers: Mapping[str, str],
+    constants: Mapping[str, Any],
+    num_warps: int,
+    num_stages: int,
+) -> Variant:
+    """Of a kernel whose arguments are pointers, constants (block sizes, strides of 1, None) and otherwise integers."""
+    kinds = {x: f"*{of}" for x, of in pointers.items()} | dict.fromkeys(constants, "constexpr")
+    signature = {x: kinds.get(x, "i32") for x in kernel.arg_names}
+    return Variant(name, kernel, signature, constants, num_warps, num_stages)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specmamba.kernels import gated_delta_rule, gpu
 from specmamba.kernels.dispatch import operator_of
-from specmamba.kernels.gated_delta_rule import reference, tiles, torch_ops
+from specmamba.kernels.gated_delta_rule import reference, torch_ops
 from specmamba.kernels.state_records import Buffers, ExtendOperands, RowSet, Trees
 from specmamba.kernels.state_records import reference as records_reference
 from tests.kernels import rounding
@@ -373,9 +373,9 @@ def test_the_operator_takes_triton_where_it_can(can_launch: bool, monkeypatch: p
 
 def test_tiles_cover_what_they_are_for() -> None:
     for nodes in (2, 8, 16, 17, 64, 100):
-        tile = tiles.tree_tile(nodes, 128)
+        tile = triton_ops.tree_tile(nodes, 128)
         assert tile.tokens >= max(16, nodes)
         assert all(size >= 16 and size & (size - 1) == 0 for size in (tile.tokens, tile.keys, tile.values))
-    assert all(tiles.root_tile(dim, dim).keys >= dim for dim in (5, 64, 100, 256))
-    names = [variant.name for variant in tiles.variants()]
+    assert all(triton_ops.root_tile(dim, dim).keys >= dim for dim in (5, 64, 100, 256))
+    names = [variant.name for variant in triton_ops.variants()]
     assert len(names) == len(set(names))

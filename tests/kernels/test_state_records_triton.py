@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.gpu import next_power_of_2
-from specmamba.kernels.state_records import reference, tiles
+from specmamba.kernels.state_records import reference
 from tests.kernels.records import HEADS, Records, make_records, make_state
 
 pytest.importorskip("triton")
@@ -113,7 +113,7 @@ def test_no_rows(gpu_device: str) -> None:
 
 def test_tiles_cover_what_they_are_for() -> None:
     for key_dim, value_dim in ((7, 5), (64, 64), (128, 128), (256, 100)):
-        tile = tiles.fold_tile(key_dim, value_dim)
+        tile = triton_ops.fold_tile(key_dim, value_dim)
         assert all(size >= 16 and size == next_power_of_2(size) for size in (tile.keys, tile.values))
-    names = [variant.name for variant in tiles.variants()]
+    names = [variant.name for variant in triton_ops.variants()]
     assert len(names) == len(set(names))
