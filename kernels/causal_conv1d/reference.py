@@ -22,7 +22,7 @@ def extend(
     (may be smaller than W - 1, also 0), bias [C] (None: zeros).
 
     Returns y [B, L, C] and new_window [B, W-1, C], the last W - 1 inputs up to lengths[b]. Outputs at and beyond
-    lengths[b] are unspecified; here they are NaN, so that a reader of them is found out. No input is written.
+    lengths[b] are unspecified; here they are NaN, so that tests detect a read of them. No input is written.
     """
     width = weight.shape[1]
     y = torch.full_like(x, float("nan"), dtype=torch.promote_types(x.dtype, torch.float32))
@@ -39,7 +39,7 @@ def extend(
 def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Convolve every tree node over its own last W inputs.
 
-    inputs [B, S, C]: the stored window, the pending inputs and the node inputs of each row;
+    inputs [B, E, C]: the stored window, the pending inputs and the node inputs of each row;
     index [B, N, W] int64: for each node the rows of ``inputs`` to convolve over, oldest first; weight [C, W], bias [C]
     (None: zeros).
 

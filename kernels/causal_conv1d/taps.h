@@ -1,4 +1,4 @@
-// The convolution of one token; see README.md and reference.py.
+// The convolution of one token; reference.py specifies it.
 #pragma once
 
 #include "vector.h"

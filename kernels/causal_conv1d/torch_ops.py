@@ -8,7 +8,7 @@ from specmamba.kernels.state_records.operands import ExtendOperands, RecordOpera
 
 
 def advance(x: Tensor, weight: Tensor, bias: Tensor | None, state: StateOperands) -> Tensor:
-    """``causal_conv1d.advance`` over the pools' rows, which are views where they are consecutive."""
+    """Run the form that the operands ask for; consecutive rows of pools are views, others are copied."""
     if isinstance(state, RecordOperands):
         return _advance_with_records(x, weight, bias, state)
     if isinstance(state, SnapshotOperands):
@@ -56,7 +56,7 @@ def tree_verify(inputs: Tensor, index: Tensor, weight: Tensor, bias: Tensor | No
     """Convolve every node of a draft tree over its last W-1 ancestors and apply SiLU.
 
     Args:
-        inputs: [B, S, C]: stored window, pending inputs and node inputs of each row.
+        inputs: [B, E, C]: stored window, pending inputs and node inputs of each row.
         index: [B, N, W] int64: the rows of ``inputs`` under each node's kernel, oldest first.
         weight: [C, W].
         bias: [C], added before SiLU.
@@ -87,7 +87,7 @@ def tree_verify_snapshots(
 
 
 def _gather(inputs: Tensor, index: Tensor) -> Tensor:
-    """inputs [B, S, C], index [B, N, W] -> [B, N, W, C]."""
+    """inputs [B, E, C], index [B, N, W] -> [B, N, W, C]."""
     batch, num_nodes, width = index.shape
     if batch == 1:
         return inputs[0].index_select(0, index.reshape(-1)).view(1, num_nodes, width, -1)

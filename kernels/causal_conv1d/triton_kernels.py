@@ -8,7 +8,7 @@ from specmamba.kernels.rowwise.triton_kernels import silu
 
 @triton.jit
 def _bias_tile(bias, channels, is_channel, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """What sums begin with: [ROWS, CHANNELS] float32."""
+    """Initial value of the sums, the bias or 0: [ROWS, CHANNELS] float32."""
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     if bias is not None:
         total += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
@@ -212,7 +212,7 @@ def shift_windows_kernel(
     WIDTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Afterwards: a window of the last W - 1 of (window, the row's real tokens)."""
+    """Write the new windows, after the sums: the last W - 1 inputs of (window, the row's tokens without padding)."""
     b = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_channel = channels < num_channels
@@ -222,7 +222,7 @@ def shift_windows_kernel(
         windows += slot * slot_stride
         for j in tl.static_range(WIDTH - 1):  # upwards: no entry is read after it was overwritten
             source = j + length - (WIDTH - 1)
-            num_old = tl.where(source < 0, num_channels, 0)  # below 0, it is an old one in all channels
+            num_old = tl.where(source < 0, num_channels, 0)  # below 0: an entry of the old window, in all channels
             is_old, is_new = channels < num_old, is_channel & (channels >= num_old)
             old = tl.load(windows + (j + length) * window_stride + channels, mask=is_old, other=0.0)
             new = tl.load(x + source * x_stride_t + channels, mask=is_new, other=0.0)

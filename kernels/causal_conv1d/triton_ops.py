@@ -1,4 +1,4 @@
-"""Causal depthwise convolution in Triton, over pools where they lie. See README.md."""
+"""Causal depthwise convolution in Triton, on pools in place; block sizes, and the variants compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ WINDOW_TILE = Tile(1, 256, 2)
 
 
 def tile_for(num_tokens: int) -> Tile:
-    """Of the nodes of a tree, or of a run's tokens; more than a tile has are taken one tile after the other."""
+    """Choose the tile for the nodes of a tree or the tokens of a run; where one is too small, programs take several."""
     return next((tile for tile in _TILES if num_tokens <= tile.tokens), _TILES[-1])
 
 
 def constexprs(tile: Tile, width: int, num_channels: int, tokens: str) -> dict[str, int]:
-    """Of a launch; ``tokens`` is the kernel's own name for its blocks of them, N or T."""
+    """Block sizes of a launch; ``tokens`` is the kernel's letter for its token blocks: N (nodes) or T (tokens)."""
     channels = min(tile.channels, next_power_of_2(num_channels))
     return {"WIDTH": width, f"BLOCK_{tokens}": tile.tokens, "BLOCK_C": channels}
 
 
 def advance(x: Tensor, weight: Tensor, bias: Tensor | None, state: StateOperands) -> Tensor:
-    """``causal_conv1d.advance`` over pools where they lie."""
+    """Run the form that the operands ask for, on the pools in place."""
     if isinstance(state, RecordOperands):
         return tree_verify_in_place(x, state.buffers, state.trees, weight, bias)
     if isinstance(state, SnapshotOperands):
@@ -64,8 +64,8 @@ def tree_verify_in_place(
 
     Args:
         inputs: [B, N, C].
-        buffers: ``conv_inputs`` and, where a row folds, ``windows``; the others are not looked at.
-        trees: ``ancestors`` are not looked at.
+        buffers: ``conv_inputs`` and, where a row folds, ``windows``; the others are not read.
+        trees: ``ancestors`` are not read.
         weight: [C, W].
         bias: [C], added before SiLU.
 
@@ -77,8 +77,8 @@ def tree_verify_in_place(
     if y.numel() == 0:
         return y
     stored, windows = buffers.conv_inputs, buffers.windows if trees.folds is not None else None
-    assert trees.folds is None or windows is not None, "nowhere to fold the windows to"
-    assert all(x.stride(2) == 1 for x in (stored, windows) if x is not None), "channels lie apart"
+    assert trees.folds is None or windows is not None, "rows that fold need a pool of windows"
+    assert all(x.stride(2) == 1 for x in (stored, windows) if x is not None), "channels must be contiguous"
     tile = tile_for(nodes)
     sizes = constexprs(tile, weight.shape[1], channels, "N")
     slot_strides = (0, 0) if windows is None else windows.stride()[:2]
@@ -96,7 +96,7 @@ def tree_verify_in_place(
 def tree_verify_snapshots(
     x: Tensor, window: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``torch_ops.tree_verify_snapshots`` in Triton; the windows are a tensor of their own."""
+    """Convolve every node of a draft tree, and return the window after each; arguments as in ``torch_ops``."""
     x, window, index, (batch, nodes, channels) = _dense(x), _dense(window), _dense(index), x.shape
     width = weight.shape[1]
     y = torch.empty(batch, nodes, channels, dtype=torch.float32, device=x.device)
@@ -132,7 +132,7 @@ def extend_in_place(
         y [B, L, C] float32; zeros on padding and for rows of slot 0.
     """
     x, (batch, length, channels) = _dense(x), x.shape
-    assert windows.stride(2) == 1, "channels lie apart"
+    assert windows.stride(2) == 1, "channels must be contiguous"
     y = torch.empty(batch, length, channels, dtype=torch.float32, device=x.device)
     if y.numel() == 0:
         return y
@@ -204,7 +204,7 @@ def _shift_variant(dtype: str) -> Variant:
 
 
 def _variant(name: str, kernel: Any, pointers: dict[str, str], sizes: dict[str, int], tokens: int | None) -> Variant:
-    """Arguments that are neither pointers nor block sizes: strides and sizes, or, where they may be None, None."""
+    """Make a variant; arguments that are neither pointers nor block sizes are integers, or None where absent."""
     absent = {"bias", "windows", "num_pending", "folds"} - pointers.keys()
     constants: dict[str, Any] = {**sizes, **{x: None for x in kernel.arg_names if x in absent}}
     types = {x: f"*{pointers[x]}" if x in pointers else "i32" for x in kernel.arg_names}

@@ -1,4 +1,4 @@
-// A gated delta net layer between its projections, over draft trees; see README.md and reference.py.
+// A gated delta net layer between its projections, over draft trees; README.md describes it, reference.py specifies it.
 #include "gated_delta_rule/tree.h"
 #include "parallel.h"
 #include "rowwise/heads.h"
@@ -8,9 +8,10 @@ namespace {
 
 using namespace specmamba;
 
-// Distances are in elements; what is not named is contiguous. Activations, and conv_inputs, are float32 or bfloat16.
+// Strides are in elements; dimensions without one are contiguous. Activations, and conv_inputs, are float32 or
+// bfloat16.
 
-// What the projections say of the nodes. Tokens of a tensor lie at one distance.
+// Parts of the input projection's output for the nodes. Tokens of a tensor have one stride.
 struct Inputs {
   const void *mixed, *gate, *b, *a;  // [B, N, C] [B, N, Hv, V] [B, N, Hv] [B, N, Hv]
   void* out;                         // [B, N, Hv, V]
@@ -24,7 +25,7 @@ struct Weights {
   double norm_eps, unit_eps;
 };
 
-// All of one key head of one row: T is the type of activations.
+// All work of one key head of one row. T is the type of activations.
 template <typename T>
 class KeyHead {
  public:

@@ -1,7 +1,6 @@
-"""What a gated delta net layer computes with between its projections, separated by how long it stays the same.
+"""Inputs and weights of a gated delta net layer between its projections. Records and trees: ``state_records.operands``.
 
-C = 2 Hk K + Hv V channels: queries, keys, values. Weights compare by identity, so that their native structure
-is made once. Where records and trees are is in ``state_records.operands``.
+Hk key heads of size K, Hv value heads of size V; C = 2 Hk K + Hv V channels in the order queries, keys, values.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the input projection says of tokens, in the model's dtype."""
+    """Parts of the input projection's output, in the model's dtype."""
 
     mixed: Tensor  # [B, L, C], before the convolution
     gate: Tensor  # [B, L, Hv, V]
@@ -23,7 +22,7 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Of one layer."""
+    """Weights of one layer. They compare by identity, so that their native structure is made once."""
 
     conv: Tensor  # [C, W] float32, stored by tap
     negative_a: Tensor  # [Hv] float32, -e^(A_log)

@@ -3,7 +3,7 @@
     mixed -> causal convolution, SiLU -> q, k, v;   a, b -> decay, beta;   gated delta rule;   RMSNorm * silu(gate)
 
 Source: the block of Gated DeltaNet, arXiv 2412.06464, section 3.4. It is the references of causal_conv1d, rowwise and
-gated_delta_rule in a row; see README.md.
+gated_delta_rule, one after the other. Shapes are in ``operands`` here and in state_records.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from specmamba.kernels.state_records.reference import write_nodes
 
 
 def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees) -> Tensor:
-    """Outputs of all nodes of draft trees; writes their inputs and records, never the states.
+    """Compute the outputs of all nodes of draft trees; write their inputs and records, never the states.
 
-    See ``operands`` for shapes. Node i of tree b leaves entry W - 1 + node_offset + i of conv_inputs and record
-    node_offset + i in row ``trees.rows[b]`` of the buffers, and continues the state in slot ``trees.slots[b]``.
+    Node i of tree b writes entry W - 1 + node_offset + i of conv_inputs and record node_offset + i in row
+    ``trees.rows[b]`` of the buffers. Its path continues the state in slot ``trees.slots[b]``.
 
     Returns [B, N, Hv, V] in the gate's dtype.
     """

@@ -24,7 +24,7 @@ def extend(
     g [B, L, Hv] log decay <= 0, beta [B, L, Hv], state [B, Hv, K, V], lengths [B] int64 (0 is allowed).
 
     Returns out [B, L, Hv, V] and new_state [B, Hv, K, V], a new tensor. Outputs at and beyond ``lengths[b]`` are
-    unspecified; here they are NaN, so that a reader of them is found out. No input is written.
+    unspecified; here they are NaN, so that tests detect a read of them. No input is written.
     """
     batch, _, value_heads, _ = v.shape
     group = value_heads // k.shape[2]
@@ -64,8 +64,8 @@ def tree_verify(
     The path of a node is: checkpoint, the first num_pending[b] records, then the node's ancestors from the root.
     A node without a strict ancestor (the root, a padding node) follows the pending records directly. Records
     between num_pending[b] and node_offset are ignored. Record node_offset + i becomes node i's k, u and the *log
-    decay of the whole path* from the checkpoint to the node inclusive, with 0 for what is not finite: that stays in the
-    outputs of the node and its descendants, whose records mean nothing.
+    decay of the whole path* from the checkpoint to the node inclusive, with 0 for values that are not finite: these
+    appear in the outputs of the node and its descendants, whose records are meaningless.
 
     Returns out [B, N, Hv, V].
     """

@@ -1,4 +1,4 @@
-// One head's draft tree from one read of its checkpoint; see README.md and reference.py.
+// One head's draft tree from one read of its checkpoint; README.md has the mathematics.
 #pragma once
 
 #include <vector>
@@ -20,14 +20,16 @@ inline void dot_both(const float* x, const float* y, const float* z, int64_t siz
   *y_z = sum(of_y);
 }
 
-// The tree of one row under one key head, and then under each of its value heads.
+// The tree of one row for one key head, and then for each of its value heads.
 //
-// Everything is copied together first: rows of one head lie a power of two apart in the tensors, where most of them
-// would share a few sets of the L1 cache. Row j of keys, updates and decays is pending record j, or node j - pending.
+// Operands are copied into contiguous memory first: rows of one head have a stride of a power of two in the tensors, so
+// most of them would share a few sets of the L1 cache. Row j of keys, updates and decays is pending record j, or node j
+// - pending.
 class HeadTree {
  public:
-  // Room for a tree; keys, queries and then, for each value head, values, gates and the pending rows are the caller's
-  // to fill. `ancestors` [nodes, nodes] is true from a node's ancestors and itself. Memory is kept from tree to tree.
+  // Makes room for a tree. The caller fills in keys and queries and then, for each value head, values, log decays,
+  // betas and the pending rows. `ancestors` [nodes, nodes] is true from a node's ancestors and itself. Memory is kept
+  // from tree to tree.
   void begin(int64_t nodes, int64_t pending, int64_t key_dim, int64_t value_dim, const bool* ancestors) {
     nodes_ = nodes, pending_ = pending, key_dim_ = key_dim, value_dim_ = value_dim;
     paths_.begin(nodes, pending, ancestors);
@@ -51,7 +53,7 @@ class HeadTree {
   float& log_decay(int64_t node) { return paths_.log_decay(node); }
   float& beta(int64_t node) { return betas_[node]; }
 
-  // After keys and queries: with which weights, before decay, each node takes what it sees.
+  // Called after keys and queries are filled in: the weights, before decay, of the rows that each node sees.
   void look() {
     for (int64_t i = 0; i < nodes_; ++i) {
       const float *k = key(pending_ + i), *q = query(i);
@@ -63,8 +65,8 @@ class HeadTree {
     }
   }
 
-  // After the rest: outputs, and updates and decays of the nodes. Ancestors come before their descendants, so every
-  // update that is looked at is final.
+  // Called after the rest is filled in: outputs, and updates and decays of the nodes. Ancestors come before their
+  // descendants, so every update that is read is final.
   void verify(const StateView& state) {
     read_all(rows_.data(), 2 * nodes_, state, read_.data());
     for (int64_t i = 0; i < nodes_; ++i) {
@@ -123,9 +125,9 @@ class HeadTree {
   Paths paths_;
   std::vector<float> keys_, queries_, updates_, values_, outputs_, read_;
   std::vector<float> betas_, q_k_;
-  std::vector<float> of_k_, of_q_;     // of the node at hand
-  float whole_decay_;                  // of the node at hand
-  std::vector<float> k_k_, seen_q_k_;  // what nodes see, times their keys and queries; numbered as paths_.seen()
+  std::vector<float> of_k_, of_q_;     // of the current node
+  float whole_decay_;                  // of the current node
+  std::vector<float> k_k_, seen_q_k_;  // products with the rows that nodes see, in the order of paths_.seen()
   std::vector<const float*> rows_;
 };
 

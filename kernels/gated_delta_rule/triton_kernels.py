@@ -10,7 +10,7 @@ from specmamba.kernels.state_records.triton_kernels import advance, as_stored, f
 def solve(system, u, num_steps):
     """Solve (I + L) X = u in place of u, L = ``system`` strictly lower triangular: forward substitution.
 
-    What is not finite in a row of u stays there, and is 0 to the rows behind it.
+    Values that are not finite stay in their row of u, and count as 0 in the rows after it.
     """
     at = tl.arange(0, u.shape[0])
     for i in range(num_steps):
@@ -202,7 +202,7 @@ def tree_kernel(
     BLOCK_VALUES: tl.constexpr,
     BLOCK_RECORDS: tl.constexpr,
 ):
-    """Any tree: one walk down the keys reads the state, advances it over the pending records, and meets all nodes."""
+    """Any tree: one loop over the keys reads the state, advances it over the pending records, and serves all nodes."""
     row, head, num_heads = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     at_n, at_v = tl.arange(0, BLOCK_NODES), tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
     is_n, is_v = at_n < num_nodes, at_v < VALUE_DIM
@@ -233,7 +233,7 @@ def tree_kernel(
     k_read = tl.zeros((BLOCK_NODES, BLOCK_VALUES), tl.float32)
     q_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
     k_k = tl.zeros((BLOCK_NODES, BLOCK_NODES), tl.float32)
-    num_kept = tl.where(tl.program_id(0) == 0, num_nodes, 0)  # by the first of the programs that have them all
+    num_kept = tl.where(tl.program_id(0) == 0, num_nodes, 0)  # written by the first of the programs that hold them all
     is_kept = at_n < tl.where(head % GROUP == 0, num_kept, 0)
     for first in range(0, KEY_DIM, BLOCK_KEYS):
         at_k = first + tl.arange(0, BLOCK_KEYS)
@@ -331,7 +331,7 @@ def snapshots_kernel(
     BLOCK_KEYS: tl.constexpr,  # all keys
     BLOCK_VALUES: tl.constexpr,
 ):
-    """The recurrence itself, node after node; what a program reads of snapshots it wrote itself, thread by thread."""
+    """The recurrence itself, node after node; every thread reads only those parts of snapshots that it wrote."""
     row, head, num_heads = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     at_k, at_v = tl.arange(0, BLOCK_KEYS), tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
     is_k, is_v = at_k < KEY_DIM, at_v < VALUE_DIM
@@ -405,7 +405,7 @@ def extend_kernel(
     is_v = at_v < VALUE_DIM
     slot = tl.load(slots + row)
     length = tl.where(slot == 0, 0, tl.load(lengths + row))
-    num_keys = tl.where(length > 0, KEY_DIM, 0)  # that are copied
+    num_keys = tl.where(length > 0, KEY_DIM, 0)  # keys of the state that are copied
     kept = states + slot * state_slot_stride + head * state_head_stride + at_v[None, :]
     if work is None:
         state_at, key_stride = kept, state_key_stride

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton, one launch per call. See README.md."""
+"""The gated delta rule in Triton, one launch per call; tiles, and the variants compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from specmamba.kernels.state_records.triton_ops import RECORDS, block, variant
 
 @dataclass(frozen=True)
 class Tile:
-    """Of one program: tokens or nodes at a time, keys at a time, its share of the values, and what runs it."""
+    """Block sizes of one program: tokens or nodes, keys, values; and its warps and pipeline stages.
+
+    Chosen from register and shared-memory limits (64 KB of LDS on gfx942), not measured. Narrow blocks of values make
+    many programs out of few rows, but every block of a head repeats the products of keys and queries.
+    """
 
     tokens: int
     keys: int
@@ -28,13 +32,13 @@ class Tile:
 
 
 def root_tile(key_dim: int, value_dim: int) -> Tile:
-    """Trees of one node: the state is read once and used at once, so there have to be many loads under way."""
+    """Choose the tile for trees of one node: the state is read once and used at once, with many loads in flight."""
     keys = block(key_dim)
     return Tile(1, keys, block(value_dim, 32), num_warps=4 if keys <= 128 else 8)
 
 
 def tree_tile(num_nodes: int, value_dim: int) -> Tile:
-    """Larger trees: the nodes take the registers, the state passes through 16 keys at a time; with 32 some spill."""
+    """Choose the tile for larger trees: nodes stay in registers, 16 keys of the state at a time; with 32 they spill."""
     nodes = block(num_nodes)
     if nodes > 32:
         return Tile(nodes, 16, 16, num_warps=8)
@@ -42,12 +46,12 @@ def tree_tile(num_nodes: int, value_dim: int) -> Tile:
 
 
 def extend_tile(key_dim: int, value_dim: int) -> Tile:
-    """Known tokens, 32 at a time."""
+    """Choose the tile for known tokens: 32 at a time."""
     return Tile(32, block(key_dim, 32), block(value_dim, 32), num_warps=4)
 
 
 def constexprs(kernel: Any, tile: Tile, key_dim: int, value_dim: int, group: int) -> dict[str, int]:
-    """Those that a kernel of this op has, of all there are."""
+    """Constants of a launch: those of all kernels of this operator that ``kernel`` has as parameters."""
     values = {
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
@@ -65,7 +69,7 @@ PADDING_SLOT, NO_SLOT = 0, -1
 
 
 def advance(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: StateOperands) -> Tensor:
-    """``gated_delta_rule.advance`` in one launch over pools where they lie."""
+    """Run the form that the operands ask for, in one launch on the pools in place."""
     return state.launch(sys.modules[__name__], (q, k, v, g, beta))
 
 
@@ -81,12 +85,12 @@ def tree_verify_in_place(
         q, k: [B, N, Hk, K] float32; k l2-normalised, q l2-normalised and scaled by K**-0.5.
         v: [B, N, Hv, V] float32.
         g, beta: [B, N, Hv] float32.
-        buffers: ``conv_inputs`` and ``windows`` are not looked at. The last dimension of all others must be dense.
-        trees: ``conv_index`` is not looked at.
+        buffers: ``conv_inputs`` and ``windows`` are not read. The last dimension of all others must be dense.
+        trees: ``conv_index`` is not read.
 
     Returns:
         Output [B, N, Hv, V]: zeros for rows of slot 0. What is not finite in a node is NaN for it and its descendants,
-        in every block of values that feels it.
+        in every block of values that depends on it.
     """
     return _tree_verify(q, k, v, g, beta, buffers, trees, PADDING_SLOT)
 
@@ -105,7 +109,7 @@ def tree_verify(
     node_offset: int,
     ancestors: Tensor,
 ) -> Tensor:
-    """Compute ``torch_ops.tree_verify`` in Triton; ``state`` may be of any float dtype."""
+    """Verify trees with a checkpoint per row; arguments as in ``torch_ops``, ``state`` in any float dtype."""
     rows = torch.arange(len(state), device=state.device)
     buffers = Buffers(state, records_k, records_k, records_u, records_decay)  # there is no convolution
     return _tree_verify(
@@ -123,7 +127,7 @@ def tree_verify_snapshots(
     snapshots: Tensor,
     parents: Tensor | None,
 ) -> Tensor:
-    """Compute ``torch_ops.tree_verify_snapshots`` in Triton; ``state`` may be of any float dtype."""
+    """Verify trees node after node; arguments as in ``torch_ops``, ``state`` in any float dtype."""
     q, k, v, g, beta = _inputs(q, k, v, g, beta)
     _check_inner(state, snapshots, *(() if parents is None else (parents,)))
     out, (batch, num_nodes, heads, value_dim), key_dim = _empty_outputs(v), v.shape, q.shape[3]
@@ -208,12 +212,12 @@ def _tree_verify(
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-    """As kernels want them: heads of q, k and v may be parts of something, the others are dense."""
+    """Inputs in the layout of the kernels: heads of q, k, v may be slices of a larger tensor, g and beta are dense."""
     return *(x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)), g.contiguous(), beta.contiguous()
 
 
 def _check_inner(*kept: Tensor) -> None:
-    """Raises ValueError where numbers that kernels read, or write, side by side do not lie so."""
+    """Raise ValueError unless the last dimension is contiguous, as the kernels assume."""
     if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in kept):
         raise ValueError("the last dimension of states, records and parents must be dense")
 

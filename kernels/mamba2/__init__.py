@@ -15,7 +15,7 @@ __all__ = ["Inputs", "Weights", "can_fuse", "gate_and_norm", "step", "tree_verif
 
 
 def can_fuse(state: StateOperands, inputs: Inputs, weights: Weights) -> TypeGuard[RecordOperands]:
-    """Whether ``tree_verify`` takes these: draft trees with records, in memory that native code reads."""
+    """Whether ``tree_verify`` takes these operands: draft trees with records, in memory that native code reads."""
     return isinstance(state, RecordOperands) and native_ops.can_take(inputs, weights, state.buffers)
 
 

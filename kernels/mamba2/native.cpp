@@ -1,4 +1,4 @@
-// A Mamba2 layer between its projections, over draft trees; see README.md and reference.py.
+// A Mamba2 layer between its projections, over draft trees; README.md describes it, reference.py specifies it.
 #include "parallel.h"
 #include "rowwise/heads.h"
 #include "ssd/tree.h"
@@ -8,15 +8,16 @@ namespace {
 
 using namespace specmamba;
 
-constexpr int64_t kSerialBelow = 1 << 14;  // elements that one thread norms before a second one begins
+constexpr int64_t kSerialBelow = 1 << 14;  // fewer elements than this are normed by one thread
 
-// Distances are in elements; what is not named is contiguous. Activations, and conv_inputs, are float32 or bfloat16.
+// Strides are in elements; dimensions without one are contiguous. Activations, and conv_inputs, are float32 or
+// bfloat16.
 
-// What the projection says of the nodes. Tokens of a tensor lie at one distance.
+// Parts of the input projection's output for the nodes. Tokens of a tensor have one stride.
 struct Inputs {
-  const void *mixed, *gate, *dt;  // [B, T, C] [B, T, H P] [B, T, H]
-  void* out;                      // [B, T, H P]
-  float* before_norm;             // [B, T, H P], which may be out; not used without a norm
+  const void *mixed, *gate, *dt;  // [B, N, C] [B, N, H P] [B, N, H]
+  void* out;                      // [B, N, H P]
+  float* before_norm;             // [B, N, H P], which may be out; not used without a norm
   int64_t mixed_token, gate_token, dt_token;
 };
 
@@ -31,7 +32,7 @@ struct Weights {
   int64_t inner() const { return heads.value_heads * heads.value_dim; }
 };
 
-// What is told of a call, of which no thread changes anything.
+// Operands of a call; threads only read them.
 struct Call {
   const Inputs& in;
   const Weights& w;
@@ -39,13 +40,13 @@ struct Call {
   const Trees& trees;
 };
 
-// Neighbouring heads, one after the other: what a group shares is made when the first head of it comes. T is the type of
-// activations.
+// Neighbouring heads, one after the other. The rows that a group shares are computed at the group's first head in the
+// run. T is the type of activations.
 template <typename T>
 class HeadRun {
  public:
   explicit HeadRun(const Call& call)
-      : in_(call.in), w_(call.w), call_(call), T_(call.trees.nodes), N(w_.heads.key_dim), P(w_.heads.value_dim) {}
+      : in_(call.in), w_(call.w), call_(call), N(call.trees.nodes), S(w_.heads.key_dim), P(w_.heads.value_dim) {}
 
   // Heads are numbered through all rows.
   void run(int64_t first, int64_t last) {
@@ -65,17 +66,17 @@ class HeadRun {
     row_.begin(call_.buffers, call_.trees, w_.heads, convolution, b, in_.mixed, in_.mixed_token);
   }
 
-  // Several threads may have heads of a group; one of them leaves what the group leaves.
-  void begin_group(int64_t g, bool leaves) {
-    const int64_t b = w_.inner() + g * N, c = b + w_.heads.key_heads * N, pending = row_.pending();
-    tree_.begin(T_, pending, N, P, row_.ancestors());
-    for (int64_t j = 0; j < pending; ++j) std::copy_n(row_.key(j, g), N, tree_.b(j));
-    for (int64_t i = 0; i < T_; ++i) {
-      row_.mix(i, b, N, tree_.b(pending + i));
-      row_.mix(i, c, N, tree_.c(i));
-      if (!leaves) continue;
-      row_.keep(i, b, N);
-      row_.keep(i, c, N);
+  // Several threads may have heads of a group; one of them writes the group's inputs and records.
+  void begin_group(int64_t g, bool writes) {
+    const int64_t b = w_.inner() + g * S, c = b + w_.heads.key_heads * S, pending = row_.pending();
+    tree_.begin(N, pending, S, P, row_.ancestors());
+    for (int64_t j = 0; j < pending; ++j) std::copy_n(row_.key(j, g), S, tree_.b(j));
+    for (int64_t i = 0; i < N; ++i) {
+      row_.mix(i, b, S, tree_.b(pending + i));
+      row_.mix(i, c, S, tree_.c(i));
+      if (!writes) continue;
+      row_.keep(i, b, S);
+      row_.keep(i, c, S);
       row_.keep_key(i, g, tree_.b(pending + i));
     }
     tree_.look();
@@ -87,16 +88,16 @@ class HeadRun {
       std::copy_n(row_.update(j, h), P, tree_.update(j));
       tree_.decay(j) = row_.decay(j, h);
     }
-    x_.resize(T_ * P);
-    for (int64_t i = 0; i < T_; ++i) {
+    x_.resize(N * P);
+    for (int64_t i = 0; i < N; ++i) {
       row_.mix(i, h * P, P, &x_[i * P]);
       row_.keep(i, h * P, P);
       const float dt = step_size(i, h);
       tree_.log_decay(i) = dt * w_.negative_a[h];
       for (int64_t p = 0; p < P; ++p) tree_.update(pending + i)[p] = dt * x_[i * P + p];
     }
-    tree_.verify({row_.state(h), N, P});
-    for (int64_t i = 0; i < T_; ++i) {
+    tree_.verify({row_.state(h), S, P});
+    for (int64_t i = 0; i < N; ++i) {
       row_.keep_update(i, h, tree_.update(pending + i), tree_.decay(pending + i));
       finish(i, h);
     }
@@ -107,9 +108,9 @@ class HeadRun {
     return std::clamp(dt, static_cast<float>(w_.dt_min), static_cast<float>(w_.dt_max));
   }
 
-  // y + D x, and the gate where it comes before the norm, or in place of it.
+  // y + D x, times the gate where the gate comes before the norm or there is no norm.
   void finish(int64_t node, int64_t h) {
-    const int64_t at = (b_ * T_ + node) * w_.inner() + h * P;
+    const int64_t at = (b_ * N + node) * w_.inner() + h * P;
     const T* gate = of_node(in_.gate, in_.gate_token, node) + h * P;
     const float *y = tree_.output(node), *x = &x_[node * P];
     const bool has_norm = w_.norm != nullptr, is_gated = !has_norm || !w_.norm_before_gate;
@@ -122,7 +123,7 @@ class HeadRun {
   }
 
   const T* of_node(const void* tensor, int64_t distance, int64_t node) const {
-    return static_cast<const T*>(tensor) + (b_ * T_ + node) * distance;
+    return static_cast<const T*>(tensor) + (b_ * N + node) * distance;
   }
 
   static GroupTree& tree() {
@@ -141,14 +142,14 @@ class HeadRun {
   const Inputs& in_;
   const Weights& w_;
   const Call& call_;
-  const int64_t T_, N, P;
+  const int64_t N, S, P;
   int64_t b_;
   GroupTree& tree_ = tree();
   Row<T>& row_ = row();
-  std::vector<float>& x_ = x();  // [T, P], of the head at hand
+  std::vector<float>& x_ = x();  // [N, P], of the current head
 };
 
-// One part of one token's channels; it may reach over several heads.
+// Norms one part of one token's channels; it may include several heads.
 template <typename T>
 void norm_part(const Inputs& in, const Weights& w, int64_t token, int64_t part) {
   const int64_t width = w.inner() / w.norm_groups, channel = part * width, at = token * w.inner() + channel;

@@ -1,4 +1,4 @@
-"""A Mamba2 layer between its projections in native code (native.cpp). See README.md."""
+"""A Mamba2 layer between its projections in native code (native.cpp); README.md describes it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,22 @@ def can_take(inputs: Inputs, weights: Weights, buffers: Buffers) -> bool:
 
 
 def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees) -> Tensor:
-    """``reference.tree_verify`` where ``can_take`` allows it; threads share the heads of all rows.
+    """Compute the outputs of all nodes of draft trees; write their inputs and records, never the states.
+
+    One native call per layer: threads share the heads of all rows.
+    ``reference.tree_verify`` is the specification.
+
+    Args:
+        inputs: of N nodes per tree, float32 or bfloat16 on the CPU.
+        weights: of the layer, float32.
+        buffers: of the layer; node i writes entry W - 1 + node_offset + i of conv_inputs and record node_offset + i.
+        trees: of this verify. Indices are not checked.
+
+    Returns:
+        [B, N, H P] in the gate's dtype.
 
     Raises:
-        ValueError: ``can_take`` does not, or shapes do not fit. Indices are trusted.
+        ValueError: ``can_take`` is false for these operands, or shapes do not fit.
     """
     native = library.required(code())
     weights_struct, buffers_struct = marshalled(weights, _marshal_weights), marshalled(buffers, marshal_buffers)
@@ -80,8 +92,8 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
 
 
 def _are_alike(inputs: Inputs, buffers: Buffers) -> bool:
-    """Whether all activations have one dtype, of those that native code reads, where it reaches them."""
-    x, kept, dtype = inputs, buffers.conv_inputs, inputs.mixed.dtype  # spelt out: this runs in every layer and step
+    """Whether all activations are on the CPU and have the same dtype, one that native code reads."""
+    x, kept, dtype = inputs, buffers.conv_inputs, inputs.mixed.dtype  # no loop: this runs in every layer and step
     return (
         is_native(x.mixed)
         and x.gate.dtype is x.dt.dtype is kept.dtype is dtype
@@ -94,10 +106,10 @@ def _heads(w: Weights) -> Heads:
 
 
 def _marshal_weights(w: Weights) -> Any:
-    """None where native code cannot take them.
+    """Make the native structure of the weights; None where native code cannot read them.
 
     Raises:
-        ValueError: they do not fit each other.
+        ValueError: the shapes do not fit each other.
     """
     given = w.conv_bias, w.negative_a, w.dt_bias, w.skip, w.norm
     laid_out = w.conv.t(), *(x for x in given if x is not None)
@@ -118,6 +130,6 @@ def _marshal_weights(w: Weights) -> Any:
 
 @cache
 def code() -> ctypes.CDLL | None:
-    """The native code of this op; None where there is none."""
+    """The loaded native library of this operator; None where there is none."""
     arguments = [POINTER(_Inputs), POINTER(_Weights), POINTER(BuffersStruct), POINTER(TreesStruct), c_int, c_int]
     return library.load_functions(SOURCE, {"mamba2_tree_verify": arguments})

@@ -1,7 +1,6 @@
-"""What a Mamba2 layer computes with between its projections, separated by how long it stays the same.
+"""Inputs and weights of a Mamba2 layer between its projections. Records and trees: ``state_records.operands``.
 
-C = H P + 2 G N channels: x, B, C. Weights compare by identity, so that their native structure is made
-once. Where records and trees are is in ``state_records.operands``.
+H heads of size P, G groups, state size S; C = H P + 2 G S channels in the order x, B, C.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the input projection says of tokens, in the model's dtype."""
+    """Parts of the input projection's output, in the model's dtype."""
 
     gate: Tensor  # [B, L, H P]
     mixed: Tensor  # [B, L, C], before the convolution: x, B, C
@@ -22,16 +21,16 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Of one layer."""
+    """Weights of one layer. They compare by identity, so that their native structure is made once."""
 
     conv: Tensor  # [C, W] float32, stored by tap
     conv_bias: Tensor | None  # [C] float32
     negative_a: Tensor  # [H] float32, -e^(A_log)
     dt_bias: Tensor  # [H] float32
     skip: Tensor  # [H] float32, D
-    norm: Tensor | None  # [H P] float32; None: the gate alone
+    norm: Tensor | None  # [H P] float32; None: only the gate
     norm_eps: float
-    norm_groups: int  # the H P channels are normed in so many parts
+    norm_groups: int  # the number of parts of the H P channels that are normed separately
     norm_before_gate: bool
     num_groups: int
     state_dim: int

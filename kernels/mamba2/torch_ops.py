@@ -1,4 +1,4 @@
-"""What a Mamba2 layer does to each token besides convolution and recurrence, in PyTorch. See README.md."""
+"""The parts of a Mamba2 layer around convolution and recurrence, in PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specmamba.kernels.state_records import RowSet
 
 
 def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """``mamba2.step``."""
+    """Softplus, limits and products, operator by operator."""
     w = weights
     x = mixed[..., : w.num_heads * w.head_dim].unflatten(-1, (w.num_heads, w.head_dim))
     dt = F.softplus(dt + w.dt_bias).clamp(*w.dt_limit)

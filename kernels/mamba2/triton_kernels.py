@@ -41,7 +41,7 @@ def step(
 
 @triton.jit
 def _skipped(recurred, mixed, skip, channels, mask, HEAD_DIM: tl.constexpr):
-    """What the recurrence put out, and D x."""
+    """The output of the recurrence plus D x."""
     x, y = tl.load(mixed + channels, mask=mask, other=0.0), tl.load(recurred + channels, mask=mask, other=0.0)
     return y + tl.load(skip + channels // HEAD_DIM, mask=mask, other=0.0) * x
 
@@ -59,7 +59,7 @@ def gate_and_norm(
     recurred, out = recurred + token * INNER, out + token * INNER
     mixed += batch * mixed_batch_stride + node * mixed_node_stride
     gate += batch * gate_batch_stride + node * gate_node_stride
-    limit = tl.where(tl.load(slots + batch) == 0, 0, PART)  # of padding, nothing is read
+    limit = tl.where(tl.load(slots + batch) == 0, 0, PART)  # rows of padding read nothing
 
     scale = 1.0
     if norm is not None:

@@ -1,4 +1,4 @@
-"""What a Mamba2 layer does to each token besides convolution and recurrence, in Triton. See README.md."""
+"""The parts of a Mamba2 layer around convolution and recurrence in Triton, and the variants compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Tile:
 
 
 def step_tile(head_dim: int) -> Tile:
-    """Some heads of one token, 512 channels or a little more."""
+    """Choose the tile of ``step``: some heads of one token, 512 channels or slightly more."""
     columns = next_power_of_2(head_dim)
     return Tile({"HEADS": max(1, 512 // columns), "COLUMNS": columns}, num_warps=4)
 
 
 def norm_tile(inner: int, norm_groups: int, has_norm: bool) -> tuple[int, Tile]:
-    """How many of a token's channels one program has, which divides ``inner``, and its tile.
+    """Choose how many of a token's channels one program has (a divisor of ``inner``), and the tile for them.
 
-    A norm needs a group in one program: it is read twice, the second time from a cache. Without a norm, parts are
-    no larger than a block wherever the channels can be divided so.
+    A norm needs a whole group in one program, which reads it twice, the second time from a cache. Without a norm,
+    parts are no larger than a block wherever the channels can be divided so.
     """
     part = inner // norm_groups
     while not has_norm and part > 1024 and part % 2 == 0:
@@ -44,16 +44,7 @@ def norm_tile(inner: int, norm_groups: int, has_norm: bool) -> tuple[int, Tile]:
 
 
 def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Step sizes, softplus(dt + bias) within the limits, and with them the inputs of the recurrence.
-
-    Args:
-        dt: [B, N, H], any float dtype.
-        mixed: [B, N, C] float32, x in the first H P channels.
-        weights: of the layer.
-
-    Returns:
-        u = dt x [B, N, H, P] and the log decays g = dt A [B, N, H], float32.
-    """
+    """One launch; a program has some heads of one token."""
     dt, mixed, (batch, nodes, heads) = _dense(dt), _dense(mixed), dt.shape
     g = torch.empty(batch, nodes, heads, dtype=torch.float32, device=mixed.device)
     u = torch.empty(batch, nodes, heads, weights.head_dim, dtype=torch.float32, device=mixed.device)
@@ -73,18 +64,7 @@ def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
 
 
 def gate_and_norm(recurred: Tensor, mixed: Tensor, gate: Tensor, weights: Weights, slots: RowSet) -> Tensor:
-    """Add D x, multiply by silu(gate), and norm in groups before or after it, or not at all.
-
-    Args:
-        recurred: [B, N, H, P] float32, contiguous.
-        mixed: [B, N, C] float32, x in the first H P channels.
-        gate: [B, N, H P], any float dtype.
-        weights: of the layer.
-        slots: B state slots; rows of slot 0 are padding.
-
-    Returns:
-        [B, N, H P] in the gate's dtype; zeros on padding.
-    """
+    """One launch; a program has one norm part of one token. Rows of slot 0 return zeros."""
     w, gate, mixed, (batch, nodes, inner) = weights, _dense(gate), _dense(mixed), gate.shape
     out = torch.empty(batch, nodes, inner, dtype=gate.dtype, device=gate.device)
     if out.numel() == 0:
@@ -111,7 +91,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def variants() -> list[Variant]:
-    """What is compiled ahead of time: both dtypes of activations, and every way to norm."""
+    """Variants to compile ahead of time: both dtypes of activations, and every kind of norm."""
     return [
         _step_variant("fp32", 64),
         _step_variant("bf16", 128),
@@ -143,7 +123,7 @@ def _norm_variant(dtype: str, inner: int, groups: int, norm: str) -> Variant:
 
 
 def _variant(name: str, kernel: Any, types: Mapping[str, str], sizes: Mapping[str, Any], tile: Tile) -> Variant:
-    """Arguments that are neither of these are integers."""
+    """Make a variant; arguments without a type and without a constant are integers."""
     known = dict(types) | dict.fromkeys(sizes, "constexpr")
     signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names}
     return Variant(name, kernel, signature, sizes, tile.num_warps, tile.num_stages)

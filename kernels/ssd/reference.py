@@ -5,8 +5,8 @@
 Source: Mamba2 (arXiv 2405.21060), section 3. The skip D x belongs to the layer (``mamba2``). See README.md for the tree
 form and the records.
 
-Shapes: B batch, L padded tokens, T tree nodes, R record capacity, G groups, H heads (a multiple of G; head h reads B
-and C of group h // (H // G)), N state size, P head size. Every function keeps the dtype of its inputs, float32 or
+Shapes: B batch, L padded tokens, N tree nodes, R record capacity, G groups, H heads (a multiple of G; head h reads B
+and C of group h // (H // G)), S state size, P head size. Every function keeps the dtype of its inputs, float32 or
 float64. Shapes are not checked here: a mismatch surfaces as torch's own IndexError or RuntimeError.
 """
 
@@ -21,10 +21,10 @@ from specmamba.kernels.state_records.reference import decay_before, finite, fini
 def extend(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Run ``lengths[i]`` known tokens of every row i through the recurrence.
 
-    c, b [B, L, G, N], u [B, L, H, P], g [B, L, H] log decay <= 0, state [B, H, N, P], lengths [B] int64 (0 is allowed).
+    c, b [B, L, G, S], u [B, L, H, P], g [B, L, H] log decay <= 0, state [B, H, S, P], lengths [B] int64 (0 is allowed).
 
-    Returns out [B, L, H, P] and new_state [B, H, N, P], a new tensor. Outputs at and beyond ``lengths[i]`` are
-    unspecified; here they are NaN, so that a reader of them is found out. No input is written.
+    Returns out [B, L, H, P] and new_state [B, H, S, P], a new tensor. Outputs at and beyond ``lengths[i]`` are
+    unspecified; here they are NaN, so that tests detect a read of them. No input is written.
     """
     batch, _, heads, _ = u.shape
     per_group = heads // b.shape[2]
@@ -55,17 +55,17 @@ def tree_verify(
 ) -> Tensor:
     """Outputs of all tree nodes; writes the nodes' records in place, never the checkpoint.
 
-    c, b [B, T, G, N], u [B, T, H, P], g [B, T, H], state [B, H, N, P] the checkpoint, records_b [B, R, G, N],
+    c, b [B, N, G, S], u [B, N, H, P], g [B, N, H], state [B, H, S, P] the checkpoint, records_b [B, R, G, S],
     records_u [B, R, H, P], records_decay [B, R, H], num_pending [B] int64 (None: every row has node_offset of them),
-    node_offset >= max(num_pending), ancestors [B, T, T] bool, inclusive, in topological order.
+    node_offset >= max(num_pending), ancestors [B, N, N] bool, inclusive, in topological order.
 
     The path of a node is: checkpoint, the first num_pending[i] records, then the node's ancestors from the root. A node
     without a strict ancestor (the root, a padding node) follows the pending records directly. Records between
     num_pending[i] and node_offset are ignored. Record node_offset + n becomes node n's b, u and the *log decay of the
-    whole path* from the checkpoint to the node inclusive, with 0 for what is not finite: that stays in the outputs of
-    the node and its descendants, whose records mean nothing.
+    whole path* from the checkpoint to the node inclusive, with 0 for values that are not finite: these appear in the
+    outputs of the node and its descendants, whose records are meaningless.
 
-    Returns out [B, T, H, P].
+    Returns out [B, N, H, P].
     """
     batch, nodes, heads, _ = u.shape
     per_group = heads // b.shape[2]
@@ -96,11 +96,11 @@ def tree_verify_snapshots(
 ) -> Tensor:
     """Outputs of all tree nodes by the recurrence itself; writes the state after every node.
 
-    c, b [B, T, G, N], u [B, T, H, P], g [B, T, H], state [B, H, N, P] the checkpoint, not written,
-    snapshots [B, T, H, N, P] written whole, parents [B, T] int64 in topological order (None: chains). A node reads the
+    c, b [B, N, G, S], u [B, N, H, P], g [B, N, H], state [B, H, S, P] the checkpoint, not written,
+    snapshots [B, N, H, S, P] written whole, parents [B, N] int64 in topological order (None: chains). A node reads the
     snapshot of its parent; one with parent -1 (the root, a padding node) reads ``state``.
 
-    Returns out [B, T, H, P].
+    Returns out [B, N, H, P].
     """
     batch, nodes, heads, _ = u.shape
     per_group = heads // b.shape[2]
@@ -116,5 +116,5 @@ def tree_verify_snapshots(
 
 
 def _step(state: Tensor, b: Tensor, u: Tensor, g: Tensor) -> Tensor:
-    """One token of one head: state [N, P], b [N], u [P], scalar g -> next state [N, P]."""
+    """One token of one head: state [S, P], b [S], u [P], scalar g -> next state [S, P]."""
     return torch.exp(g) * state + torch.outer(b, u)

@@ -22,24 +22,24 @@ CHUNK_SIZE = 64
 def extend(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Run known tokens through the recurrence, 64 at a time.
 
-    The block decomposition of Mamba2 (arXiv 2405.21060, section 6). What a group's heads share is computed once: the
-    products of C and B, and as one matrix product for all of them what C reads of their states and B adds to them.
+    The block decomposition of Mamba2 (arXiv 2405.21060, section 6). The heads of a group share
+    the products of C and B, and one matrix product each for the reads of C and the additions of B to their states.
 
     Args:
-        c, b: [B, L, G, N] float32.
+        c, b: [B, L, G, S] float32.
         u: [B, L, H, P] float32, dt x; H a multiple of G.
         g: [B, L, H] float32, log decay dt A <= 0.
-        state: [B, H, N, P] float32, not modified.
+        state: [B, H, S, P] float32, not modified.
         lengths: [B] int64; tokens from lengths[b] on are padding and do not touch the state.
 
     Returns:
-        Output [B, L, H, P] (unspecified on padding) and the new state [B, H, N, P].
+        Output [B, L, H, P] (unspecified on padding) and the new state [B, H, S, P].
     """
     length, groups = b.shape[1:3]
     is_padding = torch.arange(length, device=g.device) >= lengths[:, None]
     b, u = (x.masked_fill(is_padding[..., None, None], 0) for x in (b, u))
     g = g.masked_fill(is_padding[..., None], 0)
-    side_by_side = state.unflatten(1, (groups, -1)).transpose(2, 3)  # [B, G, N, H / G, P]
+    side_by_side = state.unflatten(1, (groups, -1)).transpose(2, 3)  # [B, G, S, H / G, P]
     outputs = []
     parts = (x.split(CHUNK_SIZE, 1) for x in (c, b, u, g))
     for c_part, b_part, u_part, g_part in zip(*parts, strict=True):
@@ -49,10 +49,10 @@ def extend(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, lengths: T
 
 
 def _extend_chunk(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """C tokens: arguments [B, C, ...] as for ``extend``, the state [B, G, N, H / G, P] -> output and next state."""
+    """C tokens: arguments [B, C, ...] as for ``extend``, the state [B, G, S, H / G, P] -> output and next state."""
     batch, length, num_heads = g.shape
     groups, _, per_group, dim = state.shape[1:]
-    c, b = c.transpose(1, 2), b.transpose(1, 2)  # [B, G, C, N]
+    c, b = c.transpose(1, 2), b.transpose(1, 2)  # [B, G, C, S]
     decay = g.cumsum(1)  # [B, C, H]
     path_decay = decay.transpose(1, 2)[..., None] - decay.transpose(1, 2)[..., None, :]
     above = torch.ones(length, length, dtype=torch.bool, device=g.device).triu(1)
@@ -62,7 +62,7 @@ def _extend_chunk(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor) -> 
     left, exp_decay = (decay[:, -1:] - decay).exp()[..., None], decay.exp()
     read = (c @ state.flatten(3)).view(batch, groups, length, per_group, dim).transpose(1, 2)
     out = (read.reshape(batch, length, num_heads, dim) * exp_decay[..., None]).add_(inside.transpose(1, 2))
-    added = b.mT @ (u * left).view(batch, length, groups, -1).transpose(1, 2)  # [B, G, N, H / G * P]
+    added = b.mT @ (u * left).view(batch, length, groups, -1).transpose(1, 2)  # [B, G, S, H / G * P]
     last = exp_decay[:, -1].view(batch, groups, 1, per_group, 1)
     return out, added.view(state.shape).addcmul_(state, last)
 
@@ -83,31 +83,31 @@ def tree_verify(
     """Outputs of all nodes of a draft tree from one read of the checkpoint; the nodes' records are written in place.
 
     Args:
-        c, b: [B, T, G, N] float32, of T nodes.
-        u: [B, T, H, P] float32, dt x.
-        g: [B, T, H] float32, log decay.
-        state: [B, H, N, P] float32, the checkpoint; not modified.
-        records_b: [B, R, G, N] float32.
+        c, b: [B, N, G, S] float32, of N nodes.
+        u: [B, N, H, P] float32, dt x.
+        g: [B, N, H] float32, log decay.
+        state: [B, H, S, P] float32, the checkpoint; not modified.
+        records_b: [B, R, G, S] float32.
         records_u: [B, R, H, P] float32.
         records_decay: [B, R, H] float32, log decay of the whole path from the checkpoint to the record.
         num_pending: [B] int64; the first num_pending[i] records of row i are pending and precede the root. None says
             that every row has exactly ``node_offset`` of them.
-        node_offset: where the nodes' records go, [node_offset, node_offset + T); >= every num_pending.
-        ancestors: [B, T, T] bool, inclusive.
+        node_offset: where the nodes' records go, [node_offset, node_offset + N); >= every num_pending.
+        ancestors: [B, N, N] bool, inclusive.
 
     Returns:
-        Output [B, T, H, P], in heads where a node is not finite NaN for it and its descendants. Records are finite.
+        Output [B, N, H, P], in heads where a node is not finite NaN for it and its descendants. Records are finite.
     """
     num_nodes, num_heads = g.shape[1:]
-    flaws = (expand_heads(flaw(b), num_heads) + flaw(u) + g * 0).transpose(1, 2)  # [B, H, T]
+    flaws = (expand_heads(flaw(b), num_heads) + flaw(u) + g * 0).transpose(1, 2)  # [B, H, N]
     b, u, g = finite(b), finite(u), finite(g)
     nodes = slice(node_offset, node_offset + num_nodes)
     records_b[:, nodes], records_u[:, nodes] = b, u
     decay = path_log_decay(g, ancestors, records_decay, num_pending, node_offset)
     records_decay[:, nodes] = decay
 
-    of_groups = c.transpose(1, 2) @ records_b[:, : nodes.stop].permute(0, 2, 3, 1)  # [B, G, T, R']
-    scores = of_groups.repeat_interleave(num_heads // c.shape[2], 1)  # [B, H, T, R']
+    of_groups = c.transpose(1, 2) @ records_b[:, : nodes.stop].permute(0, 2, 3, 1)  # [B, G, N, R']
+    scores = of_groups.repeat_interleave(num_heads // c.shape[2], 1)  # [B, H, N, R']
     c, decay = expand_heads(c, num_heads).transpose(1, 2), decay.transpose(1, 2)
     out = (c @ state) * decay.exp()[..., None]
     if node_offset:
@@ -126,15 +126,15 @@ def tree_verify_snapshots(
     """Outputs of all nodes of a draft tree, one node after the other; leaves the whole state after each of them.
 
     Args:
-        c, b: [B, T, G, N] float32.
-        u: [B, T, H, P] float32, dt x.
-        g: [B, T, H] float32, log decay.
-        state: [B, H, N, P] float32, the checkpoint; not modified.
-        snapshots: [B, T, H, N, P] float32, written.
-        parents: [B, T] int64, topological order; a node with parent -1 starts from the checkpoint. None: chains.
+        c, b: [B, N, G, S] float32.
+        u: [B, N, H, P] float32, dt x.
+        g: [B, N, H] float32, log decay.
+        state: [B, H, S, P] float32, the checkpoint; not modified.
+        snapshots: [B, N, H, S, P] float32, written.
+        parents: [B, N] int64, topological order; a node with parent -1 starts from the checkpoint. None: chains.
 
     Returns:
-        Output [B, T, H, P].
+        Output [B, N, H, P].
     """
     num_nodes, num_heads = g.shape[1:]
     c, b = (expand_heads(x, num_heads) for x in (c, b))

@@ -1,4 +1,4 @@
-// One head's draft tree from one read of its checkpoint; see README.md and reference.py.
+// One head's draft tree from one read of its checkpoint; README.md has the mathematics.
 #pragma once
 
 #include <vector>
@@ -16,14 +16,15 @@ inline float dot(const float* x, const float* y, int64_t size) {
   return sum(total);
 }
 
-// The tree of one row in one group, and then under each of its heads.
+// The tree of one row for one group, and then for each of its heads.
 //
-// Everything is copied together first: rows of one head lie a power of two apart in the tensors, where most of them
-// would share a few sets of the L1 cache. Row j of b, updates and decays is pending record j, or node j - pending.
+// Operands are copied into contiguous memory first: rows of one head have a stride of a power of two in the tensors, so
+// most of them would share a few sets of the L1 cache. Row j of b, updates and decays is pending record j, or node j -
+// pending.
 class GroupTree {
  public:
-  // Room for a tree; b, c and then, for each head, updates, decays of pending rows and log decays of nodes are the
-  // caller's to fill. `ancestors` as for Paths. Memory is kept from tree to tree.
+  // Makes room for a tree. The caller fills in b and c and then, for each head, updates, decays of pending rows and log
+  // decays of nodes. `ancestors` as for Paths. Memory is kept from tree to tree.
   void begin(int64_t nodes, int64_t pending, int64_t state_dim, int64_t head_dim, const bool* ancestors) {
     nodes_ = nodes, pending_ = pending, state_dim_ = state_dim, head_dim_ = head_dim;
     paths_.begin(nodes, pending, ancestors);
@@ -44,7 +45,7 @@ class GroupTree {
   float& decay(int64_t row) { return paths_.decay(row); }
   float& log_decay(int64_t node) { return paths_.log_decay(node); }
 
-  // After b and c: with which weights, before decay, each node takes what it sees.
+  // Called after b and c are filled in: the weights, before decay, of the rows that each node sees.
   void look() {
     for (int64_t i = 0; i < nodes_; ++i) {
       for (int64_t s = paths_.first(i); s < paths_.first(i) + paths_.count(i); ++s)
@@ -54,7 +55,7 @@ class GroupTree {
     }
   }
 
-  // After the rest: outputs, and decays of the nodes.
+  // Called after the rest is filled in: outputs, and decays of the nodes.
   void verify(const StateView& state) {
     read_all(rows_.data(), nodes_, state, read_.data());
     for (int64_t i = 0; i < nodes_; ++i) {
@@ -93,8 +94,9 @@ class GroupTree {
   int64_t nodes_, pending_, state_dim_, head_dim_;
   Paths paths_;
   std::vector<float> b_, c_, updates_, outputs_, read_;
-  std::vector<float> c_b_, seen_c_b_;  // c times a node's own b, and times what it sees, numbered as paths_.seen()
-  std::vector<float> weights_;         // of the node at hand
+  // Products of c with the node's own b, and with the rows that it sees, in the order of paths_.seen().
+  std::vector<float> c_b_, seen_c_b_;
+  std::vector<float> weights_;         // of the current node
   std::vector<const float*> rows_;
 };
 

@@ -1,8 +1,8 @@
 """State space duality in Triton: tree verification from records, chunks of known tokens, snapshots. See README.md.
 
-Every program has one head of one row, and a block of its P columns: no sum reaches over programs. All arithmetic is
-float32; states are read and written in the pool's dtype. Loops take LANES of a state's rows, and RECORDS of what was
-before a node, at a time: a float32 product holds its operands in registers, and so must not be deep.
+Every program has one head of one row, and a block of its P columns: programs share no sums. All arithmetic is
+float32; states are read and written in the pool's dtype. Loops take LANES of a state's rows at a time, and RECORDS
+records or nodes: a float32 product holds its operands in registers, and so must not be deep.
 """
 
 import triton
@@ -18,7 +18,7 @@ def _vectors(base, index, stride, lanes, num_vectors, num_lanes):
 
 @triton.jit
 def _finite(x):
-    """0 for what is not finite: weights that masks make 0 are multiplied all the same. See state_records."""
+    """x with 0 for values that are not finite: masked weights are 0 but still multiplied, and 0 times NaN is NaN."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
@@ -70,7 +70,7 @@ def _advance(
     kept_b_record_stride, kept_u_record_stride, kept_decay_record_stride,
     STATE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, RECORDS: tl.constexpr,
 ):  # fmt: skip
-    """Some lanes of a state [N, P] advanced over its pending records."""
+    """Some lanes of a state [S, P] advanced over its pending records."""
     state *= tl.exp(last_decay)
     for first in range(0, pending, RECORDS):
         j = first + tl.arange(0, RECORDS)
@@ -102,7 +102,7 @@ def _scores(
     c, i, c_node_stride, num_nodes, b, j, b_stride, num_b,
     STATE_DIM: tl.constexpr, NODES: tl.constexpr, LANES: tl.constexpr, RECORDS: tl.constexpr,
 ):  # fmt: skip
-    """What C of nodes i reads of B of nodes or records j, [I, J], and whether these have flaws, [J]."""
+    """Products of C of nodes i with B of nodes or records j, [I, J], and NaN for each j that is not finite, [J]."""
     scores, flaws = tl.zeros([NODES, RECORDS], tl.float32), tl.zeros([RECORDS], tl.float32)
     for first in range(0, STATE_DIM, LANES):
         lanes = first + tl.arange(0, LANES)
@@ -118,7 +118,7 @@ def _keep(
     b, b_node_stride, kept_b, kept_b_record_stride, i, node_offset, num_nodes,
     STATE_DIM: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """B of nodes i into their records."""
+    """Store B of nodes i in their records."""
     for first in range(0, STATE_DIM, LANES):
         lanes = first + tl.arange(0, LANES)
         of_b = _finite(_vectors(b, i, b_node_stride, lanes, num_nodes, STATE_DIM))
@@ -282,7 +282,7 @@ def root_verify(
 
 @triton.jit
 def _sliced(base, index, stride, lanes, length, num_lanes):
-    """[S, I, LANES]: vectors of tokens cut into S slices, lanes [S, LANES]; 0 outside."""
+    """[SLICES, I, LANES]: vectors of tokens cut into slices, lanes [SLICES, LANES]; 0 outside."""
     mask = (index < length)[None, :, None] & (lanes < num_lanes)[:, None, :]
     return tl.load(base + (index * stride)[None, :, None] + lanes[:, None, :], mask=mask, other=0.0)
 
@@ -348,7 +348,7 @@ def tree_verify_snapshots(
     snapshots_batch_stride, snapshots_node_stride, snapshots_head_stride, snapshots_lane_stride,
     STATE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The recurrence, node after node; each reads back what this program wrote for its parent. None: chains."""
+    """The recurrence, node after node; each reads back the snapshot of its parent. ``parents`` None: chains."""
     block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group, lanes, columns = head // heads_per_group, tl.arange(0, LANES), block * COLUMNS + tl.arange(0, COLUMNS)
     in_lanes, in_columns = lanes < STATE_DIM, columns < HEAD_DIM

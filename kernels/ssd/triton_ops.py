@@ -1,4 +1,4 @@
-"""State space duality as Triton launches, over pools where they lie. See README.md."""
+"""State space duality as Triton launches on pools in place; tiles, and the variants compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST = 16  # no side of a matrix product may be shorter
 
 @dataclass(frozen=True)
 class Tile:
-    """Block sizes of one launch; 0 for what a kernel does not have. A program has COLUMNS of a head's P columns.
+    """Block sizes of one launch; 0 for those that a kernel does not have. A program has COLUMNS of a head's P columns.
 
     Chosen from registers and shared memory (164 KB on sm_80, 64 KB on gfx942; no spills), not measured. A float32
     product of matrices holds its operands in registers, unrolled, and so must not be deep: a state's rows are taken
@@ -39,13 +39,13 @@ class Tile:
 
 
 def constexprs(tile: Tile, state_dim: int, head_dim: int) -> dict[str, int]:
-    """Of a launch over states [N, P]."""
+    """Constants of a launch over states [S, P]."""
     blocks = {name.upper(): size for name, size in asdict(tile).items() if size and not name.startswith("num_")}
     return {"STATE_DIM": state_dim, "HEAD_DIM": head_dim, **blocks}
 
 
 def verify_tile(num_nodes: int, state_dim: int, head_dim: int) -> Tile:
-    """Of trees of up to MAX_NODES nodes; one node has a kernel of its own, without products of matrices of nodes."""
+    """Choose the tile for trees of up to MAX_NODES nodes; one node has its own kernel, without matrix products."""
     state, head = _at_least(state_dim), _at_least(head_dim)
     if num_nodes == 1:
         return Tile(columns=min(head, 32 if state <= 128 else 16), lanes=state, records=16)
@@ -54,39 +54,39 @@ def verify_tile(num_nodes: int, state_dim: int, head_dim: int) -> Tile:
 
 
 def extend_tile(state_dim: int, head_dim: int) -> Tile:
-    """Of known tokens: short chunks, since the scores inside of one are made anew for every head and block."""
+    """Choose the tile for known tokens: short chunks, since every head and block computes a chunk's scores again."""
     columns = min(_at_least(head_dim), 32)
     return Tile(columns=columns, lanes=16, slices=_at_least(state_dim) // 16, tokens=16, num_warps=8)
 
 
 def snapshots_tile(state_dim: int, head_dim: int) -> Tile:
-    """Of one node after the other."""
+    """Choose the tile for snapshots, which take one node after the other."""
     columns = min(_at_least(head_dim), 32 if state_dim <= 128 else 16)
     return Tile(columns=columns, lanes=_at_least(state_dim))
 
 
 def advance(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: StateOperands) -> Tensor:
-    """``ssd.advance`` in one launch over pools where they lie."""
+    """Run the form that the operands ask for, in one launch on the pools in place."""
     return state.launch(sys.modules[__name__], (c, b, u, g))
 
 
 def tree_verify_in_place(c: Tensor, b: Tensor, u: Tensor, g: Tensor, buffers: Buffers, trees: Trees) -> Tensor:
-    """Outputs of all nodes of a verify's trees from one read of the checkpoints; leaves their records.
+    """Compute the outputs of all nodes from one read of the checkpoints; write their records.
 
     The records of node i go to entry ``node_offset + i`` of its row. A row that ``folds`` reads its checkpoint advanced
-    over all its pending records, rounded as its slot keeps it, and leaves it there. Nothing is read or written for rows
+    over all its pending records, rounded to the pool's dtype, and writes it back. Nothing is read or written for rows
     of slot 0.
 
     Args:
-        c, b: [B, T, G, N] float32, of T <= 64 nodes.
-        u: [B, T, H, P] float32, dt x; H a multiple of G.
-        g: [B, T, H] float32, log decay.
-        buffers: ``states`` [slots, H, N, P] of any float dtype; k [rows, R, G, N], u [rows, R, H, P] and decay
-            [rows, R, H]. Others are not looked at.
-        trees: ``conv_index`` is not looked at.
+        c, b: [B, N, G, S] float32, of N <= 64 nodes.
+        u: [B, N, H, P] float32, dt x; H a multiple of G.
+        g: [B, N, H] float32, log decay.
+        buffers: ``states`` [slots, H, S, P] of any float dtype; k [rows, R, G, S], u [rows, R, H, P] and decay
+            [rows, R, H]. Others are not read.
+        trees: ``conv_index`` is not read.
 
     Returns:
-        Output [B, T, H, P] float32, zeros for rows of slot 0; of what is not finite, as ``torch_ops.tree_verify``.
+        Output [B, N, H, P] float32, zeros for rows of slot 0; NaN as in ``torch_ops.tree_verify``.
 
     Raises:
         ValueError: there are more nodes.
@@ -108,7 +108,7 @@ def tree_verify(
     node_offset: int,
     ancestors: Tensor,
 ) -> Tensor:
-    """Compute ``torch_ops.tree_verify`` in Triton; of T <= 64 nodes, and the state in any float dtype.
+    """Verify trees with a checkpoint per row; arguments as in ``torch_ops``, N <= 64, the state in any float dtype.
 
     Raises:
         ValueError: there are more nodes.
@@ -121,13 +121,13 @@ def tree_verify(
 def extend_in_place(
     c: Tensor, b: Tensor, u: Tensor, g: Tensor, states: Tensor, slots: Tensor, lengths: Tensor
 ) -> Tensor:
-    """Run known tokens through the recurrence, from the states in their slots to the states that they leave there.
+    """Run known tokens through the recurrence, from the states in their slots, which are overwritten.
 
     Args:
-        c, b: [B, L, G, N] float32.
+        c, b: [B, L, G, S] float32.
         u: [B, L, H, P] float32, dt x; H a multiple of G.
         g: [B, L, H] float32, log decay dt A <= 0.
-        states: [slots, H, N, P], any float dtype; rows of length 0 and rows of slot 0 leave theirs as it is.
+        states: [slots, H, S, P], any float dtype; rows of length 0 and rows of slot 0 leave theirs as it is.
         slots: [B] int64, distinct but for 0.
         lengths: [B] int64; tokens from lengths[b] on are padding.
 
@@ -139,7 +139,7 @@ def extend_in_place(
     out = torch.empty(u.shape, dtype=torch.float32, device=u.device)
     if out.numel() == 0:
         return out
-    assert states.stride(3) == 1, "columns of states lie apart"
+    assert states.stride(3) == 1, "columns of states must be contiguous"
     tile = extend_tile(state_dim, head_dim)
     triton_kernels.extend[_grid(tile, out)](
         *(c, b, u, g, out, states, slots, lengths, length, heads // b.shape[2]),
@@ -154,13 +154,13 @@ def extend_in_place(
 def tree_verify_snapshots(
     c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, snapshots: Tensor, parents: Tensor | None
 ) -> Tensor:
-    """Compute ``torch_ops.tree_verify_snapshots`` in Triton; the state may have any float dtype."""
+    """Verify trees node after node; arguments as in ``torch_ops``, the state in any float dtype."""
     c, b, u, g, state = (_dense(x) for x in (c, b, u, g, state))
     (_, nodes, heads, head_dim), state_dim = u.shape, b.shape[3]
     out = torch.empty(u.shape, dtype=torch.float32, device=u.device)
     if out.numel() == 0:
         return out
-    assert snapshots.stride(4) == 1, "columns of snapshots lie apart"
+    assert snapshots.stride(4) == 1, "columns of snapshots must be contiguous"
     tile = snapshots_tile(state_dim, head_dim)
     triton_kernels.tree_verify_snapshots[_grid(tile, out)](
         *(c, b, u, g, out, state, snapshots, None if parents is None else parents.contiguous()),
@@ -181,7 +181,7 @@ def _verify(
     slots: Tensor | None,
     trees: Trees,
 ) -> Tensor:
-    """Rows and slots None: the batch's own, and no row is padding."""
+    """Launch a verify. Rows and slots None: row b of the batch uses row b of records and states; no padding."""
     c, b, u, g = (_dense(x) for x in tokens)
     (_, nodes, heads, head_dim), state_dim = u.shape, b.shape[3]
     if nodes > MAX_NODES:
@@ -189,7 +189,7 @@ def _verify(
     out = torch.empty(u.shape, dtype=torch.float32, device=u.device)
     if out.numel() == 0:
         return out
-    assert all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (states, *records)), "columns of pools lie apart"
+    assert all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (states, *records)), "columns of pools must be contiguous"
     tile, per_group = verify_tile(nodes, state_dim, head_dim), heads // b.shape[2]
     (kept_b, kept_u, kept_decay), t, of_states = records, trees, states.stride()[:3]
     sizes = constexprs(tile, state_dim, head_dim) | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -212,7 +212,7 @@ def _verify(
 
 
 def _grid(tile: Tile, out: Tensor) -> tuple[int, int, int]:
-    """A program per block of columns, head and row of out [B, L, H, P]."""
+    """The grid: a program per block of columns, head and row of out [B, L, H, P]."""
     batch, _, heads, head_dim = out.shape
     return -(-head_dim // tile.columns), heads, batch
 
@@ -239,18 +239,18 @@ def variants() -> list[Variant]:
 def _verify_variant(state: str, nodes: int, state_dim: int, head_dim: int) -> Variant:
     kernel = triton_kernels.root_verify if nodes == 1 else triton_kernels.tree_verify
     types = {"rows": "*i64", "slots": "*i64", "num_pending": "*i64", "folds": "*i1", "ancestors": "*i1"}
-    name, tile = f"tree_verify {state} T={nodes} N={state_dim} P={head_dim}", verify_tile(nodes, state_dim, head_dim)
+    name, tile = f"tree_verify {state} N={nodes} S={state_dim} P={head_dim}", verify_tile(nodes, state_dim, head_dim)
     return _variant(name, kernel, tile, constexprs(tile, state_dim, head_dim), types | {"states": f"*{state}"})
 
 
 def _extend_variant(state: str, state_dim: int, head_dim: int) -> Variant:
     types = {"slots": "*i64", "lengths": "*i64", "states": f"*{state}"}
-    name, tile = f"extend {state} N={state_dim} P={head_dim}", extend_tile(state_dim, head_dim)
+    name, tile = f"extend {state} S={state_dim} P={head_dim}", extend_tile(state_dim, head_dim)
     return _variant(name, triton_kernels.extend, tile, constexprs(tile, state_dim, head_dim), types)
 
 
 def _snapshots_variant(state_dim: int, head_dim: int) -> Variant:
-    name, tile = f"tree_verify_snapshots N={state_dim} P={head_dim}", snapshots_tile(state_dim, head_dim)
+    name, tile = f"tree_verify_snapshots S={state_dim} P={head_dim}", snapshots_tile(state_dim, head_dim)
     sizes = constexprs(tile, state_dim, head_dim)
     return _variant(name, triton_kernels.tree_verify_snapshots, tile, sizes, {"parents": "*i64"})
 

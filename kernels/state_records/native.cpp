@@ -1,4 +1,4 @@
-// The fold of pending records into checkpoints; see README.md and reference.py.
+// The fold of pending records into checkpoints; reference.py specifies it.
 #include <cmath>
 #include <vector>
 
@@ -9,7 +9,8 @@ namespace {
 
 using namespace specmamba;
 
-// Everything of one fold. Distances are in elements; what is not named is contiguous. `folded` may be the state itself.
+// Operands of one fold. Strides are in elements; dimensions without one are contiguous. `folded` may be the state
+// itself.
 struct Fold {
   const float *state, *records_k, *records_u, *records_decay;  // [B, Hv, K, V] [B, R, Hk, K] [B, R, Hv, V] [B, R, Hv]
   const int64_t* num_pending;                                  // [B]
@@ -18,7 +19,7 @@ struct Fold {
   int64_t state_batch, k_batch, u_batch, decay_batch, folded_batch;  // from one batch entry to the next
 };
 
-// One head's records, copied together; keys take the decay from their record to the last one.
+// One head's records in contiguous memory; keys are multiplied by the decay from their record to the last one.
 struct FoldedRecords {
   int64_t count = 0;
   float whole_decay = 1.0f;

@@ -1,4 +1,4 @@
-"""The fold of pending records in native code (native.cpp). See README.md."""
+"""Native code for records (native.cpp): the fold, and the structures (operands.h) of the operands of a verify."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Fold = struct(
 def can_take(state: Tensor, *written: Tensor) -> bool:
     """Whether native code computes on these: float32 on the CPU, and every row of what it writes contiguous.
 
-    A fold into a state is in place, so that it cannot be copied into another layout.
+    A fold into a state is in place, so the state cannot be copied into another layout first.
     """
     return (
         all(x.dtype is torch.float32 and x.is_cpu for x in (state, *written))
@@ -74,7 +74,7 @@ def _check_shapes(
 
 @cache
 def code() -> ctypes.CDLL | None:
-    """The native code of this op; None where there is none."""
+    """The loaded native library of this operator; None where there is none."""
     return library.load_functions(SOURCE, {"fold_records": [POINTER(_Fold), c_int]})
 
 
@@ -91,7 +91,7 @@ TreesStruct = struct(
 
 
 class Heads(NamedTuple):
-    """Sizes of a layer's heads, as native code is told them."""
+    """Sizes of a layer's heads, in the order of the native structure."""
 
     key_heads: int
     value_heads: int
@@ -99,18 +99,18 @@ class Heads(NamedTuple):
     value_dim: int
 
     def check(self, conv: Tensor) -> None:
-        """ValueError where they do not fit each other or a convolution [C, W]."""
+        """Raise ValueError unless the sizes fit each other and a convolution [C, W]."""
         hk, hv, key_dim, value_dim = self
         require(hk > 0 and hv % hk == 0, "value heads are no multiple of key heads")
         channels = 2 * hk * key_dim + hv * value_dim
         require(conv.shape[0] == channels, "the convolution has other channels than the heads")
 
 
-_FITTING: WeakKeyDictionary[Buffers, Any] = WeakKeyDictionary()  # the weights that buffers were last checked with
+_FITTING: WeakKeyDictionary[Buffers, Any] = WeakKeyDictionary()  # the weights that buffers were last checked against
 
 
 def marshal_buffers(x: Buffers) -> Any:
-    """None where native code cannot take them: it wants float32 (conv_inputs aside) and contiguous rows, on the CPU."""
+    """Make the native structure; None unless rows are contiguous, on the CPU and, but for conv_inputs, float32."""
     tensors = x.states, x.conv_inputs, x.k, x.u, x.decay
     is_float = all(y.dtype is torch.float32 for y in (x.states, x.k, x.u, x.decay))
     if not is_float or not all(y.is_cpu and is_contiguous_from(y, 1) for y in tensors):
@@ -119,10 +119,10 @@ def marshal_buffers(x: Buffers) -> Any:
 
 
 def marshal_trees(x: Trees) -> Any:
-    """For native code, which trusts indices.
+    """Make the native structure. Indices are not checked.
 
     Raises:
-        ValueError: a dtype, a device or a layout that it does not take, or shapes that do not fit each other.
+        ValueError: native code cannot read a dtype, device or layout, or shapes do not fit each other.
     """
     integers = x.rows, x.slots, x.conv_index, *(() if x.num_pending is None else (x.num_pending,))
     are_places = all(y.dtype is torch.int64 and y.is_cpu and y.is_contiguous() for y in integers)
@@ -139,10 +139,10 @@ def marshal_trees(x: Trees) -> Any:
 
 
 def check_places(weights: Any, conv: Tensor, heads: Heads, buffers: Buffers, trees: Trees) -> None:
-    """That trees fit buffers, and buffers a layer's ``weights``, of which ``conv`` [C, W] and ``heads`` tell the sizes.
+    """Check that trees fit the buffers, and buffers the layer's ``weights``: ``conv`` [C, W] and ``heads``.
 
     Raises:
-        ValueError: they do not. Native code trusts these shapes; outside of them there is other memory.
+        ValueError: they do not. Native code trusts these shapes: wrong ones would make it read other memory.
     """
     capacity = buffers.k.shape[1]
     require(trees.node_offset + trees.ancestors.shape[1] <= capacity, "the records have no room for the nodes")

@@ -1,5 +1,5 @@
-// What a verify of a recurrent layer is told, of either kind; see README.md and operands.py. Distances are in elements;
-// what is not named is contiguous.
+// Operands of a verify of a recurrent layer, gated delta net or Mamba2; the structures of operands.py. Strides are in
+// elements; dimensions without one are contiguous.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct Heads {
   int64_t group() const { return value_heads / key_heads; }
 };
 
-// Of one layer, all slots and all rows of the buffers.
+// State memory of one layer, all slots and all rows.
 struct Buffers {
   const float* states;   // [slots, Hv, K, V]
   void* conv_inputs;     // [rows, W - 1 + R, C], float32 or bfloat16 as activations are

@@ -1,4 +1,4 @@
-"""Where a recurrent layer finds and leaves its state in one forward; README.md has the names of the shapes.
+"""Operands that say where a recurrent layer reads and writes its state in one forward. Shapes are named in README.md.
 
 A forward is one of three: it extends states over known tokens, or verifies draft trees with records or with snapshots.
 ``run`` of each runs a recurrence over them in PyTorch: ``forms`` has ``extend``, ``tree_verify`` and
@@ -69,7 +69,7 @@ class RowSet:
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """Of one layer: checkpoints by slot, and by row the inputs and records of pending tokens and of nodes."""
+    """State memory of one layer: checkpoints by slot; inputs and records of pending tokens and of nodes by row."""
 
     states: Tensor  # [slots, Hv, K, V]; float32 for native code. Only folds write it
     conv_inputs: Tensor  # [rows, W - 1 + R, C]: the checkpoint's window, then an input per record
@@ -81,11 +81,11 @@ class Buffers:
 
 @dataclass(frozen=True, eq=False)
 class Trees:
-    """Of one verify: where its trees find and leave what they need, and which node sees which.
+    """Trees of one verify: rows and slots that they read and write, and which node sees which.
 
-    A row that ``folds`` leaves its checkpoint advanced over all its pending records, in ``states`` and ``windows``, and
-    its window in front of ``conv_inputs`` moved up to there; the nodes' path decays count from the new checkpoint, and
-    nothing is pending in front of them. ``conv_index`` is that of the lists before the fold. Slot 0 means padding.
+    A row that ``folds`` advances its checkpoint over all its pending records, in ``states`` and ``windows``, and moves
+    its window at the start of ``conv_inputs`` up to the new checkpoint; the nodes' path decays count from there, and
+    no record is pending before them. ``conv_index`` refers to the lists before the fold. Slot 0 means padding.
     """
 
     rows: Tensor  # [B] int64, distinct
@@ -94,7 +94,9 @@ class Trees:
     num_pending: Tensor | None  # [B] int64; None: node_offset everywhere
     node_offset: int  # node i leaves record node_offset + i
     ancestors: Tensor  # [B, N, N] bool, inclusive
-    folds: Tensor | None = None  # [B] bool: pending records go into the checkpoint first; None: no row folds. GPU only
+    folds: Tensor | None = (
+        None  # [B] bool: fold pending records into the checkpoint first; None: no row folds. GPU only
+    )
 
     @property
     def num_nodes(self) -> int:
@@ -103,7 +105,7 @@ class Trees:
 
 @dataclass(frozen=True, slots=True)
 class ExtendOperands:
-    """Runs of known tokens: the states and windows in slots are read, advanced and written."""
+    """Known tokens: the states and windows in slots are read, advanced and written."""
 
     states: Tensor  # [slots, Hv, K, V], any float dtype
     windows: Tensor  # [slots, W - 1, C]
@@ -111,14 +113,14 @@ class ExtendOperands:
     lengths: Tensor  # [B] int64; tokens from lengths[b] on are padding
 
     def run(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
-        """Advance the states over the tokens."""
+        """Read the states, advance them over the tokens and write them back."""
         out: Tensor
         out, after = forms.extend(*tokens, self.slots.take(self.states).float(), self.lengths)
         self.slots.put(self.states, as_stored(after, self.states.dtype))
         return out
 
     def launch(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
-        """Advance the states over the tokens."""
+        """Advance the states in place, in one launch."""
         out: Tensor = forms.extend_in_place(*tokens, self.states, self.slots.index, self.lengths)
         return out
 
@@ -138,7 +140,7 @@ class RecordOperands:
         return self.buffers.states
 
     def run(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
-        """Read every checkpoint once for all nodes, and leave a record of key, update and path decay for each."""
+        """Read every checkpoint once for all nodes, and write a record (key, update, path decay) of each."""
         out: Tensor
         buffers, trees, rows = self.buffers, self.trees, self.rows
         checkpoints = self.slots.take(buffers.states).float()
@@ -152,7 +154,7 @@ class RecordOperands:
         return out
 
     def launch(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
-        """The same in one launch; rows may fold in it."""
+        """Verify in one launch, in which rows may fold."""
         out: Tensor = forms.tree_verify_in_place(*tokens, self.buffers, self.trees)
         return out
 
@@ -171,7 +173,7 @@ class SnapshotOperands:
     parents: Tensor | None  # [B, N] int64; None: chains
 
     def run(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
-        """Run the recurrence itself, node after node, and leave the state behind every one."""
+        """Run the recurrence itself, node after node, and write the state after every node."""
         out: Tensor
         buffer, rows, num_nodes = self.state_snapshots, self.rows, tokens[0].shape[1]
         if rows.is_range:
@@ -184,7 +186,7 @@ class SnapshotOperands:
         return out
 
     def launch(self, forms: Any, tokens: tuple[Tensor, ...]) -> Tensor:
-        """The same: the Triton form has the same arguments."""
+        """Verify as ``run`` does: the Triton form has the same arguments."""
         return self.run(forms, tokens)
 
 
@@ -192,7 +194,7 @@ StateOperands = ExtendOperands | RecordOperands | SnapshotOperands
 
 
 def as_stored(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 state as pools keep it; what float16 cannot hold becomes its largest finite number, NaN stays."""
+    """Convert a float32 state to a pool's dtype; float16 saturates at its largest finite number, NaN stays."""
     if dtype is torch.float16:
         largest = torch.finfo(dtype).max
         state = state.clamp(-largest, largest)

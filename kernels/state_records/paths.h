@@ -1,4 +1,4 @@
-// What the nodes of a draft tree see, and how much of it has decayed; see README.md.
+// The rows that nodes of a draft tree see, and their decay; README.md has the mathematics.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ class Paths {
     decays_.resize(pending + nodes), between_.resize(pending + nodes), log_decays_.resize(nodes);
   }
 
-  // Everything that all nodes see, one after the other: node i's part is [first(i), first(i) + count(i)).
+  // The rows that all nodes see, node after node: node i's part is [first(i), first(i) + count(i)).
   const std::vector<int64_t>& seen() const { return seen_; }
   int64_t first(int64_t node) const { return first_seen_[node]; }
   int64_t count(int64_t node) const { return first_seen_[node + 1] - first_seen_[node]; }
@@ -34,14 +34,14 @@ class Paths {
   float& decay(int64_t row) { return decays_[row]; }            // log decay from the checkpoint to a row
   float& log_decay(int64_t node) { return log_decays_[node]; }  // a node's own
 
-  // A node's decay, once those of its ancestors are there; returns how much is left of the checkpoint. between()[j] is
-  // then how much is left of the j-th row that the node sees. It follows the last of them: its parent, the last
-  // pending record, or the checkpoint.
+  // Computes a node's decay, after those of its ancestors; returns the factor of the checkpoint. between()[j] is then
+  // the factor of the j-th row that the node sees. A node continues the last of these rows (its parent or the last
+  // pending record) or, without any, the checkpoint.
   float advance(int64_t node) {
     const int64_t first = first_seen_[node], n = count(node);
     const float before = n == 0 ? 0.0f : decays_[seen_[first + n - 1]];
     float decay = before + log_decays_[node];
-    if (!std::isfinite(decay)) decay = std::numeric_limits<float>::quiet_NaN();  // no record can hold it: it must show
+    if (!std::isfinite(decay)) decay = std::numeric_limits<float>::quiet_NaN();  // no record can express it, so it must show
     decays_[pending_ + node] = decay;
     for (int64_t j = 0; j < n; ++j) between_[j] = decays_[seen_[first + j]];
     for_vectors(n, [&](int64_t j, auto lanes) {
@@ -55,7 +55,7 @@ class Paths {
   int64_t pending_;
   std::vector<int64_t> seen_, first_seen_;
   std::vector<float> decays_, log_decays_;
-  std::vector<float> between_;  // of the node at hand
+  std::vector<float> between_;  // of the current node
 };
 
 }  // namespace specmamba

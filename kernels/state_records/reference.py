@@ -41,12 +41,12 @@ def parent_of(ancestors: Tensor, node: int) -> int | None:
 
 
 def finite(x: Tensor) -> Tensor:
-    """What is recorded of x: 0 for what is not finite."""
+    """x as it is recorded: 0 in place of values that are not finite."""
     return torch.where(x.isfinite(), x, 0)
 
 
 def finite_or_nan(g: Tensor) -> Tensor:
-    """A log decay as it counts: no record can hold that all is forgotten at once, so -inf must show as NaN does."""
+    """A log decay with NaN for -inf: no record can express that the whole state is forgotten, so it must show."""
     return torch.where(g.isfinite(), g, torch.nan)
 
 

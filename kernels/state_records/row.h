@@ -1,4 +1,4 @@
-// One row of a verify: where its checkpoint, records and inputs lie, and the convolution of its nodes.
+// One row of a verify: its checkpoint, records and inputs, and the convolution of its nodes.
 #pragma once
 
 #include <cmath>
@@ -52,13 +52,13 @@ class Row {
              heads_.channels(), channel, size, y);
   }
 
-  // Leaves these channels of a node's input for the verifies after this one.
+  // Stores these channels of a node's input for later verifies.
   void keep(int64_t node, int64_t channel, int64_t size) const {
     T* kept = conv_inputs_ + (convolution_.width - 1 + record_of(node)) * heads_.channels() + channel;
     std::copy_n(mixed(node) + channel, size, kept);
   }
 
-  // Leave a node's record. It is finite, whatever the node is: see README.md.
+  // Store a node's record. Values that are not finite are stored as 0: README.md has the reason.
   void keep_key(int64_t node, int64_t head, const float* k) const {
     store_finite(k, key(record_of(node), head), heads_.key_dim);
   }
@@ -69,7 +69,7 @@ class Row {
   }
 
  private:
-  // The inputs under each node's convolution: nodes' where the projection left them, older ones where they are kept.
+  // The inputs under each node's convolution: nodes' in the projection's output, older ones in conv_inputs.
   void find_taps(const int64_t* index) {
     const int64_t first = convolution_.width - 1 + node_offset_;
     taps_.resize(nodes_ * convolution_.width);

@@ -1,4 +1,4 @@
-// Reads of one head's state; see README.md.
+// Products of rows with one head's state.
 #pragma once
 
 #include <type_traits>
@@ -7,8 +7,8 @@
 
 namespace specmamba {
 
-// What a loop over columns does at once: blocks of Widest vectors, of four, then single ones, of which the last may be
-// partial. Calls body(column, number of vectors as a constant, lanes) for parts of [0, size).
+// Loops over columns in blocks of Widest vectors, then of four, then single vectors, of which the last may be partial.
+// Calls body(column, number of vectors as a constant, lanes) for parts of [0, size).
 template <int Widest, typename Body>
 inline void for_columns(int64_t size, const Body& body) {
   int64_t column = 0;
@@ -69,9 +69,9 @@ inline void read_rows(const float* const* rows, int64_t num_rows, const StateVie
 
 // read[r] = x[r] S for all rows. The order of the sums does not depend on how many rows there are.
 //
-// The first rows take S in its own order, as fast as memory delivers it; then it lies in a cache, and the others take
-// fewer columns for more rows at a time, six at best. 24 sums, a vector of S and six inputs fit into 32 registers. A
-// narrow S comes in its own order with six rows at once.
+// The first rows read S in memory order, as fast as memory delivers it. Then S is in a cache, and the other rows read
+// fewer columns for more rows at a time, at most six: 24 sums, a vector of S and six inputs fit into 32 registers. A
+// narrow S is read in memory order with six rows at once.
 inline void read_all(const float* const* rows, int64_t num_rows, const StateView& state, float* read) {
   if (state.value_dim < 8 * kLanes) return read_rows<6, 4>(rows, num_rows, state, read);
   const int64_t first = std::min<int64_t>(num_rows, num_rows % 6 == 4 ? 2 : 3);

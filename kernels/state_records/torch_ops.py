@@ -61,7 +61,7 @@ def decay_inside(decay: Tensor, ancestors: Tensor) -> Tensor:
 
 
 def finite(x: Tensor) -> Tensor:
-    """x with 0 for what is not finite. Weights that masks make 0 are multiplied all the same, and 0 NaN is NaN."""
+    """x with 0 for values that are not finite: masked weights are 0 but still multiplied, and 0 times NaN is NaN."""
     return x.nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -71,10 +71,10 @@ def flaw(x: Tensor) -> Tensor:
 
 
 def flaws_inside(flaws: Tensor, ancestors: Tensor) -> Tensor:
-    """What a node adds to its weight of node j: NaN where j is its ancestor, or itself, and has a flaw, else 0.
+    """Terms to add to the weights of node j in node i: NaN where j is i or its ancestor and has a flaw, else 0.
 
-    So values can be ``finite`` for everybody, and who has to feel the flaw still does. ``flaws`` [B, H, N] are 0 or
-    NaN; returns what broadcasts to [B, H, N, N].
+    So values are made ``finite`` for all nodes, and a flaw still reaches the node and its descendants. ``flaws``
+    [B, H, N] are 0 or NaN. Returns a tensor that broadcasts to [B, H, N, N].
     """
     weights = flaws[..., None, :]
     return weights if flaws.shape[2] == 1 else weights.masked_fill(~ancestors[:, None], 0.0)

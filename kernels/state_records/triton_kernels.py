@@ -1,4 +1,4 @@
-"""What kernels of recurrent states share, and the fold. A program has blocks [keys, values] of one head's state."""
+"""Functions that kernels of recurrent states share, and the fold. A program has blocks [keys, values] of one head."""
 
 import triton
 import triton.language as tl
@@ -6,19 +6,19 @@ import triton.language as tl
 
 @triton.jit
 def not_finite(x):
-    """1.0 for what is not finite, else 0.0."""
+    """1.0 where x is not finite, else 0.0."""
     return tl.where(tl.abs(x) < float("inf"), 0.0, 1.0)
 
 
 @triton.jit
 def finite(x):
-    """x with 0 for what is not finite."""
+    """x with 0 in place of values that are not finite."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
 def as_stored(state, dtype: tl.constexpr):
-    """A float32 state as pools keep it: float16 ends at 65504, and what lies beyond becomes that; NaN stays."""
+    """A float32 state in a pool's dtype: float16 ends at 65504, and values beyond become that; NaN stays."""
     if dtype == tl.float16:
         state = tl.where(state > 65504.0, 65504.0, state)
         state = tl.where(state < -65504.0, -65504.0, state)
@@ -99,7 +99,7 @@ def fold(
     BLOCK_VALUES: tl.constexpr,
     BLOCK_RECORDS: tl.constexpr,
 ):
-    """One program per row, head and block of values; it walks down the keys."""
+    """One program per row, head and block of values; it loops over the keys."""
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     at_v = tl.program_id(0) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
     is_v = at_v < value_dim

@@ -1,4 +1,4 @@
-"""The fold of records as one Triton launch. See README.md."""
+"""The fold of records as one Triton launch, its tiles, and the variants compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from specmamba.kernels.gpu import Variant, next_power_of_2
 from specmamba.kernels.state_records import triton_kernels
 
-RECORDS = 16  # pending records of one matrix product: the least that one takes
+RECORDS = 16  # pending records of one matrix product, which takes no fewer
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Of one program: a block of a head's state, and what runs it."""
+    """Block sizes of one program, which has a part of one head's state; and its warps and pipeline stages."""
 
     keys: int
     values: int
@@ -30,7 +30,7 @@ class Tile:
 
 
 def fold_tile(key_dim: int, value_dim: int) -> Tile:
-    """Narrow blocks of values, so that a single row fills a GPU too; 16 registers of a thread hold the state.
+    """Choose narrow blocks of values, so that a single row fills a GPU too; 16 registers of a thread hold the state.
 
     Chosen from register and shared-memory limits, not measured.
     """
@@ -38,7 +38,7 @@ def fold_tile(key_dim: int, value_dim: int) -> Tile:
 
 
 def block(size: int, most: int | None = None) -> int:
-    """A power of two that holds ``size``, no less than a matrix product takes and no more than a tile wants."""
+    """The power of two from ``size`` on, at least 16, as matrix products need, and at most ``most``."""
     enough = max(16, next_power_of_2(size))
     return enough if most is None else min(most, enough)
 
@@ -95,7 +95,7 @@ def variant(
     num_warps: int,
     num_stages: int,
 ) -> Variant:
-    """Of a kernel whose arguments are pointers, constants (block sizes, strides of 1, None) and otherwise integers."""
+    """Make a variant; arguments that are neither pointers nor constants (block sizes, strides of 1, None) are i32."""
     kinds = {x: f"*{of}" for x, of in pointers.items()} | dict.fromkeys(constants, "constexpr")
     signature = {x: kinds.get(x, "i32") for x in kernel.arg_names}
     return Variant(name, kernel, signature, constants, num_warps, num_stages)

@@ -29,7 +29,7 @@ from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES
 from tests.pairwise import pairwise
 
-# (G, H, N, P): one head, groups of heads, narrow, odd and wide widths, one group, as many groups as heads
+# (G, H, S, P): one head, groups of heads, narrow, odd and wide widths, one group, as many groups as heads
 HEADS = [(1, 1, 8, 8), (2, 4, 16, 24), (1, 3, 7, 5), (3, 3, 40, 72), (1, 4, 128, 64), (2, 2, 33, 80), (1, 2, 16, 136)]
 TERMS = 400  # the convolution, the products over a key and over all nodes and records, and the norm
 TOLERANCE = {dtype: tolerance(dtype, terms=TERMS) for dtype in (torch.float32, torch.float16, torch.bfloat16)}

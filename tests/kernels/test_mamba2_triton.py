@@ -163,7 +163,7 @@ def test_step_sizes(limit: tuple[float, float], gpu_device: str) -> None:
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_folds(nodes: int, state_dtype: torch.dtype, gpu_device: str) -> None:
-    """States and windows; also with nothing pending, and where a row of padding is told to."""
+    """States and windows; also with nothing pending, and where ``folds`` is true for a row of padding."""
     folds, dtype = [True, True, True, False], torch.float32 if state_dtype is torch.float32 else state_dtype
     case = PoolCase(ONE, nodes, [5, 0, None, 2], folds=folds, state_dtype=state_dtype, dtype=dtype)
     case.check_launch(gpu_device)

@@ -34,7 +34,7 @@ SAME: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}
 class Recurrence(NamedTuple):
     reference: ModuleType
     torch_ops: ModuleType
-    make_tokens: Callable[[int, int, int], Any]  # batch, length, seed -> what a recurrence is told of tokens
+    make_tokens: Callable[[int, int, int], Any]  # batch, length, seed -> the recurrence's inputs
 
 
 RECURRENCES = {

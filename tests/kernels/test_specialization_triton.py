@@ -30,10 +30,10 @@ def names_without_variants(kernel: Any) -> set[str]:
     """What the decorator of a kernel says is not specialized."""
     definition = ast.parse(dedent(inspect.getsource(kernel.fn))).body[0]
     assert isinstance(definition, ast.FunctionDef)
-    told = [
+    names = [
         x.value for decorator in definition.decorator_list for x in ast.walk(decorator) if isinstance(x, ast.Constant)
     ]
-    return {name for name in told if isinstance(name, str)}
+    return {name for name in names if isinstance(name, str)}
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -30,8 +30,8 @@ LENGTHS = [1, 63, 64, 65, 500]
 class Tokens(NamedTuple):
     """Inputs of T tokens per row, in the argument order of the op."""
 
-    c: Tensor  # [B, T, G, N]
-    b: Tensor  # [B, T, G, N]
+    c: Tensor  # [B, T, G, S]
+    b: Tensor  # [B, T, G, S]
     u: Tensor  # [B, T, H, P]
     g: Tensor  # [B, T, H]
 
@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
 
 
 def make_tokens(batch: int, length: int, heads: tuple[int, int, int, int], seed: int) -> Tokens:
-    """Random tokens as a model would produce them; heads are (G, H, N, P)."""
+    """Random tokens as a model would produce them; heads are (G, H, S, P)."""
     (groups, num_heads, state_dim, head_dim), gen = heads, torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -228,8 +228,15 @@ def check_tree_verify(
         x[:, written] = torch.nan  # the op must write these before it reads them
     got, want = [x.to(device) for x in records.clone()], records.clone(torch.float64)
     mask, checkpoint = mask_of(batch_of_parents(SHAPES, nodes, seed=nodes)), state.to(device, copy=True)
-    told = (*(x.to(device) for x in tokens), checkpoint, *got, num_pending.to(device), node_offset, mask.to(device))
-    out = torch_ops.tree_verify(*told).cpu()
+    arguments = (
+        *(x.to(device) for x in tokens),
+        checkpoint,
+        *got,
+        num_pending.to(device),
+        node_offset,
+        mask.to(device),
+    )
+    out = torch_ops.tree_verify(*arguments).cpu()
     want_out = reference.tree_verify(*tokens.double(), state.double(), *want, num_pending, node_offset, mask)
     torch.testing.assert_close(out.double(), want_out, **TOLERANCE)
     got = [x.cpu() for x in got]

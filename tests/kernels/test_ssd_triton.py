@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 TOLERANCE = tolerance(terms=160)
 ULP = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-# (G, H, N, P): one head, groups of heads over blocks that do not divide anything
+# (G, H, S, P): one head, groups of heads over blocks that do not divide anything
 ONE, ODD, WIDE = (1, 1, 8, 8), (1, 3, 7, 5), (2, 4, 20, 40)
 # numpy's, of the interpreter: infinite numbers that masks hide are multiplied by 0 as on a GPU
 ignores_warnings = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -132,7 +132,7 @@ def test_every_fill_of_the_ring(nodes: int, gpu_device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_states_of_any_dtype_fold(nodes: int, dtype: torch.dtype, gpu_device: str) -> None:
-    """Also with nothing pending; a row of padding is told to fold, and does not."""
+    """Also with nothing pending; a row of padding does not fold, although ``folds`` is true for it."""
     heads = ODD if dtype is torch.bfloat16 else ONE
     Case(heads, nodes, [2, 0, None, 5], folds=[True, True, True, False], dtype=dtype).check(gpu_device)
 
@@ -174,8 +174,8 @@ def test_a_batch_with_its_own_records(nodes: int, gpu_device: str) -> None:
     tokens, state = make_tokens(2, nodes, ODD, seed=1), make_state(2, ODD, seed=2).mT.contiguous().mT
     records, mask = make_records(2, 3 + nodes, ODD, pending, 3), mask_of(batch_of_parents(("bushy",) * 2, nodes, 0))
     got, want = [x.to(gpu_device) for x in records.clone()], records.clone()
-    told = (x.to(gpu_device) for x in (*tokens, state))
-    out = triton_ops.tree_verify(*told, *got, pending.to(gpu_device), 3, mask.to(gpu_device))
+    arguments = (x.to(gpu_device) for x in (*tokens, state))
+    out = triton_ops.tree_verify(*arguments, *got, pending.to(gpu_device), 3, mask.to(gpu_device))
     wanted = torch_ops.tree_verify(*tokens, state, *want, pending, 3, mask)
     torch.testing.assert_close(out.cpu(), wanted, **TOLERANCE)
     for mine, right in zip(got, want, strict=True):
@@ -199,8 +199,8 @@ def test_a_node_is_felt_by_its_descendants_alone(nodes: int, gpu_device: str) ->
         x = getattr(tokens, field)
         x[(row, hit, *[0] * (x.dim() - 2))] = value
     state, mask = make_state(1, heads, seed=3).repeat(batch, 1, 1, 1), mask_of(batch_of_parents(("binary",), nodes, 0))
-    told = (x.to(gpu_device) for x in (*tokens, state))
-    out = triton_ops.tree_verify(*told, *got, None, 2, mask.repeat(batch, 1, 1).to(gpu_device)).cpu()
+    arguments = (x.to(gpu_device) for x in (*tokens, state))
+    out = triton_ops.tree_verify(*arguments, *got, None, 2, mask.repeat(batch, 1, 1).to(gpu_device)).cpu()
     kept = [x[:, 2:].cpu() for x in got]
     below = mask[0, :, hit]
     assert out[0].isfinite().all()
@@ -229,8 +229,8 @@ def test_extend_in_place(dtype: torch.dtype, gpu_device: str) -> None:
     pool[2] = torch.inf  # a row of length 0 leaves whatever there is
     before, device = pool.to(dtype), gpu_device
     after = before.to(device, copy=True)
-    told = [x.to(device) for x in tokens]
-    out = triton_ops.extend_in_place(*told, after, slots.to(device), lengths.to(device)).cpu()
+    arguments = [x.to(device) for x in tokens]
+    out = triton_ops.extend_in_place(*arguments, after, slots.to(device), lengths.to(device)).cpu()
     after, expected = after.cpu(), before.clone()
     for i in (0, 2, 4):
         count = int(lengths[i])
@@ -288,8 +288,10 @@ def test_snapshots(heads: tuple[int, int, int, int], nodes: int, has_parents: bo
     want = reference.tree_verify_snapshots(*tokens.double(), state.double(), want_snapshots, parents)
     from specmamba.kernels.ssd import triton_ops
 
-    told = (x.to(gpu_device) for x in (*tokens, state))
-    out = triton_ops.tree_verify_snapshots(*told, buffer[1:-1, :nodes], parents.to(gpu_device) if has_parents else None)
+    arguments = (x.to(gpu_device) for x in (*tokens, state))
+    out = triton_ops.tree_verify_snapshots(
+        *arguments, buffer[1:-1, :nodes], parents.to(gpu_device) if has_parents else None
+    )
     torch.testing.assert_close(out.cpu().double(), want, **TOLERANCE)
     torch.testing.assert_close(buffer[1:-1, :nodes].cpu().double(), want_snapshots, **TOLERANCE)
     assert buffer[[0, -1]].isnan().all()
