@@ -41,7 +41,7 @@ class Paths {
     const int64_t first = first_seen_[node], n = count(node);
     const float before = n == 0 ? 0.0f : decays_[seen_[first + n - 1]];
     float decay = before + log_decays_[node];
-    if (!std::isfinite(decay)) decay = std::numeric_limits<float>::quiet_NaN();  // no record can express it, so it must show
+    if (!std::isfinite(decay)) decay = std::numeric_limits<float>::quiet_NaN();  // a record cannot express it
     decays_[pending_ + node] = decay;
     for (int64_t j = 0; j < n; ++j) between_[j] = decays_[seen_[first + j]];
     for_vectors(n, [&](int64_t j, auto lanes) {
