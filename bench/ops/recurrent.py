@@ -32,7 +32,6 @@ from specmamba.bench.ops.case import (
     ssd_inputs,
     triton_ops,
 )
-from specmamba.kernels import gated_delta_rule, ssd
 from specmamba.kernels.gated_delta_rule import torch_ops as delta_torch
 from specmamba.kernels.ssd import torch_ops as ssd_torch
 from specmamba.kernels.state_records import native_ops as fold_native
@@ -43,15 +42,14 @@ class Recurrence(NamedTuple):
     """One of the two kinds of recurrence."""
 
     name: str  # of its folder under kernels/
-    package: Any  # the entry points
     torch_ops: ModuleType
     inputs_of: Callable[[Case, int, torch.Generator], tuple[Tensor, ...]]
     num_gates: int  # numbers per head and node: the decay, with the delta rule also beta
     num_reads: int  # rows per head and node that read a state: queries, with the delta rule also keys
 
 
-DELTA = Recurrence("gated_delta_rule", gated_delta_rule, delta_torch, delta_inputs, 2, 2)
-SSD = Recurrence("ssd", ssd, ssd_torch, ssd_inputs, 1, 1)
+DELTA = Recurrence("gated_delta_rule", delta_torch, delta_inputs, 2, 2)
+SSD = Recurrence("ssd", ssd_torch, ssd_inputs, 1, 1)
 
 
 def verify_candidates(case: Case, place: Place, kind: Recurrence) -> list[Candidate]:
@@ -101,7 +99,7 @@ def extend_candidates(case: Case, place: Place, kind: Recurrence) -> list[Candid
         ops, own = triton_ops(kind.name), states.clone()
         return lambda: (ops.extend_in_place(*inputs, own, slots, lengths), own[1:])
 
-    found = place.forms(lambda: lambda: kind.package.extend(*inputs, states[1:], lengths), in_triton)
+    found = place.forms(lambda: lambda: kind.torch_ops.extend(*inputs, states[1:], lengths), in_triton)
     return found + (peers.fla_chunk if kind is DELTA else peers.mamba_chunk)(inputs, states[1:])
 
 
