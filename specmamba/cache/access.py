@@ -1,4 +1,4 @@
-"""What layers see of the cache during one forward: states of known tokens, and paged keys and values."""
+"""The cache as layers use it in one forward: states of known tokens, and paged keys and values."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from specmamba.kernels.state_records import ExtendOperands, RowSet
 
 
 def batch_rows(batch: Batch) -> RowSet:
-    """The rows of a batch in the request table."""
+    """Return the rows of a batch in the request table."""
     return RowSet.of(batch.rows, batch.row_index.device, batch.row_index)
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendState:
-    """Runs of known tokens: the states in slots are read, advanced and written."""
+    """States of an extend: those in ``slots`` are read, advanced over ``lengths`` tokens, and written back."""
 
     pool: StatePool
     slots: RowSet
     lengths: Tensor  # [B] int64
 
     def operands(self, layer: int) -> ExtendOperands:
-        """The states of one layer."""
+        """Return the states of one layer."""
         return ExtendOperands(self.pool.recurrent[layer], self.pool.conv[layer], self.slots, self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Keys and values of one forward: where the new ones go, and who sees whom."""
+    """Keys and values of one forward: where new ones are written, and which keys each query sees."""
 
     pool: KVPool
     write_slots: Tensor  # [B * L] int64; 0 for padding
@@ -42,7 +42,7 @@ class PagedKV:
 
     @classmethod
     def of_chunk(cls, pool: KVPool, table: RequestTable, chunk: PrefillChunk, first_key: int = 0) -> PagedKV:
-        """Known tokens: each sees what came before it, from position ``first_key`` on (see ``AttentionMetadata``)."""
+        """For known tokens: each query sees the positions from ``first_key`` to its own (``AttentionMetadata``)."""
         keys = paged_attention.AttentionMetadata(table.kv_slots, chunk.row_index, chunk.positions, chunk.end, first_key)
         return cls(pool, table.slots_of(chunk).view(-1), keys)
 
@@ -54,12 +54,12 @@ class PagedKV:
         cos: Tensor | None,
         sin: Tensor | None,
     ) -> Tensor:
-        """Make keys and values of new tokens and store them, attend to all that is seen, gate where there is a gate.
+        """Compute and store keys and values of new tokens, attend to all visible keys, apply the output gate if any.
 
         Args:
-            layer: of the KV pool.
+            layer: index in the KV pool.
             projected: [B, L, (Hq + 2 Hkv [+ Hq]) D], in the order queries, keys, values, gates.
-            form: what this layer does besides.
+            form: norms, rotary embedding, gate and scale of this layer.
             cos, sin: [B, L, 1, rotary_dim]; None without rotary embedding.
 
         Returns:
@@ -76,12 +76,12 @@ def causal_keys(
     """Each query, at positions [B, Q], sees its row from position ``first_key`` up to itself.
 
     Args:
-        table: has the slots.
+        table: maps positions to KV slots.
         batch: the rows.
         positions: [B, Q] int64.
-        num_keys: no query stands behind it.
+        num_keys: bound of all keys: every query position is below it.
         first_key: 1 for a draft head, which has no entry for the first token.
-        sees_all: every query is the last of all keys, and there are keys from ``first_key`` on.
+        sees_all: every query is the last of all keys, so no mask is needed.
     """
     return paged_attention.AttentionMetadata(
         table.kv_slots,
@@ -100,12 +100,12 @@ def tree_keys(
     """Each query sees its row from ``first_key`` to before the root, and entries of a tree behind that.
 
     Args:
-        table: has the slots.
+        table: maps positions to KV slots.
         batch: the rows and their roots; entry m's key stands at position root + m.
         ancestors: [B, Q, M] bool, which of the M entries each query sees, itself included where it is one of them;
-            Q may be smaller than M: a step of drafting asks for its newest entries only.
-        num_keys: no entry stands behind it.
-        first_key: 1 for a draft head, which has no entry for the first token; the tree's own entries do not mind.
+            Q may be smaller than M: a draft step queries its newest entries only.
+        num_keys: bound of all keys: every entry position is below it.
+        first_key: 1 for a draft head, which has no entry for the first token; it does not apply to the tree.
     """
     before_root = (batch.root_positions - 1)[:, None].expand(-1, ancestors.shape[1])
     return paged_attention.AttentionMetadata(

@@ -35,7 +35,7 @@ class PageAllocator:
 
     @property
     def num_available(self) -> int:
-        """Pages that are free or that eviction could free."""
+        """Pages that are free or can be freed by eviction."""
         return self.num_pages - self.num_pinned
 
     @property
@@ -44,7 +44,7 @@ class PageAllocator:
         return self.num_available - self.num_free
 
     def allocate(self, count: int) -> Pages | None:
-        """Take ``count`` free pages, held and pinned once; returns None and takes nothing if fewer are free."""
+        """Allocate ``count`` free pages, held and pinned once each; None, with no change, if fewer are free."""
         if count > self.num_free:
             return None
         pages = self._stack[self.num_free - count : self.num_free][::-1].copy()
@@ -94,11 +94,11 @@ class PageAllocator:
         self._unpin(pages)
 
     def holders(self, page: int) -> int:
-        """Number of holders of a page."""
+        """Return the number of holders of a page."""
         return int(self._holders[page])
 
     def pins(self, page: int) -> int:
-        """Number of pins of a page."""
+        """Return the number of pins of a page."""
         return int(self._pins[page])
 
     def _pin(self, pages: Pages) -> None:
@@ -120,7 +120,7 @@ class KVPool:
     """Keys ``k`` and values ``v``: for every layer a tensor [(num_pages + 1) * page_size, heads, head_dim].
 
     The token slot of an offset in a page is page * page_size + offset. A model without attention has no layers here,
-    and pages that count tokens all the same.
+    but its pages still count tokens.
     """
 
     def __init__(self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device) -> None:
@@ -136,7 +136,7 @@ class KVPool:
         self.k, self.v = tuple(layers[: shape.num_kv_layers]), tuple(layers[shape.num_kv_layers :])
 
     def from_layer(self, first: int) -> KVPool:
-        """The same memory for a model that numbers the layers from ``first`` on from 0."""
+        """Return a view on the same memory: the layers from ``first`` on, numbered from 0."""
         view = copy(self)
         view.k, view.v = self.k[first:], self.v[first:]
         return view
@@ -156,7 +156,7 @@ class KVPool:
         return self.allocator.num_evictable * self.page_size
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy tokens between slots [T], in all layers; every read happens before any write."""
+        """Copy tokens from slots ``source`` [T] to ``target`` [T], in all layers; all reads come before all writes."""
         for group in self._groups:
             group[:, target] = group[:, source]
 
@@ -165,10 +165,10 @@ ALIGNMENT = 64  # bytes of a cache line, and of the widest vector
 
 
 def lazy_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take memory on a CPU only once they are written.
+    """Allocate zeros that take physical memory on a CPU only when they are first written.
 
-    A pool is as large as it may ever get. PyTorch's own zeros are written at once; NumPy's come from the system, which
-    hands out a page at its first use.
+    A pool has its largest size from the start. PyTorch writes its zeros at once; NumPy gets them from the operating
+    system, which maps a page at its first use.
     """
     if device.type != "cpu":
         return torch.zeros(*size, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Which row, which KV slots and which state slot belong to which running request."""
+"""The request table: the KV slot of every position of every running request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specmamba.core import PrefillChunk
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """What a row holds: the pages from position first_page * page_size on. Its first tokens may be borrowed."""
+    """The pages that a row holds, from position first_page * page_size on; its first tokens may be borrowed."""
 
     num_borrowed: int
     first_page: int
@@ -32,8 +32,8 @@ class RequestTable:
     ``kv_slots[row, position]`` is the token slot of a position, for as many positions as the row has pages for. The
     first of them may be borrowed from the prefix cache, which has locked them for the row; the others stand in pages
     that the row holds itself. A position's offset in its page is position % page_size either way. As every token has
-    a slot of its own, a row that borrows a part of a page goes on at the same offset of a new one, and nothing is
-    copied: the price is the beginning of that page.
+    a slot of its own, a row that borrows part of a page continues at the same offset of a new one, and nothing is
+    copied; the beginning of that new page stays unused.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RequestTable:
             max_positions: of one row.
             kv_pool: has the pages.
             device: where kernels read the table.
-            is_mirrored: the device has a copy of its own, as it must have everywhere but on a CPU, which None means.
+            is_mirrored: the device has its own copy; None: it has one unless it is a CPU.
         """
         self.num_rows = num_rows
         self.max_positions = max_positions
@@ -83,7 +83,7 @@ class RequestTable:
         return len(self._free_rows)
 
     def allocate_row(self) -> int | None:
-        """The lowest free row (low rows stay dense, which keeps a batch's rows consecutive), or None."""
+        """Allocate the lowest free row, so that a batch's rows stay consecutive; None if there is none."""
         if not self._free_rows:
             return None
         row = self._free_rows.pop()
@@ -91,7 +91,7 @@ class RequestTable:
         return row
 
     def num_missing_pages(self, row: int | None, num_positions: int, num_borrowed: int = 0) -> int:
-        """Pages that a row still needs to have room for ``num_positions`` tokens.
+        """Return the number of pages that a row still needs for ``num_positions`` tokens.
 
         Args:
             row: None: a new one.
@@ -103,12 +103,12 @@ class RequestTable:
         return max(0, -(-num_positions // size) - end)
 
     def borrow(self, row: int, slots: TokenSlots) -> None:
-        """Let a new row's first positions be those of the prefix cache, whose lock keeps them in place."""
+        """Point a new row's first positions at slots of the prefix cache, which the caller has locked."""
         self._holdings[row] = _Holding(len(slots), len(slots) // self._kv_pool.page_size, NO_PAGES)
         self._put(row, 0, slots)
 
     def ensure(self, row: int, num_positions: int) -> bool:
-        """Give the row pages for its first ``num_positions`` positions; False (and no change) when there are none.
+        """Allocate pages for the row's first ``num_positions`` positions; False, with no change, if too few are free.
 
         Raises:
             ValueError: more positions than a row has room for.
@@ -125,23 +125,23 @@ class RequestTable:
         return True
 
     def slots_of_positions(self, row: int, start: int, end: int) -> TokenSlots:
-        """Token slots [end - start] of positions [start, end), on the host."""
+        """Return the token slots [end - start] of positions [start, end), on the host."""
         return self._host[row, start:end].copy()
 
     def settle(self, row: int, start: int, slots: TokenSlots) -> None:
-        """Positions [start, start + len(slots)) are the prefix cache's now, at these slots, as all before them are.
+        """Point positions [start, start + len(slots)) at slots that the prefix cache owns now, as all before them.
 
-        The row gives up its hold of the pages that end there; the cache holds those it needs.
+        The row releases the pages that end in these positions; the cache holds those it needs.
         """
         held, end = self._holdings[row], start + len(slots)
-        if not np.array_equal(slots, self._host[row, start:end]):  # mostly they are the row's own
+        if not np.array_equal(slots, self._host[row, start:end]):  # usually they are the row's own
             self._put(row, start, slots)
         num_given = min(max(0, end // self._kv_pool.page_size - held.first_page), len(held.pages))
         self._kv_pool.allocator.release(held.pages[:num_given], pinned=True)
         self._holdings[row] = _Holding(end, held.first_page + num_given, held.pages[num_given:])
 
     def release(self, row: int) -> None:
-        """Free a row and its hold of its pages."""
+        """Free a row and release its pages."""
         self._kv_pool.allocator.release(self._holdings.pop(row).pages, pinned=True)
         self._host[row] = 0
         if self._is_mirrored:
@@ -151,13 +151,13 @@ class RequestTable:
         self._free_rows.sort(reverse=True)
 
     def held_pages(self) -> dict[int, int]:
-        """How many rows hold each page that any row holds."""
+        """Return the number of rows that hold each page, for all pages that rows hold."""
         held = np.concatenate([NO_PAGES, *(holding.pages for holding in self._holdings.values())])
         pages, counts = np.unique(held, return_counts=True)
         return dict(zip(pages.tolist(), counts.tolist(), strict=True))
 
     def slots_at(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Token slots of positions [B, N] of rows [B]."""
+        """Return token slots [B, N] int64 of positions [B, N] of rows [B]."""
         return self.kv_slots[rows[:, None], positions]
 
     def slots_of(self, chunk: PrefillChunk) -> Tensor:
@@ -168,7 +168,7 @@ class RequestTable:
         return slots * chunk.is_token
 
     def _point_at(self, row: int, pages: Pages, held: _Holding) -> None:
-        """Point the positions behind a row's pages at new pages; what is borrowed stays as it is."""
+        """Point the positions after a row's pages at new pages; borrowed positions do not change."""
         size = self._kv_pool.page_size
         slots = (pages[:, None] * size + np.arange(size)).reshape(-1)
         begin = held.end_page * size

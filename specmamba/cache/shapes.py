@@ -1,4 +1,4 @@
-"""What a model asks of the cache: shapes, and the bytes that follow from them."""
+"""Shapes of a model's KV and recurrent states, and their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StateShape:
 
     @property
     def num_values(self) -> int:
-        """Numbers in a layer's state: the recurrent state and the window."""
+        """Number of values in a layer's state: recurrent state and convolution window."""
         return self.num_recurrent_values + (self.conv_width - 1) * self.conv_channels
 
     @property
@@ -61,7 +61,7 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Layers that keep something per token or per request.
+    """All layers that keep KV per token or a state per request.
 
     KV layers are numbered through all of ``kv``: the target's first, then a draft's, whose heads may have another
     shape. A model without attention has none, one without recurrent layers has ``num_state_layers`` 0.
@@ -71,19 +71,19 @@ class CacheShape:
     num_state_layers: int
     state: StateShape
     dtype: torch.dtype
-    draft_features: int = 0  # numbers that a draft head needs of the last token, beside the target's state
-    state_dtype: torch.dtype = torch.float32  # of recurrent states in slots; what is computed from them is float32
+    draft_features: int = 0  # values per slot that a drafter resumes from, beside the target's state
+    state_dtype: torch.dtype = torch.float32  # of recurrent states in slots; computation is float32
     draft_model: CacheShape | None = None  # of a draft model; ``kv`` has its layers already
-    folds_in_verify: bool = False  # kernels fold full rows while they read their states; else it is done before
+    folds_in_verify: bool = False  # kernels fold full rows while they read states; else folds run before
 
     def with_draft_model(self, draft: CacheShape) -> CacheShape:
-        """This target's with what a draft model keeps: KV beside the target's, its state beside every cached state."""
+        """Return this shape with a draft model's KV layers, and its state stored beside every cached state."""
         values = draft.num_state_layers * draft.state.num_values
         return replace(self, kv=(*self.kv, *draft.kv), draft_features=values, draft_model=draft)
 
     @property
     def features_dtype(self) -> torch.dtype:
-        """Of what a drafter needs to go on: a draft model's state is kept as exactly as it is computed."""
+        """Dtype of stored drafter features; a draft model's state is float32, as it is computed."""
         return self.dtype if self.draft_model is None else torch.float32
 
     @property
@@ -120,9 +120,9 @@ class CacheShape:
 
 
 def pending_capacity(max_nodes: int, folds_in_verify: bool = False) -> int:
-    """Records that a row may have: room for two deepest trees, so that a fold is rare even when all is accepted.
+    """Return the number of records of a row: two largest trees, so that folds are rare even if all is accepted.
 
-    A verify that folds writes the records of its nodes while others of its threads still read the pending ones, so
-    there they never share a place, and a third tree needs room.
+    A verify that folds writes the records of its nodes while other threads still read the pending ones, so these must
+    not overlap, which takes room for a third tree.
     """
     return max(MIN_PENDING_CAPACITY, (3 if folds_in_verify else 2) * max_nodes)

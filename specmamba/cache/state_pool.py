@@ -17,7 +17,7 @@ NOWHERE = -1  # the position of a slot that holds no state yet
 
 
 class StateOwnershipError(RuntimeError):
-    """A state slot was used by someone it does not belong to, or at another position than it stands at."""
+    """A state slot was used by an owner it does not belong to, or at another position than its state's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class StatePool:
         return len(self._free)
 
     def allocate(self, owner: str) -> int | None:
-        """The lowest free slot, holding the state before any token (zeros, position 0); None when there is none."""
+        """Allocate the lowest free slot with the state before any token (zeros, position 0); None if there is none."""
         slot = self.reserve(owner)
         if slot is not None:
             for states in self._states:
@@ -64,7 +64,7 @@ class StatePool:
         return slot
 
     def reserve(self, owner: str) -> int | None:
-        """The lowest free slot for a state that is going to be written whole; None when there is none."""
+        """Allocate the lowest free slot, not cleared, for a state that is written whole; None if there is none."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -72,7 +72,7 @@ class StatePool:
         return slot
 
     def stamp(self, slot: int) -> Stamp:
-        """The stamp of an allocated slot.
+        """Return the stamp of an allocated slot.
 
         Raises:
             StateOwnershipError: the slot is free.
@@ -103,7 +103,7 @@ class StatePool:
         self._stamps[slot] = replace(stamp, is_written=False)
 
     def end_write(self, slot: int, position: int) -> None:
-        """The slot now holds its owner's state at ``position``."""
+        """Mark a slot as holding its owner's state at ``position``."""
         self._stamps[slot] = replace(self.stamp(slot), position=position, is_written=True)
 
     def copy(self, source: int, target: int, position: int) -> None:
@@ -123,7 +123,7 @@ class StatePool:
         self._copy(slot, owner, target, PREFIX_CACHE, position)
 
     def donate(self, slot: int, owner: str, position: int) -> None:
-        """A request that writes its state no more leaves it, standing at ``position``, to the prefix cache.
+        """Transfer a request's slot, with the state at ``position``, to the prefix cache.
 
         Raises:
             StateOwnershipError: the slot is not ``owner``'s written state there.
@@ -132,7 +132,7 @@ class StatePool:
         self._stamps[slot] = Stamp(PREFIX_CACHE, position, is_written=True)
 
     def take(self, slot: int, owner: str, position: int) -> None:
-        """A request takes the prefix cache's state at ``position`` over, to write in it: the reverse of ``donate``.
+        """Transfer a slot of the prefix cache, with the state at ``position``, to a request: the reverse of ``donate``.
 
         Raises:
             StateOwnershipError: the slot is not the prefix cache's written state there.
@@ -141,7 +141,7 @@ class StatePool:
         self._stamps[slot] = Stamp(owner, position, is_written=True)
 
     def free(self, slot: int, owner: str) -> None:
-        """Give a slot back.
+        """Free a slot.
 
         Raises:
             StateOwnershipError: the slot is free already, or another owner's.

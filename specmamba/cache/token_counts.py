@@ -1,4 +1,4 @@
-"""What each running request has said, for the penalties. Made on first use: most requests have none."""
+"""Token counts of running requests, for penalties. Allocated at first use, since most requests have none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TokenCounts:
         self._rows: set[int] = set()
 
     def begin(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Count a request that has penalties, from its beginning."""
+        """Start counting for a row whose request has penalties: its prompt, and its output so far."""
         counts, mask = self._tensors = self._tensors or self._make()
         counts[row].zero_()
         mask[row].zero_()
@@ -38,17 +38,20 @@ class TokenCounts:
             self._tensors[0][row].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
     def end(self, row: int) -> None:
-        """Forget a row; unknown rows are fine. Its counts are zeroed: neutral neighbours share its batch."""
+        """Stop counting for a row; unknown rows are ignored.
+
+        Its counts are zeroed, since a later request without penalties may use the row in a batch with penalties.
+        """
         if row in self._rows and self._tensors is not None:
             for tensor in self._tensors:
                 tensor[row].zero_()
             self._rows.discard(row)
 
     def of(self, row_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Counts [B, V] and prompt mask [B, V] of rows.
+        """Return counts [B, V] int32 and prompt mask [B, V] bool of rows [B].
 
         Raises:
-            RuntimeError: no row was ever begun.
+            RuntimeError: ``begin`` was never called.
         """
         if self._tensors is None:
             raise RuntimeError("token counts were asked for, but no request has penalties")

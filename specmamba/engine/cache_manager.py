@@ -1,4 +1,4 @@
-"""Memory of requests: rows, state slots and KV, what they borrow from the prefix cache and what they leave in it."""
+"""Memory of requests: rows, state slots, KV, prefixes borrowed from the prefix cache and states cached there."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from specmamba.verify.pools import Pools
 
 
 class CacheManager:
-    """Gives a request its memory, with the longest cached prefix in it, and caches what requests have computed.
+    """Allocates the memory of requests, with the longest cached prefix in it, and caches what they have computed.
 
-    States are left behind at the ends of chunks, where a request ends or is preempted, and, if ``track_interval`` is
+    States are cached at the ends of chunks, where a request ends or is preempted, and, if ``track_interval`` is
     set, every so many generated tokens. A request keeps its own path in the tree locked, so that what it borrows stays.
     Nothing here runs a model: ``features`` that a drafter needs to go on at a position are passed in.
     """
@@ -40,16 +40,16 @@ class CacheManager:
         self._track_interval = track_interval if is_on else None
 
     def acquire(self, request: Request, num_positions: int, num_spare: int, use_cache: bool = True) -> bool:
-        """Give a request a row, a state slot and KV for its positions, evicting what is not needed.
+        """Allocate a row, a state slot and KV for the positions of a request, evicting cached prefixes where needed.
 
         Args:
-            request: waits, and gets ``row``, ``slot``, ``node`` and ``num_run``.
+            request: a waiting one; its ``row``, ``slot``, ``node`` and ``num_run`` are set.
             num_positions: KV positions that it needs room for.
-            num_spare: tokens that must be left over for others.
-            use_cache: False: compute everything, so that everything cached can be evicted for it.
+            num_spare: tokens of KV that must stay available for other requests.
+            use_cache: False: the request computes everything, so that all cached prefixes can be evicted for it.
 
         Returns:
-            False (and no change but evictions) where there is not enough.
+            False, with no change but evictions, if there is not enough memory.
         """
         match = self._match(request, use_cache)
         self.cache.lock(match.node)
@@ -64,9 +64,9 @@ class CacheManager:
             return False
         request.node, request.num_run = match.node, match.length
         if match.kv_length > match.length:
-            request.chunk_ends.add(match.kv_length)  # others part here: a state is worth it
+            request.chunk_ends.add(match.kv_length)  # other texts branch off here: a state helps them
         if self.is_on and request.num_admissions == 0 and not request.must_read_prompt:
-            # what does not fit beside the cached prefix gives that prefix up
+            # a request that does not fit beside its cached prefix counts as a miss by eviction
             self.cache.count_request(request.num_tokens - 1, match if use_cache else replace(match, miss="evicted"))
             request.num_cached_tokens = match.length
         request.num_admissions += 1
@@ -74,24 +74,26 @@ class CacheManager:
         return True
 
     def peek(self, request: Request) -> int:
-        """Tokens of a waiting request that are cached now."""
+        """Return the number of tokens of a waiting request that are cached now."""
         return self.cache.peek(request.key(), request.extra_key)[0] if self.is_on else 0
 
     @property
     def num_admissible(self) -> int:
-        """New requests that there are rows and states for, at the most."""
+        """The largest number of new requests that rows and state slots allow."""
         return min(self._pools.table.num_free_rows, self.num_available_states)
 
     @property
     def num_available_states(self) -> int:
-        """State slots that are free, or would be after eviction."""
+        """State slots that are free or can be freed by eviction."""
         return self._pools.states.num_free + self.cache.num_evictable_states
 
     def grow(self, request: Request, num_positions: int, num_ahead: int) -> bool:
-        """Give a running request KV for its positions, evicting if need be; some more where pages are free.
+        """Allocate KV for the positions of a running request, evicting where needed.
+
+        Where pages are free, it gets KV for ``num_ahead`` more positions, which saves calls.
 
         Returns:
-            False (and no change) where there is not enough.
+            False, with no change, if there is not enough.
         """
         row, table, allocator = request.held_row, self._pools.table, self._pools.kv.allocator
         missing = table.num_missing_pages(row, num_positions)
@@ -103,12 +105,17 @@ class CacheManager:
         return self.cache.evict_pages(missing) and table.ensure(row, num_positions)
 
     def leave_chunk(self, request: Request, features: Tensor | None) -> None:
-        """Keep a copy of a request's state at the end of its newest chunk."""
+        """Cache a copy of a request's state at the end of its newest chunk."""
         own, position, states = request.held_slot, request.num_run, self._pools.states
         self._leave_copy(request, position, features, lambda slot: states.fork(own, request.request_id, position, slot))
 
     def tracked_positions(self, request: Request, previous: int) -> list[int]:
-        """Positions of the last step whose states are due; the request had run ``previous`` tokens before it."""
+        """Return the positions of the last step at which ``track_interval`` asks for a state.
+
+        Args:
+            request: after the step.
+            previous: tokens that it had run before the step.
+        """
         if self._track_interval is None:
             return []
         offset, interval = len(request.prompt), self._track_interval
@@ -116,16 +123,16 @@ class CacheManager:
         return [offset + count * interval for count in counts if count > 0]
 
     def leave_at(self, request: Request, position: int, features: Tensor | None) -> None:
-        """Materialize a state that the request has just passed, and keep it."""
+        """Materialize the state at a position that the last step has passed, and cache it."""
         row, buffers = request.held_row, self._pools.state_buffers
         self._leave_copy(request, position, features, lambda slot: buffers.materialize(row, position, slot))
 
     def leaving(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests that have a state for the prefix cache when they end or are preempted."""
+        """Return the requests whose last state the prefix cache lacks, for when they end or are preempted."""
         return [request for request in requests if self.is_on and _has_more_than_its_node(request)]
 
     def leave_last(self, request: Request, features: Tensor | None) -> None:
-        """Hand the state and the KV of a request that ends, or is preempted, to the prefix cache."""
+        """Move the state and the KV of a request that ends, or is preempted, to the prefix cache."""
         slot = request.held_slot
         self._save_features(slot, features)
         if request.is_verifying:
@@ -135,7 +142,7 @@ class CacheManager:
         self._insert(request, request.num_run, slot)
 
     def release(self, request: Request) -> None:
-        """Free what a request still holds."""
+        """Free all memory that a request still holds."""
         if request.row is not None:
             self._pools.state_buffers.end(request.row)
             self._pools.counts.end(request.row)
@@ -151,7 +158,7 @@ class CacheManager:
         return self.cache.match(key, request.extra_key)
 
     def _take(self, request: Request, match: Match, num_positions: int, num_spare: int) -> bool:
-        """Allocate everything; what a failure leaves behind is the caller's to give back."""
+        """Allocate everything; after a failure the caller frees what was allocated."""
         table, allocator = self._pools.table, self._pools.kv.allocator
         needed = table.num_missing_pages(None, num_positions, match.length)
         spare = -(-num_spare // self._pools.kv.page_size)
@@ -166,7 +173,7 @@ class CacheManager:
         return table.ensure(request.row, num_positions)
 
     def _take_state(self, request: Request, match: Match) -> bool:
-        """Give a request a slot with the state that it goes on from; False where there is none."""
+        """Allocate a slot with the state that a request starts from; False if there is none."""
         states, cache, node = self._pools.states, self.cache, match.node
         if not match.length:
             request.slot = states.allocate(request.request_id) if cache.evict_states(1) else None
@@ -179,7 +186,7 @@ class CacheManager:
                 states.copy(node.state_slot, request.slot, match.length)
         finally:
             cache.unlock_state(node)
-        if request.slot is None and not states.num_free:  # the original is the only one to be had
+        if request.slot is None and not states.num_free:  # the original is in the only slot that is left
             slot = cache.give_state(node)
             states.take(slot, request.request_id, match.length)
             request.slot = slot
@@ -197,7 +204,7 @@ class CacheManager:
     def _leave_copy(
         self, request: Request, position: int, features: Tensor | None, write: Callable[[int], None]
     ) -> None:
-        """Keep the state at a position, which ``write`` puts into a slot; without a free slot, do nothing."""
+        """Cache the state at a position, which ``write`` puts into a slot; without a free slot, do nothing."""
         slot = self._reserve()
         if slot is None:
             return
@@ -210,7 +217,7 @@ class CacheManager:
         self._insert(request, position, slot)
 
     def _insert(self, request: Request, end: int, slot: int) -> None:
-        """Hand tokens up to ``end``, and the state there, to the cache, and go on from its node."""
+        """Insert tokens up to ``end``, and the state there, into the cache, and lock the new node for the request."""
         start, row, table = request.node, request.held_row, self._pools.table
         assert start is not None
         tokens, slots = request.token_array(start.end, end), table.slots_of_positions(row, start.end, end)
@@ -226,16 +233,16 @@ class CacheManager:
         table.settle(row, start.end, insertion.slots)
 
     def _reserve(self) -> int | None:
-        """A slot for a state to keep; None where running requests need all."""
+        """Reserve a slot for a cached state; None if running requests use all."""
         if not self.is_on or not self.cache.evict_states(1):
             return None
         return self._pools.states.reserve(PREFIX_CACHE)
 
     def _save_features(self, slot: int, features: Tensor | None) -> None:
-        """Keep what a drafter needs to go on behind a state beside it.
+        """Store the features that a drafter resumes from beside the state in a slot.
 
-        A draft may have numbers that are not finite where the target's are. Zeros are kept then, so that requests that
-        go on from here draft from zeros and not from such numbers.
+        A draft's features may be not finite where the target's are finite. Zeros are stored then, so that requests
+        that resume here draft from zeros.
         """
         stored = self._pools.states.features[0, slot]
         if features is None:
@@ -245,7 +252,7 @@ class CacheManager:
 
 
 def _has_more_than_its_node(request: Request) -> bool:
-    """Whether a request has a state that its node in the cache lacks, or has lost."""
+    """Whether a request has a state that its node in the cache does not have (any more)."""
     node = request.node
     if node is None or request.slot is None or not request.num_run:
         return False
@@ -253,7 +260,7 @@ def _has_more_than_its_node(request: Request) -> bool:
 
 
 def build_cache_manager(config: EngineConfig, model: LoadedModel, pools: Pools) -> CacheManager:
-    """The prefix cache on an engine's pools, as the flags ask for it."""
+    """Build the prefix cache on an engine's pools, with the strategy that the flags choose."""
     shape = model.cache_shape
     costs = Costs(
         state_bytes=shape.state_bytes_per_slot,

@@ -1,4 +1,4 @@
-"""Drafts within what requests allow: a grammar prunes its trees before the verify, a request may want no drafts."""
+"""Draft trees restricted by their requests: grammars prune trees before the verify, some requests forbid drafts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LEAST_SECONDS = 1e-4
 
 
 class ConstrainedDrafts:
-    """A drafter's trees without the nodes that requests refuse, with the tokens that may follow each node left."""
+    """A drafter's trees without the nodes that requests refuse, with the tokens that may follow each remaining node."""
 
     def __init__(self, drafter: Drafter, requests: Sequence[Request]) -> None:
-        """requests: of the batch, in its order."""
+        """Restrict the trees of ``drafter`` for the requests of a batch, given in its order."""
         self._drafter, self._requests = drafter, requests
-        self.errors: dict[int, str] = {}  # of requests that cannot go on, by place in the batch
+        self.errors: dict[int, str] = {}  # of requests that cannot continue, by index in the batch
 
     def propose(self, batch: Batch) -> DraftTree:
         """The drafter's trees, pruned; the roots alone where no request wants drafts."""
@@ -35,7 +35,7 @@ class ConstrainedDrafts:
         return tree
 
     def observe(self, batch: Batch, verdict: Verdict, features: torch.Tensor) -> None:
-        """Pass the outcome on to the drafter."""
+        """Pass the verdict to the drafter."""
         self._drafter.observe(batch, verdict, features)
 
 
@@ -49,14 +49,14 @@ class _Row:
 
 
 def restrict(requests: Sequence[Request], tree: DraftTree) -> tuple[DraftTree, dict[int, str]]:
-    """Take the nodes out of trees that requests refuse, and set the tokens that may follow the others.
+    """Remove the nodes that requests refuse from their trees, and set the tokens that may follow the others.
 
     Trees whose tokens were drawn keep refused nodes: the rule of acceptance needs the order in which a node's children
-    were drawn, and a token that must not follow has no probability to be accepted with. For the same reason the time
-    that drawn tokens take must not decide whether their masks are made; the last step's time per node decides.
+    were drawn, and a token that is not allowed has probability 0, so it is never accepted. For the same reason the time
+    that masks of drawn tokens take now must not decide whether they are made; the last step's time per node decides.
 
     Returns:
-        The trees, and the errors of requests that cannot go on, by place in the batch.
+        The trees, and the errors of requests that cannot continue, by index in the batch.
     """
     tokens, parents = tree.tokens.tolist(), tree.shape.parents.tolist()
     rows, errors = [], {}
@@ -88,7 +88,7 @@ def _row(request: Request, tokens: Sequence[int], parents: Sequence[int], is_dra
 
 
 def _renumbered(nodes: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """Parents of these nodes as places among them."""
+    """Return the parents of these nodes as indices into ``nodes``."""
     place = {node: i for i, node in enumerate(nodes)}
     return [place.get(parents[node], -1) for node in nodes]
 
@@ -113,7 +113,7 @@ def _keep(tree: DraftTree, rows: Sequence[_Row]) -> DraftTree:
 
 
 def _allowed_tokens(rows: Sequence[_Row], num_nodes: int, device: torch.device) -> torch.Tensor | None:
-    """[B, N, words] int32, a bit per token; None: anything may follow every node."""
+    """Return [B, N, words] int32, a bit per token; None: every token may follow every node."""
     words = next((row.bits.shape[1] for row in rows if row.bits is not None), None)
     if words is None:
         return None

@@ -23,22 +23,22 @@ from specmamba.verify.result import StepOutput
 from specmamba.verify.state_buffers import VerifySlots
 from specmamba.verify.step import Drafts, GivenDrafts
 
-DEFAULT_LARGEST = 64
+DEFAULT_LARGEST = 64  # largest captured batch without --cuda-graph-max-bs
 RunStep = Callable[[Batch, Drafts, VerifySlots], StepOutput]
 
 
 class StepGraphRunner:
-    """Pads a batch to a bucket, writes its inputs to buffers that stay, and replays the captured step of this kind.
+    """Pads a batch to a bucket, writes its inputs to fixed buffers, and replays the captured step of this kind.
 
-    A captured step reads nothing of the host: numbers that shapes depend on are bounds of all batches, and exact values
-    are in the buffers. A drafter that reads the host drafts before the step and observes after it; any other drafter
-    is part of the step.
+    A captured step does not depend on host values: numbers that shapes depend on are bounds for all batches, and exact
+    values are in the buffers. A drafter that reads from the device on the host drafts before the step and observes
+    after it; any other drafter is part of the step.
     """
 
     def __init__(
         self, replay: Replay[StepOutput], buckets: tuple[int, ...], pools: Pools, plan: MemoryPlan, device: torch.device
     ) -> None:
-        """Make the input buffers of steps.
+        """Allocate the input buffers of captured steps.
 
         Args:
             replay: runs steps by kind.
@@ -53,7 +53,7 @@ class StepGraphRunner:
         self._max_root_position = plan.context_length
 
     def bucket(self, batch_size: int) -> int | None:
-        """The batch size that a batch is padded to; None: it is too large."""
+        """Return the batch size that a batch is padded to; None: it is too large to be captured."""
         return bucket_for(batch_size, self.buckets)
 
     @staticmethod
@@ -79,7 +79,7 @@ class StepGraphRunner:
 
         Args:
             requests: in order of their rows, no more than the largest bucket.
-            drafter: drafts and observes in the step, where it can.
+            drafter: drafts and observes in the step, if it is capturable.
             run_step: ``verify.step.step`` on the engine's target and pools.
             policy: that ``run_step`` follows.
             pending_tokens: as the drafter prepared them for the bucket.
@@ -98,7 +98,7 @@ class StepGraphRunner:
         return self.replay.run((kind, policy, drafter), step, self.inputs.clear, fill).first(len(requests))
 
     def capture(self, drafter: Drafter, run_step: RunStep, policy: AcceptPolicy) -> None:
-        """Capture the steps that are needed most, on padding alone: of every bucket, greedy and with a temperature."""
+        """Capture the most frequent steps, on padding rows only: every bucket, greedy and with a temperature."""
         for bucket in reversed(self.buckets):  # the largest first: the others reuse its memory
             num_nodes = drafter.num_nodes(bucket)
             defers = (False, True) if drafter.has_pending_tokens and num_nodes == 1 else (False,)
@@ -109,7 +109,7 @@ class StepGraphRunner:
                     self.replay.run((kind, policy, drafter), step, self.inputs.clear, self.inputs.clear)
 
     def _step(self, kind: StepKind, drafter: Drafter, run_step: RunStep, has_tree: bool) -> Callable[[], StepOutput]:
-        """The step of a kind on the input buffers."""
+        """Return the function that runs a step of this kind on the input buffers."""
 
         def step() -> StepOutput:
             batch = self.inputs.batch(kind, drafter.max_nodes if drafter.has_pending_tokens else None)
@@ -147,10 +147,10 @@ class StepGraphRunner:
 def build_graph_runner(
     config: EngineConfig, pools: Pools, plan: MemoryPlan, device: torch.device
 ) -> StepGraphRunner | None:
-    """The graph runner that the flags ask for; None where no step is captured: on a CPU, unless buckets are given.
+    """Build the graph runner; None where no step is captured: with the flag, and on a CPU unless buckets are given.
 
     Raises:
-        ConfigError: a GPU without Triton, whose kernels alone can be captured.
+        ConfigError: a GPU without Triton; only Triton kernels can be captured.
     """
     if config.disable_cuda_graph or (device.type == "cpu" and config.cuda_graph_max_bs is None):
         return None
@@ -167,7 +167,7 @@ def build_graph_runner(
 def capture_steps(
     graphs: StepGraphRunner | None, drafter: Drafter, run_step: RunStep, policy: AcceptPolicy
 ) -> list[str]:
-    """Capture the steps that are needed most; the lines of the start-up report say what it took.
+    """Capture the most frequent steps; returns the lines of the start-up report about buckets, time and memory.
 
     Steps of drafters that read the host are captured when they are first needed.
 

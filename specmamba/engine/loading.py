@@ -27,6 +27,7 @@ from specmamba.models.tokenizer import Tokenizer, has_tokenizer
 logger = logging.getLogger("specmamba")
 
 DRAFT_FLAG = "--speculative-draft-model-path"
+SMALL_MODEL_BYTES = 64 << 20
 
 
 def resolve_device(name: str) -> torch.device:
@@ -196,3 +197,15 @@ def _is_set_by_user() -> bool:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
     return any(name in os.environ for name in names) or "glibc.malloc." in tunables
+
+
+def set_threads(config: EngineConfig, device: torch.device, weight_bytes: int) -> None:
+    """Choose how many threads an operator runs on.
+
+    A model that the caches hold is bound by the number of its operators, not by their size. A second thread then gains
+    little, and as operators wait for their slowest thread, it loses a lot when a server or a client wants its core.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    elif device.type == "cpu" and weight_bytes <= SMALL_MODEL_BYTES:
+        torch.set_num_threads(1)

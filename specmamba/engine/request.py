@@ -1,9 +1,10 @@
-"""One request inside the engine."""
+"""One request inside the engine, and what is derived from it: its delta, its matcher, its seed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specmamba.cache.prefix.node import Node
-from specmamba.core import SpecStats, TokenLogprob
+from specmamba.core import FinishReason, OutputDelta, SpecStats, TokenLogprob
 from specmamba.engine.text import TextStream
-from specmamba.grammar import GrammarMatcher
+from specmamba.errors import RequestError
+from specmamba.grammar import CompiledGrammar, GrammarMatcher
 from specmamba.sampling_params import SamplingParams
 
 
@@ -28,7 +30,7 @@ class Request:
     seed: int
     text: TextStream
     forced_output_ids: tuple[int, ...] = ()  # given instead of chosen, as far as they go
-    extra_key: str | None = None  # prefixes are shared with requests of the same key only
+    extra_key: str | None = None  # cached prefixes are shared only with requests of the same key
     output: list[int] = field(default_factory=list)
     spec: SpecStats = field(default_factory=SpecStats)
     row: int | None = None
@@ -37,13 +39,15 @@ class Request:
     num_admissions: int = 0
     num_overtakes: int = 0  # younger requests that were admitted before it
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache spared at the first admission
-    num_run: int = 0  # tokens that the target has run; the state stands here
+    num_run: int = 0  # tokens that the target has run; the state is at this position
     is_verifying: bool = False  # its state is a checkpoint with pending records
-    chunk_ends: set[int] = field(default_factory=set)  # where a chunk ends, so that a state is left for others
+    chunk_ends: set[int] = field(
+        default_factory=set
+    )  # positions where a chunk ends, so that a state is cached there for others
     leader: tuple[Request, int] | None = None  # the request that computes its first tokens, and how many
-    matcher: GrammarMatcher | None = None  # where the output stands in its grammar
+    matcher: GrammarMatcher | None = None  # tracks the output in its grammar
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # of the prompt, as far as known
-    must_compute: bool = False  # ignore the prefix cache: it does not fit beside the prefix it would borrow
+    must_compute: bool = False  # ignore the prefix cache: memory does not hold the request and its cached prefix
     prompt_array: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,12 +55,12 @@ class Request:
 
     @property
     def must_read_prompt(self) -> bool:
-        """Prompt logprobs requested and incomplete."""
+        """Whether prompt logprobs are requested and incomplete."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt)
 
     @property
     def is_only_run(self) -> bool:
-        """Nothing is generated: the request ends when its known tokens have been run."""
+        """Whether nothing is generated: the request ends when its known tokens have been run."""
         return self.params.max_tokens == 0
 
     @property
@@ -66,7 +70,7 @@ class Request:
 
     @property
     def root_position(self) -> int:
-        """Where the newest decided token stands; everything before it has been run once the request verifies."""
+        """Position of the newest decided token; all tokens before it have been run once the request verifies."""
         return self.num_tokens - 1
 
     @property
@@ -75,29 +79,63 @@ class Request:
 
     @property
     def num_to_extend(self) -> int:
-        """Known tokens that are not run yet, the last one left out: it is the root of the next verify."""
+        """Number of known tokens that are not run yet, without the last one, which is the root of the next verify."""
         return self.num_tokens - 1 - self.num_run
 
     @property
     def num_to_chunk_end(self) -> int:
-        """Tokens to the next position where a chunk must end; a huge number where there is none."""
+        """Tokens to the next position where a chunk must end; 2^62 - num_run where there is none."""
         return min((end for end in self.chunk_ends if end > self.num_run), default=1 << 62) - self.num_run
 
     def known_tokens(self, start: int, end: int) -> list[int]:
-        """Tokens [start, end) of prompt and output."""
+        """Return tokens [start, end) of prompt and output."""
         split = len(self.prompt)
         return [*self.prompt[start:end], *self.output[max(0, start - split) : max(0, end - split)]]
 
     def token_array(self, start: int, end: int) -> NDArray[np.int64]:
-        """Tokens [start, end) as an array."""
+        """Return tokens [start, end) of prompt and output as an int64 array."""
         split = len(self.prompt)
         output = self.output[max(0, start - split) : max(0, end - split)]
         prompt = self.prompt_array[start:end]
         return np.concatenate([prompt, np.array(output, dtype=np.int64)]) if output else prompt
 
     def key(self) -> NDArray[np.int64]:
-        """The tokens that a cached prefix can replace: all but the last, which is the root of a verify."""
+        """Return the tokens that a cached prefix can replace: all but the last, which is the root of a verify."""
         return self.token_array(0, self.num_tokens - 1)
+
+    def delta(
+        self,
+        tokens: tuple[int, ...],
+        text: str,
+        reason: FinishReason | None,
+        error: str | None = None,
+        is_first: bool = True,
+        **more: Any,
+    ) -> OutputDelta:
+        """Return what a step adds to this request.
+
+        Args:
+            tokens: new output tokens; they are in ``output`` already.
+            text: new text.
+            reason: why the request ends here; None: it goes on.
+            error: what went wrong, when the reason is "error".
+            is_first: this is the request's first delta, which brings its prompt logprobs.
+            more: further fields of ``OutputDelta``.
+        """
+        wants_prompt = is_first and self.params.prompt_logprobs is not None and error is None
+        return OutputDelta(
+            request_id=self.request_id,
+            token_ids=tokens,
+            text=text,
+            num_prompt_tokens=len(self.prompt),
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=len(self.output),
+            finish_reason=reason,
+            error=error,
+            spec=self.spec,
+            prompt_logprobs=tuple(self.prompt_logprobs) if wants_prompt else None,
+            **more,
+        )
 
     @property
     def held_row(self) -> int:
@@ -107,15 +145,35 @@ class Request:
 
     @property
     def held_slot(self) -> int:
-        """The state slot, likewise."""
+        """The state slot, for code that only sees requests which hold one."""
         assert self.slot is not None
         return self.slot
 
 
 def forced_ahead(requests: Sequence[Request], depth: int) -> Tensor:
-    """The next ``depth`` forced output ids, [B, depth] int64 on the host; -1 where the target chooses."""
+    """Return the next ``depth`` forced output ids, [B, depth] int64 on the host; -1 where the target chooses."""
     pieces = [r.forced_output_ids[len(r.output) : len(r.output) + depth] for r in requests]
     return torch.tensor([[*piece, *[-1] * (depth - len(piece))] for piece in pieces])
+
+
+def grammar_matcher(params: SamplingParams, grammar: CompiledGrammar | None, vocab_size: int) -> GrammarMatcher | None:
+    """Return where the output of a new request stands in its grammar; None: it has no grammar.
+
+    Raises:
+        RequestError: ``grammar`` is not the compiled ``params.grammar``, or end-of-text is ignored, which ends it.
+    """
+    if params.grammar is None:
+        return None
+    if params.ignore_eos:
+        raise RequestError("a grammar ends with the end-of-text token: drop ignore_eos, or the grammar", "ignore_eos")
+    if grammar is None or grammar.spec != params.grammar:
+        raise RequestError("the grammar of this request has not been compiled", "grammar")
+    return GrammarMatcher(grammar, vocab_size)
+
+
+def seed_of_request(engine_seed: int, number: int) -> int:
+    """Return a seed for the request of this sequence number; neighbours get unrelated seeds."""
+    return (engine_seed * 0x5851F42D4C957F2D + number * 0x9E3779B97F4A7C15) % (1 << 63)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Prefill and steps of requests: from requests to batches, and from what a step decides to results."""
+"""Prefill and steps of requests: it makes batches of requests, runs them, and reads the results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Runner:
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
 
     def admit(self, request: Request) -> None:
-        """Begin a request in its new row; its first ``num_run`` tokens are cached."""
+        """Prepare the drafter for a request in its new row; its first ``num_run`` tokens are cached."""
         self.drafter.begin(request.held_row, request.known_tokens(0, request.num_tokens))
         if request.num_run:
             features = self.pools.states.features[0, request.held_slot]
@@ -57,12 +57,12 @@ class Runner:
         """Complete the drafter's KV and features of verifying requests, before the prefix cache takes them over."""
         if requests:
             requests = sorted(requests, key=lambda request: request.held_row)
-            # a text may end inside the accepted path; the rows' states are at the path's end
+            # a text may end inside the accepted path, but the rows' states are at the end of the path
             positions = [self.pools.state_buffers.position(request.held_row) for request in requests]
             self.drafter.finish(self._batch(requests, positions))
 
     def extend(self, runs: Sequence[PrefillRun]) -> list[bool]:
-        """Run known tokens: KV and states are left behind, nothing is sampled.
+        """Run known tokens: they fill KV and advance states, and nothing is sampled.
 
         Returns:
             For every run whether its hidden states are finite, and its logits where prompt logprobs are requested.
@@ -89,7 +89,10 @@ class Runner:
         """Draft, verify, accept, commit (``verify.step``): one to N new tokens for every request.
 
         Args:
-            requests: that verify, in order of their rows.
+            requests: those that verify now, in order of their rows.
+
+        Returns:
+            The result of each request, in the same order.
         """
         rows = tuple(request.held_row for request in requests)
         self.probe.start(len(rows))
@@ -110,15 +113,15 @@ class Runner:
         return [replace(r, error=errors[i]) if i in errors else r for i, r in enumerate(results)]
 
     def run_step(self, batch: Batch, drafts: Drafts, slots: VerifySlots | None = None) -> StepOutput:
-        """``verify.step.step`` on this target and these pools."""
+        """Run ``verify.step.step`` on this target and these pools."""
         return step(batch, drafts, self.target, self.pools, self.policy, self.probe, slots)
 
     def capture(self) -> list[str]:
-        """Capture the steps that are needed most; the lines of the start-up report say what it took."""
+        """Capture the most frequent steps; returns the lines of the start-up report about them."""
         return capture_steps(self.graph_runner, self.drafter, self.run_step, self.policy)
 
     def _run_captured(self, requests: Sequence[Request], rows: tuple[int, ...]) -> StepOutput | None:
-        """Replay a captured step where there is one for these requests; None: run it with the batch's own shapes."""
+        """Run these requests through a captured step; None: no captured step fits, and nothing has been run."""
         graphs, drafter = self.graph_runner, self.drafter
         if graphs is None or self.probe.is_watching or self.target.is_watched:
             return None
@@ -140,7 +143,7 @@ class Runner:
         return output
 
     def _prepared_batch(self, requests: Sequence[Request], rows: tuple[int, ...]) -> Batch:
-        """The batch of a step with its own shapes; the drafter knows that it comes."""
+        """Build the batch of a step with its exact shapes, after the drafter has prepared for it."""
         wants_drafts = any(request.params.speculative for request in requests)
         pending_tokens = self.drafter.prepare(rows, len(rows), wants_drafts)
         num_logprobs = [request.params.logprobs for request in requests if request.params.logprobs is not None]
@@ -149,10 +152,10 @@ class Runner:
         return replace(batch, pending_tokens=on_device, num_logprobs=max(num_logprobs, default=None))
 
     def _read_prompt(self, run: PrefillRun, hidden: Tensor) -> bool:
-        """Add the log probabilities of the tokens behind a run, where a request asks for those of its prompt.
+        """Compute log probabilities of the prompt tokens after a run, if the request needs prompt logprobs.
 
         Returns:
-            False where the target's logits are not finite.
+            False if the target's logits are not finite.
         """
         request = run.request
         first, end = run.start + 1, min(run.start + run.length + 1, len(request.prompt))
@@ -184,7 +187,7 @@ class Runner:
         return forced_ahead(requests, self.drafter.max_nodes).to(self._device)
 
     def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
-        """Sampling settings of a batch; they are kept until its members change."""
+        """Return the sampling settings of a batch; the tensors are reused until its members change."""
         members = tuple(request.sequence_number for request in requests)
         if self._sampling is None or self._sampling[0] != members:
             params, seeds = [r.params for r in requests], [r.seed for r in requests]

@@ -1,6 +1,7 @@
-"""Decides which requests run, with chunked prefill and preemption of the youngest.
+"""The scheduler: it chooses the requests that run, with chunked prefill and preemption of the youngest.
 
-Requests are admitted in order of arrival, or the longest cached prefix first.
+Requests are admitted in order of arrival, or the longest cached prefix first; a request may wait for a prefix that
+another one computes.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from specmamba.cache.prefix.inspection import CacheStats
 from specmamba.cache.prefix.node import Tokens, common_length
+from specmamba.config import EngineConfig
+from specmamba.core import SpecStats
 from specmamba.engine.cache_manager import CacheManager
 from specmamba.engine.request import PrefillRun, Request
 from specmamba.errors import QueueFullError
+from specmamba.verify.pools import Pools
 
 HEADROOM = 32  # KV tokens that admission leaves to every running request: fewer preemptions, each of which costs more
 GROWTH = 16  # KV tokens that a running request gets ahead while there are free ones: less bookkeeping
@@ -24,21 +29,49 @@ MIN_SHARE = 0.25  # and at least this share of the tokens that it must compute
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """How much runs at a time, and in which order."""
+    """How much runs at a time, and in which order requests are admitted."""
 
-    num_lookahead_slots: int  # KV positions from a root's on that one step may write
+    num_lookahead_slots: int  # KV positions, from the root's on, that one step may write
     chunk_size: int
     max_waiting: int
     policy: Literal["fcfs", "lpm"]
     max_overtakes: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, num_lookahead_slots: int) -> SchedulerLimits:
+        """Return the limits that the flags set."""
+        return cls(
+            num_lookahead_slots=num_lookahead_slots,
+            chunk_size=config.chunked_prefill_size,
+            max_waiting=config.max_queued_requests,
+            policy=config.schedule_policy,
+            max_overtakes=config.schedule_max_overtakes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of queues, pools and speculation. ``spec`` sums over all steps since the start."""
+
+    num_running: int
+    num_waiting: int
+    kv_used_tokens: int  # that requests need
+    kv_cached_tokens: int  # that the prefix cache alone holds
+    kv_total_tokens: int
+    state_used_slots: int  # that requests need
+    state_cached_slots: int  # that the prefix cache alone holds
+    state_total_slots: int
+    num_preemptions: int
+    spec: SpecStats
+    prefix_cache: CacheStats
 
 
 class Scheduler:
     """Requests wait, then extend (their known tokens are run chunk by chunk), then verify until they end.
 
     A request that is admitted holds a row, a state slot, and KV for all its known tokens and one draft. When KV runs
-    out later, the youngest request leaves its state in the prefix cache, gives everything back and waits again, ahead
-    of those that never ran; its output so far is kept. A request whose prefix another one is computing waits for that.
+    out later, the youngest request leaves its state in the prefix cache, frees its memory and waits again, ahead of
+    those that never ran; its output so far is kept. A request whose prefix another one is computing waits for that.
     """
 
     def __init__(self, cache: CacheManager, limits: SchedulerLimits) -> None:
@@ -54,12 +87,14 @@ class Scheduler:
         Raises:
             QueueFullError: too many are waiting.
         """
-        if len(self.waiting) - self._cache.num_admissible >= self._limits.max_waiting:  # those hardly wait
+        if (
+            len(self.waiting) - self._cache.num_admissible >= self._limits.max_waiting
+        ):  # requests that memory admits at once do not count
             raise QueueFullError(len(self.waiting))
         self.waiting.append(request)
 
     def admit(self) -> list[Request]:
-        """Move waiting requests in while there is memory for them; in order, so that none is starved.
+        """Admit waiting requests, in order, while there is memory for them, so that none is starved.
 
         Only a request whose prefix is being computed by another lets others pass meanwhile.
         """
@@ -78,7 +113,7 @@ class Scheduler:
         return admitted
 
     def next_runs(self) -> list[PrefillRun]:
-        """The next chunk: the oldest request's tokens, and others' while the padded chunk stays within its size."""
+        """Return the next chunk: the oldest request's tokens, and others' while they fit the padded chunk's size."""
         runs: list[PrefillRun] = []
         longest, chunk_size = 0, self._limits.chunk_size
         for request in sorted(self.extending, key=lambda request: request.sequence_number):
@@ -91,7 +126,7 @@ class Scheduler:
         return runs
 
     def finish_runs(self, runs: list[PrefillRun]) -> list[Request]:
-        """Note that runs are done; returns the requests that are ready to verify now."""
+        """Count the tokens of runs that are done; returns the requests that are ready to verify now."""
         ready = []
         for run in runs:
             run.request.num_run += run.length
@@ -110,20 +145,20 @@ class Scheduler:
         """
         for request in sorted(self.verifying, key=lambda r: r.sequence_number):
             if not self._grow(request):
-                # alone, what it has borrowed takes the room that it needs: it fits when it computes everything itself
+                # alone it lacks room only because of its borrowed prefix: it fits when it computes everything itself
                 request.must_compute |= self.num_running == 1
                 return max((*self.extending, *self.verifying), key=lambda r: r.sequence_number)
         return None
 
     def preempt(self, request: Request) -> None:
-        """Take all memory back from a request and let it wait again, ahead of the others that wait."""
+        """Free all memory of a request and put it at the head of the waiting queue."""
         self.release(request)
         request.num_run = 0
         self.num_preemptions += 1
         self.waiting.appendleft(request)
 
     def release(self, request: Request) -> None:
-        """Free what a request holds, wherever it is; its place in any queue ends."""
+        """Remove a request from its queue and free its memory."""
         for queue in (self.waiting, self.extending, self.verifying):
             if request in queue:
                 queue.remove(request)
@@ -137,6 +172,23 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.extending or self.verifying)
 
+    def stats(self, pools: Pools, spec: SpecStats) -> EngineStats:
+        """Return the numbers of these queues and of ``pools`` now, beside the figures of speculation."""
+        cache = self._cache.cache
+        return EngineStats(
+            num_running=self.num_running,
+            num_waiting=len(self.waiting),
+            kv_used_tokens=pools.kv.num_used_tokens,
+            kv_cached_tokens=pools.kv.num_cached_tokens,
+            kv_total_tokens=pools.kv.num_tokens,
+            state_used_slots=pools.states.num_slots - self._cache.num_available_states,
+            state_cached_slots=cache.num_evictable_states,
+            state_total_slots=pools.states.num_slots,
+            num_preemptions=self.num_preemptions,
+            spec=spec,
+            prefix_cache=cache.stats,
+        )
+
     def _in_order(self) -> list[Request]:
         if self._limits.policy == "fcfs":
             return list(self.waiting)
@@ -147,7 +199,7 @@ class Scheduler:
         use_cache = not request.must_compute and not request.must_read_prompt
         if self._cache.acquire(request, positions, HEADROOM * self.num_running, use_cache):
             return True
-        # a request fits alone, but perhaps not beside what it would borrow: then all that is cached can go
+        # a request fits alone, but perhaps not beside its cached prefix: then everything cached may be evicted
         return not self.num_running and self._cache.acquire(request, positions, 0, use_cache=False)
 
     def _grow(self, request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""The inputs of captured steps: buffers that keep their memory, for batches that are padded to a bucket."""
+"""The inputs of captured steps: fixed buffers, for batches that are padded to a bucket."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "freq
 
 
 class Sampling(NamedTuple):
-    """The parts of sampling that a step runs: what no request of the batch uses costs nothing."""
+    """The parts of sampling that a captured step runs; parts that no request of the batch uses are left out."""
 
-    is_drawn: bool = False  # some row has a temperature
-    has_top_k: bool = False  # some such row filters so
+    is_drawn: bool = False  # some row has a temperature above 0
+    has_top_k: bool = False  # some sampled row uses top-k; likewise below
     has_top_p: bool = False
     has_min_p: bool = False
     is_penalized: bool = False
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> Sampling:
-        """The parts that some of these requests need."""
+        """Return the parts that at least one of these requests needs."""
         drawn = [p for p in params if not p.is_greedy]
         filters = (any(p.top_k > 0 for p in drawn), any(p.top_p < 1 for p in drawn), any(p.min_p > 0 for p in drawn))
         return cls(bool(drawn), *filters, any(p.has_penalties for p in params))
@@ -51,14 +51,14 @@ class StepKind:
     num_nodes: int
     sampling: Sampling
     max_root_position: int
-    is_deferred: bool = False  # of the draft head; see ``PendingTokens``
+    is_deferred: bool = False  # ``PendingTokens.is_deferred``
     is_forced: bool = False  # some output ids are forced
-    is_chain: bool = False  # of trees that are drafted before the step
-    max_children: int = 1  # the same
+    is_chain: bool = False  # trees drafted before the step are chains
+    max_children: int = 1  # of any node of trees drafted before the step
 
 
 class StepInputs:
-    """The inputs of all kinds of steps. A step reads the first rows of them, its bucket."""
+    """The inputs of all kinds of steps. A step of bucket size b reads their first b rows."""
 
     def __init__(self, num_rows: int, max_nodes: int, device: torch.device) -> None:
         """Allocate the buffers of the largest bucket.

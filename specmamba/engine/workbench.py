@@ -1,4 +1,4 @@
-"""What tools that measure and tune need of an engine and requests do not."""
+"""Access to an engine for tools that measure and tune: change drafts, time steps, read logits."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ LOADED_FIELDS = {name for name in DRAFT_FIELDS if name.startswith("speculative_d
 
 
 class Workbench:
-    """Changes how an engine drafts and looks at what it computes, between requests.
+    """Changes how an engine drafts, and exposes what it computes, while no request runs.
 
     Every method but ``clock`` raises RequestError while requests are running.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._kept: dict[str, Drafter] = {}  # by flags, those of whose steps there are graphs
+        self._kept: dict[str, Drafter] = {}  # by flags: drafters whose steps have been captured
 
     @property
     def replays_steps(self) -> bool:
-        """Whether steps are replayed while the clock is off; phases of a step cannot be told apart then."""
+        """Whether steps run captured while the clock is off; the phases of a captured step cannot be timed."""
         return self._engine.runner.graph_runner is not None
 
     @property
     def clock(self) -> StepProbe:
-        """The times of steps by phase; turn it on first."""
+        """Times of steps by phase; set ``is_on`` first."""
         return self._engine.runner.probe
 
     def use_drafts(self, **flags: object) -> None:
-        """Draft in another way from here on; weights and pools stay.
+        """Change the way of drafting for all later requests; weights and pools stay.
 
         Args:
-            flags: ``speculative_*`` fields of the configuration, without the state backend; what is not given is at its
-                default, but for the draft that was loaded.
+            flags: ``speculative_*`` fields of the configuration, without the state backend; fields that are not given
+                get their defaults, except those of the loaded draft.
 
         Raises:
             ConfigError: the flags contradict each other, the checkpoint, or what this engine has memory for.
@@ -87,18 +87,18 @@ class Workbench:
         engine.model.target.read_features(engine.feature_layers)
         with torch.inference_mode():
             engine.runner.capture()
-        engine.flush_cache()  # what was left there has nothing for this drafter to go on from
+        engine.flush_cache()  # cached states have no features for this drafter
 
     def use_synthetic_acceptance(self, probability: float | None) -> None:
-        """Accept drafts by the toss of a coin, for studies of cost. The text means nothing then. None: honest again."""
+        """Accept drafts with a given probability, for studies of cost; the text is worthless. None: judge drafts."""
         runner = self._idle_engine().runner
         runner.policy = runner.policy._replace(synthetic_acceptance=probability)
 
     def record_ranks(self) -> RankRecorder:
-        """Draft nothing from here on, and note for every replayed token how the draft head ranked it.
+        """Draft nothing from now on, and record for every forced token how the draft head ranked it.
 
         Raises:
-            ConfigError: nothing is drafted by a head here.
+            ConfigError: the engine has no draft head.
         """
         engine = self._idle_engine()
         drafter = engine.runner.drafter
@@ -111,12 +111,12 @@ class Workbench:
         return recorder
 
     def logits_along(self, prompt: Sequence[int], tokens: Sequence[int], see: Callable[[Tensor], None]) -> None:
-        """Lead plain decoding along given tokens behind a prompt.
+        """Decode plainly along given tokens after a prompt.
 
-        ``see`` gets the logits [V] float32, on the CPU, that each of them would be chosen from.
+        ``see`` gets the logits [V] float32, on the CPU, from which each of these tokens would be chosen.
 
         Raises:
-            RequestError: no plain decoding is set, the tokens are none that fit, or the model's numbers are not finite.
+            RequestError: drafting is on, the tokens are unknown or too many, or the logits are not finite.
         """
         engine = self._idle_engine()
         if engine.draft_plan.max_nodes > 1:
@@ -141,7 +141,7 @@ class Workbench:
             engine.abort("logits")
 
     def read_target(self, texts: Sequence[Sequence[int]], layers: tuple[int, ...], see: OnStates) -> None:
-        """What the target says of given tokens; see ``target_reader.read_target``.
+        """Run the target over given tokens and pass what it computes to ``see`` (``target_reader.read_target``).
 
         Raises:
             ConfigError: the engine has a prefix cache.
@@ -152,7 +152,7 @@ class Workbench:
         read_target(engine, texts, layers, see)
 
     def target_matrices(self) -> tuple[Tensor, Tensor]:
-        """The target's embedding and its output head: both [V, H] float32, on the CPU, and the caller's own.
+        """Return copies of the target's embedding and output head, both [V, H] float32 on the CPU.
 
         The embedding is the checkpoint's; the head includes every factor that logits are multiplied by.
         """
@@ -161,26 +161,26 @@ class Workbench:
         with torch.inference_mode():
             ones = torch.eye(target.hidden_size, device=self._engine.device, dtype=self._engine.model.cache_shape.dtype)
             output = target.logits(ones).t()
-        # copies made outside of inference mode: they may be part of a training
+        # copies made outside of inference mode, so that training can use them
         own = [torch.empty(target.vocab_size, target.hidden_size) for _ in range(2)]
         return own[0].copy_(target.embedding), own[1].copy_(output)
 
     @property
     def target_digest(self) -> str:
-        """Tells this target apart from others, and from the same one in another precision."""
+        """A digest that differs for other targets, and for the same one in another precision."""
         config, model = self._engine.config, self._engine.model
         digest = digest_of_checkpoint(resolve_checkpoint(config.model_path, config.revision))
         return f"{digest} {model.cache_shape.dtype} {config.quantization}"
 
     @property
     def free_memory(self) -> int:
-        """Bytes of the host's memory that are free beside the engine."""
+        """Free bytes of host memory."""
         return free_memory(torch.device("cpu"))
 
     def _make_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
-        """A drafter in place of the engine's; where it cannot be had, the engine drafts on as it did.
+        """Make a drafter that replaces the engine's; after an error the engine keeps its drafter.
 
-        Where steps are replayed, one that was used before is used again: graphs are of a drafter.
+        Where steps are captured, a drafter of the same flags is reused, since captured steps belong to one drafter.
         """
         flags = config.model_dump_json(include=DRAFT_FIELDS)
         drafter = self._kept.get(flags) or self._new_drafter(plan, config)
@@ -190,9 +190,12 @@ class Workbench:
 
     def _new_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
         engine = self._engine
-        if plan.algorithm in ("none", "ngram"):  # these hold no states, and a corpus may be refused
+        if plan.algorithm in (
+            "none",
+            "ngram",
+        ):  # these hold no states; making them can fail, so the old one stays until then
             return engine.make_drafter(plan, config)
-        engine.runner.drafter = NoDrafter()  # the states of two may not fit: the old one goes first
+        engine.runner.drafter = NoDrafter()  # memory may not hold the states of two: free the old one first
         try:
             return engine.make_drafter(plan, config)
         except BaseException:

@@ -19,7 +19,7 @@ from specmamba.server.api.service import Service
 from specmamba.server.http.error_answers import errors
 
 if TYPE_CHECKING:
-    from specmamba.engine.engine import EngineStats
+    from specmamba.engine.scheduler import EngineStats
 
 
 class ModelCard(BaseModel):

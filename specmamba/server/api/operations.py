@@ -19,7 +19,8 @@ from specmamba.server.http.fields import StrictModel
 from specmamba.server.http.guards import is_allowed_origin
 
 if TYPE_CHECKING:
-    from specmamba.engine.engine import Engine, EngineStats
+    from specmamba.engine.engine import Engine
+    from specmamba.engine.scheduler import EngineStats
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from specmamba.cache.prefix.inspection import CacheStats
-    from specmamba.engine.engine import EngineStats
+    from specmamba.engine.scheduler import EngineStats
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 1.0, 2.5)

@@ -24,7 +24,8 @@ from specmamba.server.observe.metrics import Histogram, ServerMetrics, accepted_
 from specmamba.verify.record_buffers import RecordBuffers
 
 if TYPE_CHECKING:
-    from specmamba.engine.engine import Engine, EngineStats
+    from specmamba.engine.engine import Engine
+    from specmamba.engine.scheduler import EngineStats
     from specmamba.models.tokenizer import Tokenizer
 
 logger = logging.getLogger("specmamba")
