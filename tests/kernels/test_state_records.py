@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels import state_records
+from specmamba.kernels.dispatch import Form, operator_of
 from specmamba.kernels.state_records import native_ops, reference, torch_ops
 from tests.kernels.records import HEADS, WIDE_HEADS, Records, make_records, make_state
 from tests.kernels.rounding import tolerance
@@ -118,24 +118,20 @@ def test_a_fold_into_another_layout_is_not_native() -> None:
     torch.testing.assert_close(out, native_ops.fold(state, *records, torch.tensor([2])), **TOLERANCE)
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, *records: Tensor) -> ModuleType:
-    """Which form the op takes for a fold of these."""
+def chosen(*records: Tensor) -> Form:
+    """The form that a fold of these records takes."""
     state = torch.zeros(1, 4, 16, 24, dtype=records[0].dtype)
-    taken: list[ModuleType] = []
-    for ops in (native_ops, torch_ops):
-        monkeypatch.setattr(ops, "fold", lambda *_, ops=ops: taken.append(ops))
-    state_records.fold(state, *records, torch.tensor([1]))
-    return taken[0]
+    return operator_of(state_records.fold).choose(state, *records, torch.tensor([1]))
 
 
 @needs_native
 def test_the_op_takes_native_code_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     records = make_records(1, 3, HEADS[1], torch.tensor([1]), seed=61)
-    assert chosen(monkeypatch, *records) is native_ops
-    assert chosen(monkeypatch, *records.clone(torch.float64)) is torch_ops
-    assert chosen(monkeypatch, records.k, records.u.transpose(-1, -2).contiguous().mT, records.decay) is torch_ops
+    assert chosen(*records) == "native"
+    assert chosen(*records.clone(torch.float64)) == "torch"
+    assert chosen(records.k, records.u.transpose(-1, -2).contiguous().mT, records.decay) == "torch"
     monkeypatch.setattr(native_ops, "code", lambda: None)
-    assert chosen(monkeypatch, *records) is torch_ops
+    assert chosen(*records) == "torch"
 
 
 @needs_native
