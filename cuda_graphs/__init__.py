@@ -1,8 +1,7 @@
 """Stable inputs, batch-size buckets, and the replay of whatever works on them. Knows nothing of requests."""
 
-from specmamba.cuda_graphs.buckets import bucket_for, bucket_sizes
-from specmamba.cuda_graphs.columns import Columns
 from specmamba.cuda_graphs.replay import CaptureCost, EagerReplay, GraphReplay, Replay
+from specmamba.cuda_graphs.step_buffers import Columns, bucket_for, bucket_sizes
 from specmamba.cuda_graphs.watch import StepWatch
 
 __all__ = ["CaptureCost", "Columns", "EagerReplay", "GraphReplay", "Replay", "StepWatch", "bucket_for", "bucket_sizes"]

@@ -100,9 +100,8 @@ def read_the_target(config: TrainDraftConfig, documents: Documents, console: Con
     """Collect everything to learn from. The target's engine is closed afterwards, with its weights and pools."""
     from specmamba import LLM
     from specmamba.train import windows
-    from specmamba.train.evaluation import prompts_of
     from specmamba.train.memory import check_memory
-    from specmamba.train.trainer import TrainingData
+    from specmamba.train.trainer import TrainingData, prompts_of
 
     with LLM(**config.engine_flags, speculative_algorithm="none") as llm:
         digest = llm.workbench.target_digest
@@ -171,7 +170,7 @@ def outcome_of(config: TrainDraftConfig, trainer: DraftTrainer) -> dict[str, Any
 
 def report(config: TrainDraftConfig, outcome: dict[str, Any], console: Console) -> int:
     """Measure the head and write ``report.json``; status 1 when a text diverged."""
-    from specmamba.train.evaluation import measure_head
+    from specmamba.train.trainer import measure_head
 
     figures = measure_head(config, config.out / "head", config.out / PROMPTS, console)
     found = outcome | {"machine": machine(), "versions": versions()} | figures

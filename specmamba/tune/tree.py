@@ -10,7 +10,7 @@
    (search.py).
 4. Each chosen tree runs on text that was not recorded (with ``--replay`` and at temperature 0 there is no other), in
    turns with plain decoding, and with the usual dynamic drafts if ``--compare`` is given, to compare predicted and
-   measured figures (contest.py).
+   measured figures (figures.py).
 
 Speeds are those of full batches that decode, without prefill. Predictions are for new text. The acceptance is that of
 ``--speculative-accept target``, under which a node's acceptance does not depend on the other nodes of the tree.
@@ -33,8 +33,8 @@ from specmamba.tune.options import TreeTunerConfig
 if TYPE_CHECKING:
     from specmamba import LLM
     from specmamba.trees import TreeFile
-    from specmamba.tune.contest import ContestFigures
     from specmamba.tune.costs import BatchCost, Sample
+    from specmamba.tune.figures import ContestFigures
     from specmamba.tune.search import Choice
     from specmamba.tune.texts import Text
 
@@ -56,8 +56,7 @@ def _run(config: TreeTunerConfig) -> int:
 
 def tune(config: TreeTunerConfig, sources: Sequence[PromptText]) -> dict[str, Any]:
     """Measure, search, write and check the trees; return the report, a JSON object. Raises SpecmambaError."""
-    from specmamba.tune.contest import check_room, start_engine
-    from specmamba.tune.figures import full_report, provenance
+    from specmamba.tune.figures import check_room, full_report, provenance, start_engine
     from specmamba.tune.search import candidates, choose, tree_file
     from specmamba.tune.texts import collect_texts, record_ranks
 
@@ -110,7 +109,7 @@ def check(
     config: TreeTunerConfig, llm: LLM, texts: Sequence[Text], choices: Sequence[Choice]
 ) -> dict[int, dict[str, ContestFigures]]:
     """Run the trees that were written, by batch size."""
-    from specmamba.tune.contest import contest, dynamic_flags
+    from specmamba.tune.figures import contest, dynamic_flags
     from specmamba.tune.texts import check_jobs
 
     ours = {"speculative_tree": config.out}

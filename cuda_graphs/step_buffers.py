@@ -1,7 +1,8 @@
-"""Inputs of a step that stay where they are: numbers per row of a batch, written together and read by name."""
+"""Inputs of a captured step: batch-size buckets, and columns of numbers per row that keep their memory."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -45,3 +46,18 @@ class Columns:
     def read(self, name: str, num_rows: int) -> Tensor:
         """The first rows of a column, [num_rows]: a view that stays, on the device."""
         return self._device[self._names[name], :num_rows]
+
+
+def bucket_sizes(largest: int) -> tuple[int, ...]:
+    """Rising sizes up to ``largest``, itself among them: 1, 2, 4, 8, then steps of a quarter to an eighth.
+
+    A batch is padded to the next size. Padding costs a part of a row's time, a size costs capture time and memory.
+    """
+    sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, largest + 1, 32)}
+    return (*sorted(size for size in sizes if size < largest), largest)
+
+
+def bucket_for(batch_size: int, buckets: Sequence[int]) -> int | None:
+    """The smallest bucket that holds a batch; None above the largest."""
+    place = bisect_left(buckets, batch_size)
+    return buckets[place] if place < len(buckets) else None
