@@ -263,7 +263,7 @@ def test_every_node_of_a_real_tree_is_drafted_from_its_own_path(page_size: int, 
     assert isinstance(drafter, MTPDrafter)
     with torch.inference_mode():
         rows = tuple(request.held_row for request in requests)
-        batch = engine.runner._batch_of(requests, drafter.prepare(rows, len(rows)).on(torch.device("cpu")))
+        batch = engine.runner._prepared_batch(requests, rows)
         tree = drafter.propose(batch)
         parents = tree.shape.parents[:, :].tolist()
         for row in range(len(requests)):

@@ -373,8 +373,8 @@ class TestLayer:
                 assert slot is not None
                 buffers[name].materialize(row, buffers[name].position(row), slot)
                 found.append((pool.recurrent[:, slot], pool.conv[:, slot]))
-            for state, window in found[1:]:
-                torch.testing.assert_close(state, found[0][0], **TOLERANCE)
+            for recurrent, window in found[1:]:
+                torch.testing.assert_close(recurrent, found[0][0], **TOLERANCE)
                 assert torch.equal(window, found[0][1])
 
 

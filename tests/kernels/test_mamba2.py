@@ -88,7 +88,8 @@ class Case:
             assert mamba2.can_fuse(operands_of(buffers, self.trees), self.inputs, self.weights)
             return mamba2.tree_verify(self.inputs, self.weights, buffers, self.trees), buffers
         device = "cuda" if form == "cuda" else "cpu"
-        inputs, weights, trees, buffers = (moved(x, device) for x in (self.inputs, self.weights, self.trees, buffers))
+        inputs, weights = moved(self.inputs, device), moved(self.weights, device)
+        trees, buffers = moved(self.trees, device), moved(buffers, device)
         return run_in_torch(mix, inputs, weights, buffers, trees).cpu(), moved(buffers, "cpu")
 
     def wanted(self) -> tuple[Tensor, Buffers]:
