@@ -33,7 +33,6 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     q, k, g, beta = rowwise.delta_inputs(mixed, inputs.a, inputs.b, w.negative_a, w.dt_bias, w.num_key_heads, w.key_dim)
     v = mixed[..., 2 * w.num_key_heads * w.key_dim :].unflatten(-1, (w.num_value_heads, w.value_dim))
     records = buffers.k[rows], buffers.u[rows], buffers.decay[rows]
-    places = trees.num_pending, trees.node_offset, trees.ancestors
-    out = delta.tree_verify(q, k, v, g, beta, buffers.states[trees.slots], *records, *places)
+    out = delta.tree_verify(q, k, v, g, beta, buffers.states[trees.slots], records, trees.placement)
     write_nodes((buffers.k, buffers.u, buffers.decay), records, rows, trees.node_offset, nodes)
     return rowwise.gated_rms_norm(out, inputs.gate, w.norm, w.norm_eps)

@@ -12,6 +12,7 @@ float32 or float64. Shapes are not checked here: a mismatch surfaces as torch's 
 import torch
 from torch import Tensor
 
+from specmamba.kernels.state_records.operands import Records, TreePlacement
 from specmamba.kernels.state_records.reference import decay_before, finite, finite_or_nan, fold, parent_of
 
 
@@ -41,25 +42,12 @@ def extend(
 
 
 def tree_verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    records_k: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor | None,
-    node_offset: int,
-    ancestors: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, records: Records, placement: TreePlacement
 ) -> Tensor:
     """Outputs of all tree nodes; writes the nodes' records in place, never the checkpoint.
 
-    q, k [B, N, Hk, K], v [B, N, Hv, V], g, beta [B, N, Hv], state [B, Hv, K, V] the checkpoint,
-    records_k [B, R, Hk, K], records_u [B, R, Hv, V], records_decay [B, R, Hv], num_pending [B] int64 (None: every
-    row has node_offset of them), node_offset >= max(num_pending), ancestors [B, N, N] bool, inclusive, in
-    topological order.
+    q, k [B, N, Hk, K], v [B, N, Hv, V], g, beta [B, N, Hv], state [B, Hv, K, V] the checkpoint, records k
+    [B, R, Hk, K], u [B, R, Hv, V] and decay [B, R, Hv], placement num_pending, node_offset and ancestors.
 
     The path of a node is: checkpoint, the first num_pending[b] records, then the node's ancestors from the root.
     A node without a strict ancestor (the root, a padding node) follows the pending records directly. Records
@@ -69,12 +57,13 @@ def tree_verify(
 
     Returns out [B, N, Hv, V].
     """
+    (records_k, records_u, records_decay), (num_pending, node_offset, ancestors) = records, placement
     batch, nodes, value_heads, _ = v.shape
     group = value_heads // k.shape[2]
     out, g = torch.empty_like(v), finite_or_nan(g)
     if num_pending is None:
         num_pending = torch.full((batch,), node_offset)
-    after_pending = fold(state, records_k, records_u, records_decay, num_pending)
+    after_pending = fold(state, *records, num_pending)
     for b in range(batch):
         pending_decay = decay_before(records_decay[b], int(num_pending[b]))
         for h in range(value_heads):
@@ -95,14 +84,7 @@ def tree_verify(
 
 
 def tree_verify_snapshots(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    snapshots: Tensor,
-    parents: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, snapshots: Tensor, parents: Tensor | None
 ) -> Tensor:
     """Outputs of all tree nodes by the recurrence itself; writes the state after every node.
 

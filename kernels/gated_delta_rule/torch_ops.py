@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from specmamba.kernels.state_records.operands import Records, TreePlacement
 from specmamba.kernels.state_records.torch_ops import (
     decay_between,
     decay_inside,
@@ -66,18 +67,7 @@ def extend(
 
 
 def tree_verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    records_k: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor | None,
-    node_offset: int,
-    ancestors: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, records: Records, placement: TreePlacement
 ) -> Tensor:
     """Outputs of all nodes of a draft tree from one read of the checkpoint; the nodes' records are written in place.
 
@@ -86,17 +76,13 @@ def tree_verify(
         v: [B, N, Hv, V] float32.
         g, beta: [B, N, Hv] float32.
         state: [B, Hv, K, V] float32, the checkpoint; not modified.
-        records_k: [B, R, Hk, K] float32.
-        records_u: [B, R, Hv, V] float32.
-        records_decay: [B, R, Hv] float32, log decay of the whole path from the checkpoint to the record.
-        num_pending: [B] int64; the first num_pending[b] records of row b are pending and precede the root. None says
-            that every row has exactly ``node_offset`` of them.
-        node_offset: where the nodes' records go, [node_offset, node_offset + N); >= every num_pending.
-        ancestors: [B, N, N] bool, inclusive.
+        records: float32; decays are log decays of the whole path from the checkpoint to the record.
+        placement: which records precede the root, where the nodes' own go, and which node sees which.
 
     Returns:
         Output [B, N, Hv, V], in heads where a node is not finite NaN for it and its descendants. Records are finite.
     """
+    (records_k, records_u, records_decay), (num_pending, node_offset, ancestors) = records, placement
     num_nodes, num_value_heads = g.shape[1:]
     flaws = (expand_heads(flaw(k), num_value_heads) + g * 0 + beta * 0).transpose(1, 2)  # [B, H, N]
     k, g, beta = finite(k), finite(g), finite(beta)
@@ -132,14 +118,7 @@ def tree_verify(
 
 
 def tree_verify_snapshots(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    snapshots: Tensor,
-    parents: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, snapshots: Tensor, parents: Tensor | None
 ) -> Tensor:
     """Outputs of all nodes of a draft tree, one node after the other; leaves the whole state after each of them.
 

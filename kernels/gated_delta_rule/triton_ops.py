@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specmamba.kernels.gated_delta_rule import triton_kernels as kernels
 from specmamba.kernels.gpu import Variant
-from specmamba.kernels.state_records.operands import Buffers, StateOperands, Trees
+from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
 from specmamba.kernels.state_records.triton_ops import RECORDS, block, variant
 
 
@@ -96,36 +96,16 @@ def tree_verify_in_place(
 
 
 def tree_verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    records_k: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor | None,
-    node_offset: int,
-    ancestors: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, records: Records, placement: TreePlacement
 ) -> Tensor:
     """Verify trees with a checkpoint per row; arguments as in ``torch_ops``, ``state`` in any float dtype."""
     rows = torch.arange(len(state), device=state.device)
-    buffers = Buffers(state, records_k, records_k, records_u, records_decay)  # there is no convolution
-    return _tree_verify(
-        q, k, v, g, beta, buffers, Trees(rows, rows, rows, num_pending, node_offset, ancestors), NO_SLOT
-    )
+    buffers = Buffers(state, records[0], *records)  # there is no convolution
+    return _tree_verify(q, k, v, g, beta, buffers, Trees(rows, rows, rows, *placement), NO_SLOT)
 
 
 def tree_verify_snapshots(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    snapshots: Tensor,
-    parents: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, snapshots: Tensor, parents: Tensor | None
 ) -> Tensor:
     """Verify trees node after node; arguments as in ``torch_ops``, ``state`` in any float dtype."""
     q, k, v, g, beta = _inputs(q, k, v, g, beta)

@@ -37,8 +37,7 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     u, g = step(inputs.dt, mixed, w)
 
     records = buffers.k[rows], buffers.u[rows], buffers.decay[rows]
-    places = trees.num_pending, trees.node_offset, trees.ancestors
-    recurred = ssd.tree_verify(c, b, u, g, buffers.states[trees.slots], *records, *places)
+    recurred = ssd.tree_verify(c, b, u, g, buffers.states[trees.slots], records, trees.placement)
     write_nodes((buffers.k, buffers.u, buffers.decay), records, rows, trees.node_offset, nodes)
     return gate_and_norm(recurred, mixed, inputs.gate, w, None)
 
@@ -68,7 +67,7 @@ def gate_and_norm(
     w, wide = weights, gate.to(recurred.dtype)
     opened = wide / (1 + torch.exp(-wide))
     x = mixed[..., : w.num_heads * w.head_dim].unflatten(-1, (w.num_heads, w.head_dim))
-    y = (recurred + w.skip[:, None] * x).flatten(2)
+    y: Tensor = (recurred + w.skip[:, None] * x).flatten(2)
     if w.norm is None:
         return (y * opened).to(gate.dtype)
     parts = (w.norm_groups, y.shape[-1] // w.norm_groups)

@@ -19,9 +19,10 @@ def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
 
 def gate_and_norm(recurred: Tensor, mixed: Tensor, gate: Tensor, weights: Weights, _slots: RowSet) -> Tensor:
     """``mamba2.gate_and_norm``; padding rows are computed too."""
-    w, opened = weights, F.silu(gate.float())
+    w = weights
+    opened: Tensor = F.silu(gate.float())
     inner = mixed[..., : w.num_heads * w.head_dim].unflatten(-1, (w.num_heads, w.head_dim))
-    x = (recurred + w.skip[:, None] * inner).flatten(2)
+    x: Tensor = (recurred + w.skip[:, None] * inner).flatten(2)
     if w.norm is None:
         x = x * opened
         return x.to(gate.dtype)

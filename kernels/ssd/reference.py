@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specmamba.kernels.state_records.operands import Records, TreePlacement
 from specmamba.kernels.state_records.reference import decay_before, finite, finite_or_nan, fold, parent_of
 
 
@@ -41,23 +42,12 @@ def extend(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, lengths: T
 
 
 def tree_verify(
-    c: Tensor,
-    b: Tensor,
-    u: Tensor,
-    g: Tensor,
-    state: Tensor,
-    records_b: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor | None,
-    node_offset: int,
-    ancestors: Tensor,
+    c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, records: Records, placement: TreePlacement
 ) -> Tensor:
     """Outputs of all tree nodes; writes the nodes' records in place, never the checkpoint.
 
-    c, b [B, N, G, S], u [B, N, H, P], g [B, N, H], state [B, H, S, P] the checkpoint, records_b [B, R, G, S],
-    records_u [B, R, H, P], records_decay [B, R, H], num_pending [B] int64 (None: every row has node_offset of them),
-    node_offset >= max(num_pending), ancestors [B, N, N] bool, inclusive, in topological order.
+    c, b [B, N, G, S], u [B, N, H, P], g [B, N, H], state [B, H, S, P] the checkpoint, records b [B, R, G, S], u
+    [B, R, H, P] and decay [B, R, H], placement num_pending, node_offset and ancestors.
 
     The path of a node is: checkpoint, the first num_pending[i] records, then the node's ancestors from the root. A node
     without a strict ancestor (the root, a padding node) follows the pending records directly. Records between
@@ -67,12 +57,13 @@ def tree_verify(
 
     Returns out [B, N, H, P].
     """
+    (records_b, records_u, records_decay), (num_pending, node_offset, ancestors) = records, placement
     batch, nodes, heads, _ = u.shape
     per_group = heads // b.shape[2]
     out, g = torch.empty_like(u), finite_or_nan(g)
     if num_pending is None:
         num_pending = torch.full((batch,), node_offset)
-    after_pending = fold(state, records_b, records_u, records_decay, num_pending)
+    after_pending = fold(state, *records, num_pending)
     for i in range(batch):
         pending_decay = decay_before(records_decay[i], int(num_pending[i]))
         for h in range(heads):

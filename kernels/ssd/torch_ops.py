@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specmamba.kernels.state_records.operands import Records, TreePlacement
 from specmamba.kernels.state_records.torch_ops import (
     decay_between,
     decay_inside,
@@ -68,17 +69,7 @@ def _extend_chunk(c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor) -> 
 
 
 def tree_verify(
-    c: Tensor,
-    b: Tensor,
-    u: Tensor,
-    g: Tensor,
-    state: Tensor,
-    records_b: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor | None,
-    node_offset: int,
-    ancestors: Tensor,
+    c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, records: Records, placement: TreePlacement
 ) -> Tensor:
     """Outputs of all nodes of a draft tree from one read of the checkpoint; the nodes' records are written in place.
 
@@ -87,17 +78,13 @@ def tree_verify(
         u: [B, N, H, P] float32, dt x.
         g: [B, N, H] float32, log decay.
         state: [B, H, S, P] float32, the checkpoint; not modified.
-        records_b: [B, R, G, S] float32.
-        records_u: [B, R, H, P] float32.
-        records_decay: [B, R, H] float32, log decay of the whole path from the checkpoint to the record.
-        num_pending: [B] int64; the first num_pending[i] records of row i are pending and precede the root. None says
-            that every row has exactly ``node_offset`` of them.
-        node_offset: where the nodes' records go, [node_offset, node_offset + N); >= every num_pending.
-        ancestors: [B, N, N] bool, inclusive.
+        records: float32, with b [B, R, G, S] as k; decays are log decays of the whole path from the checkpoint.
+        placement: which records precede the root, where the nodes' own go, and which node sees which.
 
     Returns:
         Output [B, N, H, P], in heads where a node is not finite NaN for it and its descendants. Records are finite.
     """
+    (records_b, records_u, records_decay), (num_pending, node_offset, ancestors) = records, placement
     num_nodes, num_heads = g.shape[1:]
     flaws = (expand_heads(flaw(b), num_heads) + flaw(u) + g * 0).transpose(1, 2)  # [B, H, N]
     b, u, g = finite(b), finite(u), finite(g)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specmamba.kernels.gpu import Variant, next_power_of_2
 from specmamba.kernels.ssd import triton_kernels
-from specmamba.kernels.state_records.operands import Buffers, StateOperands, Trees
+from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
 
 MAX_NODES = 64  # of a tree that one program verifies at once
 LEAST = 16  # no side of a matrix product may be shorter
@@ -96,17 +96,7 @@ def tree_verify_in_place(c: Tensor, b: Tensor, u: Tensor, g: Tensor, buffers: Bu
 
 
 def tree_verify(
-    c: Tensor,
-    b: Tensor,
-    u: Tensor,
-    g: Tensor,
-    state: Tensor,
-    records_b: Tensor,
-    records_u: Tensor,
-    records_decay: Tensor,
-    num_pending: Tensor | None,
-    node_offset: int,
-    ancestors: Tensor,
+    c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, records: Records, placement: TreePlacement
 ) -> Tensor:
     """Verify trees with a checkpoint per row; arguments as in ``torch_ops``, N <= 64, the state in any float dtype.
 
@@ -114,8 +104,8 @@ def tree_verify(
         ValueError: there are more nodes.
     """
     nowhere = torch.empty(0, dtype=torch.int64, device=u.device)
-    trees = Trees(nowhere, nowhere, nowhere, num_pending, node_offset, ancestors)
-    return _verify((c, b, u, g), _dense(state), (records_b, records_u, records_decay), None, None, trees)
+    trees = Trees(nowhere, nowhere, nowhere, *placement)
+    return _verify((c, b, u, g), _dense(state), records, None, None, trees)
 
 
 def extend_in_place(

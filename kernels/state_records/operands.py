@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +79,17 @@ class Buffers:
     windows: Tensor | None = None  # [slots, W - 1, C], the checkpoints' last inputs; only folds write it
 
 
+Records = tuple[Tensor, Tensor, Tensor]  # of a batch: k [B, R, Hk, K], u [B, R, Hv, V], decay [B, R, Hv], as in Buffers
+
+
+class TreePlacement(NamedTuple):
+    """How the nodes of draft trees follow the records of their rows."""
+
+    num_pending: Tensor | None  # [B] int64: so many records precede the root; None: node_offset everywhere
+    node_offset: int  # node i leaves record node_offset + i; >= every num_pending
+    ancestors: Tensor  # [B, N, N] bool, inclusive, in topological order
+
+
 @dataclass(frozen=True, eq=False)
 class Trees:
     """Trees of one verify: rows and slots that they read and write, and which node sees which.
@@ -97,6 +108,11 @@ class Trees:
     folds: Tensor | None = (
         None  # [B] bool: fold pending records into the checkpoint first; None: no row folds. GPU only
     )
+
+    @cached_property
+    def placement(self) -> TreePlacement:
+        """The part of it that does not depend on where buffers and checkpoints are."""
+        return TreePlacement(self.num_pending, self.node_offset, self.ancestors)
 
     @property
     def num_nodes(self) -> int:
@@ -145,9 +161,9 @@ class RecordOperands:
         buffers, trees, rows = self.buffers, self.trees, self.rows
         checkpoints = self.slots.take(buffers.states).float()
         k, u, decay = rows.take(buffers.k), rows.take(buffers.u), rows.take(buffers.decay)
-        first = trees.node_offset
-        out = forms.tree_verify(*tokens, checkpoints, k, u, decay, trees.num_pending, first, trees.ancestors)
+        out = forms.tree_verify(*tokens, checkpoints, (k, u, decay), trees.placement)
         if not rows.is_range:  # the records were written to copies
+            first = trees.node_offset
             nodes = slice(first, first + trees.num_nodes)
             for buffer, written in ((buffers.k, k), (buffers.u, u), (buffers.decay, decay)):
                 rows.put_at(buffer, first, written[:, nodes])

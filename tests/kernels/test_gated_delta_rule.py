@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.gated_delta_rule import reference, torch_ops
+from specmamba.kernels.state_records import TreePlacement
 from specmamba.kernels.state_records import reference as records_reference
 from specmamba.kernels.state_records import torch_ops as records_ops
 from tests.kernels.records import HEADS, make_records, make_state
@@ -116,8 +117,10 @@ def test_tree_verify_matches_reference(nodes: int, heads: tuple[int, int, int, i
         x[:, written] = float("nan")  # the op must write these before it reads them
     got, want = records.clone(), records.clone(torch.float64)
     mask, checkpoint = mask_of(batch_of_parents(SHAPES, nodes, seed=nodes)), state.clone()
-    out = torch_ops.tree_verify(*tokens, state, *got, num_pending, node_offset, mask)
-    want_out = reference.tree_verify(*tokens.double(), state.double(), *want, num_pending, node_offset, mask)
+    out = torch_ops.tree_verify(*tokens, state, got, TreePlacement(num_pending, node_offset, mask))
+    want_out = reference.tree_verify(
+        *tokens.double(), state.double(), want, TreePlacement(num_pending, node_offset, mask)
+    )
     torch.testing.assert_close(out.double(), want_out, **TOLERANCE)
     outside = [j for j in range(capacity) if j not in range(node_offset, node_offset + nodes)]
     for got_x, want_x, before in zip(got, want, records, strict=True):
@@ -135,8 +138,8 @@ def test_num_pending_none_means_every_record_before_the_nodes(nodes: int, node_o
     want = make_records(2, node_offset + nodes, HEADS[1], full, seed=23)
     for ops in (reference, torch_ops):
         got = want.clone()
-        want_out = reference.tree_verify(*tokens, state, *want, full, node_offset, mask)
-        out = ops.tree_verify(*tokens, state, *got, None, node_offset, mask)
+        want_out = reference.tree_verify(*tokens, state, want, TreePlacement(full, node_offset, mask))
+        out = ops.tree_verify(*tokens, state, got, TreePlacement(None, node_offset, mask))
         for x, y in zip((out, *got), (want_out, *want), strict=True):
             torch.testing.assert_close(x, y, **TOLERANCE)
 
@@ -147,7 +150,9 @@ def test_tree_verify_without_pending_records(node_offset: int) -> None:
     tokens, state = make_tokens(3, 1, HEADS[1], seed=11)
     none = torch.zeros(3, dtype=torch.int64)
     records = make_records(3, node_offset + 1, HEADS[1], none, seed=12)
-    out = torch_ops.tree_verify(*tokens, state, *records, none, node_offset, torch.ones(3, 1, 1, dtype=torch.bool))
+    out = torch_ops.tree_verify(
+        *tokens, state, records, TreePlacement(none, node_offset, torch.ones(3, 1, 1, dtype=torch.bool))
+    )
     want, _ = reference.extend(*tokens, state, torch.ones(3, dtype=torch.int64))
     torch.testing.assert_close(out, want, **TOLERANCE)
 
@@ -161,8 +166,8 @@ def test_tree_verify_is_stable_at_any_decay(decay: float) -> None:
     mask = mask_of(batch_of_parents(SHAPES, 7, seed=32))
     got = make_records(len(SHAPES), 10, HEADS[1], num_pending, seed=33)
     want = got.clone(torch.float64)
-    out = torch_ops.tree_verify(*tokens, state, *got, num_pending, 3, mask)
-    want_out = reference.tree_verify(*tokens.double(), state.double(), *want, num_pending, 3, mask)
+    out = torch_ops.tree_verify(*tokens, state, got, TreePlacement(num_pending, 3, mask))
+    want_out = reference.tree_verify(*tokens.double(), state.double(), want, TreePlacement(num_pending, 3, mask))
     # float32 holds a log decay near -400 to 3e-5, and the factor to the next node inherits that error
     torch.testing.assert_close(out.double(), want_out, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got.u.double(), want.u, rtol=1e-4, atol=1e-4)
@@ -175,10 +180,10 @@ def test_siblings_do_not_mix() -> None:
     none = torch.zeros(1, dtype=torch.int64)
     first = make_records(1, 9, HEADS[1], none, seed=6)
     second = first.clone()
-    out = torch_ops.tree_verify(*tokens, state, *first, none, 0, mask)
+    out = torch_ops.tree_verify(*tokens, state, first, TreePlacement(none, 0, mask))
     for x in tokens:
         x[:, 4] *= 0.5
-    changed = torch_ops.tree_verify(*tokens, state, *second, none, 0, mask)
+    changed = torch_ops.tree_verify(*tokens, state, second, TreePlacement(none, 0, mask))
     others = [i for i in range(9) if i != 4]
     torch.testing.assert_close(out[:, others], changed[:, others], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(first.u[:, others], second.u[:, others], rtol=1e-6, atol=1e-6)
@@ -204,7 +209,7 @@ def test_rounds_of_verify_and_commit_equal_the_recurrence(ops: ModuleType, of_re
         num_pending = torch.where(due, 0, num_pending)
         parents = batch_of_parents(("bushy", "binary"), nodes, seed=10 * seed + round_)
         tokens, _ = make_tokens(batch, nodes, heads, seed=100 * seed + round_)
-        out = ops.tree_verify(*tokens, checkpoint, *records, num_pending, node_offset, mask_of(parents))
+        out = ops.tree_verify(*tokens, checkpoint, records, TreePlacement(num_pending, node_offset, mask_of(parents)))
         for b in range(batch):
             path = path_to(parents[b].tolist(), rng.randrange(nodes))
             accepted[b].append(Tokens(*(x[b : b + 1, path].double() for x in tokens)))

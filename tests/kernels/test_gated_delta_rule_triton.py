@@ -13,7 +13,7 @@ from torch import Tensor
 from specmamba.kernels import gated_delta_rule, gpu
 from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.gated_delta_rule import reference, torch_ops
-from specmamba.kernels.state_records import Buffers, ExtendOperands, RowSet, Trees
+from specmamba.kernels.state_records import Buffers, ExtendOperands, RowSet, TreePlacement, Trees
 from specmamba.kernels.state_records import reference as records_reference
 from tests.kernels import rounding
 from tests.kernels.layer_case import copied, make_buffers_and_trees, moved
@@ -52,7 +52,7 @@ def verify(
     """Outputs and the records afterwards, which are not the ones that were given."""
     after = Records(*(x.to(device, copy=True) for x in records))
     where = [x.to(device) if isinstance(x, Tensor) else x for x in places]
-    out = ops.tree_verify(*(x.to(device) for x in tokens), state.to(device), *after, *where)
+    out = ops.tree_verify(*(x.to(device) for x in tokens), state.to(device), after, TreePlacement(*where))
     return out.cpu(), Records(*(x.cpu() for x in after))
 
 
@@ -63,7 +63,7 @@ def check_verify(
     nodes, offset = tokens.g.shape[1], places[1]
     out, got = verify(device, tokens, state, records, *places)
     want = records.clone(torch.float64)
-    want_out = reference.tree_verify(*tokens.double(), state.double(), *want, *places)
+    want_out = reference.tree_verify(*tokens.double(), state.double(), want, TreePlacement(*places))
     torch.testing.assert_close(out.double(), want_out, **(TOLERANCE | tolerance))
     for mine, right, before in zip(got, want, records, strict=True):
         written = slice(offset, offset + nodes)
@@ -152,7 +152,7 @@ class InPlace:
         records = Records(*(x[at].double() for x in (self.buffers.k, self.buffers.u, self.buffers.decay)))
         tokens, count = Tokens(*(x[b].double() for x in self.tokens)), torch.tensor([pending])
         places = count, t.node_offset, t.ancestors[b]
-        return reference.tree_verify(*tokens, state[None].double(), *records, *places)[0], records
+        return reference.tree_verify(*tokens, state[None].double(), records, TreePlacement(*places))[0], records
 
 
 @pytest.mark.fast_cases(1)

@@ -16,6 +16,7 @@ from specmamba.kernels.gated_delta_rule import reference as delta_reference
 from specmamba.kernels.gated_delta_rule import torch_ops as delta_ops
 from specmamba.kernels.ssd import reference as ssd_reference
 from specmamba.kernels.ssd import torch_ops as ssd_ops
+from specmamba.kernels.state_records import TreePlacement
 from specmamba.kernels.state_records import native_ops as native_records
 from specmamba.kernels.state_records import torch_ops as torch_records
 from tests.kernels import test_delta_net, test_gated_delta_rule, test_mamba2, test_ssd
@@ -56,7 +57,7 @@ def verify(
     """Outputs and the records afterwards, which are not the ones that were given."""
     after, state = records.clone(), make_state(3, HEADS, seed=5)
     mask = mask_of(batch_of_parents(SHAPES, tokens.g.shape[1], seed=0))
-    return ops.tree_verify(*tokens, state, *after, pending, offset, mask), after
+    return ops.tree_verify(*tokens, state, after, TreePlacement(pending, offset, mask)), after
 
 
 def spoilt(tokens: Any, field: str, place: tuple[int, ...], value: float) -> Any:

@@ -31,6 +31,7 @@ from specmamba.kernels.sampling import residual_choice
 from specmamba.kernels.sampling import torch_ops as sampling_ops
 from specmamba.kernels.ssd import reference as ssd_reference
 from specmamba.kernels.ssd import torch_ops as ssd_ops
+from specmamba.kernels.state_records import TreePlacement
 from specmamba.kernels.state_records import native_ops as native_records
 from specmamba.kernels.state_records import torch_ops as records_ops
 from specmamba.kernels.tree import reference as tree_reference
@@ -110,8 +111,8 @@ def test_recurrences(name: str, count: int) -> None:
         )
         tokens, records = make_tokens(batch, nodes, of, seed), make_records(batch, offset + nodes, of, counts, seed)
         wanted, mask = records.clone(torch.float64), mask_of(batch_of_parents(("bushy",) * batch, nodes, seed))
-        out = ops.tree_verify(*tokens, state, *records, counts, offset, mask)
-        want = reference.tree_verify(*tokens.double(), state.double(), *wanted, counts, offset, mask)
+        out = ops.tree_verify(*tokens, state, records, TreePlacement(counts, offset, mask))
+        want = reference.tree_verify(*tokens.double(), state.double(), wanted, TreePlacement(counts, offset, mask))
         _assert_close((out, *(x[:, offset:] for x in records)), (want, *(x[:, offset:] for x in wanted)), terms=160)
 
     hold(count, check, of=heads, pending=pendings, nodes=sizes, length=st.integers(1, 70), seed=seeds)

@@ -14,11 +14,11 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from specmamba.kernels import mamba2
 from specmamba.kernels.ssd import reference, torch_ops
-from specmamba.kernels.state_records import ExtendOperands, RowSet
+from specmamba.kernels.state_records import ExtendOperands, RowSet, TreePlacement
 from specmamba.kernels.state_records import reference as records_reference
 from specmamba.kernels.state_records import torch_ops as records_ops
 from specmamba.layers.mamba2 import mix
-from tests.kernels.records import HEADS, make_records, make_state
+from tests.kernels.records import HEADS, Records, make_records, make_state
 from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of, path_to
 from tests.pairwise import pairwise
@@ -226,20 +226,15 @@ def check_tree_verify(
     written = slice(node_offset, node_offset + nodes)
     for x in records:
         x[:, written] = torch.nan  # the op must write these before it reads them
-    got, want = [x.to(device) for x in records.clone()], records.clone(torch.float64)
+    got, want = Records(*(x.to(device, copy=True) for x in records)), records.clone(torch.float64)
     mask, checkpoint = mask_of(batch_of_parents(SHAPES, nodes, seed=nodes)), state.to(device, copy=True)
-    arguments = (
-        *(x.to(device) for x in tokens),
-        checkpoint,
-        *got,
-        num_pending.to(device),
-        node_offset,
-        mask.to(device),
+    placement = TreePlacement(num_pending.to(device), node_offset, mask.to(device))
+    out = torch_ops.tree_verify(*(x.to(device) for x in tokens), checkpoint, got, placement).cpu()
+    want_out = reference.tree_verify(
+        *tokens.double(), state.double(), want, TreePlacement(num_pending, node_offset, mask)
     )
-    out = torch_ops.tree_verify(*arguments).cpu()
-    want_out = reference.tree_verify(*tokens.double(), state.double(), *want, num_pending, node_offset, mask)
     torch.testing.assert_close(out.double(), want_out, **TOLERANCE)
-    got = [x.cpu() for x in got]
+    got = Records(*(x.cpu() for x in got))
     outside = [j for j in range(capacity) if j not in range(node_offset, node_offset + nodes)]
     for got_x, want_x, before in zip(got, want, records, strict=True):
         torch.testing.assert_close(got_x[:, written].double(), want_x[:, written], **TOLERANCE)
@@ -256,8 +251,8 @@ def test_num_pending_none_means_every_record_before_the_nodes(nodes: int, node_o
     want = make_records(2, node_offset + nodes, HEADS[1], full, seed=23)
     for ops in (reference, torch_ops):
         got = want.clone()
-        want_out = reference.tree_verify(*tokens, state, *want, full, node_offset, mask)
-        out = ops.tree_verify(*tokens, state, *got, None, node_offset, mask)
+        want_out = reference.tree_verify(*tokens, state, want, TreePlacement(full, node_offset, mask))
+        out = ops.tree_verify(*tokens, state, got, TreePlacement(None, node_offset, mask))
         for x, y in zip((out, *got), (want_out, *want), strict=True):
             torch.testing.assert_close(x, y, **TOLERANCE)
 
@@ -271,8 +266,8 @@ def test_tree_verify_is_stable_at_any_decay(decay: float) -> None:
     mask = mask_of(batch_of_parents(SHAPES, 7, seed=32))
     got = make_records(len(SHAPES), 10, HEADS[1], num_pending, seed=33)
     want = got.clone(torch.float64)
-    out = torch_ops.tree_verify(*tokens, state, *got, num_pending, 3, mask)
-    want_out = reference.tree_verify(*tokens.double(), state.double(), *want, num_pending, 3, mask)
+    out = torch_ops.tree_verify(*tokens, state, got, TreePlacement(num_pending, 3, mask))
+    want_out = reference.tree_verify(*tokens.double(), state.double(), want, TreePlacement(num_pending, 3, mask))
     # float32 holds a log decay near -400 to 3e-5, and the factor to the next node inherits that error
     torch.testing.assert_close(out.double(), want_out, rtol=1e-4, atol=1e-4)
 
@@ -284,10 +279,10 @@ def test_siblings_do_not_mix() -> None:
     none = torch.zeros(1, dtype=torch.int64)
     first = make_records(1, 9, HEADS[1], none, seed=6)
     second = first.clone()
-    out = torch_ops.tree_verify(*tokens, state, *first, none, 0, mask)
+    out = torch_ops.tree_verify(*tokens, state, first, TreePlacement(none, 0, mask))
     for x in tokens:
         x[:, 4] *= 0.5
-    changed = torch_ops.tree_verify(*tokens, state, *second, none, 0, mask)
+    changed = torch_ops.tree_verify(*tokens, state, second, TreePlacement(none, 0, mask))
     others = [i for i in range(9) if i != 4]
     torch.testing.assert_close(out[:, others], changed[:, others], rtol=1e-6, atol=1e-6)
     for x, y in zip(first, second, strict=True):
@@ -340,7 +335,7 @@ def test_snapshots_equal_records(nodes: int, heads: tuple[int, int, int, int], d
     tokens, state = make_tokens(batch, nodes, heads, seed=nodes), make_state(batch, heads, seed=nodes + 1)
     parents, none = batch_of_parents(SHAPES, nodes, seed=nodes), torch.zeros(batch, dtype=torch.int64)
     records = make_records(batch, nodes, heads, none, seed=2)
-    by_records = torch_ops.tree_verify(*tokens, state, *records, none, 0, mask_of(parents))
+    by_records = torch_ops.tree_verify(*tokens, state, records, TreePlacement(none, 0, mask_of(parents)))
     snapshots = torch.empty(batch, nodes, *state.shape[1:], device=device)
     there = (x.to(device) for x in (*tokens, state))
     by_snapshots = torch_ops.tree_verify_snapshots(*there, snapshots, parents.to(device))
@@ -373,7 +368,7 @@ def test_rounds_of_verify_and_commit_equal_the_recurrence(ops: ModuleType, of_re
         num_pending = torch.where(due, 0, num_pending)
         parents = batch_of_parents(("bushy", "binary"), nodes, seed=10 * seed + round_)
         tokens = make_tokens(batch, nodes, heads, seed=100 * seed + round_)
-        out = ops.tree_verify(*tokens, checkpoint, *records, num_pending, node_offset, mask_of(parents))
+        out = ops.tree_verify(*tokens, checkpoint, records, TreePlacement(num_pending, node_offset, mask_of(parents)))
         for i in range(batch):
             path = path_to(parents[i].tolist(), rng.randrange(nodes))
             accepted[i].append(Tokens(*(x[i : i + 1, path].double() for x in tokens)))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.ssd import reference, torch_ops
-from specmamba.kernels.state_records import Buffers, as_stored
+from specmamba.kernels.state_records import Buffers, TreePlacement, as_stored
 from specmamba.kernels.state_records import reference as records_reference
 from tests.kernels.layer_case import copied, make_buffers_and_trees, moved, values
-from tests.kernels.records import make_records, make_state
+from tests.kernels.records import Records, make_records, make_state
 from tests.kernels.rounding import tolerance
 from tests.kernels.test_ssd import Tokens, make_tokens, whole_sequence
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
@@ -72,11 +72,11 @@ class Case:
         for mine, right in zip(values(after), values(expected), strict=True):  # nothing else was written anywhere
             assert torch.equal(mine.nan_to_num(9.0), right.nan_to_num(9.0))
 
-    def wanted(self, states: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def wanted(self, states: Tensor) -> tuple[Tensor, Records]:
         """Outputs and records by the reference in float64, from the states that were left; these are checked first."""
         t, x = self.trees, self.buffers
         num_pending = t.num_pending
-        records = [buffer[t.rows].double() for buffer in (x.k, x.u, x.decay)]
+        records = Records(*(buffer[t.rows].double() for buffer in (x.k, x.u, x.decay)))
         if t.folds is not None:
             assert num_pending is not None
             count = torch.where(t.folds, num_pending, 0)
@@ -86,7 +86,9 @@ class Case:
             torch.testing.assert_close(states[t.slots[real]].double(), want, rtol=ULP[dtype], atol=ULP[dtype] / 4)
             num_pending = num_pending - count
         state = states[t.slots].double()
-        out = reference.tree_verify(*self.tokens.double(), state, *records, num_pending, t.node_offset, t.ancestors)
+        out = reference.tree_verify(
+            *self.tokens.double(), state, records, TreePlacement(num_pending, t.node_offset, t.ancestors)
+        )
         out[t.slots == 0] = 0
         return out, records
 
@@ -173,10 +175,10 @@ def test_a_batch_with_its_own_records(nodes: int, gpu_device: str) -> None:
     pending = torch.tensor([0, 2])
     tokens, state = make_tokens(2, nodes, ODD, seed=1), make_state(2, ODD, seed=2).mT.contiguous().mT
     records, mask = make_records(2, 3 + nodes, ODD, pending, 3), mask_of(batch_of_parents(("bushy",) * 2, nodes, 0))
-    got, want = [x.to(gpu_device) for x in records.clone()], records.clone()
+    got, want = Records(*(x.to(gpu_device) for x in records.clone())), records.clone()
     arguments = (x.to(gpu_device) for x in (*tokens, state))
-    out = triton_ops.tree_verify(*arguments, *got, pending.to(gpu_device), 3, mask.to(gpu_device))
-    wanted = torch_ops.tree_verify(*tokens, state, *want, pending, 3, mask)
+    out = triton_ops.tree_verify(*arguments, got, TreePlacement(pending.to(gpu_device), 3, mask.to(gpu_device)))
+    wanted = torch_ops.tree_verify(*tokens, state, want, TreePlacement(pending, 3, mask))
     torch.testing.assert_close(out.cpu(), wanted, **TOLERANCE)
     for mine, right in zip(got, want, strict=True):
         torch.testing.assert_close(mine.cpu(), right, **TOLERANCE)
@@ -193,14 +195,14 @@ def test_a_node_is_felt_by_its_descendants_alone(nodes: int, gpu_device: str) ->
     spoilt += [("g", value) for value in (torch.nan, torch.inf, -torch.inf)]
     batch, hit, heads = 1 + len(spoilt), min(1, nodes - 1), (1, 2, 8, 8)
     records = make_records(1, 2 + nodes, heads, torch.tensor([2]), seed=1)
-    got = [x.repeat(batch, *[1] * (x.dim() - 1)).to(gpu_device) for x in records]
+    got = Records(*(x.repeat(batch, *[1] * (x.dim() - 1)).to(gpu_device) for x in records))
     tokens = Tokens(*(x.repeat(batch, *[1] * (x.dim() - 1)) for x in make_tokens(1, nodes, heads, seed=2)))
     for row, (field, value) in enumerate(spoilt, 1):
         x = getattr(tokens, field)
         x[(row, hit, *[0] * (x.dim() - 2))] = value
     state, mask = make_state(1, heads, seed=3).repeat(batch, 1, 1, 1), mask_of(batch_of_parents(("binary",), nodes, 0))
     arguments = (x.to(gpu_device) for x in (*tokens, state))
-    out = triton_ops.tree_verify(*arguments, *got, None, 2, mask.repeat(batch, 1, 1).to(gpu_device)).cpu()
+    out = triton_ops.tree_verify(*arguments, got, TreePlacement(None, 2, mask.repeat(batch, 1, 1).to(gpu_device))).cpu()
     kept = [x[:, 2:].cpu() for x in got]
     below = mask[0, :, hit]
     assert out[0].isfinite().all()
