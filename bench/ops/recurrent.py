@@ -59,8 +59,8 @@ def verify_candidates(case: Case, place: Place, kind: Recurrence) -> list[Candid
 
     def in_torch() -> Run:
         own = layer.copied()
-        b, t = own.buffers, own.trees
-        operands = b.states[1:], b.k[1:], b.u[1:], b.decay[1:], t.num_pending, t.node_offset, t.ancestors
+        b = own.buffers
+        operands = b.states[1:], (b.k[1:], b.u[1:], b.decay[1:]), own.trees.placement
         return lambda: (kind.torch_ops.tree_verify(*own.inputs, *operands), *records_of(own, written))
 
     def in_triton() -> Run:
