@@ -19,9 +19,10 @@ import torch
 from specmamba import LLM, SamplingParams
 from specmamba.cache.request_table import RequestTable
 from specmamba.config import DEMO_MODEL
-from specmamba.core import RequestOutput
+from specmamba.core import DraftTree, RequestOutput
 from specmamba.cuda_graphs import EagerReplay, StepWatch
-from specmamba.engine.step_inputs import StepKind
+from specmamba.draft.drafter import chain_shape, tree_shape
+from specmamba.engine.step_inputs import StepInputs, StepKind
 from specmamba.errors import ConfigError
 from specmamba.trees import StaticTree, TreeFile
 from specmamba.verify.result import StepOutput as Outcome
@@ -185,6 +186,16 @@ class TestText:
         with new_llm("tree") as plain, new_llm("tree", cuda_graph_max_bs=BUCKET) as replayed:
             texts = [[o.token_ids for o in llm.generate(prompts, params)] for llm in (replayed, plain)]
         assert_same_greedy_texts(texts[0], texts[1], prompts, lambda: new_llm("plain"))
+
+
+def test_nodes_and_rows_that_a_tree_lacks_are_padding() -> None:
+    """Also where a larger tree stood before."""
+    cpu = torch.device("cpu")
+    inputs = StepInputs(4, 6, cpu)
+    inputs.write_tree(DraftTree(torch.ones(4, 6, dtype=torch.int64), chain_shape(4, 6, cpu)))
+    inputs.write_tree(DraftTree(torch.tensor([[7, 8, 9]] * 2), tree_shape(torch.tensor([[-1, 0, 0]] * 2), 2)))
+    assert inputs.parents.tolist() == [[-1, 0, 0, -1, -1, -1]] * 2 + [[-1] * 6] * 2
+    assert inputs.tokens.tolist() == [[7, 8, 9, 0, 0, 0]] * 2 + [[0] * 6] * 2
 
 
 class TestWhatIsReplayed:
