@@ -1,4 +1,4 @@
-"""Stable inputs, batch-size buckets, and the replay of whatever works on them. Knows nothing of requests."""
+"""Fixed input buffers, batch-size buckets, capture and replay of functions that use them. Independent of requests."""
 
 from specmamba.cuda_graphs.replay import CaptureCost, EagerReplay, GraphReplay, Replay
 from specmamba.cuda_graphs.step_buffers import Columns, bucket_for, bucket_sizes

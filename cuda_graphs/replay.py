@@ -1,4 +1,4 @@
-"""Running the same operators on the same memory again: captured on a GPU, eagerly on a CPU."""
+"""Replay of functions on fixed memory: as CUDA graphs on a GPU, by plain calls on any device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CaptureCost:
-    """What one capture took."""
+    """Time and memory of one capture."""
 
     seconds: float
     num_bytes: int  # that the pool of all graphs grew by
@@ -25,10 +25,10 @@ class CaptureCost:
 class Replay(ABC, Generic[T]):
     """Runs functions by key.
 
-    A function gets its inputs from memory that stays, and returns tensors that the next run of the same key overwrites.
+    A function reads its inputs from fixed buffers, and returns tensors that the next run of the same key overwrites.
     """
 
-    has_fixed_shapes: bool  # every run of a key has the shapes of its first one, whatever its inputs
+    has_fixed_shapes: bool  # every run of a key has the shapes of its first run, for all inputs
 
     @abstractmethod
     def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
@@ -36,16 +36,16 @@ class Replay(ABC, Generic[T]):
 
         Args:
             key: tells functions apart; one key always stands for the same function.
-            function: touches nothing of the host.
-            clear: makes all inputs padding, on which a function leaves nothing behind that anyone reads.
+            function: depends on no host values that change between runs.
+            clear: makes all inputs padding; results of a run on padding alone are never read.
             fill: writes the inputs.
         """
 
 
 class EagerReplay(Replay[T]):
-    """Runs the function every time.
+    """Calls the function at every run.
 
-    Inputs and padding are those of a graph, on any device: so errors in them show where there is no GPU.
+    Inputs and padding are those of a graph, so that tests without a GPU find errors in them.
     """
 
     def __init__(self, has_fixed_shapes: bool = False) -> None:
@@ -59,7 +59,8 @@ class EagerReplay(Replay[T]):
 class GraphReplay(Replay[T]):
     """Captures a function at its first run, and from then on replays it with one launch.
 
-    All graphs share one memory pool: they never run at the same time, and what one leaves is read before the next runs.
+    All graphs share one memory pool: they never run at the same time, and the result of one is read before the next
+    runs.
     """
 
     has_fixed_shapes = True
@@ -88,7 +89,7 @@ class GraphReplay(Replay[T]):
                 function()
         current.wait_stream(self._side)
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # as a capture does, so that only what it takes itself counts
+        torch.cuda.empty_cache()  # a capture does this too; done before, so that only its own memory is counted
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         # other threads of a server may use the device while this one captures

@@ -13,14 +13,14 @@ class Columns:
     """Named columns of up to ``num_rows`` numbers, of one dtype, in one tensor on the device.
 
     ``write`` is one copy from the host for all of them, which does not wait where the host's memory is pinned. The host
-    may write again only after something has waited for the device: a step's one read does.
+    may write again only after it has waited for the device, as it does when it reads the result of a step.
     """
 
     def __init__(self, padding: Mapping[str, float], num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the columns.
 
         Args:
-            padding: what rows of padding have, by column.
+            padding: value of padding rows, by column.
             num_rows: of the largest batch.
             dtype: of all columns.
             device: where they are read.
@@ -32,7 +32,7 @@ class Columns:
         self.write({})
 
     def write(self, columns: Mapping[str, Sequence[float]]) -> None:
-        """Fill columns from their first row on; all else becomes padding.
+        """Fill columns from their first row on; all other rows and columns become padding.
 
         Raises:
             KeyError: there is no such column.
@@ -44,20 +44,20 @@ class Columns:
         self._device.copy_(self._host, non_blocking=True)
 
     def read(self, name: str, num_rows: int) -> Tensor:
-        """The first rows of a column, [num_rows]: a view that stays, on the device."""
+        """Return the first rows of a column, [num_rows], on the device: a view that later writes update."""
         return self._device[self._names[name], :num_rows]
 
 
 def bucket_sizes(largest: int) -> tuple[int, ...]:
-    """Rising sizes up to ``largest``, itself among them: 1, 2, 4, 8, then steps of a quarter to an eighth.
+    """Return rising sizes up to ``largest``, which is included: 1, 2, 4, 8, then steps of 8, 16 and 32.
 
-    A batch is padded to the next size. Padding costs a part of a row's time, a size costs capture time and memory.
+    A batch is padded to the next size. A padding row costs part of a row's time, a size costs capture time and memory.
     """
     sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, largest + 1, 32)}
     return (*sorted(size for size in sizes if size < largest), largest)
 
 
 def bucket_for(batch_size: int, buckets: Sequence[int]) -> int | None:
-    """The smallest bucket that holds a batch; None above the largest."""
+    """Return the smallest bucket that holds a batch; None if the batch is larger than all."""
     place = bisect_left(buckets, batch_size)
     return buckets[place] if place < len(buckets) else None

@@ -1,4 +1,4 @@
-"""Looks on while a step runs, and notes what could not be captured, or would come out otherwise when it is replayed."""
+"""Records the operators of a step, to find those that cannot be captured or would differ in a replay."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INDEXING = ("aten::index.", "aten::index_put", "aten::_index_put_impl", "aten::_
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One call: its name, and what it was called with but for the numbers in tensors."""
+    """One call: its name and arguments; of tensors dtype, shape, strides and place, not the values."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -43,7 +43,7 @@ class Operator:
 
 @dataclass
 class Trace:
-    """What a function did."""
+    """The operators, host reads and host writes of a function, in order."""
 
     operators: list[Operator] = field(default_factory=list)
     host_reads: list[str] = field(default_factory=list)
@@ -51,14 +51,14 @@ class Trace:
 
 
 class StepWatch(TorchDispatchMode):
-    """Notes every operator that PyTorch runs inside of it.
+    """Records every operator that PyTorch runs inside this context.
 
-    Two runs that can be one captured graph leave equal traces: the same operators, shapes and strides, the same memory
-    where it stays, and the same numbers of the host.
+    Two runs that can be one captured graph have equal traces: the same operators, shapes and strides, the same places
+    in fixed buffers, and the same host values.
     """
 
     def __init__(self, stays: Mapping[str, Tensor] | None = None) -> None:
-        """``stays``: tensors that have to be the same memory in every run, by name; views of them are told apart."""
+        """``stays``: fixed buffers by name, the same memory in every run; views differ by their offset."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self._calls = _HostCalls(self.trace)
@@ -92,7 +92,7 @@ class StepWatch(TorchDispatchMode):
 
 
 class _HostCalls(TorchFunctionMode):
-    """Notes the methods of tensors that no dispatcher sees."""
+    """Records calls of tensor methods that bypass the dispatcher."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -106,5 +106,5 @@ class _HostCalls(TorchFunctionMode):
 
 
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:
-    """Whether an index is a mask: how much it takes depends on its content."""
+    """Whether an index has a mask, so that the size of the result depends on its values."""
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)

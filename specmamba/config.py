@@ -21,13 +21,13 @@ FORM_FLAG = "--speculative-draft-model-quantization"
 
 
 def _algorithm_name(value: object) -> object:
-    """NEXTN is SGLang's name for the same thing."""
+    """Read the name of an algorithm; NEXTN is SGLang's name for mtp."""
     name = value.lower() if isinstance(value, str) else value
     return "mtp" if name == "nextn" else name
 
 
 class EngineConfig(BaseSettings):
-    """What the engine runs, and on how much memory."""
+    """The flags of the engine: model, memory, prefix cache, scheduling, drafting."""
 
     model_config = SettingsConfigDict(
         env_prefix="SPECMAMBA_",
@@ -181,7 +181,7 @@ class EngineConfig(BaseSettings):
 
     @property
     def drafting_flags(self) -> list[str]:
-        """The flags that are given and mean nothing without a drafter."""
+        """The given flags that have no meaning without a drafter."""
         given = {
             "--speculative-num-steps": self.speculative_num_steps,
             "--speculative-eagle-topk": self.speculative_eagle_topk,
@@ -203,7 +203,7 @@ class EngineConfig(BaseSettings):
 
     @property
     def draft_topk(self) -> int:
-        """Children of a node at the most; 1 is a chain."""
+        """Largest number of children of a node; 1 is a chain."""
         if self.speculative_eagle_topk is not None:
             return self.speculative_eagle_topk
         return 4 if self.speculative_algorithm == "ngram" else 1
@@ -239,12 +239,12 @@ class EngineConfig(BaseSettings):
 
 
 def largest_tree(num_steps: int, topk: int) -> int:
-    """Nodes of the largest tree that ``topk`` children of ``topk`` nodes per step give, the root counted."""
+    """Return the nodes of the largest tree, with ``topk`` children of ``topk`` nodes per step, the root counted."""
     return 1 + topk + (num_steps - 1) * topk * topk
 
 
 def _prefix_cache_problem(config: EngineConfig) -> str | None:
-    """What is wrong with the combination of flags around the prefix cache, likewise."""
+    """Return what is wrong with the prefix cache flags, as a sentence that says what to change; None: nothing."""
     fields = type(config).model_fields
 
     def is_given(*names: str) -> list[str]:
@@ -263,7 +263,7 @@ def _prefix_cache_problem(config: EngineConfig) -> str | None:
 
 
 def _graph_problem(config: EngineConfig) -> str | None:
-    """What is wrong with the combination of flags around captured steps, likewise."""
+    """Return what is wrong with the flags of captured steps, likewise."""
     largest = config.cuda_graph_max_bs
     if largest is not None and config.disable_cuda_graph:
         return "--cuda-graph-max-bs: nothing is captured with --disable-cuda-graph: drop one of them"
@@ -276,7 +276,7 @@ def _graph_problem(config: EngineConfig) -> str | None:
 
 
 def _speculation_problem(config: EngineConfig) -> str | None:
-    """What is wrong with the combination of drafting flags, as a sentence that says what to change."""
+    """Return what is wrong with the drafting flags, likewise."""
     if problem := _draft_model_problem(config):
         return problem
     given = config.drafting_flags
@@ -313,7 +313,7 @@ def _speculation_problem(config: EngineConfig) -> str | None:
 
 
 def _draft_model_problem(config: EngineConfig) -> str | None:
-    """What is wrong with the flags around a separate draft."""
+    """Return what is wrong with the flags of a separate draft model, likewise."""
     algorithm, path = config.speculative_algorithm, config.speculative_draft_model_path
     if algorithm in ("eagle", "eagle3", "draft-model") and path is None:
         return f"--speculative-algorithm: {algorithm} needs --speculative-draft-model-path"

@@ -1,4 +1,4 @@
-"""Frozen values that cross rooms: what a request asks for, what a drafter proposes, what the target decides."""
+"""Frozen values that cross packages: outputs of requests, batches, draft trees and verdicts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SpecStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model found a token, given those before it.
+    """The log probability of a token, given the tokens before it.
 
     Log probabilities are natural logarithms of the model's own distribution, before temperature, filters, penalties,
     biases and grammars.
@@ -59,19 +59,19 @@ class TokenLogprob:
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, the likeliest first
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and their log probabilities, the likeliest first
 
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
     """What one engine step adds to one request. ``finish_reason`` is set on the last delta and only there.
 
-    ``error_code`` is set beside ``error`` where the request itself is what went wrong, not the engine.
+    ``error_code`` is set beside ``error`` if the request is at fault, not the engine.
 
-    ``depths`` has for every new token how deep in its step's draft it stood: 1 for the first draft below the root; 0
-    for a token that was not drafted, the step's own. ``logprobs`` has one entry for every new token of requests that
-    ask for them. ``prompt_logprobs`` is on the first delta of requests that ask for it: one entry for every token of
-    the prompt, None for the first one, which follows nothing.
+    ``depths`` has the depth of every new token in its step's draft tree: 1 for the first draft below the root, 0 for
+    a token that was not drafted (the bonus token). ``logprobs`` has one entry for every new token if the request asks
+    for them. ``prompt_logprobs`` is set on the first delta if the request asks for it: one entry for every token of
+    the prompt, None for the first one, which has no tokens before it.
     """
 
     request_id: str
@@ -91,7 +91,7 @@ class OutputDelta:
 
 @dataclass(frozen=True, slots=True)
 class DraftView:
-    """The draft of one request in one step, on the host, for people who look on. Nodes in topological order."""
+    """The draft of one request in one step, on the host, for the live page. Nodes in topological order."""
 
     request_id: str
     tokens: tuple[int, ...]  # the root first
@@ -102,7 +102,7 @@ class DraftView:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The whole answer to one prompt, as ``LLM.generate`` returns it."""
+    """The complete output for one prompt, as ``LLM.generate`` returns it."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -110,14 +110,14 @@ class RequestOutput:
     finish_reason: FinishReason
     num_cached_tokens: int
     spec: SpecStats
-    error: str | None = None  # what went wrong, when the finish reason is "error"
+    error: str | None = None  # message, if the finish reason is "error"
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """The topology of a batch of draft trees, with what every layer needs to know about it.
+    """The topology of a batch of draft trees, and the masks and depths that layers derive from it.
 
     Nodes are in topological order; node 0 is the root. Rows with fewer nodes than N mark the rest by parent -1:
     such a node is no node's child and is never accepted.
@@ -126,8 +126,8 @@ class TreeShape:
     parents: Tensor  # [B, N] int64; -1 for the root
     ancestors: Tensor  # [B, N, N] bool; [i, j] when j is i or an ancestor of i
     depth: Tensor  # [B, N] int64; 0 for the root
-    is_chain: bool  # parents[i] = i - 1 throughout, so an accepted path is a prefix of the nodes
-    max_children: int  # no node has more of them
+    is_chain: bool  # parents[i] = i - 1 for all nodes, so an accepted path is a prefix of the nodes
+    max_children: int  # the largest number of children of any node
 
     @property
     def num_nodes(self) -> int:
@@ -140,26 +140,28 @@ class PendingTokens:
 
     max_count: int  # the largest number in any row
     counts: Tensor | None  # [B] int64; None: ``max_count`` everywhere
-    is_deferred: bool = False  # this step does not run them; it adds its own decided tokens behind them
+    is_deferred: bool = False  # this step does not run them, and appends its own decided tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The requests of one verify, by row of the request table. Each has its root: decided, not yet run.
 
-    What shapes depend on are numbers of the host. In a step that is replayed they are bounds that hold for every batch,
-    what is exact stands in tensors, and the host does not look at those: ``is_exact`` is False there.
+    Numbers that shapes depend on are host values. In a captured step they are bounds that hold for every batch, exact
+    values are only in the tensors, which the host does not read, and ``is_exact`` is False.
     """
 
-    rows: tuple[int, ...]  # ascending; empty in a step that is replayed
+    rows: tuple[int, ...]  # ascending; empty in a captured step
     row_index: Tensor  # [B] int64, the same rows; 0 is padding
     root_tokens: Tensor  # [B] int64
     root_positions: Tensor  # [B] int64
-    max_root_position: int  # no root stands behind it
+    max_root_position: int  # no root position is larger
     sampling: SamplingBatch
-    forced_output_ids: Tensor | None = None  # [B, F] int64, given at root + 1, root + 2, ...; -1: the target chooses
+    forced_output_ids: Tensor | None = (
+        None  # [B, F] int64, output ids at positions root + 1, root + 2, ...; -1: the target chooses
+    )
     pending_tokens: PendingTokens | None = None  # None: the drafter has none
-    num_logprobs: int | None = None  # of the likeliest tokens, listed beside each that is decided; None: no figures
+    num_logprobs: int | None = None  # likeliest tokens listed beside each decided token; None: no log probabilities
     is_exact: bool = True
 
     @property
@@ -176,15 +178,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Runs of known tokens of several requests, padded to one length; what an extend works on."""
+    """Known tokens of several requests, one run each, padded to one length: the input of an extend."""
 
     rows: tuple[int, ...]
     row_index: Tensor  # [B] int64, the same rows
     tokens: Tensor  # [B, L] int64
     positions: Tensor  # [B, L] int64
-    lengths: Tensor  # [B] int64; the rest of a row is padding
+    lengths: Tensor  # [B] int64, tokens of each row; the rest of a row is padding
     is_padded: bool
-    end: int  # positions of all tokens are below it; those of padding may not be
+    end: int  # all token positions are below it; padding positions may not be
 
     @property
     def is_token(self) -> Tensor:
@@ -208,7 +210,7 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target decides about a batch of trees.
+    """The accepted paths of a batch of trees, and the tokens on them.
 
     ``path[b, : num_accepted[b] + 1]`` are node indices from the root down; the rest of the row is padding.
     """

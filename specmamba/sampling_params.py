@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# What a sampling setting may be, wherever it is given: in Python, over HTTP, on the command line.
+# Bounds of sampling settings: the same in Python, over HTTP and on the command line.
 Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False, description="0: greedy")]
 TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False, description="mass of the likeliest tokens to keep")]
 TopK = Annotated[int, Field(ge=-1, le=2**31, description="keep the k likeliest tokens; 0 or -1 keeps all")]
 MinP = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False, description="relative to the likeliest token")]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
-# bounded below too: a logit divided by next to nothing is no number any more
+# bounded below too: a logit divided by a tiny number overflows
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100.0, allow_inf_nan=False, description="1 changes nothing")]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -32,7 +32,7 @@ LogitBias = Annotated[
 
 
 class GrammarSpec(BaseModel):
-    """What every output of a request must be a text of; the end-of-text token is allowed where such a text is whole."""
+    """The grammar that every output of a request must match; end-of-text is allowed where the match is complete."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,7 +43,7 @@ class GrammarSpec(BaseModel):
 
 
 class SamplingParams(BaseModel):
-    """How the tokens of one request are chosen and when the request ends. Validated, immutable.
+    """How the tokens of one request are chosen and when it ends. Validated, immutable.
 
     ``temperature`` 0 is greedy. With a ``seed`` and the acceptance rule "target" the text depends on nothing else: not
     on the batch the request runs in, and (in exact arithmetic) not on the drafter, because the random number of a token
@@ -87,13 +87,13 @@ class SamplingParams(BaseModel):
 
     @property
     def is_special(self) -> bool:
-        """Whether a step has more to do than to draft and choose; then it runs operator by operator."""
+        """Whether steps of this request cannot be captured: biases, a grammar, log probabilities, or no drafts."""
         return bool(self.logit_bias or self.grammar) or self.logprobs is not None or not self.speculative
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Strengths, all [B] float32; neutral for rows without penalties."""
+    """Penalty strengths, all [B] float32; neutral (0, 0, 1) for rows without penalties."""
 
     presence: Tensor
     frequency: Tensor
@@ -102,7 +102,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    """What is added to logits: ``values`` [K] float32 to tokens [K] of rows [K], both int64."""
+    """Logit biases: ``values`` [K] float32 are added to the logits of ``tokens`` [K] in ``rows`` [K], both int64."""
 
     rows: Tensor
     tokens: Tensor
@@ -110,7 +110,7 @@ class Biases:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Biases:
-        """Collect the biases of a batch's requests."""
+        """Collect the biases of a batch's requests, at least one of which has some."""
         import torch
 
         found = [(row, *item) for row, p in enumerate(params) for item in p.logit_bias.items()]
@@ -124,7 +124,7 @@ class Biases:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Settings of a batch, all [B]; None where no row uses them, so that their work is skipped."""
+    """Sampling settings of a batch, all [B]; None if no row uses the setting, so that its work is skipped."""
 
     temperature: Tensor | None  # float32; None: all greedy
     top_k: Tensor | None  # int64

@@ -138,7 +138,7 @@ class TestRandomUse:
         assert finished | aborted == output.keys()
         assert stats.num_preemptions >= 10
         assert len(aborted) > 20
-        assert stats.prefix_cache.hit_tokens > 20
+        assert stats.prefix_cache.hit_tokens > NUM_REQUESTS // 30
         assert stats.prefix_cache.evicted_states > 100
         assert_idle(engine)
         for name, tokens in output.items():

@@ -31,8 +31,7 @@ class StepGraphRunner:
     """Pads a batch to a bucket, writes its inputs to fixed buffers, and replays the captured step of this kind.
 
     A captured step does not depend on host values: numbers that shapes depend on are bounds for all batches, and exact
-    values are in the buffers. A drafter that reads from the device on the host drafts before the step and observes
-    after it; any other drafter is part of the step.
+    values are in the buffers. A drafter that depends on host values drafts before the step and observes after it; any other drafter is part of the step.
     """
 
     def __init__(

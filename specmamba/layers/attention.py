@@ -26,7 +26,7 @@ class Attention:
             kv_layer: where this layer's keys and values live in the KV pool.
             project: H -> (Hq + 2 Hkv) D, with a gate Hq D more; in the order queries, keys, values, gates.
             out: Hq D -> H.
-            form: what happens between the two.
+            form: the operations between the two: norms, rotary embedding, attention, gate.
             has_rotary: whether queries and keys are rotated by their positions.
         """
         self._kv_layer = kv_layer

@@ -1,4 +1,4 @@
-"""What one forward carries through all layers."""
+"""The context that one forward passes to all layers."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,15 +11,15 @@ from specmamba.layers.primitives import RotaryAngles
 
 
 class StateView(Protocol):
-    """Recurrent states as one forward sees them."""
+    """Recurrent states, as the layers of one forward use them."""
 
     def operands(self, layer: int) -> StateOperands:
-        """Where a state layer finds its states, and what it leaves there; the same rows and tokens in every layer."""
+        """Return the states that a layer reads and the buffers it writes; rows and tokens are those of all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """One forward over tokens [B, L]: the cache as these tokens see it, and their positions."""
+    """One forward over tokens [B, L]: their view of the cache, and their positions."""
 
     kv: PagedKV
     state: StateView | None  # None for draft heads, which have no recurrent layer

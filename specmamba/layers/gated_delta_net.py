@@ -25,7 +25,7 @@ class GatedDeltaNet:
             shape: of the state; C = 2 Hk K + Hv V convolution channels.
             project: H -> C + Hv V + 2 Hv, in the order q, k, v, output gate, beta, decay.
             out: Hv V -> H.
-            weights: of what is between the two.
+            weights: of the operators between the two.
         """
         self._state_layer = state_layer
         self._num_heads = shape.num_value_heads
@@ -53,7 +53,7 @@ def mix(inputs: delta_net.Inputs, weights: delta_net.Weights, state: StateOperan
     Args:
         inputs: of tokens [B, L].
         weights: of the layer.
-        state: where its states are, and what this forward leaves there.
+        state: the states that are read, and the buffers that are written.
 
     Returns:
         [B, L, Hv, V] in the gate's dtype.

@@ -25,7 +25,7 @@ class Mamba2:
             shape: of the state: groups and state size as keys, heads and head size as values; C convolution channels.
             project: H -> inner + C + heads, in the order gate, convolution's input (x, B, C), step size.
             out: inner -> H.
-            weights: of what is between the two.
+            weights: of the operators between the two.
         """
         self._state_layer = state_layer
         inner = shape.num_value_heads * shape.value_dim
@@ -50,7 +50,7 @@ def mix(inputs: mamba2.Inputs, weights: mamba2.Weights, state: StateOperands) ->
     Args:
         inputs: of tokens [B, L].
         weights: of the layer.
-        state: where its states are, and what this forward leaves there.
+        state: the states that are read, and the buffers that are written.
 
     Returns:
         [B, L, H P] in the gate's dtype.

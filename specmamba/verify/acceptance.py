@@ -25,7 +25,9 @@ class AcceptPolicy(NamedTuple):
     """How drafts are accepted."""
 
     rule: AcceptRule = "target"
-    synthetic_acceptance: float | None = None  # for studies of cost: see ``accept``
+    synthetic_acceptance: float | None = (
+        None  # probability of a first child, for studies of cost; see ``synthetic_tokens``
+    )
 
 
 def accept(
@@ -36,16 +38,16 @@ def accept(
     rule: AcceptRule = "target",
     synthetic: float | None = None,
 ) -> Verdict:
-    """Decide how far each tree is right.
+    """Choose the target's token after every node and find the accepted path of each tree.
 
     Args:
-        tree: the drafts, with the tokens that grammars allow.
-        logits: [B, N, V], the target's, after every node.
-        batch: positions of the roots and how the rows choose; forced output ids overrule the choice.
+        tree: the drafts; ``allowed_tokens`` restricts the choice after each node.
+        logits: [B, N, V], the target's at every node.
+        batch: root positions and sampling settings; its forced output ids replace the choice.
         history: output counts [B, V] and prompt mask [B, V]; needed when there are penalties.
         rule: how a token is chosen after a node; see ``choose``.
-        synthetic: pretend that a first child is right with this probability, for studies of cost; the text is
-            worthless then. None: judge the drafts.
+        synthetic: accept a first child with this probability, for studies of cost; the text is worthless then.
+            None: judge the drafts.
 
     Returns:
         The verdict; the bonus token of each row is never a draft.
@@ -73,15 +75,15 @@ def accept(
 def choose(tree: DraftTree, logits: Tensor, batch: Batch, rule: AcceptRule) -> Tensor:
     """The target's token after every node.
 
-    ``target`` samples the target's distribution and never looks at the drafts. ``rejection`` accepts a node's children
+    ``target`` samples the target's distribution and never uses the drafts. ``rejection`` accepts a node's children
     one by one with probabilities that depend on what they were drawn from, and draws from the residual when all are
     refused; a node without children is sampled as under ``target``. At temperature 0 both are the argmax.
 
     Args:
         tree: the drafts.
         logits: [B, N, V], penalised.
-        batch: where the roots stand and how the rows choose.
-        rule: which.
+        batch: root positions and sampling settings.
+        rule: one of the two.
 
     Returns:
         [B, N] int64.
@@ -108,16 +110,16 @@ def choose(tree: DraftTree, logits: Tensor, batch: Batch, rule: AcceptRule) -> T
 
 
 def synthetic_tokens(tree: DraftTree, choice: Tensor, batch: Batch, probability: float) -> Tensor:
-    """Tokens that make the first child of every node right with this probability, and every other child wrong.
+    """Replace drafts so that every node's first child is right with this probability, and other children are wrong.
 
-    For studies of cost at a given acceptance only: a path taken so leads through nodes whose drafts were others, and
-    the text behind it is worth nothing. The random numbers depend on (seed, position) alone.
+    For studies of cost at a given acceptance only: the accepted nodes were computed from other drafts, so the text is
+    worthless. The random numbers depend on (seed, position) alone.
 
     Args:
         tree: the drafts.
         choice: [B, N] int64, the target's token after every node.
-        batch: where the roots stand; its seeds.
-        probability: of a first child, whatever its depth.
+        batch: root positions and seeds.
+        probability: of a first child, the same at every depth.
 
     Returns:
         [B, N] int64: the choice after the parent where a child is right, -1 where it is wrong, the roots as they are.
@@ -132,7 +134,7 @@ def synthetic_tokens(tree: DraftTree, choice: Tensor, batch: Batch, probability:
 
 
 def _accept_uniforms(batch: Batch, num_nodes: int) -> Tensor:
-    """One random number for every node of every step; [B, N] float32."""
+    """Return one random number for every node of every step, [B, N] float32 in [0, 1)."""
     nodes = torch.arange(num_nodes, device=batch.root_positions.device)
     counters = (batch.root_positions[:, None] << NODE_BITS) | nodes
     return sampling_ops.uniform(batch.sampling.seeds, counters, sampling_ops.ACCEPT_STREAM)

@@ -1,4 +1,4 @@
-"""All memory of requests, and what a verify does with it: where it reads and writes, and what a commit keeps."""
+"""All memory of requests, the slots that a verify reads and writes in it, and the commit of accepted paths."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from specmamba.verify.state_buffers import StateBuffers, VerifyPlan, VerifySlots
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one verify reads and writes."""
+    """The slots that one verify reads and writes."""
 
-    kv_slots: Tensor  # [B, N] int64, of the nodes: behind the root, one after the other
+    kv_slots: Tensor  # [B, N] int64, of the nodes: at positions root, root + 1, ...
     states: VerifyPlan
 
 
@@ -45,12 +45,16 @@ class Pools:
         self._device = device
 
     def place(self, batch: Batch, tree: DraftTree, slots: VerifySlots | None) -> Placement:
-        """Choose where the verify of ``tree`` reads and writes.
+        """Choose the slots that the verify of ``tree`` reads and writes.
 
         Args:
-            batch: the roots.
-            tree: on the roots.
+            batch: has the roots.
+            tree: the drafts on these roots.
             slots: of recurrent states, in a captured step; None: the host places them now, and folds full rows.
+
+        Raises:
+            StateOwnershipError: a row's checkpoint is not in its slot.
+            ValueError: the tree has more nodes than the buffers.
         """
         num_nodes = tree.shape.num_nodes
         if slots is None:
@@ -60,12 +64,12 @@ class Pools:
         return Placement(kv_slots, self.state_buffers.plan_at(slots, tree.shape))
 
     def context(self, batch: Batch, tree: DraftTree, placement: Placement) -> ForwardContext:
-        """The cache as the nodes of all trees see it: attention along ancestors, states behind the checkpoints."""
+        """Return the context of a verify: nodes attend to their ancestors, states continue from the checkpoints."""
         num_nodes, shape = tree.shape.num_nodes, tree.shape
         num_keys = batch.max_root_position + num_nodes
         positions = batch.root_positions[:, None] + shape.depth
         if shape.is_chain:
-            is_single = batch.size == num_nodes == 1  # its token sees all keys: none is another's, none is ahead
+            is_single = batch.size == num_nodes == 1  # its token sees all keys, so no mask is needed
             keys = causal_keys(self.table, batch, positions, num_keys, sees_all=is_single)
         else:
             keys = tree_keys(self.table, batch, shape.ancestors, num_keys)
@@ -76,20 +80,22 @@ class Pools:
         )
 
     def history(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """Output counts [B, V] and prompt mask [B, V] of the batch, for penalties; None without penalties."""
+        """Return output counts [B, V] and prompt mask [B, V] of the batch; None without penalties."""
         return None if batch.sampling.penalties is None else self.counts.of(batch.row_index)
 
     def commit(self, batch: Batch, placement: Placement, verdict: Verdict) -> None:
-        """Keep the accepted paths: their records become pending, their KV moves to where their positions are."""
+        """Commit the accepted paths: their records become pending, their KV moves to the slots of their positions."""
         self.state_buffers.promote(placement.states, verdict.path, verdict.num_accepted)
         if placement.states.tree.is_chain or not self.kv.k:
             return
         source, target = tree_ops.kv_moves(verdict.path, verdict.num_accepted, placement.kv_slots)
-        if batch.is_exact and source.is_cpu:  # reading what moves costs nothing there, copying what stays does
+        if (
+            batch.is_exact and source.is_cpu
+        ):  # reading the indices is free on a CPU, copying tokens to their own slot is not
             is_moved = source != target
             source, target = source[is_moved], target[is_moved]
         self.kv.move(source.flatten(), target.flatten())
 
     def advance(self, num_accepted: Sequence[int]) -> None:
-        """Count, on the host, what the last placed verify added to every row of its batch."""
+        """Count, on the host, the tokens that the last placed verify committed in every row of its batch."""
         self.state_buffers.advance(num_accepted)

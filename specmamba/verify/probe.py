@@ -1,4 +1,4 @@
-"""What tools see of a step: the time of its phases and the target's logits."""
+"""The probe through which tools observe steps: times of phases, and the target's logits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Phase = Literal["draft", "verify", "commit"]
 class StepProbe:
     """Seconds of every step by phase while ``is_on``, and a callback for logits. Both are off by default.
 
-    ``rows`` has the number of requests in each step, and ``seconds`` as many times of each phase. On a GPU every lap
-    waits for the device.
+    ``rows`` has the number of requests of each step, ``seconds`` one time per phase and step. On a GPU every lap waits
+    for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class StepProbe:
 
     @property
     def is_watching(self) -> bool:
-        """Whether steps must run operator by operator, so that there is something to see."""
+        """Whether steps must run operator by operator: a captured step calls neither ``lap`` nor ``show``."""
         return self.is_on or self.on_logits is not None
 
     def reset(self) -> None:
@@ -45,7 +45,7 @@ class StepProbe:
             self._last = self._now()
 
     def lap(self, phase: Phase) -> None:
-        """End a phase."""
+        """End a phase and store its time."""
         if self.is_on:
             now = self._now()
             self.seconds[phase].append(now - self._last)

@@ -2,8 +2,8 @@
 
 A row's buffers hold first its pending records (accepted, not folded into the checkpoint yet), oldest first, then free
 space. A verify writes the records of its N nodes at one common ``node_offset`` behind the longest pending list of the
-batch; commit moves the accepted ones up to the end of the row's own list (for a chain they mostly stand there already).
-In a captured step the offset is always the same: that of the longest list there may be.
+batch; commit moves the accepted ones to the end of the row's own list (in a chain they are mostly there already).
+In a captured step the offset is constant: that of the longest possible list.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from specmamba.verify.state_buffers import HostVerifySlots, StateBuffers, Verify
 
 @dataclass(frozen=True, slots=True)
 class RecordPlan(VerifyPlan):
-    """Where one verify finds pending records and leaves its own; ``conv_index`` counts entries of ``conv_inputs``."""
+    """Where one verify reads pending records and writes its own; ``conv_index`` indexes ``conv_inputs``."""
 
     trees: state_records.Trees  # slots and trees as kernels take them
-    checkpoints: RowSet  # the rows' checkpoints in what kernels read
+    checkpoints: RowSet  # indices of the rows' checkpoints in the states that kernels read
 
 
 class RecordBuffers(StateBuffers[RecordPlan]):
@@ -44,7 +44,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         s, layers = shape.state, shape.num_state_layers
         self.capacity = pending_capacity(max_nodes, shape.folds_in_verify)
         self.folds_in_verify = shape.folds_in_verify
-        # on a CPU, reading what is to be moved costs nothing, and copying what stays does
+        # on a CPU reading the indices is free, and copying records to their own place is not
         self._reads_moves = device.type == "cpu" and not gpu.runs_on(device)
         self._widened: Tensor | None = None  # [rows, Hv, K, V] float32, the checkpoints of one layer and batch
         size = (layers, num_rows + 1, self.capacity)
@@ -84,7 +84,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         self._num_pending[row] = 0
 
     def positions(self, row: int) -> range:
-        """The checkpoint's position, and those of all pending records."""
+        """Return the checkpoint's position and the positions of all pending records."""
         first = self._lease(row).position
         return range(first, first + self._num_pending[row] + 1)
 
@@ -99,12 +99,12 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         return self.capacity * (len(self._num_pending) - 1)
 
     def node_offset(self, num_nodes: int) -> int:
-        """The largest offset: no row ever has more pending records in front of a tree."""
+        """Return the largest offset: no row ever has more pending records before a tree."""
         return self.capacity - num_nodes
 
     def _place(self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int) -> HostVerifySlots:
         """Fold the rows whose pending list might overflow, now or in the verify."""
-        # a verify that folds leaves room for its own nodes, behind all that is pending, and for those of the next one
+        # a verify that folds needs room behind the pending records for its own nodes and for those of the next verify
         room = self.capacity - (2 * self.max_nodes if self.folds_in_verify else num_nodes)
         full = tuple(row for row in rows if self._num_pending[row] > room)
         if not self.folds_in_verify:
@@ -113,7 +113,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         return HostVerifySlots(rows, slots, tuple(self._num_pending[row] for row in rows), full)
 
     def plan_at(self, slots: VerifySlots, tree: TreeShape) -> RecordPlan:
-        """Number the convolutions' inputs, and gather what kernels take."""
+        """Index the convolutions' inputs, and gather the operands of kernels."""
         rows, num_pending, offset = slots.rows, slots.num_pending, slots.node_offset
         index = self._conv_index(tree, num_pending, offset).contiguous()
         size = len(slots.state_slots)
@@ -124,7 +124,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         return RecordPlan(slots, tree, index, trees, checkpoints)
 
     def operands(self, layer: int, plan: RecordPlan) -> RecordOperands:
-        """The buffers of a layer; checkpoints that native code cannot read are copied to float32 first."""
+        """Return the buffers of a layer; checkpoints that native code cannot read are copied to float32 first."""
         if self._widened is not None:
             self._widened[: len(plan.checkpoints)] = plan.slots.state_slots.take(self._pool.recurrent[layer])
         return RecordOperands(self._layers[layer], plan.trees, plan.slots.rows, plan.checkpoints)
@@ -147,7 +147,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         state_copy.compact(self.conv_inputs, rows, source + self.window, target + self.window)
 
     def _advance(self, placed: HostVerifySlots, accepted: Sequence[int]) -> None:
-        """Count the new pending records, and move the checkpoints of rows that the verify folded."""
+        """Count the new pending records, after moving the checkpoints of rows that the verify folded."""
         for row in placed.folded:
             self._move_checkpoint(row)
         for row, count in zip(placed.rows, accepted, strict=True):
@@ -158,17 +158,17 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         self._fold([row for row in rows if self._num_pending[row] + num_tokens > self.capacity])
 
     def roll_back(self, row: int, position: int) -> None:
-        """Drop a row's newest pending records, those behind ``position``.
+        """Drop a row's newest pending records, those after ``position``.
 
         Raises:
             StateOwnershipError: the row never began, or has ended.
-            ValueError: the checkpoint stands behind the position already, or the row's state before it.
+            ValueError: the position is before the checkpoint, or after the row's current state.
         """
         lease = self._lease_with(row, position)
         self._num_pending[row] = position - lease.position
 
     def _conv_index(self, tree: TreeShape, num_pending: Tensor | None, offset: int) -> Tensor:
-        """Node-relative indices -> entries of conv_inputs: nodes behind the offset, older inputs behind the pending."""
+        """Return entries of ``conv_inputs``: nodes start at the offset, older inputs end with the last pending one."""
         relative = conv_index(tree, self.window + 1)
         if num_pending is None:
             return relative + (self.window + offset)
@@ -176,7 +176,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         return relative + torch.where(relative >= 0, self.window + offset, before_root)
 
     def _write_state(self, row: int, position: int, slot: int) -> None:
-        """A fold of the first records into a slot, all layers as one batch; in place where it is the row's own."""
+        """Fold the first records into a slot, all layers as one batch; in place if it is the row's own slot."""
         lease = self._leases[row]
         count, states = position - lease.position, self._pool.recurrent
         k, u, decay = (x[:, row, :count] for x in self._records)

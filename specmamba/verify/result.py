@@ -21,7 +21,7 @@ class StepResult:
     tokens: tuple[int, ...]  # accepted drafts, then the bonus token
     num_drafted: int
     is_finite: bool  # False: the target's logits are not finite, and the tokens mean nothing
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens, where the request asks for them
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens, if the request asks for them
     error: str | None = None  # the request cannot go on, and the tokens mean nothing
 
 
@@ -35,14 +35,14 @@ class PathLogprobs:
 
     @classmethod
     def of(cls, logits: Tensor, verdict: Verdict, num_top: int) -> PathLogprobs:
-        """From the target's logits [B, N, V], before anything is added to them."""
+        """Compute them from the target's logits [B, N, V], before biases, penalties and masks."""
         index = verdict.path.clamp(min=0)[..., None].expand(-1, -1, logits.shape[-1])
         on_path = logits.gather(1, index)
-        tokens = verdict.path_tokens[:, : logits.shape[1]].clamp(0, logits.shape[-1] - 1)  # padding may be anything
+        tokens = verdict.path_tokens[:, : logits.shape[1]].clamp(0, logits.shape[-1] - 1)  # padding may have any value
         return cls(*sampling_ops.token_logprobs(on_path, tokens, num_top))
 
     def read(self, tokens: Sequence[Sequence[int]], num_top: Sequence[int | None]) -> list[tuple[TokenLogprob, ...]]:
-        """Read on the host, for each request with its ``num_top`` likeliest tokens; None: the request wants none."""
+        """Read them on the host, with ``num_top`` likeliest tokens for each request; None: it gets no entries."""
         columns = self.own.tolist(), self.top.tolist(), self.top_tokens.tolist()
         figures = []
         for decided, count, own, top, ids in zip(tokens, num_top, *columns, strict=True):
@@ -65,7 +65,15 @@ class StepOutput:
     def of(
         cls, tree: DraftTree, verdict: Verdict, logits: Tensor, features: Tensor, num_logprobs: int | None
     ) -> StepOutput:
-        """Pack what the host reads; ``num_logprobs`` likeliest tokens listed beside each token, None: no figures."""
+        """Pack the values that the host reads into one tensor.
+
+        Args:
+            tree: the drafts.
+            verdict: about them.
+            logits: [B, N, V], the target's.
+            features: [B, N, F], the target's, for the drafter.
+            num_logprobs: likeliest tokens listed beside each decided token; None: no log probabilities.
+        """
         num_drafted = (tree.shape.parents >= 0).sum(1)
         columns = torch.stack([verdict.num_accepted, verdict.is_finite, num_drafted], 1)
         packed = torch.cat([columns, verdict.path_tokens], 1)
@@ -73,7 +81,7 @@ class StepOutput:
         return cls(verdict, features, packed, tree.tokens, tree.shape.parents, logprobs)
 
     def first(self, num_rows: int) -> StepOutput:
-        """Without the rows of padding behind the first ``num_rows``."""
+        """Return the output of the first ``num_rows`` rows, without the padding rows after them."""
         v = self.verdict
         columns = (x[:num_rows] for x in (v.path, v.num_accepted, v.path_tokens, v.bonus, v.is_finite))
         return replace(
@@ -96,7 +104,7 @@ class StepOutput:
         return [replace(result, logprobs=entries) for result, entries in zip(results, found, strict=True)]
 
     def draft_of(self, place: int, request_id: str, decided: Sequence[int]) -> DraftView:
-        """The draft of one request, read from the device, with what was decided about it."""
+        """Read the draft of the request at index ``place`` from the device, with its ``decided`` tokens."""
         parents = self.parents[place].tolist()
         real = [node for node, parent in enumerate(parents) if parent >= 0 or node == 0]
         at = {node: i for i, node in enumerate(real)}
@@ -114,17 +122,17 @@ class StepOutput:
 def known_token_logprobs(
     hidden: Tensor, tokens: Sequence[int], logits: Callable[[Tensor], Tensor], vocab_size: int, num_top: int
 ) -> tuple[list[TokenLogprob], bool]:
-    """Log probabilities of known tokens.
+    """Compute log probabilities of known tokens, in pieces of at most ``MAX_LOGITS`` logits.
 
     Args:
-        hidden: [L, H], the target's states in front of each of the L ``tokens``.
-        tokens: known.
+        hidden: [L, H], the target's hidden state at the position before each of the L ``tokens``.
+        tokens: L token ids.
         logits: [1, L, H] -> [1, L, V].
         vocab_size: V.
         num_top: likeliest tokens listed beside each.
 
     Returns:
-        The figures, and whether every row of logits has a finite maximum, without which they mean nothing.
+        The log probabilities, and whether every row of logits has a finite maximum; if not, they are invalid.
     """
     found: list[TokenLogprob] = []
     is_finite = True
@@ -142,7 +150,7 @@ def known_token_logprobs(
 def _listed(
     tokens: Sequence[int], own: Sequence[float], top: Sequence[list[float]], ids: Sequence[list[int]], count: int
 ) -> list[TokenLogprob]:
-    entries = zip(tokens, own, top, ids, strict=False)  # there are more places than tokens
+    entries = zip(tokens, own, top, ids, strict=False)  # the rows also have padding after the tokens
     return [
         TokenLogprob(token, logprob, tuple(zip(which[:count], values[:count], strict=True)))
         for token, logprob, values, which in entries

@@ -1,7 +1,7 @@
-"""Verification with snapshots: a whole state per tree node, and the accepted one is copied into the checkpoint.
+"""Verification with snapshots: a whole state per tree node; commit copies the accepted one into the checkpoint.
 
-This is how the hybrid-model support of SGLang does it (``intermediate_ssm``, ``intermediate_conv_window``). It is the
-comparison for ``RecordBuffers``: the same text from N states per row in place of N small records.
+SGLang's hybrid models are verified in this way (``intermediate_ssm``, ``intermediate_conv_window``). It is the
+comparison for ``RecordBuffers``: the same text from N states per row instead of N small records.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from specmamba.verify.state_buffers import HostVerifySlots, StateBuffers, Verify
 class SnapshotBuffers(StateBuffers[VerifyPlan]):
     """States of every running row and node.
 
-    ``intermediate_ssm`` [layers, rows + 1, N, Hv, K, V] float32, whatever type slots have, and
-    ``intermediate_conv_window`` [layers, rows + 1, N, W-1, C] in the model's dtype hold what a slot would hold after
-    each node; a commit rounds what it copies. They are read from a verify to its commit, and by ``materialize`` until
-    the next plan. Nothing is ever pending: every commit moves the checkpoint and its stamp.
+    ``intermediate_ssm`` [layers, rows + 1, N, Hv, K, V] float32 for every dtype of slots, and
+    ``intermediate_conv_window`` [layers, rows + 1, N, W-1, C] in the model's dtype are state and window after each
+    node; a commit rounds the state to the dtype of slots. They are read from a verify to
+    its commit, and by ``materialize`` until the next plan. Nothing is ever pending: every commit moves the checkpoint
+    and its stamp.
     """
 
     def __init__(self, shape: CacheShape, pool: StatePool, num_rows: int, max_nodes: int, device: torch.device) -> None:
@@ -46,22 +47,22 @@ class SnapshotBuffers(StateBuffers[VerifyPlan]):
         self._path_length[row] = 0
 
     def positions(self, row: int) -> range:
-        """The positions on the last accepted path; before the first commit, the checkpoint's."""
+        """Return the positions on the last accepted path; before the first commit, the checkpoint's alone."""
         end = self._lease(row).position + 1
         return range(end - max(1, self._path_length[row]), end)
 
     def _place(self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int) -> HostVerifySlots:
-        """Drop the snapshots of the verify before."""
+        """Drop the snapshots of the previous verify."""
         for row in rows:
             self._path_length[row] = 0
         return HostVerifySlots(rows, slots)
 
     def plan_at(self, slots: VerifySlots, tree: TreeShape) -> VerifyPlan:
-        """Number the convolutions' inputs: the window first, then the nodes."""
+        """Index the convolutions' inputs: the window first, then the nodes."""
         return VerifyPlan(slots, tree, conv_index(tree, self.window + 1) + self.window)
 
     def operands(self, layer: int, plan: VerifyPlan) -> SnapshotOperands:
-        """The checkpoints of a layer, and room for a state and a window per node."""
+        """Return the checkpoints of a layer, and its buffers for a state and a window per node."""
         return SnapshotOperands(
             self._pool.recurrent[layer],
             self._pool.conv[layer],

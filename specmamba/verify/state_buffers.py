@@ -23,15 +23,15 @@ from specmamba.kernels.state_records import RecordOperands, RowSet, SnapshotOper
 
 @dataclass(frozen=True, slots=True)
 class HostVerifySlots:
-    """Where a verify reads and writes, as the host knows it before the trees are there."""
+    """Slots of a verify on the host, known before the trees are drafted."""
 
     rows: tuple[int, ...]
     state_slots: tuple[int, ...]  # of the rows' checkpoints
-    num_pending: tuple[int, ...] = ()  # pending records of each row; empty where there never are any
+    num_pending: tuple[int, ...] = ()  # pending records of each row; empty for snapshots
     folded: tuple[int, ...] = ()  # rows whose pending records the verify folds
 
     def on(self, device: torch.device) -> VerifySlots:
-        """The same on a device, with the nodes' records right behind the longest pending list."""
+        """Return the slots on a device; the nodes' records start right after the longest pending list."""
         rows, slots = RowSet.of(self.rows, device), RowSet.of(self.state_slots, device)
         offset = max(self.num_pending, default=0)
         folds = torch.tensor([row in self.folded for row in self.rows], device=device) if self.folded else None
@@ -42,11 +42,11 @@ class HostVerifySlots:
 
 @dataclass(frozen=True, slots=True)
 class VerifySlots:
-    """Where a verify reads and writes, on the device; padding has row 0 and slot 0."""
+    """Slots of a verify on the device; padding has row 0 and slot 0."""
 
     rows: RowSet
     state_slots: RowSet
-    node_offset: int  # of the nodes' records: no row has more pending ones
+    node_offset: int  # first record of the nodes; no row has more pending records
     num_pending: Tensor | None = None  # [B] int64; None when every row has node_offset of them
     folds: Tensor | None = None  # [B] bool, rows whose pending records the verify folds; None: no row folds
 
@@ -62,12 +62,12 @@ class VerifyPlan:
 
     slots: VerifySlots
     tree: TreeShape
-    conv_index: Tensor  # [B, N, W] int64, the inputs under each node's convolution, in the backend's own numbering
+    conv_index: Tensor  # [B, N, W] int64, inputs of each node's convolution, as indices of the backend's buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The checkpoint that a row verifies from: its owner, its slot and the position it must stand at."""
+    """The checkpoint that a row verifies from: owner, slot, and the position of the state."""
 
     owner: str
     slot: int
@@ -97,10 +97,10 @@ class StateBuffers(ABC, Generic[PlanT]):
         self._placed = HostVerifySlots((), ())  # the last verify
 
     def begin(self, row: int, slot: int, owner: str, position: int) -> None:
-        """Start verifying for a request whose checkpoint stands in ``slot`` at ``position``.
+        """Start verifying for a request whose checkpoint is in ``slot``, at ``position``.
 
         Raises:
-            StateOwnershipError: the slot holds something else.
+            StateOwnershipError: the slot holds another state.
         """
         self._pool.check(slot, owner, position)
         self._leases[row] = Lease(owner, slot, position)
@@ -110,7 +110,7 @@ class StateBuffers(ABC, Generic[PlanT]):
         self._leases.pop(row, None)
 
     def position(self, row: int) -> int:
-        """Tokens that a row's current state has seen.
+        """Return the position of a row's current state: the number of tokens it has seen.
 
         Raises:
             StateOwnershipError: the row never began, or has ended.
@@ -119,7 +119,7 @@ class StateBuffers(ABC, Generic[PlanT]):
 
     @abstractmethod
     def positions(self, row: int) -> range:
-        """Positions whose state ``materialize`` can give now; the last one is the current position.
+        """Return the positions whose state ``materialize`` can write now; the last one is the current position.
 
         Between a commit and the next plan, every position that the commit added is among them.
 
@@ -145,19 +145,19 @@ class StateBuffers(ABC, Generic[PlanT]):
 
     @abstractmethod
     def _place(self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int) -> HostVerifySlots:
-        """``place``, after its checks; ``slots`` are those of the rows' checkpoints."""
+        """Do ``place`` after its checks; ``slots`` are those of the rows' checkpoints."""
 
     def node_offset(self, num_nodes: int) -> int:
-        """``VerifySlots.node_offset`` of all captured steps with trees of ``num_nodes`` nodes."""
+        """Return ``VerifySlots.node_offset`` of all captured steps with trees of ``num_nodes`` nodes."""
         return 0
 
     @abstractmethod
     def plan_at(self, slots: VerifySlots, tree: TreeShape) -> PlanT:
-        """The plan of a verify of ``tree``; on the device alone."""
+        """Return the plan of a verify of ``tree``; runs on the device alone."""
 
     @abstractmethod
     def operands(self, layer: int, plan: PlanT) -> RecordOperands | SnapshotOperands:
-        """Where a layer finds the checkpoints of a plan's rows, and what it leaves there for every node."""
+        """Return the checkpoints that a layer reads for a plan's rows, and the buffers it writes for every node."""
 
     def commit(self, plan: PlanT, path: Tensor, num_accepted: Tensor, accepted: Sequence[int]) -> None:
         """Advance every row of a plan over its accepted path.
@@ -172,7 +172,7 @@ class StateBuffers(ABC, Generic[PlanT]):
 
     @abstractmethod
     def promote(self, plan: PlanT, path: Tensor, num_accepted: Tensor) -> None:
-        """Keep what the accepted paths have left; on the device alone. Arguments as for ``commit``."""
+        """Keep the records or states of the accepted paths; runs on the device alone. Arguments as for ``commit``."""
 
     def advance(self, accepted: Sequence[int]) -> None:
         """Count, on the host, what the last placed verify added to every row: ``accepted`` drafts and the root."""
@@ -180,12 +180,12 @@ class StateBuffers(ABC, Generic[PlanT]):
 
     @abstractmethod
     def _advance(self, placed: HostVerifySlots, accepted: Sequence[int]) -> None:
-        """``advance`` of a verify that was placed so."""
+        """Do ``advance`` for a verify with these slots."""
 
     def materialize(self, row: int, position: int, slot: int) -> None:
         """Write the state of a row at ``position`` (recurrent state and window) into another slot of the pool.
 
-        The slot is stamped with ``position`` and stays its owner's; the row and its checkpoint do not change.
+        The slot is stamped with ``position`` and keeps its owner; the row and its checkpoint do not change.
 
         Args:
             row: a row that has begun.
@@ -195,7 +195,7 @@ class StateBuffers(ABC, Generic[PlanT]):
         Raises:
             StateOwnershipError: the row never began, its checkpoint was touched by others, or the slot is free, half
                 written, or the checkpoint of a row.
-            ValueError: the state at ``position`` is not to be had (any more).
+            ValueError: the state at ``position`` is not available (any more).
         """
         lease = self._lease_with(row, position)
         for user, other in self._leases.items():
@@ -220,7 +220,7 @@ class StateBuffers(ABC, Generic[PlanT]):
         self.end(row)
 
     def _lease_with(self, row: int, position: int) -> Lease:
-        """The lease of a row that has the state at ``position``; errors as for ``materialize``."""
+        """Return the lease of a row that has the state at ``position``; errors as for ``materialize``."""
         lease, available = self._lease(row), self.positions(row)
         if position not in available:
             raise ValueError(
@@ -235,7 +235,7 @@ class StateBuffers(ABC, Generic[PlanT]):
 
     @abstractmethod
     def _write_state(self, row: int, position: int, slot: int) -> None:
-        """Write recurrent state and window of all layers; everything has been checked."""
+        """Write recurrent state and window of all layers, after all checks."""
 
     def _lease(self, row: int) -> Lease:
         if row not in self._leases:
@@ -243,7 +243,7 @@ class StateBuffers(ABC, Generic[PlanT]):
         return self._leases[row]
 
     def _checked_slots(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """The slots of rows, whose stamps say that they still hold the rows' checkpoints."""
+        """Check by their stamps that the rows' slots still hold their checkpoints; returns the slots."""
         leases = [self._lease(row) for row in rows]
         for lease in leases:
             self._pool.check(lease.slot, lease.owner, lease.position)
@@ -252,13 +252,13 @@ class StateBuffers(ABC, Generic[PlanT]):
 
 @dataclass(frozen=True, slots=True)
 class VerifyState(Generic[PlanT]):
-    """The states of one verify as layers see them."""
+    """The states of one verify, as layers use them (``StateView``)."""
 
     buffers: StateBuffers[PlanT]
     plan: PlanT
 
     def operands(self, layer: int) -> RecordOperands | SnapshotOperands:
-        """The states of one layer."""
+        """Return the states of one layer."""
         return self.buffers.operands(layer, self.plan)
 
 
@@ -271,6 +271,6 @@ def conv_index(tree: TreeShape, width: int) -> Tensor:
 
 @cache
 def _chain_conv_index(batch_size: int, num_nodes: int, width: int, device: torch.device) -> Tensor:
-    """The index of chains depends on sizes alone, so it is made once."""
+    """Return the index of chains, which depends on sizes alone and is therefore computed once."""
     nodes = torch.arange(num_nodes, device=device)[:, None]
     return (nodes + torch.arange(1 - width, 1, device=device)).expand(batch_size, -1, -1)

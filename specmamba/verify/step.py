@@ -17,23 +17,23 @@ from specmamba.verify.state_buffers import VerifySlots
 
 
 class Drafts(Protocol):
-    """What a step asks of a drafter."""
+    """The two calls of a drafter in a step."""
 
     def propose(self, batch: Batch) -> DraftTree:
-        """A draft tree on the root of every request of the batch."""
+        """Return a draft tree on the root of every request of the batch."""
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        """Keep what the next draft starts from: the target's ``features`` [B, N, F] on the accepted paths."""
+        """Keep the input of the next draft: the target's ``features`` [B, N, F] on the accepted paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenDrafts:
-    """Trees that were drafted before the step; their drafter observes the outcome after it."""
+    """Trees that were drafted before the step; their drafter observes the verdict after it."""
 
     tree: DraftTree
 
     def propose(self, batch: Batch) -> DraftTree:
-        """The given trees."""
+        """Return the given trees."""
         return self.tree
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
@@ -51,19 +51,20 @@ def step(
 ) -> StepOutput:
     """Draft a tree for every request, verify all nodes in one forward, accept a path of each, commit the paths.
 
-    With ``slots`` nothing here reads the device or depends on the host, so that a graph can capture the call.
+    With ``slots`` no operation here reads a device value on the host or depends on host values of the batch, so that a
+    graph can capture the call.
 
     Args:
         batch: the requests, with a root each.
         drafts: proposes the trees.
-        target: decides.
-        pools: the memory of requests; KV and states of the accepted paths are left there.
+        target: computes the logits of all nodes.
+        pools: the memory of requests; KV and states of the accepted paths are written there.
         policy: the rule of acceptance.
         probe: times the phases and shows the logits, where a tool asks for it.
-        slots: where recurrent states are read and written, in a captured step; None: placed now, by the host.
+        slots: where recurrent states are read and written, in a captured step; None: the host places them now.
 
     Returns:
-        What was decided, on the device. The host calls ``advance`` of pools and drafter once it has read it.
+        The decided tokens, on the device. The host calls ``advance`` of pools and drafter after it has read them.
     """
     tree = drafts.propose(batch)
     probe.lap("draft")
