@@ -30,8 +30,9 @@ RunStep = Callable[[Batch, Drafts, VerifySlots], StepOutput]
 class StepGraphRunner:
     """Pads a batch to a bucket, writes its inputs to fixed buffers, and replays the captured step of this kind.
 
-    A captured step does not depend on host values: numbers that shapes depend on are bounds for all batches, and exact
-    values are in the buffers. A drafter that depends on host values drafts before the step and observes after it; any other drafter is part of the step.
+    A captured step does not depend on host values: numbers that shapes depend on are bounds for all batches, and
+    exact values are in the buffers. A drafter that depends on host values drafts before the step and observes after
+    it; any other drafter is part of the step.
     """
 
     def __init__(
