@@ -14,10 +14,9 @@ from torch import Tensor
 
 from specmamba.cache.access import causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool, PageAllocator, Pages
-from specmamba.cache.request_table import RequestTable
+from specmamba.cache.request_table import RequestTable, TokenCounts
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
-from specmamba.cache.token_counts import TokenCounts
 from specmamba.core import Batch, TreeShape
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.kernels import causal_conv1d, gated_delta_rule

@@ -15,7 +15,7 @@ SPECMAMBA = Path(__file__).parents[1] / "specmamba"
 # Lowest first. A package may import every package of a lower layer, itself, and nothing else.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels", "cuda_graphs", "demo"),
-    ("sampling_params", "core", "config", "console", "server_config", "command_line", "errors", "trees"),
+    ("sampling_params", "core", "config", "server_config", "command_line", "errors", "trees"),
     ("cache",),
     ("layers",),
     ("models",),
@@ -36,7 +36,6 @@ FOUNDATION = {
     "sampling_params",
     "core",
     "config",
-    "console",
     "server_config",
     "command_line",
     "errors",

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
-from specmamba.cache.request_table import RequestTable
+from specmamba.cache.request_table import RequestTable, TokenCounts
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
 from specmamba.cache.state_pool import StatePool
-from specmamba.cache.token_counts import TokenCounts
+from specmamba.command_line import aligned, readable
 from specmamba.config import EngineConfig
-from specmamba.console import aligned, readable
 from specmamba.errors import ConfigError
 from specmamba.models.base import LoadOptions
 from specmamba.models.registry import load_model

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specmamba.core import FinishReason
-from specmamba.engine.text import TextStream
+from specmamba.engine.request import TextStream
 from specmamba.models.tokenizer import Detokenizer
 
 LATE = "~"  # a piece that ends in it holds its last character back until the next token, as half a character is

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from specmamba.cache.memory import free_memory
-from specmamba.console import readable
+from specmamba.command_line import readable
 from specmamba.doctor.software import Facts, Problem, error, warning
 from specmamba.kernels import rowwise
 from specmamba.kernels.gpu import has_triton, runs_on

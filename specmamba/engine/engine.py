@@ -19,10 +19,9 @@ from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.graph_runner import build_graph_runner
 from specmamba.engine.loading import keep_freed_memory, load_models, require_target, resolve_device, set_threads
 from specmamba.engine.model_report import describe_engine
-from specmamba.engine.request import PrefillRun, Request, grammar_matcher, seed_of_request
+from specmamba.engine.request import PrefillRun, Request, TextStream, grammar_matcher, seed_of_request
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits
-from specmamba.engine.text import TextStream
 from specmamba.errors import GrammarError, PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.models.checkpoint import resolve_checkpoint

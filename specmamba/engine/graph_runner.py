@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from specmamba.cache.memory import MemoryPlan
+from specmamba.command_line import readable
 from specmamba.config import EngineConfig
-from specmamba.console import readable
 from specmamba.core import Batch, DraftTree
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, Replay, bucket_for, bucket_sizes
 from specmamba.draft.drafter import Drafter, HostPendingTokens

@@ -12,10 +12,9 @@ from torch import Tensor
 from specmamba.cache.access import PagedKV, causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory import MemoryPlan
-from specmamba.cache.request_table import RequestTable
+from specmamba.cache.request_table import RequestTable, TokenCounts
 from specmamba.cache.shapes import CacheShape
 from specmamba.cache.state_pool import StatePool
-from specmamba.cache.token_counts import TokenCounts
 from specmamba.core import Batch, DraftTree, Verdict
 from specmamba.kernels import tree as tree_ops
 from specmamba.layers.context import ForwardContext

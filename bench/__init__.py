@@ -1,1 +1,0 @@
-"""Benchmarks and training programs. They use the faces of specmamba as its users do."""

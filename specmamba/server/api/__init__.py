@@ -1,1 +1,0 @@
-"""The API's routes: what clients may send, how it is answered, and what both look like."""

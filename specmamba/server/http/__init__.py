@@ -1,1 +1,0 @@
-"""HTTP around the routes: connections, reading, limits, keys, errors."""

@@ -1,1 +1,0 @@
-"""The live page: its files, and the events that feed it."""

@@ -1,1 +1,0 @@
-"""Tool calls: what clients may ask for, how each family of models writes calls, and how a call is forced."""
