@@ -111,7 +111,7 @@ def root_kernel(
             )
             stored = as_stored(state, states.dtype.element_ty)
             tl.store(state_at, stored, mask=in_state)
-            state = stored.to(tl.float32)  # nodes see what the next verify will see
+            state = stored.to(tl.float32)  # as the next verify will read it
         count, total = tl.where(is_folded, 0, count), tl.where(is_folded, 0.0, total)
 
     q_root = tl.load(q + row * q_row_stride + (head // GROUP) * q_head_stride + at_k, mask=is_k, other=0.0)
@@ -263,7 +263,7 @@ def tree_kernel(
         if is_folded:
             stored = as_stored(state, states.dtype.element_ty)
             tl.store(state_at, stored, mask=in_state)
-            state = stored.to(tl.float32)  # nodes see what the next verify will see
+            state = stored.to(tl.float32)  # as the next verify will read it
         in_keys = is_n[:, None] & is_k[None, :]
         q_at = q + row * q_row_stride + (head // GROUP) * q_head_stride + at_n[:, None] * q_node_stride
         k_at = k + row * k_row_stride + (head // GROUP) * k_head_stride + at_n[:, None] * k_node_stride
@@ -292,8 +292,8 @@ def tree_kernel(
     tl.store(decay + record * decay_record_stride, path, mask=at_n < num_kept)
 
     result = of_state * q_read + tl.dot(tl.where(sees, q_k * between, 0.0), u, input_precision="ieee")
-    felt = tl.sum(tl.where(sees, flaws[None, :], 0.0), 1)
-    tl.store(out_at, tl.where(felt[:, None] > 0, float("nan"), result), mask=in_values)
+    affected = tl.sum(tl.where(sees, flaws[None, :], 0.0), 1)
+    tl.store(out_at, tl.where(affected[:, None] > 0, float("nan"), result), mask=in_values)
 
 
 @triton.jit(do_not_specialize=["num_nodes", "parents_row_stride"])

@@ -18,7 +18,7 @@ def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
 
 
 def gate_and_norm(recurred: Tensor, mixed: Tensor, gate: Tensor, weights: Weights, _slots: RowSet) -> Tensor:
-    """``mamba2.gate_and_norm``; padding rows are computed too."""
+    """Skip, gate and norm, operator by operator; rows of padding are computed like others."""
     w = weights
     opened: Tensor = F.silu(gate.float())
     inner = mixed[..., : w.num_heads * w.head_dim].unflatten(-1, (w.num_heads, w.head_dim))

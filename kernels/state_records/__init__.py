@@ -1,4 +1,4 @@
-"""Records from which a recurrent state can be advanced, of gated delta nets and Mamba2 alike: fold, and operands."""
+"""Records of gated delta nets and Mamba2, from which a recurrent state can be advanced: the fold, and operands."""
 
 from torch import Tensor
 

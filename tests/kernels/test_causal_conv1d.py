@@ -49,7 +49,7 @@ def test_extend_matches_reference(
 
 
 def test_reference_matches_torch_conv1d() -> None:
-    """An outside oracle for the reference: torch's own grouped convolution, in float64."""
+    """An independent check of the reference: torch's own grouped convolution, in float64."""
     x, window, weight = normal(2, 11, 6, seed=4), normal(2, 3, 6, seed=5), normal(6, 4, seed=6)
     x, window, weight, bias = x.double(), window.double(), weight.double(), normal(6, seed=7).double()
     y, _ = reference.extend(x, window, weight, torch.tensor([11, 11]), bias)

@@ -182,7 +182,7 @@ def test_nodes_are_convolved_as_stored(triton_ops: Any, gpu_device: str) -> None
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter: infinity times 0
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_node_that_is_no_number_is_felt_below_it_alone(triton_ops: Any, gpu_device: str, value: float) -> None:
+def test_nan_affects_a_node_and_its_descendants_only(triton_ops: Any, gpu_device: str, value: float) -> None:
     pending, nodes, channels = [2, 0, 3], 9, 4
     trees = make_trees(pending, nodes, 4, 3, None)
     buffers = make_buffers(trees, pending, 4, channels, torch.float32)
@@ -191,10 +191,10 @@ def test_a_node_that_is_no_number_is_felt_below_it_alone(triton_ops: Any, gpu_de
     want, _, _ = expected(inputs, buffers, trees, pending, weight, None)
     there, on = moved(buffers, gpu_device), moved(trees, gpu_device)
     y = triton_ops.tree_verify_in_place(inputs.to(gpu_device), there, on, weight.to(gpu_device)).cpu()
-    felt = torch.zeros_like(y, dtype=torch.bool)
-    felt[0, :, 2] = (trees.conv_index[0] == 3 + 3 + 4).any(1)
-    assert felt.any()
-    assert y[~felt].isfinite().all()
+    affected = torch.zeros_like(y, dtype=torch.bool)
+    affected[0, :, 2] = (trees.conv_index[0] == 3 + 3 + 4).any(1)
+    assert affected.any()
+    assert y[~affected].isfinite().all()
     torch.testing.assert_close(y, want, equal_nan=True, **TOLERANCE)
 
 

@@ -157,7 +157,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(
 
 @needs_native
 def test_nodes_do_not_depend_on_later_ones() -> None:
-    """A chain of 8 says of its first n nodes what a chain of n says, bit for bit."""
+    """The first n nodes of a chain of 8 have the outputs of a chain of n, bit for bit."""
     case = Case(HEADS[4], 8, [6], shapes=("chain",))
     whole, _ = case.run()
     inputs, trees = case.inputs, replace(case.trees, num_pending=None)
@@ -168,7 +168,7 @@ def test_nodes_do_not_depend_on_later_ones() -> None:
         assert torch.equal(part, whole[:, :n])
 
 
-def test_what_is_no_number_stays_in_its_row(form: str) -> None:
+def test_nan_stays_in_its_row(form: str) -> None:
     case = Case(HEADS[1], 3, [2, 2], shapes=("chain",))
     case.inputs.mixed[0, 1] = torch.nan
     out, _ = case.run(form)
@@ -201,7 +201,7 @@ def test_native_code_takes_what_it_can_take(monkeypatch: pytest.MonkeyPatch) -> 
 
 @needs_native
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    """Native code would read, and write, the memory of others."""
+    """Native code would read and write other memory."""
     case = Case(HEADS[1], 2, [1, 0])
     i, w, x, t = case.inputs, case.weights, case.buffers, case.trees
 

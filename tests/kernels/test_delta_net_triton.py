@@ -119,12 +119,12 @@ def test_what_is_not_finite_stays_in_its_path(gpu_device: str) -> None:
     want, clean = case.run_triton(gpu_device)
     case.inputs.mixed[0, 1, 20] = torch.nan  # a channel of the key
     out, left = case.run_triton(gpu_device)
-    felt = torch.zeros(4, 7, dtype=torch.bool)
-    felt[0] = case.trees.ancestors[0, :, 1]
-    assert torch.equal(~out.flatten(2).isfinite().all(-1), felt)
-    torch.testing.assert_close(out[~felt], want[~felt])
+    affected = torch.zeros(4, 7, dtype=torch.bool)
+    affected[0] = case.trees.ancestors[0, :, 1]
+    assert torch.equal(~out.flatten(2).isfinite().all(-1), affected)
+    torch.testing.assert_close(out[~affected], want[~affected])
     at = slice(case.trees.node_offset, case.trees.node_offset + 7)
     for name in ("k", "u", "decay"):
         mine, right = (getattr(x, name)[case.trees.rows, at] for x in (left, clean))
-        torch.testing.assert_close(mine[~felt], right[~felt], equal_nan=True)
-        assert mine[felt].isfinite().all()
+        torch.testing.assert_close(mine[~affected], right[~affected], equal_nan=True)
+        assert mine[affected].isfinite().all()

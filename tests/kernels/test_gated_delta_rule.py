@@ -197,7 +197,7 @@ def test_siblings_do_not_mix() -> None:
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_rounds_of_verify_and_commit_equal_the_recurrence(ops: ModuleType, of_records: ModuleType, seed: int) -> None:
-    """Verify a random tree, accept a random path, fold when it is due, and go on: never apart from plain extend."""
+    """Verify a random tree, accept a random path, fold when it is due, and go on: always equal to plain extend."""
     rng, heads, batch, nodes, node_offset, rounds = random.Random(seed), HEADS[1], 2, 7, 12, 5
     _, checkpoint = make_tokens(batch, 1, heads, seed)
     start, records = checkpoint.double(), make_records(batch, node_offset + nodes, heads, torch.zeros(batch), seed)

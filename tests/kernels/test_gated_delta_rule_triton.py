@@ -226,7 +226,7 @@ def test_parts_of_larger_tensors(nodes: int, gpu_device: str) -> None:
 @pytest.mark.fast_cases(1)
 @may_be_invalid
 @pytest.mark.parametrize("nodes", [1, 7])
-def test_what_is_not_finite_is_felt_by_descendants_alone(nodes: int, gpu_device: str) -> None:
+def test_nan_affects_a_node_and_its_descendants_only(nodes: int, gpu_device: str) -> None:
     """One row for each number of a node that may be spoilt, in every way."""
     hit, heads, batch = min(1, nodes - 1), (1, 2, 16, 8), 15
     tokens, state = make_tokens(batch, nodes, heads, seed=15)
@@ -234,16 +234,16 @@ def test_what_is_not_finite_is_felt_by_descendants_alone(nodes: int, gpu_device:
     records = make_records(batch, 2 + nodes, heads, pending, seed=16)
     mask = mask_of(batch_of_parents(("binary",) * batch, nodes, seed=0))
     want, clean = verify(gpu_device, tokens, state, records, pending, 2, mask)
-    felt = torch.zeros(batch, nodes, 2, dtype=torch.bool)
+    affected = torch.zeros(batch, nodes, 2, dtype=torch.bool)
     for row in range(batch):
         field, value = Tokens._fields[row % 5], (torch.nan, torch.inf, -torch.inf)[row // 5]
         x = getattr(tokens, field)
         x[(row, hit, *[0] * (x.dim() - 2))] = value
         below = mask[row, :, hit] if field != "q" else torch.arange(nodes) == hit
-        felt[row, below] = torch.tensor([True, field in "qk"])
+        affected[row, below] = torch.tensor([True, field in "qk"])
     out, left = verify(gpu_device, tokens, state, records, pending, 2, mask)
-    assert torch.equal(~out.isfinite().all(-1), felt)
-    torch.testing.assert_close(out[~felt], want[~felt], rtol=1e-6, atol=1e-6)
+    assert torch.equal(~out.isfinite().all(-1), affected)
+    torch.testing.assert_close(out[~affected], want[~affected], rtol=1e-6, atol=1e-6)
     others = ~mask[:, :, hit]
     for mine, right in zip(left, clean, strict=True):
         assert mine.isfinite().all()
@@ -318,7 +318,7 @@ def test_extend_ends_at_the_largest_number_of_float16(gpu_device: str) -> None:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("field", Tokens._fields)
-def test_a_known_token_that_is_not_finite_is_felt_in_its_row_alone(field: str, gpu_device: str) -> None:
+def test_nan_in_a_known_token_affects_its_row_only(field: str, gpu_device: str) -> None:
     tokens, state = make_tokens(2, 35, (1, 1, 8, 8), seed=22)
     states, places = torch.cat([state, state]), (torch.tensor([2, 1]), torch.tensor([35, 3]))
     x = getattr(tokens, field)
@@ -351,16 +351,16 @@ def test_snapshots_match_reference(shapes: tuple[str, ...] | None, gpu_device: s
     assert buffer[1, :, nodes].isnan().all()
 
 
-def test_a_snapshot_that_is_not_finite_is_felt_by_descendants_alone(gpu_device: str) -> None:
+def test_nan_in_a_snapshot_affects_descendants_only(gpu_device: str) -> None:
     tokens, state = make_tokens(1, 7, (1, 1, 8, 8), seed=25)
     parents = batch_of_parents(("binary",), 7, seed=0)
     tokens.v[0, 1] = torch.nan
     snapshots = torch.empty(1, 7, 1, 8, 8, device=gpu_device)
     operands = [x.to(gpu_device) for x in (*tokens, state)]
     out = triton_ops.tree_verify_snapshots(*operands, snapshots, parents.to(gpu_device)).cpu()
-    felt = mask_of(parents)[0, :, 1]
-    assert torch.equal(~out[0].isfinite().all(-1).all(-1), felt)
-    assert torch.equal(~snapshots[0].cpu().flatten(1).isfinite().all(-1), felt)
+    affected = mask_of(parents)[0, :, 1]
+    assert torch.equal(~out[0].isfinite().all(-1).all(-1), affected)
+    assert torch.equal(~snapshots[0].cpu().flatten(1).isfinite().all(-1), affected)
 
 
 @pytest.mark.parametrize("can_launch", [True, False])
@@ -371,7 +371,7 @@ def test_the_operator_takes_triton_where_it_can(can_launch: bool, monkeypatch: p
     assert operator_of(gated_delta_rule.advance).choose(*tokens, operands) == ("triton" if can_launch else "torch")
 
 
-def test_tiles_cover_what_they_are_for() -> None:
+def test_tiles_are_large_enough_powers_of_two() -> None:
     for nodes in (2, 8, 16, 17, 64, 100):
         tile = triton_ops.tree_tile(nodes, 128)
         assert tile.tokens >= max(16, nodes)

@@ -178,7 +178,7 @@ def test_convolutions_of_other_widths(conv_bias: bool, gpu_device: str) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, of the interpreter
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(("field", "channel"), [("mixed", 0), ("mixed", 16), ("mixed", 31), ("gate", 3), ("dt", 1)])
-def test_a_node_is_felt_by_its_descendants_alone(field: str, channel: int, value: float, gpu_device: str) -> None:
+def test_nan_affects_a_node_and_its_descendants_only(field: str, channel: int, value: float, gpu_device: str) -> None:
     """Channels of x, B and C."""
     hit, nodes = 1, 5
     case = PoolCase((1, 2, 8, 8), nodes, [1], shapes=("binary",), norm_groups=2)
@@ -187,10 +187,10 @@ def test_a_node_is_felt_by_its_descendants_alone(field: str, channel: int, value
     out, after = case.launch(gpu_device)
 
     below = case.trees.ancestors[0, :, hit]
-    felt = below if field != "gate" else torch.arange(nodes) == hit
+    affected = below if field != "gate" else torch.arange(nodes) == hit
     if (field, value) == ("dt", -torch.inf):
-        felt = torch.zeros(nodes, dtype=torch.bool)  # a step of size 0
-    assert torch.equal(~out[0].isfinite().all(-1), felt)
+        affected = torch.zeros(nodes, dtype=torch.bool)  # a step of size 0
+    assert torch.equal(~out[0].isfinite().all(-1), affected)
     assert torch.equal(out[0, ~below], want[0, ~below])
     written = slice(case.trees.node_offset, case.trees.node_offset + nodes)
     for name in ("k", "u", "decay"):

@@ -59,7 +59,7 @@ def make_tokens(batch: int, length: int, heads: tuple[int, int, int, int], seed:
 
 
 def whole_sequence(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence in float64, all heads at once: what ``reference`` says, fast enough for long texts."""
+    """The recurrence in float64, all heads at once: the same as ``reference``, fast enough for long texts."""
     tokens, current, outputs = tokens.double(), state.double(), []
     c, b = (x.repeat_interleave(tokens.u.shape[2] // x.shape[2], 2) for x in (tokens.c, tokens.b))
     for t in range(tokens.g.shape[1]):
@@ -318,7 +318,7 @@ def test_snapshots_match_the_recurrence_along_every_path(
 
 @pytest.mark.parametrize("ops", [reference, torch_ops], ids=["reference", "torch_ops"])
 def test_snapshots_of_chains(ops: ModuleType) -> None:
-    """No parents say: chains."""
+    """``parents`` None means chains."""
     tokens, state = make_tokens(3, 6, HEADS[2], seed=1), make_state(3, HEADS[2], seed=2)
     want, end = whole_sequence(tokens, state)
     snapshots = torch.full((3, 6, *state.shape[1:]), torch.nan)
@@ -356,7 +356,7 @@ def test_snapshots_equal_records(nodes: int, heads: tuple[int, int, int, int], d
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_rounds_of_verify_and_commit_equal_the_recurrence(ops: ModuleType, of_records: ModuleType, seed: int) -> None:
-    """Verify a random tree, accept a random path, fold when it is due, and go on: never apart from plain extend."""
+    """Verify a random tree, accept a random path, fold when it is due, and go on: always equal to plain extend."""
     rng, heads, batch, nodes, node_offset, rounds = random.Random(seed), HEADS[1], 2, 7, 12, 5
     checkpoint = make_state(batch, heads, seed)
     start, records = checkpoint.double(), make_records(batch, node_offset + nodes, heads, torch.zeros(batch), seed)

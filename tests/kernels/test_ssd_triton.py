@@ -1,4 +1,4 @@
-"""State space duality in Triton against its reference: pools where they lie, folds, padding, what is not finite."""
+"""State space duality in Triton against its reference: pools in place, folds, padding, values that are not finite."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_batch_with_its_own_records(nodes: int, gpu_device: str) -> None:
 @pytest.mark.fast_cases(1)
 @ignores_warnings
 @pytest.mark.parametrize("nodes", [1, 7])
-def test_a_node_is_felt_by_its_descendants_alone(nodes: int, gpu_device: str) -> None:
+def test_nan_affects_a_node_and_its_descendants_only(nodes: int, gpu_device: str) -> None:
     """Rows that are the same, but for one number of one node of all but the first."""
     from specmamba.kernels.ssd import triton_ops
 
@@ -207,10 +207,10 @@ def test_a_node_is_felt_by_its_descendants_alone(nodes: int, gpu_device: str) ->
     below = mask[0, :, hit]
     assert out[0].isfinite().all()
     for row, (field, _) in enumerate(spoilt, 1):
-        felt = torch.zeros(nodes, 2, dtype=torch.bool)
-        felt[hit if field == "c" else below, : 2 if field in "cb" else 1] = True
-        assert torch.equal(~out[row].isfinite().all(-1), felt)
-        assert torch.equal(out[row][~felt], out[0][~felt])
+        affected = torch.zeros(nodes, 2, dtype=torch.bool)
+        affected[hit if field == "c" else below, : 2 if field in "cb" else 1] = True
+        assert torch.equal(~out[row].isfinite().all(-1), affected)
+        assert torch.equal(out[row][~affected], out[0][~affected])
         for x in kept:
             assert x[row].isfinite().all()
             assert torch.equal(x[row][~below], x[0][~below])

@@ -55,7 +55,7 @@ def test_fold_matches_the_recurrence(ops: Any, heads: tuple[int, int, int, int])
 
 @pytest.mark.parametrize("heads", HEADS[:2])
 def test_records_that_are_not_pending_any_more_do_not_count(ops: Any, heads: tuple[int, int, int, int]) -> None:
-    """They are as plausible as the others, unlike what the tests above have there."""
+    """They have ordinary values, unlike the huge ones of the tests above."""
     full, num_pending = torch.tensor([6, 6, 6]), torch.tensor([0, 3, 5])
     state, records = make_state(3, heads, seed=10), make_records(3, 6, heads, full, seed=11)
     want = token_by_token(state, records, num_pending)
@@ -91,7 +91,7 @@ def test_fold_in_place_and_into_another_slot(ops: Any) -> None:
 
 @needs_native
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    """Native code would read, and write, the memory of others."""
+    """Native code would read and write other memory."""
     state, records = make_state(2, HEADS[1], seed=71), make_records(2, 8, HEADS[1], torch.tensor([4, 4]), seed=72)
     names = "state", *Records._fields, "num_pending"
     fitting = dict(zip(names, (state, *records, torch.tensor([1, 1])), strict=True))
@@ -150,7 +150,7 @@ def test_a_fold_of_parts_of_buffers() -> None:
 
 
 @needs_native
-def test_a_fold_of_what_is_no_number_stays_in_its_row() -> None:
+def test_nan_in_a_fold_stays_in_its_row() -> None:
     num_pending = torch.tensor([3, 2, 4])
     state, records = make_state(3, HEADS[1], seed=51), make_records(3, 4, HEADS[1], num_pending, seed=52)
     want = native_ops.fold(state, *records, num_pending)

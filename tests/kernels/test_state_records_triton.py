@@ -111,7 +111,7 @@ def test_no_rows(gpu_device: str) -> None:
     assert got.shape == (0, *state.shape[1:])
 
 
-def test_tiles_cover_what_they_are_for() -> None:
+def test_tiles_are_large_enough_powers_of_two() -> None:
     for key_dim, value_dim in ((7, 5), (64, 64), (128, 128), (256, 100)):
         tile = triton_ops.fold_tile(key_dim, value_dim)
         assert all(size >= 16 and size == next_power_of_2(size) for size in (tile.keys, tile.values))
