@@ -13,6 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}  # in signatures
+
 _disabled: list[None] = []  # an entry for every ``disabled`` that is entered
 
 

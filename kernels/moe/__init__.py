@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.linear import WeightForm
-from specmamba.kernels.moe import native_ops, tiles, torch_ops
+from specmamba.kernels.moe import native_ops, torch_ops
 from specmamba.kernels.moe.reference import Groups, Routing
 
 __all__ = [
@@ -29,6 +30,23 @@ __all__ = [
     "softmax_routing",
     "topk_softmax_routing",
 ]
+
+MAX_RANKED_PAIRS = 4096  # Triton compares each pair with all the others: beyond, PyTorch's sort does less
+
+
+def can_multiply(weight: Tensor) -> bool:
+    """Whether Triton takes products with these experts."""
+    return weight.numel() > 0 and weight.dtype in gpu.FLOAT_DTYPES and gpu.can_launch(weight)
+
+
+def can_dispatch(x: Tensor, experts: Tensor) -> bool:
+    """Whether Triton sorts rows of x: not too many pairs, for each is compared with all the others."""
+    return x.dtype in gpu.FLOAT_DTYPES and experts.numel() <= MAX_RANKED_PAIRS and gpu.can_launch(x, experts)
+
+
+def can_combine(y: Tensor, groups: Groups, weights: Tensor) -> bool:
+    """Whether Triton sums rows of y."""
+    return y.dtype in gpu.FLOAT_DTYPES and gpu.can_launch(y, groups.places, weights)
 
 
 class PackedRouter(Protocol):
@@ -75,7 +93,7 @@ def router_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
 
 
 @operator(
-    triton=lambda weight, _: tiles.can_multiply(weight),
+    triton=lambda weight, _: can_multiply(weight),
     native=native_ops.can_pack,
 )
 def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
@@ -99,7 +117,7 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
 
 
 @operator(
-    triton=lambda x, experts, _: tiles.can_dispatch(x, experts),
+    triton=lambda x, experts, _: can_dispatch(x, experts),
     native=lambda x, *_: native_ops.can_dispatch(x),
 )
 def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Groups]:
@@ -120,7 +138,7 @@ def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Grou
 
 
 @operator(
-    triton=tiles.can_combine,
+    triton=can_combine,
     native=lambda y, *_: native_ops.can_dispatch(y),
 )
 def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:

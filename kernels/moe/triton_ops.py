@@ -1,13 +1,67 @@
-"""Mixtures of experts in Triton, without any wait for the device. See README.md."""
+"""Mixtures of experts in Triton, without any wait for the device; block sizes, variants compiled ahead of time.
+
+See README.md.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specmamba.kernels.gpu import TYPE_NAMES, Variant, next_power_of_2
 from specmamba.kernels.linear.torch_ops import quantize
-from specmamba.kernels.moe import tiles, torch_ops, triton_kernels
+from specmamba.kernels.linear.triton_ops import Tile
+from specmamba.kernels.moe import torch_ops, triton_kernels
 from specmamba.kernels.moe.reference import Groups
+
+NUM_WARPS, NUM_STAGES = 4, 3  # of sorting and summing
+DISPATCH_BLOCKS = {"BLOCK_P": 512, "BLOCK_K": 1024}
+MANY_ROWS = 64  # of an expert, on average
+
+
+def takes_grouped_mm(weight: Tensor, num_pairs: int) -> bool:
+    """Whether torch._grouped_mm rather than Triton multiplies num_pairs rows by a weight [E, N, K].
+
+    With many rows per expert arithmetic counts, which CUTLASS schedules better than blocks of pointers; with few the
+    bytes of weights do, and its tiles of 64 rows and more are nearly empty. Neither is measured. Both can be captured:
+    where PyTorch would ask the device where groups end, Triton does everything.
+    """
+    has_many = num_pairs >= MANY_ROWS * len(weight)
+    return has_many and torch_ops.can_group(weight) and torch_ops.is_grouped_on_device(weight)
+
+
+def product_tile(dtype: torch.dtype, num_pairs: int, num_experts: int) -> Tile:
+    """For num_pairs rows of a dtype in unknown groups; the same for int8 weights, which are widened in registers.
+
+    Chosen from what fits into registers and 64 KiB of shared memory, not measured. What can be known without asking the
+    device is how many rows an expert has on average. Few: the least height there is, for weights are read once for
+    every block of rows. Float32 is multiplied without tensor cores, by threads that hold their operands in registers.
+    """
+    has_few = num_pairs <= 16 * num_experts
+    if dtype is torch.float32:
+        return Tile(16 if has_few else 32, 32, 32, 4, 3)
+    return Tile(16, 64, 128, 4, 3) if has_few else Tile(64, 128, 64, 4, 3)
+
+
+def product_constants(
+    tile: Tile, width: int, dtype: torch.dtype, num_experts: int, is_interpreted: bool = False
+) -> dict[str, Any]:
+    """Constants of a product for inputs of this width and dtype."""
+    return {"BLOCK_E": next_power_of_2(num_experts), **tile.constants(width, dtype, is_interpreted)}
+
+
+def num_row_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
+    """The most blocks of so many rows that num_pairs pairs can need: sum of ceil(pairs of e / rows) over active e."""
+    num_active = min(num_pairs, num_experts)
+    return (num_pairs + num_active * (rows - 1)) // rows
+
+
+def combine_block(num_tokens: int, width: int) -> int:
+    """Columns of a program: few where there are few tokens, so that many programs share the reading."""
+    return min(next_power_of_2(width), 256 if num_tokens <= 64 else 1024)
 
 
 class TritonExperts:
@@ -21,7 +75,7 @@ class TritonExperts:
     def __call__(self, x: Tensor, groups: Groups) -> Tensor:
         """[P, K] of the weight's dtype, sorted by expert -> [P, N]. Raises ValueError: what does not fit."""
         _require_fit(x, groups, self._weight, self._weight.dtype)
-        if tiles.takes_grouped_mm(self._weight, len(x)):
+        if takes_grouped_mm(self._weight, len(x)):
             return self._grouped(x, groups)
         return multiply(x, self._weight, None, groups)
 
@@ -57,9 +111,9 @@ def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Grou
     triton_kernels.dispatch[(num_pairs + num_experts,)](
         *(x, experts, rows, places, ends),
         *(num_pairs, num_chosen, width, x.stride(0), width),
-        **tiles.DISPATCH_BLOCKS,
-        num_warps=tiles.NUM_WARPS,
-        num_stages=tiles.NUM_STAGES,
+        **DISPATCH_BLOCKS,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
     )
     return rows, Groups(places, ends)
 
@@ -81,12 +135,12 @@ def multiply(x: Tensor, weight: Tensor, scale: Tensor | None, groups: Groups) ->
     if not p:
         return y
     x = _with_whole_rows(x)
-    tile = tiles.product_tile(x.dtype, p, e)
-    grid = -(-n // tile.outputs), tiles.num_row_blocks(p, e, tile.rows)
+    tile = product_tile(x.dtype, p, e)
+    grid = -(-n // tile.outputs), num_row_blocks(p, e, tile.rows)
     triton_kernels.multiply[grid](
         *(x, weight, scale, groups.ends, y, e, n, k),
         *(x.stride(0), n * k, k, n, n),
-        **tiles.product_constants(tile, k, x.dtype, e, is_interpreted=x.is_cpu),
+        **product_constants(tile, k, x.dtype, e, is_interpreted=x.is_cpu),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -100,14 +154,14 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
     if not out.numel():
         return out
     y, weights = _with_whole_rows(y), _with_whole_rows(weights)
-    block = tiles.combine_block(num_tokens, width)
+    block = combine_block(num_tokens, width)
     triton_kernels.combine[(num_tokens, -(-width // block))](
         *(y, groups.places, weights, out),
         *(width, y.stride(0), weights.stride(0), width),
         NUM_CHOSEN=num_chosen,
         BLOCK_N=block,
-        num_warps=tiles.NUM_WARPS,
-        num_stages=tiles.NUM_STAGES,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
     )
     return out
 
@@ -124,3 +178,54 @@ def _require_fit(x: Tensor, groups: Groups, weight: Tensor, dtype: torch.dtype) 
     are_ends = ends.dtype is torch.int32 and ends.device == x.device and ends.shape == weight.shape[:1]
     if not (is_fit and are_ends and len(x) == len(groups.places) and ends.is_contiguous()):
         raise ValueError(f"experts {list(weight.shape)} {dtype} cannot multiply {x.dtype} {list(x.shape)}")
+
+
+def variants() -> list[Variant]:
+    """Products of a decode step and of a long extend, in each form that has a tile of its own; sorting and summing."""
+    return [
+        _product(torch.bfloat16, torch.bfloat16, 64),
+        _product(torch.bfloat16, torch.bfloat16, 16384),
+        _product(torch.bfloat16, torch.int8, 64),
+        _product(torch.bfloat16, torch.int8, 16384),
+        _product(torch.float32, torch.float32, 64),
+        _product(torch.float32, torch.float32, 16384),
+        _dispatch(),
+        _combine(),
+    ]
+
+
+def _product(dtype: torch.dtype, stored: torch.dtype, num_pairs: int, num_experts: int = 128) -> Variant:
+    tile, name = product_tile(dtype, num_pairs, num_experts), TYPE_NAMES[dtype]
+    is_int8 = stored is torch.int8
+    pointers = {"x": name, "weight": TYPE_NAMES[stored], "scale": "fp32", "ends": "i32", "y": name}
+    constants = product_constants(tile, 2048, dtype, num_experts) | ({} if is_int8 else {"scale": None})
+    form = f"multiply {name}{' int8' if is_int8 else ''} P={num_pairs}"
+    return _variant(form, triton_kernels.multiply, pointers, constants, tile.num_warps, tile.num_stages)
+
+
+def _dispatch() -> Variant:
+    pointers = {"x": "bf16", "experts": "i64", "rows": "bf16", "places": "i64", "ends": "i32"}
+    return _variant("dispatch bf16", triton_kernels.dispatch, pointers, DISPATCH_BLOCKS)
+
+
+def _combine() -> Variant:
+    pointers = {"y": "bf16", "places": "i64", "weights": "fp32", "out": "bf16"}
+    constants = {"NUM_CHOSEN": 8, "BLOCK_N": combine_block(16384, 2048)}
+    return _variant("combine bf16 k=8", triton_kernels.combine, pointers, constants)
+
+
+def _variant(
+    name: str,
+    kernel: Any,
+    pointers: Mapping[str, str],
+    constants: Mapping[str, Any],
+    num_warps: int = NUM_WARPS,
+    num_stages: int = NUM_STAGES,
+) -> Variant:
+    """All arguments that are neither pointers nor constants are 32-bit integers."""
+    signature = {
+        argument: "constexpr" if argument in constants else f"*{pointers[argument]}" if argument in pointers else "i32"
+        for argument in kernel.arg_names
+    }
+    # the weights of a token's experts are few
+    return Variant(name, kernel, signature, constants, num_warps, num_stages, frozenset({"weights_stride"}))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specmamba.kernels.gpu import Variant, next_power_of_2
+from specmamba.kernels.gpu import TYPE_NAMES, Variant, next_power_of_2
 
 MAX_SPLIT_QUERIES = 64  # per row: a draft tree's. Longer runs fill a GPU by themselves
 MAX_SPLITS = 128
@@ -128,7 +128,6 @@ def combine_constexprs(query_heads: int, head_dim: int, has_gate: bool) -> dict[
 
 # strides over queries and positions, which may be few
 UNALIGNED = frozenset({"table_stride", "last_stride_b", "seen_stride_b", "seen_stride_n"})
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def variants() -> list[Variant]:
@@ -157,7 +156,7 @@ def store_variant(query_heads: int, key_heads: int, head_dim: int, rotated: int,
         "eps": "fp32",
     }
     constexprs = store_constexprs(query_heads, key_heads, head_dim, rotated, has_norm=True)
-    name = f"store {NAMES[dtype]} D={head_dim}"
+    name = f"store {TYPE_NAMES[dtype]} D={head_dim}"
     return _variant(name, kernels.store_kernel, types, constexprs, NUM_WARPS, 1)
 
 
@@ -179,7 +178,7 @@ def attend_variant(
         "scale": "fp32",
     }
     absent = ([] if has_tree else ["roots", "seen"]) + (["gate"] if is_split else ["peaks", "sums"])
-    name = f"{'tree' if has_tree else 'causal'} {NAMES[dtype]} N={num_queries} group={group} D={head_dim}"
+    name = f"{'tree' if has_tree else 'causal'} {TYPE_NAMES[dtype]} N={num_queries} group={group} D={head_dim}"
     constexprs |= dict.fromkeys(absent)
     # as callers have them: a column per query or one for all of a tree, a bool beside the next
     constexprs |= {"seen_stride_m": 1} if has_tree else {"last_stride_n": 1}
@@ -196,7 +195,9 @@ def combine_variant(query_heads: int, head_dim: int, dtype: torch.dtype) -> Vari
         "rows": "*i64",
     }
     constexprs = combine_constexprs(query_heads, head_dim, has_gate=True)
-    return _variant(f"combine {NAMES[dtype]} D={head_dim}", kernels.combine_kernel, types, constexprs, NUM_WARPS, 1)
+    return _variant(
+        f"combine {TYPE_NAMES[dtype]} D={head_dim}", kernels.combine_kernel, types, constexprs, NUM_WARPS, 1
+    )
 
 
 def _variant(
@@ -208,4 +209,4 @@ def _variant(
 
 
 def _pointer(dtype: torch.dtype) -> str:
-    return f"*{NAMES[dtype]}"
+    return f"*{TYPE_NAMES[dtype]}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels import linear
-from specmamba.kernels.linear import reference, tiles, torch_ops
+from specmamba.kernels.linear import reference, torch_ops
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -44,7 +44,7 @@ def test_any_size(n: int, k: int, dtype: torch.dtype, ops: Any, gpu_device: str)
     """One row, one more than a tile is high, and as many as there may be."""
     weight = normal(n, k, seed=1, dtype=dtype)
     product = ops.TritonInt8Weight(weight.to(gpu_device))
-    for rows in (1, 17, tiles.MAX_ROWS):
+    for rows in (1, 17, ops.MAX_ROWS):
         x = normal(rows, k, seed=rows, dtype=dtype)
         assert_rounded(product(x.to(gpu_device)).cpu(), x, weight)
 
@@ -55,8 +55,8 @@ def test_every_tile(
     num_outputs: int, dtype: torch.dtype, ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of wide weights too, on few outputs."""
-    of_wide = tiles.int8_tile
-    monkeypatch.setattr(tiles, "int8_tile", lambda dtype, rows, _: of_wide(dtype, rows, num_outputs))
+    of_wide = ops.int8_tile
+    monkeypatch.setattr(ops, "int8_tile", lambda dtype, rows, _: of_wide(dtype, rows, num_outputs))
     weight = normal(35, 130, seed=2, dtype=dtype)
     product = ops.TritonInt8Weight(weight.to(gpu_device))
     for rows in (2, 33):
@@ -117,7 +117,7 @@ def test_many_rows_and_other_types_are_pytorchs(ops: Any, gpu_device: str, monke
     assert product.nbytes == 20 * 24 + 4 * 20
     monkeypatch.setattr(ops, "multiply_few", None)
     torch.use_deterministic_algorithms(False)  # cuBLAS would ask for a setting
-    for x in (normal(tiles.MAX_ROWS + 1, 24, seed=12), normal(3, 24, seed=13).double()):
+    for x in (normal(ops.MAX_ROWS + 1, 24, seed=12), normal(3, 24, seed=13).double()):
         assert torch.equal(product(x.to(gpu_device)), of_torch(x.to(gpu_device)))
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from specmamba.kernels import linear, moe
 from specmamba.kernels.linear.torch_ops import quantize
-from specmamba.kernels.moe import reference, tiles, torch_ops
+from specmamba.kernels.moe import reference, torch_ops
 from specmamba.kernels.moe.reference import Groups
 from tests.pairwise import pairwise
 
@@ -92,7 +92,7 @@ class TestDispatch:
         self, ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Sorted as a stable sort does: all but a few go to two of the experts, so that ties span blocks."""
-        monkeypatch.setitem(tiles.DISPATCH_BLOCKS, "BLOCK_P", 16)
+        monkeypatch.setitem(ops.DISPATCH_BLOCKS, "BLOCK_P", 16)
         tokens = 20
         experts = torch.tensor([[3, 1], [1, 3], [0, 4]])[torch.arange(tokens) % 7 % 3]
         x = normal(tokens, 3, seed=1)
@@ -101,7 +101,7 @@ class TestDispatch:
         assert torch.equal(rows.cpu(), want)
         assert torch.equal(got.places.cpu(), groups.places)
         assert torch.equal(got.ends.cpu(), groups.ends)
-        x = normal(2, 2 * tiles.DISPATCH_BLOCKS["BLOCK_K"] + 5, seed=2)
+        x = normal(2, 2 * ops.DISPATCH_BLOCKS["BLOCK_K"] + 5, seed=2)
         rows, _ = ops.dispatch(x.to(gpu_device), torch.tensor([[1], [0]]).to(gpu_device), 2)
         assert torch.equal(rows.cpu(), x.flip(0))
 
@@ -170,7 +170,7 @@ class TestProducts:
     def test_any_size(self, is_tall: bool, n: int, k: int, dtype: torch.dtype, ops: Any, gpu_device: str) -> None:
         """Beyond a block of outputs and of inputs, odd and whole, in both heights of a tile."""
         counts = [50, 0, 30] if is_tall else [3, 0, 5]
-        heights = {tiles.product_tile(dtype, sum(c), 3).rows for c in ([50, 0, 30], [3, 0, 5])}
+        heights = {ops.product_tile(dtype, sum(c), 3).rows for c in ([50, 0, 30], [3, 0, 5])}
         assert len(heights) == 2
         weight, groups = normal(3, n, k, seed=3, dtype=dtype), grouped(counts, gpu_device)
         x = normal(sum(counts), k, seed=4, dtype=dtype)
@@ -185,14 +185,14 @@ class TestProducts:
         torch.testing.assert_close(y, reference.multiply(x, weight, Groups(*(z.cpu() for z in groups))))
 
     @pytest.mark.parametrize("rows", [16, 32, 64])
-    def test_there_are_enough_blocks(self, rows: int) -> None:
+    def test_there_are_enough_blocks(self, rows: int, ops: Any) -> None:
         generator = torch.Generator().manual_seed(1)
         for _ in range(300):
             num_experts, num_pairs = (int(torch.randint(1, 200, (), generator=generator)) for _ in range(2))
             some = int(torch.randint(1, num_experts + 1, (), generator=generator))
             chosen = torch.randint(0, some, (num_pairs,), generator=generator)
             needed = int((torch.bincount(chosen) + rows - 1).div(rows, rounding_mode="floor").sum())
-            assert needed <= tiles.num_row_blocks(num_pairs, num_experts, rows) <= num_experts + num_pairs // rows
+            assert needed <= ops.num_row_blocks(num_pairs, num_experts, rows) <= num_experts + num_pairs // rows
 
     @pytest.mark.parametrize("form", ["TritonExperts", "TritonInt8Experts"])
     def test_experts_without_tokens_are_not_read(self, form: str, ops: Any, gpu_device: str) -> None:
@@ -271,24 +271,24 @@ class TestWhoTakesWhat:
         assert isinstance(moe.pack(torch.ones(2, 0, 4, device=gpu_device)), torch_ops.PlainExperts)
         x, y = torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 1)
         groups = Groups(torch.zeros(1).long(), torch.ones(1).int())
-        assert not tiles.can_dispatch(x, groups.places)
-        assert tiles.can_dispatch(y, groups.places)
-        assert not tiles.can_dispatch(y, torch.zeros(tiles.MAX_RANKED_PAIRS + 1, 1))
-        assert not tiles.can_combine(x, groups, y)
+        assert not moe.can_dispatch(x, groups.places)
+        assert moe.can_dispatch(y, groups.places)
+        assert not moe.can_dispatch(y, torch.zeros(moe.MAX_RANKED_PAIRS + 1, 1))
+        assert not moe.can_combine(x, groups, y)
 
-    def test_the_grouped_product_is_for_many_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_grouped_product_is_for_many_rows(self, ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         weight = torch.ones(2, 8, 8).bfloat16()
-        assert not tiles.takes_grouped_mm(weight, 1000)  # on a CPU
+        assert not ops.takes_grouped_mm(weight, 1000)  # on a CPU
         monkeypatch.setattr(torch_ops, "can_group", lambda weight: True)
         for capability, is_there in (((9, 0), True), ((10, 0), True), ((8, 6), False), ((12, 0), False)):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, known=capability: known)
-            assert tiles.takes_grouped_mm(weight, 2 * tiles.MANY_ROWS) == is_there
-            assert not tiles.takes_grouped_mm(weight, 2 * tiles.MANY_ROWS - 1)
+            assert ops.takes_grouped_mm(weight, 2 * ops.MANY_ROWS) == is_there
+            assert not ops.takes_grouped_mm(weight, 2 * ops.MANY_ROWS - 1)
 
     def test_the_grouped_product_agrees(self, ops: Any, gpu_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         weight, groups = normal(3, 16, 24, seed=1, dtype=torch.bfloat16), grouped([3, 0, 4], gpu_device)
         x, product = normal(7, 24, seed=2, dtype=torch.bfloat16), ops.TritonExperts(weight.to(gpu_device))
-        monkeypatch.setattr(tiles, "takes_grouped_mm", lambda weight, num_pairs: True)
+        monkeypatch.setattr(ops, "takes_grouped_mm", lambda weight, num_pairs: True)
         monkeypatch.setattr(ops, "multiply", None)
         assert_rounded(product(x.to(gpu_device), groups).cpu(), *exact(x, weight, groups))
 
