@@ -6,7 +6,7 @@ These classes are the command line, the environment, the TOML file and the keywo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -26,19 +26,36 @@ def _algorithm_name(value: object) -> object:
     return "mtp" if name == "nextn" else name
 
 
-class EngineConfig(BaseSettings):
-    """The flags of the engine: model, memory, prefix cache, scheduling, drafting."""
+class CommandLine(BaseSettings):
+    """A program's settings: from flags or keyword arguments, and from the environment if ``reads_environment``."""
 
+    reads_environment: ClassVar[bool] = False
     model_config = SettingsConfigDict(
-        env_prefix="SPECMAMBA_",
         frozen=True,
         extra="forbid",
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_avoid_json=True,
         cli_hide_none_type=True,
-        protected_namespaces=(),
     )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings) if cls.reads_environment else (init_settings,)
+
+
+class EngineConfig(CommandLine):
+    """The flags of the engine: model, memory, prefix cache, scheduling, drafting."""
+
+    reads_environment = True
+    model_config = SettingsConfigDict(env_prefix="SPECMAMBA_", protected_namespaces=())
 
     model: Annotated[
         str | None,
@@ -225,17 +242,6 @@ class EngineConfig(BaseSettings):
     @property
     def model_path(self) -> str:
         return self.model if self.model is not None else str(DEMO_MODEL)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings
 
 
 def largest_tree(num_steps: int, topk: int) -> int:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from specmamba.measure.report import CommandLine, Count
+from specmamba.config import CommandLine
+from specmamba.measure.report import Count
 
 DEFAULT_MINUTES = 78.0
 

@@ -21,9 +21,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from specmamba.config import CommandLine
 from specmamba.errors import ConfigError
 from specmamba.measure.command import run_command
-from specmamba.measure.report import CommandLine
 from specmamba.train.corpus import Document, read_corpus, roots_for
 
 PROG = "python -m specmamba.bench.demo.prompts"

@@ -24,9 +24,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode
 
+from specmamba.config import CommandLine
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, Report, put_out, run_command
-from specmamba.measure.report import CommandLine, JsonFile, machine, split_numbers, versions
+from specmamba.measure.report import JsonFile, machine, split_numbers, versions
 
 PROG = "python -m specmamba.bench.families"
 NAMES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "falcon_h1", "granite_hybrid", "nemotron_h", "mamba2")

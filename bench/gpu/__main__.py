@@ -25,9 +25,10 @@ from pydantic import Field
 from specmamba.bench.gpu.plan import BATCHES, CHAIN, PLAIN, TEMPERATURE, TREE, Budget
 from specmamba.bench.ops.tables import has_failed as operators_failed
 from specmamba.bench.ops.tables import target_lines
+from specmamba.config import CommandLine
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, run_command, versions_text
-from specmamba.measure.report import CommandLine, JsonFile, checked_file, machine
+from specmamba.measure.report import JsonFile, checked_file, machine
 
 PROG = "specmamba bench gpu"
 DEFAULT_FILE = Path("specmamba-bench-gpu.json")

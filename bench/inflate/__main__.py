@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from specmamba.bench.inflate.shape import FLAGS, PUBLISHED, Scales, Shape, enlarged, enlarged_config
-from specmamba.config import DEMO_MODEL
+from specmamba.config import DEMO_MODEL, CommandLine
 from specmamba.measure.command import run_command
-from specmamba.measure.report import CommandLine, Count
+from specmamba.measure.report import Count
 
 if TYPE_CHECKING:
     from specmamba.bench.inflate.checkpoint import Totals

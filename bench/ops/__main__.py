@@ -23,9 +23,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from specmamba.bench.ops.tables import has_failed, markdown, print_report
+from specmamba.config import CommandLine
 from specmamba.errors import ConfigError
 from specmamba.measure.command import put_out, run_command
-from specmamba.measure.report import CommandLine, JsonFile, checked_file, write_json
+from specmamba.measure.report import JsonFile, checked_file, write_json
 
 PROG = "specmamba bench ops"
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from specmamba.config import DEMO_MODEL
+from specmamba.config import DEMO_MODEL, CommandLine
 from specmamba.errors import ConfigError, SpecmambaError
 from specmamba.measure.command import run_command
-from specmamba.measure.report import CommandLine
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field, field_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 import specmamba
 from specmamba.config import EngineConfig
@@ -52,30 +51,6 @@ with warnings.catch_warnings():
         @classmethod
         def _can_be_written(cls, path: Path | None) -> Path | None:
             return None if path is None else checked_file(path)
-
-
-class CommandLine(BaseSettings):
-    """A program's settings: from its flags or keyword arguments, never from the environment."""
-
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-    )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
 
 
 class JsonOption(EngineConfig, JsonFile):
