@@ -23,8 +23,7 @@ from torch import Tensor
 
 from specmamba.kernels import sampling
 from specmamba.kernels.linear import native_ops
-from specmamba.kernels.native.build import NativeUnavailableError
-from specmamba.kernels.native.library import open_library
+from specmamba.kernels.native.library import NativeUnavailableError, open_library
 from specmamba.measure.acceptance.judge import Judge
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from specmamba.config import EngineConfig
 from specmamba.doctor import complete_json_flag, print_report, text_words, waiting
 from specmamba.doctor import examine as self_test
 from specmamba.doctor.examine import SMALL_POOLS, affordable_tokens, engines_of, examine, guarded, problems_of
-from specmamba.kernels.native.build import KERNELS
+from specmamba.kernels.native.library import KERNELS
 
 CHEAP = ["doctor", "--device", "cpu", "--num-threads", "1"]
 

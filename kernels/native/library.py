@@ -1,10 +1,21 @@
-"""Native kernels as ctypes libraries, or the reason why there are none."""
+"""Native kernels as ctypes libraries, compiled from C++ once per machine and user, or the reason why there are none.
+
+A library lies in a folder that only its user can write, under the hash of everything that made it: sources, flags, the
+compiler's version and what the CPU can do. It is written under another name and renamed, so that processes that build
+at the same time never load half a file.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,12 +23,132 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from specmamba.kernels.native.build import NativeUnavailableError, built_library, cpu_flags
-
 REQUIRED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "fma"})
 SWITCH = "SPECMAMBA_NATIVE"
+KERNELS = Path(__file__).parents[1]  # sources include "parallel.h", and headers of operators as "operator/header.h"
+INCLUDES = (f"-I{KERNELS / 'native'}", f"-I{KERNELS}")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-shared", *INCLUDES)
+COMPILERS = ("g++", "clang++", "c++")
+TIMEOUT_SECONDS = 120
 
 logger = logging.getLogger("specmamba")
+
+
+class NativeUnavailableError(Exception):
+    """Native code cannot run here; the message says why, ``level`` is the level of the log line."""
+
+    def __init__(self, message: str, level: int = logging.INFO) -> None:
+        super().__init__(message)
+        self.level = level
+
+
+def built_library(source: Path) -> Path:
+    """The library of a source file, compiled now if it is not in the cache.
+
+    Raises:
+        NativeUnavailableError: no compiler, a failed build, or a cache folder that cannot be trusted or written.
+    """
+    try:
+        compiler = find_compiler()
+        library = cache_folder() / f"{source.parent.name}-{_fingerprint(source, compiler)}.so"
+        if library.exists():
+            _check_owned(library)
+        else:
+            _compile(source, compiler, library)
+    except (OSError, ValueError) as error:  # ValueError: quotes in $CXX that do not close
+        raise NativeUnavailableError(f"{source.parent.name} cannot be built: {error}", logging.WARNING) from None
+    return library
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler's command: ``$CXX`` where it is set, else the first that is installed.
+
+    Raises:
+        NativeUnavailableError: there is none.
+    """
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for command in [chosen] if chosen else [[name] for name in COMPILERS]:
+        if shutil.which(command[0]):
+            return command
+    looked_for = f"$CXX names {chosen[0]!r}, which is not" if chosen else f"none of {', '.join(COMPILERS)} is"
+    raise NativeUnavailableError(f"there is no C++ compiler ({looked_for} installed)")
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/specmamba`` or ``~/.cache/specmamba``, made with mode 0700 where it does not exist.
+
+    Raises:
+        NativeUnavailableError: another user owns it or can write to it, so its code cannot be trusted; or it
+            cannot be created.
+    """
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    folder = (Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()) / "specmamba"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _check_owned(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        raise NativeUnavailableError(f"{folder} cannot hold compiled kernels: {error}", logging.WARNING) from None
+    return folder
+
+
+def cpu_flags() -> frozenset[str]:
+    """The CPU's features as Linux names them; empty on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def _check_owned(path: Path) -> None:
+    """Raise unless only this user can have written the path: its code is run."""
+    status = path.lstat()
+    expected = stat.S_ISDIR if path.suffix != ".so" else stat.S_ISREG
+    if not expected(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise NativeUnavailableError(
+            f"{path} belongs to another user, or others can write to it: remove it, or set XDG_CACHE_HOME to a folder "
+            "of your own",
+            logging.WARNING,
+        )
+
+
+def _fingerprint(source: Path, compiler: list[str]) -> str:
+    version = _run([*compiler, "--version"]).stdout
+    digest = hashlib.sha256()
+    for part in (*FLAGS, *compiler, version, *sorted(cpu_flags())):
+        digest.update(part.encode() + b"\0")
+    for file in (source, *sorted(KERNELS.glob("*/*.h"))):
+        digest.update(file.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _compile(source: Path, compiler: list[str], library: Path) -> None:
+    try:
+        handle, unfinished = tempfile.mkstemp(suffix=".so", prefix=f"{library.stem}-", dir=library.parent)
+        os.close(handle)
+        try:
+            result = _run([*compiler, *FLAGS, str(source), "-o", unfinished])
+            if result.returncode != 0:
+                last = (result.stderr.strip() or "no message").splitlines()[-1]
+                raise NativeUnavailableError(
+                    f"{compiler[0]} does not compile {source.name}: {last}", level=logging.WARNING
+                )
+            os.chmod(unfinished, 0o700)
+            os.replace(unfinished, library)
+        finally:
+            Path(unfinished).unlink(missing_ok=True)
+    except OSError as error:
+        raise NativeUnavailableError(f"{library.parent} cannot be written: {error}", logging.WARNING) from None
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailableError(f"{command[0]} does not run: {error}", logging.WARNING) from None
 
 
 @cache

@@ -15,8 +15,7 @@ from specmamba.command_line import readable
 from specmamba.doctor.software import Facts, Problem, error, warning
 from specmamba.kernels import rowwise
 from specmamba.kernels.gpu import has_triton, runs_on
-from specmamba.kernels.native.build import KERNELS, NativeUnavailableError, cache_folder, cpu_flags
-from specmamba.kernels.native.library import open_library
+from specmamba.kernels.native.library import KERNELS, NativeUnavailableError, cache_folder, cpu_flags, open_library
 from specmamba.kernels.rowwise import torch_ops
 from specmamba.measure.report import machine
 

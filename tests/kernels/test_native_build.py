@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from specmamba.kernels.native import build, library
+from specmamba.kernels.native import library
 from tests.repository import ROOT
 
 KERNELS = sorted((ROOT / "kernels").glob("*/native.cpp"))
@@ -55,10 +55,10 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        build.find_compiler()
-    except build.NativeUnavailableError as reason:
+        library.find_compiler()
+    except library.NativeUnavailableError as reason:
         pytest.skip(str(reason))
-    if library.REQUIRED_CPU_FLAGS - build.cpu_flags():
+    if library.REQUIRED_CPU_FLAGS - library.cpu_flags():
         pytest.skip("this CPU has no AVX512-BF16")
 
 
@@ -149,7 +149,7 @@ def test_a_compiler_that_hangs(
     source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
-    monkeypatch.setattr(build, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(library, "TIMEOUT_SECONDS", 0.2)
     monkeypatch.setenv("CXX", write_compiler(tmp_path, "exec sleep 30"))
     expect_log(source, caplog, logging.WARNING, "does not run")
 
@@ -194,10 +194,10 @@ def test_a_cache_of_another_user(
 
 
 def test_a_cached_library_of_another_user(source: Path, compiler: None, tmp_path: Path) -> None:
-    built = build.built_library(source)
+    built = library.built_library(source)
     built.chmod(0o777)
-    with pytest.raises(build.NativeUnavailableError, match="others can write to it"):
-        build.built_library(source)
+    with pytest.raises(library.NativeUnavailableError, match="others can write to it"):
+        library.built_library(source)
 
 
 def test_a_cache_that_cannot_be_made(
@@ -211,13 +211,13 @@ def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_p
     """As the XDG base directory specification asks."""
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert build.cache_folder() == tmp_path / ".cache/specmamba"
+    assert library.cache_folder() == tmp_path / ".cache/specmamba"
 
 
 def test_the_file_name_follows_the_flags(source: Path, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build.built_library(source)
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
-    assert build.built_library(source) != first
+    first = library.built_library(source)
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-DOTHER"))
+    assert library.built_library(source) != first
 
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ is not installed")
