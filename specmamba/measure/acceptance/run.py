@@ -178,7 +178,7 @@ def run_batch(config: AcceptanceBenchConfig, llm: LLM, contestant: Variant | Non
     bench.use_synthetic_acceptance(None if contestant is None else config.synthetic_acceptance)
     bench.clock.reset()
     outputs, elapsed = _timed(config, llm, batch)
-    if bench.replays_steps:  # no step is replayed while the phases are timed: run again for the time
+    if bench.replays_steps:  # no step is captured while the phases are timed: run again for the time
         bench.clock.is_on = False
         llm.flush_cache()
         outputs, elapsed = _timed(config, llm, batch)
