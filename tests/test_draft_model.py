@@ -28,8 +28,7 @@ from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.cache.state_pool import StateOwnershipError, StatePool
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, OutputDelta, RequestOutput
-from specmamba.draft.draft_model import ModelDrafter
-from specmamba.draft.draft_states import DraftStates
+from specmamba.draft.draft_model import DraftStates, ModelDrafter
 from specmamba.draft.drafter import chain_shape
 from specmamba.engine.workbench import Workbench
 from specmamba.errors import ConfigError

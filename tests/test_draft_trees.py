@@ -16,8 +16,7 @@ from specmamba.core import Batch, DraftTree
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.heads.children import ChildPicker
-from specmamba.draft.heads.dynamic_tree import grow_dynamic_tree
-from specmamba.draft.heads.static_tree import StaticLayout, grow_static_tree
+from specmamba.draft.heads.tree_growth import StaticLayout, grow_dynamic_tree, grow_static_tree
 from specmamba.engine.engine import Engine
 from specmamba.sampling_params import SamplingBatch, SamplingParams
 from specmamba.trees import StaticTree

@@ -20,7 +20,7 @@ from specmamba.measure.command import run_command
 if TYPE_CHECKING:  # torch and transformers take seconds to import: --help must not wait for them
     from rich.console import Console
 
-    from specmamba.bench.demo.tokens import TokenData
+    from specmamba.bench.demo.checkpoint import TokenData
     from specmamba.bench.demo.trainer import HeldOutFigures, Trainer
     from specmamba.train.corpus import Corpus
     from specmamba.train.loop import StepCallback
@@ -63,8 +63,7 @@ def train(settings: TrainSettings, console: Console, on_step: StepCallback | Non
 
 def evaluate_checkpoint(settings: TrainSettings) -> HeldOutFigures:
     """Compute held-out figures of the checkpoint in ``settings.evaluate``, with its own tokenizer, in fp32."""
-    from specmamba.bench.demo.checkpoint import read_checkpoint
-    from specmamba.bench.demo.tokens import held_out_data, load_tokenizer
+    from specmamba.bench.demo.checkpoint import held_out_data, load_tokenizer, read_checkpoint
     from specmamba.bench.demo.trainer import choose_device, evaluate
     from specmamba.train.corpus import read_corpus, roots_for
 
@@ -76,7 +75,7 @@ def evaluate_checkpoint(settings: TrainSettings) -> HeldOutFigures:
 
 
 def _token_data(settings: TrainSettings, corpus: Corpus, folder: Path) -> TokenData:
-    from specmamba.bench.demo.tokens import TOKENIZER_SHARE, load_tokenizer, prepare, train_tokenizer
+    from specmamba.bench.demo.checkpoint import TOKENIZER_SHARE, load_tokenizer, prepare, train_tokenizer
 
     vocab_size, file = settings.architecture.vocab_size, folder / "tokenizer.json"
     if settings.tokenizer is not None:

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
+from specmamba.bench.demo.checkpoint import TokenData, WindowSampler, spaced_windows
 from specmamba.bench.demo.model import MTP_LOSS_WEIGHT, MTP_STEPS, DemoModel, fast_operators, new_model
 from specmamba.bench.demo.options import TrainSettings
-from specmamba.bench.demo.tokens import TokenData, WindowSampler, spaced_windows
 from specmamba.errors import ConfigError, SpecmambaError
 from specmamba.train.loop import RunState, StepCallback, TrainingLoop
 

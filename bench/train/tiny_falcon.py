@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import FalconH1ForCausalLM
 
-    from specmamba.bench.demo.tokens import WindowSampler
+    from specmamba.bench.demo.checkpoint import WindowSampler
 
 PROG = "python -m specmamba.bench.train.tiny_falcon"
 SHOWN_EVERY_SECONDS = 30.0
@@ -79,7 +79,7 @@ def train(settings: TinyFalconSettings, console: Console) -> None:
 
 def _sampler(settings: TinyFalconSettings, vocab_size: int) -> WindowSampler:
     """Make a sampler of random windows of a part of the corpus, encoded with the demo's tokenizer."""
-    from specmamba.bench.demo.tokens import WindowSampler, load_tokenizer, prepare
+    from specmamba.bench.demo.checkpoint import WindowSampler, load_tokenizer, prepare
     from specmamba.train.corpus import Corpus, default_roots, read_corpus
 
     corpus = read_corpus(default_roots())

@@ -15,9 +15,8 @@ from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, HostPendingTokens, root_tree
 from specmamba.draft.heads.children import ChildPicker, grow_chain
 from specmamba.draft.heads.descent import Descent
-from specmamba.draft.heads.dynamic_tree import grow_dynamic_tree
 from specmamba.draft.heads.pending_tokens import PendingTokenTable, Window
-from specmamba.draft.heads.static_tree import StaticLayout, grow_static_tree
+from specmamba.draft.heads.tree_growth import StaticLayout, grow_dynamic_tree, grow_static_tree
 from specmamba.kernels import paged_attention
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import DraftHead
