@@ -37,7 +37,7 @@ class WatchedEngine(FakeEngine):
         super().__init__(**settings)
         self.world = World()
         self.cache_manager = SimpleNamespace(cache=self.world.cache)
-        self.pools = SimpleNamespace(records=None)
+        self.pools = SimpleNamespace(state_buffers=None)
         self.watching: list[bool] = []
         self.views: list[DraftView] = []
         self.is_stuck, self.go_on = threading.Event(), threading.Event()
