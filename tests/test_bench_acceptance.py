@@ -124,6 +124,7 @@ def test_one_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "exactly  2" in out
 
 
+@pytest.mark.slow
 def test_several_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "picture.png"
     report = run(tmp_path, "--configs", "1,1", "2,2,4", "--batch-size", "2", "--plot", str(picture))
@@ -253,6 +254,7 @@ def test_a_wrong_text_is_a_divergence(
     assert f"prompt 1, token {first['position']}: plain has token {first['plain_token']}" in out
 
 
+@pytest.mark.slow
 def test_texts_in_16_bits_differ_by_near_ties_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--dtype", "bfloat16", "--rounds", "1", "--num-prompts", "4", "--max-tokens", "24"]
     report = run(tmp_path, *flags)

@@ -111,6 +111,7 @@ def test_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert "50 (0.60; 0.50 to 0.90)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
     flags = ["--rounds", "1", "--concurrency", "1,2", "--num-requests", "2", "--max-tokens", "2", "--json"]

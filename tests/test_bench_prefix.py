@@ -265,6 +265,7 @@ def test_figures_of_a_workload_by_hand(source: TextSource) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_report_of_workloads(tmp_path: Path, tiny: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "report.png"

@@ -537,6 +537,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.slow
 def test_a_signal_ends_the_server_too(number: int, status: int, prompts: Path, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     with bench_process(prompts, pid_file) as bench:
@@ -551,6 +552,7 @@ def test_a_signal_ends_the_server_too(number: int, status: int, prompts: Path, t
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_during_a_level(prompts: Path, tmp_path: Path) -> None:
     with bench_process(prompts, tmp_path / "pid", fail_at_step=25) as bench:
         out, err = bench.communicate(timeout=30)
