@@ -42,7 +42,7 @@ check: $(STAMP) ## format, lint, types, import order, packaging
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/pytest tests/test_layering.py tests/test_packaging.py tests/test_repository.py
+	$(BIN)/pytest tests/project/test_layering.py tests/project/test_packaging.py tests/project/test_repository.py
 
 format: $(STAMP) ## format the code and fix what ruff can fix
 	$(BIN)/ruff format

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NO_TIME = "no time"
 DISK_BYTES = {"qwen3.5-4b": 8e9, "qwen3.5-9b": 16e9}  # of a checkpoint, in bfloat16
-DRY_TEST = "tests/test_layering.py::test_the_walk_follows_the_links"
+DRY_TEST = "tests/project/test_layering.py::test_the_walk_follows_the_links"
 TEXTS, DRY_TEXTS = (8, 96), (1, 12)  # prompts, and tokens of each
 MAX_TESTS_S = 240.0
 MAX_ERROR_TEXT = 200  # characters

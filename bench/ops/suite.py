@@ -69,10 +69,13 @@ def checkout() -> Path:
     return root
 
 
-def files_of(operator: Operator, with_gpu: bool) -> list[str]:
-    """The operator's test files, relative to the checkout."""
-    names = operator.tests + (operator.gpu_tests if with_gpu else ())
-    return [f"tests/kernels/test_{name}.py" for name in names]
+def files_of(operator: Operator, with_gpu: bool, root: Path) -> list[str]:
+    """The operator's test files, relative to the checkout; one that is missing is looked for in tests/kernels."""
+    found = []
+    for name in operator.tests + (operator.gpu_tests if with_gpu else ()):
+        file = next(root.glob(f"tests/kernels/**/test_{name}.py"), root / f"tests/kernels/test_{name}.py")
+        found.append(str(file.relative_to(root)))
+    return found
 
 
 class Outcome(NamedTuple):
@@ -85,7 +88,7 @@ class Outcome(NamedTuple):
 
 def find_red(operators: Sequence[Operator], root: Path, with_gpu: bool, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
     """Run the tests of all operators in one process; the first failure of those that fail, by operator."""
-    files = {operator.name: files_of(operator, with_gpu) for operator in operators}
+    files = {operator.name: files_of(operator, with_gpu, root) for operator in operators}
     lacking = {name: [file for file in own if not (root / file).is_file()] for name, own in files.items()}
     reasons = {name: f"there is no {', '.join(missing)}" for name, missing in lacking.items() if missing}
     rest = {name: own for name, own in files.items() if name not in reasons}

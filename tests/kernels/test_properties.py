@@ -37,21 +37,16 @@ from specmamba.kernels.state_records import torch_ops as records_ops
 from specmamba.kernels.tree import reference as tree_reference
 from specmamba.kernels.tree import torch_ops as tree_ops
 from tests.exactness import why_not_native
-from tests.kernels import (
+from tests.kernels import test_linear, test_moe, test_paged_attention, test_rejection, test_rowwise, test_tree
+from tests.kernels.recurrent import (
     test_delta_net,
     test_gated_delta_rule,
-    test_linear,
     test_mamba2,
-    test_moe,
-    test_paged_attention,
-    test_rejection,
-    test_rowwise,
     test_ssd,
     test_state_copy,
     test_state_records,
-    test_tree,
 )
-from tests.kernels.records import make_records, make_state
+from tests.kernels.recurrent.records import make_records, make_state
 from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 

@@ -1,0 +1,505 @@
+"""Models with the configs and tensor names of published checkpoints, loaded as shapes without weights.
+
+Fields of the configs that are not used in any computation are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from specmamba.cache.shapes import KVShape, StateShape
+from specmamba.kernels import mamba2
+from specmamba.models import registry
+from specmamba.models.base import LoadOptions
+from specmamba.models.tensor_reader import ShapeReader, StoredTensor
+from tests.models.test_weight_bytes import parts
+
+Shape = tuple[int, ...]
+Tensors = Iterator[tuple[str, Shape]]
+INF = float("inf")
+
+
+def attention(p: str, hidden: int, heads: int, key_heads: int, dim: int, gated: int = 1) -> Tensors:
+    yield f"{p}q_proj.weight", (gated * heads * dim, hidden)
+    yield from ((f"{p}{x}_proj.weight", (key_heads * dim, hidden)) for x in "kv")
+    yield f"{p}o_proj.weight", (hidden, heads * dim)
+
+
+def mamba(p: str, hidden: int, heads: int, dim: int, groups: int, state: int, has_norm: bool = True) -> Tensors:
+    inner, channels = heads * dim, heads * dim + 2 * groups * state
+    yield from ((f"{p}{x}", (heads,)) for x in ("A_log", "D", "dt_bias"))
+    yield from ((f"{p}conv1d.weight", (channels, 1, 4)), (f"{p}conv1d.bias", (channels,)))
+    yield from ((f"{p}in_proj.weight", (inner + channels + heads, hidden)), (f"{p}out_proj.weight", (hidden, inner)))
+    if has_norm:
+        yield f"{p}norm.weight", (inner,)
+
+
+def mlp(p: str, hidden: int, inner: int, names: tuple[str, ...] = ("gate", "up")) -> Tensors:
+    yield from ((f"{p}{x}_proj.weight", (inner, hidden)) for x in names)
+    yield f"{p}down_proj.weight", (hidden, inner)
+
+
+def norms(p: str, size: int, *names: str) -> Tensors:
+    yield from ((f"{p}{name}.weight", (size,)) for name in names)
+
+
+def qwen(c: dict[str, Any], prefix: str, fused: bool) -> Tensors:
+    """Qwen3-Next has two fused projections in the delta net, Qwen3.5 has four, and one tensor for all experts."""
+    hidden, key, value = c["hidden_size"], 16 * 128, 32 * 128
+    yield from ((name, (c["vocab_size"], hidden)) for name in (f"{prefix}embed_tokens.weight", "lm_head.weight"))
+    yield from norms(prefix, hidden, "norm")
+
+    def block(p: str, is_attention: bool, one_by_one: bool) -> Tensors:
+        yield from norms(p, hidden, "input_layernorm", "post_attention_layernorm")
+        if is_attention:
+            yield from attention(f"{p}self_attn.", hidden, 16, 2, 256, gated=2)
+            yield from norms(f"{p}self_attn.", 256, "q_norm", "k_norm")
+        else:
+            sizes = {"qkvz": 2 * key + 2 * value, "ba": 64} if fused else {"qkv": 2 * key + value, "z": value}
+            sizes |= {} if fused else {"b": 32, "a": 32}
+            yield from ((f"{p}linear_attn.in_proj_{x}.weight", (size, hidden)) for x, size in sizes.items())
+            yield from ((f"{p}linear_attn.{x}", (32,)) for x in ("A_log", "dt_bias"))
+            yield f"{p}linear_attn.conv1d.weight", (2 * key + value, 1, 4)
+            yield from norms(f"{p}linear_attn.", 128, "norm")
+            yield f"{p}linear_attn.out_proj.weight", (hidden, value)
+        yield f"{p}mlp.gate.weight", (c["num_experts"], hidden)
+        yield f"{p}mlp.shared_expert_gate.weight", (1, hidden)
+        yield from mlp(f"{p}mlp.shared_expert.", hidden, 512)
+        if one_by_one:
+            for e in range(c["num_experts"]):
+                yield from mlp(f"{p}mlp.experts.{e}.", hidden, 512)
+        else:
+            yield f"{p}mlp.experts.gate_up_proj", (c["num_experts"], 1024, hidden)
+            yield f"{p}mlp.experts.down_proj", (c["num_experts"], hidden, 512)
+
+    for i in range(c["num_hidden_layers"]):
+        yield from block(f"{prefix}layers.{i}.", i % 4 == 3, one_by_one=fused)
+    yield "mtp.fc.weight", (hidden, 2 * hidden)
+    yield from norms("mtp.", hidden, "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    yield from block("mtp.layers.0.", is_attention=True, one_by_one=True)
+
+
+def falcon(c: dict[str, Any]) -> Tensors:
+    hidden, names = c["hidden_size"], ("model.embed_tokens.weight", "lm_head.weight")
+    yield from ((name, (c["vocab_size"], hidden)) for name in names)
+    yield from norms("model.", hidden, "final_layernorm")
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        yield from norms(p, hidden, "input_layernorm", "pre_ff_layernorm")
+        yield from attention(
+            f"{p}self_attn.", hidden, c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        )
+        sizes = c["mamba_n_heads"], c["mamba_d_head"], c["mamba_n_groups"], c["mamba_d_state"], c["mamba_rms_norm"]
+        yield from mamba(f"{p}mamba.", hidden, *sizes)
+        yield from mlp(f"{p}feed_forward.", hidden, c["intermediate_size"])
+
+
+def nemotron(c: dict[str, Any]) -> Tensors:
+    hidden, names = c["hidden_size"], ("backbone.embeddings.weight", "lm_head.weight")
+    yield from ((name, (c["vocab_size"], hidden)) for name in names)
+    yield from norms("backbone.", hidden, "norm_f")
+
+    def block(p: str, kind: str) -> Tensors:
+        yield from norms(p, hidden, "norm")
+        p = f"{p}mixer."
+        if kind == "M":
+            yield from mamba(p, hidden, c["mamba_num_heads"], c["mamba_head_dim"], 8, 128)
+        elif kind == "*":
+            yield from attention(p, hidden, c["num_attention_heads"], c["num_key_value_heads"], 128)
+        elif kind == "-":
+            yield from mlp(p, hidden, c["intermediate_size"], ("up",))
+        else:
+            width = c.get("moe_latent_size", hidden)
+            yield f"{p}gate.weight", (c["n_routed_experts"], hidden)
+            yield f"{p}gate.e_score_correction_bias", (c["n_routed_experts"],)
+            yield from mlp(f"{p}shared_experts.", hidden, c["moe_shared_expert_intermediate_size"], ("up",))
+            if width != hidden:
+                yield f"{p}fc1_latent_proj.weight", (width, hidden)
+                yield f"{p}fc2_latent_proj.weight", (hidden, width)
+            for e in range(c["n_routed_experts"]):
+                yield from mlp(f"{p}experts.{e}.", width, c["moe_intermediate_size"], ("up",))
+
+    for i, kind in enumerate(c["hybrid_override_pattern"]):
+        yield from block(f"backbone.layers.{i}.", kind)
+    kinds = c.get("mtp_hybrid_override_pattern", "")
+    for i, kind in enumerate(kinds):
+        yield from block(f"mtp.layers.{i}.", kind)
+    if kinds:
+        yield "mtp.layers.0.eh_proj.weight", (hidden, 2 * hidden)
+        yield from norms("mtp.layers.0.", hidden, "enorm", "hnorm")
+        yield from norms(f"mtp.layers.{len(kinds) - 1}.", hidden, "final_layernorm")
+
+
+def granite(c: dict[str, Any]) -> Tensors:
+    hidden, inner, num_experts = c["hidden_size"], c["shared_intermediate_size"], c["num_local_experts"]
+    heads, key_heads = c["num_attention_heads"], c["num_key_value_heads"]
+    yield "model.embed_tokens.weight", (c["vocab_size"], hidden)
+    yield from norms("model.", hidden, "norm")
+    for i, kind in enumerate(c["layer_types"]):
+        p = f"model.layers.{i}."
+        yield from norms(p, hidden, "input_layernorm", "post_attention_layernorm")
+        if kind == "mamba":
+            yield from mamba(f"{p}mamba.", hidden, c["mamba_n_heads"], 64, 1, 128)
+        else:
+            yield from attention(f"{p}self_attn.", hidden, heads, key_heads, hidden // heads)
+        yield f"{p}shared_mlp.input_linear.weight", (2 * inner, hidden)
+        yield f"{p}shared_mlp.output_linear.weight", (hidden, inner)
+        if num_experts:
+            yield f"{p}block_sparse_moe.input_linear.weight", (num_experts, 2 * c["intermediate_size"], hidden)
+            yield f"{p}block_sparse_moe.output_linear.weight", (num_experts, hidden, c["intermediate_size"])
+            yield f"{p}block_sparse_moe.router.layer.weight", (num_experts, hidden)
+
+
+def pure_mamba(c: dict[str, Any]) -> Tensors:
+    hidden, names = c["hidden_size"], ("backbone.embeddings.weight", "lm_head.weight")
+    yield from ((name, (c["vocab_size"], hidden)) for name in names)
+    yield from norms("backbone.", hidden, "norm_f")
+    for i in range(c["num_hidden_layers"]):
+        yield from norms(f"backbone.layers.{i}.", hidden, "norm")
+        sizes = c["num_heads"], c["head_dim"], c["n_groups"], c["state_size"]
+        yield from mamba(f"backbone.layers.{i}.mixer.", hidden, *sizes)
+
+
+class Published(NamedTuple):
+    config: dict[str, Any]
+    tensors: Callable[[dict[str, Any]], Tensors]
+    num_parameters: int | float  # as published, with its MTP head; a float is rounded
+    kv: tuple[KVShape, ...]  # with its MTP head
+    state_layers: int
+    state: StateShape
+
+
+QWEN = {
+    "attention_bias": False,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
+QWEN_NEXT = QWEN | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "decoder_sparse_step": 1,
+    "intermediate_size": 5120,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "partial_rotary_factor": 0.25,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "vocab_size": 151936,
+}
+QWEN_35 = QWEN | {
+    "model_type": "qwen3_5_moe_text",
+    "attn_output_gate": True,
+    "layer_types": [*3 * ["linear_attention"], "full_attention"] * 10,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+    },
+    "vocab_size": 248320,
+}
+FALCON = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "model_type": "falcon_h1",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_norm_before_gate": False,
+    "mamba_proj_bias": False,
+    "mlp_bias": False,
+    "mlp_multipliers": [0.88, 0.59],
+    "projectors_bias": False,
+    "rope_scaling": None,
+    "rope_theta": 1e11,
+    "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35],
+    "tie_word_embeddings": False,
+}
+NEMOTRON = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "attention_bias": False,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "head_dim": 128,
+    "layer_norm_epsilon": 1e-5,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "n_groups": 8,
+    "residual_in_fp32": False,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_floor": 1e-4,
+    "time_step_limit": [0.0, INF],
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
+NEMOTRON_3 = NEMOTRON | {
+    "intermediate_size": 1856,
+    "max_position_embeddings": 262144,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "topk_group": 1,
+}
+GRANITE = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "attention_bias": False,
+    "embedding_multiplier": 12,
+    "hidden_act": "silu",
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "normalization_function": "rmsnorm",
+    "num_hidden_layers": 40,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.22,
+    "rope_theta": 10000,
+    "tie_word_embeddings": True,
+    "vocab_size": 100352,
+}
+
+MODELS = {
+    "Qwen3-Next-80B-A3B": Published(
+        QWEN_NEXT,
+        lambda c: qwen(c, "model.", fused=True),
+        81_324_862_720,
+        (KVShape(13, 2, 256),),
+        36,
+        StateShape(16, 32, 128, 128, 4),
+    ),
+    "Qwen3.5-35B-A3B": Published(
+        {
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+            "model_type": "qwen3_5_moe",
+            "text_config": QWEN_35,
+            "tie_word_embeddings": False,
+        },
+        lambda c: qwen(c["text_config"], "model.language_model.", fused=False),
+        35_951_822_704 - 446_571_248,  # without the vision tower
+        (KVShape(11, 2, 256),),
+        30,
+        StateShape(16, 32, 128, 128, 4),
+    ),
+    "Falcon-H1-0.5B": Published(
+        FALCON
+        | {
+            "head_dim": 64,
+            "hidden_size": 1024,
+            "intermediate_size": 2048,
+            "mamba_d_head": 64,
+            "mamba_d_ssm": 1536,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 24,
+            "mamba_rms_norm": False,
+            "max_position_embeddings": 16384,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 2,
+            "vocab_size": 32784,
+        },
+        falcon,
+        521e6,
+        (KVShape(36, 2, 64),),
+        36,
+        StateShape(1, 24, 128, 64, 4),
+    ),
+    "Falcon-H1-34B": Published(
+        FALCON
+        | {
+            "head_dim": 128,
+            "hidden_size": 5120,
+            "intermediate_size": 21504,
+            "mamba_d_head": 128,
+            "mamba_d_ssm": 4096,
+            "mamba_d_state": 256,
+            "mamba_n_groups": 2,
+            "mamba_n_heads": 32,
+            "mamba_rms_norm": True,
+            "max_position_embeddings": 262144,
+            "num_attention_heads": 20,
+            "num_hidden_layers": 72,
+            "num_key_value_heads": 4,
+            "vocab_size": 261120,
+        },
+        falcon,
+        33.64e9,
+        (KVShape(72, 4, 128),),
+        72,
+        StateShape(2, 32, 256, 128, 4),
+    ),
+    "Nemotron-Nano-9B-v2": Published(
+        NEMOTRON
+        | {
+            "hidden_size": 4480,
+            "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+            "intermediate_size": 15680,
+            "mamba_head_dim": 80,
+            "mamba_num_heads": 128,
+            "num_attention_heads": 40,
+            "num_hidden_layers": 56,
+            "num_key_value_heads": 8,
+        },
+        nemotron,
+        8_888_227_328,
+        (KVShape(4, 8, 128),),
+        27,
+        StateShape(8, 128, 128, 80, 4),
+    ),
+    "Nemotron-3-Nano-30B-A3B": Published(
+        NEMOTRON_3
+        | {
+            "hidden_size": 2688,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            "mamba_num_heads": 64,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "num_hidden_layers": 52,
+            "routed_scaling_factor": 2.5,
+        },
+        nemotron,
+        31_577_940_288,
+        (KVShape(6, 2, 128),),
+        23,
+        StateShape(8, 64, 128, 64, 4),
+    ),
+    "Granite-4.0-h-tiny": Published(
+        GRANITE
+        | {
+            "attention_multiplier": 0.0078125,
+            "hidden_size": 1536,
+            "intermediate_size": 512,
+            "logits_scaling": 6,
+            "mamba_n_heads": 48,
+            "num_attention_heads": 12,
+            "num_experts_per_tok": 6,
+            "num_key_value_heads": 4,
+            "num_local_experts": 64,
+            "shared_intermediate_size": 1024,
+        },
+        granite,
+        6.94e9,
+        (KVShape(4, 4, 128),),
+        36,
+        StateShape(1, 48, 128, 64, 4),
+    ),
+    "Granite-4.0-h-micro": Published(
+        GRANITE
+        | {
+            "attention_multiplier": 0.015625,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "logits_scaling": 8,
+            "mamba_n_heads": 64,
+            "num_attention_heads": 32,
+            "num_experts_per_tok": 0,
+            "num_key_value_heads": 8,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 8192,
+        },
+        granite,
+        3_191_396_096,
+        (KVShape(4, 8, 64),),
+        36,
+        StateShape(1, 64, 128, 64, 4),
+    ),
+    "Mamba-Codestral-7B": Published(
+        {
+            "architectures": ["Mamba2ForCausalLM"],
+            "model_type": "mamba2",
+            "conv_kernel": 4,
+            "expand": 2,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "layer_norm_epsilon": 1e-5,
+            "n_groups": 8,
+            "num_heads": 128,
+            "num_hidden_layers": 64,
+            "residual_in_fp32": True,
+            "rms_norm": True,
+            "state_size": 128,
+            "tie_word_embeddings": False,
+            "time_step_limit": [0.0, INF],
+            "use_bias": False,
+            "use_conv_bias": True,
+            "vocab_size": 32768,
+        },
+        pure_mamba,
+        7.285e9,
+        (),
+        64,
+        StateShape(8, 128, 128, 64, 4),
+    ),
+}
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize("name", MODELS)
+def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published = MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(published.config | {"dtype": "bfloat16"}), "utf8")
+    (tmp_path / "model.safetensors").touch()
+
+    class Headers(ShapeReader):
+        def _open(self, file: Path) -> list[StoredTensor]:
+            return [StoredTensor(key, file, shape, "BF16") for key, shape in published.tensors(published.config)]
+
+    monkeypatch.setattr(registry, "ShapeReader", Headers)
+    model = registry.load_model(tmp_path, LoadOptions(torch.bfloat16, torch.device("meta"), want_draft_head=True))
+    is_exact = isinstance(published.num_parameters, int)
+    assert model.num_parameters == pytest.approx(published.num_parameters, rel=0 if is_exact else 1e-3, abs=0)
+    embedding = model.target.vocab_size * model.target.hidden_size  # kept twice where it is the head too
+    assert 2 * model.num_parameters <= model.weight_bytes <= 2.01 * model.num_parameters + 2 * embedding
+    shape = model.cache_shape
+    assert (shape.kv, shape.num_state_layers, shape.state) == (published.kv, published.state_layers, published.state)
+    limits = {part.dt_limit for part in parts(model.target, set()) if isinstance(part, mamba2.operands.Weights)}
+    assert limits == (set() if "Qwen" in name else {(0.0, INF)})

@@ -1,0 +1,296 @@
+"""The live page in a browser, before the demo model: it streams, colours, draws, and can be used with keys alone.
+
+SPECMAMBA_PAGE_PICTURES=docs/images makes the pictures of the documentation anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from specmamba.config import EngineConfig
+from specmamba.engine.engine import Engine
+from specmamba.sampling_params import SamplingParams
+from specmamba.server.page import feed as live_feed
+from tests.fake_engine import Served, serving, wait_until
+from tests.server.test_events import WatchedEngine
+
+pytestmark = pytest.mark.slow
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Request
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+EXECUTABLE = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+if EXECUTABLE is None:
+    pytest.skip("there is no Chromium: install chromium-headless-shell", allow_module_level=True)
+
+FEATURES = ("gpu", "quic", "background-networking", "component-update", "sync")
+ARGUMENTS = ["--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in FEATURES)]
+PROMPT = "import os\n\ndef read_file(path):\n    "
+SPECULATIVE, PLAIN = '[data-run="speculative"]', '[data-run="plain"]'
+SETTINGS = EngineConfig(
+    dtype="float32",
+    num_threads=1,
+    max_running_requests=4,
+    max_total_tokens=4096,
+    context_length=1024,
+    speculative_num_steps=3,
+    speculative_eagle_topk=3,
+    speculative_num_draft_tokens=8,
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patch, serving(Engine(SETTINGS)) as served:
+        patch.setattr(live_feed, "INTERVAL_S", 0.1)
+        patch.setattr(live_feed, "TREE_INTERVAL_S", 0.2)
+        yield served
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=EXECUTABLE, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+class Watch:
+    """What a page must not do."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.wrongs: list[str] = []
+        self._url = url
+        page.on("console", self._note_message)
+        page.on("pageerror", lambda error: self.wrongs.append(f"exception: {error}"))
+        page.on("request", self._note_request)
+
+    def _note_message(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.wrongs.append(f"console: {message.text}")
+
+    def _note_request(self, request: Request) -> None:
+        if not request.url.startswith(f"{self._url}/"):
+            self.wrongs.append(f"outside: {request.url}")
+
+
+@pytest.fixture
+def page(server: Served, browser: Browser) -> Iterator[Page]:
+    """The page, live, on an empty cache."""
+    server.http.post("/flush_cache").raise_for_status()
+    with browser.new_context(viewport={"width": 1280, "height": 900}) as context:
+        page = context.new_page()
+        watch = Watch(page, server.url)
+        page.goto(server.url)
+        page.wait_for_selector(".pill.live")
+        yield page
+        assert watch.wrongs == []
+    wait_until(lambda: not server.engine.has_unfinished_requests)
+
+
+def run(page: Page, max_tokens: int = 64, name: str = PLAIN) -> None:
+    page.fill("#max_tokens", str(max_tokens))
+    page.fill("#prompt", PROMPT)
+    page.press("#prompt", "Control+Enter")
+    page.wait_for_selector(f'{name}[data-state="done"]', timeout=60_000)
+
+
+def tokens(page: Page, name: str) -> list[dict[str, Any]]:
+    script = "all => all.map(t => ({depth: Number(t.dataset.depth), fill: getComputedStyle(t).backgroundColor}))"
+    return page.eval_on_selector_all(f"{name} .text .tok", script)
+
+
+def points(page: Page, chart: str) -> int:
+    return int(page.get_attribute(f'[data-chart="{chart}"]', "data-points") or 0)
+
+
+def sums_of_pixels(page: Page) -> list[int]:
+    """Of the charts: how many pixels have something on them."""
+    script = """all => all.map(c => c.getContext("2d").getImageData(0, 0, c.width, c.height).data
+        .reduce((sum, value, index) => sum + (index % 4 === 3 && value > 0), 0))"""
+    return page.eval_on_selector_all(".chart canvas", script)
+
+
+def picture(page: Page, folder: Path, name: str) -> None:
+    kept = os.environ.get("SPECMAMBA_PAGE_PICTURES")
+    page.screenshot(path=Path(kept or folder) / f"{name}.png", full_page=True)
+
+
+def test_a_run_streams_with_accepted_tokens_coloured(page: Page, server: Served) -> None:
+    page.evaluate(
+        """() => { window.counts = new Set(); new MutationObserver(() =>
+            window.counts.add(document.querySelectorAll('[data-run="speculative"] .text .tok').length)
+        ).observe(document.body, {childList: true, subtree: true}); }"""
+    )
+    run(page)
+    assert page.evaluate("window.counts.size") > 3  # not all at once
+
+    body = {"prompt": PROMPT, "max_tokens": 64, "temperature": 0, "return_tokens": True}
+    answer = server.complete(**body).json()["choices"][0]
+    shown = tokens(page, SPECULATIVE)
+    assert [token["depth"] for token in shown] == [token["depth"] for token in answer["tokens"]]
+    text = page.eval_on_selector_all(f"{SPECULATIVE} .text .tok", "all => all.map(t => t.textContent).join('')")
+    assert text == answer["text"]
+
+    fills = {depth: {t["fill"] for t in shown if t["depth"] == depth} for depth in range(4)}
+    assert fills[0] == {"rgba(0, 0, 0, 0)"}
+    assert all(len(fills[depth]) == 1 for depth in range(4))
+    assert len(set.union(*fills.values())) == 4  # a colour for each depth
+    assert {token["depth"] for token in tokens(page, PLAIN)} == {0}
+    assert "the same text token for token" in page.inner_text(".verdict")
+
+
+def test_everything_moves(page: Page) -> None:
+    assert "nothing is cached" in page.inner_text("section:has(#radix-title)").lower()
+    before = {name: points(page, name) for name in ("Acceptance length", "Acceptance by depth", "Latency")}
+    empty = sums_of_pixels(page)
+    run(page)
+    page.wait_for_function("count => document.querySelectorAll('.radix-row').length >= count", arg=3)
+    for name, count in before.items():
+        page.wait_for_function(
+            "([name, count]) => Number(document.querySelector(`[data-chart='${name}']`).dataset.points) > count",
+            arg=[name, count],
+        )
+    assert all(now > then for now, then in zip(sums_of_pixels(page), empty, strict=True))
+    assert page.locator(".draft .node.yes").count() >= 1
+    assert page.locator(".draft .node.bonus").count() == 1
+    accepted = page.locator(".draft .node.yes").count() - 1
+    assert f"{accepted} of 7 drafted tokens accepted" in page.inner_text("section:has(#draft-title)")
+    assert page.locator('.radix-row[data-kind="state"]').count() == 2
+    assert "1 hit" in page.inner_text(".radix")  # the plain run's, of the prompt
+    assert "used" in (page.get_attribute('.bar[aria-label^="KV cache"]', "aria-label") or "")
+    page.click("text=← Earlier")
+    assert "earlier step" in page.inner_text("#draft-title")
+
+
+def make_tombstone(engine: Engine) -> None:
+    """Evict states until a node inside of the tree has lost its own."""
+    cache, states = engine.cache_manager.cache, engine.pools.states
+    while not cache.stats.num_tombstones:
+        assert cache.evict_states(states.num_free + 1)
+
+
+def test_it_fits_in_light_and_dark(page: Page, server: Served, tmp_path: Path) -> None:
+    run(page)
+    for name in ("write_file(path, text)", "read_lines(path)", "write_lines(path, lines)"):
+        prompt = f"import os\n\ndef {name}:\n    "
+        server.complete(prompt=prompt, max_tokens=24, temperature=0).raise_for_status()
+    server.thread.call(make_tombstone).result(10)
+    page.wait_for_selector('.radix-row[data-kind="tombstone"]')
+    page.evaluate("document.activeElement.blur()")
+    for width, scheme in ((1280, "light"), (1280, "dark"), (390, "dark"), (390, "light")):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.emulate_media(color_scheme=cast("Any", scheme), reduced_motion="reduce")
+        page.wait_for_timeout(300)  # charts are drawn anew when their box has changed
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        edges = page.eval_on_selector_all("main > *, .card > *", "all => all.map(e => e.getBoundingClientRect().right)")
+        assert max(edges) <= width
+        colours = page.evaluate("['backgroundColor', 'color'].map(name => getComputedStyle(document.body)[name])")
+        background, ink = (sum(map(int, colour[4:-1].split(","))) for colour in colours)
+        assert (background < ink) == (scheme == "dark")
+        assert page.evaluate("getComputedStyle(document.querySelector('.pill i')).animationName") == "none"
+        picture(page, tmp_path, f"page-{width}-{scheme}")
+
+
+def test_a_chosen_theme_stays(page: Page) -> None:
+    button = page.locator("header button")
+    for theme in ("light", "dark"):
+        button.click()
+        assert page.evaluate("document.documentElement.dataset.theme") == theme
+    page.reload()
+    page.wait_for_selector(".pill.live")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    button.click()
+    assert page.evaluate("document.documentElement.dataset.theme ?? null") is None
+
+
+def test_with_keys_alone(page: Page) -> None:
+    run(page, max_tokens=16)
+    page.focus("header button")
+    seen = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
+        if page.evaluate("document.activeElement === document.body"):
+            break
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", seen
+        assert page.evaluate(
+            "(e => e.labels?.length || e.ariaLabel || e.textContent.trim())(document.activeElement)"
+        ), seen
+    assert page.evaluate("document.activeElement === document.body"), seen  # nothing holds the focus
+    order = [name for name in seen if name in ("prompt", "max_tokens", "temperature", "seed", "compare", "run")]
+    assert order == ["prompt", "max_tokens", "temperature", "seed", "compare", "run"]
+    page.focus(f"{SPECULATIVE} .text")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("End")
+    assert "token 16, id" in page.inner_text(f"{SPECULATIVE} .tip")
+
+
+def test_a_run_can_be_cancelled(page: Page, server: Served) -> None:
+    page.fill("#max_tokens", "1000")
+    page.click("#run")
+    page.wait_for_selector(f'{SPECULATIVE}[data-state="running"] .tok')
+    page.click("#cancel")
+    page.wait_for_selector(f'{SPECULATIVE}[data-state="cancelled"]')
+    page.wait_for_selector(f'{PLAIN}[data-state="cancelled"]')
+    wait_until(lambda: not server.engine.has_unfinished_requests)
+    assert page.is_enabled("#run")
+
+
+def test_errors_of_the_api_are_shown(server: Served, browser: Browser) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(server.url)
+        page.fill("#prompt", "")
+        page.click("#run")
+        page.wait_for_selector(f'{SPECULATIVE}[data-state="failed"]')
+        answer = server.complete(prompt="").json()
+        assert page.inner_text(f"{SPECULATIVE} .error") == answer["error"]["message"]
+
+
+def test_it_comes_back_by_itself(server: Served, browser: Browser) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.route("**/events", lambda route: route.abort())
+        page.goto(server.url)
+        page.wait_for_selector(".pill.lost")
+        assert "does not answer" in page.inner_text(".notice")
+        page.unroute("**/events")
+        page.wait_for_selector(".pill.live")
+        assert page.locator(".notice").count() == 0
+
+
+def test_the_key_is_asked_for(browser: Browser) -> None:
+    with serving(WatchedEngine(), api_key="secret") as server, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(server.url)
+        for key, state in (("wrong", ".pill.key"), ("secret", ".pill.live")):
+            page.fill("#key", key)
+            page.press("#key", "Enter")
+            page.wait_for_selector(state)
+        page.reload()
+        page.wait_for_selector(".pill.live")
+        assert json.loads(page.evaluate("JSON.stringify(localStorage)")) == {}
+
+
+def test_records_in_the_speculation_buffers_are_counted(server: Served) -> None:
+    def check(engine: Engine) -> None:
+        engine.add_request("counted", engine.tokenizer.encode(PROMPT), SamplingParams(max_tokens=32, temperature=0.0))
+        records: Any = engine.pools.state_buffers
+        for _ in range(3):
+            engine.step()
+            pending = sum(len(records.positions(row)) - 1 for row in records._leases)
+            assert records.num_pending == pending
+        assert 0 < pending <= records.num_records == 4 * records.capacity
+        engine.abort("counted")
+        assert records.num_pending == 0
+
+    server.thread.call(check).result(30)

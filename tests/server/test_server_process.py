@@ -1,0 +1,198 @@
+"""``specmamba serve`` as a process: its start, its end, and its output."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.fake_engine import wait_until
+
+ROOT = Path(__file__).parents[2]
+FAKE = """
+import sys
+from specmamba.server_config import ServerConfig
+from specmamba.server.serve import run_server
+from tests.fake_engine import FakeEngine
+config = ServerConfig(port=0, **{settings!r})
+sys.exit(run_server(config, lambda: FakeEngine(config, **{script!r})))
+"""
+
+
+class Server:
+    """A server process that has printed its ready line."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stdout is not None
+        self.ready_line = process.stdout.readline()
+        assert self.ready_line.startswith("specmamba: ready at http://"), self.ready_line + self.end()[1]
+        self.url = self.ready_line.split()[3]
+
+    def end(self, timeout_s: float = 20.0) -> tuple[int, str]:
+        """Exit status and the text on standard error; standard output must hold nothing more."""
+        out, err = self.process.communicate(timeout=timeout_s)
+        assert out == ""
+        return self.process.returncode, err
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[Server]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, *arguments]
+    running = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield Server(running)
+    finally:
+        running.kill()
+        running.communicate()
+
+
+@contextmanager
+def fake_process(script: dict[str, Any], **settings: Any) -> Iterator[Server]:
+    with process("-c", FAKE.format(settings=settings, script=script)) as server:
+        yield server
+
+
+class Completion(threading.Thread):
+    """A completion that runs while the test does something else."""
+
+    def __init__(self, url: str, **body: object) -> None:
+        super().__init__()
+        self.url, self.body = url, {"prompt": "x", "max_tokens": 60, **body}
+        self.answer: httpx.Response | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.answer = httpx.post(f"{self.url}/v1/completions", json=self.body, timeout=30)
+
+    def result(self) -> httpx.Response:
+        self.join(30)
+        assert self.answer is not None, "the connection broke"
+        return self.answer
+
+
+def num_running(url: str) -> int:
+    return int(httpx.get(f"{url}/server_info").json()["stats"]["num_running"])
+
+
+def test_the_demo_served_through_the_openai_client() -> None:
+    began = time.monotonic()
+    arguments = ["--port", "0", "--dtype", "float32", "--context-length", "512", "--num-threads", "1"]
+    with process("-m", "specmamba", "serve", *arguments) as server:
+        assert time.monotonic() - began < 30  # 15 s on an idle machine
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            body: dict[str, Any] = {
+                "model": "specmamba-demo",
+                "prompt": "def main():",
+                "max_tokens": 12,
+                "temperature": 0,
+            }
+            text = client.completions.create(**body).choices[0].text
+            assert text
+            streamed = client.completions.create(**body, stream=True)
+            assert "".join(chunk.choices[0].text for chunk in streamed) == text
+            chat = client.chat.completions.create(
+                model="specmamba-demo",
+                messages=[{"role": "user", "content": "def main():"}],
+                max_tokens=12,
+                temperature=0,
+            )
+            assert chat.choices[0].message.content == text
+        server.process.send_signal(signal.SIGTERM)
+        status, err = server.end()
+        assert status == 0, err
+        assert "Traceback" not in err
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_requests_finish(number: signal.Signals) -> None:
+    with fake_process({"step_s": 0.02, "chunk": 1}) as server:
+        running = [Completion(server.url), Completion(server.url, stream=True)]
+        wait_until(lambda: num_running(server.url) == 2)
+        server.process.send_signal(number)
+        wait_until(lambda: httpx.get(f"{server.url}/health").json() == {"status": "draining"})
+        refusal = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+        assert refusal.status_code == 503
+        whole, streamed = (completion.result() for completion in running)
+        assert whole.json()["usage"]["completion_tokens"] == 60
+        assert '"finish_reason":"length"' in streamed.text
+        status, err = server.end()
+        assert status == 0, err
+        assert f"{number.name}: finishing the running requests, for 30 s at the most" in err
+
+
+@pytest.mark.slow
+def test_the_deadline_of_a_shutdown() -> None:
+    with fake_process({"step_s": 0.1, "chunk": 1}, shutdown_timeout=0.3) as server:
+        running = Completion(server.url)
+        wait_until(lambda: num_running(server.url) == 1)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert running.result().status_code == 503
+        assert server.end()[0] == 0
+        assert time.monotonic() - began < 3
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once() -> None:
+    with fake_process({"step_s": 0.1, "chunk": 1}) as server:
+        running = Completion(server.url, stream=True)
+        wait_until(lambda: num_running(server.url) == 1)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(f"{server.url}/health").json() == {"status": "draining"})
+        server.process.send_signal(signal.SIGTERM)
+        assert '"error"' in running.result().text
+        status, err = server.end()
+        assert status == 0, err
+        assert time.monotonic() - began < 3
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_crash_of_the_engine_ends_the_process_with_1(stream: bool) -> None:
+    with fake_process({"step_s": 0.02, "fail_at_step": 5}) as server:
+        answer = Completion(server.url, stream=stream).result()
+        assert answer.status_code == (200 if stream else 500)
+        assert "scripted failure" in answer.text
+        status, err = server.end()
+        assert status == 1
+        assert "RuntimeError: scripted failure" in err
+        assert err.endswith("specmamba: the engine failed\n")
+
+
+def test_a_port_in_use_is_reported_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "specmamba", "serve", "--port", str(port), "--model", "/nowhere"]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+    assert ended.returncode == 2
+    assert (
+        ended.stderr
+        == f"specmamba serve: error: --host, --port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    )
+
+
+@pytest.mark.slow
+def test_the_api_key_and_the_name_from_the_environment() -> None:
+    with fake_process({}, api_key="secret", served_model_name="mine", host="localhost") as server:
+        assert "(model: mine)" in server.ready_line
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        models = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer secret"})
+        assert models.json()["data"][0]["id"] == "mine"

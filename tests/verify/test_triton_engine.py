@@ -1,0 +1,81 @@
+"""Whole steps through the Triton kernels, in Triton's interpreter: the same text as without them.
+
+The interpreter takes a second or more for a layer, so texts are short. It is chosen when kernels are imported, so each
+of its runs is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import FalconH1Config, FalconH1ForCausalLM
+
+from specmamba import LLM, SamplingParams
+from specmamba.cuda_graphs import EagerReplay
+from specmamba.kernels import gpu
+from tests.families import falcon_h1
+from tests.families.checkpoints import write_checkpoint
+from tests.repository import ROOT
+from tests.tiny import FULL, LINEAR, write_tiny_checkpoint
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("triton")
+
+PROGRAM = """
+import json, sys, torch
+from specmamba.kernels import gpu
+from tests.verify.test_triton_engine import generate
+
+torch.set_num_threads(1)
+assert gpu.runs_on(torch.device("cpu"))
+print(json.dumps(generate(**json.loads(sys.argv[1]))))
+"""
+TREE: dict[str, Any] = {"speculative_num_steps": 2, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
+
+
+def generate(**flags: Any) -> list[list[int]]:
+    """The tokens of two prompts."""
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "context_length": 48, "max_total_tokens": 192}
+    with LLM(**settings, max_running_requests=2, **flags) as llm:
+        runner = llm.engine.runner
+        if runner.graph_runner is not None:
+            runner.graph_runner.replay = EagerReplay(has_fixed_shapes=True)
+        assert gpu.runs_on(torch.device("cpu")) == llm.engine.model.cache_shape.folds_in_verify
+        params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        return [list(output.token_ids) for output in llm.generate([[5, 6, 7, 8, 9], [11, 12]], params)]
+
+
+def generate_interpreted(**flags: Any) -> list[list[int]]:
+    """In a process that chose Triton's interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(flags)],
+        cwd=ROOT,
+        env={**os.environ, "SPECMAMBA_TRITON": "interpret", "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    tokens: list[list[int]] = json.loads(done.stdout)
+    return tokens
+
+
+def test_a_gated_delta_net_with_a_draft_tree(tmp_path: Path) -> None:
+    folder = str(write_tiny_checkpoint(tmp_path / "model", seed=2, layer_types=[LINEAR, FULL]))
+    tokens = generate(model=folder, **TREE)
+    assert generate_interpreted(model=folder, cuda_graph_max_bs=2, **TREE) == tokens
+
+
+def test_mamba2(tmp_path: Path) -> None:
+    config = FalconH1Config(**falcon_h1.DEFAULTS | {"num_hidden_layers": 2})
+    write_checkpoint(tmp_path / "model", FalconH1ForCausalLM(config), seed=3)
+    assert generate_interpreted(model=str(tmp_path / "model")) == generate(model=str(tmp_path / "model"))
