@@ -116,8 +116,10 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         """Index the convolutions' inputs, and gather the operands of kernels."""
         rows, num_pending, offset = slots.rows, slots.num_pending, slots.node_offset
         index = self._conv_index(tree, num_pending, offset).contiguous()
-        size = len(slots.state_slots)
-        checkpoints = slots.state_slots if self._widened is None else RowSet.of(range(size), index.device)
+        checkpoints = slots.state_slots
+        if self._widened is not None:
+            size = len(checkpoints)
+            checkpoints = RowSet.of(range(size), index.device, torch.arange(size, device=index.device))
         trees = state_records.Trees(
             rows.index, checkpoints.index, index, num_pending, offset, tree.ancestors, slots.folds
         )
