@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from specmamba.sampling_params import GrammarSpec as GrammarSpec  # users find it here too
 from specmamba.sampling_params import SamplingBatch
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ def first_failure(root: Path, arguments: Sequence[str]) -> str | None:
         return "no end"
     if run.returncode == 0:
         return None
-    found = re.search(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\](?= - |$))?)", run.stdout, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?= - |$)", run.stdout, re.MULTILINE)
     if found is None:
         raise RuntimeError(f"pytest failed without a test: {run.stdout[-2000:]}{run.stderr[-2000:]}")
     return found[1]

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.causal_conv1d import triton_kernels as kernels
-from specmamba.kernels.gpu import Variant, next_power_of_2
+from specmamba.kernels.gpu import Variant, dense, next_power_of_2, num_blocks
 from specmamba.kernels.state_records.operands import Buffers, RecordOperands, SnapshotOperands, StateOperands, Trees
-
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def tree_verify_in_place(
     Returns:
         y [B, N, C] float32; zeros for rows of slot 0.
     """
-    inputs, index, (batch, nodes, channels) = _dense(inputs), _dense(trees.conv_index), inputs.shape
+    inputs, index, (batch, nodes, channels) = dense(inputs), dense(trees.conv_index), inputs.shape
     y = torch.empty(batch, nodes, channels, dtype=torch.float32, device=inputs.device)
     if y.numel() == 0:
         return y
@@ -82,7 +80,7 @@ def tree_verify_in_place(
     tile = tile_for(nodes)
     sizes = constexprs(tile, weight.shape[1], channels, "N")
     slot_strides = (0, 0) if windows is None else windows.stride()[:2]
-    kernels.tree_in_place_kernel[(batch, _blocks(channels, sizes["BLOCK_C"]))](
+    kernels.tree_in_place_kernel[(batch, num_blocks(channels, sizes["BLOCK_C"]))](
         *(inputs, stored, windows, trees.rows, trees.slots, index, trees.num_pending, trees.folds),
         *(weight, bias, y, nodes, channels, trees.node_offset),
         *(*inputs.stride()[:2], *stored.stride()[:2], *slot_strides, *index.stride()[:2], *weight.stride()),
@@ -97,7 +95,7 @@ def tree_verify_snapshots(
     x: Tensor, window: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Convolve every node of a draft tree, and return the window after each; arguments as in ``torch_ops``."""
-    x, window, index, (batch, nodes, channels) = _dense(x), _dense(window), _dense(index), x.shape
+    x, window, index, (batch, nodes, channels) = dense(x), dense(window), dense(index), x.shape
     width = weight.shape[1]
     y = torch.empty(batch, nodes, channels, dtype=torch.float32, device=x.device)
     windows = torch.empty(batch, nodes, width - 1, channels, dtype=x.dtype, device=x.device)
@@ -105,7 +103,7 @@ def tree_verify_snapshots(
         return y, windows
     tile = tile_for(nodes)
     sizes = constexprs(tile, width, channels, "N")
-    kernels.tree_snapshots_kernel[(batch, _blocks(channels, sizes["BLOCK_C"]), _blocks(nodes, sizes["BLOCK_N"]))](
+    kernels.tree_snapshots_kernel[(batch, num_blocks(channels, sizes["BLOCK_C"]), num_blocks(nodes, sizes["BLOCK_N"]))](
         *(x, window, index, weight, bias, y, windows, nodes, channels),
         *(*x.stride()[:2], *window.stride()[:2], *index.stride()[:2], *weight.stride()),
         **sizes,
@@ -131,7 +129,7 @@ def extend_in_place(
     Returns:
         y [B, L, C] float32; zeros on padding and for rows of slot 0.
     """
-    x, (batch, length, channels) = _dense(x), x.shape
+    x, (batch, length, channels) = dense(x), x.shape
     assert windows.stride(2) == 1, "channels must be contiguous"
     y = torch.empty(batch, length, channels, dtype=torch.float32, device=x.device)
     if y.numel() == 0:
@@ -139,14 +137,14 @@ def extend_in_place(
     tile, width = tile_for(length), weight.shape[1]
     sizes = constexprs(tile, width, channels, "T")
     strides = (*x.stride()[:2], *windows.stride()[:2])
-    kernels.extend_kernel[(batch, _blocks(length, sizes["BLOCK_T"]), _blocks(channels, sizes["BLOCK_C"]))](
+    kernels.extend_kernel[(batch, num_blocks(length, sizes["BLOCK_T"]), num_blocks(channels, sizes["BLOCK_C"]))](
         *(x, windows, slots, lengths, weight, bias, y, length, channels, *strides, *weight.stride()),
         **sizes,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     block = min(WINDOW_TILE.channels, next_power_of_2(channels))
-    kernels.shift_windows_kernel[(batch, _blocks(channels, block))](  # all programs above have read the old ones
+    kernels.shift_windows_kernel[(batch, num_blocks(channels, block))](  # all programs above have read the old ones
         *(x, windows, slots, lengths, channels, *strides),
         WIDTH=width,
         BLOCK_C=block,
@@ -154,15 +152,6 @@ def extend_in_place(
         num_stages=WINDOW_TILE.num_stages,
     )
     return y
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous, as parts of a projection have it."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _blocks(size: int, block: int) -> int:
-    return -(-size // block)
 
 
 def variants() -> list[Variant]:

@@ -2,6 +2,7 @@
 
 from typing import TypeGuard
 
+from specmamba.kernels import gpu
 from specmamba.kernels.delta_net import native_ops
 from specmamba.kernels.delta_net.native_ops import tree_verify
 from specmamba.kernels.delta_net.operands import Inputs, Weights
@@ -12,4 +13,6 @@ __all__ = ["Inputs", "Weights", "can_fuse", "tree_verify"]
 
 def can_fuse(state: StateOperands, inputs: Inputs, weights: Weights) -> TypeGuard[RecordOperands]:
     """Whether ``tree_verify`` takes these operands: draft trees with records, in memory that native code reads."""
-    return isinstance(state, RecordOperands) and native_ops.can_take(inputs, weights, state.buffers)
+    if not isinstance(state, RecordOperands) or gpu.can_launch(inputs.mixed, state.states):
+        return False  # Triton runs the layer operator by operator, and folds in the same launches
+    return native_ops.can_take(inputs, weights, state.buffers)

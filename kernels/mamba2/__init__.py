@@ -16,7 +16,9 @@ __all__ = ["Inputs", "Weights", "can_fuse", "gate_and_norm", "step", "tree_verif
 
 def can_fuse(state: StateOperands, inputs: Inputs, weights: Weights) -> TypeGuard[RecordOperands]:
     """Whether ``tree_verify`` takes these operands: draft trees with records, in memory that native code reads."""
-    return isinstance(state, RecordOperands) and native_ops.can_take(inputs, weights, state.buffers)
+    if not isinstance(state, RecordOperands) or gpu.can_launch(inputs.mixed, state.states):
+        return False  # Triton runs the layer operator by operator, and folds in the same launches
+    return native_ops.can_take(inputs, weights, state.buffers)
 
 
 @operator(triton=lambda dt, mixed, _: gpu.can_launch(dt, mixed))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.kernels.gpu import Variant, next_power_of_2
+from specmamba.kernels.gpu import Variant, dense, next_power_of_2
 from specmamba.kernels.mamba2 import triton_kernels
 from specmamba.kernels.mamba2.operands import Weights
 from specmamba.kernels.state_records import RowSet
@@ -45,7 +45,7 @@ def norm_tile(inner: int, norm_groups: int, has_norm: bool) -> tuple[int, Tile]:
 
 def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
     """One launch; a program has some heads of one token."""
-    dt, mixed, (batch, nodes, heads) = _dense(dt), _dense(mixed), dt.shape
+    dt, mixed, (batch, nodes, heads) = dense(dt), dense(mixed), dt.shape
     g = torch.empty(batch, nodes, heads, dtype=torch.float32, device=mixed.device)
     u = torch.empty(batch, nodes, heads, weights.head_dim, dtype=torch.float32, device=mixed.device)
     if g.numel() == 0:
@@ -65,7 +65,7 @@ def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
 
 def gate_and_norm(recurred: Tensor, mixed: Tensor, gate: Tensor, weights: Weights, slots: RowSet) -> Tensor:
     """One launch; a program has one norm part of one token. Rows of slot 0 return zeros."""
-    w, gate, mixed, (batch, nodes, inner) = weights, _dense(gate), _dense(mixed), gate.shape
+    w, gate, mixed, (batch, nodes, inner) = weights, dense(gate), dense(mixed), gate.shape
     out = torch.empty(batch, nodes, inner, dtype=gate.dtype, device=gate.device)
     if out.numel() == 0:
         return out
@@ -83,11 +83,6 @@ def gate_and_norm(recurred: Tensor, mixed: Tensor, gate: Tensor, weights: Weight
         num_stages=tile.num_stages,
     )
     return out
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous, as parts of a projection have it."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def variants() -> list[Variant]:

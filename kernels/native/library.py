@@ -176,7 +176,7 @@ def load_functions(source: Path, signatures: Mapping[str, Sequence[Any]]) -> cty
 
 
 def required(library: ctypes.CDLL | None) -> ctypes.CDLL:
-    """A library that is known to be loaded: its operator's condition has been asked."""
+    """A library that is known to be loaded: callers check the operator's condition first."""
     assert library is not None
     return library
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.kernels.gpu import Variant, next_power_of_2
+from specmamba.kernels.gpu import Variant, dense, next_power_of_2
 from specmamba.kernels.ssd import triton_kernels
 from specmamba.kernels.state_records.operands import Buffers, Records, StateOperands, TreePlacement, Trees
 
@@ -105,7 +105,7 @@ def tree_verify(
     """
     nowhere = torch.empty(0, dtype=torch.int64, device=u.device)
     trees = Trees(nowhere, nowhere, nowhere, *placement)
-    return _verify((c, b, u, g), _dense(state), records, None, None, trees)
+    return _verify((c, b, u, g), dense(state), records, None, None, trees)
 
 
 def extend_in_place(
@@ -124,7 +124,7 @@ def extend_in_place(
     Returns:
         Output [B, L, H, P] float32; zeros on padding and for rows of slot 0.
     """
-    c, b, u, g = (_dense(x) for x in (c, b, u, g))
+    c, b, u, g = (dense(x) for x in (c, b, u, g))
     (_, length, heads, head_dim), state_dim = u.shape, b.shape[3]
     out = torch.empty(u.shape, dtype=torch.float32, device=u.device)
     if out.numel() == 0:
@@ -145,7 +145,7 @@ def tree_verify_snapshots(
     c: Tensor, b: Tensor, u: Tensor, g: Tensor, state: Tensor, snapshots: Tensor, parents: Tensor | None
 ) -> Tensor:
     """Verify trees node after node; arguments as in ``torch_ops``, the state in any float dtype."""
-    c, b, u, g, state = (_dense(x) for x in (c, b, u, g, state))
+    c, b, u, g, state = (dense(x) for x in (c, b, u, g, state))
     (_, nodes, heads, head_dim), state_dim = u.shape, b.shape[3]
     out = torch.empty(u.shape, dtype=torch.float32, device=u.device)
     if out.numel() == 0:
@@ -172,7 +172,7 @@ def _verify(
     trees: Trees,
 ) -> Tensor:
     """Launch a verify. Rows and slots None: row b of the batch uses row b of records and states; no padding."""
-    c, b, u, g = (_dense(x) for x in tokens)
+    c, b, u, g = (dense(x) for x in tokens)
     (_, nodes, heads, head_dim), state_dim = u.shape, b.shape[3]
     if nodes > MAX_NODES:
         raise ValueError(f"a tree of {nodes} nodes; a program has room for {MAX_NODES}")
@@ -205,11 +205,6 @@ def _grid(tile: Tile, out: Tensor) -> tuple[int, int, int]:
     """The grid: a program per block of columns, head and row of out [B, L, H, P]."""
     batch, _, heads, head_dim = out.shape
     return -(-head_dim // tile.columns), heads, batch
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous, as parts of a convolution's output have it."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def variants() -> list[Variant]:

@@ -5,7 +5,7 @@ A forward is one of three: it extends states over known tokens, or verifies draf
 ``tree_verify_snapshots``; ``launch`` runs its Triton forms in place. ``tokens`` are the recurrence's inputs,
 [B, L, ...] float32, in the forms' order, and the outputs are [B, L, Hv, V] float32, unspecified on padding.
 
-Operands that stay for several calls compare by identity, so that their ctypes structs are made once.
+``Buffers`` and ``Trees`` stay for several calls and compare by identity, so that their ctypes structs are made once.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class DraftStates:
         self._is_started = [False] * (num_rows + 1)
 
     def begin(self, row: int) -> None:
-        """A request starts in this row: its state is the one before any token."""
+        """Start a request in this row, with the state before any token."""
         self._records.end(row)
         self._is_started[row] = False
         self._pool.free(row, _owner(row))
@@ -63,7 +63,7 @@ class DraftStates:
 
     @contextmanager
     def extend(self, chunk: PrefillChunk) -> Iterator[ExtendState]:
-        """What layers see of the states while known tokens are run; behind it, the states stand at the chunk's end.
+        """Give layers the states for a forward over known tokens; afterwards the states are those at the chunk's end.
 
         Raises:
             StateOwnershipError: a row's state does not stand where its tokens begin.
@@ -77,7 +77,7 @@ class DraftStates:
             self._pool.end_write(row, start + length)
 
     def start(self, row: int, position: int) -> None:
-        """From here on the row drafts; it has run ``position`` tokens. A row that drafts already is fine.
+        """Make the state of a row that has run ``position`` tokens a checkpoint; does nothing if it is one already.
 
         Raises:
             StateOwnershipError: its state does not stand there.
@@ -88,34 +88,34 @@ class DraftStates:
         self._is_started[row] = True
 
     def reserve(self, rows: Sequence[int], num_tokens: int) -> None:
-        """Make room for so many tokens behind each row's checkpoint; until then rolling back is possible."""
+        """Make room for ``num_tokens`` records behind each row's checkpoint, so that they can be rolled back."""
         self._records.reserve(rows, num_tokens)
 
     def plan(self, rows: Sequence[int], chain: TreeShape) -> tuple[RecordPlan, VerifyState[RecordPlan]]:
-        """Prepare a forward of chains behind what rows have run; also what layers see of the states in it."""
+        """Prepare a forward of chains behind what rows have run; returns the plan and the states for layers."""
         plan = self._records.plan(rows, chain)
         return plan, VerifyState(self._records, plan)
 
     def commit(self, plan: RecordPlan, counts: Sequence[int]) -> None:
-        """After the forward: of row b the first ``counts[b]`` tokens have been run, the rest was padding."""
+        """Commit a forward: the first ``counts[b]`` tokens of row b were run, the others are padding."""
         last = [count - 1 for count in counts]
         path = torch.arange(plan.tree.num_nodes, device=self._device).expand(len(counts), -1)
         self._records.commit(plan, path, torch.tensor(last, device=self._device), last)
 
     def position(self, row: int) -> int:
-        """Tokens that a row that drafts has run."""
+        """Return the number of tokens that a started row has run."""
         return self._records.position(row)
 
     def roll_back(self, row: int, position: int) -> None:
-        """What a row has run behind ``position`` was not the text. Errors as for ``RecordBuffers.roll_back``."""
+        """Drop the tokens that a row has run behind ``position``. Errors as for ``RecordBuffers.roll_back``."""
         self._records.roll_back(row, position)
 
     def is_started(self, row: int) -> bool:
-        """Whether the row drafts already."""
+        """Whether the state of a row is a checkpoint."""
         return self._is_started[row]
 
     def values(self, row: int, position: int) -> Tensor:
-        """A row's state at ``position``, as ``load`` takes it: [F] float32, the conversion of every dtype is exact.
+        """Return a row's state at ``position`` for ``load``: [F] float32, exact for every dtype.
 
         Raises:
             StateOwnershipError: the row does not draft yet, and its state stands elsewhere.
@@ -131,7 +131,7 @@ class DraftStates:
         return torch.cat([part.float().flatten() for part in parts])
 
     def load(self, row: int, values: Tensor, position: int) -> None:
-        """A row that has begun goes on from the state at ``position`` that ``values`` gave."""
+        """Set the state of a row to the ``values`` of a state at ``position``."""
         self._pool.begin_write(row, _owner(row))
         parts = self._pool.recurrent[:, row], self._pool.conv[:, row]
         for part, loaded in zip(parts, values.split([part.numel() for part in parts]), strict=True):
@@ -190,7 +190,7 @@ class ModelDrafter(Drafter):
         self._run_last_drafts(batch.rows)
 
     def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
-        """PrefillRun the known tokens that the target has run."""
+        """Run the known tokens that the target has run."""
         kv = PagedKV.of_chunk(self._kv_pool, self._table, chunk)
         with self._states.extend(chunk) as state:
             self._model.forward(chunk.tokens, ForwardContext(kv, state, chunk.positions))

@@ -104,6 +104,13 @@ class CacheManager:
             return table.ensure(row, ahead)
         return self.cache.evict_pages(missing) and table.ensure(row, num_positions)
 
+    def make_slot(self) -> bool:
+        """Free a state slot for the prefix cache, by eviction if need be; False if running requests hold all.
+
+        Asked before a drafter computes the features of a state that is to be left.
+        """
+        return self.is_on and self.cache.evict_states(1)
+
     def leave_chunk(self, request: Request, features: Tensor | None) -> None:
         """Cache a copy of a request's state at the end of its newest chunk."""
         own, position, states = request.held_slot, request.num_run, self._pools.states
@@ -234,7 +241,7 @@ class CacheManager:
 
     def _reserve(self) -> int | None:
         """Reserve a slot for a cached state; None if running requests use all."""
-        if not self.is_on or not self.cache.evict_states(1):
+        if not self.make_slot():
             return None
         return self._pools.states.reserve(PREFIX_CACHE)
 

@@ -191,7 +191,7 @@ class Engine:
         is_finite = self.runner.extend(runs)
         ready = self.scheduler.finish_runs(runs)
         for run, finite in zip(runs, is_finite, strict=True):
-            if finite and self.cache_manager.is_on:
+            if finite and self.cache_manager.make_slot():
                 self.cache_manager.leave_chunk(run.request, self._features(run.request, run.request.num_run))
         failed = [self._fail(run.request) for run, finite in zip(runs, is_finite, strict=True) if not finite]
         return failed + self._start([request for request in ready if request.row is not None])
@@ -278,7 +278,8 @@ class Engine:
         previous, request.num_run = request.num_run, request.root_position
         self.pools.counts.add(request.held_row, tokens)
         for position in self.cache_manager.tracked_positions(request, previous):
-            self.cache_manager.leave_at(request, position, self._features(request, position))
+            if self.cache_manager.make_slot():
+                self.cache_manager.leave_at(request, position, self._features(request, position))
         depths = (*range(1, len(result.tokens)), 0)
         figures: dict[str, Any] = {"depths": depths[:count], "logprobs": result.logprobs[:count]}
         return request.delta(tokens, text, reason, is_first=is_first, **figures)

@@ -175,8 +175,15 @@ class StateBuffers(ABC, Generic[PlanT]):
         """Keep the records or states of the accepted paths; runs on the device alone. Arguments as for ``commit``."""
 
     def advance(self, accepted: Sequence[int]) -> None:
-        """Count, on the host, what the last placed verify added to every row: ``accepted`` drafts and the root."""
-        self._advance(self._placed, accepted)
+        """Count, on the host, what the last placed verify added to every row: ``accepted`` drafts and the root.
+
+        Raises:
+            ValueError: no verify of so many rows was placed since the last call.
+        """
+        placed, self._placed = self._placed, HostVerifySlots((), ())
+        if len(placed.rows) != len(accepted):
+            raise ValueError(f"a verify of {len(placed.rows)} rows was placed, and {len(accepted)} are counted")
+        self._advance(placed, accepted)
 
     @abstractmethod
     def _advance(self, placed: HostVerifySlots, accepted: Sequence[int]) -> None:

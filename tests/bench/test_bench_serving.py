@@ -535,7 +535,6 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.slow
 def test_a_signal_ends_the_server_too(number: int, status: int, prompts: Path, tmp_path: Path) -> None:

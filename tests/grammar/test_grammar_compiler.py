@@ -132,7 +132,6 @@ def test_after_a_time_limit_the_next_grammar_compiles(
     assert accepts(compile_now(compiler, "regex", "after"), "after")
 
 
-@pytest.mark.slow
 def test_dead_process_memory_limit_and_close(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(tokenizer, 4096, (0,), timeout_s=60.0, cache_bytes=1 << 20)
     compile_now(compiler, "regex", "a")

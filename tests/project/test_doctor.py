@@ -51,7 +51,6 @@ def test_the_demo_passes(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in text
 
 
-@pytest.mark.slow
 def test_texts_that_differ_end_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,3 +30,11 @@ def test_the_fast_tier_keeps_its_power() -> None:
     tiers = [result.tier for result in results.values()]
     assert len(tiers) >= 60
     assert tiers.count("fast") >= 0.9 * (len(tiers) - tiers.count(ESCAPED))
+
+
+def test_the_recorded_tests_exist() -> None:
+    for result in read_results().values():
+        if result.test:
+            file, *names = result.test.partition("[")[0].split("::")
+            source = (ROOT / file).read_text("utf8")
+            assert all(re.search(rf"^ *(class|def) {name}\b", source, re.MULTILINE) for name in names), result

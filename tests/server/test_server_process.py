@@ -137,7 +137,6 @@ def test_a_signal_lets_running_requests_finish(number: signal.Signals) -> None:
         assert f"{number.name}: finishing the running requests, for 30 s at the most" in err
 
 
-@pytest.mark.slow
 def test_the_deadline_of_a_shutdown() -> None:
     with fake_process({"step_s": 0.1, "chunk": 1}, shutdown_timeout=0.3) as server:
         running = Completion(server.url)

@@ -25,7 +25,7 @@ from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.engine.step_inputs import StepInputs, StepKind
 from specmamba.errors import ConfigError
 from specmamba.trees import StaticTree, TreeFile
-from specmamba.verify.result import StepOutput as Outcome
+from specmamba.verify.result import StepOutput
 from tests.exactness import assert_same_greedy_texts, assert_same_sampled_texts
 from tests.tiny import write_tiny_checkpoint
 
@@ -82,7 +82,7 @@ def assert_same_answers(case: tuple[str, int], got: list[Any], expected: list[An
         assert_same_greedy_texts(texts, expected_texts, PROMPTS[:size], lambda: new_llm("plain"))
 
 
-class Watched(EagerReplay[Outcome]):
+class Watched(EagerReplay[StepOutput]):
     """Watches every step with the shapes that a captured one has; ``stays``: memory that every one must find again."""
 
     def __init__(self, stays: dict[str, torch.Tensor]) -> None:
@@ -91,8 +91,8 @@ class Watched(EagerReplay[Outcome]):
         self._stays = stays
 
     def run(
-        self, key: Hashable, function: Callable[[], Outcome], clear: Callable[[], None], fill: Callable[[], None]
-    ) -> Outcome:
+        self, key: Hashable, function: Callable[[], StepOutput], clear: Callable[[], None], fill: Callable[[], None]
+    ) -> StepOutput:
         if key not in self.traces:  # as before a capture
             clear()
             function()
@@ -105,11 +105,11 @@ class Watched(EagerReplay[Outcome]):
 
 def memory_that_stays(llm: LLM) -> dict[str, torch.Tensor]:
     """All of the pools, tables and inputs."""
-    pools, replays = llm.engine.pools, llm.engine.runner.graph_runner
-    assert replays is not None
-    found = {"table": pools.table.kv_slots, "tokens": replays.inputs.tokens, "parents": replays.inputs.parents}
+    pools, graphs = llm.engine.pools, llm.engine.runner.graph_runner
+    assert graphs is not None
+    found = {"table": pools.table.kv_slots, "tokens": graphs.inputs.tokens, "parents": graphs.inputs.parents}
     found |= {f"{name}[{i}]": x for name, side in (("k", pools.kv.k), ("v", pools.kv.v)) for i, x in enumerate(side)}
-    for owner in (pools.states, pools.state_buffers, replays.inputs.integers, replays.inputs.floats):
+    for owner in (pools.states, pools.state_buffers, graphs.inputs.integers, graphs.inputs.floats):
         named = {f"{type(owner).__name__}.{key}": value for key, value in vars(owner).items()}
         found |= {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
     return found
@@ -138,13 +138,13 @@ class TestText:
             asked += [("drawn", 3)]
         asked += [("filtered and penalized", 3)]
         with new_llm(drafts) as plain, new_llm(drafts, cuda_graph_max_bs=BUCKET) as replayed:
-            replays = replayed.engine.runner.graph_runner
-            assert replays is not None
-            assert replays.buckets == (1, 2, BUCKET)
+            graphs = replayed.engine.runner.graph_runner
+            assert graphs is not None
+            assert graphs.buckets == (1, 2, BUCKET)
             expected = {case: answer_all(plain, *case) for case in asked}
             for case in asked:
                 assert_same_answers(case, answer_all(replayed, *case), expected[case], plain)
-            replays.replay = EagerReplay(has_fixed_shapes=True)
+            graphs.replay = EagerReplay(has_fixed_shapes=True)
             for case in asked if IS_FULL else (("greedy", 1), ("filtered and penalized", 3)):
                 assert_same_answers(case, answer_all(replayed, *case), expected[case], plain)
 
@@ -202,8 +202,8 @@ class TestWhatIsReplayed:
     def counted(self, llm: LLM) -> list[StepKind]:
         kinds: list[StepKind] = []
 
-        class Counting(EagerReplay[Outcome]):
-            def run(self, key: Any, *rest: Any) -> Outcome:
+        class Counting(EagerReplay[StepOutput]):
+            def run(self, key: Any, *rest: Any) -> StepOutput:
                 kinds.append(key[0])
                 return super().run(key, *rest)
 
@@ -268,8 +268,8 @@ class TestWhatIsReplayed:
             table = llm.engine.pools.table
             table._is_mirrored, table._on_device = True, table._on_device.clone()
 
-            class Deaf(EagerReplay[Outcome]):
-                def run(self, *arguments: Any) -> Outcome:
+            class Deaf(EagerReplay[StepOutput]):
+                def run(self, *arguments: Any) -> StepOutput:
                     with monkeypatch.context() as patch:
                         patch.setattr(RequestTable, "kv_slots", property(lambda self: self._on_device))
                         return super().run(*arguments)
@@ -350,15 +350,15 @@ class TestOnAGPU:
     def test_a_replay_neither_waits_nor_allocates(self) -> None:
         with new_llm("tree", device="cuda") as llm:
             answer_all(llm, "greedy", 3)
-            replays = llm.engine.runner.graph_runner
-            assert replays is not None
-            inner = replays.replay
+            graphs = llm.engine.runner.graph_runner
+            assert graphs is not None
+            inner = graphs.replay
             grown: list[int] = []
 
-            class Strict(EagerReplay[Outcome]):
+            class Strict(EagerReplay[StepOutput]):
                 has_fixed_shapes = True
 
-                def run(self, key: Any, function: Any, clear: Any, fill: Any) -> Outcome:
+                def run(self, key: Any, function: Any, clear: Any, fill: Any) -> StepOutput:
                     before = torch.cuda.memory_stats()["allocation.all.allocated"]
                     torch.cuda.set_sync_debug_mode("error")
                     try:
@@ -368,7 +368,7 @@ class TestOnAGPU:
                     grown.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
                     return outcome
 
-            replays.replay = Strict(True)
+            graphs.replay = Strict(True)
             answer_all(llm, "greedy", 3)
             assert grown
             assert not any(grown)

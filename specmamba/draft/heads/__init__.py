@@ -212,7 +212,7 @@ class MTPDrafter(Drafter):
         return states[:, -tokens.shape[1] :]
 
     def _run_pending(self, batch: Batch, pending_tokens: PendingTokens, num_entries: int) -> list[Tensor]:
-        """PrefillRun the pending tokens through all modules; return the states of each module, [B, longest, H]."""
+        """Run the pending tokens through all modules; return the states of each module, [B, longest, H]."""
         longest, rows = pending_tokens.max_count, batch_rows(batch)
         window = self._window = Window.of(self._table, batch, pending_tokens, num_entries)
         tokens = rows.take(self.pending.tokens)[:, :longest]

@@ -64,7 +64,7 @@ class Service:
             RequestError: the text is not valid Unicode.
         """
         check_fits(self.tokenizer, text, self.context_length)
-        return await off_loop(len(text), self.tokenizer.encode, text, add_special_tokens)
+        return await off_loop(len(text), self.tokenizer.encode, text, add_special_tokens, encodes=True)
 
     def hidden_ids(self, body: GenerationRequest) -> frozenset[int]:
         """The tokens that end an answer and have no text in it."""

@@ -36,11 +36,14 @@ _FOR_LARGE = ThreadPoolExecutor(max_workers=2, thread_name_prefix="large-texts")
 _MAX_PENDING = 64  # deltas of a choice that are kept one by one: merging each with all before it would take longer
 
 
-async def off_loop(size: int, function: Callable[..., T], *args: object) -> T:
-    """Call a function on ``size`` characters or tokens: directly when there is little to do, else on a thread."""
+async def off_loop(size: int, function: Callable[..., T], *args: object, encodes: bool = False) -> T:
+    """Call a function on ``size`` characters or tokens: directly when there is little to do, else on a thread.
+
+    Large texts that the function ``encodes`` share two threads; other work does not wait for them.
+    """
     if size <= INLINE_SIZE:
         return function(*args)
-    pool = _FOR_LARGE if size > _LARGE else None
+    pool = _FOR_LARGE if encodes and size > _LARGE else None
     return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
 
 

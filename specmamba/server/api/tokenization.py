@@ -209,7 +209,7 @@ def tokenize_routes(service: Service) -> APIRouter:
 
 async def _answer(size: int, work: Callable[[], BaseModel]) -> Response:
     """Answer with the result of ``work`` on ``size`` characters or tokens. It is made and serialized off the loop."""
-    content = await off_loop(size, lambda: work().model_dump_json())
+    content = await off_loop(size, lambda: work().model_dump_json(), encodes=True)
     return Response(content, media_type="application/json")
 
 

@@ -39,8 +39,6 @@ from specmamba.kernels.aot.table import (
 from specmamba.kernels.gpu import Variant
 from tests.repository import ROOT
 
-pytestmark = pytest.mark.slow
-
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 WHOLE, *SAMPLED = ("sm_90", "sm_80", "gfx942")
 KERNELS = ROOT / "kernels"
@@ -146,6 +144,7 @@ def run_examples(tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("target", TARGETS if IS_FULL else [WHOLE])
+@pytest.mark.slow
 def test_every_variant_is_as_the_table_says(target: str) -> None:
     """Where the interpreter was asked for, it is turned off."""
     result = run_command("--target", target, TRITON_INTERPRET="1")
@@ -181,6 +180,7 @@ print(json.dumps(wrong + [difference.text for difference in differences if diffe
 
 @pytest.mark.skipif(IS_FULL, reason="all variants are compiled for all targets")
 @pytest.mark.parametrize(("parity", "target"), list(enumerate(SAMPLED)))
+@pytest.mark.slow
 def test_some_variants_are_as_the_table_says(parity: int, target: str) -> None:
     jobs = [(job.operator, job.module, job.variant) for job in sample(parity)]
     result = run_python("-c", SAMPLE, target, json.dumps(jobs))
@@ -266,6 +266,7 @@ def reachable(functions: dict[Function, set[Function]], roots: set[Function]) ->
     return live
 
 
+@pytest.mark.slow
 def test_a_kernel_without_a_variant_is_found(tmp_path: Path) -> None:
     for operator, text in {
         "one": """
@@ -300,6 +301,7 @@ def test_a_kernel_without_a_variant_is_found(tmp_path: Path) -> None:
 # The command over examples
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_named(run_examples: Run) -> None:
     result = run_examples(list(VARIANTS), "--target", "sm_80", "--write")
     assert result.returncode == 1
@@ -319,6 +321,7 @@ def test_what_is_wrong_is_named(run_examples: Run) -> None:
     assert "nothing is written" in result.stderr
 
 
+@pytest.mark.slow
 def test_what_is_wrong_on_amd_is_named(run_examples: Run) -> None:
     result = run_examples(["fine", "spilling", "oversize"], "--target", "gfx942")
     assert result.returncode == 1
@@ -328,6 +331,7 @@ def test_what_is_wrong_on_amd_is_named(run_examples: Run) -> None:
     assert "fine: 16x64: " not in result.stderr.replace("fine: 16x64: not in the table", "")
 
 
+@pytest.mark.slow
 def test_a_table_is_written_and_met(run_examples: Run, tmp_path: Path) -> None:
     written = run_examples(["fine", "aligned"], "--target", "sm_90", "--write")
     assert written.returncode == 0, written.stdout + written.stderr
@@ -443,6 +447,7 @@ def test_arguments_that_make_no_sense(arguments: list[str], capsys: pytest.Captu
     assert "usage:" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_kernels_of_the_interpreter_are_refused() -> None:
     """They cannot be compiled, and Triton's own words for it are obscure."""
     if os.environ.get("TRITON_INTERPRET") != "1":

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from specmamba.kernels import gpu, ssd
+from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.ssd import reference, torch_ops
-from specmamba.kernels.state_records import Buffers, TreePlacement, as_stored
+from specmamba.kernels.state_records import Buffers, ExtendOperands, RowSet, TreePlacement, as_stored
 from specmamba.kernels.state_records import reference as records_reference
 from tests.kernels.recurrent.layer_case import copied, make_buffers_and_trees, moved, values
 from tests.kernels.recurrent.records import Records, make_records, make_state
@@ -298,3 +300,11 @@ def test_snapshots(heads: tuple[int, int, int, int], nodes: int, has_parents: bo
     torch.testing.assert_close(buffer[1:-1, :nodes].cpu().double(), want_snapshots, **TOLERANCE)
     assert buffer[[0, -1]].isnan().all()
     assert buffer[:, nodes:].isnan().all()
+
+
+@pytest.mark.parametrize("can_launch", [True, False])
+def test_the_operator_takes_triton_where_it_can(can_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, state = make_tokens(1, 1, ODD, seed=26), make_state(1, ODD, seed=27)
+    operands = ExtendOperands(state, state, RowSet.of([0], state.device), torch.tensor([1]))
+    monkeypatch.setattr(gpu, "can_launch", lambda *_: can_launch)
+    assert operator_of(ssd.advance).choose(*tokens, operands) == ("triton" if can_launch else "torch")
