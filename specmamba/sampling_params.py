@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -91,8 +91,7 @@ class SamplingParams(BaseModel):
         return bool(self.logit_bias or self.grammar) or self.logprobs is not None or not self.speculative
 
 
-@dataclass(frozen=True, slots=True)
-class Penalties:
+class Penalties(NamedTuple):
     """Penalty strengths, all [B] float32; neutral (0, 0, 1) for rows without penalties."""
 
     presence: Tensor

@@ -5,40 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specmamba.cache.shapes import StateShape
 from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, rowwise
 from specmamba.kernels.state_records import StateOperands
 from specmamba.layers.context import LayerContext
-from specmamba.layers.primitives import Linear
+from specmamba.layers.primitives import RecurrentLayer
 
 
-class GatedDeltaNet:
-    """One recurrent layer; its state lives at ``state_layer`` of the state pool."""
+class GatedDeltaNet(RecurrentLayer[delta_net.Weights]):
+    """One recurrent layer.
 
-    def __init__(
-        self, state_layer: int, shape: StateShape, project: Linear, out: Linear, weights: delta_net.Weights
-    ) -> None:
-        """Make the layer from its projections and weights.
-
-        Args:
-            state_layer: where this layer's state lives in the state pool.
-            shape: of the state; C = 2 Hk K + Hv V convolution channels.
-            project: H -> C + Hv V + 2 Hv, in the order q, k, v, output gate, beta, decay.
-            out: Hv V -> H.
-            weights: of the operators between the two.
-        """
-        self._state_layer = state_layer
-        self._num_heads = shape.num_value_heads
-        value_size = shape.num_value_heads * shape.value_dim
-        self._sizes = [shape.conv_channels, value_size, shape.num_value_heads, shape.num_value_heads]
-        self._in, self._out = project, out
-        self._weights = weights
+    Its input projection gives C + Hv V + 2 Hv numbers, in the order q, k, v, output gate, beta, decay, of which
+    C = 2 Hk K + Hv V are convolved; the output projection takes Hv V.
+    """
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
         assert context.state is not None
-        mixed, gate, b, a = torch.split_with_sizes(self._in(x), self._sizes, -1)
-        inputs = delta_net.Inputs(mixed, gate.unflatten(-1, (self._num_heads, -1)), b, a)
+        s, heads = self._shape, self._shape.num_value_heads
+        sizes = [s.conv_channels, heads * s.value_dim, heads, heads]
+        mixed, gate, b, a = torch.split_with_sizes(self._in(x), sizes, -1)
+        inputs = delta_net.Inputs(mixed, gate.unflatten(-1, (heads, -1)), b, a)
         state = context.state.operands(self._state_layer)
         if delta_net.can_fuse(state, inputs, self._weights):
             out = delta_net.tree_verify(inputs, self._weights, state.buffers, state.trees)

@@ -5,39 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specmamba.cache.shapes import StateShape
 from specmamba.kernels import causal_conv1d, mamba2, ssd
 from specmamba.kernels.state_records import StateOperands
 from specmamba.layers.context import LayerContext
-from specmamba.layers.primitives import Linear
+from specmamba.layers.primitives import RecurrentLayer
 
 
-class Mamba2:
-    """One recurrent layer; its state lives at ``state_layer`` of the state pool."""
+class Mamba2(RecurrentLayer[mamba2.Weights]):
+    """One recurrent layer; groups and state size are the keys of its state, heads and head size the values.
 
-    def __init__(
-        self, state_layer: int, shape: StateShape, project: Linear, out: Linear, weights: mamba2.Weights
-    ) -> None:
-        """Make the layer from its projections and weights.
-
-        Args:
-            state_layer: where this layer's state lives in the state pool.
-            shape: of the state: groups and state size as keys, heads and head size as values; C convolution channels.
-            project: H -> inner + C + heads, in the order gate, convolution's input (x, B, C), step size.
-            out: inner -> H.
-            weights: of the operators between the two.
-        """
-        self._state_layer = state_layer
-        inner = shape.num_value_heads * shape.value_dim
-        self._sizes = [inner, shape.conv_channels, shape.num_value_heads]
-        self._in, self._out = project, out
-        self._weights = weights
+    Its input projection gives inner + C + heads numbers, in the order gate, convolution's input (x, B, C), step size;
+    the output projection takes the inner channels, heads times head size.
+    """
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
         assert context.state is not None
-        gate, mixed, dt = torch.split_with_sizes(self._in(x), self._sizes, -1)
-        inputs = mamba2.Inputs(gate, mixed, dt)
+        s = self._shape
+        sizes = [s.num_value_heads * s.value_dim, s.conv_channels, s.num_value_heads]
+        inputs = mamba2.Inputs(*torch.split_with_sizes(self._in(x), sizes, -1))
         state = context.state.operands(self._state_layer)
         if mamba2.can_fuse(state, inputs, self._weights):
             return self._out(mamba2.tree_verify(inputs, self._weights, state.buffers, state.trees))

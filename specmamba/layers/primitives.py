@@ -1,15 +1,19 @@
-"""Parts of layers: matrix product, RMS norm, rotary position embedding."""
+"""Parts of layers: matrix product, RMS norm, rotary position embedding, the frame of recurrent layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from specmamba.cache.shapes import StateShape
 from specmamba.kernels import linear, rowwise
 from specmamba.kernels.linear import WeightForm
 from specmamba.kernels.native import library
+
+W = TypeVar("W")
 
 
 class Linear:
@@ -67,3 +71,20 @@ class Rotary:
     def angles(self, positions: Tensor, dtype: torch.dtype) -> RotaryAngles:
         """Cosines and sines at positions [B, L] int64, computed in float32 and rounded to ``dtype``."""
         return RotaryAngles(*rowwise.rotary_angles(positions, self._inverse_frequencies, self._scaling, dtype))
+
+
+class RecurrentLayer(Generic[W]):
+    """The projections of a recurrent layer, and the weights of the operators between them."""
+
+    def __init__(self, state_layer: int, shape: StateShape, project: Linear, out: Linear, weights: W) -> None:
+        """Make the layer from its projections and weights.
+
+        Args:
+            state_layer: where this layer's state lives in the state pool.
+            shape: of the state.
+            project: hidden size -> the operators' inputs, side by side; see the layer.
+            out: the operators' outputs -> hidden size.
+            weights: of the operators.
+        """
+        self._state_layer, self._shape = state_layer, shape
+        self._in, self._out, self._weights = project, out, weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,14 @@ class Heads:
         return (KVShape(num_layers, self.num_key_heads, self.head_dim),) if num_layers else ()
 
 
+class AttentionScales(NamedTuple):
+    """Factors that a family multiplies into an attention layer's input, keys and output."""
+
+    layer_in: float = 1.0
+    keys: float = 1.0
+    layer_out: float = 1.0
+
+
 def attention_layer(
     weights: Weights,
     prefix: str,
@@ -80,9 +88,7 @@ def attention_layer(
     width: int | None = None,
     norm_eps: float | None = None,
     score_scale: float | None = None,
-    in_scale: float = 1.0,
-    key_scale: float = 1.0,
-    out_scale: float = 1.0,
+    scales: AttentionScales | None = None,
 ) -> Attention:
     """Make the attention layer whose tensors are named ``prefix``q_proj, k_proj, v_proj and o_proj.
 
@@ -97,14 +103,13 @@ def attention_layer(
         width: of the layer's input; None: the hidden size.
         norm_eps: epsilon of the norms of queries and keys, ``prefix``q_norm and k_norm; None: there are no such norms.
         score_scale: factor of the scores; None: 1 / sqrt(head size).
-        in_scale: factor of the layer's input.
-        key_scale: factor of the keys.
-        out_scale: factor of the layer's output.
+        scales: factors of the layer's input, keys and output; None: 1.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
     """
     hidden, dim = weights.config.hidden_size, heads.head_dim
+    in_scale, key_scale, out_scale = scales or AttentionScales()
     key_width = heads.num_key_heads * dim
     parts = {"q_proj": (heads.width, 1.0), "k_proj": (key_width, key_scale), "v_proj": (key_width, 1.0)}
     norm = None if norm_eps is None else head_norms(weights, prefix, heads)

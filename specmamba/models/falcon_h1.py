@@ -15,7 +15,7 @@ from specmamba.cache.shapes import StateShape
 from specmamba.errors import UnsupportedModelError
 from specmamba.layers.context import LayerContext
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.common_layers import Heads, attention_layer, gated_mlp, require_silu
+from specmamba.models.common_layers import AttentionScales, Heads, attention_layer, gated_mlp, require_silu
 from specmamba.models.hybrid import Block, Layer
 from specmamba.models.mamba2_family import Mamba2Config, mamba2_layer
 from specmamba.models.tensor_reader import TensorReader
@@ -68,29 +68,20 @@ class FalconWeights(Weights):
             norm_before_gate=config.mamba_norm_before_gate,
         )
         self._channel_scale = _channel_scale(config.ssm_multipliers, self.mamba.shape)
+        self._mamba_scales = config.ssm_in_multiplier, config.ssm_out_multiplier
+        self._attention_scales = AttentionScales(
+            config.attention_in_multiplier, config.key_multiplier, config.attention_out_multiplier
+        )
 
     def block(self, layer: int) -> Block:
         """Attention and Mamba2 in parallel, then an MLP."""
         c, prefix = self.config, f"model.layers.{layer}."
         mixers = Sum(
             mamba2_layer(
-                self,
-                f"{prefix}mamba.",
-                layer,
-                self.mamba,
-                in_scale=c.ssm_in_multiplier,
-                channel_scale=self._channel_scale,
-                out_scale=c.ssm_out_multiplier,
+                self, f"{prefix}mamba.", layer, self.mamba, channel_scale=self._channel_scale, scales=self._mamba_scales
             ),
             attention_layer(
-                self,
-                f"{prefix}self_attn.",
-                layer,
-                self.heads,
-                has_bias=c.attention_bias,
-                in_scale=c.attention_in_multiplier,
-                key_scale=c.key_multiplier,
-                out_scale=c.attention_out_multiplier,
+                self, f"{prefix}self_attn.", layer, self.heads, has_bias=c.attention_bias, scales=self._attention_scales
             ),
         )
         gate_scale, down_scale = c.mlp_multipliers

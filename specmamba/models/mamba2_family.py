@@ -126,9 +126,8 @@ def mamba2_layer(
     state_layer: int,
     config: Mamba2Config,
     *,
-    in_scale: float = 1.0,
     channel_scale: Tensor | None = None,
-    out_scale: float = 1.0,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Mamba2:
     """Make the layer whose tensors are named ``prefix``in_proj, conv1d, A_log, D, dt_bias, norm and out_proj.
 
@@ -137,9 +136,8 @@ def mamba2_layer(
         prefix: ends in a dot.
         state_layer: index of the layer's state in the state pool.
         config: of all Mamba2 layers of the model.
-        in_scale: factor of the layer's input.
         channel_scale: [inner + C + heads], factors of the input projection's output.
-        out_scale: factor of the layer's output.
+        scales: factors of the layer's input and output.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
@@ -171,9 +169,9 @@ def mamba2_layer(
         head_dim=shape.value_dim,
         dt_limit=_time_step_range(config.dt_limit),
     )
-    project = _mamba2_projection(weights, f"{prefix}in_proj", config, in_scale, channel_scale)
+    project = _mamba2_projection(weights, f"{prefix}in_proj", config, scales[0], channel_scale)
     hidden = weights.config.hidden_size
-    out = weights.take_linear(f"{prefix}out_proj", hidden, inner, config.has_out_bias, out_scale)
+    out = weights.take_linear(f"{prefix}out_proj", hidden, inner, config.has_out_bias, scales[1])
     return Mamba2(state_layer, shape, project, out, operands)
 
 

@@ -172,12 +172,12 @@ class TensorReader:
                 raise CheckpointError(f"{file} has {len(names)} tensors; {MAX_TENSORS} is the most that is read")
             slices = {name: handle.get_slice(name) for name in names}
             return [StoredTensor(name, file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()]
+        except (SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{file} is truncated or not a safetensors file: {error}") from None
         except FileNotFoundError:
             raise CheckpointError(f"{file} is missing, though {INDEX_FILE} names it") from None
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
-        except (SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{file} is truncated or not a safetensors file: {error}") from None
 
 
 class ShapeReader(TensorReader):

@@ -262,10 +262,5 @@ def _result(choice: Choice, contests: Mapping[str, ContestFigures]) -> dict[str,
 
 
 def _as_json(found: ContestFigures) -> dict[str, float]:
-    return {
-        "accept_length": found.accept_length,
-        "step_ms": found.step_ms,
-        "tokens_per_second": found.tokens_per_second,
-        "wall_tokens_per_second": found.wall_tokens_per_second,
-        "speedup": found.speedup,
-    }
+    names = ("accept_length", "step_ms", "tokens_per_second", "wall_tokens_per_second", "speedup")
+    return {name: getattr(found, name) for name in names}
