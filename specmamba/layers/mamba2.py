@@ -20,14 +20,15 @@ class Mamba2(RecurrentLayer[mamba2.Weights]):
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
-        assert context.state is not None
         s = self._shape
         sizes = [s.num_value_heads * s.value_dim, s.conv_channels, s.num_value_heads]
         inputs = mamba2.Inputs(*torch.split_with_sizes(self._in(x), sizes, -1))
+        assert context.state is not None
         state = context.state.operands(self._state_layer)
-        if mamba2.can_fuse(state, inputs, self._weights):
-            return self._out(mamba2.tree_verify(inputs, self._weights, state.buffers, state.trees))
-        return self._out(mix(inputs, self._weights, state))
+        w = self._weights
+        if not mamba2.can_fuse(state, inputs, w):
+            return self._out(mix(inputs, w, state))
+        return self._out(mamba2.tree_verify(inputs, w, state.buffers, state.trees))
 
 
 def mix(inputs: mamba2.Inputs, weights: mamba2.Weights, state: StateOperands) -> Tensor:

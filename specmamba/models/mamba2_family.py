@@ -102,8 +102,7 @@ class Mamba2Config:
             shape=mamba2_shape(c.mamba_n_groups, c.mamba_d_state, c.mamba_n_heads, c.mamba_d_head, c.mamba_d_conv),
             norm_eps=c.rms_norm_eps,
             norm_groups=c.mamba_n_groups,
-            has_in_bias=c.mamba_proj_bias,
-            has_out_bias=c.mamba_proj_bias,
+            **dict.fromkeys(("has_in_bias", "has_out_bias"), c.mamba_proj_bias),
             has_conv_bias=c.mamba_conv_bias,
             dt_limit=c.time_step_limit,
         )

@@ -6,7 +6,7 @@ import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice, pairwise
 
 import numpy as np
@@ -63,13 +63,8 @@ class Counters:
             num_tokens=tree.num_tokens,
             num_states=num_states,
             num_locked_tokens=tree.num_locked_tokens,
-            query_tokens=self.query_tokens,
-            hit_tokens=self.hit_tokens,
             misses={reason: self.misses[reason] for reason in MISS_REASONS},
-            inserted_tokens=self.inserted_tokens,
-            evicted_tokens=self.evicted_tokens,
-            evicted_states=self.evicted_states,
-            duplicate_states=self.duplicate_states,
+            **{count.name: getattr(self, count.name) for count in fields(self) if count.name != "misses"},
         )
 
 
