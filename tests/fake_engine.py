@@ -244,6 +244,10 @@ class Served:
     server: ApiServer
     http: httpx.Client
 
+    def wait_for_calls(self) -> None:
+        """Wait until every call has ended and is logged: a client sees the end of an answer a little earlier."""
+        wait_until(lambda: not self.server.server_state.tasks)
+
     def complete(self, **body: object) -> httpx.Response:
         return self.http.post("/v1/completions", json=body)
 

@@ -25,10 +25,16 @@ CANARY = "pineapple"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def shared_server() -> Iterator[Served]:
     with serving(api_key="sk-secret", metrics_compat="vllm", served_model_name="org/model") as served:
         served.http.headers.update(SECRETS)
         yield served
+
+
+@pytest.fixture
+def served(shared_server: Served) -> Served:
+    shared_server.wait_for_calls()  # else calls of the test before are logged and counted in this one
+    return shared_server
 
 
 @contextmanager
@@ -54,11 +60,12 @@ def logged(served: Served, *calls: dict[str, Any], headers: dict[str, str] | Non
     with log_lines(JsonFormatter()) as lines:
         for body in calls:
             served.http.post("/v1/completions", json=body, headers=headers)
-        served.http.get("/health")  # on the same connection: the calls before it have ended
+            served.wait_for_calls()
     return [json.loads(line) for line in lines]
 
 
 def metrics(served: Served) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    served.wait_for_calls()
     families = text_string_to_metric_families(served.http.get("/metrics").text)
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -150,12 +157,12 @@ def test_calls_that_only_read_are_logged_at_level_debug(served: Served) -> None:
     with log_lines(JsonFormatter()) as lines:
         served.http.get("/health")
         served.http.get("/nowhere")
-        served.http.get("/health")
+        served.wait_for_calls()
     assert [json.loads(line)["endpoint"] for line in lines] == ["GET /nowhere"]
     with log_lines(JsonFormatter(), logging.DEBUG) as lines:
         served.http.get("/health")
-        served.http.get("/health")
-    assert "GET /health" in [json.loads(line).get("endpoint") for line in lines]
+        served.wait_for_calls()
+    assert [json.loads(line).get("endpoint") for line in lines] == ["GET /health"]
 
 
 def test_request_lines_can_be_turned_off() -> None:
@@ -169,7 +176,7 @@ def test_clients_cannot_forge_log_lines(served: Served, formatter: logging.Forma
     forged = "/x%0A2026-01-01 00:00:00,000 CRITICAL specmamba: forged%1B[2J%C2%85%E2%80%A8 status=200 %22"
     with log_lines(formatter) as lines:
         served.http.get(forged, headers={ID: "a%0Ab"})
-        served.http.get("/health")
+        served.wait_for_calls()
     # not through a logger: what pytest catches there goes to another process, as UTF-8
     said = {"name": "specmamba", "levelname": "INFO", "msg": "it says %s", "args": ("one\ntwo\r\u2028\udc80",)}
     lines.append(formatter.format(logging.makeLogRecord(said)))
