@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from specmamba.sampling_params import MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
+from specmamba.sampling_params import LogitSettings, Temperature
 
 DEMO_MODEL = Path(__file__).parent / "demo"
 
@@ -334,17 +334,11 @@ def _draft_model_problem(config: EngineConfig) -> str | None:
     return None
 
 
-class GenerateConfig(EngineConfig):
+class GenerateConfig(LogitSettings, EngineConfig):
     """``specmamba generate``: one prompt, streamed to the terminal."""
 
     prompt: Annotated[str | None, Field(description="the prompt; none: standard input")] = None
     max_tokens: Annotated[int, Field(ge=1, description="new tokens at the most")] = 128
     temperature: Temperature = 0.0
-    top_p: TopP = 1.0
-    top_k: TopK = 0
-    min_p: MinP = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
     stop: Annotated[list[str], Field(description="a string that ends the text; may be given again")] = []
     ignore_eos: Annotated[bool, Field(description="go on after the end-of-text token")] = False

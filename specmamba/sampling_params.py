@@ -42,7 +42,18 @@ class GrammarSpec(BaseModel):
     ] = ""
 
 
-class SamplingParams(BaseModel):
+class LogitSettings(BaseModel):
+    """Filters and penalties: they change the logits of every token, and are neutral by default."""
+
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+
+
+class SamplingParams(LogitSettings):
     """How the tokens of one request are chosen and when it ends. Validated, immutable.
 
     ``temperature`` 0 is greedy. With a ``seed`` and the acceptance rule "target" the text depends on nothing else: not
@@ -54,12 +65,6 @@ class SamplingParams(BaseModel):
 
     max_tokens: Annotated[int, Field(ge=0, description="new tokens at the most; 0: the prompt is only run")] = 16
     temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    top_k: TopK = 0
-    min_p: MinP = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
     seed: Seed | None = None
     stop: Annotated[tuple[StopString, ...], Field(max_length=MAX_STOP_STRINGS)] = ()
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MAX_STOP_IDS)] = ()
