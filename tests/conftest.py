@@ -77,3 +77,10 @@ def needs_native() -> None:
 def no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admit every request that fits at all, without headroom: small pools preempt often then."""
     monkeypatch.setattr("specmamba.engine.scheduler.HEADROOM", 0)
+
+
+@pytest.fixture
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the settings that the environment of the test run may hold."""
+    for name in [name for name in os.environ if name.upper().startswith("SPECMAMBA_")]:
+        monkeypatch.delenv(name)

@@ -17,17 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-DRAFTS: dict[str, dict[str, Any]] = {
-    "plain": {"speculative_algorithm": "none"},
-    "chain": {"speculative_algorithm": "mtp", "speculative_num_steps": 3},
-    "tree": {
-        "speculative_algorithm": "mtp",
-        "speculative_num_steps": 4,
-        "speculative_eagle_topk": 4,
-        "speculative_num_draft_tokens": 8,
-    },
-    "ngram": {"speculative_algorithm": "ngram", "speculative_num_steps": 3},
-}
+from tests.drafts import DRAFTS
+
 PROMPTS = (
     "import os\n",
     "class Stack:\n    ",
@@ -36,6 +27,7 @@ PROMPTS = (
     "for i in range(10):\n    ",
     "try:\n    ",
 )
+ROOT = Path(__file__).parents[1]
 NUM_STEPS, WARM_UPS = 24, 2
 
 
@@ -78,8 +70,8 @@ def step_time(llm: Any, batch: int) -> float:
 
 def compare(old: Path, new: Path, dtype: str, rounds: int) -> list[dict[str, Any]]:
     """Measure both checkouts in turns, the first of each round by turns too."""
-    command = [sys.executable, __file__, "--serve", dtype]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", "tests.step_time", "--serve", dtype]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
     processes = [subprocess.Popen([*command, str(checkout.resolve())], **pipes) for checkout in (old, new)]
 
     def ask(process: Any, name: str, batch: int) -> float:

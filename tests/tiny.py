@@ -36,6 +36,15 @@ DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+# A vision tower beside a language model; ``out_hidden_size`` is the language model's.
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
 
 
 def tiny_config(**overrides: Any) -> Qwen3_5TextConfig:

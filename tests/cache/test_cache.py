@@ -17,13 +17,13 @@ from specmamba.cache.kv_pool import KVPool, PageAllocator, Pages
 from specmamba.cache.request_table import RequestTable, TokenCounts
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
-from specmamba.core import Batch, TreeShape
-from specmamba.draft.drafter import chain_shape, tree_shape
+from specmamba.core import Batch
+from specmamba.draft.drafter import chain_shape
 from specmamba.kernels import causal_conv1d, gated_delta_rule
 from specmamba.kernels.state_records import RowSet
 from specmamba.sampling_params import SamplingBatch, SamplingParams
 from specmamba.verify.record_buffers import RecordBuffers
-from tests.kernels.trees import path_to, random_parents
+from tests.kernels.trees import path_to, random_parents, real_nodes, shape_of
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2
@@ -484,17 +484,6 @@ class Bench:
             "g": -torch.rand(batch, nodes, s.num_value_heads) * 0.5,
             "beta": torch.rand(batch, nodes, s.num_value_heads),
         }
-
-
-def shape_of(parents: Sequence[list[int]]) -> TreeShape:
-    tensor = torch.tensor(list(parents))
-    if all(tree == list(range(-1, len(tree) - 1)) for tree in parents):
-        return chain_shape(len(parents), tensor.shape[1], CPU)
-    return tree_shape(tensor, tensor.shape[1])
-
-
-def real_nodes(parents: list[int]) -> list[int]:
-    return [0, *(i for i in range(1, len(parents)) if parents[i] >= 0)]
 
 
 CHAIN_ONLY, ANY_TREE = ("chain",), ("chain", "star", "binary", "bushy", "padded")

@@ -23,23 +23,13 @@ from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
 from specmamba.engine.runner import Runner
 from specmamba.models.tokenizer import Tokenizer
+from tests.drafts import DRAFTS
 from tests.exactness import assert_same_greedy_texts
 
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
 NUM_TOKENS = 64 if IS_FULL else 16
 TRACK_INTERVAL = 5
 
-DRAFTS: dict[str, dict[str, Any]] = {
-    "plain": {"speculative_algorithm": "none"},
-    "chain": {"speculative_algorithm": "mtp", "speculative_num_steps": 3},
-    "tree": {
-        "speculative_algorithm": "mtp",
-        "speculative_num_steps": 4,
-        "speculative_eagle_topk": 4,
-        "speculative_num_draft_tokens": 8,
-    },
-    "ngram": {"speculative_algorithm": "ngram"},
-}
 STRATEGIES, PAGES, CHUNKS = ("no_buffer", "extra_buffer"), (1, 16), (16, 64, 1000)
 ALL = list(itertools.product(STRATEGIES, DRAFTS, PAGES, CHUNKS))
 # every pair of settings is in one of these

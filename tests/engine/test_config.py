@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,10 +36,7 @@ SERVER_FLAGS = {"--host": "0.0.0.0", "--port": "8000", "--api-key": "secret", "-
 GENERATE_FLAGS = {"--prompt": "text", "--max-tokens": "12", "--temperature": "0.8"}
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.upper().startswith("SPECMAMBA_")]:
-        monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_settings_from_outside")
 
 
 def serve(*arguments: str) -> ServerConfig:

@@ -14,6 +14,14 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=["torch", "native"])
+def form(request: pytest.FixtureRequest) -> str:
+    """Which form of an operator a test runs."""
+    if request.param == "native":
+        request.getfixturevalue("needs_native")
+    return str(request.param)
+
+
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
     """``torch.set_num_threads`` for the rest of a test; what was before comes back even where the test fails."""

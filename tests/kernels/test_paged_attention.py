@@ -36,13 +36,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 HEADS = pytest.mark.parametrize("heads", [(2, 2, 16), (6, 2, 8), (5, 1, 7), (4, 2, 67), (8, 2, 256)])
 
 
-@pytest.fixture(params=OPS)
-def form(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        request.getfixturevalue("needs_native")
-    return str(request.param)
-
-
 def make(batch: int, nodes: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype) -> Inputs:
     """q, the two pools (NaN in every row that kv_indices does not name) and kv_indices [B, L] without repeats."""
     query_heads, kv_heads, width = heads

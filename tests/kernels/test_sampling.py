@@ -257,9 +257,8 @@ def test_argmax_matches_reference(ops: ModuleType, nodes: int, vocabulary: int, 
     assert torch.equal(ops.argmax(logits), reference.argmax(logits))
 
 
-@DTYPES
-@pytest.mark.parametrize("vocabulary", [1, 16, 37])
-def test_has_finite_max_matches_reference(ops: ModuleType, vocabulary: int, dtype: torch.dtype) -> None:
+def logits_of_any_maximum(vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits [3, 5, V] whose maxima are finite, infinite and NaN, and which maxima are finite."""
     logits = torch.full((3, 5, vocabulary), -torch.inf, dtype=dtype)
     logits[1:] = torch.randn(2, 5, vocabulary)
     logits[0, 0, vocabulary // 2] = -1e30
@@ -267,6 +266,13 @@ def test_has_finite_max_matches_reference(ops: ModuleType, vocabulary: int, dtyp
         logits[1, node, vocabulary - 1] = value
     want = reference.has_finite_max(logits)
     assert want[:2].tolist() == [[True, *[False] * 4], [False, False, vocabulary > 1, True, True]]
+    return logits, want
+
+
+@DTYPES
+@pytest.mark.parametrize("vocabulary", [1, 16, 37])
+def test_has_finite_max_matches_reference(ops: ModuleType, vocabulary: int, dtype: torch.dtype) -> None:
+    logits, want = logits_of_any_maximum(vocabulary, dtype)
     assert torch.equal(ops.has_finite_max(logits), want)
 
 

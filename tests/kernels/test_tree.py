@@ -18,13 +18,6 @@ def guesses(parents: Tensor, vocabulary: int, seed: int) -> tuple[Tensor, Tensor
     return tokens, target_tokens
 
 
-@pytest.fixture(params=["torch", "native"])
-def form(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        request.getfixturevalue("needs_native")
-    return str(request.param)
-
-
 def accept(form: str, tokens: Tensor, parents: Tensor, mask: Tensor, target_tokens: Tensor) -> tuple[Tensor, ...]:
     if form == "native":
         return native_ops.accepted_path(tokens, parents, mask, target_tokens)

@@ -1,9 +1,13 @@
 """Draft trees for tests: named shapes and random ones, always topologically ordered with node 0 as the root."""
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from specmamba.core import TreeShape
+from specmamba.draft.drafter import chain_shape, tree_shape
 
 SHAPES = ("chain", "star", "binary", "bushy", "padded")
 
@@ -45,3 +49,16 @@ def mask_of(parents: Tensor) -> Tensor:
         for i in range(len(row)):
             mask[b, i, path_to(row, i)] = True
     return mask
+
+
+def shape_of(parents: Sequence[list[int]]) -> TreeShape:
+    """The shape of a batch of trees, as a drafter declares it: chains are declared as chains."""
+    tensor = torch.tensor(list(parents))
+    if all(tree == list(range(-1, len(tree) - 1)) for tree in parents):
+        return chain_shape(len(parents), tensor.shape[1], torch.device("cpu"))
+    return tree_shape(tensor, tensor.shape[1])
+
+
+def real_nodes(parents: list[int]) -> list[int]:
+    """The nodes of one tree that are no padding."""
+    return [0, *(i for i in range(1, len(parents)) if parents[i] >= 0)]

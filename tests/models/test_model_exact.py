@@ -31,24 +31,15 @@ from specmamba.errors import ConfigError
 from specmamba.kernels import tree as tree_ops
 from specmamba.models.base import DraftHead
 from specmamba.sampling_params import SamplingParams
+from tests.families import qwen3_5
 from tests.pairwise import pairwise
-from tests.tiny import FULL, LINEAR, mtp_tensors, randomize, tiny_config, write_config, write_tiny_checkpoint
+from tests.tiny import FULL, LINEAR, VISION, mtp_tensors, randomize, tiny_config, write_config, write_tiny_checkpoint
 
 TOLERANCE = 1e-4  # largest difference, relative to the largest logit
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "grouped": {},
-    "attention-first": {
-        "vocab_size": 97,
-        "layer_types": [FULL, LINEAR, FULL, LINEAR, LINEAR],
-        "hidden_size": 30,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "partial_rotary_factor": 1.0,
-        "linear_num_key_heads": 3,
-        "linear_num_value_heads": 3,
-        "linear_conv_kernel_dim": 3,
-    },
+    "attention-first": qwen3_5.VARIANTS["attention-first"],
     "tied": {
         "vocab_size": 203,
         "hidden_size": 42,
@@ -551,15 +542,7 @@ class TestCheckpoints:
     def test_conditional_generation(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As transformers writes it: language model beside a vision tower, in shards; the MTP head in one more."""
         text = tiny_config()
-        vision = {
-            "depth": 1,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_heads": 2,
-            "patch_size": 4,
-            "num_position_embeddings": 16,
-            "out_hidden_size": text.hidden_size,
-        }
+        vision = VISION | {"out_hidden_size": text.hidden_size}
         config = Qwen3_5Config(text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=False)
         generator = torch.Generator().manual_seed(11)
         model = Qwen3_5ForConditionalGeneration(config).eval()

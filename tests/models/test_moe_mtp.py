@@ -33,7 +33,7 @@ from tests.models.test_model_exact import (
     run,
     with_probe,
 )
-from tests.tiny import write_config
+from tests.tiny import VISION, write_config
 
 FAMILIES = {"qwen3.5-moe": qwen3_5_moe, "qwen3-next": qwen3_next}
 CASES = [(family, variant) for family, module in FAMILIES.items() for variant in module.VARIANTS]
@@ -108,15 +108,7 @@ def test_drafts(family: str, variant: str, num_steps: int, tmp_path: Path, monke
 def test_conditional_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As published: the language model beside a vision tower, its experts in one tensor, those of the head in many."""
     text = qwen3_5_moe.config()
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_heads": 2,
-        "patch_size": 4,
-        "num_position_embeddings": 16,
-        "out_hidden_size": text.hidden_size,
-    }
+    vision = VISION | {"out_hidden_size": text.hidden_size}
     config = Qwen3_5MoeConfig(text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=False)
     config._experts_implementation = "eager"
     model, head = lively(Qwen3_5MoeForConditionalGeneration(config), 11), qwen3_5_moe.mtp_head()

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from specmamba.command_line import parse_command_line
 from specmamba.errors import ConfigError
 from specmamba.server_config import ServerConfig
 
-
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.upper().startswith("SPECMAMBA_")]:
-        monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_settings_from_outside")
 
 
 def serve(*arguments: str) -> ServerConfig:

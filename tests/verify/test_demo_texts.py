@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from specmamba import LLM, RequestOutput, SamplingParams
+from tests.drafts import DRAFTS
 from tests.exactness import assert_same_greedy_texts, assert_same_sampled_texts
 from tests.pairwise import pairwise
 
@@ -27,17 +28,6 @@ PROMPTS = [
     "def test_",
     "try:\n    import",
 ]
-DRAFTS: dict[str, dict[str, Any]] = {
-    "plain": {"speculative_algorithm": "none"},
-    "chain": {"speculative_algorithm": "mtp", "speculative_num_steps": 3},
-    "tree": {
-        "speculative_algorithm": "mtp",
-        "speculative_num_steps": 4,
-        "speculative_eagle_topk": 4,
-        "speculative_num_draft_tokens": 8,
-    },
-    "ngram": {"speculative_algorithm": "ngram", "speculative_num_steps": 3},
-}
 
 
 def new_llm(drafts: str, state: str = "records") -> LLM:

@@ -18,7 +18,7 @@ from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capa
 from specmamba.cache.state_pool import Stamp, StateOwnershipError, StatePool
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, TreeShape
-from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
+from specmamba.draft.drafter import Drafter, chain_shape
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
 from specmamba.kernels import causal_conv1d, delta_net, gated_delta_rule, mamba2, ssd
@@ -34,7 +34,7 @@ from specmamba.sampling_params import SamplingParams
 from specmamba.verify.record_buffers import RecordBuffers
 from specmamba.verify.snapshot_buffers import SnapshotBuffers
 from specmamba.verify.state_buffers import StateBuffers
-from tests.kernels.trees import SHAPES, batch_of_parents, path_to, random_parents
+from tests.kernels.trees import SHAPES, batch_of_parents, path_to, random_parents, real_nodes, shape_of
 from tests.pairwise import pairwise
 from tests.tiny import write_tiny_checkpoint
 
@@ -239,17 +239,6 @@ class Bench:
 def others_of(pool: StatePool, slot: int) -> tuple[Tensor, Tensor]:
     others = [i for i in range(pool.num_slots + 1) if i != slot]
     return pool.recurrent[:, others], pool.conv[:, others]
-
-
-def shape_of(parents: Sequence[list[int]]) -> TreeShape:
-    tensor = torch.tensor(list(parents))
-    if all(tree == list(range(-1, len(tree) - 1)) for tree in parents):
-        return chain_shape(len(parents), tensor.shape[1], CPU)
-    return tree_shape(tensor, tensor.shape[1])
-
-
-def real_nodes(parents: list[int]) -> list[int]:
-    return [0, *(i for i in range(1, len(parents)) if parents[i] >= 0)]
 
 
 class TestSideBySide:

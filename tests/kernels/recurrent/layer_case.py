@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import fields, replace
+from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
@@ -14,9 +16,13 @@ from torch import Tensor
 from specmamba.kernels import gpu
 from specmamba.kernels.state_records import Buffers, RecordOperands, RowSet, Trees
 from specmamba.kernels.tree import reference as tree
+from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
 NUM_ROWS, NUM_SLOTS = 9, 7
+TERMS = 400  # the convolution, the products over a key and over all nodes and records, and the norm
+TOLERANCE = {dtype: tolerance(dtype, terms=TERMS) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+RECORDS = TOLERANCE[torch.float32]
 
 T = TypeVar("T")
 
@@ -120,3 +126,80 @@ def triton_forms() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "can_launch", lambda *_: True)
         yield
+
+
+class LayerCase:
+    """Operands of one verify of a layer. Memory that must not be read holds NaN."""
+
+    operators: ModuleType  # with ``can_fuse``, ``tree_verify`` and ``reference``
+    mix: Callable[..., Tensor]  # the layer between its projections
+    inputs: Any
+    weights: Any
+    buffers: Buffers
+    trees: Trees
+
+    def run(self, form: str = "native") -> tuple[Tensor, Buffers]:
+        """Outputs, and the buffers afterwards; the case stays as it is."""
+        buffers = copied(self.buffers)
+        if form == "native":
+            assert self.operators.can_fuse(operands_of(buffers, self.trees), self.inputs, self.weights)
+            return self.operators.tree_verify(self.inputs, self.weights, buffers, self.trees), buffers
+        device = "cuda" if form == "cuda" else "cpu"
+        inputs, weights = moved(self.inputs, device), moved(self.weights, device)
+        trees, buffers = moved(self.trees, device), moved(buffers, device)
+        return run_in_torch(self.mix, inputs, weights, buffers, trees).cpu(), moved(buffers, "cpu")
+
+    def wanted(self) -> tuple[Tensor, Buffers]:
+        """The same by the reference in float64."""
+        buffers = copied(self.buffers, torch.float64)
+        inputs, weights = copied(self.inputs, torch.float64), copied(self.weights, torch.float64)
+        return self.operators.reference.tree_verify(inputs, weights, buffers, self.trees), buffers
+
+    def check(self, form: str) -> None:
+        """Outputs and buffers are those of the reference."""
+        out, buffers = self.run(form)
+        want, wanted = self.wanted()
+        assert out.dtype is self.inputs.gate.dtype
+        torch.testing.assert_close(out.double(), want, **TOLERANCE[out.dtype])
+        check_buffers(buffers, wanted, self.buffers, self.trees, self.inputs.mixed, RECORDS)
+
+    def row(self, index: int) -> LayerCase:
+        """The case of one tree alone, on the same weights and buffers."""
+        alone, rows = copy(self), slice(index, index + 1)
+        alone.inputs = type(self.inputs)(*(x[rows] for x in values(self.inputs)))
+        alone.trees = part_of_rows(self.trees, rows)
+        return alone
+
+
+def check_rows_are_independent(case: LayerCase, threads: int, set_threads: Callable[[int], None]) -> None:
+    """A tree alone on one thread gives, bit for bit, what it gives in its batch on ``threads`` threads."""
+    set_threads(threads)
+    together, left = case.run()
+    set_threads(1)
+    for b in range(len(together)):
+        row = case.trees.rows[b]
+        alone, left_alone = case.row(b).run()
+        assert torch.equal(alone, together[b : b + 1])
+        for mine, theirs in zip(values(left_alone), values(left), strict=True):
+            if mine.shape[0] == NUM_ROWS:
+                assert torch.equal(mine[row].nan_to_num(9.0), theirs[row].nan_to_num(9.0))
+
+
+def check_nodes_do_not_depend_on_later_ones(chain: LayerCase) -> None:
+    """The first n nodes of a chain have the outputs of a chain of n, bit for bit."""
+    whole, _ = chain.run()
+    inputs, trees = chain.inputs, replace(chain.trees, num_pending=None)
+    for n in range(1, trees.num_nodes):
+        chain.inputs = type(inputs)(*(x[:, :n] for x in values(inputs)))
+        chain.trees = first_nodes(trees, n)
+        part, _ = chain.run()
+        assert torch.equal(part, whole[:, :n])
+
+
+def check_nan_stays_in_its_row(chains: LayerCase, form: str) -> None:
+    """NaN at a node of the first chain reaches the nodes behind it, and no other chain."""
+    chains.inputs.mixed[0, 1] = torch.nan
+    out, _ = chains.run(form)
+    assert out[0, 1:].isnan().all()
+    assert out[0, 0].isfinite().all()
+    assert out[1].isfinite().all()

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import random
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from specmamba.kernels.state_records import TreePlacement
+from tests.kernels.rounding import tolerance
+from tests.kernels.trees import batch_of_parents, mask_of, path_to
+
+TOLERANCE = tolerance(terms=160)
 
 # (Hk, Hv, K, V): equal heads, grouped heads, narrow and odd widths
 HEADS = [(1, 1, 8, 8), (2, 4, 16, 24), (1, 3, 7, 5), (4, 4, 32, 32)]
@@ -42,3 +51,46 @@ def make_records(
         torch.where(pending[..., None, None], u, -1e3),
         torch.where(pending[..., None], g.cumsum(1), 500.0),
     )
+
+
+def check_rounds(
+    make_tokens: Callable[[int, tuple[int, int, int, int], int], Any],
+    recurrence: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
+    ops: ModuleType,
+    of_records: ModuleType,
+    checkpoint: Tensor,
+    seed: int,
+) -> None:
+    """Rounds of verifying a random tree, accepting a random path and folding when it is due equal plain decoding.
+
+    Args:
+        make_tokens: inputs of ``ops.tree_verify`` as a named tuple, for a length, ``HEADS[1]`` and a seed.
+        recurrence: outputs and last state of tokens and a state, in float64.
+        ops: with the operator ``tree_verify``.
+        of_records: with the operator ``fold``.
+        checkpoint: [B, Hv, K, V], where the texts begin.
+        seed: of tokens, trees and paths.
+    """
+    rng, heads, batch, nodes, node_offset, rounds = random.Random(seed), HEADS[1], len(checkpoint), 7, 12, 5
+    start, records = checkpoint.double(), make_records(batch, node_offset + nodes, heads, torch.zeros(batch), seed)
+    num_pending = torch.zeros(batch, dtype=torch.int64)
+    accepted: list[list[Any]] = [[] for _ in range(batch)]  # every accepted token so far, per row
+    for round_ in range(rounds):
+        due = num_pending + nodes > node_offset
+        checkpoint = of_records.fold(checkpoint, *records, torch.where(due, num_pending, 0))
+        num_pending = torch.where(due, 0, num_pending)
+        parents = batch_of_parents(("bushy", "binary"), nodes, seed=10 * seed + round_)
+        tokens = make_tokens(nodes, heads, 100 * seed + round_)
+        out = ops.tree_verify(*tokens, checkpoint, records, TreePlacement(num_pending, node_offset, mask_of(parents)))
+        for b in range(batch):
+            path = path_to(parents[b].tolist(), rng.randrange(nodes))
+            accepted[b].append([x[b : b + 1, path].double() for x in tokens])
+            history = type(tokens)(*(torch.cat(parts, 1) for parts in zip(*accepted[b], strict=True)))
+            want, want_state = recurrence(history, start[b : b + 1])
+            torch.testing.assert_close(out[b, path].double(), want[0, -len(path) :], **TOLERANCE)
+            moved = slice(int(num_pending[b]), int(num_pending[b]) + len(path))
+            for x in records:
+                x[b, moved] = x[b, [node_offset + i for i in path]]
+            num_pending[b] += len(path)
+            now = of_records.fold(checkpoint, *records, num_pending)
+            torch.testing.assert_close(now[b].double(), want_state[0], **TOLERANCE)

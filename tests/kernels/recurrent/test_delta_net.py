@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from specmamba.kernels import delta_net
-from specmamba.kernels.delta_net import Inputs, Weights, native_ops, reference
+from specmamba.kernels.delta_net import Inputs, Weights, native_ops
 from specmamba.kernels.state_records import Buffers, Trees
 from specmamba.layers.gated_delta_net import mix
 from tests.kernels.recurrent.layer_case import (
-    NUM_ROWS,
-    check_buffers,
+    LayerCase,
+    check_nan_stays_in_its_row,
+    check_nodes_do_not_depend_on_later_ones,
+    check_rows_are_independent,
     copied,
-    first_nodes,
     make_buffers_and_trees,
     operands_of,
-    part_of_rows,
-    run_in_torch,
-    values,
 )
-from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES
 from tests.pairwise import pairwise
 
 # (Hk, Hv, K, V): equal heads, grouped heads, narrow, odd and wide widths
 HEADS = [(1, 1, 8, 8), (2, 4, 16, 24), (1, 3, 7, 5), (3, 3, 40, 72), (1, 2, 128, 128)]
-TERMS = 400  # the convolution, the products over a key and over all nodes and records, and the norm
-TOLERANCE = {dtype: tolerance(dtype, terms=TERMS) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-RECORDS = TOLERANCE[torch.float32]
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-class Case:
-    """Operands of one call. Memory that must not be read holds NaN."""
+class Case(LayerCase):
+    """Random operands of one verify."""
+
+    operators, mix = delta_net, staticmethod(mix)
 
     def __init__(
         self,
@@ -68,36 +63,8 @@ class Case:
             heads, nodes, pending, width=width, shapes=shapes, dtype=dtype
         )
 
-    def run(self, form: str = "native") -> tuple[Tensor, Buffers]:
-        """Outputs, and the buffers afterwards; the case stays as it is."""
-        buffers = copied(self.buffers)
-        if form == "native":
-            assert delta_net.can_fuse(operands_of(buffers, self.trees), self.inputs, self.weights)
-            return delta_net.tree_verify(self.inputs, self.weights, buffers, self.trees), buffers
-        return run_in_torch(mix, self.inputs, self.weights, buffers, self.trees), buffers
-
-    def wanted(self) -> tuple[Tensor, Buffers]:
-        """The same by the reference in float64."""
-        buffers = copied(self.buffers, torch.float64)
-        inputs, weights = copied(self.inputs, torch.float64), copied(self.weights, torch.float64)
-        return reference.tree_verify(inputs, weights, buffers, self.trees), buffers
-
-    def check(self, form: str) -> None:
-        out, buffers = self.run(form)
-        want, wanted = self.wanted()
-        assert out.dtype is self.inputs.gate.dtype
-        torch.testing.assert_close(out.double(), want, **TOLERANCE[out.dtype])
-        check_buffers(buffers, wanted, self.buffers, self.trees, self.inputs.mixed, RECORDS)
-
 
 needs_native = pytest.mark.usefixtures("needs_native")
-
-
-@pytest.fixture(params=["torch", "native"])
-def form(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        request.getfixturevalue("needs_native")
-    return str(request.param)
 
 
 @pairwise(
@@ -139,42 +106,16 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(
     threads: int, dtype: torch.dtype, set_threads: Callable[[int], None]
 ) -> None:
     case = Case(HEADS[4], 8, [0, 6, 2, 5, 1], dtype=dtype)
-    set_threads(threads)
-    together, left = case.run()
-    set_threads(1)
-    for b in range(5):
-        row, t, i = slice(b, b + 1), case.trees, case.inputs
-        case_of_one = Case.__new__(Case)
-        case_of_one.weights, case_of_one.buffers = case.weights, case.buffers
-        case_of_one.inputs = Inputs(i.mixed[row], i.gate[row], i.b[row], i.a[row])
-        case_of_one.trees = part_of_rows(t, row)
-        alone, left_alone = case_of_one.run()
-        assert torch.equal(alone, together[row])
-        for mine, theirs in zip(values(left_alone), values(left), strict=True):
-            if mine.shape[0] == NUM_ROWS:
-                assert torch.equal(mine[t.rows[row]].nan_to_num(9.0), theirs[t.rows[row]].nan_to_num(9.0))
+    check_rows_are_independent(case, threads, set_threads)
 
 
 @needs_native
 def test_nodes_do_not_depend_on_later_ones() -> None:
-    """The first n nodes of a chain of 8 have the outputs of a chain of n, bit for bit."""
-    case = Case(HEADS[4], 8, [6], shapes=("chain",))
-    whole, _ = case.run()
-    inputs, trees = case.inputs, replace(case.trees, num_pending=None)
-    for n in range(1, 8):
-        case.inputs = Inputs(*(getattr(inputs, field.name)[:, :n] for field in fields(inputs)))
-        case.trees = first_nodes(trees, n)
-        part, _ = case.run()
-        assert torch.equal(part, whole[:, :n])
+    check_nodes_do_not_depend_on_later_ones(Case(HEADS[4], 8, [6], shapes=("chain",)))
 
 
 def test_nan_stays_in_its_row(form: str) -> None:
-    case = Case(HEADS[1], 3, [2, 2], shapes=("chain",))
-    case.inputs.mixed[0, 1] = torch.nan
-    out, _ = case.run(form)
-    assert out[0, 1:].isnan().all()
-    assert out[0, 0].isfinite().all()
-    assert out[1].isfinite().all()
+    check_nan_stays_in_its_row(Case(HEADS[1], 3, [2, 2], shapes=("chain",)), form)
 
 
 @needs_native

@@ -1,8 +1,7 @@
 """The gated delta rule: torch_ops against the float64 recurrence, and rounds of verify and commit against it."""
 
-import random
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,11 +11,8 @@ from specmamba.kernels.gated_delta_rule import reference, torch_ops
 from specmamba.kernels.state_records import TreePlacement
 from specmamba.kernels.state_records import reference as records_reference
 from specmamba.kernels.state_records import torch_ops as records_ops
-from tests.kernels.recurrent.records import HEADS, make_records, make_state
-from tests.kernels.rounding import tolerance
-from tests.kernels.trees import SHAPES, batch_of_parents, mask_of, path_to
-
-TOLERANCE = tolerance(terms=160)
+from tests.kernels.recurrent.records import HEADS, TOLERANCE, check_rounds, make_records, make_state
+from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
 
 class Tokens(NamedTuple):
@@ -198,28 +194,12 @@ def test_siblings_do_not_mix() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_rounds_of_verify_and_commit_equal_the_recurrence(ops: ModuleType, of_records: ModuleType, seed: int) -> None:
     """Verify a random tree, accept a random path, fold when it is due, and go on: always equal to plain extend."""
-    rng, heads, batch, nodes, node_offset, rounds = random.Random(seed), HEADS[1], 2, 7, 12, 5
-    _, checkpoint = make_tokens(batch, 1, heads, seed)
-    start, records = checkpoint.double(), make_records(batch, node_offset + nodes, heads, torch.zeros(batch), seed)
-    num_pending = torch.zeros(batch, dtype=torch.int64)
-    accepted: list[list[Tokens]] = [[] for _ in range(batch)]  # every accepted token so far, per row
-    for round_ in range(rounds):
-        due = num_pending + nodes > node_offset
-        checkpoint = of_records.fold(checkpoint, *records, torch.where(due, num_pending, 0))
-        num_pending = torch.where(due, 0, num_pending)
-        parents = batch_of_parents(("bushy", "binary"), nodes, seed=10 * seed + round_)
-        tokens, _ = make_tokens(batch, nodes, heads, seed=100 * seed + round_)
-        out = ops.tree_verify(*tokens, checkpoint, records, TreePlacement(num_pending, node_offset, mask_of(parents)))
-        for b in range(batch):
-            path = path_to(parents[b].tolist(), rng.randrange(nodes))
-            accepted[b].append(Tokens(*(x[b : b + 1, path].double() for x in tokens)))
-            history = Tokens(*(torch.cat(parts, 1) for parts in zip(*accepted[b], strict=True)))
-            length = history.g.shape[1]
-            want, want_state = reference.extend(*history, start[b : b + 1], torch.tensor([length]))
-            torch.testing.assert_close(out[b, path].double(), want[0, length - len(path) :], **TOLERANCE)
-            moved = slice(int(num_pending[b]), int(num_pending[b]) + len(path))
-            for x in records:
-                x[b, moved] = x[b, [node_offset + i for i in path]]
-            num_pending[b] += len(path)
-            now = of_records.fold(checkpoint, *records, num_pending)
-            torch.testing.assert_close(now[b].double(), want_state[0], **TOLERANCE)
+
+    def tokens_of(*args: Any) -> Tokens:
+        return make_tokens(2, *args)[0]
+
+    def recurrence(history: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.extend(*history, state, torch.tensor([history.g.shape[1]]))
+
+    checkpoint = make_state(2, HEADS[1], seed + 1)
+    check_rounds(tokens_of, recurrence, ops, of_records, checkpoint, seed)

@@ -3,44 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from specmamba.kernels import mamba2
-from specmamba.kernels.mamba2 import Inputs, Weights, native_ops, reference
+from specmamba.kernels.mamba2 import Inputs, Weights, native_ops
 from specmamba.kernels.state_records import Buffers, Trees
 from specmamba.layers.mamba2 import mix
 from tests.kernels.recurrent.layer_case import (
-    NUM_ROWS,
-    check_buffers,
+    LayerCase,
+    check_nan_stays_in_its_row,
+    check_nodes_do_not_depend_on_later_ones,
+    check_rows_are_independent,
     copied,
-    first_nodes,
     make_buffers_and_trees,
-    moved,
     operands_of,
-    part_of_rows,
-    run_in_torch,
-    values,
 )
-from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES
 from tests.pairwise import pairwise
 
 # (G, H, S, P): one head, groups of heads, narrow, odd and wide widths, one group, as many groups as heads
 HEADS = [(1, 1, 8, 8), (2, 4, 16, 24), (1, 3, 7, 5), (3, 3, 40, 72), (1, 4, 128, 64), (2, 2, 33, 80), (1, 2, 16, 136)]
-TERMS = 400  # the convolution, the products over a key and over all nodes and records, and the norm
-TOLERANCE = {dtype: tolerance(dtype, terms=TERMS) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-RECORDS = TOLERANCE[torch.float32]
 NORMS = ("none", "before", "after")
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 needs_native = pytest.mark.usefixtures("needs_native")
 
 
-class Case:
-    """Operands of one call. Memory that must not be read holds NaN."""
+class Case(LayerCase):
+    """Random operands of one verify."""
+
+    operators, mix = mamba2, staticmethod(mix)
 
     def __init__(
         self,
@@ -80,37 +74,6 @@ class Case:
         self.buffers, self.trees = make_buffers_and_trees(
             heads, nodes, pending, width=width, shapes=shapes, dtype=dtype
         )
-
-    def run(self, form: str = "native") -> tuple[Tensor, Buffers]:
-        """Outputs, and the buffers afterwards; the case stays as it is."""
-        buffers = copied(self.buffers)
-        if form == "native":
-            assert mamba2.can_fuse(operands_of(buffers, self.trees), self.inputs, self.weights)
-            return mamba2.tree_verify(self.inputs, self.weights, buffers, self.trees), buffers
-        device = "cuda" if form == "cuda" else "cpu"
-        inputs, weights = moved(self.inputs, device), moved(self.weights, device)
-        trees, buffers = moved(self.trees, device), moved(buffers, device)
-        return run_in_torch(mix, inputs, weights, buffers, trees).cpu(), moved(buffers, "cpu")
-
-    def wanted(self) -> tuple[Tensor, Buffers]:
-        """The same by the reference in float64."""
-        buffers = copied(self.buffers, torch.float64)
-        inputs, weights = copied(self.inputs, torch.float64), copied(self.weights, torch.float64)
-        return reference.tree_verify(inputs, weights, buffers, self.trees), buffers
-
-    def check(self, form: str) -> None:
-        out, buffers = self.run(form)
-        want, wanted = self.wanted()
-        assert out.dtype is self.inputs.gate.dtype
-        torch.testing.assert_close(out.double(), want, **TOLERANCE[out.dtype])
-        check_buffers(buffers, wanted, self.buffers, self.trees, self.inputs.mixed, RECORDS)
-
-
-@pytest.fixture(params=["torch", "native"])
-def form(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        request.getfixturevalue("needs_native")
-    return str(request.param)
 
 
 @pairwise(
@@ -191,42 +154,16 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(
 ) -> None:
     """With two threads, runs of heads begin inside of groups; with this many nodes they share the norm too."""
     case = Case(heads, 24, [0, 6, 2, 5, 1], dtype=dtype)
-    set_threads(threads)
-    together, left = case.run()
-    set_threads(1)
-    for b in range(5):
-        row, trees, i = slice(b, b + 1), case.trees, case.inputs
-        case_of_one = Case.__new__(Case)
-        case_of_one.weights, case_of_one.buffers = case.weights, case.buffers
-        case_of_one.inputs = Inputs(i.gate[row], i.mixed[row], i.dt[row])
-        case_of_one.trees = part_of_rows(trees, row)
-        alone, left_alone = case_of_one.run()
-        assert torch.equal(alone, together[row])
-        for mine, theirs in zip(values(left_alone), values(left), strict=True):
-            if mine.shape[0] == NUM_ROWS:
-                assert torch.equal(mine[trees.rows[row]].nan_to_num(9.0), theirs[trees.rows[row]].nan_to_num(9.0))
+    check_rows_are_independent(case, threads, set_threads)
 
 
 @needs_native
 def test_nodes_do_not_depend_on_later_ones() -> None:
-    """The first n nodes of a chain of 8 have the outputs of a chain of n, bit for bit."""
-    case = Case(HEADS[4], 8, [6], shapes=("chain",))
-    whole, _ = case.run()
-    inputs, trees = case.inputs, replace(case.trees, num_pending=None)
-    for n in range(1, 8):
-        case.inputs = Inputs(*(getattr(inputs, field.name)[:, :n] for field in fields(inputs)))
-        case.trees = first_nodes(trees, n)
-        part, _ = case.run()
-        assert torch.equal(part, whole[:, :n])
+    check_nodes_do_not_depend_on_later_ones(Case(HEADS[4], 8, [6], shapes=("chain",)))
 
 
 def test_nan_stays_in_its_row(form: str) -> None:
-    case = Case(HEADS[1], 3, [2, 2], shapes=("chain",))
-    case.inputs.mixed[0, 1] = torch.nan
-    out, _ = case.run(form)
-    assert out[0, 1:].isnan().all()
-    assert out[0, 0].isfinite().all()
-    assert out[1].isfinite().all()
+    check_nan_stays_in_its_row(Case(HEADS[1], 3, [2, 2], shapes=("chain",)), form)
 
 
 @needs_native

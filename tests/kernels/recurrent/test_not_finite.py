@@ -173,13 +173,6 @@ LAYERS: dict[str, Any] = {"delta_net": test_delta_net.Case, "mamba2": test_mamba
 CHANNELS = {"q or x": 0, "k": 40, "v or B": 100, "C": 159}
 
 
-@pytest.fixture(params=["torch", "native"])
-def layer_form(request: pytest.FixtureRequest) -> str:
-    if request.param == "native":
-        request.getfixturevalue("needs_native")
-    return str(request.param)
-
-
 @pairwise(
     pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
     pytest.mark.parametrize(
@@ -190,13 +183,13 @@ def layer_form(request: pytest.FixtureRequest) -> str:
     ),
     pytest.mark.parametrize("value", NOT_FINITE),
 )
-def test_a_layer(layer_form: str, layer: str, field: str, channel: int, value: float, dtype: torch.dtype) -> None:
+def test_a_layer(form: str, layer: str, field: str, channel: int, value: float, dtype: torch.dtype) -> None:
     """As for the recurrence, through convolution, step sizes and norms; in native code bit for bit."""
     case = LAYERS[layer](HEADS, NODES, PENDING.tolist(), shapes=SHAPES, dtype=dtype)
-    want, wanted = case.run(layer_form)
+    want, wanted = case.run(form)
     is_fine = (field, value) in {("a", -torch.inf), ("dt", -torch.inf), ("b", torch.inf), ("b", -torch.inf)}  # 0, or 1
     getattr(case.inputs, field)[0, HIT].view(-1)[channel] = value
-    out, left = case.run(layer_form)
+    out, left = case.run(form)
 
     below = case.trees.ancestors[0, :, HIT]
     felt = torch.zeros(3, NODES, dtype=torch.bool)
@@ -212,7 +205,7 @@ def test_a_layer(layer_form: str, layer: str, field: str, channel: int, value: f
         assert mine.isfinite().all()
         pairs.append((mine, clean))
     for mine, clean in pairs:
-        if layer_form == "native":
+        if form == "native":
             assert torch.equal(mine[others], clean[others])
         else:
             torch.testing.assert_close(mine[others], clean[others], **SAME)

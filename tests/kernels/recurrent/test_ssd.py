@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,12 +18,10 @@ from specmamba.kernels.state_records import ExtendOperands, RowSet, TreePlacemen
 from specmamba.kernels.state_records import reference as records_reference
 from specmamba.kernels.state_records import torch_ops as records_ops
 from specmamba.layers.mamba2 import mix
-from tests.kernels.recurrent.records import HEADS, Records, make_records, make_state
-from tests.kernels.rounding import tolerance
+from tests.kernels.recurrent.records import HEADS, TOLERANCE, Records, check_rounds, make_records, make_state
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of, path_to
 from tests.pairwise import pairwise
 
-TOLERANCE = tolerance(terms=160)
 LENGTHS = [1, 63, 64, 65, 500]
 
 
@@ -357,27 +355,5 @@ def test_snapshots_equal_records(nodes: int, heads: tuple[int, int, int, int], d
 @pytest.mark.parametrize("seed", range(4))
 def test_rounds_of_verify_and_commit_equal_the_recurrence(ops: ModuleType, of_records: ModuleType, seed: int) -> None:
     """Verify a random tree, accept a random path, fold when it is due, and go on: always equal to plain extend."""
-    rng, heads, batch, nodes, node_offset, rounds = random.Random(seed), HEADS[1], 2, 7, 12, 5
-    checkpoint = make_state(batch, heads, seed)
-    start, records = checkpoint.double(), make_records(batch, node_offset + nodes, heads, torch.zeros(batch), seed)
-    num_pending = torch.zeros(batch, dtype=torch.int64)
-    accepted: list[list[Tokens]] = [[] for _ in range(batch)]  # every accepted token so far, per row
-    for round_ in range(rounds):
-        due = num_pending + nodes > node_offset
-        checkpoint = of_records.fold(checkpoint, *records, torch.where(due, num_pending, 0))
-        num_pending = torch.where(due, 0, num_pending)
-        parents = batch_of_parents(("bushy", "binary"), nodes, seed=10 * seed + round_)
-        tokens = make_tokens(batch, nodes, heads, seed=100 * seed + round_)
-        out = ops.tree_verify(*tokens, checkpoint, records, TreePlacement(num_pending, node_offset, mask_of(parents)))
-        for i in range(batch):
-            path = path_to(parents[i].tolist(), rng.randrange(nodes))
-            accepted[i].append(Tokens(*(x[i : i + 1, path].double() for x in tokens)))
-            history = Tokens(*(torch.cat(parts, 1) for parts in zip(*accepted[i], strict=True)))
-            want, want_state = whole_sequence(history, start[i : i + 1])
-            torch.testing.assert_close(out[i, path].double(), want[0, -len(path) :], **TOLERANCE)
-            moved = slice(int(num_pending[i]), int(num_pending[i]) + len(path))
-            for x in records:
-                x[i, moved] = x[i, [node_offset + n for n in path]]
-            num_pending[i] += len(path)
-            now = of_records.fold(checkpoint, *records, num_pending)
-            torch.testing.assert_close(now[i].double(), want_state[0], **TOLERANCE)
+    checkpoint = make_state(2, HEADS[1], seed)
+    check_rounds(partial(make_tokens, 2), whole_sequence, ops, of_records, checkpoint, seed)

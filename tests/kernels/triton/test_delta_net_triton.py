@@ -12,8 +12,17 @@ from specmamba.kernels.delta_net import Inputs, Weights, reference
 from specmamba.kernels.state_records import Buffers, Trees
 from specmamba.kernels.state_records import reference as records_reference
 from specmamba.layers.gated_delta_net import mix
-from tests.kernels.recurrent.layer_case import copied, moved, operands_of, part_of_rows, triton_forms, values
-from tests.kernels.recurrent.test_delta_net import RECORDS, TOLERANCE, Case
+from tests.kernels.recurrent.layer_case import (
+    RECORDS,
+    TOLERANCE,
+    copied,
+    moved,
+    operands_of,
+    part_of_rows,
+    triton_forms,
+    values,
+)
+from tests.kernels.recurrent.test_delta_net import Case
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -12,7 +12,16 @@ from torch import Tensor
 from specmamba.kernels import sampling
 from specmamba.kernels.dispatch import operator_of
 from specmamba.kernels.sampling import reference, torch_ops
-from tests.kernels.test_sampling import DTYPES, INT64, NEUTRAL, NO_FILTERS, SETTINGS, SIZES, make_logits
+from tests.kernels.test_sampling import (
+    DTYPES,
+    INT64,
+    NEUTRAL,
+    NO_FILTERS,
+    SETTINGS,
+    SIZES,
+    logits_of_any_maximum,
+    make_logits,
+)
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -77,13 +86,7 @@ def test_argmax_matches_reference(
 def test_has_finite_max_matches_reference(
     triton_ops: ModuleType, gpu_device: str, vocabulary: int, dtype: torch.dtype
 ) -> None:
-    logits = torch.full((3, 5, vocabulary), -torch.inf, dtype=dtype)
-    logits[1:] = torch.randn(2, 5, vocabulary)
-    logits[0, 0, vocabulary // 2] = -1e30
-    for node, value in enumerate((torch.nan, torch.inf, -torch.inf, 3e38)):
-        logits[1, node, vocabulary - 1] = value
-    want = reference.has_finite_max(logits)
-    assert want[:2].tolist() == [[True, *[False] * 4], [False, False, vocabulary > 1, True, True]]
+    logits, want = logits_of_any_maximum(vocabulary, dtype)
     assert torch.equal(triton_ops.has_finite_max(logits.to(gpu_device)).cpu(), want)
     assert torch.equal(triton_ops.argmax(logits.to(gpu_device)).cpu(), torch_ops.argmax(logits))
 
