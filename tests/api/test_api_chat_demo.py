@@ -75,7 +75,7 @@ def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
         if call.function is not None
     ]
     assert "".join(piece or "" for piece in pieces) == arguments
-    assert len(pieces) > 3
+    assert len(pieces) > 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

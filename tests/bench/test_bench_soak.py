@@ -60,7 +60,7 @@ def run_all_faults(served: Served, faults: Mapping[str, Fault]) -> dict[str, str
 
 
 def test_invalid_requests_are_refused() -> None:
-    with serving(read_timeout=0.3) as served:
+    with serving(read_timeout=1.0) as served:
         endings = run_all_faults(served, REFUSED)
         assert not served.engine.seen_params
         assert served.complete(prompt="x").status_code == 200
@@ -69,7 +69,7 @@ def test_invalid_requests_are_refused() -> None:
 
 def test_bad_streams_leave_nothing_behind() -> None:
     faults = {name: fault for name, fault in IN_PLACE_OF_STREAMS.items() if name not in ("stop reading", "constrained")}
-    with serving(FakeEngine(step_s=0.02)) as served:
+    with serving(FakeEngine(step_s=0.05)) as served:
         endings = run_all_faults(served, faults)
         wait_until(lambda: not served.engine.running)
         assert served.complete(prompt="x").status_code == 200
@@ -96,7 +96,7 @@ def test_good_clients_are_timed() -> None:
     assert not tally.failures
     assert tally.num_tokens == sum(params.max_tokens for params in served.engine.seen_params)
     assert len(tally.timings) == len(served.engine.seen_params) > 0
-    assert all(timing.first_s >= 0.005 and timing.per_token_s >= 0.004 for timing in tally.timings)
+    assert all(timing.first_s >= 0.005 and timing.per_token_s >= 0.001 for timing in tally.timings)
 
 
 def test_good_clients_that_fail_are_counted() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+from specmamba.core import OutputDelta
 from specmamba.engine.channels import SHARE, LoopWaker
 from tests.fake_engine import TEXT, FakeEngine, Served, serving
 
@@ -138,15 +140,33 @@ def no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoopWaker, "_look", lambda _: None)
 
 
+class WaitingEngine(FakeEngine):
+    """Waits for its client after the first step."""
+
+    def __init__(self, **script: Any) -> None:
+        super().__init__(**script)
+        self.may_go_on = threading.Event()
+
+    def step(self) -> list[OutputDelta]:
+        if self.num_steps:
+            self.may_go_on.wait(10)
+        return super().step()
+
+
 def _streamed(served: Served) -> list[str]:
+    lines = []
     body = {"prompt": "a", "stream": True, "max_tokens": 1000}
     with served.http.stream("POST", "/v1/completions", json=body) as answer:
-        return [line for line in answer.iter_lines() if line.startswith("data: {")]
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                lines.append(line)
+                served.engine.may_go_on.set()
+    return lines
 
 
 @pytest.mark.usefixtures("no_timer")
 def test_a_stream_begins_and_ends_at_once_and_gathers_in_between() -> None:
-    with serving(FakeEngine(step_s=0.002), stream_chunk_interval=1.0) as served:
+    with serving(WaitingEngine(), stream_chunk_interval=1.0) as served:
         chunks = [json.loads(line.removeprefix("data: ")) for line in _streamed(served)]
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert "".join(texts) == TEXT
@@ -156,6 +176,6 @@ def test_a_stream_begins_and_ends_at_once_and_gathers_in_between() -> None:
 
 @pytest.mark.usefixtures("no_timer")
 def test_an_engine_that_fails_tells_streams_at_once() -> None:
-    with serving(FakeEngine(step_s=0.002, fail_at_step=4), stream_chunk_interval=1.0) as served:
+    with serving(WaitingEngine(fail_at_step=4), stream_chunk_interval=1.0) as served:
         lines = _streamed(served)
     assert "engine_error" in lines[-1]

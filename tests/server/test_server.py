@@ -418,9 +418,11 @@ def test_a_client_that_disconnects_frees_the_engine(stream: bool, num_prompts: i
 
 
 def test_a_crash_of_the_engine_reaches_every_client() -> None:
-    with serving(FakeEngine(step_s=0.02, fail_at_step=10)) as served, ThreadPoolExecutor() as pool:
+    with serving(FakeEngine(step_s=0.05)) as served, ThreadPoolExecutor() as pool:
         whole = pool.submit(served.complete, prompt="a", max_tokens=70)
         streamed = pool.submit(served.complete, prompt="a", max_tokens=70, stream=True)
+        wait_until(lambda: len(served.engine.running) == 2)
+        served.engine.fail_at_step = served.engine.num_steps + 3
         message = refused(whole.result(), 500, code="engine_error")
         assert message == "the engine failed: RuntimeError: scripted failure"
         *chunks, last = events(streamed.result())

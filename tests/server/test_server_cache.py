@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,6 +62,18 @@ def demo(server: Served) -> Iterator[Served]:
     server.thread.call(lambda engine: engine.cache_manager.cache.check()).result(10)
     stats = server.thread.call(lambda engine: engine.stats()).result(10)
     assert (stats.kv_used_tokens, stats.state_used_slots, stats.prefix_cache.num_locked_tokens) == (0, 0, 0)
+
+
+@pytest.fixture
+def slow_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests last long enough to be looked at while they run."""
+    step = engine.step
+
+    def slow_step() -> list[OutputDelta]:
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow_step)
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +243,7 @@ def test_a_flush_evicts_prefixes_that_no_request_uses(demo: Served) -> None:
     assert usage(demo.complete(prompt=PROMPT, max_tokens=4)) == (num_tokens, 0)
 
 
+@pytest.mark.usefixtures("slow_steps")
 @pytest.mark.fast_cases(1)
 def test_a_flush_leaves_running_requests_alone(demo: Served) -> None:
     body = {"prompt": PROMPT, "max_tokens": 150, "temperature": 0, "ignore_eos": True}
@@ -366,6 +380,7 @@ def test_the_metrics_follow_the_cache(demo: Served) -> None:
     assert (after["kv_used_tokens"], after["state_used_slots"]) == (0, 0)
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_memory_in_use_and_cached_memory_are_reported_separately(demo: Served) -> None:
     num_tokens, _ = usage(demo.complete(prompt=PROMPT, max_tokens=1))
     cached = metrics(demo)["kv_cached_tokens"]
@@ -379,6 +394,7 @@ def test_memory_in_use_and_cached_memory_are_reported_separately(demo: Served) -
     assert during["state_used_slots"] >= 1
 
 
+@pytest.mark.usefixtures("slow_steps")
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_leaves_nothing_locked(demo: Served, stream: bool) -> None:
