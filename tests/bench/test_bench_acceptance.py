@@ -141,6 +141,7 @@ def test_several_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "(2, 2, 4)" in out
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "flags",
     [
