@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
+import pytest
 
 from specmamba.cache.prefix.inspection import CacheStats
 from specmamba.core import FinishReason, OutputDelta, SpecStats, TokenLogprob
@@ -204,6 +205,34 @@ class FakeEngine:
     def close(self) -> None:
         self.num_closed += 1
         self.running.clear()
+
+
+class WaitingEngine(FakeEngine):
+    """Waits for its client after the first step."""
+
+    def __init__(self, **script: Any) -> None:
+        super().__init__(**script)
+        self.may_go_on = threading.Event()
+
+    def step(self) -> list[OutputDelta]:
+        if self.num_steps:
+            self.may_go_on.wait(10)
+        return super().step()
+
+
+@contextmanager
+def slow_steps(engine: Any, step_s: float = 0.02) -> Iterator[None]:
+    """Let every step of a real engine last longer: requests can be looked at while they run."""
+    step = engine.step
+
+    def slow_step() -> list[OutputDelta]:
+        time.sleep(step_s)
+        deltas: list[OutputDelta] = step()
+        return deltas
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", slow_step)
+        yield
 
 
 def _logprobs(request: _Running, new: list[int], is_first: bool) -> dict[str, Any]:

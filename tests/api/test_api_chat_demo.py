@@ -12,7 +12,7 @@ import pytest
 
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
-from tests.fake_engine import Served, serving, wait_until
+from tests.fake_engine import Served, serving, slow_steps, wait_until
 
 pytest.importorskip("xgrammar", reason="structured output needs specmamba[grammar]")
 
@@ -60,7 +60,7 @@ def test_an_answer_keeps_to_its_schema(client: openai.OpenAI) -> None:
     assert len({choice.message.content for choice in answer.choices}) == 3
 
 
-def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
+def test_a_named_tool_is_called(served: Served, client: openai.OpenAI) -> None:
     body = {**BODY, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "move"}}}
     choice = client.chat.completions.create(**body).choices[0]
     (call,) = choice.message.tool_calls or [None]
@@ -68,14 +68,15 @@ def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
     assert call.function.name == "move"
     arguments = call.function.arguments
     jsonschema.validate(json.loads(arguments), POINT)
-    pieces = [
-        call.function.arguments
-        for chunk in client.chat.completions.create(**body, stream=True)
-        for call in chunk.choices[0].delta.tool_calls or ()
-        if call.function is not None
-    ]
+    with slow_steps(served.engine):
+        pieces = [
+            call.function.arguments
+            for chunk in client.chat.completions.create(**body, stream=True)
+            for call in chunk.choices[0].delta.tool_calls or ()
+            if call.function is not None
+        ]
     assert "".join(piece or "" for piece in pieces) == arguments
-    assert len(pieces) > 1
+    assert len(pieces) > 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -79,7 +79,7 @@ def test_bad_streams_leave_nothing_behind() -> None:
 
 
 def test_good_clients_are_timed() -> None:
-    with serving(FakeEngine(step_s=0.005, chunk=1)) as served:
+    with serving(FakeEngine(step_s=0.02, chunk=1)) as served:
         url = httpx.URL(served.url)
         address = (url.host, int(url.port or 0))
         requests = Requests(f"{url.host}:{url.port}", ["def main():"], 40, seed=0)
@@ -96,7 +96,7 @@ def test_good_clients_are_timed() -> None:
     assert not tally.failures
     assert tally.num_tokens == sum(params.max_tokens for params in served.engine.seen_params)
     assert len(tally.timings) == len(served.engine.seen_params) > 0
-    assert all(timing.first_s >= 0.005 and timing.per_token_s >= 0.001 for timing in tally.timings)
+    assert all(timing.first_s >= 0.005 and timing.per_token_s >= 0.004 for timing in tally.timings)
 
 
 def test_good_clients_that_fail_are_counted() -> None:

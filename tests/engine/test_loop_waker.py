@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
-from specmamba.core import OutputDelta
 from specmamba.engine.channels import SHARE, LoopWaker
-from tests.fake_engine import TEXT, FakeEngine, Served, serving
+from tests.fake_engine import TEXT, Served, WaitingEngine, serving
 
 Function = Callable[[], object]
 INTERVAL_S = 0.05
@@ -138,19 +136,6 @@ def test_the_timer_is_set_again_while_there_are_functions() -> None:
 def no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make timers of loops never expire, so that all that arrives was sent at once."""
     monkeypatch.setattr(LoopWaker, "_look", lambda _: None)
-
-
-class WaitingEngine(FakeEngine):
-    """Waits for its client after the first step."""
-
-    def __init__(self, **script: Any) -> None:
-        super().__init__(**script)
-        self.may_go_on = threading.Event()
-
-    def step(self) -> list[OutputDelta]:
-        if self.num_steps:
-            self.may_go_on.wait(10)
-        return super().step()
 
 
 def _streamed(served: Served) -> list[str]:

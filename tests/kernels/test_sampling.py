@@ -350,21 +350,26 @@ def test_sample_inverts_the_cdf_in_token_order() -> None:
     assert torch_ops.sample(logits, temperature, top_k, top_p, min_p, uniforms).tolist() == [[0, 0, 2, 2, 3]]
 
 
-@pytest.mark.parametrize("nodes", [1, 6, 12])
-def test_penalize_matches_reference(nodes: int) -> None:
+def penalized(nodes: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Arguments of ``penalize``, the three penalties apart; those of the first row are neutral."""
     batch, vocabulary, gen = len(SHAPES), 23, torch.Generator().manual_seed(nodes)
-    logits = torch.randn(batch, nodes, vocabulary, generator=gen)
+    logits = torch.randn(batch, nodes, vocabulary, generator=gen).to(dtype)
     counts = torch.randint(-3, 4, (batch, vocabulary), generator=gen).clamp(min=0).to(torch.int32)
     prompt_mask = torch.rand(batch, vocabulary, generator=gen) < 0.3
     tokens = torch.randint(6, (batch, nodes), generator=gen)  # few tokens: paths repeat them
     mask = mask_of(batch_of_parents(SHAPES, nodes, seed=nodes))
     presence, frequency = torch.tensor([0.0, 0.5, -0.3, 0.0, 1.2]), torch.tensor([0.0, 0.0, 0.4, 0.7, -0.2])
     repetition = torch.tensor([1.0, 1.3, 1.0, 0.8, 1.1])
-    arguments = (logits, counts, prompt_mask, tokens, mask, presence, frequency, repetition)
+    return logits, counts, prompt_mask, tokens, mask, presence, frequency, repetition
+
+
+@pytest.mark.parametrize("nodes", [1, 6, 12])
+def test_penalize_matches_reference(nodes: int) -> None:
+    arguments = penalized(nodes, torch.float32)
     before = [x.clone() for x in arguments]
     got = torch_ops.penalize(*arguments[:5], arguments[5:])
     torch.testing.assert_close(got, reference.penalize(*arguments[:5], arguments[5:]), rtol=1e-5, atol=1e-6)
-    assert torch.equal(got[0], logits[0])  # neutral settings change nothing at all
+    assert torch.equal(got[0], arguments[0][0])  # neutral settings change nothing at all
     assert all(torch.equal(a, b) for a, b in zip(before, arguments, strict=True))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_engine import FakeEngine, Served, serving, wait_until
+from tests.fake_engine import FakeEngine, Served, WaitingEngine, serving, wait_until
 
 LONG_TEXT = "x" * (1 << 18)  # more than the kernel buffers for a client that does not read, with ``narrow``
 GOOD = {"prompt": "x", "max_tokens": 2}
@@ -42,9 +42,9 @@ def client(served: Served, receive_buffer: int | None = None) -> Iterator[socket
 
 
 @contextmanager
-def narrow(**settings: Any) -> Iterator[Served]:
+def narrow(engine_class: type[FakeEngine] = FakeEngine, **settings: Any) -> Iterator[Served]:
     """A server with a long answer, and connections with small buffers."""
-    engine = FakeEngine(text=LONG_TEXT, chunk=1 << 12, context_length=len(LONG_TEXT) + 64)
+    engine = engine_class(text=LONG_TEXT, chunk=1 << 12, context_length=len(LONG_TEXT) + 64)
     with serving(engine, **settings) as served:
         served.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         yield served
@@ -200,14 +200,16 @@ def test_a_client_that_reads_slowly_and_steadily_gets_all() -> None:
 
 
 def test_events_that_a_slow_reader_has_not_read_are_merged() -> None:
-    """All deltas that arrive while a client does not read are one event."""
-    with narrow(write_timeout=5) as served, client(served, receive_buffer=4096) as slow:
+    """The first delta is an event; all that arrive while a client does not read are one event."""
+    with narrow(WaitingEngine, write_timeout=5) as served, client(served, receive_buffer=4096) as slow:
         body = {"prompt": "x", "max_tokens": len(LONG_TEXT), "stream": True}
         slow.sendall(post(body, headers="Connection: close\r\n"))
+        wait_until(lambda: b"data: {" in slow.recv(4096, socket.MSG_PEEK))
+        served.engine.may_go_on.set()
         wait_until(lambda: served.engine.num_steps == len(LONG_TEXT) >> 12)
         answer = read_all(slow)
     events = [line for line in answer.split(b"\n") if line.startswith(b"data: {")]
-    assert len(events) < served.engine.num_steps
+    assert 1 < len(events) < served.engine.num_steps
     assert sum(len(json.loads(event[6:])["choices"][0]["text"]) for event in events) == len(LONG_TEXT)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from specmamba.engine.engine import Engine
 from specmamba.server.api.conversation import ChatCompletionRequest
 from specmamba.server.api.operations import CacheReport
 from specmamba.server.api.requests import CompletionRequest
-from tests.fake_engine import CACHE_STATS, FakeEngine, Served, serving, wait_until
+from tests.fake_engine import CACHE_STATS, FakeEngine, Served, serving, slow_steps, wait_until
 
 PROMPT = 'class Counter:\n    """Counts words in a text."""\n\n    def __init__(self) -> None:\n        self.'
 USER = {"role": "user", "content": "Write a function that adds two numbers."}
@@ -65,15 +64,9 @@ def demo(server: Served) -> Iterator[Served]:
 
 
 @pytest.fixture
-def slow_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests last long enough to be looked at while they run."""
-    step = engine.step
-
-    def slow_step() -> list[OutputDelta]:
-        time.sleep(0.02)
-        return step()
-
-    monkeypatch.setattr(engine, "step", slow_step)
+def with_slow_steps(engine: Engine) -> Iterator[None]:
+    with slow_steps(engine):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +236,7 @@ def test_a_flush_evicts_prefixes_that_no_request_uses(demo: Served) -> None:
     assert usage(demo.complete(prompt=PROMPT, max_tokens=4)) == (num_tokens, 0)
 
 
-@pytest.mark.usefixtures("slow_steps")
+@pytest.mark.usefixtures("with_slow_steps")
 @pytest.mark.fast_cases(1)
 def test_a_flush_leaves_running_requests_alone(demo: Served) -> None:
     body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -380,7 +373,7 @@ def test_the_metrics_follow_the_cache(demo: Served) -> None:
     assert (after["kv_used_tokens"], after["state_used_slots"]) == (0, 0)
 
 
-@pytest.mark.usefixtures("slow_steps")
+@pytest.mark.usefixtures("with_slow_steps")
 def test_memory_in_use_and_cached_memory_are_reported_separately(demo: Served) -> None:
     num_tokens, _ = usage(demo.complete(prompt=PROMPT, max_tokens=1))
     cached = metrics(demo)["kv_cached_tokens"]
@@ -394,7 +387,7 @@ def test_memory_in_use_and_cached_memory_are_reported_separately(demo: Served) -
     assert during["state_used_slots"] >= 1
 
 
-@pytest.mark.usefixtures("slow_steps")
+@pytest.mark.usefixtures("with_slow_steps")
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_leaves_nothing_locked(demo: Served, stream: bool) -> None:

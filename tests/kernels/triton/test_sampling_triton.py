@@ -21,8 +21,9 @@ from tests.kernels.test_sampling import (
     SIZES,
     logits_of_any_maximum,
     make_logits,
+    penalized,
 )
-from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
+from tests.kernels.trees import mask_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -253,19 +254,11 @@ def test_choices_stay_in_the_vocabulary(triton_ops: ModuleType, gpu_device: str,
 @DTYPES
 @pytest.mark.parametrize("nodes", [1, 6])
 def test_penalize_matches_reference(triton_ops: ModuleType, gpu_device: str, nodes: int, dtype: torch.dtype) -> None:
-    batch, vocabulary, gen = len(SHAPES), 23, torch.Generator().manual_seed(nodes)
-    logits = torch.randn(batch, nodes, vocabulary, generator=gen).to(dtype)
-    counts = torch.randint(-3, 4, (batch, vocabulary), generator=gen).clamp(min=0).to(torch.int32)
-    prompt_mask = torch.rand(batch, vocabulary, generator=gen) < 0.3
-    tokens = torch.randint(6, (batch, nodes), generator=gen)  # few tokens: paths repeat them
-    mask = mask_of(batch_of_parents(SHAPES, nodes, seed=nodes))
-    presence, frequency = torch.tensor([0.0, 0.5, -0.3, 0.0, 1.2]), torch.tensor([0.0, 0.0, 0.4, 0.7, -0.2])
-    repetition = torch.tensor([1.0, 1.3, 1.0, 0.8, 1.1])
-    arguments = (logits, counts, prompt_mask, tokens, mask, presence, frequency, repetition)
+    arguments = penalized(nodes, dtype)
     there = on(gpu_device, *arguments)
     got = triton_ops.penalize(*there[:5], there[5:]).cpu()
     torch.testing.assert_close(got, reference.penalize(*arguments[:5], arguments[5:]), rtol=1e-5, atol=1e-6)
-    assert torch.equal(got[0], logits[0].float())  # neutral settings change nothing at all
+    assert torch.equal(got[0], arguments[0][0].float())  # neutral settings change nothing at all
     assert all(torch.equal(a, b.cpu()) for a, b in zip(arguments, there, strict=True))
 
 
