@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
 from specmamba.sampling_params import SamplingBatch
@@ -11,6 +12,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The client that a request belongs to."""
+
+    name: str | None = None  # a key or an address: clients of different names take turns in the queue
+    tenant: str | None = None  # cached prefixes are shared, and drafts are shown, within one tenant only
+
+
+ANYONE = Owner()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,17 @@ class SpecStats:
         if self.num_verify_steps == 0:
             return 0.0
         return 1.0 + self.num_accepted_tokens / self.num_verify_steps
+
+    def __add__(self, other: SpecStats) -> SpecStats:
+        """The figures of both."""
+        histogram = zip_longest(self.accepted_histogram, other.accepted_histogram, fillvalue=0)
+        return SpecStats(
+            self.num_verify_steps + other.num_verify_steps,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+            tuple(a + b for a, b in histogram),
+            self.num_drafts + other.num_drafts,
+        )
 
     def after_step(self, num_drafted: int, num_accepted: int) -> SpecStats:
         """These figures with one more verify step counted in."""
@@ -97,6 +120,7 @@ class DraftView:
     parents: tuple[int, ...]  # -1 for the root
     path: tuple[int, ...]  # accepted nodes, the root first
     bonus: int  # the target's own token after the path
+    tenant: str | None = None  # of the request's owner
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from specmamba.config import EngineConfig
 
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
+_HOST_NAME = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:]*:[0-9a-f:.]+", re.ASCII | re.IGNORECASE)
 _KEY_RULE = "a key is printable text without commas and spaces"
 _MAX_KEY_FILE_BYTES = 1 << 20
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
@@ -75,7 +76,16 @@ def _checked_origins(origins: Sequence[str]) -> tuple[str, ...]:
     return tuple(origin.lower() for origin in origins)
 
 
+def _checked_hosts(names: Sequence[str]) -> tuple[str, ...]:
+    """Check names of hosts, and convert them to lower case."""
+    for name in names:
+        if name != "*" and _HOST_NAME.fullmatch(name) is None:
+            raise ValueError("a host is written like api.example.com, *.example.com or *, without a port")
+    return tuple(name.lower() for name in names)
+
+
 ApiKeys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split), AfterValidator(_checked_keys)]
+Hosts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_checked_hosts)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_checked_origins)]
 
 
@@ -108,6 +118,15 @@ class ServerConfig(EngineConfig):
     cors_allow_origins: Annotated[
         Origins, Field(description="web pages of this origin may use the API; may be given again")
     ] = ()
+
+    allowed_hosts: Annotated[
+        Hosts,
+        Field(description="a further name by which clients reach the server, *.example.com or *; may be given again"),
+    ] = ()
+    prefix_cache_scope: Annotated[
+        Literal["key", "shared"],
+        Field(description="cached prefixes are reused within an API key, or by all keys, which must trust each other"),
+    ] = "key"
 
     max_request_bytes: Annotated[int, Field(ge=1024, description="size of a request body at the most")] = 8 << 20
     max_choices: Annotated[int, Field(ge=1, le=1024, description="n and best_of of a request at the most")] = 16

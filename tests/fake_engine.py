@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from specmamba.cache.prefix.inspection import CacheStats
-from specmamba.core import FinishReason, OutputDelta, SpecStats, TokenLogprob
+from specmamba.cache.prefix.inspection import CacheStats, Counters
+from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SpecStats, TokenLogprob
+from specmamba.engine.scheduler import TenantStats
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar
@@ -133,6 +134,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.seen_params: list[SamplingParams] = []
         self.seen_extra_keys: list[str | None] = []
+        self.seen_owners: list[Owner] = []
         self.num_flushed = 0
         self.spec = SpecStats()
 
@@ -147,6 +149,7 @@ class FakeEngine:
         params: SamplingParams,
         extra_key: str | None = None,
         grammar: CompiledGrammar | None = None,
+        owner: Owner = ANYONE,
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("the prompt is empty", param="prompt")
@@ -158,6 +161,7 @@ class FakeEngine:
             raise QueueFullError(len(self.running))
         self.seen_params.append(params)
         self.seen_extra_keys.append(extra_key)
+        self.seen_owners.append(owner)
         self.running[request_id] = _Running(list(prompt_token_ids), params)
 
     def abort(self, request_id: str) -> None:
@@ -194,6 +198,9 @@ class FakeEngine:
 
     def stats(self) -> Any:
         return FakeStats(num_running=len(self.running), num_waiting=0, spec=self.spec)
+
+    def stats_of(self, tenant: str | None) -> TenantStats:
+        return TenantStats(len(self.running), 0, self.spec, Counters().of_requests())
 
     def flush_cache(self) -> int:
         self.num_flushed += 1
@@ -287,7 +294,8 @@ class Served:
 @contextmanager
 def serving(engine: Any = None, **settings: Any) -> Iterator[Served]:
     """Serve an engine (a fake one by default) on a free port until the block ends."""
-    config = ServerConfig(port=0, **{"stream_chunk_interval": 0.0, **settings})  # a chunk for every step
+    # A chunk for every step; "x" is the host of requests that tests write out.
+    config = ServerConfig(port=0, **{"stream_chunk_interval": 0.0, "allowed_hosts": ("x",), **settings})
     if engine is None:
         engine = FakeEngine()
     if isinstance(engine, FakeEngine):

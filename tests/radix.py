@@ -124,7 +124,7 @@ class World:
         """Every text that has KV and every text that has a state, by salt, as the tree's nodes say."""
         kv: dict[str | None, set[Text]] = {}
         states: dict[str | None, set[Text]] = {}
-        for salt, root in self.cache._tree.roots.items():
+        for (_, salt), root in self.cache._tree.roots.items():
             kv[salt], states[salt] = set(), set()
             todo: list[tuple[Node, Text]] = [(root, ())]
             while todo:

@@ -67,7 +67,8 @@ class CacheManager:
             request.chunk_ends.add(match.kv_length)  # other texts branch off here: a state helps them
         if self.is_on and request.num_admissions == 0 and not request.must_read_prompt:
             # a request that does not fit beside its cached prefix counts as a miss by eviction
-            self.cache.count_request(request.num_tokens - 1, match if use_cache else replace(match, miss="evicted"))
+            found = match if use_cache else replace(match, miss="evicted")
+            self.cache.count_request(request.num_tokens - 1, found, request.owner.tenant)
             request.num_cached_tokens = match.length
         request.num_admissions += 1
         request.must_compute = False
@@ -75,7 +76,7 @@ class CacheManager:
 
     def peek(self, request: Request) -> int:
         """Return the number of tokens of a waiting request that are cached now."""
-        return self.cache.peek(request.key(), request.extra_key)[0] if self.is_on else 0
+        return self.cache.peek(request.key(), request.extra_key, request.owner.tenant)[0] if self.is_on else 0
 
     @property
     def num_admissible(self) -> int:
@@ -162,7 +163,7 @@ class CacheManager:
     def _match(self, request: Request, use_cache: bool) -> Match:
         is_used = self.is_on and use_cache
         key = request.key() if is_used else np.empty(0, dtype=np.int64)
-        return self.cache.match(key, request.extra_key)
+        return self.cache.match(key, request.extra_key, request.owner.tenant)
 
     def _take(self, request: Request, match: Match, num_positions: int, num_spare: int) -> bool:
         """Allocate everything; after a failure the caller frees what was allocated."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from specmamba.core import FinishReason, OutputDelta
+from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner
 from specmamba.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ class EngineRequest:
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     on_delta: Callable[[OutputDelta], None]
-    extra_key: str | None = None  # cached prefixes are shared with requests of the same key only
+    extra_key: str | None = None  # cached prefixes are shared with requests of the same key and tenant only
     grammar: CompiledGrammar | None = None  # of ``params.grammar``
+    owner: Owner = ANYONE
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from specmamba.cache.memory import free_memory, plan_memory
 from specmamba.config import EngineConfig
-from specmamba.core import DraftView, OutputDelta, SpecStats
+from specmamba.core import ANYONE, DraftView, OutputDelta, Owner, SpecStats
 from specmamba.draft import build_drafter
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
@@ -21,7 +21,7 @@ from specmamba.engine.loading import keep_freed_memory, load_models, require_tar
 from specmamba.engine.model_report import describe_engine
 from specmamba.engine.request import PrefillRun, Request, TextStream, grammar_matcher, seed_of_request
 from specmamba.engine.runner import Runner
-from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits
+from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, TenantStats
 from specmamba.errors import GrammarError, PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.models.checkpoint import resolve_checkpoint
@@ -34,6 +34,7 @@ from specmamba.verify.result import StepResult
 logger = logging.getLogger("specmamba")
 
 MAX_VIEWS = 64  # drafts that are kept for the live page
+DISPLACED = "the queue is full, and other clients have fewer requests in it: try again later"
 NOT_FINITE = "the model's numbers are not finite for this request: try --dtype bfloat16 or float32"
 
 
@@ -80,7 +81,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._num_added = 0
         self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
-        self._spec = SpecStats()
+        self._spec_of: dict[str | None, SpecStats] = {}  # by tenant
+        self._displaced: list[OutputDelta] = []  # last deltas of requests that left a full queue
         self._threads_before = torch.get_num_threads()
         set_threads(config, self.device, weight_bytes)
         if self.device.type == "cpu":
@@ -99,16 +101,20 @@ class Engine:
         forced_output_ids: Sequence[int] = (),
         extra_key: str | None = None,
         grammar: CompiledGrammar | None = None,
+        owner: Owner = ANYONE,
     ) -> None:
         """Queue a request.
+
+        Where the queue is full, a request of a client with more waiting ones may leave it: it gets an error delta.
 
         Args:
             request_id: chosen by the caller; unique among running requests.
             prompt_token_ids: the prompt.
             params: how tokens are chosen, and when the request ends.
             forced_output_ids: output tokens that are given instead of chosen, as far as they go.
-            extra_key: cached prefixes are shared only between requests of the same key.
+            extra_key: cached prefixes are shared only between requests of the same key and tenant.
             grammar: ``params.grammar``, compiled.
+            owner: the client.
 
         Raises:
             RequestError: the prompt is empty or has an unknown token, or the id is in use.
@@ -128,8 +134,10 @@ class Engine:
         seed = params.seed if params.seed is not None else seed_of_request(self.config.seed, number)
         matcher = grammar_matcher(params, grammar, self.vocab_size)
         forced = tuple(forced_output_ids)
-        request = Request(request_id, number, prompt, params, seed, text, forced, extra_key, matcher=matcher)
-        self.scheduler.add(request)
+        request = Request(request_id, number, prompt, params, seed, text, forced, extra_key, owner, matcher=matcher)
+        displaced = self.scheduler.add(request)
+        if displaced is not None:
+            self._displaced.append(self._fail(displaced, DISPLACED, "queue_full"))
         self._requests[request_id] = request
         self._num_added += 1
 
@@ -162,7 +170,7 @@ class Engine:
             A delta for every request that got tokens or ended.
         """
         self._make_room()  # before new requests take memory that running ones need
-        deltas: list[OutputDelta] = []
+        deltas, self._displaced = self._displaced, []
         for request in self.scheduler.admit():
             self.runner.admit(request)
             if not request.num_to_extend:
@@ -209,11 +217,16 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._displaced)
 
     def stats(self) -> EngineStats:
         """Numbers of queues and pools now, and of speculation since the start."""
-        return self.scheduler.stats(self.pools, self._spec)
+        return self.scheduler.stats(self.pools, sum(self._spec_of.values(), SpecStats()))
+
+    def stats_of(self, tenant: str | None) -> TenantStats:
+        """Numbers of one tenant's requests now, and since the start."""
+        spec = self._spec_of.get(tenant, SpecStats())
+        return self.scheduler.stats_of(tenant, spec)
 
     def watch_drafts(self, on: bool) -> None:
         """Start or stop keeping the first draft of every step; it costs one more read of the device per step."""
@@ -272,7 +285,8 @@ class Engine:
             except GrammarError as error:  # tokens that were given instead of chosen, or it takes too long
                 return self._fail(request, str(error), error.code)
         request.spec = request.spec.after_step(result.num_drafted, count - 1)
-        self._spec = self._spec.after_step(result.num_drafted, count - 1)
+        tenant = request.owner.tenant
+        self._spec_of[tenant] = self._spec_of.get(tenant, SpecStats()).after_step(result.num_drafted, count - 1)
         tokens = result.tokens[:count]
         request.output.extend(tokens)
         previous, request.num_run = request.num_run, request.root_position

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specmamba.cache.prefix.node import Node
-from specmamba.core import FinishReason, OutputDelta, SpecStats, TokenLogprob
+from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SpecStats, TokenLogprob
 from specmamba.errors import RequestError
 from specmamba.grammar import CompiledGrammar, GrammarMatcher
 from specmamba.models.tokenizer import Detokenizer
@@ -95,7 +95,8 @@ class Request:
     seed: int
     text: TextStream
     forced_output_ids: tuple[int, ...] = ()  # given instead of chosen, as far as they go
-    extra_key: str | None = None  # cached prefixes are shared only with requests of the same key
+    extra_key: str | None = None  # cached prefixes are shared only with requests of the same key and tenant
+    owner: Owner = ANYONE
     output: list[int] = field(default_factory=list)
     spec: SpecStats = field(default_factory=SpecStats)
     row: int | None = None

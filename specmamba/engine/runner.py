@@ -35,7 +35,7 @@ class Runner:
         self.target, self.drafter, self.pools, self.policy = target, drafter, pools, policy
         self.graph_runner: StepGraphRunner | None = None  # None: every step has the shapes of its batch
         self.probe = StepProbe(device)
-        self.on_draft: Callable[[DraftView], None] | None = None  # gets the first draft of every step
+        self.on_draft: Callable[[DraftView], None] | None = None  # gets a draft of every tenant in every step
         self._device = device
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
 
@@ -108,7 +108,8 @@ class Runner:
         self.drafter.advance(rows, [result.tokens for result in results])
         self.probe.lap("commit")
         if self.on_draft is not None:
-            self.on_draft(output.draft_of(0, requests[0].request_id, results[0].tokens))
+            for place, tenant in _first_of_tenants(requests):
+                self.on_draft(output.draft_of(place, requests[place].request_id, results[place].tokens, tenant))
         errors = drafts.errors if isinstance(drafts, ConstrainedDrafts) else {}
         return [replace(r, error=errors[i]) if i in errors else r for i, r in enumerate(results)]
 
@@ -209,3 +210,11 @@ class Runner:
             is_padded=min(lengths) < longest,
             end=max(run.start + run.length for run in runs),
         )
+
+
+def _first_of_tenants(requests: Sequence[Request]) -> list[tuple[int, str | None]]:
+    """The index of the first request of every tenant in a batch, and the tenant."""
+    places: dict[str | None, int] = {}
+    for place, request in enumerate(requests):
+        places.setdefault(request.owner.tenant, place)
+    return [(place, tenant) for tenant, place in places.items()]

@@ -1,21 +1,22 @@
 """The scheduler: it chooses the requests that run, with chunked prefill and preemption of the youngest.
 
-Requests are admitted in order of arrival, or the longest cached prefix first; a request may wait for a prefix that
-another one computes.
+Clients take turns (``fair_queue``). The requests of one client are admitted in order of arrival, or the longest cached
+prefix first; a request may wait for a prefix that another one computes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from specmamba.cache.prefix.inspection import CacheStats
+from specmamba.cache.prefix.inspection import CacheStats, RequestStats
 from specmamba.cache.prefix.node import Tokens, common_length
 from specmamba.config import EngineConfig
 from specmamba.core import SpecStats
 from specmamba.engine.cache_manager import CacheManager
+from specmamba.engine.fair_queue import PrefillTurns, displaced_by, fair_order, next_preempted
 from specmamba.engine.request import PrefillRun, Request
 from specmamba.errors import QueueFullError
 from specmamba.verify.pools import Pools
@@ -66,12 +67,23 @@ class EngineStats:
     prefix_cache: CacheStats
 
 
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """What one tenant may see of the engine: figures of its own requests."""
+
+    num_running: int
+    num_waiting: int
+    spec: SpecStats
+    requests: RequestStats
+
+
 class Scheduler:
     """Requests wait, then extend (their known tokens are run chunk by chunk), then verify until they end.
 
     A request that is admitted holds a row, a state slot, and KV for all its known tokens and one draft. When KV runs
     out later, the youngest request leaves its state in the prefix cache, frees its memory and waits again, ahead of
     those that never ran; its output so far is kept. A request whose prefix another one is computing waits for that.
+    Where clients compete, each gets the same share of the batch, of the queue and of the chunks of prompts.
     """
 
     def __init__(self, cache: CacheManager, limits: SchedulerLimits) -> None:
@@ -80,21 +92,29 @@ class Scheduler:
         self.extending: list[Request] = []
         self.verifying: list[Request] = []
         self.num_preemptions = 0
+        self._turns = PrefillTurns()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> Request | None:
         """Queue a new request.
 
+        Returns:
+            A waiting request of another client that had to leave the full queue for it, or None.
+
         Raises:
-            QueueFullError: too many are waiting.
+            QueueFullError: too many are waiting, and no other client has more of them.
         """
-        if (
-            len(self.waiting) - self._cache.num_admissible >= self._limits.max_waiting
-        ):  # requests that memory admits at once do not count
-            raise QueueFullError(len(self.waiting))
+        displaced = None
+        # requests that memory admits at once do not count
+        if len(self.waiting) - self._cache.num_admissible >= self._limits.max_waiting:
+            displaced = displaced_by(request, self.waiting)
+            if displaced is None:
+                raise QueueFullError(len(self.waiting))
+            self.waiting.remove(displaced)
         self.waiting.append(request)
+        return displaced
 
     def admit(self) -> list[Request]:
-        """Admit waiting requests, in order, while there is memory for them, so that none is starved.
+        """Admit waiting requests in their order while there is memory for them, so that none is starved.
 
         Only a request whose prefix is being computed by another lets others pass meanwhile.
         """
@@ -113,10 +133,10 @@ class Scheduler:
         return admitted
 
     def next_runs(self) -> list[PrefillRun]:
-        """Return the next chunk: the oldest request's tokens, and others' while they fit the padded chunk's size."""
+        """Return the next chunk: tokens of the request whose turn it is, and others' while they fit the padded size."""
         runs: list[PrefillRun] = []
         longest, chunk_size = 0, self._limits.chunk_size
-        for request in sorted(self.extending, key=lambda request: request.sequence_number):
+        for request in self._turns.in_order(self.extending):
             wanted = min(request.num_to_extend, chunk_size, request.num_to_chunk_end)
             room = chunk_size // (len(runs) + 1)
             if runs and max(longest, wanted) > room:
@@ -127,6 +147,7 @@ class Scheduler:
 
     def finish_runs(self, runs: list[PrefillRun]) -> list[Request]:
         """Count the tokens of runs that are done; returns the requests that are ready to verify now."""
+        self._turns.count(runs)
         ready = []
         for run in runs:
             run.request.num_run += run.length
@@ -140,14 +161,14 @@ class Scheduler:
         """Give every verifying request KV for its next tree, the oldest first.
 
         Returns:
-            The youngest request where KV runs out: the caller ends its use of the memory, preempts it and calls again.
-            None: all have room.
+            The request that gives way where KV runs out: the caller ends its use of the memory, preempts it and calls
+            again. None: all have room.
         """
         for request in sorted(self.verifying, key=lambda r: r.sequence_number):
             if not self._grow(request):
                 # alone it lacks room only because of its borrowed prefix: it fits when it computes everything itself
                 request.must_compute |= self.num_running == 1
-                return max((*self.extending, *self.verifying), key=lambda r: r.sequence_number)
+                return next_preempted((*self.extending, *self.verifying))
         return None
 
     def preempt(self, request: Request) -> None:
@@ -189,10 +210,21 @@ class Scheduler:
             prefix_cache=cache.stats,
         )
 
-    def _in_order(self) -> list[Request]:
-        if self._limits.policy == "fcfs":
-            return list(self.waiting)
-        return longest_prefix_first(self.waiting, self._cache.peek, self._limits.max_overtakes)
+    def stats_of(self, tenant: str | None, spec: SpecStats) -> TenantStats:
+        """Return the numbers of one tenant's requests in these queues, beside its figures of speculation."""
+        running = (*self.extending, *self.verifying)
+        return TenantStats(
+            num_running=sum(request.owner.tenant == tenant for request in running),
+            num_waiting=sum(request.owner.tenant == tenant for request in self.waiting),
+            spec=spec,
+            requests=self._cache.cache.requests_of(tenant),
+        )
+
+    def _in_order(self) -> Iterator[Request]:
+        ordered = list(self.waiting)
+        if self._limits.policy != "fcfs":
+            ordered = longest_prefix_first(self.waiting, self._cache.peek, self._limits.max_overtakes)
+        return fair_order(ordered, (*self.extending, *self.verifying))
 
     def _acquire(self, request: Request) -> bool:
         positions = request.num_tokens + self._limits.num_lookahead_slots
@@ -242,7 +274,8 @@ def _find_leader(request: Request, extending: Sequence[Request], cache: CacheMan
     if not cache.is_on or not extending or request.must_read_prompt:
         return None
     key = request.key()
-    shared = {other: _num_common(key, other.key()) for other in extending if other.extra_key == request.extra_key}
+    related = [other for other in extending if _scope(other) == _scope(request)]
+    shared = {other: _num_common(key, other.key()) for other in related}
     leader = max((o for o in shared if _is_ahead(o, shared[o], extending)), key=shared.__getitem__, default=None)
     if leader is None or shared[leader] < MIN_SHARED:
         return None
@@ -252,6 +285,11 @@ def _find_leader(request: Request, extending: Sequence[Request], cache: CacheMan
         return None
     leader.chunk_ends.add(end)
     return leader, end
+
+
+def _scope(request: Request) -> tuple[str | None, str | None]:
+    """Only requests of the same scope share cached prefixes."""
+    return request.owner.tenant, request.extra_key
 
 
 def _chunk_end(leader: Request, num_shared: int) -> int:

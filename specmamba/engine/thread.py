@@ -206,6 +206,7 @@ class EngineThread:
                     request.params,
                     extra_key=request.extra_key,
                     grammar=request.grammar,
+                    owner=request.owner,
                 )
                 added.append(request.request_id)
         except BaseException:

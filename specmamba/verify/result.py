@@ -103,7 +103,7 @@ class StepOutput:
         found = self.logprobs.read([result.tokens for result in results], num_logprobs)
         return [replace(result, logprobs=entries) for result, entries in zip(results, found, strict=True)]
 
-    def draft_of(self, place: int, request_id: str, decided: Sequence[int]) -> DraftView:
+    def draft_of(self, place: int, request_id: str, decided: Sequence[int], tenant: str | None = None) -> DraftView:
         """Read the draft of the request at index ``place`` from the device, with its ``decided`` tokens."""
         parents = self.parents[place].tolist()
         real = [node for node, parent in enumerate(parents) if parent >= 0 or node == 0]
@@ -116,6 +116,7 @@ class StepOutput:
             parents=tuple(at.get(parents[node], -1) for node in real),
             path=tuple(at[node] for node in path),
             bonus=decided[-1],
+            tenant=tenant,
         )
 
 

@@ -129,7 +129,7 @@ def test_pages_of_chosen_origins_may_use_the_api() -> None:
             answer = served.http.get("/v1/models", headers=headers)
             assert answer.headers["access-control-allow-origin"] == "https://a.example"
             assert "access-control-allow-credentials" not in answer.headers
-        assert served.http.options("/v1/completions", headers=bad | asking).status_code == 400
+        assert served.http.options("/v1/completions", headers=bad | asking).status_code == 403
         assert "access-control-allow-origin" not in served.http.get("/health", headers=bad).headers
 
 
@@ -428,7 +428,8 @@ def test_extreme_headers(served: Served) -> None:
         ("Upgrade", b"websocket"),
         ("Expect", b"a miracle"),
     ):
-        assert served.http.get("/v1/models", headers=[(name.encode(), value)]).status_code == 200, name
+        status = {"Origin": 403, "Host": 421}.get(name, 200)
+        assert served.http.get("/v1/models", headers=[(name.encode(), value)]).status_code == status, name
     refusal = served.http.post("/v1/completions", json=GOOD, headers=[(b"Content-Type", b"\xff")])
     assert error_of(refusal, 415)["code"] == "not_json"
 

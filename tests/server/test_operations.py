@@ -26,7 +26,9 @@ CANARY = "pineapple"
 
 @pytest.fixture(scope="module")
 def shared_server() -> Iterator[Served]:
-    with serving(api_key="sk-secret", metrics_compat="vllm", served_model_name="org/model") as served:
+    with serving(
+        api_key="sk-secret", admin_key="operator", metrics_compat="vllm", served_model_name="org/model"
+    ) as served:
         served.http.headers.update(SECRETS)
         yield served
 
@@ -343,7 +345,8 @@ def test_ready_until_the_server_drains() -> None:
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 def test_server_info_has_the_keys_that_routers_read(served: Served, path: str) -> None:
-    info = served.http.get(path).json()
+    assert served.http.get(path).status_code == 403
+    info = served.http.get(path, headers={"Authorization": "Bearer operator"}).json()
     assert info["model_path"] == info["tokenizer_path"] == "fake"
     assert (info["served_model_name"], info["dp_size"], info["tp_size"]) == ("org/model", 1, 1)
     assert info["disaggregation_mode"] == "null"

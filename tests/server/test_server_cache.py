@@ -332,18 +332,20 @@ def test_wrong_parameters_of_the_report_are_named(fake: Served) -> None:
         assert refusal(fake.http.get(f"/cache?{query}"), 400)["param"] == param
 
 
-def test_the_cache_is_behind_the_api_key() -> None:
-    with serving(api_key="secret") as served:
+def test_only_the_operator_flushes() -> None:
+    with serving(api_key="secret", admin_key="operator") as served:
         assert refusal(served.http.get("/cache"), 401)["code"] == "invalid_api_key"
         assert refusal(served.http.post("/flush_cache"), 401)["code"] == "invalid_api_key"
+        tenant = served.http.post("/flush_cache", headers={"Authorization": "Bearer secret"})
+        assert refusal(tenant, 403)["code"] == "operator_only"
         assert served.engine.num_flushed == 0
-        assert served.http.post("/flush_cache", headers={"Authorization": "Bearer secret"}).status_code == 200
+        assert served.http.post("/flush_cache", headers={"Authorization": "Bearer operator"}).status_code == 200
 
 
 def test_the_schema_describes_both_addresses(fake: Served) -> None:
     schema = fake.http.get("/openapi.json").json()
     cache, flush = schema["paths"]["/cache"]["get"], schema["paths"]["/flush_cache"]["post"]
-    assert set(cache["responses"]) == {"200", "400", "401", "503"}
+    assert set(cache["responses"]) == {"200", "400", "401", "403", "503"}
     assert set(cache["responses"]["200"]["content"]) == {"application/json", "text/plain"}
     assert [parameter["name"] for parameter in cache["parameters"]] == ["format"]
     assert set(flush["responses"]) == {"200", "401", "403", "503"}

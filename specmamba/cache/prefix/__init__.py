@@ -6,7 +6,18 @@ from itertools import islice
 
 from specmamba.cache.kv_pool import PageAllocator
 from specmamba.cache.prefix.eviction import Costs, PolicyName, make_policy
-from specmamba.cache.prefix.inspection import CacheStats, Counters, Outline, check_tree, outline, render_tree, summarize
+from specmamba.cache.prefix.inspection import (
+    WHOLE,
+    CacheStats,
+    Counters,
+    Outline,
+    RequestStats,
+    View,
+    check_tree,
+    outline,
+    render_tree,
+    summarize,
+)
 from specmamba.cache.prefix.node import (
     Insertion,
     Match,
@@ -36,7 +47,7 @@ class MambaRadixCache:
       KV lock, because a state is useless without the KV before it.
     - KV is evicted leaf by leaf, with the leaf's state and with the tombstones above it that have no other child. A
       state can be evicted from any node, which becomes a tombstone, or is removed if it is an unlocked leaf.
-    - Salts share nothing: each has its own root.
+    - Tenants share nothing, and neither do the salts of a tenant: each salt has its own root.
 
     The cache allocates nothing. It holds pages and takes over states that its callers have allocated, and frees them.
     """
@@ -56,6 +67,7 @@ class MambaRadixCache:
         self._recency = self._tree.recency
         self._policy = make_policy(policy, costs)
         self._counters = Counters()
+        self._counters_of: dict[str | None, Counters] = {}  # requests only, by tenant
 
     @property
     def num_evictable_states(self) -> int:
@@ -67,25 +79,25 @@ class MambaRadixCache:
         """Sizes now, and counts since the start."""
         return self._counters.stats(self._tree)
 
-    def root(self, extra_key: str | None) -> Node:
-        """Return the root of a salt. A root without children and locks may be dropped by later calls."""
-        return self._tree.root(extra_key)
+    def root(self, extra_key: str | None, tenant: str | None = None) -> Node:
+        """Return the root of a tenant's salt. A root without children and locks may be dropped by later calls."""
+        return self._tree.root(extra_key, tenant)
 
-    def match(self, tokens: Tokens, extra_key: str | None = None) -> Match:
+    def match(self, tokens: Tokens, extra_key: str | None = None, tenant: str | None = None) -> Match:
         """Find the longest prefix of ``tokens`` [n] int64 that ends in a state, and mark its KV and that state as used.
 
         Nothing is locked: a caller that needs the match must lock ``node`` before the next eviction.
         """
-        way = follow(self._tree.root(extra_key), tokens)
+        way = follow(self._tree.root(extra_key, tenant), tokens)
         node = way.deepest_state
         self._recency.touch(node)
         if node.state_slot is not None:
             self._recency.touch_state(node)
         return Match(node, slots_between(way.start, node), way.end, self._why_no_longer(way, node, tokens))
 
-    def peek(self, tokens: Tokens, extra_key: str | None = None) -> tuple[int, int]:
+    def peek(self, tokens: Tokens, extra_key: str | None = None, tenant: str | None = None) -> tuple[int, int]:
         """Return (length, kv_length) of a match of ``tokens`` [n] int64 without marking anything as used."""
-        root = self._tree.roots.get(extra_key)
+        root = self._tree.roots.get((tenant, extra_key))
         if root is None:
             return 0, 0
         way = follow(root, tokens)
@@ -216,9 +228,11 @@ class MambaRadixCache:
             node.lost_state = False
         return num_tokens - self._tree.num_tokens
 
-    def count_request(self, num_tokens: int, match: Match) -> None:
+    def count_request(self, num_tokens: int, match: Match, tenant: str | None = None) -> None:
         """Count an admitted request with this many tokens and this match in the statistics."""
-        self._counters.count_request(num_tokens, match)
+        match.node.hits += 1
+        for counters in (self._counters, self._counters_of.setdefault(tenant, Counters())):
+            counters.count_request(num_tokens, match)
 
     def check(self, row_pages: dict[int, int] | None = None) -> None:
         """Check every link, count, lock, list, page and slot stamp.
@@ -231,13 +245,17 @@ class MambaRadixCache:
         """
         check_tree(self._tree, row_pages)
 
-    def render_text(self, max_nodes: int = 200) -> str:
-        """Render the tree as text, the most recent branches first."""
-        return render_tree(self._tree, max_nodes)
+    def requests_of(self, tenant: str | None) -> RequestStats:
+        """Return the figures of one tenant's requests since the start."""
+        return self._counters_of.get(tenant, Counters()).of_requests()
 
-    def outline(self, max_nodes: int = 200) -> Outline:
+    def render_text(self, max_nodes: int = 200, view: View = WHOLE) -> str:
+        """Render the tree as text, the most recent branches first."""
+        return render_tree(self._tree, max_nodes, view)
+
+    def outline(self, max_nodes: int = 200, view: View = WHOLE) -> Outline:
         """Return the shape of the tree for drawing, the most recent branches first."""
-        return outline(self._tree, max_nodes)
+        return outline(self._tree, max_nodes, view)
 
     def summary(self) -> dict[str, object]:
         """Return policy, statistics and sizes, ready for JSON."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice, pairwise
 
@@ -34,6 +34,33 @@ class CacheStats:
     duplicate_states: int  # states that were offered to a node that had one already
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """Whose part of the cache is shown: one tenant's, or all of it."""
+
+    tenant: str | None = None
+    is_whole: bool = False
+
+    def shows(self, tenant: str | None) -> bool:
+        return self.is_whole or tenant == self.tenant
+
+
+WHOLE = View(is_whole=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Figures of one tenant's requests since the start.
+
+    They do not say whether another salt has a prefix: "never_stored" includes these misses.
+    """
+
+    query_tokens: int
+    hit_tokens: int
+    hit_rate: float
+    misses: dict[MissReason, int]
+
+
 @dataclass(slots=True)
 class Counters:
     """Counts since the start; ``stats`` adds the sizes of the tree."""
@@ -50,9 +77,14 @@ class Counters:
         """Count an admitted request with this many tokens and this match."""
         self.query_tokens += num_tokens
         self.hit_tokens += match.length
-        match.node.hits += 1
         if match.miss is not None:
             self.misses[match.miss] += 1
+
+    def of_requests(self) -> RequestStats:
+        """Return the counts that a tenant may see."""
+        misses = without_salts({reason: self.misses[reason] for reason in MISS_REASONS})
+        rate = self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
+        return RequestStats(self.query_tokens, self.hit_tokens, rate, misses)
 
     def stats(self, tree: RadixTree) -> CacheStats:
         """Return these counts with the sizes of the tree."""
@@ -66,6 +98,12 @@ class Counters:
             misses={reason: self.misses[reason] for reason in MISS_REASONS},
             **{count.name: getattr(self, count.name) for count in fields(self) if count.name != "misses"},
         )
+
+
+def without_salts(misses: Mapping[MissReason, int]) -> dict[MissReason, int]:
+    """The misses by reason, without telling whether another salt has the text: that would reveal the text."""
+    never = misses["never_stored"] + misses["salt"]
+    return {**misses, "never_stored": never, "salt": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +125,14 @@ class Outline:
     """The shape of a tree, the most recent branches first, every node after its parent."""
 
     nodes: tuple[OutlineNode, ...]
-    num_left: int  # nodes that are not among ``nodes``
+    num_left: int  # nodes that are not among ``nodes``; 0 in the view of one tenant
 
 
-def outline(tree: RadixTree, max_nodes: int) -> Outline:
+def outline(tree: RadixTree, max_nodes: int, view: View = WHOLE) -> Outline:
     """The most recent ``max_nodes`` nodes of a tree, roots counted, in the order of ``_recent_first``."""
     clock = tree.recency.clock
-    nodes = tuple(_outline_node(depth, node, clock) for depth, node in _recent_first(tree, max_nodes))
-    return Outline(nodes, _num_visible(tree) - len(nodes))
+    nodes = tuple(_outline_node(depth, node, clock) for depth, node in _recent_first(tree, max_nodes, view))
+    return Outline(nodes, _num_visible(tree) - len(nodes) if view.is_whole else 0)
 
 
 def _outline_node(depth: int, node: Node, clock: int) -> OutlineNode:
@@ -103,24 +141,25 @@ def _outline_node(depth: int, node: Node, clock: int) -> OutlineNode:
     return OutlineNode(depth, node.start, node.end, has_state, node.hits, node.kv_locks, node.state_locks, age)
 
 
-def render_tree(tree: RadixTree, max_nodes: int) -> str:
+def render_tree(tree: RadixTree, max_nodes: int, view: View = WHOLE) -> str:
     """One line per node, indented by depth, the most recent branches first; at most ``max_nodes`` nodes.
 
     A salt is a secret between a client and the server, so only a digest of it is shown.
     """
     clock = tree.recency.clock
-    lines = ["  " * depth + _line(node, clock) for depth, node in _recent_first(tree, max_nodes)]
-    if num_left := _num_visible(tree) - len(lines):
+    lines = ["  " * depth + _line(node, clock) for depth, node in _recent_first(tree, max_nodes, view)]
+    if view.is_whole and (num_left := _num_visible(tree) - len(lines)):
         lines.append(f"... and {num_left} more")
     return "\n".join(lines) if lines else "empty"
 
 
-def _recent_first(tree: RadixTree, max_nodes: int) -> Iterator[tuple[int, Node]]:
+def _recent_first(tree: RadixTree, max_nodes: int, view: View) -> Iterator[tuple[int, Node]]:
     """At most ``max_nodes`` nodes with their depths, parents before children, the most recently used branch first.
 
     The work is bounded by the nodes that are shown and their children, because the engine waits meanwhile.
     """
-    roots: Iterator[Node] = (root for root in reversed(tree.roots.values()) if root not in tree.idle_roots)
+    busy = (root for root in reversed(tree.roots.values()) if root not in tree.idle_roots)
+    roots: Iterator[Node] = (root for root in busy if view.shows(root.tenant))
     todo = [(0, root) for root in islice(roots, max_nodes)][::-1]
     for num_wanted in range(max_nodes, 0, -1):
         if not todo:
@@ -161,6 +200,7 @@ def summarize(tree: RadixTree, stats: CacheStats) -> dict[str, object]:
 def _line(node: Node, clock: int) -> str:
     if isinstance(node, Root):
         parts = ["no salt" if node.extra_key is None else f"salt {_digest(node.extra_key)}"]
+        parts += [] if node.tenant is None else [f"tenant {node.tenant[:8]}"]
     else:
         state = "tombstone" if node.state_slot is None else f"state {node.state_slot}"
         parts = [f"[{node.start}:{node.end})", _count(node.end - node.start, "token"), state]
@@ -216,7 +256,8 @@ def _check_links(tree: RadixTree, node: Node) -> None:
     _require(node.end - node.start == len(node.key) == len(node.slots), node, "has another length than its tokens")
     _require(len(node.evicted) <= MAX_EVICTED_CHILDREN, node, "remembers too many evicted children")
     if isinstance(node, Root):
-        _require(tree.roots.get(node.extra_key) is node, "a root is stored under another salt than its own")
+        found = tree.roots.get((node.tenant, node.extra_key))
+        _require(found is node, "a root is stored under another salt than its own")
         _require((node.end, node.parent, node.state_slot) == (0, None, None), "a root has tokens, a parent or a state")
         return
     _require(not node.is_useless, node, "is an unlocked leaf without a state")

@@ -70,14 +70,18 @@ class Node:
 
 @dataclass(eq=False, slots=True, repr=False)
 class Root(Node):
-    """Start of all texts of one salt. It has no tokens and no state, and is kept while it has children or locks."""
+    """Start of all texts of one salt of one tenant.
+
+    It has no tokens and no state, and is kept while it has children or locks.
+    """
 
     extra_key: str | None = None
+    tenant: str | None = None
 
 
-def new_root(extra_key: str | None) -> Root:
+def new_root(extra_key: str | None, tenant: str | None = None) -> Root:
     """Return a root without children."""
-    return Root(None, NOTHING, NOTHING, NOTHING, 0, 0, extra_key=extra_key)
+    return Root(None, NOTHING, NOTHING, NOTHING, 0, 0, extra_key=extra_key, tenant=tenant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ MAX_IDLE_ROOTS = 1024
 
 
 class RadixTree:
-    """One radix tree per salt.
+    """One radix tree per tenant and salt.
 
     Every method keeps links, page holders and pins, recency lists and counts consistent, or raises before any change.
     """
@@ -25,18 +25,18 @@ class RadixTree:
         self.page_size = page_size
         self.states = states
         self.recency = Recency()
-        self.roots: dict[str | None, Root] = {}
+        self.roots: dict[tuple[str | None, str | None], Root] = {}  # by tenant and salt
         self.idle_roots: dict[Root, None] = {}  # roots without children and locks; the last one asked for is at the end
         self.state_nodes: dict[int, Node] = {}  # by state slot
         self.num_nodes = 0
         self.num_tokens = 0
         self.num_locked_tokens = 0
 
-    def root(self, extra_key: str | None) -> Root:
-        """Return the root of a salt. When there are too many idle roots, the oldest ones are dropped."""
-        root = self.roots.get(extra_key)
+    def root(self, extra_key: str | None, tenant: str | None = None) -> Root:
+        """Return the root of a tenant's salt. When there are too many idle roots, the oldest ones are dropped."""
+        root = self.roots.get((tenant, extra_key))
         if root is None:
-            root = self.roots[extra_key] = new_root(extra_key)
+            root = self.roots[tenant, extra_key] = new_root(extra_key, tenant)
         self._set_idle(root)
         return root
 
@@ -54,7 +54,9 @@ class RadixTree:
         Raises:
             RuntimeError: it was evicted because it was not locked.
         """
-        if node.parent is None and not (isinstance(node, Root) and self.roots.get(node.extra_key) is node):
+        if node.parent is None and not (
+            isinstance(node, Root) and self.roots.get((node.tenant, node.extra_key)) is node
+        ):
             raise RuntimeError(f"{node} is no part of the prefix cache any more: it was not locked when it was evicted")
 
     def hold(self, slots: TokenSlots) -> Pages:
@@ -187,7 +189,7 @@ class RadixTree:
             self.idle_roots[root] = None
             if len(self.idle_roots) > MAX_IDLE_ROOTS:
                 oldest = next(iter(self.idle_roots))
-                del self.idle_roots[oldest], self.roots[oldest.extra_key]
+                del self.idle_roots[oldest], self.roots[oldest.tenant, oldest.extra_key]
 
     def _pages(self, slots: TokenSlots) -> Pages:
         """Return the pages of token slots [n] in ascending order, without repeats."""

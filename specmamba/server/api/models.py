@@ -9,13 +9,14 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 import specmamba
 from specmamba.engine.thread import EngineThread
 from specmamba.server.api.operations import engine_stats
 from specmamba.server.api.service import Service
+from specmamba.server.http.callers import check_operator
 from specmamba.server.http.error_answers import errors
 
 if TYPE_CHECKING:
@@ -119,10 +120,11 @@ def info_routes(service: Service) -> APIRouter:
     router = APIRouter()
     started = time.monotonic()
 
-    @router.get("/server_info", responses=errors(401))
-    @router.get("/get_server_info", responses=errors(401), include_in_schema=False)
-    async def server_info() -> ServerInfo:
-        """The configuration and the state of the server."""
+    @router.get("/server_info", responses=errors(401, 403))
+    @router.get("/get_server_info", responses=errors(401, 403), include_in_schema=False)
+    async def server_info(request: Request) -> ServerInfo:
+        """The configuration and the state of the server. For the operator."""
+        check_operator(request.scope)
         return _server_info(service, await engine_stats(service.engine), time.monotonic() - started)
 
     @router.get("/model_info", responses=errors(401))

@@ -1,9 +1,10 @@
-"""GET /health, /ready, /metrics and /cache, POST /flush_cache: for probes, scrapers and operators."""
+"""GET /health, /ready, /metrics and /cache, POST /flush_cache: for probes, scrapers, tenants and the operator."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
@@ -11,12 +12,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
+from specmamba.cache.prefix.inspection import View
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import EngineStoppedError
 from specmamba.server.api.service import Service
+from specmamba.server.http.callers import caller_of, check_operator, view_of
 from specmamba.server.http.error_answers import SERVER, ApiError, errors
 from specmamba.server.http.fields import StrictModel
-from specmamba.server.http.guards import is_allowed_origin
 
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine
@@ -69,6 +71,19 @@ class CacheReport(BaseModel):
     num_evictable_states: int
 
 
+class OwnCacheReport(BaseModel):
+    """The prefix cache as one tenant sees it: its settings, and what its own requests found."""
+
+    enabled: bool
+    strategy: Literal["no_buffer", "extra_buffer"]
+    track_interval: Annotated[int | None, Field(description="generated tokens between two states; null: none left")]
+    policy: Annotated[Literal["lru", "flops"], Field(description="what is evicted first")]
+    hit_rate: Annotated[float, Field(description="hit_tokens / query_tokens; 0 before the first request")]
+    query_tokens: Annotated[int, Field(description="tokens of the tenant's requests that a hit could have spared")]
+    hit_tokens: Annotated[int, Field(description="those that one did spare")]
+    misses: Annotated[dict[str, int], Field(description="requests by why their hit was not longer")]
+
+
 class Flushed(BaseModel):
     """What a flush of the prefix cache did."""
 
@@ -114,9 +129,11 @@ def health_routes(service: Service) -> APIRouter:
         return Ready()
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def metrics() -> Response:
-        """Figures for Prometheus."""
-        return Response(service.metrics.render(await engine_stats(engine)), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        """Figures for Prometheus; the operator's also tell misses of another salt apart from other misses."""
+        whole = caller_of(request.scope).is_operator
+        text = service.metrics.render(await engine_stats(engine), with_salts=whole)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router
 
@@ -139,20 +156,26 @@ def prefix_cache_routes(service: Service) -> APIRouter:
     router = APIRouter()
     text = {"text/plain": {"schema": {"type": "string", "description": "one line per node of the tree"}}}
 
-    @router.get("/cache", responses={200: {"content": text}, **errors(400, 401, 503)}, response_model=CacheReport)
-    async def cache(query: Annotated[CacheQuery, Query()]) -> Response:
-        """The contents and the counters of the prefix cache, as JSON, or its tree as text. Neither shows any prompt."""
+    @router.get(
+        "/cache",
+        responses={200: {"content": text}, **errors(400, 401, 403, 503)},
+        response_model=CacheReport | OwnCacheReport,
+    )
+    async def cache(request: Request, query: Annotated[CacheQuery, Query()]) -> Response:
+        """The prefix cache as JSON, or its tree as text: all of it for the operator, a tenant's part for the tenant.
+
+        Neither shows any prompt.
+        """
+        view = view_of(request.scope)
         if query.format == "text":
-            return PlainTextResponse(await _between_steps(service.engine, _tree) + "\n")
-        report = await _between_steps(service.engine, _report)
+            return PlainTextResponse(await _between_steps(service.engine, lambda engine: _tree(engine, view)) + "\n")
+        report = await _between_steps(service.engine, lambda engine: _report(engine, view))
         return Response(report.model_dump_json(), media_type="application/json")
 
     @router.post("/flush_cache", responses=errors(401, 403, 503))
     async def flush_cache(request: Request) -> Flushed:
-        """Evict every cached prefix that no running request uses."""
-        if not is_allowed_origin(request.headers, service.config.cors_allow_origins):
-            # Browsers send requests without a body for pages of any server.
-            raise ApiError(403, "web pages of other servers may not do this (--cors-allow-origins)", code="forbidden")
+        """Evict every cached prefix that no running request uses. For the operator."""
+        check_operator(request.scope)
         num_tokens = await _between_steps(service.engine, lambda engine: engine.flush_cache())
         return Flushed(flushed_tokens=num_tokens)
 
@@ -173,18 +196,21 @@ async def _between_steps(engine: EngineThread, function: Callable[[Engine], T]) 
         raise ApiError(503, message, kind=SERVER, code="engine_busy") from None
 
 
-def _report(engine: Engine) -> CacheReport:
-    config = engine.config
+def _report(engine: Engine, view: View) -> CacheReport | OwnCacheReport:
+    config, cache = engine.config, engine.cache_manager.cache
     tracks = config.mamba_radix_cache_strategy == "extra_buffer"
     settings = {
         "enabled": engine.cache_manager.is_on,
         "strategy": config.mamba_radix_cache_strategy,
         "track_interval": config.mamba_track_interval if tracks else None,
     }
-    return CacheReport.model_validate(settings | engine.cache_manager.cache.summary())
+    if view.is_whole:
+        return CacheReport.model_validate(settings | cache.summary())
+    own = {"policy": cache.policy, **asdict(cache.requests_of(view.tenant))}
+    return OwnCacheReport.model_validate(settings | own)
 
 
-def _tree(engine: Engine) -> str:
+def _tree(engine: Engine, view: View) -> str:
     if not engine.cache_manager.is_on:
         return "the prefix cache is off (--disable-radix-cache)"
-    return engine.cache_manager.cache.render_text()
+    return engine.cache_manager.cache.render_text(view=view)

@@ -16,9 +16,10 @@ from specmamba.server.api.answers import AnswerFormat, Choices, check_number, se
 from specmamba.server.api.requests import GenerationRequest
 from specmamba.server.api.streaming import Call, off_loop
 from specmamba.server.api.structured import Grammars
+from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import ApiError, api_error_of_validation
 from specmamba.server.http.fields import shortened
-from specmamba.server.http.limits import CallLimits
+from specmamba.server.http.limits import CallLimits, count_choices
 from specmamba.server.observe.call_record import CallRecord, CallRecorder, ObserverFactory
 from specmamba.server.observe.metrics import ServerMetrics
 from specmamba.server_config import ServerConfig
@@ -97,6 +98,8 @@ class Service:
         kept = body.n or 1
         per_prompt = kept if per_prompt is None else per_prompt
         check_number(per_prompt, "n" if per_prompt == kept else "best_of", len(prompts), self.config)
+        if request is not None:
+            count_choices(request.scope, per_prompt * len(prompts), "n" if len(prompts) == 1 else "prompt")
         self.check_token_ids("logit_bias", body.logit_bias or ())
         self.check_token_ids("stop_token_ids", body.stop_token_ids or ())
         param, spec = ("tools", grammar) if grammar else (body.grammar_field, body.grammar_spec)
@@ -137,8 +140,9 @@ class Service:
             self.observers,
             record,
             choices.requests,
-            body.prefix_cache_key,
-            self.limits,
+            extra_key=body.prefix_cache_key,
+            owner=caller_of(request.scope).owner,
+            limits=self.limits,
             whole=not body.stream,
         )
         return await send_answer(request, body, call, choices, answer_format)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from starlette.types import Receive
 
-from specmamba.core import OutputDelta
+from specmamba.core import ANYONE, OutputDelta, Owner
 from specmamba.engine.thread import EngineRequest, EngineThread
 from specmamba.errors import EngineStoppedError
 from specmamba.sampling_params import SamplingParams
@@ -108,7 +108,9 @@ class Call:
         observers: Sequence[ObserverFactory],
         record: CallRecord,
         requests: Sequence[ChoiceRequest],
+        *,
         extra_key: str | None = None,
+        owner: Owner = ANYONE,
         limits: CallLimits | None = None,
         whole: bool = False,
     ) -> Call:
@@ -119,7 +121,8 @@ class Call:
             observers: each makes one observer per choice.
             record: of the call, with its ``call_id`` set.
             requests: one per choice.
-            extra_key: cached prefixes are shared with calls of the same key only.
+            extra_key: cached prefixes are shared with calls of the same key and tenant only.
+            owner: the client.
             limits: how long the call may take.
             whole: only complete choices are wanted, so that the loop is not woken for each delta.
 
@@ -131,7 +134,9 @@ class Call:
         call = cls(engine, record.call_id, len(requests), limits, time.perf_counter() - record.arrived_at, whole)
         call._observers = [[observe(record, index) for observe in observers] for index in range(len(requests))]
         engine_requests = [
-            EngineRequest(call._ids[index], own.prompt, own.params, call._listener(index), extra_key, own.grammar)
+            EngineRequest(
+                call._ids[index], own.prompt, own.params, call._listener(index), extra_key, own.grammar, owner
+            )
             for index, own in enumerate(requests)
         ]
         try:
@@ -228,6 +233,9 @@ def _is_broken(delta: OutputDelta) -> bool:
 def _raise_if_broken(delta: OutputDelta) -> None:
     if delta.finish_reason == "abort":
         raise EngineStoppedError(f"the answer was cut off: {delta.error or 'the engine gave it up'}")
+    if delta.error_code == "queue_full":
+        message = delta.error or "the queue is full"
+        raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
     if delta.finish_reason == "error" and delta.error_code is not None:
         raise ApiError(400, delta.error or "the request cannot go on", code=delta.error_code)
     if delta.finish_reason == "error":

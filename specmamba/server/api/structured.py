@@ -15,9 +15,9 @@ from specmamba.errors import EngineStoppedError, RequestError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
 from specmamba.sampling_params import MAX_GRAMMAR_CHARACTERS, GrammarSpec
 from specmamba.server.api.streaming import until_client_gone
+from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import SERVER, ApiError
 from specmamba.server.http.fields import STRING, StrictModel, shortened
-from specmamba.server.http.limits import caller_of
 from specmamba.server_config import ServerConfig
 
 # The field that a grammar comes in, by its kind.
@@ -188,7 +188,7 @@ class Grammars:
         param = FIELDS[spec.kind] if param is None else param
         if request is None:
             return await self._compiled(spec, param, None)
-        work = asyncio.create_task(self._compiled(spec, param, caller_of(request.scope)))
+        work = asyncio.create_task(self._compiled(spec, param, caller_of(request.scope).name))
         compiled = await until_client_gone(request.receive, work)
         if compiled is None:
             raise ApiError(499, "the client hung up before its grammar was compiled", code="client_gone")

@@ -32,7 +32,7 @@ _EVENTS = "text/event-stream"
 _ERRORS = {
     400: "a field is wrong, or the prompt does not fit",
     401: "the API key is missing or wrong",
-    403: "the request comes from a web page",
+    403: "the request is for the operator, or comes from a web page of another server",
     404: "there is no such model",
     413: "the body is too large",
     415: "the body is not declared as JSON",

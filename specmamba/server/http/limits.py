@@ -13,12 +13,12 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import SERVER, ApiError
 from specmamba.server.observe.call_record import AbortReason
 from specmamba.server_config import ServerConfig
 
-# The key of the ASGI scope under which RequireApiKey stores which API key a request came with.
-CALLER = "specmamba.caller"
+_PLACES = "specmamba.places"  # the key of the ASGI scope
 _COUNTED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
 # Reading and checking this many JSON values takes a few tenths of a second, in which no other client is answered.
 MAX_VALUES, MAX_STRINGS, MAX_NESTED = 1 << 20, 1 << 17, 1 << 16
@@ -32,8 +32,8 @@ _one_at_a_time = threading.Lock()
 class LimitCalls:
     """ASGI middleware: at most ``max_calls`` calls of one client that generate or tokenize at a time.
 
-    A client is an API key, or an address where there are no keys; more calls get status 429. A call counts until the
-    last part of its answer is sent, or its client disconnects.
+    A client is an API key, or an address where there are no keys; more calls get status 429. Each choice that a call
+    generates counts as a call (``count_choices``), until the last part of the answer is sent or the client disconnects.
     """
 
     def __init__(self, app: ASGIApp, max_calls: int) -> None:
@@ -45,56 +45,74 @@ class LimitCalls:
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(_COUNTED_PREFIXES):
             await self.app(scope, receive, send)
             return
-        caller = caller_of(scope)
-        if self.num_open[caller] >= self._max_calls:
-            await self._too_many().response()(scope, receive, send)
-            return
-        slot = _Slot(self.num_open, caller)
+        places = scope[_PLACES] = _Places(self.num_open, caller_of(scope).name, self._max_calls)
 
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                slot.give_back()  # before the client sees the end and sends its next call
+                places.give_back()  # before the client sees the end and sends its next call
             await send(message)
 
         try:
+            places.take(1)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        try:
             await self.app(scope, receive, counting_send)
         finally:
-            slot.give_back()
-
-    def _too_many(self) -> ApiError:
-        return ApiError(
-            429,
-            f"{self._max_calls} calls of this client are being answered already (--max-calls-per-key): "
-            "wait for one of them to end",
-            kind="rate_limit_error",
-            code="too_many_calls",
-            headers={"Retry-After": "1"},
-        )
+            places.give_back()
 
 
-class _Slot:
-    """One open call in the count of its caller."""
+def count_choices(scope: Scope, number: int, param: str) -> None:
+    """Count the choices that a call is about to generate against ``--max-calls-per-key``.
 
-    def __init__(self, num_open: Counter[str], caller: str) -> None:
-        self._num_open, self._caller = num_open, caller
-        self._is_taken = True
-        num_open[caller] += 1
+    Raises:
+        ApiError: 400, naming ``param``: there are more than a client may ever have. 429: too many together with the
+            client's other calls.
+    """
+    places: _Places | None = scope.get(_PLACES)
+    if places is not None:
+        places.check(number, param)
+        places.take(number - 1)  # the call itself was counted when it came
+
+
+class _Places:
+    """What one call takes of the limit of its caller."""
+
+    def __init__(self, num_open: Counter[str], caller: str, most: int) -> None:
+        self._num_open, self._caller, self._most = num_open, caller, most
+        self._num_taken = 0
+
+    def check(self, number: int, param: str) -> None:
+        """Raise ApiError 400 where a call has more choices than the limit allows without any other call."""
+        if number > self._most:
+            message = f"{param}: {number} choices in a call, but a client has {self._most} at a time at the most"
+            raise ApiError(400, f"{message} (--max-calls-per-key)", param=param)
+
+    def take(self, number: int) -> None:
+        """Take so many more places, or raise ApiError 429."""
+        if self._num_open[self._caller] + number > self._most:
+            raise _too_many_calls(self._most)
+        self._num_taken += number
+        self._num_open[self._caller] += number
 
     def give_back(self) -> None:
-        """Count the call no longer. Does nothing when called again."""
-        if self._is_taken:
-            self._is_taken = False
-            self._num_open[self._caller] -= 1
-            if not self._num_open[self._caller]:
-                del self._num_open[self._caller]
+        """Free all places. Does nothing when called again."""
+        taken, self._num_taken = self._num_taken, 0
+        self._num_open[self._caller] -= taken
+        if not self._num_open[self._caller]:
+            del self._num_open[self._caller]
 
 
-def caller_of(scope: Scope) -> str:
-    """The client that a call is counted for: its API key, or its address where there are no keys."""
-    if CALLER in scope:
-        return str(scope[CALLER])
-    client = scope.get("client")
-    return f"address {client[0]}" if client else "unknown"
+def _too_many_calls(most: int) -> ApiError:
+    return ApiError(
+        429,
+        f"{most} calls and choices of this client are being answered at a time (--max-calls-per-key): "
+        "wait for one of them to end",
+        kind="rate_limit_error",
+        code="too_many_calls",
+        headers={"Retry-After": "1"},
+    )
 
 
 class LimitBody:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from specmamba.cache.prefix.inspection import without_salts
 from specmamba.core import FinishReason, OutputDelta, SpecStats
 from specmamba.server.observe.call_record import AbortReason, CallRecord
 from specmamba.server_config import ServerConfig
@@ -54,8 +55,8 @@ class Histogram:
         return [HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)]
 
 
-def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
-    """The engine's statistics."""
+def engine_metrics(stats: EngineStats, with_salts: bool) -> Iterator[Metric]:
+    """The engine's statistics; ``with_salts`` as of ``ServerMetrics.render``."""
     gauges = {
         "running_requests": ("Requests in the batch", stats.num_running),
         "waiting_requests": ("Requests in the queue", stats.num_waiting),
@@ -75,7 +76,7 @@ def engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     preempted = "Requests that gave up their memory to older ones"
     yield CounterMetricFamily("specmamba_preemptions", preempted, value=stats.num_preemptions)
     yield from spec_counters(stats.spec)
-    yield from _cache_counters(stats.prefix_cache)
+    yield from _cache_counters(stats.prefix_cache, with_salts)
 
 
 def _counters(prefix: str, stats: CacheStats | SpecStats, texts: Mapping[str, str]) -> Iterator[Metric]:
@@ -92,7 +93,7 @@ def _labelled(name: str, text: str, label: str, counts: Iterable[tuple[str, int]
     return family
 
 
-def _cache_counters(cache: CacheStats) -> Iterator[Metric]:
+def _cache_counters(cache: CacheStats, with_salts: bool) -> Iterator[Metric]:
     counters = {
         "query_tokens": "Tokens of admitted requests that a cached prefix could have spared",
         "hit_tokens": "Tokens that a cached prefix did spare",
@@ -101,7 +102,8 @@ def _cache_counters(cache: CacheStats) -> Iterator[Metric]:
     }
     yield from _counters("prefix_cache", cache, counters)
     text = "Requests by why their cached prefix was not longer"
-    yield _labelled("prefix_cache_miss", text, "reason", cache.misses.items())
+    misses = cache.misses if with_salts else without_salts(cache.misses)
+    yield _labelled("prefix_cache_miss", text, "reason", misses.items())
 
 
 def spec_counters(spec: SpecStats) -> Iterator[Metric]:
@@ -171,6 +173,7 @@ class ServerMetrics(Collector):
             registry=self.registry,
         )
         self._stats: EngineStats | None = None  # the newest that are known
+        self._with_salts = False
         self._vllm_name = config.model_name if config is not None and config.metrics_compat == "vllm" else None
         self.registry.register(self)
 
@@ -189,10 +192,16 @@ class ServerMetrics(Collector):
         elif call.num_choices:
             self.call_latency.observe(call.total_s)
 
-    def render(self, stats: EngineStats | None) -> bytes:
-        """The text of ``/metrics``. None for ``stats``: the engine did not answer; its previous figures are shown."""
+    def render(self, stats: EngineStats | None, with_salts: bool = False) -> bytes:
+        """The text of ``/metrics``.
+
+        Args:
+            stats: of the engine; None: it did not answer, and its previous figures are shown.
+            with_salts: tell misses of another salt apart from other misses, which reveals whether a text is cached.
+        """
         if stats is not None:
             self._stats = stats
+        self._with_salts = with_salts
         return generate_latest(self.registry)
 
     def describe(self) -> list[Metric]:
@@ -207,7 +216,7 @@ class ServerMetrics(Collector):
         generated = "Tokens generated for requests"
         yield CounterMetricFamily("specmamba_generation_tokens", generated, value=self.generation_tokens)
         if self._stats is not None:
-            yield from engine_metrics(self._stats)
+            yield from engine_metrics(self._stats, self._with_salts)
             if self._vllm_name is not None:
                 yield from vllm_counters(self._stats.spec, self._vllm_name)
 

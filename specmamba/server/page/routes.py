@@ -17,8 +17,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from specmamba.cache.prefix.inspection import WHOLE, View
 from specmamba.server.api.service import Service
 from specmamba.server.api.streaming import until_client_gone
+from specmamba.server.http.callers import view_of
 from specmamba.server.http.error_answers import ApiError
 from specmamba.server.page.feed import Feed, Listener
 
@@ -95,13 +97,13 @@ def _read(folder: Traversable, prefix: str) -> Iterator[tuple[str, StaticFile]]:
 
 
 def event_routes(service: Service) -> APIRouter:
-    """GET /events; it requires a key like the API: drafted tokens are shown."""
+    """GET /events: what the caller may see, since drafted tokens are shown."""
     router = APIRouter(include_in_schema=False)
     feed = Feed(service)
 
     @router.get("/events")
-    async def events() -> Response:
-        return LiveStream(feed)
+    async def events(request: Request) -> Response:
+        return LiveStream(feed, view_of(request.scope))
 
     return router
 
@@ -111,13 +113,15 @@ class LiveStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Feed, view: View = WHOLE) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
-        self._feed = feed
+        self._feed, self._view = feed, view
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        listener = self._feed.join()  # called here so that leave() follows in any case; its ApiError is answered
+        listener = self._feed.join(
+            self._view
+        )  # called here so that leave() follows in any case; its ApiError is answered
         try:
             await until_client_gone(receive, asyncio.create_task(self._send_all(listener, send)))
         finally:

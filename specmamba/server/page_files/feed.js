@@ -65,7 +65,7 @@ export class Feed {
 
   _failed(error) {
     if (error.name === "AbortError") this._set("connecting");
-    else if (error instanceof ApiError && error.status === 401) this._set("key", error.message);
+    else if (error instanceof ApiError && [401, 403].includes(error.status)) this._set("key", error.message);
     else if (error instanceof ApiError) this._set(error.status === 429 ? "full" : "stopped", error.message);
     else this._set("lost");
   }

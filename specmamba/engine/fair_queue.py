@@ -1,0 +1,90 @@
+"""Turns of the clients: whose request is admitted next, whose prompt is run next, who gives way when there is no room.
+
+Between clients the rule is max-min fairness: the client that has the least comes first. Within one client the order is
+that of its requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from specmamba.engine.request import PrefillRun, Request
+
+
+def fair_order(waiting: Sequence[Request], running: Iterable[Request]) -> Iterator[Request]:
+    """Order waiting requests: each one is the first of the client that has the fewest running ones by then.
+
+    Args:
+        waiting: in the order of admission within each client. Those that ran before stay in front.
+        running: the requests that hold memory.
+    """
+    first = [request for request in waiting if request.num_admissions]
+    queues: dict[str | None, deque[Request]] = {}
+    for request in waiting:
+        if not request.num_admissions:
+            queues.setdefault(request.owner.name, deque()).append(request)
+    yield from first
+    if len(queues) <= 1:
+        yield from (request for queue in queues.values() for request in queue)
+        return
+    shares = Counter(request.owner.name for request in (*running, *first))
+    turns = [(shares[name], place, name) for place, name in enumerate(queues)]
+    heapq.heapify(turns)
+    while turns:
+        share, place, name = turns[0]
+        yield queues[name].popleft()
+        if queues[name]:
+            heapq.heapreplace(turns, (share + 1, place, name))
+        else:
+            heapq.heappop(turns)
+
+
+def displaced_by(request: Request, waiting: Iterable[Request]) -> Request | None:
+    """The waiting request that leaves a full queue for a new one: the youngest of the client with the most.
+
+    This is the rule of longest queue drop (Suter et al., 1999, "Buffer management schemes for supporting TCP in gigabit
+    routers with per-flow queueing"): a full queue is shared evenly by the clients that want it, and one client alone
+    may have all of it.
+
+    Returns:
+        None: no client has at least two more than the client of ``request``. Requests that ran before never leave.
+    """
+    own = [other for other in waiting if not other.num_admissions]
+    counts = Counter(other.owner.name for other in own)
+    name, most = max(counts.items(), key=lambda item: item[1], default=(None, 0))
+    if most < counts[request.owner.name] + 2:
+        return None
+    return max((other for other in own if other.owner.name == name), key=lambda other: other.sequence_number)
+
+
+def next_preempted(running: Iterable[Request]) -> Request:
+    """The running request that gives up its memory: the youngest of the client that has the most running.
+
+    The oldest request of all is never chosen before the others, so the engine always makes progress.
+    """
+    requests = list(running)
+    counts = Counter(request.owner.name for request in requests)
+    return max(requests, key=lambda request: (counts[request.owner.name], request.sequence_number))
+
+
+class PrefillTurns:
+    """The order in which prompts are run: clients take turns chunk by chunk, each with its oldest request."""
+
+    def __init__(self) -> None:
+        self._num_chunks = 0
+        self._latest: dict[str | None, int] = {}  # number of the last chunk, of clients with a prompt to run
+
+    def in_order(self, extending: Sequence[Request]) -> list[Request]:
+        """Requests with known tokens to run, the next one first."""
+        names = {request.owner.name for request in extending}
+        self._latest = {name: latest for name, latest in self._latest.items() if name in names}
+        return sorted(
+            extending, key=lambda request: (self._latest.get(request.owner.name, -1), request.sequence_number)
+        )
+
+    def count(self, runs: Sequence[PrefillRun]) -> None:
+        """Count the chunk that these runs make up."""
+        self._latest |= {run.request.owner.name: self._num_chunks for run in runs}
+        self._num_chunks += 1

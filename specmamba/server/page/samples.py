@@ -1,0 +1,157 @@
+"""What the live page shows: one sample of the engine, and the events that are made of it for each view.
+
+No event shows a prompt. A tenant's events show the drafts, the prefixes and the figures of its own requests only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from specmamba.cache.prefix.inspection import CacheStats, Outline, View
+from specmamba.core import DraftView, SpecStats
+from specmamba.server.api.tokenization import token_string
+from specmamba.server.observe.metrics import Histogram, ServerMetrics, accepted_per_position
+from specmamba.verify.record_buffers import RecordBuffers
+
+if TYPE_CHECKING:
+    from specmamba.engine.engine import Engine
+    from specmamba.engine.scheduler import EngineStats, TenantStats
+    from specmamba.models.tokenizer import Tokenizer
+
+MAX_DRAFTS, MAX_TREE_NODES = 8, 160
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the sampler reads of the engine between two steps."""
+
+    stats: EngineStats
+    tenants: Mapping[View, TenantStats]  # of the views that are not whole
+    drafts: tuple[DraftView, ...]  # since the previous sample, the newest last
+    num_pending: int  # records in the speculation buffers
+    num_records: int  # capacity of the speculation buffers; 0 without records
+    outlines: Mapping[View, Outline]  # empty: not requested
+
+    def drafts_of(self, view: View) -> tuple[DraftView, ...]:
+        """The newest drafts that a view shows."""
+        return tuple(draft for draft in self.drafts if view.shows(draft.tenant))[-MAX_DRAFTS:]
+
+
+def take_sample(engine: Engine, views: Collection[View], with_outlines: bool) -> Sample:
+    """Read the engine, on its thread.
+
+    Cheap: a few sums, and for each view at most ``MAX_TREE_NODES`` nodes of the prefix cache.
+    """
+    records = engine.pools.state_buffers
+    num_pending, num_records = 0, 0
+    if isinstance(records, RecordBuffers):
+        num_pending, num_records = records.num_pending, records.num_records
+    return Sample(
+        engine.stats(),
+        {view: engine.stats_of(view.tenant) for view in views if not view.is_whole},
+        tuple(draft for draft in engine.last_drafts() if len(draft.tokens) > 1),
+        num_pending,
+        num_records,
+        {view: engine.cache_manager.cache.outline(MAX_TREE_NODES, view) for view in views} if with_outlines else {},
+    )
+
+
+def as_json(value: Mapping[str, Any]) -> str:
+    """JSON on one line, in ASCII: the data of an event must not contain line breaks."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def stats_event(sample: Sample, metrics: ServerMetrics, now: float) -> dict[str, Any]:
+    """Queues, pools, and all counters since the start; ``now`` in seconds since 1970."""
+    stats = sample.stats
+    return {
+        "time": now,
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "preemptions": stats.num_preemptions,
+        "pools": {
+            "kv": _pool(stats.kv_used_tokens, stats.kv_cached_tokens, stats.kv_total_tokens),
+            "states": _pool(stats.state_used_slots, stats.state_cached_slots, stats.state_total_slots),
+            "records": _pool(sample.num_pending, 0, sample.num_records),
+        },
+        "spec": _spec(stats.spec),
+        "cache": asdict(stats.prefix_cache),
+        "latency": {
+            "first_token": _histogram(metrics.time_to_first_token),
+            "inter_token": _histogram(metrics.inter_token_latency),
+        },
+    }
+
+
+def tenant_stats_event(stats: TenantStats, now: float) -> dict[str, Any]:
+    """``stats_event`` with the figures of one tenant: its requests, its drafts, its hits; all others are 0."""
+    hits = asdict(stats.requests)
+    return {
+        "time": now,
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "preemptions": 0,
+        "pools": {name: _pool(0, 0, 0) for name in ("kv", "states", "records")},
+        "spec": _spec(stats.spec),
+        "cache": dict.fromkeys(_SIZES, 0) | hits,
+        "latency": {name: {"sum": 0.0, "buckets": []} for name in ("first_token", "inter_token")},
+    }
+
+
+def draft_event(drafts: Collection[DraftView], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Drafts, the newest last."""
+    return {"drafts": [_draft(draft, tokenizer) for draft in drafts]}
+
+
+def tree_event(outline: Outline) -> dict[str, Any]:
+    """The tree of the prefix cache: the fields of ``Outline``."""
+    return asdict(outline)
+
+
+_SIZES = tuple(field.name for field in fields(CacheStats))
+
+
+def _pool(used: int, cached: int, total: int) -> dict[str, int]:
+    return {"used": used, "cached": cached, "total": total}
+
+
+def _spec(spec: SpecStats) -> dict[str, Any]:
+    return {
+        "steps": spec.num_verify_steps,
+        "tokens": spec.num_verify_steps + spec.num_accepted_tokens,
+        "drafts": spec.num_drafts,
+        "drafted": spec.num_draft_tokens,
+        "accepted": spec.num_accepted_tokens,
+        "histogram": spec.accepted_histogram,
+        "per_position": accepted_per_position(spec),
+    }
+
+
+def _histogram(histogram: Histogram) -> dict[str, Any]:
+    """The sum in seconds, and the counts at or below each bound; the last bound, infinity, is null."""
+    (metric,) = histogram.collect()
+    buckets, total = [], 0.0
+    for sample in metric.samples:
+        if sample.name.endswith("_bucket"):
+            bound = float(sample.labels["le"])
+            buckets.append([None if bound == float("inf") else bound, sample.value])
+        elif sample.name.endswith("_sum"):
+            total = sample.value
+    return {"sum": total, "buckets": buckets}
+
+
+def _draft(view: DraftView, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "request": view.request_id,
+        "nodes": [_token(token, tokenizer) for token in view.tokens],
+        "parents": view.parents,
+        "path": view.path,
+        "bonus": _token(view.bonus, tokenizer),
+    }
+
+
+def _token(token_id: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"id": token_id, "text": token_string(tokenizer, token_id)}

@@ -1,0 +1,152 @@
+"""Turns of the clients: in the queue, in the batch, in the chunks of prompts, and when memory runs out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specmamba.core import Owner
+from specmamba.engine.engine import Engine
+from specmamba.engine.fair_queue import PrefillTurns, displaced_by, fair_order, next_preempted
+from specmamba.errors import QueueFullError
+from tests.engine.test_engine import GREEDY, build, change, tiny
+
+__all__ = ["tiny"]  # a fixture
+
+
+def request(number: int, name: str | None, ran: bool = False) -> Any:
+    return SimpleNamespace(sequence_number=number, owner=Owner(name), num_admissions=int(ran))
+
+
+def requests(text: str, first: int = 0) -> list[Any]:
+    """A request for every letter; the letter is the client."""
+    return [request(first + number, name) for number, name in enumerate(text)]
+
+
+def names(found: Any) -> str:
+    return "".join(each.owner.name for each in found)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "expected"),
+    [
+        ("", "", ""),
+        ("aaa", "aaaa", "aaa"),
+        ("aaab", "", "abaa"),
+        ("aaab", "a", "baaa"),
+        ("aaaabbc", "", "abcabaa"),
+        ("aabb", "aaab", "bbaa"),
+        ("ab", "ab", "ab"),
+    ],
+)
+def test_the_client_with_the_least_comes_first(waiting: str, running: str, expected: str) -> None:
+    found = list(fair_order(requests(waiting), requests(running, 100)))
+    assert names(found) == expected
+    for name in set(waiting):  # the order within a client is its own
+        own = [each.sequence_number for each in found if each.owner.name == name]
+        assert own == sorted(own)
+
+
+def test_requests_that_ran_before_stay_in_front() -> None:
+    before = [request(7, "a", ran=True), request(8, "a", ran=True)]
+    assert names(fair_order([*before, *requests("aab")], [])) == "aabaa"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "new", "expected"),
+    [("aaa", "a", None), ("aaa", "b", 2), ("aab", "b", None), ("aaab", "b", 2), ("abab", "c", 2), ("ab", "c", None)],
+)
+def test_who_leaves_a_full_queue(waiting: str, new: str, expected: int | None) -> None:
+    found = displaced_by(request(99, new), requests(waiting))
+    if expected is None:
+        assert found is None
+    else:
+        assert found.owner.name == "a"
+        assert found.sequence_number == max(e.sequence_number for e in requests(waiting) if e.owner.name == "a")
+
+
+def test_a_request_that_ran_never_leaves_the_queue() -> None:
+    assert displaced_by(request(9, "b"), [request(number, "a", ran=True) for number in range(5)]) is None
+
+
+@pytest.mark.parametrize(("running", "expected"), [("a", 0), ("aaa", 2), ("aaab", 2), ("aabbb", 4), ("abc", 2)])
+def test_who_is_preempted(running: str, expected: int) -> None:
+    assert next_preempted(requests(running)).sequence_number == expected
+
+
+def test_prompts_take_turns_chunk_by_chunk() -> None:
+    turns, extending = PrefillTurns(), requests("aaab")
+    order = []
+    for _ in range(6):
+        chosen: Any = turns.in_order(extending)[0]
+        turns.count([SimpleNamespace(request=chosen)])  # type: ignore[list-item]
+        order.append(chosen.sequence_number)
+    assert order == [0, 3, 0, 3, 0, 3]
+    assert [each.sequence_number for each in turns.in_order(extending[1:3])] == [1, 2]
+
+
+class TestEngine:
+    def test_a_client_gets_its_share_of_a_full_batch(self, tiny: str) -> None:
+        engine = build(tiny, mtp=0, max_running_requests=4)
+        for number in range(16):
+            add(engine, f"greedy {number}", "greedy", max_tokens=3)
+        engine.step()
+        for number in range(4):
+            add(engine, f"good {number}", "good", max_tokens=3)
+        ends = run(engine)
+        assert ends[:12].count("good") == 4  # without turns they would be the last
+        assert Counter(ends) == {"greedy": 16, "good": 4}
+
+    def test_one_client_cannot_keep_the_queue_full(self, tiny: str) -> None:
+        engine = build(tiny, mtp=0, max_running_requests=1, max_queued_requests=4)
+        add(engine, "greedy", "greedy", max_tokens=2)
+        engine.step()
+        for number in range(4):
+            add(engine, f"greedy {number}", "greedy", max_tokens=2)
+        with pytest.raises(QueueFullError):
+            add(engine, "greedy too", "greedy", max_tokens=2)
+        for number in range(2):
+            add(engine, f"good {number}", "good", max_tokens=2)
+        with pytest.raises(QueueFullError):
+            add(engine, "good too", "good", max_tokens=2)
+        deltas = [delta for _ in range(30) for delta in engine.step()]
+        displaced = [delta for delta in deltas if delta.finish_reason == "error"]
+        assert [(delta.request_id, delta.error_code) for delta in displaced] == [
+            ("greedy 3", "queue_full"),
+            ("greedy 2", "queue_full"),
+        ]
+        finished = {delta.request_id for delta in deltas if delta.finish_reason == "length"}
+        assert finished == {"greedy", "greedy 0", "greedy 1", "good 0", "good 1"}
+        assert not engine.has_unfinished_requests
+
+    def test_tenants_share_no_prefix_and_no_work(self, tiny: str) -> None:
+        engine = build(tiny, mtp=0, max_running_requests=4)
+        prompt = [number % 7 + 1 for number in range(60)]
+        cached: dict[str, int] = {}
+        for number, tenant in enumerate(("a", "b", "a", "b", None)):
+            engine.add_request(str(number), prompt, change(GREEDY, max_tokens=1), owner=Owner(tenant, tenant))
+        while engine.has_unfinished_requests:
+            for delta in engine.step():
+                cached[delta.request_id] = delta.num_cached_tokens
+        assert [bool(cached[str(number)]) for number in range(5)] == [False, False, True, True, False]
+        own = engine.stats_of("a")
+        assert own.requests.query_tokens == 2 * 59
+        assert own.requests.misses["salt"] == 0
+        assert own.spec.num_verify_steps == 2
+        assert engine.stats().spec.num_verify_steps == 5
+
+
+def add(engine: Engine, request_id: str, name: str, max_tokens: int) -> None:
+    params = change(GREEDY, max_tokens=max_tokens, stop=(), stop_token_ids=(), ignore_eos=True)
+    engine.add_request(request_id, [1, 2, 3], params, owner=Owner(name))
+
+
+def run(engine: Engine) -> list[str]:
+    """The clients of the requests in the order in which these end."""
+    ends = []
+    while engine.has_unfinished_requests:
+        ends += [delta.request_id.split()[0] for delta in engine.step() if delta.finish_reason is not None]
+    return ends
