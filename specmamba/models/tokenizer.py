@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from specmamba.errors import CheckpointError, RequestError
-from specmamba.models.chat_template import render
 from specmamba.models.vocabulary import TokenBytes, longest_token
+from specmamba.templates.rendering import Conversation, RenderedChat, render
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 REPLACEMENT = "\ufffd"
@@ -115,27 +115,41 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Encode ``chat_text``, which has the special tokens already. Raises RequestError as that does."""
-        return self._encode(self.chat_text(messages, tools, variables), "messages", add_special_tokens=False)
+        """Render and encode a conversation in this process, up to the beginning of the assistant's answer.
 
-    def chat_text(
+        Raises:
+            RequestError: as ``conversation``; the template refuses the messages or variables.
+        """
+        return self.encode_chat(render(self.conversation(messages, tools, variables)))
+
+    def conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render a conversation, up to the beginning of the assistant's answer.
+    ) -> Conversation:
+        """A conversation, ready to be rendered.
 
-        Neither template nor messages are trusted: the template runs in Jinja's sandbox. ``variables`` are read by the
-        template alone (such as ``enable_thinking``).
+        Args:
+            messages: the turns, oldest first.
+            tools: passed to the template.
+            variables: read by the template alone (such as ``enable_thinking``).
 
         Raises:
-            RequestError: the checkpoint has no chat template, or the template refuses these messages or variables.
+            RequestError: the checkpoint has no chat template.
         """
         template = self.chat_template(with_tools=tools is not None)
         if template is None:
             raise RequestError("this model has no chat template: send a prompt to /v1/completions instead", "messages")
-        return render(template, self._loaded.special_tokens_map, messages, tools, variables or {})
+        return Conversation(template, self._loaded.special_tokens_map, messages, tools, variables or {})
+
+    def encode_chat(self, rendered: RenderedChat) -> list[int]:
+        """Encode a rendered conversation, which has the special tokens already.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
+        """
+        return self._encode(rendered.text, "messages", add_special_tokens=False)
 
     def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether ``decode`` leaves this token out."""

@@ -41,7 +41,7 @@ class ChildProcess:
     """
 
     def __init__(self, module: str, memory_bytes: int, max_answer_bytes: int, first_line: bytes = b"") -> None:
-        """``module``: run with ``memory_bytes`` as its argument. ``first_line``: its first input, ended by "\\n"."""
+        """``module``: run with ``memory_bytes`` as its argument. ``first_line``: its first input, with its end."""
         self._module, self._memory_bytes, self._first_line = module, memory_bytes, first_line
         self._max_answer_bytes = max_answer_bytes
         self._process: subprocess.Popen[bytes] | None = None
@@ -137,9 +137,7 @@ class ChildProcess:
             if self._spare is None and not self._is_closed:
                 self._spare = _launch(self._module, self._memory_bytes, self._first_line)
 
-    def _exchange(
-        self, process: subprocess.Popen[bytes], line: bytes
-    ) -> tuple[dict[str, Any], bytes] | NoAnswerError:
+    def _exchange(self, process: subprocess.Popen[bytes], line: bytes) -> tuple[dict[str, Any], bytes] | NoAnswerError:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
