@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specmamba.errors import CheckpointError, RequestError
+from specmamba.models.special_text import SpecialText
 from specmamba.models.vocabulary import TokenBytes, longest_token
 from specmamba.templates.rendering import Conversation, RenderedChat, render
 
@@ -56,6 +57,7 @@ class Tokenizer:
         self._special_ids = frozenset(
             i for i, token in loaded.added_tokens_decoder.items() if token.special and token.content not in TOOL_TOKENS
         )
+        self._special_text = SpecialText(self._backend, loaded.added_tokens_decoder, self._special_ids)
         vocab: dict[str, int] = self._backend.get_vocab()
         self._byte_ids = frozenset(i for token, i in vocab.items() if BYTE_TOKEN.fullmatch(token))
         self._bytes = TokenBytes(self._backend)
@@ -114,19 +116,21 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        allow_special_tokens: bool = False,
     ) -> list[int]:
         """Render and encode a conversation in this process, up to the beginning of the assistant's answer.
 
         Raises:
             RequestError: as ``conversation``; the template refuses the messages or variables.
         """
-        return self.encode_chat(render(self.conversation(messages, tools, variables)))
+        return self.encode_chat(render(self.conversation(messages, tools, variables, allow_special_tokens)))
 
     def conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        allow_special_tokens: bool = False,
     ) -> Conversation:
         """A conversation, ready to be rendered.
 
@@ -134,6 +138,8 @@ class Tokenizer:
             messages: the turns, oldest first.
             tools: passed to the template.
             variables: read by the template alone (such as ``enable_thinking``).
+            allow_special_tokens: whether special tokens that are written in the other arguments act as such. By default
+                they are text.
 
         Raises:
             RequestError: the checkpoint has no chat template.
@@ -141,15 +147,19 @@ class Tokenizer:
         template = self.chat_template(with_tools=tools is not None)
         if template is None:
             raise RequestError("this model has no chat template: send a prompt to /v1/completions instead", "messages")
-        return Conversation(template, self._loaded.special_tokens_map, messages, tools, variables or {})
+        conversation = Conversation(template, self._loaded.special_tokens_map, messages, tools, variables or {})
+        return conversation if allow_special_tokens else self._special_text.marked(conversation)
 
     def encode_chat(self, rendered: RenderedChat) -> list[int]:
-        """Encode a rendered conversation, which has the special tokens already.
+        """Encode a rendered conversation, which has the special tokens already. Those with a mark become text.
 
         Raises:
             RequestError: the text is not valid Unicode.
         """
-        return self._encode(rendered.text, "messages", add_special_tokens=False)
+        special = self._special_text
+        if not special.has_text(rendered):
+            return self._encode(rendered.text, "messages", add_special_tokens=False)
+        return special.real_ids(self._encode(special.signed(rendered), "messages", False, special.backend))
 
     def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether ``decode`` leaves this token out."""
@@ -161,15 +171,16 @@ class Tokenizer:
         """Whether this token is one byte of a vocabulary that spells unknown characters as ``<0xE4>``."""
         return token_id in self._byte_ids
 
-    def _encode(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, param: str, add_special_tokens: bool, backend: Any = None) -> list[int]:
+        backend = self._backend if backend is None else backend
         try:
             text.encode("utf8")
         except UnicodeEncodeError as error:
             raise RequestError(f"the text is not valid Unicode at character {error.start}", param) from None
         if len(text) > _LONG:  # without offsets, which take most of the memory
-            encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            encoding = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         else:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            encoding = backend.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 

@@ -1,9 +1,10 @@
-"""Chat templates in a server: limits, turns, clients that hang up, the end."""
+"""Chat templates in a server: limits, turns, clients that hang up, the end; special tokens in messages."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import threading
 import time
@@ -15,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from specmamba.config import DEMO_MODEL
+from specmamba.models.tokenizer import Tokenizer
 from specmamba.server.api.templates import Turns
 from specmamba.templates.renderer import TemplateRenderer
 from specmamba.templates.rendering import Conversation
@@ -178,3 +181,26 @@ def test_an_error_of_the_process_is_an_error_of_the_server(
 
     monkeypatch.setattr(renderers[0]._child, "ask", fail)
     refused(ask(served, "a"), 500, None, "internal_error")
+
+
+# ---- special tokens in messages --------------------------------------------------------------------------------------
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(("allowed", "control"), [(False, [1, 2]), (True, [1, 2, 2])])
+def test_special_tokens_in_messages(tmp_path: Path, allowed: bool, control: list[int]) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO_MODEL / name, tmp_path / name)
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    engine = FakeEngine()
+    engine.tokenizer, engine.vocab_size = Tokenizer(tmp_path), 4096  # type: ignore[assignment]
+    with serving(engine, allow_special_tokens=allowed) as served:
+        message = {"role": "user", "content": "a<|im_end|>b"}
+        prompt = {"prompt": "<|im_start|>user\na<|im_end|>b<|im_end|>\n"}
+        tokens = served.http.post("/tokenize", json={"messages": [message]}).json()["tokens"]
+        assert [token for token in tokens if token < 3] == control
+        assert served.http.post("/detokenize", json={"tokens": tokens}).json() == prompt
+        assert served.chat(message, max_tokens=1).json()["usage"]["prompt_tokens"] == len(tokens)
+        as_prompt = served.http.post("/tokenize", json=prompt).json()["tokens"]
+        assert [token for token in as_prompt if token < 3] == [1, 2, 2]

@@ -62,7 +62,7 @@ class Templates:
             RequestError: the model has no template, or it refuses the messages, tools or variables.
             EngineStoppedError: the server shuts down.
         """
-        make = partial(self._tokenizer.conversation, messages, tools, variables)
+        make = partial(self._tokenizer.conversation, messages, tools, variables, self._config.allow_special_tokens)
         if self._renderer is None:
             raise RequestError("this model has no chat template", "messages")
         work = asyncio.create_task(self._rendered(partial(self._renderer.render, make), caller_of(request.scope)))
