@@ -28,6 +28,18 @@ class RequestError(SpecmambaError):
         self.param = param
 
 
+class TemplateLimitError(RequestError):
+    """The chat template exceeds a limit for these messages. ``reason`` names it: "takes more than 10 s"."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the model's chat template {reason} for these messages: send fewer or shorter ones, or have the template "
+            "checked",
+            param="messages",
+        )
+        self.reason = reason
+
+
 class PromptTooLongError(RequestError):
     """The prompt does not fit the context. Carries both numbers."""
 

@@ -152,6 +152,10 @@ class ServerConfig(EngineConfig):
         Field(description="how the model writes tool calls; auto: as its chat template says"),
     ] = "auto"
 
+    allow_special_tokens: Annotated[
+        bool, Field(description="special tokens written in messages act as such; by default they are text")
+    ] = False
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Annotated[Literal["text", "json"], Field(description="of the log's lines")] = "text"
     disable_log_requests: Annotated[bool, Field(description="write no line for each request")] = False

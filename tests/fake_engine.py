@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,9 @@ from specmamba.sampling_params import SamplingParams
 from specmamba.server.app import create_app
 from specmamba.server.serve import ApiServer, bind, url_of
 from specmamba.server_config import ServerConfig
+from specmamba.templates.rendering import Conversation, RenderedChat, render
 
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 TEXT = "def main() -> None:\n    print('héllo → 世界 🙂')\n    return None\n"
 
 
@@ -54,8 +57,11 @@ class FakeTokenizer:
     def chat_template(self, with_tools: bool = False) -> str:
         return ""
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], tools: object = None, variables: object = None) -> str:
-        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+    def conversation(self, messages: Sequence[Mapping[str, Any]], *_: object) -> Conversation:
+        return Conversation(CHAT_TEMPLATE, messages=messages)
+
+    def encode_chat(self, rendered: RenderedChat) -> list[int]:
+        return self.encode(rendered.text, add_special_tokens=False)
 
     def most_characters(self, num_tokens: int) -> int | None:
         return num_tokens
@@ -114,6 +120,7 @@ class FakeEngine:
 
     vocab_size = 256
     eos_token_ids = (0,)
+    renders_in_process = True  # its chat template needs no limits, and a process of its own takes time
 
     def __init__(
         self,
@@ -291,6 +298,22 @@ class Served:
         return self.http.post("/v1/chat/completions", json={"messages": messages, **body})
 
 
+class RendererInProcess:
+    """``TemplateRenderer`` without a process of its own and without limits."""
+
+    def __init__(self, most_characters: int) -> None: ...
+
+    def render(self, make: Callable[[], Conversation]) -> Future[RenderedChat]:
+        future: Future[RenderedChat] = Future()
+        try:
+            future.set_result(render(make()))
+        except RequestError as error:
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None: ...
+
+
 @contextmanager
 def serving(engine: Any = None, **settings: Any) -> Iterator[Served]:
     """Serve an engine (a fake one by default) on a free port until the block ends."""
@@ -303,7 +326,11 @@ def serving(engine: Any = None, **settings: Any) -> Iterator[Served]:
     engine_thread = EngineThread(lambda: engine, config.stream_chunk_interval)
     engine_thread.start()
     listener = bind(config.host, config.port)
-    server = ApiServer(create_app(config, engine_thread), config, engine_thread, listener)
+    with pytest.MonkeyPatch.context() as patch:
+        if getattr(engine, "renders_in_process", False):
+            patch.setattr("specmamba.server.api.templates.TemplateRenderer", RendererInProcess)
+        app = create_app(config, engine_thread)
+    server = ApiServer(app, config, engine_thread, listener)
     runner = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     runner.start()
     try:

@@ -4,31 +4,25 @@ A grammar that crashes it or takes too much memory does not harm its parent.
 Input: a line with the vocabulary, serialized by xgrammar, then a line ``{"kind": ..., "text": ...}`` for every grammar.
 Output: a line ``{}`` when ready, then for every grammar ``{"size": n}`` and n bytes of the compiled grammar, or
 ``{"error": reason, "is_slow": whether the reason is the time that its masks would take}``.
-It ends when its input ends, also during a compilation, and when its parent's thread ends.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import queue
 import re
-import resource
-import signal
 import sys
-import threading
-from typing import Any, BinaryIO
+from typing import Any
 
 from specmamba.errors import RequestError
 from specmamba.grammar.checks import RuleGraph, check_by_trial
 from specmamba.grammar.expressions import Expression
 from specmamba.grammar.json_schema import object_rules, schema_rules
+from specmamba.processes.child_main import ParentPipe, limit_memory
 
 MAX_THREADS = 8
 _NICENESS = 10
 _TOO_LARGE = "the grammar needs too much memory: make it smaller"
-_PR_SET_PDEATHSIG = 1
 _SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")
 
 
@@ -69,25 +63,21 @@ def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
 
 def main() -> None:
     """Answer requests until the input ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # other output must not mix with the answers
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, lines), daemon=True).start()
+    parent = ParentPipe()
     import xgrammar
 
-    tokenizer_info = xgrammar.TokenizerInfo.deserialize_json(lines.get().decode())
+    tokenizer_info = xgrammar.TokenizerInfo.deserialize_json(parent.read().decode())
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     compiler = xgrammar.GrammarCompiler(tokenizer_info, max_threads=threads, cache_enabled=False)
-    _limit_memory(int(sys.argv[1]))
+    limit_memory(int(sys.argv[1]))
     os.nice(_NICENESS)
-    _send(output, {})
+    parent.send({})
     while True:
-        request = json.loads(lines.get())
-        _answer(output, compiler, request["kind"], request["text"])
+        request = json.loads(parent.read())
+        _answer(parent, compiler, request["kind"], request["text"])
 
 
-def _answer(output: BinaryIO, compiler: Any, kind: str, text: str) -> None:
+def _answer(parent: ParentPipe, compiler: Any, kind: str, text: str) -> None:
     compiled, reason, is_slow = b"", None, False
     try:
         compiled = compile_grammar(compiler, kind, text).serialize_json().encode()
@@ -100,26 +90,7 @@ def _answer(output: BinaryIO, compiler: Any, kind: str, text: str) -> None:
     except (RuntimeError, ValueError, TypeError) as error:  # native code raises several types of exceptions
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = _TOO_LARGE if "bad_alloc" in lines[0] else _SOURCE_PLACE.sub("", lines[0])[:500]
-    _send(output, {"size": len(compiled)} if reason is None else {"error": reason, "is_slow": is_slow}, compiled)
-
-
-def _send(output: BinaryIO, header: dict[str, Any], payload: bytes = b"") -> None:
-    output.write(json.dumps(header).encode() + b"\n" + payload)
-    output.flush()
-
-
-def _read(source: BinaryIO, lines: queue.SimpleQueue[bytes]) -> None:
-    for line in source:
-        lines.put(line)
-    os._exit(0)  # at once: the result of a running compilation could not be read any more
-
-
-def _limit_memory(more: int) -> None:
-    """Limit the memory of this process to ``more`` bytes beyond its present use."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (used + more, used + more))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    parent.send({} if reason is None else {"error": reason, "is_slow": is_slow}, compiled)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from specmamba.errors import CheckpointError, RequestError
-from specmamba.models.chat_template import render
+from specmamba.models.special_text import SpecialText
 from specmamba.models.vocabulary import TokenBytes, longest_token
+from specmamba.templates.rendering import Conversation, RenderedChat, render
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 REPLACEMENT = "\ufffd"
@@ -56,6 +57,7 @@ class Tokenizer:
         self._special_ids = frozenset(
             i for i, token in loaded.added_tokens_decoder.items() if token.special and token.content not in TOOL_TOKENS
         )
+        self._special_text = SpecialText(self._backend, loaded.added_tokens_decoder, self._special_ids)
         vocab: dict[str, int] = self._backend.get_vocab()
         self._byte_ids = frozenset(i for token, i in vocab.items() if BYTE_TOKEN.fullmatch(token))
         self._bytes = TokenBytes(self._backend)
@@ -114,28 +116,50 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        allow_special_tokens: bool = False,
     ) -> list[int]:
-        """Encode ``chat_text``, which has the special tokens already. Raises RequestError as that does."""
-        return self._encode(self.chat_text(messages, tools, variables), "messages", add_special_tokens=False)
+        """Render and encode a conversation in this process, up to the beginning of the assistant's answer.
 
-    def chat_text(
+        Raises:
+            RequestError: as ``conversation``; the template refuses the messages or variables.
+        """
+        return self.encode_chat(render(self.conversation(messages, tools, variables, allow_special_tokens)))
+
+    def conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render a conversation, up to the beginning of the assistant's answer.
+        allow_special_tokens: bool = False,
+    ) -> Conversation:
+        """A conversation, ready to be rendered.
 
-        Neither template nor messages are trusted: the template runs in Jinja's sandbox. ``variables`` are read by the
-        template alone (such as ``enable_thinking``).
+        Args:
+            messages: the turns, oldest first.
+            tools: passed to the template.
+            variables: read by the template alone (such as ``enable_thinking``).
+            allow_special_tokens: whether special tokens that are written in the other arguments act as such. By default
+                they are text.
 
         Raises:
-            RequestError: the checkpoint has no chat template, or the template refuses these messages or variables.
+            RequestError: the checkpoint has no chat template.
         """
         template = self.chat_template(with_tools=tools is not None)
         if template is None:
             raise RequestError("this model has no chat template: send a prompt to /v1/completions instead", "messages")
-        return render(template, self._loaded.special_tokens_map, messages, tools, variables or {})
+        conversation = Conversation(template, self._loaded.special_tokens_map, messages, tools, variables or {})
+        return conversation if allow_special_tokens else self._special_text.marked(conversation)
+
+    def encode_chat(self, rendered: RenderedChat) -> list[int]:
+        """Encode a rendered conversation, which has the special tokens already. Those with a mark become text.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
+        """
+        special = self._special_text
+        if not special.has_text(rendered):
+            return self._encode(rendered.text, "messages", add_special_tokens=False)
+        return special.real_ids(self._encode(special.signed(rendered), "messages", False, special.backend))
 
     def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether ``decode`` leaves this token out."""
@@ -147,15 +171,16 @@ class Tokenizer:
         """Whether this token is one byte of a vocabulary that spells unknown characters as ``<0xE4>``."""
         return token_id in self._byte_ids
 
-    def _encode(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, param: str, add_special_tokens: bool, backend: Any = None) -> list[int]:
+        backend = self._backend if backend is None else backend
         try:
             text.encode("utf8")
         except UnicodeEncodeError as error:
             raise RequestError(f"the text is not valid Unicode at character {error.start}", param) from None
         if len(text) > _LONG:  # without offsets, which take most of the memory
-            encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            encoding = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         else:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            encoding = backend.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 

@@ -11,8 +11,8 @@ import pytest
 
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import RequestError
-from specmamba.models.chat_template import variables_of
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
+from specmamba.templates.rendering import variables_of
 
 TEMPLATE = (
     "{%- for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"

@@ -13,6 +13,7 @@ from tokenizers import decoders, models
 
 from specmamba.config import DEMO_MODEL
 from specmamba.models.vocabulary import TokenBytes
+from specmamba.templates.rendering import Conversation
 from tests.fake_engine import FakeEngine, Served, serving
 from tests.server.test_server import refused
 
@@ -100,18 +101,18 @@ def test_tools_and_variables_reach_the_chat_template(served: Served, monkeypatch
     )
     seen: list[Any] = []
 
-    def text(messages: Any, tools: Any, variables: Any) -> str:
-        seen.append((messages, tools, variables))
-        return "hi"
+    def conversation(*given: Any) -> Conversation:
+        seen.append(given)
+        return Conversation("hi")
 
     tokenizer = served.engine.tokenizer
-    monkeypatch.setattr(tokenizer, "chat_text", text)
+    monkeypatch.setattr(tokenizer, "conversation", conversation)
     monkeypatch.setattr(tokenizer, "chat_template", lambda with_tools=False: "{{ tools }} <tool_call>")
     asked = {"messages": [USER], "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
     assert post(served, "/tokenize", **asked)["count"] == 2  # type: ignore[index]
     assert served.http.post("/v1/chat/completions", json=asked).status_code == 200
     assert seen[0] == seen[1]
-    assert seen[0][1:] == ([TOOL | {"function": seen[0][1][0]["function"]}], {"enable_thinking": False})
+    assert seen[0][1:3] == ([TOOL | {"function": seen[0][1][0]["function"]}], {"enable_thinking": False})
 
 
 def test_messages_need_a_template() -> None:

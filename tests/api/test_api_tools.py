@@ -14,6 +14,7 @@ from specmamba.grammar import CompiledGrammar
 from specmamba.sampling_params import GrammarSpec
 from specmamba.server.api import structured
 from specmamba.server.api.conversation import MAX_ARGUMENTS
+from specmamba.templates.rendering import Conversation
 from tests.fake_engine import FakeEngine, Served, serving
 from tests.server.test_server import events, refused
 
@@ -54,11 +55,11 @@ def template_inputs(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Any
     """The messages, tools and variables of every call of the chat template."""
     seen: list[Any] = []
 
-    def apply(messages: Any, tools: Any = None, variables: Any = None) -> str:
-        seen.append((messages, tools, variables))
-        return "hi"
+    def conversation(*given: Any) -> Conversation:
+        seen.append(given)
+        return Conversation("hi")
 
-    monkeypatch.setattr(served.engine.tokenizer, "chat_text", apply)
+    monkeypatch.setattr(served.engine.tokenizer, "conversation", conversation)
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", lambda with_tools=False: HERMES, raising=False)
     monkeypatch.setattr(served.engine, "text", f"Let me see.\n{CALL}".encode())
     return seen
@@ -143,7 +144,7 @@ def test_no_tools_means_no_parsing(served: Served, template_inputs: list[Any]) -
     script(served, CALL)
     assert answers(served, tools=TOOLS, tool_choice="none")["content"] == CALL
     assert answers(served)["content"] == CALL
-    assert [tools for _, tools, _ in template_inputs] == [None] * 4
+    assert [tools for _, tools, *_ in template_inputs] == [None] * 4
 
 
 def test_a_named_tool_is_forced(served: Served, template_inputs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

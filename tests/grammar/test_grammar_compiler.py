@@ -139,7 +139,8 @@ def test_dead_process_memory_limit_and_close(tokenizer: Tokenizer, monkeypatch: 
     assert dead is not None
     os.kill(dead, signal.SIGKILL)
     wait_for_death_of(dead)
-    monkeypatch.setattr("specmamba.grammar.worker_process.MEMORY_BYTES", 48 << 20)
+    assert compiler._worker is not None
+    monkeypatch.setattr(compiler._worker._child, "_memory_bytes", 48 << 20)
     assert accepts(compile_now(compiler, "regex", "replaced"), "replaced")
     assert compiler.worker_pid != dead
     chain = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}, "maxItems": 2} for i in range(400)}

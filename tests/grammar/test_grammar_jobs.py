@@ -83,7 +83,7 @@ def test_jobs_per_caller_are_limited(tokenizer: Tokenizer, monkeypatch: pytest.M
 
 
 def test_unwanted_jobs_are_stopped(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specmamba.grammar.worker_process.SPARE_AFTER_S", 0.1)
+    monkeypatch.setattr("specmamba.processes.child_process.SPARE_AFTER_S", 0.1)
     compiler = GrammarCompiler(tokenizer, 4096, (0,), timeout_s=600.0, cache_bytes=1 << 20)
     try:
         compiler.compile(spec_of("a")).result(timeout=120)
@@ -91,8 +91,8 @@ def test_unwanted_jobs_are_stopped(tokenizer: Tokenizer, monkeypatch: pytest.Mon
         assert worker is not None
         left = [compiler.compile(spec_of(BOMB)) for _ in range(2)]
         waiting = compiler.compile(spec_of("waiting"))
-        wait_until(lambda: worker._busy is not None)
-        wait_until(lambda: worker._spare is not None)  # a spare process is started, as this takes long
+        wait_until(lambda: worker._child._busy is not None)
+        wait_until(lambda: worker._child._spare is not None)  # a spare process is started, as this takes long
         pid = worker.pid
         assert left[0].cancel()
         assert not waiting.done()  # one future is left
@@ -106,4 +106,4 @@ def test_unwanted_jobs_are_stopped(tokenizer: Tokenizer, monkeypatch: pytest.Mon
     finally:
         compiler.close()
     assert worker.pid is None
-    assert worker._spare is None
+    assert worker._child._spare is None

@@ -15,8 +15,8 @@ SPECMAMBA = Path(__file__).parents[2] / "specmamba"
 # Lowest first. A package may import every package of a lower layer, itself, and nothing else.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels", "cuda_graphs", "demo"),
-    ("sampling_params", "core", "config", "server_config", "command_line", "errors", "trees"),
-    ("cache",),
+    ("sampling_params", "core", "config", "server_config", "command_line", "errors", "trees", "processes"),
+    ("cache", "templates"),
     ("layers",),
     ("models",),
     ("verify", "grammar"),

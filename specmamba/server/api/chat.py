@@ -209,7 +209,7 @@ def chat_routes(service: Service) -> APIRouter:
         service.check_model(body.model)
         check_template(service)
         plan = await asyncio.to_thread(_plan, service, body) if body.tools else ToolPlan()
-        prompt = await _prompt(service, body, plan)
+        prompt = await _prompt(service, body, plan, request)
         options = ChatOptions(plan, body.num_logprobs, _new_pieces(service, body))
         answer_format = ChatFormat(call_id, service.model_names[0], service.tokenizer, options)
         try:
@@ -223,10 +223,10 @@ def chat_routes(service: Service) -> APIRouter:
     return router
 
 
-async def _prompt(service: Service, body: ChatCompletionRequest, plan: ToolPlan) -> list[int]:
-    text = await chat_text(service, body.messages, plan.template_tools, body.chat_template_kwargs)
+async def _prompt(service: Service, body: ChatCompletionRequest, plan: ToolPlan, request: Request) -> list[int]:
+    rendered = await chat_text(service, body.messages, plan.template_tools, body.chat_template_kwargs, request)
     try:
-        return await service.encode(text, add_special_tokens=False)
+        return await service.encode_chat(rendered)
     except (ApiError, RequestError) as error:
         raise about_messages(error) from None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
+from fastapi import Request
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -16,6 +16,7 @@ from specmamba.server.api.service import Service
 from specmamba.server.http.error_answers import ApiError, as_api_error
 from specmamba.server.http.fields import MessageContent, StrictModel, only, shortened
 from specmamba.server.tools.definitions import EarlierCall, JsonObject, NamedTool, ToolChoice, Tools
+from specmamba.templates.rendering import RenderedChat
 
 MAX_MESSAGES, MAX_CALLS = 4096, 128
 # Characters of the arguments of all earlier calls together: each is read as JSON.
@@ -213,24 +214,27 @@ def check_template(service: Service) -> None:
 async def chat_text(
     service: Service,
     messages: Sequence[ChatMessage],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> str:
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any] | None,
+    request: Request,
+) -> RenderedChat:
     """The prompt of a conversation: its text with special tokens, up to the beginning of the answer.
 
     Args:
-        service: has the tokenizer with the chat template.
+        service: has the chat template.
         messages: the conversation.
         tools: passed to the template.
         variables: further variables of the template.
+        request: its connection; rendering ends when the client disconnects.
 
     Raises:
-        ApiError: 400; there is no chat template, or it rejects the messages, tools or variables.
+        ApiError: 400; there is no chat template, it rejects the messages, tools or variables, or it exceeds a limit.
+            503: the turn of this conversation did not come in time. 499: the client disconnected.
     """
     check_template(service)
     as_dicts = [message.for_template() for message in messages]
     try:
-        return await asyncio.to_thread(service.tokenizer.chat_text, as_dicts, tools, variables)
+        return await service.templates.render(as_dicts, tools, variables, request)
     except RequestError as error:
         raise about_messages(error) from None
 

@@ -14,8 +14,9 @@ from specmamba.models.tokenizer import Tokenizer
 from specmamba.sampling_params import GrammarSpec
 from specmamba.server.api.answers import AnswerFormat, Choices, check_number, send_answer
 from specmamba.server.api.requests import GenerationRequest
-from specmamba.server.api.streaming import Call, off_loop
+from specmamba.server.api.streaming import INLINE_SIZE, Call, off_loop
 from specmamba.server.api.structured import Grammars
+from specmamba.server.api.templates import Templates
 from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import ApiError, api_error_of_validation
 from specmamba.server.http.fields import shortened
@@ -23,6 +24,7 @@ from specmamba.server.http.limits import CallLimits, count_choices
 from specmamba.server.observe.call_record import CallRecord, CallRecorder, ObserverFactory
 from specmamba.server.observe.metrics import ServerMetrics
 from specmamba.server_config import ServerConfig
+from specmamba.templates.rendering import RenderedChat
 
 
 class Service:
@@ -36,7 +38,10 @@ class Service:
         self.context_length = engine.constants.context_length
         self.metrics = ServerMetrics(config)
         self.grammars = Grammars(config, engine.constants)
-        engine.on_stop(self.grammars.close)  # runs on the engine thread; waiting requests get EngineStoppedError
+        self.templates = Templates(config, engine.constants)
+        # They run on the engine thread; waiting requests get EngineStoppedError.
+        engine.on_stop(self.grammars.close)
+        engine.on_stop(self.templates.close)
         self.limits = CallLimits.of(config)
         self.observers: list[ObserverFactory] = [self.metrics.observe, CallRecorder]
         self.model_names = (config.model_name,)  # answers carry the first one
@@ -66,6 +71,11 @@ class Service:
         """
         check_fits(self.tokenizer, text, self.context_length)
         return await off_loop(len(text), self.tokenizer.encode, text, add_special_tokens, encodes=True)
+
+    async def encode_chat(self, rendered: RenderedChat) -> list[int]:
+        """Token ids of a rendered conversation, as ``encode``."""
+        check_fits(self.tokenizer, rendered.text, self.context_length)
+        return await off_loop(size_of(rendered), self.tokenizer.encode_chat, rendered, encodes=True)
 
     def hidden_ids(self, body: GenerationRequest) -> frozenset[int]:
         """The tokens that end an answer and have no text in it."""
@@ -146,6 +156,11 @@ class Service:
             whole=not body.stream,
         )
         return await send_answer(request, body, call, choices, answer_format)
+
+
+def size_of(rendered: RenderedChat) -> int:
+    """The size of a conversation for ``off_loop``: with a mark never small, as a copy of the tokenizer may be made."""
+    return max(len(rendered.marked), INLINE_SIZE + 1 if rendered.mark else 0)
 
 
 def check_fits(tokenizer: Tokenizer, text: str, context_length: int) -> None:

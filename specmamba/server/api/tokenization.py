@@ -6,9 +6,10 @@ The two routes have the shapes of vLLM's.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Annotated, Any, Self
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
@@ -17,7 +18,7 @@ from specmamba.core import OutputDelta, TokenLogprob
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 from specmamba.server.api.conversation import Messages, TemplateVariables, chat_text
 from specmamba.server.api.responses import CompletionLogprobs, LeftOutWhenNone, TokenPiece
-from specmamba.server.api.service import Service
+from specmamba.server.api.service import Service, size_of
 from specmamba.server.api.streaming import off_loop
 from specmamba.server.http.error_answers import ApiError, errors
 from specmamba.server.http.fields import StrictModel, TokenId
@@ -185,16 +186,19 @@ def tokenize_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/tokenize", responses=_ERRORS, response_model=Tokenized)
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The tokens that the model would get for a prompt or for messages."""
         service.check_model(body.model)
-        text, field = body.prompt or "", "prompt"
-        if body.messages is not None:
+        if body.messages is None:
+            text, field, size = body.prompt or "", "prompt", len(body.prompt or "")
+            encode = partial(service.tokenizer.encode, text, body.add_special_tokens is not False)
+        else:
             tools = _for_template(service, body.tools or ())
-            text, field = await chat_text(service, body.messages, tools, body.chat_template_kwargs), "messages"
+            rendered = await chat_text(service, body.messages, tools, body.chat_template_kwargs, request)
+            text, field, size = rendered.text, "messages", size_of(rendered)
+            encode = partial(service.tokenizer.encode_chat, rendered)
         _check_length(service, text, field)
-        special = body.messages is None and body.add_special_tokens is not False
-        return await _answer(len(text), lambda: _tokenized(service, text, special, bool(body.return_token_strs)))
+        return await _answer(size, lambda: _tokenized(service, encode(), bool(body.return_token_strs)))
 
     @router.post("/detokenize", responses=_ERRORS, response_model=Detokenized)
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -232,8 +236,7 @@ def _for_template(service: Service, tools: Sequence[Tool]) -> list[dict[str, Any
     return [tool.for_template() for tool in tools] or None
 
 
-def _tokenized(service: Service, text: str, add_special_tokens: bool, with_strings: bool) -> Tokenized:
-    tokens = service.tokenizer.encode(text, add_special_tokens)
+def _tokenized(service: Service, tokens: list[int], with_strings: bool) -> Tokenized:
     strings = None
     if with_strings:
         names = {token: token_string(service.tokenizer, token) for token in set(tokens)}
