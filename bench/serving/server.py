@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -112,9 +113,12 @@ def _text(value: Any) -> str:
 
 
 def _environment(api_key: str | None) -> Mapping[str, str]:
-    """This process's environment with the path of this package, and with the API key, which a flag would show."""
+    """This process's environment with the path of this package, and with the key, which a flag would show.
+
+    It is the operator's key, because the benchmark empties the cache and reads ``/server_info``.
+    """
     paths = [str(Path(specmamba.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    key = {} if api_key is None else {"SPECMAMBA_API_KEY": api_key}
+    key = {} if api_key is None else {"SPECMAMBA_API_KEY": secrets.token_hex(), "SPECMAMBA_ADMIN_KEY": api_key}
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | key
 
 

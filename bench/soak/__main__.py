@@ -1,6 +1,7 @@
 """Whether bad clients slow good ones down, and whether the server gives back everything that it took.
 
     specmamba bench soak [--minutes 2] [--streams 64] [--json FILE] [any engine flag]
+    specmamba bench soak --hostile [--attack NAME ...] [--attack-seconds 6] [--json FILE] [any engine flag]
 
 The command starts a server of its own on this machine. In phases that take turns, ``--streams`` clients stream answers,
 one after the other. In every second phase a share of them (``--bad-share``) are bad clients instead, which hang up in
@@ -12,6 +13,8 @@ latency of good clients must be within ``--at-most`` of that without bad ones. A
 every answer must finish or end with an error message, and the exit status must be 0.
 
 A phase that is not counted and prompts that fill the KV pool come first, to warm the server up.
+
+``--hostile`` runs attacks in place of these phases, each on a server of its own (hostile.py, attacks.py).
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ from dataclasses import asdict
 from itertools import count
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from specmamba.bench.http_overhead.client import num_tokens, request_bytes
+from specmamba.bench.soak.attacks import ATTACKS
 from specmamba.bench.soak.bad_clients import (
     IN_PLACE_OF_STREAMS,
     REFUSED,
@@ -40,6 +44,7 @@ from specmamba.bench.soak.bad_clients import (
 )
 from specmamba.bench.soak.clients import Requests, Tally, connect, well_behaved
 from specmamba.bench.soak.figures import Bounds, broken_bounds, memory_report, phase_report, print_report
+from specmamba.bench.soak.hostile import print_hostile, run_hostile
 from specmamba.bench.soak.server import ServerProcess, sample_rss, server_process
 from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
@@ -52,6 +57,13 @@ _PAUSE_S = 0.25  # mean pause of a client whose requests are refused, between tw
 _GRACE_S = 1.0  # bad clients end at the latest this long after a phase
 _LONG_PROMPT = 2000  # tokens
 Positive = Field(gt=0, allow_inf_nan=False)
+
+
+def _known_attacks(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if name not in ATTACKS:
+            raise ValueError(f"there is no attack {name!r}; there are: {', '.join(ATTACKS)}")
+    return names
 
 
 class SoakConfig(JsonOption):
@@ -69,6 +81,11 @@ class SoakConfig(JsonOption):
     )
     at_most: Annotated[float, Positive, Field(description="latency with bad clients over that without")] = 1.3
     at_most_mb_per_minute: Annotated[float, Positive, Field(description="growth of the server's memory")] = 5.0
+    hostile: Annotated[bool, Field(description="run attacks in place of the phases with bad clients")] = False
+    attack: Annotated[
+        tuple[str, ...], AfterValidator(_known_attacks), Field(description="one of the attacks; none: all of them")
+    ] = ()
+    attack_seconds: Annotated[float, Positive, Field(description="of each attack, and without it")] = 6.0
     startup_timeout: Annotated[float, Positive, Field(description="seconds that the server may take to load")] = 600.0
 
 
@@ -79,9 +96,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(config: SoakConfig) -> int:
     require("httpx", PROG)
-    report = run(config)
-    put_out(config, report, print_report)
+    if config.hostile:
+        report = run_hostile(
+            _engine_config(config), config.attack or tuple(ATTACKS), config.attack_seconds, config.startup_timeout
+        )
+        put_out(config, report, print_hostile)
+    else:
+        report = run(config)
+        put_out(config, report, print_report)
     return 1 if report["broken"] else 0
+
+
+def _engine_config(config: SoakConfig) -> EngineConfig:
+    return EngineConfig(**config.model_dump(include=set(EngineConfig.model_fields)))
 
 
 def run(config: SoakConfig) -> dict[str, Any]:
@@ -90,8 +117,7 @@ def run(config: SoakConfig) -> dict[str, Any]:
     Raises:
         SpecmambaError: the server ended, or still works when no client asks.
     """
-    engine = EngineConfig(**config.model_dump(include=set(EngineConfig.model_fields)))
-    with server_process(engine, config.startup_timeout) as server:
+    with server_process(_engine_config(config), config.startup_timeout) as server:
         soak_run = SoakRun(config, server)
         soak_run.warm_up()
         before = server.settle()

@@ -69,10 +69,11 @@ def slowdowns(phases: Mapping[str, Any]) -> dict[str, float]:
 
 def broken_bounds(report: Mapping[str, Any], bounds: Bounds) -> list[str]:
     """A sentence for each bound that the report breaks."""
-    return [*_not_given_back(report), *_not_answered(report), *_too_slow(report, bounds), *_not_ended(report["end"])]
+    return [*not_given_back(report), *_not_answered(report), *_too_slow(report, bounds), *_not_ended(report["end"])]
 
 
-def _not_given_back(report: Mapping[str, Any]) -> list[str]:
+def not_given_back(report: Mapping[str, Any]) -> list[str]:
+    """A sentence for everything that the server holds ``after`` and did not hold ``before``."""
     before, after = report["before"], report["after"]
     held = [f"{name}: {after[name]} held by an idle server" for name, none in _POOLS.items() if after[name] != none]
     changed = [f"{name}: {before[name]} before, {after[name]} after" for name in _SAME if before[name] != after[name]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +24,16 @@ from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
 
 # Short limits of the server, so that a short run sees it drop clients.
+SHUTDOWN_TIMEOUT_S = 2.0
 SERVER_FLAGS = (
     *("--read-timeout", "3"),
     *("--write-timeout", "3"),
-    *("--shutdown-timeout", "2"),
-    "--disable-log-requests",
+    *("--shutdown-timeout", f"{SHUTDOWN_TIMEOUT_S:g}"),
 )
 _END_TIMEOUT_S = 30.0
 _SETTLE_TIMEOUT_S = 60.0
 _SAMPLE_S = 0.5
+_PIPE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,12 @@ class Holdings:
 class ServerProcess:
     """A running server: its address, its process, and questions to both."""
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes], server: StartedServer) -> None:
+    def __init__(
+        self, url: str, process: subprocess.Popen[bytes], server: StartedServer, key: str | None = None
+    ) -> None:
+        """``key``: of the operator."""
         self.url, self._process, self._server = url, process, server
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         parts = urlsplit(url)
         self.address = (str(parts.hostname), int(parts.port or 0))
 
@@ -64,6 +70,9 @@ class ServerProcess:
 
     def get(self, path: str) -> dict[str, Any]:
         return self._ask("GET", path)
+
+    def post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
+        return self._ask("POST", path, body)
 
     def rss_mb(self) -> float:
         """Resident memory of the process in MiB."""
@@ -106,11 +115,12 @@ class ServerProcess:
     def _stats(self) -> dict[str, Any]:
         return dict(self.get("/server_info")["stats"])
 
-    def _ask(self, method: str, path: str) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
         import httpx
 
-        with httpx.Client(base_url=self.url, timeout=_END_TIMEOUT_S, trust_env=False) as client:
-            response = client.request(method, path)
+        options: dict[str, Any] = {"timeout": _END_TIMEOUT_S, "trust_env": False, "headers": self._headers}
+        with httpx.Client(base_url=self.url, **options) as client:
+            response = client.request(method, path, json=body)
         if response.status_code != httpx.codes.OK:
             raise SpecmambaError(f"{method} {path} was answered {response.status_code}: {response.text[:200]}")
         return dict(response.json())
@@ -133,24 +143,53 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(config: EngineConfig, timeout_s: float) -> Iterator[ServerProcess]:
-    """Start a server with the engine flags of ``config`` and ``SERVER_FLAGS``; it ends with the context.
+def server_process(
+    config: EngineConfig,
+    timeout_s: float,
+    flags: Sequence[str] = ("--disable-log-requests",),
+    variables: Mapping[str, str] | None = None,
+    key: str | None = None,
+    *,
+    stalls_log: bool = False,
+) -> Iterator[ServerProcess]:
+    """Start a server, which ends with the context.
+
+    Args:
+        config: of the engine.
+        timeout_s: for its start.
+        flags: besides those of ``config`` and ``SERVER_FLAGS``.
+        variables: of its environment.
+        key: of the operator.
+        stalls_log: its standard error is a pipe that is not read.
 
     Raises:
-        SpecmambaError: it does not start within ``timeout_s``.
+        SpecmambaError: it does not start in time.
     """
-    command = [*SERVE, "--host", "127.0.0.1", "--port", "0", *SERVER_FLAGS, *engine_flags(config)]
+    command = [*SERVE, "--host", "127.0.0.1", "--port", "0", *SERVER_FLAGS, *flags, *engine_flags(config)]
     paths = [str(Path(specmamba.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with tempfile.TemporaryFile() as log:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **(variables or {})}
+    with tempfile.TemporaryFile() as log, _unread_pipe() as pipe:
+        errors: Any = pipe if stalls_log else log
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=errors, env=env, start_new_session=True
         )
         server = StartedServer(process, log)
         try:
-            yield ServerProcess(server.wait_until_ready(timeout_s), process, server)
+            yield ServerProcess(server.wait_until_ready(timeout_s), process, server, key)
         finally:
             server.end()
+
+
+@contextmanager
+def _unread_pipe() -> Iterator[int]:
+    """The writing end of a small pipe that is never read."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    try:
+        yield writing
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 async def sample_rss(server: ServerProcess, samples: list[tuple[float, float]]) -> None:
