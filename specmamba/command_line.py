@@ -24,7 +24,7 @@ ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 # Fields whose values are left out of messages.
-_SECRETS = frozenset({"api_key"})
+_SECRETS = frozenset({"api_key", "admin_key"})
 
 
 def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[str]) -> ConfigT:

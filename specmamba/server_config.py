@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from specmamba.config import EngineConfig
 
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
+_KEY_RULE = "a key is printable text without commas and spaces"
+_MAX_KEY_FILE_BYTES = 1 << 20
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
@@ -22,11 +26,45 @@ def _split(value: object) -> object:
 
 def _checked_keys(keys: Sequence[SecretStr]) -> Sequence[SecretStr]:
     """Check that keys can be sent in a header and written in a list with commas."""
-    for key in keys:
-        text = key.get_secret_value()
-        if not text or not text.isprintable() or "," in text or " " in text:
-            raise ValueError("a key is printable text without commas and spaces; give the flag again for another key")
+    if not all(_is_key(key.get_secret_value()) for key in keys):
+        raise ValueError(f"{_KEY_RULE}; give the flag again for another key")
     return keys
+
+
+def _checked_key(key: SecretStr) -> SecretStr:
+    if not _is_key(key.get_secret_value()):
+        raise ValueError(_KEY_RULE)
+    return key
+
+
+def _is_key(text: str) -> bool:
+    return bool(text) and text.isprintable() and "," not in text and " " not in text
+
+
+def _keys_in(file: Path, flag: str) -> list[str]:
+    """The keys in a file, one a line; blank lines and lines that begin with # are left out.
+
+    Raises:
+        ValueError: the file cannot be read, or has no key, or a line that is no key; the message shows no line.
+    """
+    try:
+        with file.open("rb") as opened:  # read once: it may be a pipe
+            data = opened.read(_MAX_KEY_FILE_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{flag}: {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{flag}: {file} is no text in UTF-8") from None
+    if len(data) > _MAX_KEY_FILE_BYTES:
+        raise ValueError(f"{flag}: {file} is larger than {_MAX_KEY_FILE_BYTES} bytes")
+    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1)]
+    keys = [(number, line) for number, line in lines if line and not line.startswith("#")]
+    for number, key in keys:
+        if not _is_key(key):
+            raise ValueError(f"{flag}: line {number} of {file}: {_KEY_RULE}")
+    if not keys:
+        raise ValueError(f"{flag}: {file} holds no key")
+    return [key for _, key in keys]
 
 
 def _checked_origins(origins: Sequence[str]) -> tuple[str, ...]:
@@ -51,6 +89,15 @@ class ServerConfig(EngineConfig):
     api_key: Annotated[
         ApiKeys, Field(description="ask every client for this key (Authorization: Bearer ...); may be given again")
     ] = ()
+    api_key_file: Annotated[
+        Path | None,
+        Field(description="a file of further API keys, one a line; lines that begin with # are left out"),
+    ] = None
+    admin_key: Annotated[
+        Annotated[SecretStr, AfterValidator(_checked_key)] | None,
+        Field(description="key of the operator: for /events, /cache, /server_info and /flush_cache, of all requests"),
+    ] = None
+    admin_key_file: Annotated[Path | None, Field(description="a file that holds the operator's key")] = None
     served_model_name: Annotated[
         str | None, Field(min_length=1, description="the model's name in the API; none: its path")
     ] = None
@@ -95,6 +142,38 @@ class ServerConfig(EngineConfig):
     otlp_traces_endpoint: Annotated[
         str | None, Field(min_length=1, description="send OpenTelemetry traces there (HTTP); needs specmamba[otel]")
     ] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_keys_of_files(cls, values: Any) -> Any:
+        """Add the keys in ``api_key_file`` to ``api_key``; that in ``admin_key_file`` becomes ``admin_key``."""
+        if not isinstance(values, dict):
+            return values
+        added: dict[str, Any] = {}
+        if isinstance(file := values.get("api_key_file"), str | Path):
+            given = _split(values.get("api_key", ()))
+            own = list(given) if isinstance(given, list | tuple) else [given]
+            added["api_key"] = [*own, *_keys_in(Path(file), "--api-key-file")]
+        if isinstance(file := values.get("admin_key_file"), str | Path):
+            if values.get("admin_key") is not None:
+                raise ValueError("--admin-key, --admin-key-file: give one of them")
+            added["admin_key"], *more = _keys_in(Path(file), "--admin-key-file")
+            if more:
+                raise ValueError(f"--admin-key-file: {file} holds more than one key")
+        return {**values, **added}
+
+    @model_validator(mode="after")
+    def _keys_differ(self) -> ServerConfig:
+        if self.admin_key is not None and self.admin_key in self.api_key:
+            raise ValueError("--admin-key: it must not be one of the keys that clients have (--api-key)")
+        return self
+
+    @property
+    def exposed_key_files(self) -> list[Path]:
+        """The files of keys that other users of the machine may read."""
+        exposed = stat.S_IRGRP | stat.S_IROTH
+        files = [file for file in (self.api_key_file, self.admin_key_file) if file is not None and file.is_file()]
+        return [file for file in files if file.stat().st_mode & exposed]
 
     @property
     def model_name(self) -> str:

@@ -45,6 +45,8 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
     """
     configure_logging(config)
     check_tracing(config)
+    for file in config.exposed_key_files:
+        logger.warning("other users of this machine may read the keys in %s: change its mode to 600", file)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server installs its handlers; no request runs yet
     # Bound before the model is loaded, so that a port in use is reported at once.
     with bind(config.host, config.port) as listener:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from specmamba.command_line import parse_command_line
@@ -59,6 +61,93 @@ def test_an_empty_key_in_the_environment_is_refused(text: str, monkeypatch: pyte
     monkeypatch.setenv("SPECMAMBA_API_KEY", text)
     with pytest.raises(ConfigError, match="--api-key: "):
         serve()
+
+
+# ---- keys in files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys"
+
+
+def test_keys_from_a_file_are_added_to_those_of_flags(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_bytes(b"\xef\xbb\xbf# of the team\r\nthree\r\n\n  zw\xc3\xb6lf  \n#five\n")
+    assert keys(serve("--api-key-file", str(file))) == ["three", "zwölf"]
+    assert keys(serve("--api-key", "one", f"--api-key-file={file}", "--api-key=two")) == [
+        "one",
+        "two",
+        "three",
+        "zwölf",
+    ]
+    monkeypatch.setenv("SPECMAMBA_API_KEY", "env,more")
+    monkeypatch.setenv("SPECMAMBA_API_KEY_FILE", str(file))
+    assert keys(serve()) == ["env", "more", "three", "zwölf"]
+    assert keys(ServerConfig(api_key="one", api_key_file=file)) == ["one", "three", "zwölf"]  # type: ignore[arg-type]
+
+
+def test_the_admin_key_from_a_flag_the_environment_or_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def admin_key(*arguments: str) -> str | None:
+        key = serve(*arguments).admin_key
+        return None if key is None else key.get_secret_value()
+
+    file.write_text("# the operator's\nroot\n")
+    assert admin_key() is None
+    assert admin_key("--admin-key", "boss") == "boss"
+    assert admin_key("--admin-key-file", str(file)) == "root"
+    monkeypatch.setenv("SPECMAMBA_ADMIN_KEY", "chief")
+    assert admin_key() == "chief"
+    assert "chief" not in repr(serve())
+
+
+@pytest.mark.parametrize("flag", ["--api-key-file", "--admin-key-file"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"", "holds no key"),
+        (b"#hunter2\n \n", "holds no key"),
+        (b"hunter2\xff", "is no text in UTF-8"),
+        (b"good\nhunter2,hunter2", "line 2 of "),
+        (b"hunter2 hunter2", "line 1 of "),
+        (b"hunter2\x00", "line 1 of "),
+        (b"\n" * (1 << 20) + b"hunter2", "is larger than"),
+    ],
+)
+def test_a_file_without_good_keys_is_refused_and_not_shown(
+    flag: str, content: bytes | None, message: str, file: Path
+) -> None:
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        serve(flag, str(file))
+    assert str(error.value).startswith(f"{flag}: ")
+    assert message in str(error.value)
+    assert str(file) in str(error.value)
+    assert "hunter2" not in str(error.value)
+
+
+def test_admin_keys_that_are_refused(file: Path) -> None:
+    file.write_text("hunter2\nhunter3\n")
+    for arguments, message in (
+        (("--admin-key", "hunter2 x"), "--admin-key: a key is printable text"),
+        (("--admin-key="), "--admin-key: a key is printable text"),
+        (("--admin-key-file", str(file)), "--admin-key-file: .* holds more than one key"),
+        (("--admin-key", "x", "--admin-key-file", str(file)), "--admin-key, --admin-key-file: give one of them"),
+        (("--admin-key", "hunter2", "--api-key", "hunter2"), "--admin-key: it must not be one of the keys that"),
+        (("--admin-key", "hunter3", "--api-key-file", str(file)), "--admin-key: it must not be one of the keys that"),
+    ):
+        given = (arguments,) if isinstance(arguments, str) else arguments
+        with pytest.raises(ConfigError, match=message) as error:
+            serve(*given)
+        assert "hunter" not in str(error.value)
+
+
+def test_files_of_keys_that_others_may_read_are_known(file: Path) -> None:
+    file.write_text("secret")
+    for mode, is_exposed in ((0o600, False), (0o640, True), (0o604, True)):
+        file.chmod(mode)
+        assert serve("--api-key-file", str(file)).exposed_key_files == [file] * is_exposed
 
 
 def test_origins(monkeypatch: pytest.MonkeyPatch) -> None:
