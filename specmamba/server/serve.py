@@ -19,6 +19,7 @@ from specmamba.engine.thread import EngineThread
 from specmamba.errors import ConfigError
 from specmamba.server.app import create_app
 from specmamba.server.http.connections import FLUSH_TIMEOUT_S, ConnectionConfig, ConnectionLimits
+from specmamba.server.observe.line_writer import ProcessOutput
 from specmamba.server.observe.logs import configure_logging
 from specmamba.server.observe.tracing import check_tracing
 from specmamba.server_config import ServerConfig
@@ -43,7 +44,7 @@ def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
         ConfigError: the address cannot be listened on, or a package that a flag needs is missing.
         SpecmambaError: raised by ``build_engine``.
     """
-    configure_logging(config)
+    ProcessOutput.taken_over(configure_logging(config))
     check_tracing(config)
     for file in config.exposed_key_files:
         logger.warning("other users of this machine may read the keys in %s: change its mode to 600", file)
@@ -116,7 +117,7 @@ class ApiServer(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 log_level="debug" if config.log_level == "debug" else "warning",
-                access_log=config.log_level == "debug",
+                access_log=False,  # its lines would hold query strings; calls have lines of their own
                 proxy_headers=False,
                 server_header=False,
                 timeout_graceful_shutdown=_GRACEFUL_TIMEOUT_S,

@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from specmamba.server.http.guards import is_allowed_origin
 from specmamba.server.http.limits import MAX_VALUES, LimitBody, LimitCalls, give_back_memory, too_many_values
+from specmamba.server.observe.logs import TextFormatter
 from tests.fake_engine import TEXT, FakeEngine, Served, serving, wait_until
 
 GOOD = {"prompt": "x", "max_tokens": 2}
@@ -67,6 +68,19 @@ def test_each_of_several_keys_is_accepted_and_none_is_logged(caplog: pytest.LogC
         shown = "".join(answer.text + str(answer.headers) for answer in answers) + repr(vars(served.server.config))
     assert "-secret" not in shown.replace("first-secret,second", "") + caplog.text
     assert caplog.text
+
+
+def test_no_query_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with serving(log_level="debug") as served:
+        for path in ("/health?key=pineapple", "/health%3Fkey=pineapple", "/v1/models?api_key=pineapple#pineapple"):
+            served.http.get(path)
+        assert served.http.post("/v1/completions?key=pineapple", json={}).status_code == 400
+        served.wait_for_calls()
+    ours = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
+    text = "".join(TextFormatter().format(record) for record in ours)
+    assert "GET /health" in text
+    assert "pineapple" not in text
 
 
 def test_paths_that_need_no_key() -> None:

@@ -1,12 +1,19 @@
-"""The log of ``specmamba serve --log-format json``, and its exit status when the engine thread is killed."""
+"""``specmamba serve`` as a process: its log, also where it cannot be written, and an end in time whatever hangs."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
+
+import httpx
 
 from tests.fake_engine import wait_until
-from tests.server.test_server_process import Completion, num_running, process
+from tests.server.test_server_process import FAKE, ROOT, Completion, num_running, process
 
 KILLED = """
 import ctypes, signal, sys, threading
@@ -43,3 +50,40 @@ def test_a_killed_engine_thread_ends_the_process_and_every_line_is_json() -> Non
     assert [line["finish_reason"] for line in lines if line["message"] == "request"] == ["length", "error", "error"]
     assert [line["message"] for line in lines if line["level"] in ("critical", "error")] == ["the engine failed"] * 2
     assert any("SystemExit" in line.get("exception", "") for line in lines)
+
+
+def test_a_log_that_is_not_read_stops_nothing() -> None:
+    """Standard error is a full pipe, standard output a full disk: requests and the shutdown work."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    script = FAKE.replace("port=0", f"port={port}").format(settings={}, script={})
+    receiver, sender = os.pipe()
+    fcntl.fcntl(sender, fcntl.F_SETPIPE_SZ, 4096)
+    with open("/dev/full", "wb") as full:
+        running = subprocess.Popen(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=full,
+            stderr=sender,
+        )
+    os.close(sender)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
+            wait_until(lambda: is_up(http), timeout_s=30)
+            for _ in range(60):
+                assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+            assert "specmamba_log_lines_dropped_total 0.0" in http.get("/metrics").text  # they wait in the queue
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(20) == 0
+    finally:
+        running.kill()
+        running.wait()
+        os.close(receiver)
+
+
+def is_up(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health").status_code == 200
+    except httpx.ConnectError:
+        return False
