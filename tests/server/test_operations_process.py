@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import httpx
+import pytest
 
 from tests.fake_engine import wait_until
-from tests.server.test_server_process import FAKE, ROOT, Completion, num_running, process
+from tests.server.test_server_process import FAKE, ROOT, Completion, fake_process, num_running, process
 
 KILLED = """
 import ctypes, signal, sys, threading
@@ -87,3 +89,73 @@ def is_up(http: httpx.Client) -> bool:
         return http.get("/health").status_code == 200
     except httpx.ConnectError:
         return False
+
+
+HUNG_THREAD = """
+import sys, threading
+from specmamba.server import serve, shutdown_watch
+from specmamba.server_config import ServerConfig
+from tests.fake_engine import FakeEngine, FakeTokenizer
+FakeTokenizer.chat_text = lambda *_, **__: threading.Event().wait()
+shutdown_watch._END_S, serve._GRACEFUL_TIMEOUT_S = 0.2, 1
+config = ServerConfig(port=0)
+sys.exit(serve.run_server(config, lambda: FakeEngine(config)))
+"""
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process() -> None:
+    with process("-c", HUNG_THREAD) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{server.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, timeout=0.3
+            )
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        status, err = server.end()
+        assert status == 0, err
+        assert time.monotonic() - began < 15  # --shutdown-timeout is 30 s
+        assert "the shutdown takes too long" not in err
+
+
+HUNG_PROCESS = """
+import sys, time
+from specmamba.server import shutdown_watch
+shutdown_watch.MARGIN_S, shutdown_watch._SECOND_S = {margin}, {second}
+watch = shutdown_watch.ShutdownWatch(0.1)
+watch.start()
+import signal
+signal.signal(signal.SIGTERM, lambda *_: None)
+print("ready", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(("margin", "second", "num_signals"), [(0.2, 60, 1), (60, 0.2, 2)])
+def test_a_process_that_hangs_ends_in_time(margin: float, second: float, num_signals: int) -> None:
+    command = [sys.executable, "-c", HUNG_PROCESS.format(margin=margin, second=second)]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    ) as hung:
+        try:
+            assert hung.stdout is not None
+            assert hung.stdout.readline() == "ready\n"
+            for _ in range(num_signals):
+                hung.send_signal(signal.SIGTERM)
+                time.sleep(0.1)
+            assert hung.wait(20) == 1
+        finally:
+            hung.kill()
+
+
+@pytest.mark.slow
+def test_a_step_that_hangs_ends_the_process_within_the_margin() -> None:
+    with fake_process({"step_s": 120.0}, shutdown_timeout=0.5) as server:
+        running = Completion(server.url)
+        time.sleep(0.5)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert running.result().status_code == 500
+        status, err = server.end()
+        assert (status, time.monotonic() - began < 20.5) == (1, True)
+        assert "the engine hangs" in err
