@@ -103,6 +103,7 @@ sys.exit(serve.run_server(config, lambda: FakeEngine(config)))
 """
 
 
+@pytest.mark.slow
 def test_a_thread_that_hangs_does_not_keep_the_process() -> None:
     with process("-c", HUNG_THREAD) as server:
         with pytest.raises(httpx.ReadTimeout):
