@@ -131,6 +131,9 @@ class ServerConfig(EngineConfig):
     max_request_bytes: Annotated[int, Field(ge=1024, description="size of a request body at the most")] = 8 << 20
     max_choices: Annotated[int, Field(ge=1, le=1024, description="n and best_of of a request at the most")] = 16
     max_connections: Annotated[int, Field(ge=1, description="open connections at the most")] = 1024
+    max_connections_per_address: Annotated[
+        int | None, Field(ge=1, description="of these from one client address; none: three quarters of them")
+    ] = None
     max_calls_per_key: Annotated[
         int | None, Field(ge=1, description="calls of one API key that are answered at a time; more get a 429")
     ] = None

@@ -19,8 +19,10 @@ from specmamba.engine.thread import EngineThread
 from specmamba.errors import ConfigError
 from specmamba.server.app import create_app
 from specmamba.server.http.connections import FLUSH_TIMEOUT_S, ConnectionConfig, ConnectionLimits
+from specmamba.server.observe.line_writer import ProcessOutput
 from specmamba.server.observe.logs import configure_logging
 from specmamba.server.observe.tracing import check_tracing
+from specmamba.server.shutdown_watch import ShutdownWatch, UnjoinedExecutor, end_soon
 from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -34,28 +36,41 @@ _GRACEFUL_TIMEOUT_S = int(FLUSH_TIMEOUT_S) + 2
 _SEND_BUFFER_BYTES = 128 << 10
 # A step that takes this much longer than the deadline is abandoned.
 _HANG_TIMEOUT_S = 10.0
+_HANG_TIMEOUT_AFTER_SECOND_SIGNAL_S = 5.0
+_ABANDONED_TIMEOUT_S = 1.0  # for the thread of an engine that was abandoned
 
 
 def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
     """Serve until a signal or a failure of the engine. Returns the exit status: 0 after a signal, 1 after a failure.
 
+    For a process that ends then: it takes over the standard streams, and the process ends in any case soon after the
+    return, or after ``--shutdown-timeout``.
+
     Raises:
         ConfigError: the address cannot be listened on, or a package that a flag needs is missing.
         SpecmambaError: raised by ``build_engine``.
     """
-    configure_logging(config)
+    output = ProcessOutput.taken_over(configure_logging(config))
     check_tracing(config)
     for file in config.exposed_key_files:
         logger.warning("other users of this machine may read the keys in %s: change its mode to 600", file)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server installs its handlers; no request runs yet
+    ShutdownWatch(config.shutdown_timeout).start()
     # Bound before the model is loaded, so that a port in use is reported at once.
     with bind(config.host, config.port) as listener:
-        engine_thread = EngineThread(build_engine, config.stream_chunk_interval)
-        engine_thread.start()
-        _keep_what_is_loaded()
-        server = ApiServer(create_app(config, engine_thread), config, engine_thread, listener)
-        server.run(sockets=[listener])
-        stopped = engine_thread.shutdown(0.0, grace_s=_HANG_TIMEOUT_S)
+        status = _serve(config, build_engine, listener)
+    end_soon(status, output.flush)
+    return status
+
+
+def _serve(config: ServerConfig, build_engine: Callable[[], Engine], listener: socket.socket) -> int:
+    engine_thread = EngineThread(build_engine, config.stream_chunk_interval)
+    engine_thread.start()
+    _keep_what_is_loaded()
+    server = ApiServer(create_app(config, engine_thread), config, engine_thread, listener)
+    server.run(sockets=[listener])
+    grace_s = _ABANDONED_TIMEOUT_S if server.has_abandoned_engine else _HANG_TIMEOUT_S
+    stopped = engine_thread.shutdown(0.0, grace_s)
     if engine_thread.failed is not None or not stopped:
         logger.error("the engine failed" if stopped else "the engine hangs")
         return 1
@@ -116,7 +131,8 @@ class ApiServer(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 log_level="debug" if config.log_level == "debug" else "warning",
-                access_log=config.log_level == "debug",
+                loop="asyncio",
+                access_log=False,  # its lines would hold query strings; calls have lines of their own
                 proxy_headers=False,
                 server_header=False,
                 timeout_graceful_shutdown=_GRACEFUL_TIMEOUT_S,
@@ -126,10 +142,12 @@ class ApiServer(uvicorn.Server):
         self._ready_line = f"specmamba: ready at {url_of(listener)} (model: {config.model_name})"
         self._shutdown_timeout = config.shutdown_timeout
         self._num_signals = 0
+        self.has_abandoned_engine = False
         engine_thread.on_stop(self._stop)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(UnjoinedExecutor(thread_name_prefix="asyncio"))
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -151,9 +169,11 @@ class ApiServer(uvicorn.Server):
         self.force_exit = self._num_signals > 2
         self._engine_thread.drain(deadline_s)
         # If a step hangs, the end of the engine never calls _stop.
-        self._loop.call_later(deadline_s + _HANG_TIMEOUT_S, self._abandon_engine)
+        hang_timeout_s = _HANG_TIMEOUT_S if first else _HANG_TIMEOUT_AFTER_SECOND_SIGNAL_S
+        self._loop.call_later(deadline_s + hang_timeout_s, self._abandon_engine)
 
     def _abandon_engine(self) -> None:
+        self.has_abandoned_engine = True
         self._engine_thread.give_up()
         self._stop()
 

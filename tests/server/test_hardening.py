@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from specmamba.server.http.guards import is_allowed_origin
 from specmamba.server.http.limits import MAX_VALUES, LimitBody, LimitCalls, give_back_memory, too_many_values
+from specmamba.server.observe.logs import TextFormatter
 from tests.fake_engine import TEXT, FakeEngine, Served, serving, wait_until
 
 GOOD = {"prompt": "x", "max_tokens": 2}
@@ -67,6 +68,19 @@ def test_each_of_several_keys_is_accepted_and_none_is_logged(caplog: pytest.LogC
         shown = "".join(answer.text + str(answer.headers) for answer in answers) + repr(vars(served.server.config))
     assert "-secret" not in shown.replace("first-secret,second", "") + caplog.text
     assert caplog.text
+
+
+def test_no_query_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with serving(log_level="debug") as served:
+        for path in ("/health?key=pineapple", "/health%3Fkey=pineapple", "/v1/models?api_key=pineapple#pineapple"):
+            served.http.get(path)
+        assert served.http.post("/v1/completions?key=pineapple", json={}).status_code == 400
+        served.wait_for_calls()
+    ours = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
+    text = "".join(TextFormatter().format(record) for record in ours)
+    assert "GET /health" in text
+    assert "pineapple" not in text
 
 
 def test_paths_that_need_no_key() -> None:
@@ -301,10 +315,20 @@ def test_numbers_are_counted_and_texts_are_not() -> None:
     assert too_many_values(json.dumps({"prompt": text}).encode()) is None
 
 
-def test_large_bodies_in_other_encodings(served: Served) -> None:
-    body = json.dumps({"prompt": "[" * 200_000}).encode("utf-16")
-    response = served.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("length", [1, 200_000])
+@pytest.mark.parametrize("size", [1, 1 << 16])
+def test_bodies_in_other_encodings_than_utf8_are_refused(served: Served, encoding: str, length: int, size: int) -> None:
+    body = json.dumps({"prompt": "[" * length}).encode(encoding)
+    parts = (body[place : place + size] for place in range(0, len(body), size)) if length == 1 else [body]
+    response = served.http.post("/v1/completions", content=iter(parts), headers={"Content-Type": "application/json"})
     assert error_of(response, 400)["code"] == "invalid_json"
+
+
+def test_a_byte_order_mark_of_utf8_is_left_out(served: Served) -> None:
+    body = json.dumps({"prompt": "zwölf", "max_tokens": 1}, ensure_ascii=False).encode("utf-8-sig")
+    response = served.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert response.json()["usage"]["prompt_tokens"] == 6
 
 
 def test_a_text_that_cannot_fit_is_not_encoded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

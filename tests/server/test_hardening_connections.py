@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from specmamba.server.http.connection_table import Activity, ConnectionTable
 from tests.fake_engine import FakeEngine, Served, WaitingEngine, serving, wait_until
 
 LONG_TEXT = "x" * (1 << 18)  # more than the kernel buffers for a client that does not read, with ``narrow``
 GOOD = {"prompt": "x", "max_tokens": 2}
+LONG = {"prompt": "x", "max_tokens": 8}  # more than the first step of WaitingEngine gives
 CHUNKED = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
@@ -216,20 +218,62 @@ def test_events_that_a_slow_reader_has_not_read_are_merged() -> None:
 # ---- crowds ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_connection_too_many_gets_a_503_and_the_others_are_served() -> None:
-    with serving(max_connections=2) as served:
-        assert served.complete(prompt="x", max_tokens=1).status_code == 200  # keeps its connection
-        with client(served) as second:
-            second.sendall(b"GET /health HT")
-            wait_until(lambda: num_connections(served) == 2)
-            for _ in range(3):
-                with client(served) as third:
-                    third.sendall(post({"prompt": "x"}))
-                    status, error = error_of(read_all(third))
-                    assert (status, error["code"]) == (503, "too_many_connections")
-                assert served.complete(prompt="x", max_tokens=1).status_code == 200
-        wait_until(lambda: num_connections(served) == 1)
+def test_one_connection_too_many_gets_a_503_if_all_others_are_answered() -> None:
+    with (
+        serving(WaitingEngine(), max_connections=2, max_connections_per_address=2) as served,
+        client(served) as first,
+        client(served) as second,
+    ):
+        for busy in (first, second):
+            busy.sendall(post(LONG))
+        wait_until(lambda: [own.is_answering for own in [*served.server.server_state.connections]] == [True, True])
+        for _ in range(3):
+            with client(served) as third:
+                third.sendall(post({"prompt": "x"}))
+                status, error = error_of(read_all(third))
+                assert (status, error["code"]) == (503, "too_many_connections")
+        served.engine.may_go_on.set()
+        assert [status_of_next(busy) for busy in (first, second)] == [200, 200]
+        assert is_answering(served)  # an idle one has given way
+
+
+@pytest.mark.parametrize("share", [None, 16])
+def test_connections_that_are_idle_give_way(share: int | None) -> None:
+    with serving(max_connections=16, max_connections_per_address=share) as served, ExitStack() as stack:
+        idle = [stack.enter_context(client(served)) for _ in range(16)]
+        wait_until(lambda: num_connections(served) == (share or 12))
         assert is_answering(served)
+        for closed in idle[: 16 - (share or 12) + 1]:  # the oldest
+            assert read_all(closed) == b""
+        idle[-1].sendall(post(GOOD))
+        assert status_of_next(idle[-1]) == 200
+
+
+def test_silent_connections_give_way_before_halves_of_requests() -> None:
+    with serving(max_connections=3, max_connections_per_address=3) as served, ExitStack() as stack:
+        half, silent, other = (stack.enter_context(client(served)) for _ in range(3))
+        for connection in (half, other):
+            connection.sendall(post(GOOD)[:30])
+        connections: Any = served.server.server_state.connections
+        wait_until(lambda: sorted(own.has_half_a_request for own in [*connections]) == [False, True, True])
+        fresh = stack.enter_context(client(served))
+        assert read_all(silent) == b""
+        fresh.sendall(post(GOOD)[:30])
+        wait_until(lambda: [own.has_half_a_request for own in [*connections]] == [True, True, True])
+        assert is_answering(served)
+        status, error = error_of(read_all(half))
+        assert (status, error["code"]) == (503, "too_many_connections")
+        other.sendall(post(GOOD)[30:])
+        assert status_of_next(other) == 200
+
+
+def test_an_answer_that_is_not_read_yet_keeps_its_connection() -> None:
+    with narrow(write_timeout=5, max_connections=1) as served, client(served, receive_buffer=4096) as slow:
+        slow.sendall(post({"prompt": "x", "max_tokens": len(LONG_TEXT)}, headers="Connection: close\r\n"))
+        wait_until(lambda: any(own.flow.write_paused for own in [*served.server.server_state.connections]))
+        with client(served) as late:
+            assert error_of(read_all(late))[0] == 503
+        assert LONG_TEXT.encode() in read_all(slow)
 
 
 def test_many_connections_are_refused_and_leave_nothing_behind(served: Served) -> None:
@@ -237,28 +281,127 @@ def test_many_connections_are_refused_and_leave_nothing_behind(served: Served) -
         for _ in range(150):
             stack.enter_context(client(served))
         config: Any = served.server.config
-        limits, lingering = config.limits, 64
-        wait_until(lambda: 12 <= num_connections(served) <= limits.max_connections + lingering)
-        assert limits.max_connections == 12
+        wait_until(lambda: num_connections(served) == config.limits.max_per_address == len(config.table) == 9)
+    wait_until(lambda: len(config.table) == 0)
+
+
+class Member:
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def test_a_crowded_address_gives_way_to_others() -> None:
+    table: ConnectionTable[Member] = ConnectionTable(8, 6, Member.close)
+    crowd, others = [Member() for _ in range(20)], [Member() for _ in range(7)]
+    assert all(table.add(member, "10.0.0.1") for member in crowd)
+    assert [member.is_open for member in crowd] == [False] * 14 + [True] * 6
+    assert all(table.add(member, f"10.0.0.{place}") for place, member in enumerate(others, 2))
+    assert [member.is_open for member in crowd] == [False] * 19 + [True]
+    assert all(member.is_open for member in others)
+    assert len(table) == 8
+    table.note(crowd[-1], Activity.BUSY)
+    for member in others[:-1]:
+        table.note(member, Activity.BUSY)
+    late = Member()
+    assert table.add(late, "10.0.0.1")
+    assert not others[-1].is_open
+    table.note(late, Activity.BUSY)
+    assert not table.add(Member(), "10.0.0.99")
+    for member in [*crowd, *others, late]:
+        table.remove(member)
+        table.note(member, Activity.HALF)  # has no place: nothing happens
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "are_one"),
+    [
+        ("2001:db8::1", "2001:db8::2", True),  # one network of a client
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+        ("10.0.0.1", "10.0.0.2", False),
+        (None, None, True),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+    ],
+)
+def test_which_addresses_share_places(first: str | None, second: str | None, are_one: bool) -> None:
+    table: ConnectionTable[Member] = ConnectionTable(8, 1, Member.close)
+    table.add(one := Member(), first)
+    table.add(Member(), second)
+    assert one.is_open is not are_one
 
 
 # ---- broken connections ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("how", ["half", "reset"])
-def test_a_half_closed_or_reset_connection_frees_the_engine(how: str, stream: bool) -> None:
-    with serving(FakeEngine(step_s=0.02, chunk=1)) as served:
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_a_closed_or_reset_connection_frees_the_engine(how: str, stream: bool) -> None:
+    """Also while nothing is written to it: the engine of the whole answer waits."""
+    with serving(FakeEngine(step_s=0.02, chunk=1) if stream else WaitingEngine()) as served:
         with client(served) as leaving:
             leaving.sendall(post({"prompt": "x", "max_tokens": 70, "stream": stream}))
             wait_until(lambda: served.engine.running)
-            if how == "half":
-                leaving.shutdown(socket.SHUT_WR)
-            else:
+            if how == "reset":
                 leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                leaving.close()
-            wait_until(lambda: served.engine.aborted)
-        wait_until(lambda: num_connections(served) == 0)
+            leaving.close()
+            wait_until(lambda: num_connections(served) == 0, timeout_s=2)
+        if not stream:
+            served.engine.may_go_on.set()  # the abort runs between two steps
+        wait_until(lambda: served.engine.aborted)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_half_closed_connection_gets_its_whole_answer(stream: bool) -> None:
+    with serving(WaitingEngine()) as served, client(served) as patient:
+        patient.sendall(post({"prompt": "x", "max_tokens": 5, "stream": stream}))
+        patient.shutdown(socket.SHUT_WR)
+        connections: Any = served.server.server_state.connections
+        wait_until(lambda: any(own._has_eof for own in [*connections]))
+        served.engine.may_go_on.set()
+        interim, _, answer = read_all(patient).rpartition(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert interim.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"") == b""
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") is stream
+    assert (b'"completion_tokens":5' in answer) is not stream
+    assert not served.engine.aborted
+
+
+def test_a_half_closed_connection_gets_the_answers_to_all_whole_requests() -> None:
+    with serving(FakeEngine(step_s=0.01)) as served:
+        for rest, expected in ((b"", [200] * 3), (post(GOOD)[:-3], [200] * 3), (b"hello\r\n\r\n", [200] * 3 + [400])):
+            with client(served) as eager:
+                eager.sendall(post(GOOD) * 3 + rest)
+                eager.shutdown(socket.SHUT_WR)
+                answers = read_all(eager).split(b"HTTP/1.1 ")[1:]
+            assert [int(answer[:3]) for answer in answers if not answer.startswith(b"100")] == expected
+
+
+@pytest.mark.parametrize("data", [b"", b"GET /health HT", post(GOOD)[:-3], post(GOOD).replace(b"1.1", b"1.0")])
+def test_an_end_without_a_whole_request_closes_the_connection(data: bytes) -> None:
+    with serving(WaitingEngine(), read_timeout=60) as served, client(served) as leaving:
+        leaving.sendall(data)
+        leaving.shutdown(socket.SHUT_WR)
+        assert read_all(leaving) == b""
+        served.engine.may_go_on.set()
+
+
+def test_clients_that_connect_and_close_leave_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(WaitingEngine(), max_connections=1) as served, client(served) as busy:
+        busy.sendall(post(LONG))
+        wait_until(lambda: any(own.is_answering for own in [*served.server.server_state.connections]))
+        refused: Any = served.server.config
+        for is_reset in [False, True] * 32:
+            with client(served) as gone:
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", is_reset, 0))
+        wait_until(lambda: num_connections(served) == 1 and not refused.lingering)
+        served.engine.may_go_on.set()
+        assert status_of_next(busy) == 200
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("length", [20, -5])
@@ -290,6 +433,9 @@ def test_an_incomplete_request_gets_an_error_when_the_server_ends(
         (b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 40_000, 431),
         (b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 10_000, 431),
         (CHUNKED + b"zz\r\n", 400),
+        pytest.param(b"\r\n" * 33, 400, id="empty lines"),
+        pytest.param(b"\n" * 100_000, 400, id="many empty lines"),
+        pytest.param(b"\r" * 65 + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", 400, id="empty lines and a request"),
     ],
 )
 def test_invalid_http_is_answered_and_the_connection_closed(served: Served, data: bytes, status: int) -> None:
@@ -297,6 +443,15 @@ def test_invalid_http_is_answered_and_the_connection_closed(served: Served, data
         odd.sendall(data)
         answered, error = error_of(read_all(odd))
     assert (answered, error["code"]) == (status, "invalid_http")
+
+
+def test_a_few_empty_lines_before_a_request_are_skipped(served: Served) -> None:
+    with client(served) as old:
+        for _ in range(3):
+            old.sendall(b"\r\n" * 16)
+            time.sleep(0.01)
+            old.sendall(b"\r\n" * 16 + post(GOOD))
+            assert status_of_next(old) == 200
 
 
 def test_pipelined_requests_are_answered_in_turn(served: Served) -> None:

@@ -249,6 +249,7 @@ def test_every_documented_metric_exists(served: Served) -> None:
         "specmamba_state_used_slots",
         "specmamba_prefix_cache_hit_tokens_total",
         "specmamba_prefix_cache_miss_total",
+        "specmamba_log_lines_dropped_total",
     }
 
 

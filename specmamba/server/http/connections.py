@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, cast
@@ -13,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import Scope
 
+from specmamba.server.http.connection_table import Activity, ConnectionTable
 from specmamba.server.http.error_answers import SERVER, ApiError
 from specmamba.server.http.reading import BoundedHttp
 from specmamba.server.observe.call_record import CallRecord
@@ -35,12 +37,16 @@ class ConnectionLimits:
     """Limits on the number of connections, and on the time of each."""
 
     max_connections: int
+    max_per_address: int
     read_timeout: float  # seconds from the first byte of a request to its last
     write_timeout: float  # seconds in which a client reads nothing although data is ready
 
     @classmethod
     def of(cls, config: ServerConfig) -> ConnectionLimits:
-        return cls(config.max_connections, config.read_timeout, config.write_timeout)
+        share = config.max_connections_per_address
+        if share is None:
+            share = max(1, config.max_connections * 3 // 4)
+        return cls(config.max_connections, share, config.read_timeout, config.write_timeout)
 
 
 class ConnectionConfig(uvicorn.Config):
@@ -56,6 +62,9 @@ class ConnectionConfig(uvicorn.Config):
         )
         self.limits = limits
         self.lingering: set[LimitedConnection] = set()  # refused, not closed yet
+        self.table: ConnectionTable[LimitedConnection] = ConnectionTable(
+            limits.max_connections, limits.max_per_address, LimitedConnection.give_way
+        )
 
 
 class _Timer:
@@ -83,9 +92,10 @@ class _Timer:
 class LimitedConnection(BoundedHttp):
     """One client connection.
 
-    A client that sends too slowly gets status 408, one that does not read is disconnected, and a connection above the
-    limit gets 503. The transport pauses the application as soon as the kernel does not accept a byte, so that an
-    answer waits in the application, where deltas are merged, and at most one piece of it is buffered here.
+    A client that sends too slowly gets status 408, one that does not read is disconnected. A connection above a limit
+    takes the place of an idle one, and gets 503 if there is none. The transport pauses the application as soon as the
+    kernel does not accept a byte, so that an answer waits in the application, where deltas are merged, and at most one
+    piece of it is buffered here.
     """
 
     config: ConnectionConfig
@@ -103,15 +113,33 @@ class LimitedConnection(BoundedHttp):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn's own
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
-        lingering = self.config.lingering
-        if len(self.connections) - len(lingering) <= self.config.limits.max_connections:
+        if self.config.table.add(self, self.client[0] if self.client else None):
             self._reading.start()
-        elif len(lingering) < _MAX_LINGERING:
-            self.refuse(_too_many_connections())
+        else:
+            self._refuse_or_drop(_too_many_connections())
+
+    def give_way(self) -> None:
+        """Close, for a new connection. A client that has sent nothing sees what it sees when it is idle too long."""
+        if self.has_half_a_request:
+            self._refuse_or_drop(_too_many_connections())
         else:
             self.drop()
 
+    def _refuse_or_drop(self, error: ApiError) -> None:
+        if len(self.config.lingering) < _MAX_LINGERING:
+            self.refuse(error)
+        else:
+            self.drop()
+
+    def _note_activity(self) -> None:
+        if self.flow.write_paused or (self.is_answering and not self.awaits_client):
+            activity = Activity.BUSY
+        else:
+            activity = Activity.HALF if self.has_begun else Activity.SILENT
+        self.config.table.note(self, activity)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self.config.table.remove(self)
         for timer in (self._reading, self._writing, self._lingering, self._flushing):
             timer.stop()
         self.config.lingering.discard(self)
@@ -134,12 +162,14 @@ class LimitedConnection(BoundedHttp):
         super().data_received(data)
         if self not in self.config.lingering:
             self._time_reading(self.awaits_client)
+            self._note_activity()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         # Before the first byte of the next request uvicorn's timer for idle connections applies.
         if self not in self.config.lingering:
             self._time_reading(self.has_begun and self.awaits_client)
+            self._note_activity()
 
     def _time_reading(self, is_waiting: bool) -> None:
         if is_waiting:
@@ -160,11 +190,13 @@ class LimitedConnection(BoundedHttp):
         if self.part == "body":  # the application waits for the rest of the request
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        self.config.table.remove(self)
         self.config.lingering.add(self)
         self._lingering.start()
         self.flow.resume_reading()
         self.transport.write(_raw_answer(error))
-        self.transport.write_eof()
+        with suppress(OSError):  # the client has gone
+            self.transport.write_eof()
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -172,10 +204,12 @@ class LimitedConnection(BoundedHttp):
         super().pause_writing()
         self._num_unwritten = self.transport.get_write_buffer_size()
         self._writing.start()
+        self._note_activity()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._writing.stop()
+        self._note_activity()
 
     def _on_write_timeout(self) -> None:
         num_unwritten = self.transport.get_write_buffer_size()
@@ -208,7 +242,7 @@ def _raw_answer(error: ApiError) -> bytes:
 def _too_many_connections() -> ApiError:
     return ApiError(
         503,
-        "too many connections are open (--max-connections): try again later",
+        "too many connections are open (--max-connections, --max-connections-per-address): try again later",
         kind=SERVER,
         code="too_many_connections",
         headers={"Retry-After": "1"},

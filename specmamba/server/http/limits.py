@@ -24,6 +24,7 @@ _COUNTED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
 MAX_VALUES, MAX_STRINGS, MAX_NESTED = 1 << 20, 1 << 17, 1 << 16
 # Bodies of fewer bytes cannot hold enough values to matter.
 SMALL_BODY = 1 << 18
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 # After a larger body, freed memory is returned to the system.
 _LARGE_BODY = 1 << 20
 _one_at_a_time = threading.Lock()
@@ -173,10 +174,22 @@ class _Body:
         if self.num_received > self._max_bytes:
             # Of all exceptions only an HTTPException passes through FastAPI's reading of a body unchanged.
             raise HTTPException(413, str(_too_large(self._max_bytes)))
-        self._parts.append(part)
-        if is_last and self.num_received > SMALL_BODY:
-            body, self._parts = b"".join(self._parts), []
-            _check_values(body)
+        if part:
+            self._parts.append(part)
+        if is_last:
+            _check_encoding(b"".join(part[:4] for part in self._parts[:4])[:4])
+            if self.num_received > SMALL_BODY:
+                body, self._parts = b"".join(self._parts), []
+                _check_values(body)
+
+
+def _check_encoding(first_bytes: bytes) -> None:
+    """Check that Python's JSON parser takes a body for UTF-8; it looks at the first four bytes.
+
+    A byte order mark of UTF-8 is allowed: the parser leaves it out.
+    """
+    if b"\0" in first_bytes or first_bytes.startswith(_UTF16_MARKS):
+        raise HTTPException(400)
 
 
 def _check_values(body: bytes) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from specmamba.server.observe.call_record import CallRecord
+from specmamba.server.observe.line_writer import LineWriter, descriptor_of
 from specmamba.server_config import ServerConfig
 
 logger = logging.getLogger("specmamba")
@@ -19,13 +21,44 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _MAX_PATH = 128
 
 
-def configure_logging(config: ServerConfig) -> None:
-    """Write all loggers to standard error: this package's at ``--log-level``, others' warnings and errors."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
+def configure_logging(config: ServerConfig) -> LineWriter:
+    """Write all loggers to standard error: this package's at ``--log-level``, others' warnings and errors.
+
+    Returns the writer, which owns the thread on which lines are written.
+    """
+    formatter = JsonFormatter() if config.log_format == "json" else TextFormatter()
+    writer = LineWriter(descriptor_of(sys.__stderr__), lambda num_lines: f"{formatter.format(_drops(num_lines))}\n")
+    handler = WritingHandler(writer)
+    handler.setFormatter(formatter)
     logging.basicConfig(handlers=[handler])
     logging.captureWarnings(True)
     logging.getLogger("specmamba").setLevel(config.log_level.upper())
+    return writer
+
+
+def num_dropped_lines() -> int:
+    """Log lines of this process that could not be written, or not in time."""
+    handlers = logging.getLogger().handlers
+    return sum(handler.writer.num_dropped for handler in handlers if isinstance(handler, WritingHandler))
+
+
+def _drops(num_lines: int) -> logging.LogRecord:
+    text = "%d log lines were dropped: the log is read or written too slowly"
+    return logger.makeRecord(logger.name, logging.WARNING, __file__, 0, text, (num_lines,), None)
+
+
+class WritingHandler(logging.Handler):
+    """Gives formatted lines to a writer; never waits for what reads them."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        super().__init__()
+        self.writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.writer.put(f"{self.format(record)}\n")
+        except Exception:  # noqa: BLE001 -- a record that cannot be formatted is a bug of its caller
+            self.handleError(record)
 
 
 class TextFormatter(logging.Formatter):
@@ -69,7 +102,8 @@ def call_fields(call: CallRecord) -> dict[str, object]:
     fields: dict[str, object] = {
         "request_id": call.request_id,
         "id": call.call_id,
-        "endpoint": f"{call.method} {call.path[:_MAX_PATH]}",
+        # A client that escapes its question mark has its query in the path.
+        "endpoint": f"{call.method} {call.path.partition('?')[0][:_MAX_PATH]}",
         "status": call.status,
         "total_s": round(call.total_s, 4),
         "error": call.outcome,

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from specmamba.cache.prefix.inspection import without_salts
 from specmamba.core import FinishReason, OutputDelta, SpecStats
 from specmamba.server.observe.call_record import AbortReason, CallRecord
+from specmamba.server.observe.logs import num_dropped_lines
 from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -215,6 +216,8 @@ class ServerMetrics(Collector):
         yield CounterMetricFamily("specmamba_prompt_tokens", prompts, value=self.prompt_tokens)
         generated = "Tokens generated for requests"
         yield CounterMetricFamily("specmamba_generation_tokens", generated, value=self.generation_tokens)
+        dropped = "Log lines that could not be written, or not in time"
+        yield CounterMetricFamily("specmamba_log_lines_dropped", dropped, value=num_dropped_lines())
         if self._stats is not None:
             yield from engine_metrics(self._stats, self._with_salts)
             if self._vllm_name is not None:
