@@ -52,14 +52,14 @@ def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "-
     return folder
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read the JSON object in ``file``.
+def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read the JSON object in ``file``, of ``max_bytes`` at the most.
 
     Raises:
         CheckpointError: the file is missing, unreadable or too large, or does not hold a JSON object.
     """
     try:
-        require_file(file, MAX_JSON_BYTES)
+        require_file(file, max_bytes)
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent} has no {file.name}: it is not a complete checkpoint") from None
