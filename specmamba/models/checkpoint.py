@@ -21,6 +21,7 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges
 # Several times the sizes in the largest published checkpoints.
 MAX_TEXT_BYTES = 256 << 20  # tokenizer.json, vocabularies, merges
 MAX_JSON_BYTES = 64 << 20  # configs and the index of the shards
+MAX_JSON_VALUES = 1 << 23  # of one file; a list of three bytes takes 64 bytes of memory when it has been parsed
 _TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
@@ -165,12 +166,22 @@ def require_file(file: Path, max_bytes: int | None = None) -> None:
 
 
 def require_bounded_folder(folder: Path) -> None:
-    """Refuse folders with text files that are too large to be read as a whole. Raises CheckpointError."""
+    """Refuse folders with text files that are too large to be read or parsed as a whole. Raises CheckpointError."""
     for file in (file for pattern in _TEXT_FILES for file in folder.glob(pattern)):
         try:
             require_file(file, MAX_TEXT_BYTES)
+            if file.suffix == ".json":
+                _require_few_values(file)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _require_few_values(file: Path) -> None:
+    """Raise CheckpointError for a JSON file with too many lists, objects and elements of them."""
+    text = file.read_bytes()
+    count = sum(map(text.count, (b",", b"[", b"{")))
+    if count > MAX_JSON_VALUES:
+        raise CheckpointError(f"{file} has {count} values; {MAX_JSON_VALUES} are the most that is read")
 
 
 def require_safetensors(folder: Path) -> None:
