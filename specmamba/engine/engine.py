@@ -278,7 +278,10 @@ class Engine:
             code = request.matcher.error_code if request.matcher is not None and result.error else None
             return self._fail(request, result.error or NOT_FINITE, code)
         is_first = not request.output
-        count, text, reason = request.text.push(result.tokens)
+        try:
+            count, text, reason = request.text.push(result.tokens)
+        except RequestError as error:  # the tokenizer fails
+            return self._fail(request, str(error))
         if request.matcher is not None and reason is None:
             try:
                 request.matcher.advance(result.tokens)

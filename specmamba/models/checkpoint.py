@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specmamba.models.config_bounds import require_bounded_config, require_bounded_json, require_bounded_numbers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,7 +21,7 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges
 # Several times the sizes in the largest published checkpoints.
 MAX_TEXT_BYTES = 256 << 20  # tokenizer.json, vocabularies, merges
 MAX_JSON_BYTES = 64 << 20  # configs and the index of the shards
-MAX_LAYERS = 10_000
+MAX_JSON_VALUES = 1 << 23  # of one file; a list of three bytes takes 64 bytes of memory when it has been parsed
 _TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
@@ -52,14 +53,14 @@ def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "-
     return folder
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read the JSON object in ``file``.
+def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read the JSON object in ``file``, of ``max_bytes`` at the most.
 
     Raises:
         CheckpointError: the file is missing, unreadable or too large, or does not hold a JSON object.
     """
     try:
-        require_file(file, MAX_JSON_BYTES)
+        require_file(file, max_bytes)
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent} has no {file.name}: it is not a complete checkpoint") from None
@@ -76,7 +77,7 @@ def read_architecture(folder: Path) -> str:
     """Read the name of a checkpoint's architecture. Raises CheckpointError where config.json has none."""
     file = folder / "config.json"
     config = read_json(file)
-    require_bounded_layers(file, config)
+    require_bounded_json(file, config)
     names = config.get("architectures")
     if not (isinstance(names, list) and names and isinstance(names[0], str)):
         raise CheckpointError(f'{file} names no model: it needs "architectures": ["..."]')
@@ -95,14 +96,32 @@ def read_config(folder: Path, supported: Sequence[str]) -> tuple[PretrainedConfi
         raise UnsupportedModelError(
             f"{folder} is a {architecture} model; specmamba has models for: {', '.join(sorted(supported))}"
         )
+    file = folder / "config.json"
+    raw = read_json(file)
+    _require_model_type(file, architecture, raw)
+    require_bounded_numbers(file, raw)
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # Config classes validate the contents of the file and raise exceptions of any type.
     except Exception as error:
-        raise CheckpointError(f"{folder / 'config.json'} is not a config that transformers accepts: {error}") from error
+        raise CheckpointError(f"{file} is not a config that transformers accepts: {error}") from error
+    if hasattr(config, "text_config") and "text_config" not in config.sub_configs:
+        raise CheckpointError(f"{file}: a {config.model_type} model is text alone, so it can have no text_config")
+    require_bounded_config(file, text_config(config))
     return config, architecture
+
+
+def _require_model_type(file: Path, architecture: str, raw: dict[str, Any]) -> None:
+    """Raise CheckpointError where the config is that of another architecture: it would lack fields, or have others."""
+    from transformers.models.auto import modeling_auto as known
+
+    text, images = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    expected = {kind for kind, name in (*text.items(), *images.items()) if name == architecture}
+    if expected and raw.get("model_type") not in expected:
+        found = f"model_type is {raw.get('model_type')!r}"
+        raise CheckpointError(f"{file}: {found}, but should be {' or '.join(sorted(expected))} for a {architecture}")
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -147,35 +166,22 @@ def require_file(file: Path, max_bytes: int | None = None) -> None:
 
 
 def require_bounded_folder(folder: Path) -> None:
-    """Refuse folders with text files that are too large to be read as a whole. Raises CheckpointError."""
+    """Refuse folders with text files that are too large to be read or parsed as a whole. Raises CheckpointError."""
     for file in (file for pattern in _TEXT_FILES for file in folder.glob(pattern)):
         try:
             require_file(file, MAX_TEXT_BYTES)
+            if file.suffix == ".json":
+                _require_few_values(file)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
 
 
-def require_bounded_layers(file: Path, raw: dict[str, Any]) -> None:
-    """Refuse a config with too many layers before transformers makes lists of that length.
-
-    Raises:
-        CheckpointError: the message names the field.
-    """
-    for name, value in _fields(raw):
-        if "layers" in name and isinstance(value, int) and value > MAX_LAYERS:
-            raise CheckpointError(f"{file}: {name} is {value}; {MAX_LAYERS} layers are the most that is read")
-
-
-def _fields(value: object) -> Iterator[tuple[str, object]]:
-    """Name and value of every field, also in nested objects."""
-    waiting = [value]
-    while waiting:
-        current = waiting.pop()
-        if isinstance(current, dict):
-            yield from current.items()
-            waiting.extend(current.values())
-        elif isinstance(current, list):
-            waiting.extend(current)
+def _require_few_values(file: Path) -> None:
+    """Raise CheckpointError for a JSON file with too many lists, objects and elements of them."""
+    text = file.read_bytes()
+    count = sum(map(text.count, (b",", b"[", b"{")))
+    if count > MAX_JSON_VALUES:
+        raise CheckpointError(f"{file} has {count} values; {MAX_JSON_VALUES} are the most that is read")
 
 
 def require_safetensors(folder: Path) -> None:

@@ -48,10 +48,10 @@ class Heads:
         """Read the heads from a config. Without ``head_dim``, the query heads divide the hidden size among them.
 
         Raises:
-            UnsupportedModelError: the number of query heads is not a positive multiple of the number of key heads.
+            UnsupportedModelError: the number of query heads is not a multiple of the number of key heads.
         """
         num_query_heads, num_key_heads = config.num_attention_heads, config.num_key_value_heads
-        if min(num_query_heads, num_key_heads) < 1 or num_query_heads % num_key_heads:
+        if num_query_heads % num_key_heads:
             raise UnsupportedModelError(
                 f"{num_query_heads} query heads are not a multiple of {num_key_heads} key heads"
             )

@@ -30,6 +30,7 @@ from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.checkpoint import read_architecture, read_json
 from specmamba.models.common_layers import Heads
+from specmamba.models.config_bounds import require_bounded_config
 from specmamba.models.eagle import EMBEDDING, Eagle3Head, EagleHead, HeadWeights
 from specmamba.models.hybrid import HybridTarget
 from specmamba.models.tensor_reader import ShapeReader, TensorReader
@@ -125,6 +126,7 @@ def read_head_config(folder: Path) -> PretrainedConfig:
     # Config classes validate the contents of the file and raise exceptions of any type.
     except Exception as error:
         raise CheckpointError(f"{file} is not a config that transformers accepts: {error}") from error
+    require_bounded_config(file, config)
     _refuse_variants(folder, config)
     return config
 

@@ -65,7 +65,7 @@ class FalconWeights(Weights):
             Mamba2Config.bamba(config),
             has_out_bias=config.projectors_bias,
             has_norm=config.mamba_rms_norm,
-            norm_before_gate=config.mamba_norm_before_gate,
+            norm_before_gate=bool(config.mamba_norm_before_gate),  # null is false
         )
         self._channel_scale = _channel_scale(config.ssm_multipliers, self.mamba.shape)
         self._mamba_scales = config.ssm_in_multiplier, config.ssm_out_multiplier

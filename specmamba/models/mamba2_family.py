@@ -77,7 +77,7 @@ class Mamba2Config:
         """Read a config with the field names of Mamba2 itself; the sizes differ in name and are arguments.
 
         Raises:
-            UnsupportedModelError: the number of heads is not a positive multiple of the number of groups.
+            UnsupportedModelError: the number of heads is not a multiple of the number of groups.
         """
         c = config
         return cls(
@@ -95,7 +95,7 @@ class Mamba2Config:
         """Read a config with the field names of Bamba, which Falcon-H1 and Granite share (``mamba_n_heads``, ...).
 
         Raises:
-            UnsupportedModelError: the number of heads is not a positive multiple of the number of groups.
+            UnsupportedModelError: the number of heads is not a multiple of the number of groups.
         """
         c = config
         return cls(
@@ -112,9 +112,9 @@ def mamba2_shape(num_groups: int, state_dim: int, num_heads: int, head_dim: int,
     """The state of a Mamba2 layer.
 
     Raises:
-        UnsupportedModelError: the number of heads is not a positive multiple of the number of groups.
+        UnsupportedModelError: the number of heads is not a multiple of the number of groups.
     """
-    if min(num_groups, num_heads) < 1 or num_heads % num_groups:
+    if num_heads % num_groups:
         raise UnsupportedModelError(f"{num_heads} Mamba2 heads are not a multiple of {num_groups} groups")
     return StateShape(num_groups, num_heads, state_dim, head_dim, conv_width)
 

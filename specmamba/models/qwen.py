@@ -275,5 +275,5 @@ def _refuse_variants(config: Any) -> None:
     if gate not in (None, "silu", "swish"):
         raise UnsupportedModelError(f"output_gate_type {gate!r} is not supported: only silu is")
     value_heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
-    if min(value_heads, key_heads) < 1 or value_heads % key_heads:
+    if value_heads % key_heads:
         raise UnsupportedModelError(f"{value_heads} value heads are not a multiple of {key_heads} key heads")

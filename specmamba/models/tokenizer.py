@@ -2,52 +2,52 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specmamba.errors import CheckpointError, RequestError
+from specmamba.errors import RequestError
 from specmamba.models.special_text import SpecialText
-from specmamba.models.vocabulary import TokenBytes, longest_token
+from specmamba.models.text_growth import growth
+from specmamba.models.tokenizer_backend import (
+    BackendError,
+    TokenBytes,
+    guarded,
+    has_tokenizer,
+    load_tokenizer,
+    longest_token,
+    parts,
+)
 from specmamba.templates.rendering import Conversation, RenderedChat, render
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+__all__ = ["Detokenizer", "Tokenizer", "has_tokenizer"]
+
+logger = logging.getLogger("specmamba")
+
 REPLACEMENT = "\ufffd"
 # Texts above this many characters or tokens are encoded as batches of one: only batches let other threads run
 # meanwhile.
 _LONG = 4096
+# Characters of a normalized text, for tokenizers that make texts longer. Each takes 330 bytes of memory where
+# it becomes a token. Texts that do not grow are bounded by --max-request-bytes.
+MAX_GROWN = 8 << 20
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # Some checkpoints declare these special, but they are part of the answer.
 TOOL_TOKENS = frozenset({"<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"})
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a checkpoint folder has a tokenizer."""
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint folder. Safe to share between threads: nothing changes after construction.
 
     Raises:
-        CheckpointError: the folder has no tokenizer, or one that cannot be loaded without running code from the folder.
+        CheckpointError: the folder has no tokenizer, or one that cannot be loaded without running code from the folder,
+            or one that makes texts much longer (``text_growth``).
     """
 
     def __init__(self, folder: Path) -> None:
-        if not has_tokenizer(folder):
-            raise CheckpointError(f"{folder} has no tokenizer: add its tokenizer.json and tokenizer_config.json")
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-        try:
-            loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        # The parsers of these files raise exceptions of any type, bare Exception included.
-        except Exception as error:
-            raise CheckpointError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
-        if not isinstance(loaded, PreTrainedTokenizerFast):
-            raise CheckpointError(
-                f"the tokenizer of {folder} has no tokenizer.json and none can be made from its files"
-            )
+        loaded = load_tokenizer(folder)
         self._loaded = loaded
         # The backend is called directly: transformers' own encode() sets padding and truncation on it in every call,
         # which is not safe between threads.
@@ -58,6 +58,7 @@ class Tokenizer:
             i for i, token in loaded.added_tokens_decoder.items() if token.special and token.content not in TOOL_TOKENS
         )
         self._special_text = SpecialText(self._backend, loaded.added_tokens_decoder, self._special_ids)
+        self._growth = growth(parts(self._backend))
         vocab: dict[str, int] = self._backend.get_vocab()
         self._byte_ids = frozenset(i for token, i in vocab.items() if BYTE_TOKEN.fullmatch(token))
         self._bytes = TokenBytes(self._backend)
@@ -88,20 +89,29 @@ class Tokenizer:
         """Encode a plain prompt, with the special tokens that the checkpoint's settings add.
 
         Raises:
-            RequestError: the text is not valid Unicode (it has half of a surrogate pair).
+            RequestError: the text is not valid Unicode (it has half of a surrogate pair), too long for a tokenizer that
+                makes texts longer, or the tokenizer fails.
         """
         return self._encode(text, "prompt", add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Decode tokens to text. Bytes that are not UTF-8 become U+FFFD; ids without a token are left out."""
+        """Decode tokens to text. Bytes that are not UTF-8 become U+FFFD; ids without a token are left out.
+
+        Raises:
+            RequestError: the tokenizer fails.
+        """
         if skip_special_tokens:
             token_ids = [i for i in token_ids if i not in self._special_ids]
         ids = list(token_ids)
-        if len(ids) > _LONG:
-            texts: list[str] = self._backend.decode_batch([ids], skip_special_tokens=False)
-            return texts[0]
-        text: str = self._backend.decode(ids, skip_special_tokens=False)
-        return text
+        try:
+            if len(ids) > _LONG:
+                texts: list[str] = guarded(self._backend.decode_batch, [ids], skip_special_tokens=False)
+                return texts[0]
+            text: str = guarded(self._backend.decode, ids, skip_special_tokens=False)
+            return text
+        except BackendError as error:
+            logger.warning("the tokenizer cannot decode tokens: %s", error)
+            raise RequestError(f"the tokenizer cannot decode these tokens: {error}") from error
 
     def most_characters(self, num_tokens: int) -> int | None:
         """An upper bound of the characters of a text of so many tokens; None: no bound is known."""
@@ -177,10 +187,18 @@ class Tokenizer:
             text.encode("utf8")
         except UnicodeEncodeError as error:
             raise RequestError(f"the text is not valid Unicode at character {error.start}", param) from None
-        if len(text) > _LONG:  # without offsets, which take most of the memory
-            encoding = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        else:
-            encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+        if self._growth > 1 and len(text) * self._growth > MAX_GROWN:
+            most = int(MAX_GROWN / self._growth)
+            raise RequestError(f"the text has {len(text)} characters; this tokenizer takes {most} at the most", param)
+        options = {"add_special_tokens": add_special_tokens}
+        try:
+            if len(text) > _LONG:  # without offsets, which take most of the memory
+                encoding: Any = guarded(backend.encode_batch_fast, [text], **options)[0]
+            else:
+                encoding = guarded(backend.encode, text, **options)
+        except BackendError as error:
+            logger.warning("the tokenizer cannot encode a text of %d characters: %s", len(text), error)
+            raise RequestError(f"the tokenizer cannot encode this text: {error}", param) from error
         ids: list[int] = encoding.ids
         return ids
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
-from specmamba.errors import UnsupportedModelError
+from specmamba.errors import CheckpointError, UnsupportedModelError
 from specmamba.kernels import linear, moe
 from specmamba.kernels.linear import WeightForm
 from specmamba.layers.feed_forward import Experts
@@ -32,7 +33,13 @@ class Weights:
         self.num_bytes = 0
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Load a tensor of this shape onto the device; ``dtype``: None is the model's. Raises CheckpointError."""
+        """Load a tensor of this shape onto the device; ``dtype``: None is the model's.
+
+        Raises:
+            CheckpointError: it is missing, unreadable or misshapen, or the shape has a size of 0.
+        """
+        if min(shape) < 1:
+            raise CheckpointError(f"config.json: its sizes give {name} the shape {list(shape)}, without elements")
         tensor = self.reader.take(name, shape).to(self.options.device, dtype or self.options.dtype)
         self.num_parameters += tensor.numel()
         self.num_bytes += tensor.nbytes
@@ -196,17 +203,35 @@ def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
     For text the three sections of a multimodal rotary embedding have the same position: it equals the plain one.
 
     Raises:
+        CheckpointError: a parameter is missing or has a value with which the frequencies cannot be computed.
         UnsupportedModelError: a rope type whose frequencies depend on the length of the text.
     """
     parameters = config.rope_parameters
     kind = parameters.get("rope_type", "default")
-    if kind == "default":
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
-    if kind not in ("linear", "yarn", "llama3"):
+    if kind not in ("default", "linear", "yarn", "llama3"):
         raise UnsupportedModelError(f"rope type {kind!r} is not supported (default, linear, yarn, llama3 are)")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    try:
+        frequencies, scaling = _plain_frequencies(parameters, head_dim) if kind == "default" else _scaled(config, kind)
+    # transformers computes with the values as they are
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: rope_parameters {parameters} give no frequencies: {error!r}") from error
+    width = 2 * len(frequencies)
+    if not (2 <= width <= head_dim and math.isfinite(scaling) and bool(frequencies.isfinite().all())):
+        raise CheckpointError(
+            f"config.json: rope_parameters {parameters} give {width} of {head_dim} numbers of a head frequencies that "
+            "cannot be used"
+        )
+    return frequencies, scaling
+
+
+def _plain_frequencies(parameters: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+
+def _scaled(config: Any, kind: str) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))

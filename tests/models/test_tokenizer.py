@@ -19,7 +19,7 @@ from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, RequestError
 from specmamba.models.checkpoint import read_eos_token_ids
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
-from specmamba.models.vocabulary import longest_token
+from specmamba.models.tokenizer_backend import longest_token
 
 END_OF_TEXT, IM_START = 0, 1
 CHAT_TEMPLATE = (
@@ -191,7 +191,7 @@ class TestTokenizer:
     @pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"model": {"type": "None"}}'])
     def test_damaged(self, folder: Path, text: str) -> None:
         (folder / "tokenizer.json").write_text(text)
-        with pytest.raises(CheckpointError, match="cannot be loaded"):
+        with pytest.raises(CheckpointError, match=r"cannot be loaded|JSON"):
             Tokenizer(folder)
 
     def test_code_of_the_checkpoint_never_runs(self, folder: Path) -> None:

@@ -107,6 +107,18 @@ def test_files_that_are_too_large(tmp_path: Path, name: str) -> None:
         resolve_checkpoint(str(tmp_path), None)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "special_tokens_map.json"])
+def test_files_of_too_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """256 MiB of empty lists would take 5.6 GB."""
+    write(tmp_path, {"a": tensor([4], 0, 16)})
+    (tmp_path / name).write_text(json.dumps([[]] * 100))
+    monkeypatch.setattr(checkpoint, "MAX_JSON_VALUES", 200)
+    assert resolve_checkpoint(str(tmp_path), None) == tmp_path
+    monkeypatch.setattr(checkpoint, "MAX_JSON_VALUES", 199)
+    with pytest.raises(CheckpointError, match=rf"{name} has 200 values; 199 are the most"):
+        resolve_checkpoint(str(tmp_path), None)
+
+
 def test_a_config_that_is_too_large(tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(checkpoint.MAX_JSON_BYTES + 1)

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from specmamba.core import OutputDelta
 from specmamba.sampling_params import SamplingParams
+from specmamba.server.api.listed_logprobs import SharedPromptLogprobs
 from specmamba.server.api.requests import GenerationRequest
 from specmamba.server.api.responses import Usage
 from specmamba.server.api.streaming import INLINE_SIZE, Call, ChoiceRequest, off_loop, until_client_gone
@@ -51,20 +52,28 @@ class Choices:
         per_prompt: int = 1,
         kept: int = 1,
     ) -> Choices:
-        """Request every prompt ``per_prompt`` times; choice i of a prompt has the seed ``params.seed + i``, if any."""
-        seeded = [_reseeded(params, i) for i in range(per_prompt)]
-        requests = [ChoiceRequest(prompt, own, grammar) for prompt in prompts for own in seeded]
+        """Request every prompt ``per_prompt`` times; choice i of a prompt has the seed ``params.seed + i``, if any.
+
+        The first choice of a prompt alone computes log probabilities of the prompt.
+        """
+        varied = [_of_choice(params, i) for i in range(per_prompt)]
+        requests = [ChoiceRequest(prompt, own, grammar) for prompt in prompts for own in varied]
         return cls(requests, per_prompt, kept)
 
     def best(self, outputs: Sequence[OutputDelta]) -> list[OutputDelta]:
         """The outputs to return: for each prompt the ``kept`` with the likeliest tokens.
 
-        ``outputs`` has one whole output per request.
+        ``outputs`` has one whole output per request. Those to return have the log probabilities of their prompt.
         """
+        outputs = [output for _, output in self.shared_prompt_logprobs().share(list(enumerate(outputs)))]
         if self.kept == self.per_prompt:
-            return list(outputs)
+            return outputs
         of_prompts = (outputs[first : first + self.per_prompt] for first in range(0, len(outputs), self.per_prompt))
         return [output for group in of_prompts for output in sorted(group, key=_negative_logprob)[: self.kept]]
+
+    def shared_prompt_logprobs(self) -> SharedPromptLogprobs:
+        """What gives each choice the log probabilities of its prompt, if the call asks for them."""
+        return SharedPromptLogprobs(self.per_prompt, self.requests[0].params.prompt_logprobs is not None)
 
     def usage(self, last_deltas: Mapping[int, OutputDelta]) -> Usage:
         """Token counts after the newest delta of each request, by its index; a prompt counts once."""
@@ -90,11 +99,12 @@ def check_number(count: int, param: str, num_prompts: int, config: ServerConfig)
         raise ApiError(400, message, param=param)
 
 
-def _reseeded(params: SamplingParams, index: int) -> SamplingParams:
-    if params.seed is None or index == 0:
+def _of_choice(params: SamplingParams, index: int) -> SamplingParams:
+    if index == 0:
         return params
-    seed = (params.seed + index + 2**63) % 2**64 - 2**63  # seeds are signed 64-bit numbers and wrap around
-    return params.model_copy(update={"seed": seed})
+    # seeds are signed 64-bit numbers and wrap around
+    seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
+    return params.model_copy(update={"seed": seed, "prompt_logprobs": None})
 
 
 def _negative_logprob(output: OutputDelta) -> float:
@@ -179,9 +189,10 @@ async def _events(
     latest: dict[int, OutputDelta] = {}
     if opening := [writer.write(0, chunk) for chunk in answer_format.opening(len(choices.requests))]:
         yield opening
+    shared = choices.shared_prompt_logprobs()
     async for news in call:
         events: list[str] = []
-        for index, delta in news:
+        for index, delta in shared.share(news):
             latest[index] = delta
             size = _num_tokens(delta)
             if size <= INLINE_SIZE:  # the usual case: a coroutine for each delta would cost more than its chunk

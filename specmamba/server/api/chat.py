@@ -20,6 +20,7 @@ from specmamba.server.api.conversation import (
     chat_text,
     check_template,
 )
+from specmamba.server.api.listed_logprobs import most_tokens
 from specmamba.server.api.responses import (
     AssistantMessage,
     ChatChoice,
@@ -245,6 +246,10 @@ def _new_pieces(service: Service, body: ChatCompletionRequest) -> Callable[[], T
 
 
 def _max_tokens(service: Service, body: ChatCompletionRequest, num_prompt_tokens: int) -> int:
-    """The requested limit, or the rest of the context. When the prompt leaves no room, the engine refuses it."""
+    """The requested limit, or the rest of the context as far as log probabilities may be listed for it.
+
+    When the prompt leaves no room, the engine refuses it.
+    """
     requested = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return max(1, service.context_length - num_prompt_tokens) if requested is None else requested
+    rest = max(1, service.context_length - num_prompt_tokens)
+    return most_tokens(body, rest) if requested is None else requested

@@ -40,6 +40,7 @@ class EchoedPrompt:
 
     def __init__(self, tokenizer: Tokenizer, prompt: str | Sequence[int], tokens: Sequence[int]) -> None:
         self._tokenizer, self._prompt, self._tokens = tokenizer, prompt, tokens
+        self._written: CompletionLogprobs | None = None  # the same for all choices of the prompt
 
     @cached_property
     def text(self) -> str:
@@ -53,8 +54,10 @@ class EchoedPrompt:
 
     def logprobs(self, entries: Sequence[TokenLogprob | None], num_top: int) -> CompletionLogprobs:
         """Log probabilities of the prompt's tokens; ``entries`` has None for the first token."""
-        written = completion_logprobs(self._tokenizer, self._tokens, entries, num_top)
-        return written.model_copy(update={"text_offset": self._offsets})
+        if self._written is None:
+            written = completion_logprobs(self._tokenizer, self._tokens, entries, num_top)
+            self._written = written.model_copy(update={"text_offset": self._offsets})
+        return self._written
 
 
 class ChoiceWriter:

@@ -198,6 +198,10 @@ class ChatCompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def logprobs_field(self) -> str:
+        return "top_logprobs" if self.top_logprobs else "logprobs"
+
 
 def check_template(service: Service) -> None:
     """Check that the checkpoint can turn conversations into prompts.

@@ -117,6 +117,11 @@ class GenerationRequest(StructuredRequest):
         """Likeliest tokens to list for each token of the prompt; None: no log probabilities."""
         return None
 
+    @property
+    def logprobs_field(self) -> str:
+        """The name of the field that makes an answer list log probabilities, for messages."""
+        return "logprobs"
+
     def sampling_params(self, max_tokens: int, grammar: GrammarSpec | None = None) -> SamplingParams:
         """The sampling parameters of the request; fields that it does not set have the defaults of ``SamplingParams``.
 
@@ -175,3 +180,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def num_prompt_logprobs(self) -> int | None:
         return self.logprobs if self.echo else None
+
+    @property
+    def logprobs_field(self) -> str:
+        return "best_of" if self.logprobs is None else "logprobs"

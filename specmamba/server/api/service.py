@@ -13,6 +13,7 @@ from specmamba.engine.thread import EngineThread
 from specmamba.models.tokenizer import Tokenizer
 from specmamba.sampling_params import GrammarSpec
 from specmamba.server.api.answers import AnswerFormat, Choices, check_number, send_answer
+from specmamba.server.api.listed_logprobs import check_listed
 from specmamba.server.api.requests import GenerationRequest
 from specmamba.server.api.streaming import INLINE_SIZE, Call, off_loop
 from specmamba.server.api.structured import Grammars
@@ -108,6 +109,7 @@ class Service:
         kept = body.n or 1
         per_prompt = kept if per_prompt is None else per_prompt
         check_number(per_prompt, "n" if per_prompt == kept else "best_of", len(prompts), self.config)
+        check_listed(body, prompts, max_tokens, per_prompt, self.context_length)
         if request is not None:
             count_choices(request.scope, per_prompt * len(prompts), "n" if len(prompts) == 1 else "prompt")
         self.check_token_ids("logit_bias", body.logit_bias or ())

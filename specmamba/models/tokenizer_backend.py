@@ -1,19 +1,108 @@
-"""The bytes of single tokens, and the length of the longest text that one token can stand for.
+"""The library behind a tokenizer: how one is loaded from a checkpoint, checked and called, and what its tokens are.
 
-The second bounds the text of a number of tokens: a longer text need not be encoded to be refused.
+Its files are not trusted: they may ask for texts that fill the memory. Its errors have types of many kinds. Of its
+tokens this module knows the bytes, and the length of the longest text that one can stand for, which bounds the text of
+a number of tokens: a longer text need not be encoded to be refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specmamba.errors import CheckpointError, SpecmambaError
+from specmamba.models.checkpoint import MAX_TEXT_BYTES, read_json
+from specmamba.models.text_growth import growth
+
+T = TypeVar("T")
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+MAX_TOKEN_LENGTH = 8192  # characters; the longest in published vocabularies have hundreds
+
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Canonical composition (NFC) writes up to four code points as one.
 _MOST_COMPOSED = 4
 _SAME_LENGTH = frozenset({"ByteLevel", "NFC", "Prepend"})
 _DROP_NOTHING = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
+
+
+class BackendError(Exception):
+    """An error of the tokenizers library, whatever its type. The message is one line."""
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a checkpoint folder has a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a checkpoint (``transformers.PreTrainedTokenizerFast``).
+
+    Raises:
+        CheckpointError: the folder has no tokenizer, or one that cannot be loaded without running code from the folder,
+            that makes texts much longer, or that has a token of more than ``MAX_TOKEN_LENGTH`` characters.
+    """
+    if not has_tokenizer(folder):
+        raise CheckpointError(f"{folder} has no tokenizer: add its tokenizer.json and tokenizer_config.json")
+    try:
+        return guarded(_load, folder)
+    except BackendError as error:
+        raise CheckpointError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if (file := folder / "tokenizer.json").is_file():
+        _require_bounded_growth(file, read_json(file, MAX_TEXT_BYTES))  # before added tokens are normalized
+    loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not isinstance(loaded, PreTrainedTokenizerFast):
+        raise CheckpointError(f"the tokenizer of {folder} has no tokenizer.json and none can be made from its files")
+    backend = loaded.backend_tokenizer
+    _require_bounded_growth(folder, parts(backend))  # some classes have steps that are in no file
+    if (length := max(map(len, backend.get_vocab()), default=0)) > MAX_TOKEN_LENGTH:
+        raise CheckpointError(
+            f"the tokenizer of {folder} has a token of {length} characters; {MAX_TOKEN_LENGTH} are the most"
+        )
+    return loaded
+
+
+def _require_bounded_growth(path: Path, described: Mapping[str, Any]) -> None:
+    try:
+        growth(described)
+    except CheckpointError as error:
+        raise CheckpointError(f"the tokenizer of {path} is refused: {error}") from error
+
+
+def parts(backend: Any) -> dict[str, Any]:
+    """The parts of a backend (``tokenizers.Tokenizer``) that rewrite texts, as in a ``tokenizer.json``."""
+    names = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    found = {name: getattr(backend, name) for name in names}
+    return {name: None if part is None else json.loads(part.__getstate__()) for name, part in found.items()}
+
+
+def guarded(function: Callable[..., T], *args: object, **options: object) -> T:
+    """Call a function of the library. Raises BackendError in place of its errors, and specmamba's own as they are."""
+    try:
+        return function(*args, **options)
+    except SpecmambaError:
+        raise
+    # The parsers of its files raise exceptions of any type, bare Exception included.
+    except Exception as error:
+        raise BackendError(_first_line(error)) from error
+    # A panic in Rust is a BaseException, of a type that cannot be imported.
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise BackendError(_first_line(error)) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def byte_of_character() -> dict[str, int]:
