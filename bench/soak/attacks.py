@@ -13,6 +13,7 @@ from specmamba.bench.soak.clients import Address, Wire, connected
 
 GOOD_KEY, BAD_KEY, OPERATOR_KEY = "good", "bad", "operator"
 _HOLD_S = 3.0  # idle connections are kept open
+_PACE_S = 0.01  # between cheap requests: attackers share the processor with the server here
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 # Masks of this rule take long, and a walk that begins with a usual letter never comes to it.
 _BOMB = 'root ::= [^q]* | "q" bomb\nbomb ::= ("{salt}" | [^"] part part part part part)\npart ::= [^"] part part | ""'
@@ -141,6 +142,7 @@ async def wrong_keys(place: Place) -> None:
             await wire.send(post(place.address, place.random.choice((_COMPLETIONS, "/flush_cache")), b"{}", key))
             await wire.status()
             await wire.reader.readuntil(b"}}")
+            await asyncio.sleep(_PACE_S)
 
 
 async def listeners(place: Place) -> None:
@@ -161,6 +163,7 @@ async def logged_requests(place: Place) -> None:
             await wire.send(place.post("/tokenize", {"prompt": "x" * 50}, f"X-Request-Id: {'x' * 100}"))
             await wire.status()
             await wire.reader.readuntil(b"}")
+            await asyncio.sleep(_PACE_S)
 
 
 ATTACKS: Mapping[str, Attack] = {

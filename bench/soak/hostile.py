@@ -69,6 +69,7 @@ def _attacked(engine: EngineConfig, attack: Attack, seconds: float, startup_time
             config, startup_timeout, attack.flags, _KEYS, OPERATOR_KEY, stalls_log=attack.stalls_log
         ) as server,
     ):
+        asyncio.run(_good_clients(server.address, 1.0))  # the first steps take longer
         asyncio.run(_together(server, attack, 2.0))  # what grows once: pools of memory and threads
         _fill_pools(server)
         before, rss_before = server.settle(), server.rss_mb()

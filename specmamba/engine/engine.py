@@ -171,10 +171,10 @@ class Engine:
         """
         self._make_room()  # before new requests take memory that running ones need
         deltas, self._displaced = self._displaced, []
-        for request in self.scheduler.admit():
-            self.runner.admit(request)
-            if not request.num_to_extend:
-                deltas += self._start([request])
+        deltas += self._admit()
+        if (yielding := self.scheduler.must_yield()) is not None:  # one a step: each costs a copy of a state
+            self.preempt(yielding)
+            deltas += self._admit()
         runs = self.scheduler.next_runs()
         deltas += self._extend(runs) if runs else []
         batch = sorted(self.scheduler.verifying, key=lambda request: request.held_row)
@@ -182,6 +182,15 @@ class Engine:
         advanced = [self._advance(request, result) for request, result in zip(batch, results, strict=True)]
         self._end([request for request, delta in zip(batch, advanced, strict=True) if delta.finish_reason is not None])
         deltas += advanced
+        return deltas
+
+    def _admit(self) -> list[OutputDelta]:
+        """Admit waiting requests; returns the last deltas of those that end here."""
+        deltas = []
+        for request in self.scheduler.admit():
+            self.runner.admit(request)
+            if not request.num_to_extend:
+                deltas += self._start([request])
         return deltas
 
     def _make_room(self) -> None:

@@ -17,19 +17,16 @@ def fair_order(waiting: Sequence[Request], running: Iterable[Request]) -> Iterat
     """Order waiting requests: each one is the first of the client that has the fewest running ones by then.
 
     Args:
-        waiting: in the order of admission within each client. Those that ran before stay in front.
+        waiting: in the order of admission within each client.
         running: the requests that hold memory.
     """
-    first = [request for request in waiting if request.num_admissions]
     queues: dict[str | None, deque[Request]] = {}
     for request in waiting:
-        if not request.num_admissions:
-            queues.setdefault(request.owner.name, deque()).append(request)
-    yield from first
+        queues.setdefault(request.owner.name, deque()).append(request)
     if len(queues) <= 1:
-        yield from (request for queue in queues.values() for request in queue)
+        yield from waiting
         return
-    shares = Counter(request.owner.name for request in (*running, *first))
+    shares = Counter(request.owner.name for request in running)
     turns = [(shares[name], place, name) for place, name in enumerate(queues)]
     heapq.heapify(turns)
     while turns:
@@ -67,6 +64,20 @@ def next_preempted(running: Iterable[Request]) -> Request:
     requests = list(running)
     counts = Counter(request.owner.name for request in requests)
     return max(requests, key=lambda request: (counts[request.owner.name], request.sequence_number))
+
+
+def yielding(waiting: Iterable[Request], running: Sequence[Request]) -> Request | None:
+    """The running request that gives its place to a client that has none, or None.
+
+    A place that becomes free by itself goes to that client too, but the answers of others may take minutes until then.
+    A request that waits for a prefix which another one computes has its turn. The only request of a client stays.
+    """
+    names = {request.owner.name for request in running}
+    if all(request.owner.name in names or request.leader is not None for request in waiting):
+        return None
+    request = next_preempted(running) if running else None
+    is_only = request is None or sum(other.owner.name == request.owner.name for other in running) == 1
+    return None if is_only else request
 
 
 class PrefillTurns:

@@ -16,7 +16,7 @@ from specmamba.cache.prefix.node import Tokens, common_length
 from specmamba.config import EngineConfig
 from specmamba.core import SpecStats
 from specmamba.engine.cache_manager import CacheManager
-from specmamba.engine.fair_queue import PrefillTurns, displaced_by, fair_order, next_preempted
+from specmamba.engine.fair_queue import PrefillTurns, displaced_by, fair_order, next_preempted, yielding
 from specmamba.engine.request import PrefillRun, Request
 from specmamba.errors import QueueFullError
 from specmamba.verify.pools import Pools
@@ -170,6 +170,13 @@ class Scheduler:
                 request.must_compute |= self.num_running == 1
                 return next_preempted((*self.extending, *self.verifying))
         return None
+
+    def must_yield(self) -> Request | None:
+        """Return a running request that the caller preempts so that a client gets its first place, or None.
+
+        Asked after ``admit``: a client that still has no place found no room.
+        """
+        return yielding(self.waiting, (*self.extending, *self.verifying)) if self.waiting else None
 
     def preempt(self, request: Request) -> None:
         """Free all memory of a request and put it at the head of the waiting queue."""

@@ -10,15 +10,15 @@ import pytest
 
 from specmamba.core import Owner
 from specmamba.engine.engine import Engine
-from specmamba.engine.fair_queue import PrefillTurns, displaced_by, fair_order, next_preempted
+from specmamba.engine.fair_queue import PrefillTurns, displaced_by, fair_order, next_preempted, yielding
 from specmamba.errors import QueueFullError
 from tests.engine.test_engine import GREEDY, build, change, tiny
 
 __all__ = ["tiny"]  # a fixture
 
 
-def request(number: int, name: str | None, ran: bool = False) -> Any:
-    return SimpleNamespace(sequence_number=number, owner=Owner(name), num_admissions=int(ran))
+def request(number: int, name: str | None, ran: bool = False, leader: Any = None) -> Any:
+    return SimpleNamespace(sequence_number=number, owner=Owner(name), num_admissions=int(ran), leader=leader)
 
 
 def requests(text: str, first: int = 0) -> list[Any]:
@@ -50,9 +50,26 @@ def test_the_client_with_the_least_comes_first(waiting: str, running: str, expec
         assert own == sorted(own)
 
 
-def test_requests_that_ran_before_stay_in_front() -> None:
-    before = [request(7, "a", ran=True), request(8, "a", ran=True)]
-    assert names(fair_order([*before, *requests("aab")], [])) == "aabaa"
+@pytest.mark.parametrize(
+    ("waiting", "running", "expected"),
+    [
+        ("b", "aaa", 102),
+        ("b", "aacccc", 105),
+        ("b", "a", None),  # its only request
+        ("b", "ac", None),
+        ("b", "ab", None),
+        ("a", "aaa", None),
+        ("b", "", None),
+        ("", "aaa", None),
+    ],
+)
+def test_who_yields_to_a_client_without_a_place(waiting: str, running: str, expected: int | None) -> None:
+    found = yielding(requests(waiting), requests(running, 100))
+    assert (None if found is None else found.sequence_number) == expected
+
+
+def test_a_request_that_waits_for_a_prefix_lets_no_other_yield() -> None:
+    assert yielding([request(9, "b", leader=(None, 4))], requests("aaa")) is None
 
 
 @pytest.mark.parametrize(
@@ -99,6 +116,23 @@ class TestEngine:
         ends = run(engine)
         assert ends[:12].count("good") == 4  # without turns they would be the last
         assert Counter(ends) == {"greedy": 16, "good": 4}
+
+    def test_a_client_without_a_place_gets_one_at_once(self, tiny: str) -> None:
+        engine = build(tiny, mtp=0, max_running_requests=3)
+        greedy = [f"greedy {number}" for number in range(6)]
+        for name in greedy:
+            add(engine, name, "greedy", max_tokens=40)
+        deltas = engine.step()
+        add(engine, "good", "good", max_tokens=2)
+        deltas += [delta for _ in range(4) for delta in engine.step()]
+        assert "good" in {delta.request_id for delta in deltas if delta.finish_reason is not None}
+        assert engine.stats().num_preemptions == 1
+        texts: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests:
+            deltas += engine.step()
+        for delta in deltas:
+            texts.setdefault(delta.request_id, []).extend(delta.token_ids)
+        assert all(texts[name] == texts[greedy[0]] and len(texts[name]) == 40 for name in greedy)
 
     def test_one_client_cannot_keep_the_queue_full(self, tiny: str) -> None:
         engine = build(tiny, mtp=0, max_running_requests=1, max_queued_requests=4)
