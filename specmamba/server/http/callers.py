@@ -21,7 +21,7 @@ _CALLER = "specmamba.caller"  # the key of the ASGI scope
 _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
 _OPEN_PREFIX = "/page/"
 _FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip")
-_HOST_BITS_V6 = 64  # one client has at least as many IPv6 addresses
+_NETWORK_BITS_V6 = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _callers_by_digest(config: ServerConfig) -> Mapping[bytes, Caller]:
 
 def _by_address(scope: Scope, is_operator: bool = False) -> Caller:
     client = scope.get("client")
-    return Caller(f"address {_network(client[0])}" if client else "unknown", is_operator=is_operator)
+    return Caller(f"address {network_of(client[0])}" if client else "unknown", is_operator=is_operator)
 
 
 def _is_forwarded(scope: Scope) -> bool:
@@ -135,15 +135,17 @@ def _is_forwarded(scope: Scope) -> bool:
     return any(name in _FORWARDED for name, _ in scope["headers"])
 
 
-def _network(address: str) -> str:
-    """An IPv4 address, or the network of an IPv6 address that belongs to one client."""
+def network_of(address: str) -> str:
+    """The addresses that one client is likely to have: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if parsed.version == 4:
-        return address
-    return str(ipaddress.ip_network((parsed.packed, _HOST_BITS_V6), strict=False))
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is None:
+            return str(ipaddress.ip_network((parsed.packed, _NETWORK_BITS_V6), strict=False))
+        parsed = parsed.ipv4_mapped
+    return str(parsed)
 
 
 def _is_open(path: str) -> bool:

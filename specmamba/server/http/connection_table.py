@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Hashable
 from enum import Enum
 from typing import Generic, TypeVar
 
+from specmamba.server.http.callers import network_of
+
 ConnectionT = TypeVar("ConnectionT", bound=Hashable)
-# Clients with IPv6 have a network of their own, with as many addresses as they like.
-_IPV6_NETWORK_BYTES = 8
 
 
 class Activity(Enum):
@@ -31,14 +30,14 @@ class ConnectionTable(Generic[ConnectionT]):
         """``evict``: closes a connection, which has been removed from the table."""
         self._max_total, self._max_per_address, self._evict = max_total, max_per_address, evict
         self._places: dict[ConnectionT, _Places[ConnectionT]] = {}
-        self._of_address: dict[Hashable, _Places[ConnectionT]] = {}
+        self._of_address: dict[str, _Places[ConnectionT]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
 
     def add(self, connection: ConnectionT, host: str | None) -> bool:
         """Give a place to a new connection, which is silent. Returns False if every other one that counts is busy."""
-        key = _network(host)
+        key = network_of(host or "")
         places = self._of_address.get(key)
         if places is not None and len(places) >= self._max_per_address and not self._make_room(places):
             return False
@@ -79,7 +78,7 @@ class ConnectionTable(Generic[ConnectionT]):
 class _Places(Generic[ConnectionT]):
     """The connections of one address, by what they do; of each kind, those that began it first come first."""
 
-    def __init__(self, key: Hashable) -> None:
+    def __init__(self, key: str) -> None:
         self.key = key
         self._activities: dict[ConnectionT, Activity] = {}
         self._queues: dict[Activity, dict[ConnectionT, None]] = {activity: {} for activity in Activity}
@@ -104,15 +103,3 @@ class _Places(Generic[ConnectionT]):
 
     def remove(self, connection: ConnectionT) -> None:
         del self._queues[self._activities.pop(connection)][connection]
-
-
-def _network(host: str | None) -> Hashable:
-    """The key of all addresses that one client is likely to have."""
-    try:
-        address = ipaddress.ip_address(host or "")
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv4Address):
-        return address.packed
-    mapped = address.ipv4_mapped
-    return address.packed[:_IPV6_NETWORK_BYTES] if mapped is None else mapped.packed
