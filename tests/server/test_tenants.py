@@ -208,6 +208,7 @@ class TestEvents:
 
     def test_a_tenant_cannot_take_all_places(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(live_feed, "MAX_LISTENERS_OF_TENANT", 1)
+        wait_until(lambda: served.engine.runner.on_draft is None)  # the listeners of the test before have left
         with served.http.stream("GET", "/events", headers=ATTACKER) as one:
             events = events_of(one)  # kept: the response is closed with it
             first(events, "hello")
