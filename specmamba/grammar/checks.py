@@ -130,11 +130,11 @@ def check_by_trial(compiled: Any, vocab_size: int) -> None:
         for cost in _steps(compiled, vocab_size, random.Random(seed)):
             costs.append(cost)
             if cost > slow:
-                raise _too_complex()
+                raise too_complex()
             if time.thread_time() > end:
                 break
         if _grows(costs, slow):
-            raise _too_complex()
+            raise too_complex()
         if time.thread_time() > end:
             return
 
@@ -177,7 +177,8 @@ def _grows(costs: list[float], slow: float) -> bool:
     return last > GROWTH * first and last * STEPS_AHEAD > slow
 
 
-def _too_complex() -> RequestError:
+def too_complex() -> RequestError:
+    """The refusal of a grammar whose masks take too long, caused by TimeoutError."""
     error = RequestError("the grammar is too complex: finding out which tokens may follow takes too long", "grammar")
     error.__cause__ = TimeoutError()
     return error

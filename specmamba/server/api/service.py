@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from fastapi import Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from specmamba.core import OutputDelta
 from specmamba.engine.thread import EngineThread
 from specmamba.models.tokenizer import Tokenizer
 from specmamba.sampling_params import GrammarSpec
 from specmamba.server.api.answers import AnswerFormat, Choices, check_number, send_answer
 from specmamba.server.api.requests import GenerationRequest
-from specmamba.server.api.streaming import Call, off_loop
+from specmamba.server.api.streaming import Call, ChoiceRequest, off_loop
 from specmamba.server.api.structured import Grammars
 from specmamba.server.http.error_answers import ApiError, api_error_of_validation
 from specmamba.server.http.fields import shortened
 from specmamba.server.http.limits import CallLimits
-from specmamba.server.observe.call_record import CallRecord, CallRecorder, ObserverFactory
+from specmamba.server.observe.call_record import AbortReason, CallRecord, CallRecorder, ObserverFactory
 from specmamba.server.observe.metrics import ServerMetrics
 from specmamba.server_config import ServerConfig
 
@@ -134,7 +136,7 @@ class Service:
         """
         call = await Call.start(
             self.engine,
-            self.observers,
+            [*self.observers, partial(_SlowGrammar, self.grammars, choices.requests)],
             record,
             choices.requests,
             body.prefix_cache_key,
@@ -142,6 +144,20 @@ class Service:
             whole=not body.stream,
         )
         return await send_answer(request, body, call, choices, answer_format)
+
+
+class _SlowGrammar:
+    """Observer of a choice: when its grammar is too slow while it is used, it is refused from then on."""
+
+    def __init__(self, grammars: Grammars, requests: Sequence[ChoiceRequest], record: CallRecord, index: int) -> None:
+        self._grammars, self._spec = grammars, requests[index].params.grammar
+
+    def record(self, delta: OutputDelta) -> None:
+        if delta.error_code == "grammar_too_complex" and self._spec is not None:
+            self._grammars.refuse(self._spec)
+
+    def record_abort(self, reason: AbortReason = "disconnect") -> None:
+        """An abort says nothing about the grammar."""
 
 
 def check_fits(tokenizer: Tokenizer, text: str, context_length: int) -> None:
