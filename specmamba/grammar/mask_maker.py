@@ -6,10 +6,12 @@ the other jobs.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from specmamba.grammar.matcher import TreeMask
 
 MAX_THREADS = 8
 QUICK_SECONDS = 0.01  # of wall time; a job that runs longer is slow
+EXIT_SECONDS = 5.0  # that the end of the process waits for native calls
 NICENESS = 10  # of the threads, above that of the process: the engine has precedence
 
 
@@ -71,6 +74,7 @@ class MaskJob:
 class _Worker:
     """One thread. A slow one ends after its job, because another has taken its place."""
 
+    thread: threading.Thread
     job: MaskJob | None = None
     is_slow: bool = False
 
@@ -90,6 +94,7 @@ class MaskMaker:
         self._workers: list[_Worker] = []
         self._awaited: set[MaskJob] = set()
         self._is_closed = False
+        _MAKERS.add(self)
 
     @property
     def is_full(self) -> bool:
@@ -146,6 +151,13 @@ class MaskMaker:
             self._waiting.clear()
             self._work.notify_all()
 
+    def join(self, end: float) -> None:
+        """After ``close``: wait for the threads until ``end``, a time of ``time.monotonic``."""
+        with self._lock:
+            threads = [worker.thread for worker in self._workers]
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
     def _left(self, jobs: Collection[MaskJob], processor_seconds: float, even_blocked: bool) -> list[MaskJob]:
         """The jobs that ``wait`` still waits for."""
         self._replace_slow()
@@ -168,11 +180,13 @@ class MaskMaker:
             worker.is_slow |= began is not None and now - began > QUICK_SECONDS
         has_quick = any(not worker.is_slow for worker in self._workers)
         if self._waiting and not has_quick and len(self._workers) < self._max_threads:
-            worker = _Worker()
+            worker = _Worker(threading.Thread(target=self._run, name="grammar-masks", daemon=True))
             self._workers.append(worker)
-            threading.Thread(target=self._run, args=(worker,), name="grammar-masks", daemon=True).start()
+            worker.thread.start()
 
-    def _run(self, worker: _Worker) -> None:
+    def _run(self) -> None:
+        with self._lock:
+            worker = next(worker for worker in self._workers if worker.thread is threading.current_thread())
         own_id = threading.get_native_id()  # Linux has priorities of threads
         os.setpriority(os.PRIO_PROCESS, own_id, min(19, os.getpriority(os.PRIO_PROCESS, own_id) + NICENESS))
         while (job := self._take(worker)) is not None:
@@ -215,3 +229,15 @@ class MaskMaker:
                 self._done.notify()
             if worker.is_slow:
                 self._work.notify()  # other jobs of its owner may begin
+
+
+# A native call that returns while the interpreter ends aborts the process, so the end waits for those that run.
+_MAKERS: weakref.WeakSet[MaskMaker] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    end = time.monotonic() + EXIT_SECONDS
+    for maker in list(_MAKERS):
+        maker.close()
+        maker.join(end)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -206,3 +208,27 @@ def test_closing_does_not_wait_and_ends_the_threads(gates: Callable[[], Gate]) -
         thread.join(LONG)
         assert not thread.is_alive()
     assert late.began is None
+
+
+ENDS_WHILE_A_JOB_RUNS = """
+import sys, threading, time
+from specmamba.grammar.mask_maker import MaskJob, MaskMaker
+
+has_begun = threading.Event()
+
+def work():
+    has_begun.set()
+    time.sleep(0.2)
+    print("ended")
+
+maker = MaskMaker()
+maker.submit(MaskJob("a", work))
+has_begun.wait()
+maker.close()
+"""
+
+
+def test_the_end_of_the_process_waits_for_running_jobs() -> None:
+    command = [sys.executable, "-c", ENDS_WHILE_A_JOB_RUNS]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("ended\n", "")
