@@ -1,7 +1,8 @@
 """Checks of a grammar before a request may use it: of its rules, and of its cost by random walks.
 
 The rules show repetitions that are too long, left recursion, and grammars without any text. Random walks through the
-compiled grammar find masks that take too long, so that such a grammar is refused before it can delay the engine.
+compiled grammar find masks that take too long, so that such a grammar is refused before it runs. They do not find all:
+what they miss ends its requests later (``matcher.Effort``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from specmamba.errors import GrammarError
@@ -58,7 +58,7 @@ class GrammarFollower:
     ) -> MaskJob:
         """Begin to make the mask of a draft tree on the root; arguments as of ``GrammarMatcher.mask``."""
         assert self._job is None
-        return self._submit(MaskJob(self._owner, partial(self._matcher.mask, tokens, parents, seconds), is_urgent))
+        return self._submit(partial(self._matcher.mask, tokens, parents, seconds), is_urgent)
 
     def take_tree(self) -> TreeMask | None:
         """The mask of the tree; None: no tree was begun, it is not done, or the request has failed."""
@@ -96,10 +96,10 @@ class GrammarFollower:
 
     def _follow(self) -> None:
         tokens, self._unseen = self._unseen, []
-        self._submit(MaskJob(self._owner, partial(_advanced, self._matcher, tokens)))
+        self._submit(partial(_advanced, self._matcher, tokens))
 
-    def _submit(self, job: MaskJob) -> MaskJob:
-        self._job = job
+    def _submit(self, work: Callable[[], TreeMask], is_urgent: bool = False) -> MaskJob:
+        self._job = job = MaskJob(self._owner, work, is_urgent, is_suspect=not self.is_quick)
         self._maker.submit(job)
         return job
 

@@ -1,7 +1,7 @@
 """Threads that make masks beside the engine's thread, so that a slow mask delays its own request only.
 
-A native call cannot be interrupted. A thread whose job turns out slow is left to finish it, and another thread takes
-the other jobs.
+A native call cannot be interrupted. A thread whose job turns out slow is left to finish it at a low priority, and
+another thread takes the other jobs.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from specmamba.grammar.matcher import TreeMask
 MAX_THREADS = 8
 QUICK_SECONDS = 0.01  # of wall time; a job that runs longer is slow
 EXIT_SECONDS = 5.0  # that the end of the process waits for native calls
-NICENESS = 10  # of the threads, above that of the process: the engine has precedence
+NICENESS = 10  # of slow jobs, above that of the process: the engine has precedence
 
 
 class MaskJob:
     """Work on one matcher that gives a mask. ``MaskMaker`` runs it once; its result is there when it is done.
 
     The work may raise GrammarError. ``owner`` is the caller that it is done for; None stands for one caller. An urgent
-    job does not wait for a slow one of the same owner.
+    job does not wait for a slow one of the same owner. A suspect one, whose matcher has been slow, is slow at once.
     """
 
-    def __init__(self, owner: str | None, work: Callable[[], TreeMask], is_urgent: bool = False) -> None:
-        self.owner, self.is_urgent = owner, is_urgent
+    def __init__(
+        self, owner: str | None, work: Callable[[], TreeMask], is_urgent: bool = False, is_suspect: bool = False
+    ) -> None:
+        self.owner, self.is_urgent, self.is_suspect = owner, is_urgent, is_suspect
         self.began: float | None = None  # time.monotonic()
         self.seconds = 0.0  # of wall time that it took
         self.is_done = False
@@ -78,12 +80,19 @@ class _Worker:
     job: MaskJob | None = None
     is_slow: bool = False
 
+    def slow_down(self) -> None:
+        """Let others go first. Linux has priorities of threads, and one that was lowered cannot be raised."""
+        self.is_slow, own_id = True, self.thread.native_id
+        assert own_id is not None
+        os.setpriority(os.PRIO_PROCESS, own_id, min(19, os.getpriority(os.PRIO_PROCESS, own_id) + NICENESS))
+
 
 class MaskMaker:
     """Runs jobs on daemon threads: owners in turn, and at most one slow job of each owner at a time.
 
-    One thread runs the quick jobs. When its job turns out slow, another one starts, up to ``max_threads``; this is
-    noticed in ``submit`` and ``wait``. All methods are called from one thread, and none waits for a native call.
+    One thread runs the quick jobs. When its job turns out slow, it gets a low priority and another one starts, up to
+    ``max_threads``; this is noticed in ``submit`` and ``wait``. All methods are called from one thread, and only
+    ``join`` waits for native calls.
     """
 
     def __init__(self, max_threads: int = MAX_THREADS) -> None:
@@ -120,11 +129,7 @@ class MaskMaker:
                     del self._waiting[job.owner]
 
     def wait(
-        self,
-        jobs: Collection[MaskJob],
-        seconds: float,
-        processor_seconds: float = math.inf,
-        even_blocked: bool = False,
+        self, jobs: Collection[MaskJob], seconds: float, processor_seconds: float = math.inf, even_blocked: bool = False
     ) -> None:
         """Wait until jobs are done.
 
@@ -177,7 +182,8 @@ class MaskMaker:
         now = time.monotonic()
         for worker in self._workers:
             began = None if worker.job is None else worker.job.began
-            worker.is_slow |= began is not None and now - began > QUICK_SECONDS
+            if began is not None and now - began > QUICK_SECONDS and not worker.is_slow:
+                worker.slow_down()
         has_quick = any(not worker.is_slow for worker in self._workers)
         if self._waiting and not has_quick and len(self._workers) < self._max_threads:
             worker = _Worker(threading.Thread(target=self._run, name="grammar-masks", daemon=True))
@@ -187,8 +193,6 @@ class MaskMaker:
     def _run(self) -> None:
         with self._lock:
             worker = next(worker for worker in self._workers if worker.thread is threading.current_thread())
-        own_id = threading.get_native_id()  # Linux has priorities of threads
-        os.setpriority(os.PRIO_PROCESS, own_id, min(19, os.getpriority(os.PRIO_PROCESS, own_id) + NICENESS))
         while (job := self._take(worker)) is not None:
             job.run()
             self._finish(worker, job)
@@ -201,6 +205,8 @@ class MaskMaker:
                 if (job := self._next()) is not None:
                     job.begin()
                     worker.job = job
+                    if job.is_suspect:
+                        worker.slow_down()
                     return job
                 self._work.wait()
             self._workers.remove(worker)

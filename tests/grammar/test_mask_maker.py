@@ -177,17 +177,29 @@ def test_errors_are_those_of_their_job(maker: MaskMaker) -> None:
     assert jobs[2].result() is MASK
 
 
-def test_the_engine_has_precedence(maker: MaskMaker) -> None:
-    seen: list[int] = []
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    def look() -> TreeMask:
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return MASK
 
-    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    maker.wait([submitted(maker, "a", look)], LONG)
-    assert seen == [min(19, own + NICENESS)]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+def test_the_engine_has_precedence_over_slow_jobs(maker: MaskMaker, gates: Callable[[], Gate]) -> None:
+    own, seen, gate = niceness(), dict[str, int](), gates()
+
+    def look(name: str) -> TreeMask:
+        mask = gate() if name == "slow" else MASK
+        seen[name] = niceness()
+        return mask
+
+    suspect = MaskJob("a", lambda: look("suspect"), is_suspect=True)
+    maker.submit(suspect)
+    maker.wait([suspect], LONG)
+    slow = submitted(maker, "a", lambda: look("slow"))
+    assert gate.has_begun.wait(LONG)
+    other = submitted(maker, "b", lambda: look("other"))
+    maker.wait([other], LONG)
+    gate.open()
+    maker.wait([slow], LONG)
+    assert seen == {"suspect": min(19, own + NICENESS), "slow": min(19, own + NICENESS), "other": own}
+    assert niceness() == own
 
 
 def test_closing_does_not_wait_and_ends_the_threads(gates: Callable[[], Gate]) -> None:
