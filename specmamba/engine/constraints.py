@@ -1,9 +1,13 @@
-"""Draft trees restricted by their requests: grammars prune trees before the verify, some requests forbid drafts."""
+"""Draft trees restricted by their requests: grammars prune trees before the verify, some requests forbid drafts.
+
+Masks are made on other threads (``GrammarFollower``). A step waits for them for a short time; then it goes on without
+the requests whose masks are not there, which take part in a later step.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,26 +17,117 @@ from numpy.typing import NDArray
 from specmamba.core import Batch, DraftTree, Verdict
 from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
 from specmamba.engine.request import Request
-from specmamba.errors import GrammarError
+from specmamba.errors import RequestError
+from specmamba.grammar import CompiledGrammar, GrammarFollower, GrammarMatcher, MaskMaker
+from specmamba.grammar.mask_maker import QUICK_SECONDS
+from specmamba.grammar.matcher import SLOW_SECONDS, scale_of, too_complex
+from specmamba.sampling_params import GrammarSpec, SamplingParams
 
-MASK_SECONDS = 0.02  # for the masks of all drafts of a step; the roots' masks are always made
-LEAST_SECONDS = 1e-4
+ROOT_SECONDS, TREE_SECONDS = 0.015, 0.02  # that a step waits for the masks of roots, and of trees
+NODES_SHARE = 0.75  # of the time for trees, for their nodes; the rest is for handing over
+MAX_TREE_SECONDS = 0.8 * QUICK_SECONDS  # for the nodes of one tree, so that its job stays a quick one
+MAX_DRAWN_SECONDS = 2.0  # that a step waits for trees whose tokens were drawn
+
+
+class Constraints:
+    """The grammars of an engine's requests: which requests have their masks, and how long a step may wait for them."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._maker, self._vocab_size = MaskMaker(), vocab_size
+        self._max_drawn = SLOW_SECONDS * scale_of(vocab_size)  # of processor time
+
+    def follower(
+        self, params: SamplingParams, grammar: CompiledGrammar | None, owner: str | None
+    ) -> GrammarFollower | None:
+        """Return what follows the output of a new request through its grammar; None: it has no grammar.
+
+        Args:
+            params: of the request.
+            grammar: ``params.grammar``, compiled.
+            owner: the caller that is charged for the time of slow masks.
+
+        Raises:
+            RequestError: ``grammar`` is not the compiled ``params.grammar``, or end-of-text is ignored, which ends it.
+        """
+        if params.grammar is None:
+            return None
+        if params.ignore_eos:
+            message = "a grammar ends with the end-of-text token: drop ignore_eos, or the grammar"
+            raise RequestError(message, "ignore_eos")
+        if grammar is None or grammar.spec != params.grammar:
+            raise RequestError("the grammar of this request has not been compiled", "grammar")
+        return GrammarFollower(GrammarMatcher(grammar, self._vocab_size), self._maker, owner)
+
+    def ready(self, requests: Sequence[Request], is_idle: bool) -> list[Request]:
+        """Begin a step: return the requests that can be verified now, and those whose grammars have failed.
+
+        Waits for masks that are usually quick; for others only where the step would have nothing to do (``is_idle``
+        says that it has had nothing so far), so that the caller can call again at once.
+        """
+        end = time.monotonic() + ROOT_SECONDS
+        followers = [request.follower for request in requests if request.follower is not None]
+        for follower in followers:
+            follower.start()
+        self._settle(followers, [follower for follower in followers if follower.is_quick], end)
+        is_idle = is_idle and len(followers) == len(requests)
+        if is_idle and not any(follower.is_settled for follower in followers):
+            self._settle(followers, followers, end, even_blocked=True)
+        for follower in followers:
+            follower.is_quick &= follower.is_settled
+        return [request for request in requests if request.follower is None or request.follower.is_settled]
+
+    def can_begin(self) -> bool:
+        """Whether a job that is submitted now can begin at once, or after a quick one."""
+        return not self._maker.is_full
+
+    def wait(self, followers: Collection[GrammarFollower], is_drawn: bool) -> None:
+        """Wait for the masks of trees; a request whose drawn tree takes too long fails."""
+        jobs = [follower.job for follower in followers if follower.job is not None]
+        if not is_drawn:
+            self._maker.wait(jobs, TREE_SECONDS)
+            return
+        self._maker.wait(jobs, MAX_DRAWN_SECONDS, self._max_drawn)
+        for follower in followers:
+            if follower.job is not None and not follower.job.is_done:
+                follower.error = too_complex()
+
+    def distrust(self, grammar: GrammarSpec | None, requests: Collection[Request]) -> None:
+        """End requests with a grammar that was too slow at their next slow mask."""
+        for request in requests:
+            if request.follower is not None and request.params.grammar == grammar:
+                request.follower.distrust()
+
+    def close(self) -> None:
+        """End the threads that make masks, without waiting for native calls."""
+        self._maker.close()
+
+    def _settle(
+        self,
+        followers: Collection[GrammarFollower],
+        awaited: Collection[GrammarFollower],
+        end: float,
+        even_blocked: bool = False,
+    ) -> None:
+        for follower in followers:
+            follower.settle()
+        jobs = [follower.job for follower in awaited if follower.job is not None]
+        self._maker.wait(jobs, end - time.monotonic(), even_blocked=even_blocked)
+        for follower in followers:
+            follower.settle()
 
 
 class ConstrainedDrafts:
     """A drafter's trees without the nodes that requests refuse, with the tokens that may follow each remaining node."""
 
-    def __init__(self, drafter: Drafter, requests: Sequence[Request]) -> None:
+    def __init__(self, drafter: Drafter, requests: Sequence[Request], constraints: Constraints) -> None:
         """Restrict the trees of ``drafter`` for the requests of a batch, given in its order."""
-        self._drafter, self._requests = drafter, requests
-        self.errors: dict[int, str] = {}  # of requests that cannot continue, by index in the batch
+        self._drafter, self._requests, self._constraints = drafter, requests, constraints
 
     def propose(self, batch: Batch) -> DraftTree:
         """The drafter's trees, pruned; the roots alone where no request wants drafts."""
         wants_drafts = any(request.params.speculative for request in self._requests)
         tree = self._drafter.propose(batch) if wants_drafts else self._drafter.propose_nothing(batch)
-        tree, self.errors = restrict(self._requests, tree)
-        return tree
+        return restrict(self._requests, tree, self._constraints)
 
     def observe(self, batch: Batch, verdict: Verdict, features: torch.Tensor) -> None:
         """Pass the verdict to the drafter."""
@@ -48,39 +143,59 @@ class _Row:
     bits: NDArray[np.int32] | None = None
 
 
-def restrict(requests: Sequence[Request], tree: DraftTree) -> tuple[DraftTree, dict[int, str]]:
+def restrict(requests: Sequence[Request], tree: DraftTree, constraints: Constraints) -> DraftTree:
     """Remove the nodes that requests refuse from their trees, and set the tokens that may follow the others.
+
+    A tree whose mask is not there in time is cut to its root; its request sits out the next steps until the mask is.
 
     Trees whose tokens were drawn keep refused nodes: the rule of acceptance needs the order in which a node's children
     were drawn, and a token that is not allowed has probability 0, so it is never accepted. For the same reason the time
-    that masks of drawn tokens take now must not decide whether they are made; the last step's time per node decides.
+    that masks of drawn tokens take now must not decide whether they are used; the last step's time per node decides
+    whether they are made. Then the step waits for them, and a request whose mask takes too long fails.
 
-    Returns:
-        The trees, and the errors of requests that cannot continue, by index in the batch.
+    Args:
+        requests: of the batch, in its order. Those with a grammar are settled.
+        tree: of the drafter.
+        constraints: of the engine.
     """
-    tokens, parents = tree.tokens.tolist(), tree.shape.parents.tolist()
-    rows, errors = [], {}
-    end = time.perf_counter() + MASK_SECONDS
-    for place, request in enumerate(requests):
-        seconds = max(end - time.perf_counter(), LEAST_SECONDS) / (len(requests) - place)
-        try:
-            rows.append(_row(request, tokens[place], parents[place], tree.draft_probs is not None, seconds))
-        except GrammarError as error:
-            rows.append(_Row([0], [-1]))
-            errors[place] = str(error)
-    return _keep(tree, rows), errors
+    tokens, parents, is_drawn = tree.tokens.tolist(), tree.shape.parents.tolist(), tree.draft_probs is not None
+    drafts = [_drafted(parents[place], request) for place, request in enumerate(requests)]
+    followers = [request.follower for request in requests]
+    num_trees = sum(follower is not None and len(real) > 1 for follower, real in zip(followers, drafts, strict=True))
+    share = min(TREE_SECONDS * NODES_SHARE / max(num_trees, 1), MAX_TREE_SECONDS)
+    begun = []
+    for place, (follower, real) in enumerate(zip(followers, drafts, strict=True)):
+        if follower is None or len(real) == 1:
+            continue
+        nodes_ahead = len(real) if is_drawn else 2  # a mask that is not drawn may end after any node
+        if follower.seconds_per_node * nodes_ahead > share or (is_drawn and not constraints.can_begin()):
+            continue
+        given = [tokens[place][node] for node in real]
+        follower.begin_tree(given, _renumbered(real, parents[place]), None if is_drawn else share, is_drawn)
+        begun.append(follower)
+    constraints.wait(begun, is_drawn)
+    return _keep(
+        tree,
+        [
+            _row(follower, real, parents[place], is_drawn)
+            for place, (follower, real) in enumerate(zip(followers, drafts, strict=True))
+        ],
+    )
 
 
-def _row(request: Request, tokens: Sequence[int], parents: Sequence[int], is_drawn: bool, seconds: float) -> _Row:
-    real = [node for node, parent in enumerate(parents) if parent >= 0 or node == 0]
-    matcher = request.matcher
-    is_slow = is_drawn and matcher is not None and matcher.seconds_per_node * len(real) > seconds
-    if is_slow or not request.params.speculative:
-        real = real[:1]
-    if matcher is None:
+def _drafted(parents: Sequence[int], request: Request) -> list[int]:
+    """The nodes that a request may verify: all that are no padding, or the root alone."""
+    if not request.params.speculative:
+        return [0]
+    return [node for node, parent in enumerate(parents) if parent >= 0 or node == 0]
+
+
+def _row(follower: GrammarFollower | None, real: list[int], parents: Sequence[int], is_drawn: bool) -> _Row:
+    if follower is None:
         return _Row(real, _renumbered(real, parents))
-    limit = None if is_drawn else seconds
-    mask = matcher.mask([tokens[node] for node in real], _renumbered(real, parents), limit)
+    mask = follower.take_tree()
+    if mask is None:
+        return _Row([0], [-1], None if follower.root is None else follower.root.bits)
     if is_drawn:
         return _Row(real, _renumbered(real, parents), mask.bits)
     kept = [node for node, allowed in zip(real, mask.is_allowed.tolist(), strict=True) if allowed]

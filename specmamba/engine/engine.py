@@ -16,13 +16,14 @@ from specmamba.draft import build_drafter
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
 from specmamba.engine.cache_manager import build_cache_manager
+from specmamba.engine.constraints import Constraints
 from specmamba.engine.graph_runner import build_graph_runner
 from specmamba.engine.loading import keep_freed_memory, load_models, require_target, resolve_device, set_threads
 from specmamba.engine.model_report import describe_engine
-from specmamba.engine.request import PrefillRun, Request, TextStream, grammar_matcher, seed_of_request
+from specmamba.engine.request import PrefillRun, Request, TextStream, seed_of_request
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, TenantStats
-from specmamba.errors import GrammarError, PromptTooLongError, RequestError
+from specmamba.errors import PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
@@ -72,9 +73,9 @@ class Engine:
         # outside of inference mode: an abort, which runs outside of a step, writes these tensors
         self.pools = Pools(self.model.cache_shape, self.vocab_size, self.memory_plan, self.device)
         drafter = self.make_drafter(self.draft_plan, config)
-        self.runner = Runner(
-            self.model.target, self.pools, drafter, self.device, AcceptPolicy(config.speculative_accept)
-        )
+        self.constraints = Constraints(self.vocab_size)
+        policy = AcceptPolicy(config.speculative_accept)
+        self.runner = Runner(self.model.target, self.pools, drafter, self.device, policy, self.constraints)
         self.cache_manager = build_cache_manager(config, self.model, self.pools)
         self.scheduler = Scheduler(self.cache_manager, SchedulerLimits.of(config, self.draft_plan.num_lookahead_slots))
         self.context_length = self.memory_plan.context_length
@@ -132,9 +133,9 @@ class Engine:
         text = TextStream(Detokenizer(self.tokenizer), params.stop, stop_ids, max_output)
         number = self._num_added
         seed = params.seed if params.seed is not None else seed_of_request(self.config.seed, number)
-        matcher = grammar_matcher(params, grammar, self.vocab_size)
         forced = tuple(forced_output_ids)
-        request = Request(request_id, number, prompt, params, seed, text, forced, extra_key, owner, matcher=matcher)
+        request = Request(request_id, number, prompt, params, seed, text, forced, extra_key, owner)
+        request.follower = self.constraints.follower(params, grammar, owner.name)
         displaced = self.scheduler.add(request)
         if displaced is not None:
             self._displaced.append(self._fail(displaced, DISPLACED, "queue_full"))
@@ -161,10 +162,14 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self.scheduler.release(request)
+            if request.follower is not None:
+                request.follower.close()
 
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
         """Run at most one chunk of known tokens, then one verify of every request that is ready for it.
+
+        A request whose grammar is still finding out which tokens may follow sits out this verify.
 
         Returns:
             A delta for every request that got tokens or ended.
@@ -177,7 +182,9 @@ class Engine:
             deltas += self._admit()
         runs = self.scheduler.next_runs()
         deltas += self._extend(runs) if runs else []
-        batch = sorted(self.scheduler.verifying, key=lambda request: request.held_row)
+        ready = self.constraints.ready(self.scheduler.verifying, is_idle=not runs)
+        deltas += [self._fail(request) for request in ready if request.grammar_error is not None]
+        batch = sorted((r for r in ready if r.grammar_error is None), key=lambda request: request.held_row)
         results = self.runner.step(batch) if batch else []
         advanced = [self._advance(request, result) for request, result in zip(batch, results, strict=True)]
         self._end([request for request, delta in zip(batch, advanced, strict=True) if delta.finish_reason is not None])
@@ -189,6 +196,8 @@ class Engine:
         deltas = []
         for request in self.scheduler.admit():
             self.runner.admit(request)
+            if request.follower is not None:
+                request.follower.start()
             if not request.num_to_extend:
                 deltas += self._start([request])
         return deltas
@@ -279,23 +288,20 @@ class Engine:
         """Drop all requests, and restore the number of threads that was set before this engine."""
         for request_id in list(self._requests):
             self.abort(request_id)
+        self.constraints.close()
         torch.set_num_threads(self._threads_before)
 
     def _advance(self, request: Request, result: StepResult) -> OutputDelta:
         """Append the new tokens of a step to a request; the delta's ``finish_reason`` says whether they end it."""
-        if not result.is_finite or result.error is not None:
-            code = request.matcher.error_code if request.matcher is not None and result.error else None
-            return self._fail(request, result.error or NOT_FINITE, code)
+        if not result.is_finite or request.grammar_error is not None:
+            return self._fail(request)
         is_first = not request.output
         try:
             count, text, reason = request.text.push(result.tokens)
         except RequestError as error:  # the tokenizer fails
             return self._fail(request, str(error))
-        if request.matcher is not None and reason is None:
-            try:
-                request.matcher.advance(result.tokens)
-            except GrammarError as error:  # tokens that were given instead of chosen, or it takes too long
-                return self._fail(request, str(error), error.code)
+        if request.follower is not None and reason is None:
+            request.follower.advance(result.tokens)
         request.spec = request.spec.after_step(result.num_drafted, count - 1)
         tenant = request.owner.tenant
         self._spec_of[tenant] = self._spec_of.get(tenant, SpecStats()).after_step(result.num_drafted, count - 1)
@@ -327,7 +333,11 @@ class Engine:
         """Features from which the drafter can resume after a position of a request; None: it needs none."""
         return self.runner.drafter.features(request.held_row, position)
 
-    def _fail(self, request: Request, error: str = NOT_FINITE, code: str | None = None) -> OutputDelta:
-        """End a request that cannot continue; the others continue."""
+    def _fail(self, request: Request, message: str = NOT_FINITE, code: str | None = None) -> OutputDelta:
+        """End a request that cannot continue; the others continue. An error of its grammar precedes ``message``."""
+        if request.grammar_error is not None:
+            message, code = str(request.grammar_error), request.grammar_error.code
+        if code == "grammar_too_complex":
+            self.constraints.distrust(request.params.grammar, self._requests.values())
         self.abort(request.request_id)
-        return request.delta((), "", "error", error, error_code=code)
+        return request.delta((), "", "error", message, error_code=code)

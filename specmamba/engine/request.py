@@ -1,4 +1,4 @@
-"""One request inside the engine, and what belongs to it: its text, its delta, its matcher, its seed."""
+"""One request inside the engine, and what belongs to it: its text, its delta, its grammar, its seed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specmamba.cache.prefix.node import Node
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SpecStats, TokenLogprob
-from specmamba.errors import RequestError
-from specmamba.grammar import CompiledGrammar, GrammarMatcher
+from specmamba.errors import GrammarError
+from specmamba.grammar import GrammarFollower
 from specmamba.models.tokenizer import Detokenizer
 from specmamba.sampling_params import SamplingParams
 
@@ -111,7 +111,7 @@ class Request:
         default_factory=set
     )  # positions where a chunk ends, so that a state is cached there for others
     leader: tuple[Request, int] | None = None  # the request that computes its first tokens, and how many
-    matcher: GrammarMatcher | None = None  # tracks the output in its grammar
+    follower: GrammarFollower | None = None  # follows the output through its grammar
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # of the prompt, as far as known
     must_compute: bool = False  # ignore the prefix cache: memory does not hold the request and its cached prefix
     prompt_array: NDArray[np.int64] = field(init=False)
@@ -128,6 +128,11 @@ class Request:
     def is_only_run(self) -> bool:
         """Whether nothing is generated: the request ends when its known tokens have been run."""
         return self.params.max_tokens == 0
+
+    @property
+    def grammar_error(self) -> GrammarError | None:
+        """Why the request cannot go on within its grammar; None: it can."""
+        return None if self.follower is None else self.follower.error
 
     @property
     def num_tokens(self) -> int:
@@ -220,21 +225,6 @@ def forced_ahead(requests: Sequence[Request], depth: int) -> Tensor:
     """Return the next ``depth`` forced output ids, [B, depth] int64 on the host; -1 where the target chooses."""
     pieces = [r.forced_output_ids[len(r.output) : len(r.output) + depth] for r in requests]
     return torch.tensor([[*piece, *[-1] * (depth - len(piece))] for piece in pieces])
-
-
-def grammar_matcher(params: SamplingParams, grammar: CompiledGrammar | None, vocab_size: int) -> GrammarMatcher | None:
-    """Return where the output of a new request stands in its grammar; None: it has no grammar.
-
-    Raises:
-        RequestError: ``grammar`` is not the compiled ``params.grammar``, or end-of-text is ignored, which ends it.
-    """
-    if params.grammar is None:
-        return None
-    if params.ignore_eos:
-        raise RequestError("a grammar ends with the end-of-text token: drop ignore_eos, or the grammar", "ignore_eos")
-    if grammar is None or grammar.spec != params.grammar:
-        raise RequestError("the grammar of this request has not been compiled", "grammar")
-    return GrammarMatcher(grammar, vocab_size)
 
 
 def seed_of_request(engine_seed: int, number: int) -> int:

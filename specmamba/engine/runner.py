@@ -11,7 +11,7 @@ from torch import Tensor
 from specmamba.cache.access import ExtendState, PagedKV
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.draft.drafter import Drafter
-from specmamba.engine.constraints import ConstrainedDrafts
+from specmamba.engine.constraints import ConstrainedDrafts, Constraints
 from specmamba.engine.graph_runner import StepGraphRunner, capture_steps
 from specmamba.engine.request import PrefillRun, Request, forced_ahead
 from specmamba.kernels.state_records import RowSet
@@ -30,13 +30,19 @@ class Runner:
     """Runs prefill chunks and steps on a target, its pools and a drafter."""
 
     def __init__(
-        self, target: Target, pools: Pools, drafter: Drafter, device: torch.device, policy: AcceptPolicy
+        self,
+        target: Target,
+        pools: Pools,
+        drafter: Drafter,
+        device: torch.device,
+        policy: AcceptPolicy,
+        constraints: Constraints,
     ) -> None:
         self.target, self.drafter, self.pools, self.policy = target, drafter, pools, policy
         self.graph_runner: StepGraphRunner | None = None  # None: every step has the shapes of its batch
         self.probe = StepProbe(device)
         self.on_draft: Callable[[DraftView], None] | None = None  # gets a draft of every tenant in every step
-        self._device = device
+        self._device, self._constraints = device, constraints
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
 
     def admit(self, request: Request) -> None:
@@ -89,7 +95,7 @@ class Runner:
         """Draft, verify, accept, commit (``verify.step``): one to N new tokens for every request.
 
         Args:
-            requests: those that verify now, in order of their rows.
+            requests: those that verify now, in order of their rows; their grammars are settled.
 
         Returns:
             The result of each request, in the same order.
@@ -97,8 +103,8 @@ class Runner:
         rows = tuple(request.held_row for request in requests)
         self.probe.start(len(rows))
         drafts: Drafts = self.drafter
-        if any(request.matcher is not None or not request.params.speculative for request in requests):
-            drafts = ConstrainedDrafts(self.drafter, requests)
+        if any(request.follower is not None or not request.params.speculative for request in requests):
+            drafts = ConstrainedDrafts(self.drafter, requests, self._constraints)
         output = self._run_captured(requests, rows)
         if output is None:
             batch = self._prepared_batch(requests, rows)
@@ -110,8 +116,7 @@ class Runner:
         if self.on_draft is not None:
             for place, tenant in _first_of_tenants(requests):
                 self.on_draft(output.draft_of(place, requests[place].request_id, results[place].tokens, tenant))
-        errors = drafts.errors if isinstance(drafts, ConstrainedDrafts) else {}
-        return [replace(r, error=errors[i]) if i in errors else r for i, r in enumerate(results)]
+        return results
 
     def run_step(self, batch: Batch, drafts: Drafts, slots: VerifySlots | None = None) -> StepOutput:
         """Run ``verify.step.step`` on this target and these pools."""

@@ -1,7 +1,8 @@
 """Checks of a grammar before a request may use it: of its rules, and of its cost by random walks.
 
 The rules show repetitions that are too long, left recursion, and grammars without any text. Random walks through the
-compiled grammar find masks that take too long, so that such a grammar is refused before it can delay the engine.
+compiled grammar find masks that take too long, so that such a grammar is refused before it runs. They do not find all:
+what they miss ends its requests later (``matcher.Effort``).
 """
 
 from __future__ import annotations
@@ -130,11 +131,11 @@ def check_by_trial(compiled: Any, vocab_size: int) -> None:
         for cost in _steps(compiled, vocab_size, random.Random(seed)):
             costs.append(cost)
             if cost > slow:
-                raise _too_complex()
+                raise too_complex()
             if time.thread_time() > end:
                 break
         if _grows(costs, slow):
-            raise _too_complex()
+            raise too_complex()
         if time.thread_time() > end:
             return
 
@@ -177,7 +178,8 @@ def _grows(costs: list[float], slow: float) -> bool:
     return last > GROWTH * first and last * STEPS_AHEAD > slow
 
 
-def _too_complex() -> RequestError:
+def too_complex() -> RequestError:
+    """The refusal of a grammar whose masks take too long, caused by TimeoutError."""
     error = RequestError("the grammar is too complex: finding out which tokens may follow takes too long", "grammar")
     error.__cause__ = TimeoutError()
     return error

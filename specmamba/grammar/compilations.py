@@ -37,16 +37,18 @@ class GrammarCache:
 
     def get(self, spec: GrammarSpec) -> CompiledGrammar | RequestError | None:
         """The cached outcome of a specification, or None. Marks a grammar as just used."""
-        if spec in self._grammars:
-            self._grammars.move_to_end(spec)
-            return self._grammars[spec][0]
         error, expiry = self._refusals.get(spec, (None, 0.0))
-        return error if time.monotonic() < expiry else None
+        if time.monotonic() < expiry:
+            return error
+        if spec not in self._grammars:
+            return None
+        self._grammars.move_to_end(spec)
+        return self._grammars[spec][0]
 
     def add(self, spec: GrammarSpec, outcome: CompiledGrammar | RequestError) -> None:
         """Add an outcome, and drop others until the cache is within its bounds. A larger grammar is not kept."""
         if isinstance(outcome, RequestError):
-            self._refuse(spec, outcome)
+            self.refuse(spec, outcome)
             return
         size = outcome.num_bytes + len(spec.text)
         self._grammars[spec] = (outcome, size)
@@ -55,7 +57,10 @@ class GrammarCache:
             _, (_, dropped) = self._grammars.popitem(last=False)
             self.num_bytes -= dropped
 
-    def _refuse(self, spec: GrammarSpec, error: RequestError) -> None:
+    def refuse(self, spec: GrammarSpec, error: RequestError) -> None:
+        """Add a refusal in place of what is known of a specification; one with a cause holds for ``RETRY_S`` only."""
+        _, dropped = self._grammars.pop(spec, (None, 0))
+        self.num_bytes -= dropped
         is_permanent = error.__cause__ is None
         self._refusals[spec] = (error, float("inf") if is_permanent else time.monotonic() + RETRY_S)
         self._refusals.move_to_end(spec)

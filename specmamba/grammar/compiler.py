@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from specmamba.errors import EngineStoppedError, GrammarQueueFullError, RequestError, SpecmambaError
+from specmamba.grammar.checks import too_complex
 from specmamba.grammar.compilations import (
     MAX_WAITING,
     MAX_WAITING_OF_CALLER,
@@ -86,6 +87,11 @@ class GrammarCompiler:
             else:
                 self._wait(spec, caller, future)
         return future
+
+    def refuse(self, spec: GrammarSpec) -> None:
+        """Refuse a specification for ``RETRY_S``, because its masks took too long while a request was running."""
+        with self._changed:
+            self._cache.refuse(spec, too_complex())
 
     def close(self) -> None:
         """Stop compiling. All pending futures raise EngineStoppedError."""

@@ -1,6 +1,6 @@
 """The state of a request in its grammar, and masks of the tokens that may follow each node of a draft tree.
 
-Making a mask blocks the engine, so each request has a limit of processor time for it.
+A mask may take long, so each request has a limit of processor time for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TreeMask:
 
 
 class GrammarMatcher:
-    """The grammar of one request, in the state after all tokens of its output. Used on the engine thread only."""
+    """The grammar of one request, in the state after all tokens of its output. Used by one thread at a time."""
 
     def __init__(self, grammar: CompiledGrammar, vocab_size: int) -> None:
         import xgrammar
@@ -51,7 +51,6 @@ class GrammarMatcher:
         self._output: list[int] = []
         self._effort = Effort(vocab_size)
         self.seconds_per_node = 0.0  # of the last mask
-        self.error_code: str | None = None  # of the GrammarError that ended it
 
     @property
     def is_finished(self) -> bool:
@@ -72,23 +71,24 @@ class GrammarMatcher:
         Raises:
             GrammarError: no token may follow the root, or making the mask takes too long.
         """
-        try:
-            return self._mask(tokens, parents, NO_LIMIT if seconds is None else seconds)
-        except GrammarError as error:
-            self.error_code = error.code
-            raise
-
-    def _mask(self, tokens: Sequence[int], parents: Sequence[int], seconds: float) -> TreeMask:
+        limit = NO_LIMIT if seconds is None else seconds
         bits = np.zeros((len(tokens), self._num_words), np.int32)
         began = time.thread_time()  # processor time: the load of the machine must not count
-        self._traverse(tokens, parents, bits, seconds)
+        self._traverse(tokens, parents, bits, limit)
         taken = time.thread_time() - began
         has_row: NDArray[np.bool_] = np.logical_or.reduce(bits, axis=1)
         self.seconds_per_node = taken / max(int(has_row.sum()), 1)
         # the time beyond the limit may all be that of the last node
-        self._effort.add(max(self.seconds_per_node, taken - seconds if seconds >= 0 else 0.0))
+        self._effort.add(max(self.seconds_per_node, taken - limit if limit >= 0 else 0.0))
         if not has_row[0]:
             raise GrammarError("the grammar allows no token here: no text of it begins with what was written")
+        is_allowed = self._is_allowed(tokens, parents, bits, has_row)
+        bits[~has_row] = _ALL
+        return TreeMask(bits, is_allowed)
+
+    def _is_allowed(
+        self, tokens: Sequence[int], parents: Sequence[int], bits: NDArray[np.int32], has_row: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
         is_allowed = np.zeros(len(tokens), np.bool_)
         is_allowed[0] = True
         for node in range(1, len(tokens)):
@@ -97,8 +97,11 @@ class GrammarMatcher:
                 continue
             if bits[parent, token >> 5] >> (token & 31) & 1:
                 is_allowed[node] = has_row[node] or token in self._stop_ids
-        bits[~has_row] = _ALL
-        return TreeMask(bits, is_allowed)
+        return is_allowed
+
+    def distrust(self) -> None:
+        """Let the next slow mask end the request. Safe to call from any thread."""
+        self._effort.is_distrusted = True
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append tokens to the output; tokens behind an end-of-text token are ignored.
@@ -156,6 +159,7 @@ class Effort:
         self._scale = scale_of(vocab_size)
         self._num_slow = 0
         self._seconds = 0.0
+        self.is_distrusted = False  # one slow mask is enough
 
     def add(self, seconds: float) -> None:
         """Count one mask, or one token.
@@ -165,9 +169,14 @@ class Effort:
         """
         self._num_slow += seconds > SLOW_SECONDS * self._scale
         self._seconds += max(0.0, seconds - FREE_SECONDS * self._scale)
-        if self._num_slow >= MAX_SLOW or self._seconds > MAX_SECONDS:
-            message = "the grammar is too complex: finding out which tokens may follow takes too long here"
-            raise GrammarError(message, "grammar_too_complex")
+        if self._num_slow >= (1 if self.is_distrusted else MAX_SLOW) or self._seconds > MAX_SECONDS:
+            raise too_complex()
+
+
+def too_complex() -> GrammarError:
+    """The error of a request whose masks take too long."""
+    message = "the grammar is too complex: finding out which tokens may follow takes too long here"
+    return GrammarError(message, "grammar_too_complex")
 
 
 def _links(parents: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

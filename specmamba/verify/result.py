@@ -22,7 +22,6 @@ class StepResult:
     num_drafted: int
     is_finite: bool  # False: the target's logits are not finite, and the tokens mean nothing
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens, if the request asks for them
-    error: str | None = None  # the request cannot go on, and the tokens mean nothing
 
 
 @dataclass(frozen=True, slots=True)

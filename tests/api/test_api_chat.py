@@ -6,8 +6,9 @@ import asyncio
 import math
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import openai
 import pytest
@@ -32,6 +33,7 @@ class ScriptedCompiler:
     """Answers by the text of a specification."""
 
     num_made = num_closed = 0
+    refused: ClassVar[list[GrammarSpec]] = []
 
     def __init__(self, *_: object) -> None:
         type(self).num_made += 1
@@ -51,8 +53,26 @@ class ScriptedCompiler:
                 future.set_result(CompiledGrammar(spec, None))
         return future
 
+    def refuse(self, spec: GrammarSpec) -> None:
+        self.refused.append(spec)
+
     def close(self) -> None:
         type(self).num_closed += 1
+
+
+class SlowGrammarEngine(FakeEngine):
+    """Ends every request that has a grammar, after its first step, because the grammar is too slow."""
+
+    def step(self) -> list[OutputDelta]:
+        return [self._ended(delta) if self._is_slow(delta) else delta for delta in super().step()]
+
+    def _is_slow(self, delta: OutputDelta) -> bool:
+        request = self.running.get(delta.request_id)
+        return request is not None and request.params.grammar is not None
+
+    def _ended(self, delta: OutputDelta) -> OutputDelta:
+        del self.running[delta.request_id]
+        return replace(delta, finish_reason="error", error="it is too slow", error_code="grammar_too_complex")
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +187,19 @@ def test_grammars_that_cannot_be_used(served: Served, monkeypatch: pytest.Monkey
         message = refused(response, 400, "response_format", "grammar_unavailable")
         assert "pip install 'specmamba[grammar]'" in message
         assert fresh.chat(USER).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_is_too_slow_while_it_is_used_is_refused_from_then_on(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(structured, "GrammarCompiler", ScriptedCompiler)
+    monkeypatch.setattr(ScriptedCompiler, "refused", [])
+    with serving(SlowGrammarEngine()) as served:
+        assert served.chat(USER).status_code == 200
+        answer = served.chat(USER, regex="bomb", stream=stream)
+        assert "grammar_too_complex" in answer.text
+        assert ScriptedCompiler.refused == [GrammarSpec(kind="regex", text="bomb")]
 
 
 def test_a_grammar_waits_no_longer_than_a_request_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

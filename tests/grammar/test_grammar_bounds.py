@@ -102,6 +102,14 @@ def test_two_slow_masks_end_a_request() -> None:
     assert caught.value.code == "grammar_too_complex"
 
 
+def test_one_slow_mask_ends_a_request_whose_grammar_was_too_slow_elsewhere() -> None:
+    effort = Effort(4096)
+    effort.is_distrusted = True
+    effort.add(SLOW_SECONDS * 0.99)
+    with pytest.raises(GrammarError, match="too complex"):
+        effort.add(SLOW_SECONDS * 1.01)
+
+
 def test_many_masks_end_a_request_only_where_each_takes_long() -> None:
     effort = Effort(151_936)
     free = FREE_SECONDS * scale_of(151_936)
@@ -120,9 +128,9 @@ def test_a_matcher_counts_its_masks_and_its_tokens(vocab: list[bytes], monkeypat
     masked, taken = GrammarMatcher(grammar, VOCAB), GrammarMatcher(grammar, VOCAB)
     monkeypatch.setattr("specmamba.grammar.matcher.time.thread_time", lambda: next(now))
     masked.mask([a], [-1])
-    with pytest.raises(GrammarError, match="too complex"):
+    with pytest.raises(GrammarError, match="too complex") as caught:
         masked.mask([a, a], [-1, 0], 0.01)
-    assert masked.error_code == "grammar_too_complex"
+    assert caught.value.code == "grammar_too_complex"
     taken.advance([a])
     with pytest.raises(GrammarError, match="too complex"):
         taken.advance([a])

@@ -233,6 +233,32 @@ def test_refusals_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) ->
     assert str(cache.get(spec)) == "wrong"
 
 
+def test_a_refusal_takes_the_place_of_a_grammar() -> None:
+    cache, grammar = GrammarCache(250), CompiledGrammar(spec_of("regex", "a"), None, 99)
+    cache.add(grammar.spec, grammar)
+    slow = RequestError("slow")
+    slow.__cause__ = TimeoutError()
+    cache.refuse(grammar.spec, slow)
+    assert cache.get(grammar.spec) is slow
+    assert cache.num_bytes == 0
+    cache.add(grammar.spec, grammar)  # by a compilation that was running meanwhile
+    assert cache.get(grammar.spec) is slow
+
+
+def test_a_grammar_that_was_too_slow_is_refused_for_a_while(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = compile_now(compiler, "regex", "slow{3}").spec
+    compiler.refuse(spec)
+    refusal = compiler.compile(spec)
+    assert refusal.done()  # nothing is compiled
+    with pytest.raises(RequestError, match="too complex") as caught:
+        refusal.result()
+    assert isinstance(caught.value.__cause__, TimeoutError)
+    monkeypatch.setattr("specmamba.grammar.compilations.time.monotonic", lambda: time.time() + 10**6)
+    assert accepts(compile_now(compiler, "regex", "slow{3}"), "slowww")
+
+
 def test_a_cancelled_future_has_no_effect(compiler: GrammarCompiler) -> None:
     futures: list[Future[CompiledGrammar]] = [compiler.compile(spec_of("regex", f"x{i}")) for i in range(5)]
     assert [future.cancel() for future in futures[1:]] == [True] * 4

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from fastapi import Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from specmamba.core import OutputDelta
 from specmamba.engine.thread import EngineThread
 from specmamba.models.tokenizer import Tokenizer
 from specmamba.sampling_params import GrammarSpec
 from specmamba.server.api.answers import AnswerFormat, Choices, check_number, send_answer
 from specmamba.server.api.listed_logprobs import check_listed
 from specmamba.server.api.requests import GenerationRequest
-from specmamba.server.api.streaming import INLINE_SIZE, Call, off_loop
+from specmamba.server.api.streaming import INLINE_SIZE, Call, ChoiceRequest, off_loop
 from specmamba.server.api.structured import Grammars
 from specmamba.server.api.templates import Templates
 from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import ApiError, api_error_of_validation
 from specmamba.server.http.fields import shortened
 from specmamba.server.http.limits import CallLimits, count_choices
-from specmamba.server.observe.call_record import CallRecord, CallRecorder, ObserverFactory
+from specmamba.server.observe.call_record import AbortReason, CallRecord, CallRecorder, ObserverFactory
 from specmamba.server.observe.metrics import ServerMetrics
 from specmamba.server_config import ServerConfig
 from specmamba.templates.rendering import RenderedChat
@@ -133,6 +135,11 @@ class Service:
             message = f"{param}: there is no token {highest}: the vocabulary has {num_tokens}"
             raise ApiError(400, message, param=param)
 
+    def _observers_of(self, choices: Choices) -> list[ObserverFactory]:
+        if all(request.grammar is None for request in choices.requests):
+            return self.observers
+        return [*self.observers, partial(_SlowGrammar, self.grammars, choices.requests)]
+
     async def answer(
         self,
         request: Request,
@@ -149,7 +156,7 @@ class Service:
         """
         call = await Call.start(
             self.engine,
-            self.observers,
+            self._observers_of(choices),
             record,
             choices.requests,
             extra_key=body.prefix_cache_key,
@@ -163,6 +170,20 @@ class Service:
 def size_of(rendered: RenderedChat) -> int:
     """The size of a conversation for ``off_loop``: with a mark never small, as a copy of the tokenizer may be made."""
     return max(len(rendered.marked), INLINE_SIZE + 1 if rendered.mark else 0)
+
+
+class _SlowGrammar:
+    """Observer of a choice: when its grammar is too slow while it is used, it is refused from then on."""
+
+    def __init__(self, grammars: Grammars, requests: Sequence[ChoiceRequest], record: CallRecord, index: int) -> None:
+        self._grammars, self._spec = grammars, requests[index].params.grammar
+
+    def record(self, delta: OutputDelta) -> None:
+        if delta.error_code == "grammar_too_complex" and self._spec is not None:
+            self._grammars.refuse(self._spec)
+
+    def record_abort(self, reason: AbortReason = "disconnect") -> None:
+        """An abort says nothing about the grammar."""
 
 
 def check_fits(tokenizer: Tokenizer, text: str, context_length: int) -> None:

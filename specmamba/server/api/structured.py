@@ -161,7 +161,7 @@ def _wrong(field: str, code: str, message: str, **words: object) -> PydanticCust
 class Grammars:
     """The grammar compiler of a server, created for the first request that needs it.
 
-    ``compile`` is called on the event loop, ``close`` on any thread.
+    ``compile`` is called on the event loop, ``refuse`` and ``close`` on any thread.
     """
 
     def __init__(self, config: ServerConfig, constants: EngineConstants) -> None:
@@ -207,6 +207,12 @@ class Grammars:
         except RequestError as error:
             code = "grammar_too_complex" if isinstance(error.__cause__, TimeoutError) else "invalid_grammar"
             raise ApiError(400, f"{param}: {shortened(str(error))}", param=param, code=code) from None
+
+    def refuse(self, spec: GrammarSpec) -> None:
+        """Refuse a grammar for some time, because it was too slow while it was used."""
+        compiler = self._compiler
+        if compiler is not None:
+            compiler.refuse(spec)
 
     def close(self) -> None:
         """Stop the compiler; requests that wait for it get EngineStoppedError. Does nothing when called again."""
