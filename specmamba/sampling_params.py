@@ -56,8 +56,8 @@ class LogitSettings(BaseModel):
 class SamplingParams(LogitSettings):
     """How the tokens of one request are chosen and when it ends. Validated, immutable.
 
-    ``temperature`` 0 is greedy. With a ``seed`` and the acceptance rule "target" the text depends on nothing else: not
-    on the batch the request runs in, and (in exact arithmetic) not on the drafter, because the random number of a token
+    ``temperature`` 0 is greedy. With a ``seed`` and the acceptance rule "target" the text depends, in exact arithmetic,
+    on nothing else: not on the batch the request runs in, and not on the drafter, because the random number of a token
     is a function of (seed, position) alone. Under "rejection" it also depends on what was drafted.
     """
 

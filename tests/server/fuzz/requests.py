@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 from urllib.parse import quote
 
-from tests.hostile_values import (
+from tests.server.fuzz.values import (
     NUMBERS,
     TEXTS,
     RawJson,

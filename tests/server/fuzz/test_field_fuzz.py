@@ -17,7 +17,7 @@ from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
 from tests.engine.test_engine import assert_idle
 from tests.fake_engine import Served, serving, wait_until
-from tests.request_fuzz import FuzzedRequest, fuzzed_request
+from tests.server.fuzz.requests import FuzzedRequest, fuzzed_request
 
 pytestmark = pytest.mark.slow
 
