@@ -84,6 +84,11 @@ class CacheManager:
         return min(self._pools.table.num_free_rows, self.num_available_states)
 
     @property
+    def num_tokens(self) -> int:
+        """Size of the KV pool in tokens."""
+        return self._pools.kv.num_tokens
+
+    @property
     def num_available_states(self) -> int:
         """State slots that are free or can be freed by eviction."""
         return self._pools.states.num_free + self.cache.num_evictable_states

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specmamba.cache.memory import free_memory, plan_memory
+from specmamba.cache.prefix.inspection import View
 from specmamba.config import EngineConfig
 from specmamba.core import ANYONE, DraftView, OutputDelta, Owner, SpecStats
 from specmamba.draft import build_drafter
@@ -83,7 +84,6 @@ class Engine:
         self._num_added = 0
         self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
         self._spec_of: dict[str | None, SpecStats] = {}  # by tenant
-        self._displaced: list[OutputDelta] = []  # last deltas of requests that left a full queue
         self._threads_before = torch.get_num_threads()
         set_threads(config, self.device, weight_bytes)
         if self.device.type == "cpu":
@@ -136,9 +136,7 @@ class Engine:
         forced = tuple(forced_output_ids)
         request = Request(request_id, number, prompt, params, seed, text, forced, extra_key, owner)
         request.follower = self.constraints.follower(params, grammar, owner.name)
-        displaced = self.scheduler.add(request)
-        if displaced is not None:
-            self._displaced.append(self._fail(displaced, DISPLACED, "queue_full"))
+        self.scheduler.add(request)
         self._requests[request_id] = request
         self._num_added += 1
 
@@ -175,7 +173,7 @@ class Engine:
             A delta for every request that got tokens or ended.
         """
         self._make_room()  # before new requests take memory that running ones need
-        deltas, self._displaced = self._displaced, []
+        deltas = [self._fail(request, DISPLACED, "queue_full") for request in self.scheduler.take_surplus()]
         deltas += self._admit()
         if (yielding := self.scheduler.must_yield()) is not None:  # one a step: each costs a copy of a state
             self.preempt(yielding)
@@ -235,7 +233,7 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_work or bool(self._displaced)
+        return self.scheduler.has_work
 
     def stats(self) -> EngineStats:
         """Numbers of queues and pools now, and of speculation since the start."""
@@ -246,10 +244,11 @@ class Engine:
         spec = self._spec_of.get(tenant, SpecStats())
         return self.scheduler.stats_of(tenant, spec)
 
-    def watch_drafts(self, on: bool) -> None:
-        """Start or stop keeping the first draft of every step; it costs one more read of the device per step."""
+    def watch_drafts(self, views: Sequence[View]) -> None:
+        """Keep the first draft of every step that each view shows; it costs a read of the device per step and view."""
         self._views.clear()
-        self.runner.on_draft = self._views.append if on else None
+        self.runner.watched = tuple(views)
+        self.runner.on_draft = self._views.append if views else None
 
     def last_drafts(self) -> tuple[DraftView, ...]:
         """Return the kept drafts since the last call, at most the newest ``MAX_VIEWS``, and drop them."""

@@ -38,22 +38,44 @@ def fair_order(waiting: Sequence[Request], running: Iterable[Request]) -> Iterat
             heapq.heappop(turns)
 
 
-def displaced_by(request: Request, waiting: Iterable[Request]) -> Request | None:
-    """The waiting request that leaves a full queue for a new one: the youngest of the client with the most.
+def may_displace(request: Request, waiting: Iterable[Request], num_above: int) -> bool:
+    """Whether a new request may be added to a full queue, so that another client's request leaves it (``surplus``).
+
+    Args:
+        request: is not in the queue yet.
+        waiting: the queue, with ``num_above`` requests more than it holds.
+        num_above: as many will leave it.
+
+    Returns:
+        True if some client will still have at least two more than the client of ``request``.
+    """
+    counts = Counter(other.owner.name for other in waiting if not other.num_admissions)
+    for _ in range(num_above):
+        counts[_largest(counts)] -= 1
+    return counts[_largest(counts)] >= counts[request.owner.name] + 2
+
+
+def surplus(waiting: Iterable[Request], num_above: int) -> list[Request]:
+    """The requests that leave a queue with ``num_above`` too many: each is the youngest of the client with the most.
 
     This is the rule of longest queue drop (Suter et al., 1999, "Buffer management schemes for supporting TCP in gigabit
     routers with per-flow queueing"): a full queue is shared evenly by the clients that want it, and one client alone
-    may have all of it.
-
-    Returns:
-        None: no client has at least two more than the client of ``request``. Requests that ran before never leave.
+    may have all of it. Requests that ran before never leave.
     """
-    own = [other for other in waiting if not other.num_admissions]
-    counts = Counter(other.owner.name for other in own)
-    name, most = max(counts.items(), key=lambda item: item[1], default=(None, 0))
-    if most < counts[request.owner.name] + 2:
-        return None
-    return max((other for other in own if other.owner.name == name), key=lambda other: other.sequence_number)
+    queues: dict[str | None, list[Request]] = {}
+    for request in waiting:
+        if not request.num_admissions:
+            queues.setdefault(request.owner.name, []).append(request)
+    leaving = []
+    for _ in range(min(num_above, sum(map(len, queues.values())))):
+        largest = max(queues.values(), key=len)
+        leaving.append(max(largest, key=lambda request: request.sequence_number))
+        largest.remove(leaving[-1])
+    return leaving
+
+
+def _largest(counts: Counter[str | None]) -> str | None:
+    return max(counts, key=lambda name: counts[name], default=None)
 
 
 def next_preempted(running: Iterable[Request]) -> Request:
@@ -66,14 +88,22 @@ def next_preempted(running: Iterable[Request]) -> Request:
     return max(requests, key=lambda request: (counts[request.owner.name], request.sequence_number))
 
 
-def yielding(waiting: Iterable[Request], running: Sequence[Request]) -> Request | None:
+def yielding(waiting: Iterable[Request], running: Sequence[Request], most_tokens: int) -> Request | None:
     """The running request that gives its place to a client that has none, or None.
 
     A place that becomes free by itself goes to that client too, but the answers of others may take minutes until then.
     A request that waits for a prefix which another one computes has its turn. The only request of a client stays.
+
+    Args:
+        waiting: requests that found no room.
+        running: the requests that hold memory.
+        most_tokens: size of the KV pool. A request that needs more than an even share of it for each client waits for
+            its place, else one long prompt would empty the batch.
     """
     names = {request.owner.name for request in running}
-    if all(request.owner.name in names or request.leader is not None for request in waiting):
+    share = most_tokens // (len(names) + 1)
+    wanting = (request for request in waiting if request.owner.name not in names and request.leader is None)
+    if all(request.num_tokens > share for request in wanting):
         return None
     request = next_preempted(running) if running else None
     is_only = request is None or sum(other.owner.name == request.owner.name for other in running) == 1

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.access import ExtendState, PagedKV
+from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.draft.drafter import Drafter
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
@@ -41,7 +42,8 @@ class Runner:
         self.target, self.drafter, self.pools, self.policy = target, drafter, pools, policy
         self.graph_runner: StepGraphRunner | None = None  # None: every step has the shapes of its batch
         self.probe = StepProbe(device)
-        self.on_draft: Callable[[DraftView], None] | None = None  # gets a draft of every tenant in every step
+        self.on_draft: Callable[[DraftView], None] | None = None  # gets the first draft of each view in every step
+        self.watched: tuple[View, ...] = ()
         self._device, self._constraints = device, constraints
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
 
@@ -114,8 +116,10 @@ class Runner:
         self.drafter.advance(rows, [result.tokens for result in results])
         self.probe.lap("commit")
         if self.on_draft is not None:
-            for place, tenant in _first_of_tenants(requests):
-                self.on_draft(output.draft_of(place, requests[place].request_id, results[place].tokens, tenant))
+            for place in _first_of_views(requests, self.watched):
+                request = requests[place]
+                tokens = results[place].tokens
+                self.on_draft(output.draft_of(place, request.request_id, tokens, request.owner.tenant))
         return results
 
     def run_step(self, batch: Batch, drafts: Drafts, slots: VerifySlots | None = None) -> StepOutput:
@@ -217,9 +221,10 @@ class Runner:
         )
 
 
-def _first_of_tenants(requests: Sequence[Request]) -> list[tuple[int, str | None]]:
-    """The index of the first request of every tenant in a batch, and the tenant."""
-    places: dict[str | None, int] = {}
-    for place, request in enumerate(requests):
-        places.setdefault(request.owner.tenant, place)
-    return [(place, tenant) for tenant, place in places.items()]
+def _first_of_views(requests: Sequence[Request], views: Sequence[View]) -> list[int]:
+    """The index of the first request of a batch that each view shows, without repeats."""
+    firsts = (
+        next((place for place, request in enumerate(requests) if view.shows(request.owner.tenant)), None)
+        for view in views
+    )
+    return sorted({place for place in firsts if place is not None})

@@ -16,7 +16,7 @@ from specmamba.cache.prefix.node import Tokens, common_length
 from specmamba.config import EngineConfig
 from specmamba.core import SpecStats
 from specmamba.engine.cache_manager import CacheManager
-from specmamba.engine.fair_queue import PrefillTurns, displaced_by, fair_order, next_preempted, yielding
+from specmamba.engine.fair_queue import PrefillTurns, fair_order, may_displace, next_preempted, surplus, yielding
 from specmamba.engine.request import PrefillRun, Request
 from specmamba.errors import QueueFullError
 from specmamba.verify.pools import Pools
@@ -94,24 +94,31 @@ class Scheduler:
         self.num_preemptions = 0
         self._turns = PrefillTurns()
 
-    def add(self, request: Request) -> Request | None:
-        """Queue a new request.
-
-        Returns:
-            A waiting request of another client that had to leave the full queue for it, or None.
+    def add(self, request: Request) -> None:
+        """Queue a new request. In a full queue it takes the place of another client's (``take_surplus``).
 
         Raises:
             QueueFullError: too many are waiting, and no other client has more of them.
         """
-        displaced = None
-        # requests that memory admits at once do not count
-        if len(self.waiting) - self._cache.num_admissible >= self._limits.max_waiting:
-            displaced = displaced_by(request, self.waiting)
-            if displaced is None:
-                raise QueueFullError(len(self.waiting))
-            self.waiting.remove(displaced)
+        num_above = self._num_above_limit()
+        if num_above >= 0 and not may_displace(request, self.waiting, num_above):
+            raise QueueFullError(len(self.waiting))
         self.waiting.append(request)
-        return displaced
+
+    def take_surplus(self) -> list[Request]:
+        """Remove and return the waiting requests that must leave for those of other clients.
+
+        Called when all requests of a call have been added, so that a call that is refused displaces none.
+        """
+        num_above = self._num_above_limit() if self.waiting else 0
+        leaving = surplus(self.waiting, num_above) if num_above > 0 else []
+        for request in leaving:
+            self.waiting.remove(request)
+        return leaving
+
+    def _num_above_limit(self) -> int:
+        """Requests above the limit; 0: the queue is full. Those that memory admits at once do not count."""
+        return len(self.waiting) - self._cache.num_admissible - self._limits.max_waiting
 
     def admit(self) -> list[Request]:
         """Admit waiting requests in their order while there is memory for them, so that none is starved.
@@ -125,6 +132,8 @@ class Scheduler:
             if is_computed_by_another(request, self.extending, self._cache):
                 continue
             if not self._acquire(request):
+                if self._may_be_passed(request):
+                    continue
                 break
             self.waiting.remove(request)
             admitted.append(request)
@@ -174,9 +183,12 @@ class Scheduler:
     def must_yield(self) -> Request | None:
         """Return a running request that the caller preempts so that a client gets its first place, or None.
 
-        Asked after ``admit``: a client that still has no place found no room.
+        Asked after ``admit``: a client that still has no place found no room. Without a prefix cache, which keeps what
+        a request has computed, none yields.
         """
-        return yielding(self.waiting, (*self.extending, *self.verifying)) if self.waiting else None
+        if not self.waiting or not self._cache.is_on:
+            return None
+        return yielding(self.waiting, (*self.extending, *self.verifying), self._cache.num_tokens)
 
     def preempt(self, request: Request) -> None:
         """Free all memory of a request and put it at the head of the waiting queue."""
@@ -243,6 +255,12 @@ class Scheduler:
 
     def _grow(self, request: Request) -> bool:
         return self._cache.grow(request, request.root_position + self._limits.num_lookahead_slots, GROWTH)
+
+    def _may_be_passed(self, request: Request) -> bool:
+        """Whether others go before a request that needs more than an even share of the KV for each client."""
+        names = {other.owner.name for other in (*self.waiting, *self.extending, *self.verifying)}
+        is_large = request.num_tokens > self._cache.num_tokens // len(names)
+        return len(names) > 1 and is_large and request.num_overtakes < self._limits.max_overtakes
 
     def _count_overtakes(self, admitted: list[Request]) -> None:
         if admitted and self.waiting:

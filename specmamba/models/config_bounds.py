@@ -18,6 +18,9 @@ MAX_LAYERS = MAX_LABELS = 10_000
 _SHOWN = 60  # characters of a wrong value in a message
 
 
+_FLOAT = "__float__"  # transformers writes infinity as {"__float__": "Infinity"}: JSON has none
+
+
 @dataclass(frozen=True, slots=True)
 class Range:
     """The numbers from ``low`` to ``high``."""
@@ -33,6 +36,8 @@ class Range:
         """Whether a value is such a number; NaN is in no range."""
         if value is None:
             return self.may_be_null
+        if isinstance(value, Mapping) and value.keys() == {_FLOAT}:
+            return str(value[_FLOAT]) == "Infinity" and math.isinf(self.high)
         if self.is_list:
             return isinstance(value, (list, tuple)) and all(map(replace(self, is_list=False).has, value))
         if isinstance(value, bool) or not isinstance(value, int if self.is_integer else (int, float)):

@@ -19,7 +19,7 @@ from tests.fake_engine import serving, wait_until
 from tests.server.test_events import WatchedEngine
 
 HOLDINGS = {"kv_tokens": 0, "states": 0, "free_pages": 9, "free_states": 3, "descriptors": 20, "threads": 12}
-PHASE = {"answers": 4, "p50_ms": 20.0, "p99_ms": 50.0, "failures": [], "num_failures": 0}
+PHASE = {"answers": 4, "p50_ms": 20.0, "p99_ms": 50.0, "longest_ms": 300.0, "failures": [], "num_failures": 0}
 REPORT: dict[str, Any] = {
     "alone": PHASE,
     "attacked": PHASE | {"p99_ms": 199.0},
@@ -59,6 +59,7 @@ def test_an_attack_leaves_nothing_behind(name: str) -> None:
     ("place", "value", "message"),
     [
         (("attacked", "p99_ms"), 201.0, "silences of 201.0 ms (p99), at most 200.0 allowed"),
+        (("attacked", "longest_ms"), 1501.0, "a silence of 1501.0 ms"),
         (("attacked", "num_failures"), 1, "attacked: 1 answers failed"),
         (("alone", "answers"), 0, "alone: 0 answers failed, 0 came"),
         (("after", "states"), 1, "states: 1 held by an idle server"),

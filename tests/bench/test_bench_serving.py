@@ -376,7 +376,7 @@ def test_an_open_loop_against_a_running_server(
         "--json",
         str(file),
     ]
-    with fake_server(FakeEngine(step_s=0.01), api_key="secret") as server:
+    with fake_server(FakeEngine(step_s=0.01), api_key="client", admin_key="secret") as server:
         connection = ["--base-url", server.url + "/v1/", "--api-key", "secret"]
         assert serving.main([*connection, "--request-rate", "50,100", *arguments]) == 0
         assert server.engine.num_flushed == 2

@@ -10,15 +10,18 @@ import pytest
 
 from specmamba.core import Owner
 from specmamba.engine.engine import Engine
-from specmamba.engine.fair_queue import PrefillTurns, displaced_by, fair_order, next_preempted, yielding
+from specmamba.engine.fair_queue import PrefillTurns, fair_order, may_displace, next_preempted, surplus, yielding
 from specmamba.errors import QueueFullError
 from tests.engine.test_engine import GREEDY, build, change, tiny
 
 __all__ = ["tiny"]  # a fixture
 
 
-def request(number: int, name: str | None, ran: bool = False, leader: Any = None) -> Any:
-    return SimpleNamespace(sequence_number=number, owner=Owner(name), num_admissions=int(ran), leader=leader)
+def request(number: int, name: str | None, ran: bool = False, leader: Any = None, num_tokens: int = 4) -> Any:
+    owner = Owner(name)
+    return SimpleNamespace(
+        sequence_number=number, owner=owner, num_admissions=int(ran), leader=leader, num_tokens=num_tokens
+    )
 
 
 def requests(text: str, first: int = 0) -> list[Any]:
@@ -64,12 +67,17 @@ def test_the_client_with_the_least_comes_first(waiting: str, running: str, expec
     ],
 )
 def test_who_yields_to_a_client_without_a_place(waiting: str, running: str, expected: int | None) -> None:
-    found = yielding(requests(waiting), requests(running, 100))
+    found = yielding(requests(waiting), requests(running, 100), 64)
     assert (None if found is None else found.sequence_number) == expected
 
 
 def test_a_request_that_waits_for_a_prefix_lets_no_other_yield() -> None:
-    assert yielding([request(9, "b", leader=(None, 4))], requests("aaa")) is None
+    assert yielding([request(9, "b", leader=(None, 4))], requests("aaa"), 64) is None
+
+
+def test_no_request_yields_to_one_that_needs_more_than_its_share() -> None:
+    assert yielding([request(9, "b", num_tokens=32)], requests("aaa"), 64) is not None
+    assert yielding([request(9, "b", num_tokens=33)], requests("aaa"), 64) is None
 
 
 @pytest.mark.parametrize(
@@ -77,16 +85,26 @@ def test_a_request_that_waits_for_a_prefix_lets_no_other_yield() -> None:
     [("aaa", "a", None), ("aaa", "b", 2), ("aab", "b", None), ("aaab", "b", 2), ("abab", "c", 2), ("ab", "c", None)],
 )
 def test_who_leaves_a_full_queue(waiting: str, new: str, expected: int | None) -> None:
-    found = displaced_by(request(99, new), requests(waiting))
+    found = may_displace(request(99, new), requests(waiting), 0)
     if expected is None:
-        assert found is None
+        assert not found
     else:
-        assert found.owner.name == "a"
-        assert found.sequence_number == max(e.sequence_number for e in requests(waiting) if e.owner.name == "a")
+        (leaving,) = surplus([*requests(waiting), request(99, new)], 1)
+        assert leaving.owner.name == "a"
+        assert leaving.sequence_number == max(e.sequence_number for e in requests(waiting) if e.owner.name == "a")
+
+
+def test_a_new_request_counts_those_that_will_leave() -> None:
+    assert may_displace(request(9, "b"), requests("aaaab"), 1)  # three of a will be left
+    assert not may_displace(request(9, "b"), requests("aaabb"), 1)
+    assert names(surplus(requests("aaaabbc"), 3)) == "aaa"
+    assert surplus(requests("ab"), 0) == []
 
 
 def test_a_request_that_ran_never_leaves_the_queue() -> None:
-    assert displaced_by(request(9, "b"), [request(number, "a", ran=True) for number in range(5)]) is None
+    before = [request(number, "a", ran=True) for number in range(5)]
+    assert not may_displace(request(9, "b"), before, 0)
+    assert surplus(before, 3) == []
 
 
 @pytest.mark.parametrize(("running", "expected"), [("a", 0), ("aaa", 2), ("aaab", 2), ("aabbb", 4), ("abc", 2)])
@@ -155,6 +173,40 @@ class TestEngine:
         finished = {delta.request_id for delta in deltas if delta.finish_reason == "length"}
         assert finished == {"greedy", "greedy 0", "greedy 1", "good 0", "good 1"}
         assert not engine.has_unfinished_requests
+
+    def test_a_call_that_is_refused_displaces_no_request(self, tiny: str) -> None:
+        engine = build(tiny, mtp=0, max_running_requests=1, max_queued_requests=4)
+        for number in range(5):
+            add(engine, f"a {number}", "a", max_tokens=2)
+            engine.step() if number == 0 else None
+        for number in range(2):
+            add(engine, f"b {number}", "b", max_tokens=2)
+        with pytest.raises(QueueFullError):
+            add(engine, "b 2", "b", max_tokens=2)
+        for number in range(2):  # as the engine thread does when a call is not taken whole
+            engine.abort(f"b {number}")
+        assert Counter(run(engine)) == {"a": 5}
+
+    def test_one_long_prompt_does_not_empty_the_batch(self, tiny: str) -> None:
+        engine = build(tiny, mtp=0, max_running_requests=8, max_total_tokens=150)
+        for number in range(12):
+            add(engine, f"a {number}", "a", max_tokens=8)
+        engine.step()
+        params = change(GREEDY, max_tokens=2)
+        engine.add_request("b", [1] * 100, params, owner=Owner("b"))
+        engine.step()
+        assert engine.stats().num_running >= 4
+        assert engine.stats().num_preemptions == 0
+        assert Counter(run(engine)) == {"a": 12, "b": 1}
+
+    def test_nothing_yields_without_a_prefix_cache(self, tiny: str) -> None:
+        engine = build(tiny, mtp=0, max_running_requests=2, disable_radix_cache=True)
+        for number in range(2):
+            add(engine, f"a {number}", "a", max_tokens=8)
+        engine.step()
+        add(engine, "b", "b", max_tokens=2)
+        assert Counter(run(engine)) == {"a": 2, "b": 1}
+        assert engine.stats().num_preemptions == 0
 
     def test_tenants_share_no_prefix_and_no_work(self, tiny: str) -> None:
         engine = build(tiny, mtp=0, max_running_requests=4)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specmamba import LLM, SamplingParams
+from specmamba.cache.prefix.inspection import WHOLE
 from specmamba.config import DEMO_MODEL
 from specmamba.core import TokenLogprob
 from specmamba.draft.draft_model import ModelDrafter
@@ -122,10 +123,10 @@ def test_depths_tell_drafts_from_the_targets_own_tokens(llm: LLM) -> None:
 
 
 def test_drafts_can_be_looked_at(llm: LLM) -> None:
-    llm.engine.watch_drafts(True)
+    llm.engine.watch_drafts((WHOLE,))
     out = llm.generate([PROMPT], GREEDY)[0]
     views = llm.engine.last_drafts()
-    llm.engine.watch_drafts(False)
+    llm.engine.watch_drafts(())
     assert len(views) == out.spec.num_verify_steps
     assert llm.engine.last_drafts() == ()
     tokens = [token for view in views for token in (*(view.tokens[node] for node in view.path[1:]), view.bonus)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from specmamba.cache.prefix import MambaRadixCache
-from specmamba.cache.prefix.inspection import OutlineNode
+from specmamba.cache.prefix.inspection import OutlineNode, View
 from specmamba.core import DraftView, OutputDelta
 from specmamba.engine.thread import EngineThread
 from specmamba.server.api.service import Service
@@ -42,8 +42,8 @@ class WatchedEngine(FakeEngine):
         self.views: list[DraftView] = []
         self.is_stuck, self.go_on = threading.Event(), threading.Event()
 
-    def watch_drafts(self, on: bool) -> None:
-        self.watching.append(on)
+    def watch_drafts(self, views: Sequence[View]) -> None:
+        self.watching.append(bool(views))
 
     def last_drafts(self) -> tuple[DraftView, ...]:
         views, self.views = tuple(self.views), []

@@ -9,8 +9,8 @@ import pytest
 
 from specmamba.command_line import parse_command_line
 from specmamba.errors import ConfigError
-from specmamba.server.http.callers import is_loopback
-from specmamba.server.http.guards import CheckHost, host_name
+from specmamba.server.http.callers import host_name, is_loopback
+from specmamba.server.http.guards import CheckHost
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import Served, serving
 
@@ -53,6 +53,7 @@ def test_loopback_names_are_always_answered(host: str) -> None:
         ("evil.example:30000", "0.0.0.0", (), False),
         ("192.0.2.7", "127.0.0.1", (), False),
         ("192.0.2.7:80", "192.0.2.7", (), True),
+        ("192.0.2.7:80", "", (), True),
         ("192.0.2.7:80", "0.0.0.0", (), True),  # an address is no name that a page could point here
         ("[2001:db8::7]:80", "::", (), True),
         ("[2001:db8::7]:80", "2001:DB8::7", (), True),

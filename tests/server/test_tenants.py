@@ -55,6 +55,11 @@ def complete(served: Served, headers: dict[str, str], **body: Any) -> dict[str, 
     return usage
 
 
+def shape(tree: str) -> list[str]:
+    """The lines of a tree without ages and slots, which only the operator's view counts over all tenants."""
+    return [re.sub(r", age \d+|(?<=state) \d+", "", line) for line in tree.splitlines()]
+
+
 def metrics_without_own(text: str) -> dict[str, str]:
     """The counters of the prefix cache's misses."""
     return dict(re.findall(r"^(specmamba_prefix_cache_miss_total\S*) (\S+)$", text, re.MULTILINE))
@@ -129,7 +134,7 @@ class TestOracles:
             assert all(change == changes[0] for change in changes)
         complete(cached, VICTIM, prompt=SECRET, cache_salt="the newest")
         before = metrics_without_own(cached.http.get("/metrics", headers=OPERATOR).text)
-        complete(cached, ATTACKER, prompt=SECRET)
+        complete(cached, VICTIM, prompt=SECRET, cache_salt="another")
         after = metrics_without_own(cached.http.get("/metrics", headers=OPERATOR).text)
         assert [name for name in after if after[name] != before[name]] == [
             'specmamba_prefix_cache_miss_total{reason="salt"}'
@@ -154,12 +159,14 @@ class TestReports:
 
     def test_a_tenant_sees_its_own_trees(self, cached: Served) -> None:
         assert cached.http.get("/cache?format=text", headers=ATTACKER).text == "empty\n"
-        own, whole = (cached.http.get("/cache?format=text", headers=key).text for key in (VICTIM, OPERATOR))
-        assert own == whole != "empty\n"
+        own, whole = (shape(cached.http.get("/cache?format=text", headers=key).text) for key in (VICTIM, OPERATOR))
+        assert own == whole != ["empty"]
         complete(cached, ATTACKER, prompt="def main():\n    return 1")
-        other = cached.http.get("/cache?format=text", headers=ATTACKER).text.splitlines()
-        assert len(other) == 3
-        assert set(other) < set(cached.http.get("/cache?format=text", headers=OPERATOR).text.splitlines())
+        text = cached.http.get("/cache?format=text", headers=ATTACKER).text
+        assert len(shape(text)) == 3
+        assert set(shape(text)) < set(shape(cached.http.get("/cache?format=text", headers=OPERATOR).text))
+        complete(cached, VICTIM, prompt="class Stack:")
+        assert cached.http.get("/cache?format=text", headers=ATTACKER).text == text  # ages and slots of others neither
 
     @pytest.mark.parametrize(("method", "path"), [("GET", "/server_info"), ("POST", "/flush_cache")])
     def test_what_belongs_to_the_operator(self, served: Served, method: str, path: str) -> None:
@@ -223,6 +230,8 @@ class TestWhoOperates:
         [
             ({}, {}, 200),
             ({}, {"X-Forwarded-For": "192.0.2.7"}, 403),
+            ({}, {"X-Forwarded-Host": "llm.example.com"}, 403),
+            ({"allowed_hosts": ("llm.example.com",)}, {"Host": "llm.example.com"}, 403),  # a proxy that says nothing
             ({}, {"Authorization": "Bearer anything"}, 200),
             ({"admin_key": "operator"}, {}, 403),
             ({"admin_key": "operator"}, {"Authorization": "Bearer operator"}, 200),

@@ -23,10 +23,12 @@ from specmamba.cache.prefix.node import (
     Match,
     MissReason,
     Node,
+    Root,
     Tokens,
     TokenSlots,
     Way,
     follow,
+    has_state,
     slots_between,
 )
 from specmamba.cache.prefix.radix_tree import RadixTree
@@ -291,11 +293,15 @@ class MambaRadixCache:
         lost = any(each.lost_state for each in way.nodes if each.end > node.end)
         if lost or (way.partial is None and way.end < len(tokens) and int(tokens[way.end]) in way.last.evicted):
             return "evicted"
-        if node is way.start and self._another_salt_has(tokens, way.start):
+        if isinstance(way.start, Root) and node is way.start and self._another_salt_has(tokens, way.start):
             return "salt"
         return "never_stored"
 
-    def _another_salt_has(self, tokens: Tokens, root: Node) -> bool:
-        """Whether ``tokens`` would match under one of the newest other salts."""
+    def _another_salt_has(self, tokens: Tokens, root: Root) -> bool:
+        """Whether ``tokens`` would match under one of the tenant's newest other salts.
+
+        Other tenants are not asked: the time of this answer must not depend on their texts.
+        """
         newest = islice(reversed(self._tree.roots.values()), MAX_SALTS_ASKED)
-        return any(follow(other, tokens).deepest_state is not other for other in newest if other is not root)
+        others = (other for other in newest if other is not root and other.tenant == root.tenant)
+        return any(has_state(other, tokens) for other in others)

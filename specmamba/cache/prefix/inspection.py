@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice, pairwise
 
@@ -117,7 +117,7 @@ class OutlineNode:
     hits: int  # requests whose match ended here
     locks: int  # KV locks: running requests that use this node or one below it
     state_locks: int
-    age: int  # accesses of any node since its last one; 0 for a root and while it is locked
+    age: int  # accesses of any node since its last one, or only of those shown; 0 for a root and while it is locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +130,25 @@ class Outline:
 
 def outline(tree: RadixTree, max_nodes: int, view: View = WHOLE) -> Outline:
     """The most recent ``max_nodes`` nodes of a tree, roots counted, in the order of ``_recent_first``."""
-    clock = tree.recency.clock
-    nodes = tuple(_outline_node(depth, node, clock) for depth, node in _recent_first(tree, max_nodes, view))
+    shown = list(_recent_first(tree, max_nodes, view))
+    ages = _ages(tree, [node for _, node in shown], view)
+    nodes = tuple(_outline_node(depth, node, age) for (depth, node), age in zip(shown, ages, strict=True))
     return Outline(nodes, _num_visible(tree) - len(nodes) if view.is_whole else 0)
 
 
-def _outline_node(depth: int, node: Node, clock: int) -> OutlineNode:
+def _ages(tree: RadixTree, nodes: Sequence[Node], view: View) -> list[int]:
+    """The age of each node. In a tenant's view only accesses of nodes that are shown count, not those of others."""
+    idle = [node for node in nodes if not (node.kv_locks or isinstance(node, Root))]
+    if view.is_whole:
+        ages = {node: tree.recency.clock - node.last_access for node in idle}
+    else:
+        newest_first = sorted(idle, key=lambda node: node.last_access, reverse=True)
+        ages = {node: age for age, node in enumerate(newest_first)}
+    return [ages.get(node, 0) for node in nodes]
+
+
+def _outline_node(depth: int, node: Node, age: int) -> OutlineNode:
     has_state = node.state_slot is not None
-    age = 0 if node.kv_locks or isinstance(node, Root) else clock - node.last_access
     return OutlineNode(depth, node.start, node.end, has_state, node.hits, node.kv_locks, node.state_locks, age)
 
 
@@ -146,8 +157,9 @@ def render_tree(tree: RadixTree, max_nodes: int, view: View = WHOLE) -> str:
 
     A salt is a secret between a client and the server, so only a digest of it is shown.
     """
-    clock = tree.recency.clock
-    lines = ["  " * depth + _line(node, clock) for depth, node in _recent_first(tree, max_nodes, view)]
+    shown = list(_recent_first(tree, max_nodes, view))
+    ages = _ages(tree, [node for _, node in shown], view)
+    lines = ["  " * depth + _line(node, age, view) for (depth, node), age in zip(shown, ages, strict=True)]
     if view.is_whole and (num_left := _num_visible(tree) - len(lines)):
         lines.append(f"... and {num_left} more")
     return "\n".join(lines) if lines else "empty"
@@ -197,17 +209,18 @@ def summarize(tree: RadixTree, stats: CacheStats) -> dict[str, object]:
     }
 
 
-def _line(node: Node, clock: int) -> str:
+def _line(node: Node, age: int, view: View) -> str:
     if isinstance(node, Root):
         parts = ["no salt" if node.extra_key is None else f"salt {_digest(node.extra_key)}"]
         parts += [] if node.tenant is None else [f"tenant {node.tenant[:8]}"]
     else:
-        state = "tombstone" if node.state_slot is None else f"state {node.state_slot}"
+        slot = f" {node.state_slot}" if view.is_whole else ""  # slots are those of all tenants
+        state = "tombstone" if node.state_slot is None else f"state{slot}"
         parts = [f"[{node.start}:{node.end})", _count(node.end - node.start, "token"), state]
     parts += [_count(node.kv_locks, "lock")] if node.kv_locks else []
     parts += [_count(node.state_locks, "state lock")] if node.state_locks else []
     parts += [_count(node.hits, "hit")] if node.hits else []
-    parts += [] if isinstance(node, Root) or node.kv_locks else [f"age {clock - node.last_access}"]
+    parts += [] if isinstance(node, Root) or node.kv_locks else [f"age {age}"]
     return ", ".join(parts)
 
 

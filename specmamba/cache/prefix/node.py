@@ -149,6 +149,19 @@ def follow(start: Node, tokens: Tokens) -> Way:
     return Way(start, nodes, None, 0)
 
 
+def has_state(start: Node, tokens: Tokens) -> bool:
+    """Whether a node below ``start`` on the path of ``tokens`` [n] has a state. The walk ends at the first one."""
+    node, position = start, 0
+    while position < len(tokens):
+        child = node.children.get(int(tokens[position]))
+        if child is None or common_length(child.key, tokens[position:]) < len(child.key):
+            return False
+        if child.state_slot is not None:
+            return True
+        node, position = child, position + len(child.key)
+    return False
+
+
 def common_length(a: Tokens, b: Tokens) -> int:
     """Length of the common prefix of two texts that are not empty."""
     length = min(len(a), len(b))

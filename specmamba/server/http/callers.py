@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ _CALLER = "specmamba.caller"  # the key of the ASGI scope
 # page asks its user for a key.
 _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
 _OPEN_PREFIX = "/page/"
-_FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip")
+_FORWARDED = (b"forwarded", b"via", b"x-real-ip")
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 _NETWORK_BITS_V6 = 64
 
 
@@ -69,7 +71,8 @@ class IdentifyCaller:
     """ASGI middleware: finds out who calls, by ``Authorization: Bearer KEY`` or by address.
 
     Where there are API keys, a call without one of them, or the operator's, gets status 401. Without API keys and
-    without a key of the operator, every caller of a server on loopback is the operator, unless a proxy forwards calls.
+    without a key of the operator, the operator of a server on loopback is every caller who reaches it by a loopback
+    name, unless a proxy says that it forwards the call.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -86,7 +89,7 @@ class IdentifyCaller:
         if caller is None and self._needs_key and not _is_open(scope["path"]):
             await _refusal().response()(scope, receive, send)
             return
-        scope[_CALLER] = caller or _by_address(scope, self._all_operate and not _is_forwarded(scope))
+        scope[_CALLER] = caller or _by_address(scope, self._all_operate and _is_direct(scope))
         await self.app(scope, receive, send)
 
     def _by_key(self, scope: Scope) -> Caller | None:
@@ -98,6 +101,12 @@ class IdentifyCaller:
         digest = _digest(key.strip())
         matches = [caller for known, caller in self._callers.items() if hmac.compare_digest(digest, known)]
         return matches[0] if matches and scheme.lower() == b"bearer" else None
+
+
+def host_name(host: str) -> str | None:
+    """The name or address in a ``Host`` header, in lower case, without port and brackets; None: it is none."""
+    found = _HOST.fullmatch(host.strip())
+    return None if found is None else found.group(1).strip("[]").lower().removesuffix(".")
 
 
 def is_loopback(host: str) -> bool:
@@ -130,9 +139,13 @@ def _by_address(scope: Scope, is_operator: bool = False) -> Caller:
     return Caller(f"address {network_of(client[0])}" if client else "unknown", is_operator=is_operator)
 
 
-def _is_forwarded(scope: Scope) -> bool:
-    """Whether a proxy says that it forwards the request of another client."""
-    return any(name in _FORWARDED for name, _ in scope["headers"])
+def _is_direct(scope: Scope) -> bool:
+    """Whether a request names this machine by a loopback name, and no proxy says that it forwards it."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    hosts = [value.decode("latin1") for name, value in headers if name == b"host"]
+    names = [host_name(host) for host in hosts]
+    is_local = len(names) == 1 and names[0] is not None and is_loopback(names[0])
+    return is_local and not any(name in _FORWARDED or name.startswith(b"x-forwarded-") for name, _ in headers)
 
 
 def network_of(address: str) -> str:

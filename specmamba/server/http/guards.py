@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Sequence
 
 from fastapi import FastAPI
@@ -11,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specmamba.server.http.callers import IdentifyCaller, is_loopback
+from specmamba.server.http.callers import IdentifyCaller, host_name, is_loopback
 from specmamba.server.http.error_answers import ApiError
 from specmamba.server.http.fields import shortened
 from specmamba.server.http.limits import LimitBody, LimitCalls
@@ -19,7 +18,6 @@ from specmamba.server_config import ServerConfig
 
 ANY = "*"
 _READABLE_HEADERS = ("X-Request-Id", "Retry-After")
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 
 
 def install_guards(app: FastAPI, config: ServerConfig) -> None:
@@ -73,7 +71,7 @@ class CheckHost:
     @property
     def _listens_everywhere(self) -> bool:
         """Whether any address may be one of this machine. A page cannot choose an address as its name."""
-        return _is_address(self._bound) and ipaddress.ip_address(self._bound).is_unspecified
+        return not self._bound or (_is_address(self._bound) and ipaddress.ip_address(self._bound).is_unspecified)
 
 
 class CheckOrigin:
@@ -122,12 +120,6 @@ def cors_middleware(app: ASGIApp, origins: Sequence[str]) -> CORSMiddleware:
         allow_headers=(ANY,),  # clients send headers of their own; no header grants access except a valid key
         expose_headers=_READABLE_HEADERS,
     )
-
-
-def host_name(host: str) -> str | None:
-    """The name or address in a ``Host`` header, in lower case, without port and brackets; None: it is none."""
-    found = _HOST.fullmatch(host.strip())
-    return None if found is None else found.group(1).strip("[]").lower().removesuffix(".")
 
 
 def _is_address(name: str) -> bool:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("specmamba")
 
 MAX_LISTENERS = 16
-MAX_LISTENERS_OF_TENANT = 4  # so that no tenant keeps the others out
+MAX_LISTENERS_OF_TENANT = 4  # so that no tenant keeps the others out,
+MAX_LISTENERS_OF_TENANTS = 12  # and all together not the operator
 INTERVAL_S = 0.4
 TREE_INTERVAL_S = 1.5
 BUSY_AFTER_S = 2.0  # a "busy" event is sent for a step that takes longer, and again after each further interval
@@ -88,20 +89,21 @@ class Feed:
         """Add a listener with a view; the first one starts the sampler.
 
         Raises:
-            ApiError: 429; there are ``MAX_LISTENERS`` already, or ``MAX_LISTENERS_OF_TENANT`` of the tenant.
+            ApiError: 429; there are ``MAX_LISTENERS`` already, ``MAX_LISTENERS_OF_TENANT`` of the tenant, or
+                ``MAX_LISTENERS_OF_TENANTS`` of all tenants.
         """
-        most = MAX_LISTENERS if view.is_whole else MAX_LISTENERS_OF_TENANT
-        same = self.num_listeners if view.is_whole else sum(other.view == view for other in self._listeners)
-        if same >= most or self.num_listeners >= MAX_LISTENERS:
-            message = f"{same} clients listen to events already: close one of their pages, or try again later"
+        if self._is_full_for(view):
+            message = "too many clients listen to events already: close one of their pages, or try again later"
             raise ApiError(
                 429, message, kind="rate_limit_error", code="too_many_listeners", headers={"Retry-After": "5"}
             )
         if self._sampler is None or self._sampler.done():
             self._latest = {}
-            self._command(lambda engine: engine.watch_drafts(True))
             self._sampler = asyncio.create_task(self._run())
-        latest = self._latest.setdefault(view, {"hello": as_json(self._hello())})
+        if view not in self._latest:
+            self._latest[view] = {"hello": as_json(self._hello())}
+            self._watch()
+        latest = self._latest[view]
         listener = Listener(latest, view)
         self._listeners.add(listener)
         return listener
@@ -111,10 +113,21 @@ class Feed:
         self._listeners.discard(listener)
         if all(listener.view != other.view for other in self._listeners):
             self._latest.pop(listener.view, None)
+            self._watch()
         if not self._listeners and self._sampler is not None:
             self._sampler.cancel()
             self._sampler = None
-            self._command(lambda engine: engine.watch_drafts(False))
+
+    def _is_full_for(self, view: View) -> bool:
+        of_tenants = [other for other in self._listeners if not other.view.is_whole]
+        same = sum(other.view == view for other in of_tenants)
+        is_full = same >= MAX_LISTENERS_OF_TENANT or len(of_tenants) >= MAX_LISTENERS_OF_TENANTS
+        return self.num_listeners >= MAX_LISTENERS or (not view.is_whole and is_full)
+
+    def _watch(self) -> None:
+        """Let the engine record drafts for the views that have listeners."""
+        views = tuple(self._latest)
+        self._command(lambda engine: engine.watch_drafts(views))
 
     def _hello(self) -> dict[str, Any]:
         described = self._engine.constants.description
