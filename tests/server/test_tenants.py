@@ -132,6 +132,15 @@ class TestOracles:
                 cached.http.post("/flush_cache", headers=OPERATOR).raise_for_status()
                 complete(cached, VICTIM, prompt=SECRET)
             assert all(change == changes[0] for change in changes)
+        for number, headers in enumerate(({}, ATTACKER)):  # salts of one key, which may be those of its own clients
+            text = f"{number} {SECRET}"
+            complete(cached, ATTACKER, prompt=text, cache_salt="one")
+            before = metrics_without_own(cached.http.get("/metrics", headers=headers).text)
+            complete(cached, ATTACKER, prompt=text, cache_salt="two")
+            after = metrics_without_own(cached.http.get("/metrics", headers=headers).text)
+            assert [name for name in after if after[name] != before[name]] == [
+                'specmamba_prefix_cache_miss_total{reason="never_stored"}'
+            ]
         complete(cached, VICTIM, prompt=SECRET, cache_salt="the newest")
         before = metrics_without_own(cached.http.get("/metrics", headers=OPERATOR).text)
         complete(cached, VICTIM, prompt=SECRET, cache_salt="another")
