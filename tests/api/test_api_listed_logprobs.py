@@ -48,6 +48,7 @@ def ask(served: Served, **fields: Any) -> list[dict[str, Any]]:
     return [joined[index] for index in sorted(joined)]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("engine_class", [FakeEngine, LateFirstChoice])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 9])

@@ -101,6 +101,38 @@ def test_a_long_conversation_is_not_the_fault_of_the_template(served: Served) ->
     refused(served.chat({"role": "user", "content": "x" * (1 << 20)}), 400, "messages", "context_length_exceeded")
 
 
+def test_what_cannot_fit_is_refused_before_any_work() -> None:
+    half = "x" * (1 << 19)
+    tool = {"type": "function", "function": {"name": "f", "description": half * 2}}
+    engine = ScriptedTemplates()
+    engine.tokenizer.conversation = None  # type: ignore[assignment, method-assign]
+    engine.tokenizer.chat_template = lambda with_tools=False: "{{ tools }}"  # type: ignore[method-assign]
+    with serving(engine) as served:
+        many: dict[str, Any] = {"messages": [{**USER, "content": half}] * 2}
+        for path, code, body in (
+            ("/v1/chat/completions", "context_length_exceeded", many),
+            ("/tokenize", "too_long", many),
+            ("/tokenize", "too_long", {"messages": [USER], "tools": [tool]}),
+        ):
+            assert str(1 << 20) in refused(served.http.post(path, json=body), 400, "messages", code)
+
+
+def test_a_bound_of_characters_is_that_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages may be as long as the context could hold, or as 32 characters a token where no bound is known."""
+    for known, most in ((3 << 20, 3 << 20), (None, 32 * 50_000)):
+        engine = ScriptedTemplates()
+        engine.context_length = 50_000
+        monkeypatch.setattr(ScriptedTokenizer, "most_characters", lambda _, number, known=known: known)
+        with serving(engine) as served:
+            fitting = "{# " + "x" * (most - len("roleusercontent{#  #}ab")) + " #}ab"
+            assert served.chat({"role": "user", "content": fitting}, max_tokens=1).json()["usage"]["prompt_tokens"] == 2
+            message = refused(
+                served.chat({"role": "user", "content": fitting + "c"}), 400, "messages", "context_length_exceeded"
+            )
+            assert str(most) in message
+            assert str(most + 1) in message
+
+
 def test_a_process_that_dies_is_replaced(served: Served, renderers: list[TemplateRenderer]) -> None:
     assert ask(served, "a").json()["count"] == 1
     thread, answers = in_background(served, ENDLESS)

@@ -30,6 +30,7 @@ REPORT: dict[str, Any] = {
 }
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if attack.act.__name__ != "blank_lines"])
 def test_an_attack_leaves_nothing_behind(name: str) -> None:
     """Each reaches the server, whose good clients are answered meanwhile."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders as token_decoders
 
 from specmamba.config import DEMO_MODEL
-from specmamba.models.special_text import MARKS, SpecialText
+from specmamba.models.special_text import MARKS, SLICE, SpecialText, any_of, found
 from specmamba.models.tokenizer import Tokenizer
 from specmamba.templates.rendering import Conversation, render
 
@@ -172,3 +175,100 @@ def test_nothing_is_special_without_special_tokens() -> None:
 def test_the_text_of_a_special_token_has_the_tokens_of_any_text() -> None:
     text = special(byte_level(("x", "<"), ("a", ">")), AddedToken("<a>"))
     assert encoded(text, "<a>{{ messages[0].content }}", "x<a>") == ["<a>", "x<", "a>"]
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def flat_pattern(conditions: Mapping[str, bool]) -> str:
+    """The same tokens one after the other, the longest first. The values: whether they stand alone."""
+    names = sorted(conditions, key=len, reverse=True)
+    return "|".join(rf"(?<!\w){re.escape(n)}(?!\w)" if conditions[n] else re.escape(n) for n in names) or "(?!)"
+
+
+def spans(matches: Iterator[re.Match[str]]) -> list[tuple[int, int]]:
+    return [match.span() for match in matches]
+
+
+def tree(tokens: Mapping[str, bool]) -> SpecialText:
+    return special(byte_level(), *(AddedToken(text, single_word=alone) for text, alone in tokens.items()))
+
+
+PIECES = st.text("<>ab1_", max_size=8)
+TOKENS = st.dictionaries(PIECES.filter(bool), st.booleans(), max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tokens=TOKENS, texts=st.lists(PIECES, max_size=12), picked=st.lists(st.integers(0, 11), max_size=12))
+def test_slices_and_shared_beginnings_change_no_match(
+    tokens: dict[str, bool], texts: list[str], picked: list[int]
+) -> None:
+    names = list(tokens) or ["<"]
+    text = "".join(piece + names[i % len(names)] for piece, i in zip(texts, picked, strict=False))
+    made = tree(tokens)
+    pattern, longest = flat_pattern(tokens), max(map(len, tokens), default=0)
+    acting = re.sub(pattern, lambda match: made._sign + match[0], text)
+    starts = [match.start() for match in re.finditer(f"(?={flat_pattern(dict.fromkeys(tokens, False))})", text)]
+    # Single characters always act: they get no mark.
+    own = [at for at in starts if any(len(name) > 1 and text.startswith(name, at) for name in tokens)]
+    with pytest.MonkeyPatch.context() as patch:
+        for size in (1, 3, SLICE):
+            patch.setattr("specmamba.models.special_text.SLICE", size)
+            assert made._with_signs(text) == acting
+            assert [match.start() for match in found(made._starts, text, longest)] == own
+
+
+def test_tokens_with_long_shared_beginnings() -> None:
+    """Each token begins the next one: too many for patterns inside each other, which ``re`` limits."""
+    tokens = ["x" * length for length in range(1, 400)]
+    pattern = re.compile(any_of(dict.fromkeys(tokens, "")))
+    assert spans(found(pattern, "x" * 1000, 399)) == [(0, 399), (399, 798), (798, 1000)]
+
+
+def choices(parsed: Any) -> Iterator[int]:
+    """The number of alternatives at each branch of a parsed pattern."""
+    match parsed:
+        case (re._constants.BRANCH, (_, branches)):  # type: ignore[attr-defined]
+            yield len(branches)
+            for branch in branches:
+                yield from choices(branch)
+        case (_, list() | tuple() as inner):
+            yield from choices([inner])
+        case list() | tuple() | re._parser.SubPattern():  # type: ignore[attr-defined]
+            for each in parsed:
+                yield from choices(each)
+
+
+def test_tokens_with_a_shared_beginning_are_not_tried_one_by_one() -> None:
+    tokens = [f"<|reserved_special_token_{i}|>" for i in range(1000)] + ["</s>", "[INST]"]
+    parse = re._parser.parse  # type: ignore[attr-defined]
+    assert max(choices(parse("|".join(map(re.escape, tokens))))) == len(tokens)
+    pattern = any_of(dict.fromkeys(tokens, ""))
+    assert max(choices(parse(pattern))) == 11  # ten digits and the end
+    assert pattern.count("reserved") == 1
+
+
+class Slices:
+    """A pattern that notes how much of a text each call searches."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern = pattern
+        self.sizes: list[int] = []
+
+    def finditer(self, text: str, start: int, end: int) -> Iterator[re.Match[str]]:
+        self.sizes.append(min(end, len(text)) - start)
+        return self._pattern.finditer(text, start, end)
+
+
+def test_a_long_text_is_searched_in_slices_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 MiB of the beginning of 500 tokens, which took 34 s, and no other thread could run for 22 s of them."""
+    text = special(byte_level(), *(AddedToken(f">>UNUSED_{i}<<") for i in range(500)), AddedToken("<s>"))
+    content = f"x{'>>UNUSED_' * (8 << 20 >> 3)}>>UNUSED_1<<x"
+    slices = Slices(text._starts)
+    monkeypatch.setattr(text, "_starts", slices)
+    started = time.process_time()
+    marked = text.marked(Conversation("", messages=[{"content": content}]))
+    assert time.process_time() - started < 10
+    assert marked.messages[0]["content"].split(marked.mark) == [content[:-12], content[-12:]]
+    assert max(slices.sizes) <= SLICE + len(">>UNUSED_499<<") + 1
+    assert len(slices.sizes) >= 2 * (len(content) // SLICE)  # to find one, and to mark all

@@ -54,6 +54,7 @@ def test_a_killed_engine_thread_ends_the_process_and_every_line_is_json() -> Non
     assert any("SystemExit" in line.get("exception", "") for line in lines)
 
 
+@pytest.mark.slow
 def test_a_log_that_is_not_read_stops_nothing() -> None:
     """Standard error is a full pipe, standard output a full disk: requests and the shutdown work."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

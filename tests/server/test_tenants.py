@@ -66,6 +66,7 @@ def metrics_without_own(text: str) -> dict[str, str]:
 
 
 class TestOracles:
+    @pytest.mark.fast_cases(1)
     @pytest.mark.parametrize("salt", [None, "s", "other"])
     def test_cached_tokens_do_not_tell_which_guess_is_right(self, cached: Served, salt: str | None) -> None:
         found = set()
@@ -234,6 +235,7 @@ class TestEvents:
 
 
 class TestWhoOperates:
+    @pytest.mark.fast_cases(5)
     @pytest.mark.parametrize(
         ("settings", "headers", "status"),
         [
