@@ -54,7 +54,8 @@ class GenerationRequest(StructuredRequest):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Annotated[
-        Seed | None, Field(description="the same seed gives the same answer; choice i of a prompt takes seed + i")
+        Seed | None,
+        Field(description="the same seed gives the same answer, but for rounding; choice i of a prompt takes seed + i"),
     ] = None
     n: Annotated[NumChoices | None, Field(description="choices for each prompt (see --max-choices)")] = None
     logit_bias: Annotated[
