@@ -13,7 +13,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from tokenizers import AddedToken
@@ -23,6 +23,10 @@ from specmamba.templates.rendering import Conversation, RenderedChat, escape_of,
 
 # Noncharacters, which no text of a language has.
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+# Characters that one call of ``re`` searches. No other thread runs Python code during such a call.
+SLICE = 1 << 16
+# Branches of a pattern inside each other: the parser of ``re`` has a limit.
+_MOST_NESTED = 50
 
 
 class SpecialText:
@@ -36,6 +40,8 @@ class SpecialText:
         # A mark inside a token of one character is not possible: such tokens always act.
         self._control = [token.content for i, token in tokens.items() if i in control_ids and len(token.content) > 1]
         self._longest = max(map(len, self._control), default=0)
+        self._longest_acting = max((len(token.content) for token in self._special.values()), default=0)
+        self._starts, self._acting = self._pattern_of_starts(), self._pattern_of_acting()
         # Parts of tokens where a string ends or begins: the neighbour in the rendered text may have the rest. Letters
         # and digits at the edge are left alone, because templates compare words.
         parts = [(text[:cut], text[cut:]) for text in self._control for cut in range(1, len(text))]
@@ -49,10 +55,10 @@ class SpecialText:
     def marked(self, conversation: Conversation) -> Conversation:
         """Put a mark in each special token of the client's strings; without any, the conversation stays as it is."""
         values = [conversation.messages, conversation.tools, conversation.variables]
-        strings = list(_strings(values))
-        if not any(map(self._is_special, strings)):
+        texts = list(strings(values))
+        if not any(map(self._is_special, texts)):
             return conversation
-        seen = "\n".join([conversation.template, *strings])
+        seen = "\n".join([conversation.template, *texts])
         mark = next((mark for mark in MARKS if mark not in seen and escape_of(mark) not in seen), MARKS[0])
         messages, tools, variables = self._with_mark(values, mark)
         # The names of variables are compared with those that the template reads.
@@ -90,7 +96,8 @@ class SpecialText:
         return found
 
     def _with_signs(self, text: str) -> str:
-        return self._acting.sub(rf"{self._sign}\g<0>", text)
+        starts = [match.start() for match in found(self._acting, text, self._longest_acting)]
+        return self._sign.join(text[start:end] for start, end in pairwise([0, *starts, len(text)]))
 
     def _with_sign(self, token: AddedToken) -> AddedToken:
         return AddedToken(
@@ -103,19 +110,22 @@ class SpecialText:
         found = {self.backend.token_to_id(self._sign + token.content): i for i, token in self._special.items()}
         return {signed: i for signed, i in found.items() if signed is not None}
 
-    @cached_property
-    def _acting(self) -> re.Pattern[str]:
-        tokens = sorted(self._special.values(), key=lambda token: -len(token.content))
-        names = [re.escape(token.content) for token in tokens]
-        alone = [rf"(?<!\w){n}(?!\w)" if token.single_word else n for n, token in zip(names, tokens, strict=True)]
-        return _any_of(alone)
+    def _pattern_of_starts(self) -> re.Pattern[str]:
+        """Finds where tokens begin that clients may not write, also where they overlap."""
+        return re.compile(f"(?={any_of(dict.fromkeys(self._control, ''))})")
 
-    @cached_property
-    def _whole(self) -> re.Pattern[str]:
-        return _any_of([re.escape(text) for text in self._control])
+    def _pattern_of_acting(self) -> re.Pattern[str]:
+        """Finds special tokens, the longest at each place."""
+        conditions: dict[str, str] = {}
+        for token in self._special.values():
+            text = token.content
+            # The second part looks back from the end of the token at the character before it.
+            alone = rf"(?!\w)(?<!\w[\s\S]{{{len(text)}}})" if token.single_word else ""
+            conditions[text] = alone and conditions.get(text, alone)
+        return re.compile(any_of(conditions))
 
     def _is_special(self, text: str) -> bool:
-        return self._whole.search(text) is not None or any(self._edges(text))
+        return next(found(self._starts, text, self._longest), None) is not None or any(self._edges(text))
 
     def _edges(self, text: str) -> Iterator[int]:
         """Where to put a mark for parts of special tokens at the edges of a string, apart from white space."""
@@ -139,24 +149,69 @@ class SpecialText:
         return value
 
     def _marked_text(self, text: str, mark: str) -> str:
-        # The lookahead finds tokens that overlap too.
-        inside = (match.start() + 1 for match in re.finditer(f"(?={self._whole.pattern})", text))
+        inside = (match.start() + 1 for match in found(self._starts, text, self._longest))
         cuts = [0, *sorted({*inside, *self._edges(text)}), len(text)]
         return mark.join(text[start:end] for start, end in pairwise(cuts))
 
 
-def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join(patterns) or "(?!)")
+def any_of(conditions: Mapping[str, str]) -> str:
+    """A pattern for the longest of several texts. At each place it reads at most as much as the longest one.
+
+    Texts with the same beginning share it: ``re`` would else try them one after the other.
+
+    Args:
+        conditions: for each text a pattern of no width that must match after it; "" for none.
+    """
+    return _branches(conditions, 0) if conditions else "(?!)"
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _branches(conditions: Mapping[str, str], depth: int) -> str:
+    # Of all texts in order, the first and the last one have the least in common.
+    same = (first == last for first, last in zip(min(conditions), max(conditions), strict=False))
+    shared = min(conditions)[: sum(takewhile(bool, same))]
+    rests = {text[len(shared) :]: condition for text, condition in conditions.items()}
+    if len(rests) == 1:
+        return re.escape(shared) + rests[""]
+    if depth == _MOST_NESTED:
+        choices = [re.escape(rest) + rests[rest] for rest in sorted(rests, key=len, reverse=True)]
+    else:
+        by_first: dict[str, dict[str, str]] = {}
+        for rest, condition in rests.items():
+            by_first.setdefault(rest[:1], {})[rest] = condition
+        ending = [by_first.pop("")[""]] if "" in rests else []  # last: longer texts come first
+        choices = [_branches(branch, depth + 1) for branch in by_first.values()] + ending
+    return f"{re.escape(shared)}(?:{'|'.join(choices)})"
+
+
+def found(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
+    """``pattern.finditer(text)``, searched in slices: other threads can run between them.
+
+    Args:
+        pattern: reads at most ``longest`` characters and the ones beside them, wherever it matches.
+        text: of any length.
+        longest: in characters.
+    """
+    start = 0
+    while start < len(text):
+        end = start + SLICE
+        following = end
+        for match in pattern.finditer(text, start, end + longest + 1):
+            if match.start() >= end:
+                break
+            yield match
+            following = max(end, match.end())
+        start = following
+
+
+def strings(value: Any) -> Iterator[str]:
+    """All strings of a value of JSON, the keys of its objects included."""
     match value:
         case str():
             yield value
         case Mapping():
             for key, each in value.items():
-                yield from _strings(key)
-                yield from _strings(each)
+                yield from strings(key)
+                yield from strings(each)
         case list() | tuple():
             for each in value:
-                yield from _strings(each)
+                yield from strings(each)

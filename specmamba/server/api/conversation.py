@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import Request
@@ -221,6 +221,7 @@ async def chat_text(
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any] | None,
     request: Request,
+    check_length: Callable[[int], None] | None = None,
 ) -> RenderedChat:
     """The prompt of a conversation: its text with special tokens, up to the beginning of the answer.
 
@@ -230,6 +231,7 @@ async def chat_text(
         tools: passed to the template.
         variables: further variables of the template.
         request: its connection; rendering ends when the client disconnects.
+        check_length: as in ``Templates.render``.
 
     Raises:
         ApiError: 400; there is no chat template, it rejects the messages, tools or variables, or it exceeds a limit.
@@ -238,7 +240,7 @@ async def chat_text(
     check_template(service)
     as_dicts = [message.for_template() for message in messages]
     try:
-        return await service.templates.render(as_dicts, tools, variables, request)
+        return await service.templates.render(as_dicts, tools, variables, request, check_length)
     except RequestError as error:
         raise about_messages(error) from None
 

@@ -14,17 +14,20 @@ from fastapi import Request
 
 from specmamba.engine.thread import EngineConstants
 from specmamba.errors import RequestError, TemplateLimitError
+from specmamba.models.special_text import strings
 from specmamba.server.api.streaming import until_client_gone
 from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import SERVER, ApiError
 from specmamba.server.http.fields import shortened
 from specmamba.server_config import ServerConfig
 from specmamba.templates.renderer import TemplateRenderer
-from specmamba.templates.rendering import RenderedChat
+from specmamba.templates.rendering import Conversation, RenderedChat
 
 # Characters that a template may write besides those it was given: the first number, or what fits into the context, with
 # this many for each token where the tokenizer knows no bound.
 _LEAST_CHARACTERS, _CHARACTERS_PER_TOKEN = 1 << 20, 8
+# Characters that clients may send for each token of the context where the tokenizer knows no bound.
+_SENT_PER_TOKEN = 32
 
 
 class Templates:
@@ -39,8 +42,11 @@ class Templates:
         self._renderer: TemplateRenderer | None = None
         if self._tokenizer.has_chat_template:
             length = constants.context_length
-            fitting = self._tokenizer.most_characters(length) or _CHARACTERS_PER_TOKEN * length
-            self._renderer = TemplateRenderer(max(_LEAST_CHARACTERS, fitting))
+            fitting = self._tokenizer.most_characters(length)
+            self._renderer = TemplateRenderer(max(_LEAST_CHARACTERS, fitting or _CHARACTERS_PER_TOKEN * length))
+            # Templates may leave text out, such as earlier reasoning: so it is no less than /tokenize takes.
+            sent = max(fitting or _SENT_PER_TOKEN * length, _CHARACTERS_PER_TOKEN * length)
+            self._most_sent = max(_LEAST_CHARACTERS, sent)
 
     async def render(
         self,
@@ -48,6 +54,7 @@ class Templates:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any] | None,
         request: Request,
+        check_length: Callable[[int], None] | None = None,
     ) -> RenderedChat:
         """Render a conversation in the renderer's process. Clients are served in turns.
 
@@ -56,13 +63,19 @@ class Templates:
             tools: passed to the template.
             variables: further variables of the template.
             request: its connection; rendering ends when the client disconnects.
+            check_length: called on another thread with the characters of all strings above, before any other work on
+                them; it raises ApiError where they are too many. By default, for what cannot fit into the context.
 
         Raises:
             ApiError: 400, a limit is exceeded; 503, its turn did not come in time; 499, the client disconnected.
             RequestError: the model has no template, or it refuses the messages, tools or variables.
             EngineStoppedError: the server shuts down.
         """
-        make = partial(self._tokenizer.conversation, messages, tools, variables, self._config.allow_special_tokens)
+
+        def make() -> Conversation:
+            (check_length or self._check_length)(sum(map(len, strings([messages, tools, variables]))))
+            return self._tokenizer.conversation(messages, tools, variables, self._config.allow_special_tokens)
+
         if self._renderer is None:
             raise RequestError("this model has no chat template", "messages")
         work = asyncio.create_task(self._rendered(partial(self._renderer.render, make), caller_of(request.scope).name))
@@ -85,6 +98,14 @@ class Templates:
             raise ApiError(
                 400, f"messages: {shortened(str(error))}", param="messages", code="template_too_complex"
             ) from None
+
+    def _check_length(self, length: int) -> None:
+        if length > self._most_sent:
+            message = (
+                f"the messages and tools have {length} characters, but at most {self._most_sent} are taken: "
+                "shorten them, or serve with a larger --context-length / --max-total-tokens"
+            )
+            raise ApiError(400, message, param="messages", code="context_length_exceeded")
 
     def close(self) -> None:
         """Stop the renderer; requests that wait for it get EngineStoppedError."""

@@ -194,10 +194,11 @@ def tokenize_routes(service: Service) -> APIRouter:
             encode = partial(service.tokenizer.encode, text, body.add_special_tokens is not False)
         else:
             tools = _for_template(service, body.tools or ())
-            rendered = await chat_text(service, body.messages, tools, body.chat_template_kwargs, request)
+            check = partial(_check_length, service, field="messages")
+            rendered = await chat_text(service, body.messages, tools, body.chat_template_kwargs, request, check)
             text, field, size = rendered.text, "messages", size_of(rendered)
             encode = partial(service.tokenizer.encode_chat, rendered)
-        _check_length(service, text, field)
+        _check_length(service, len(text), field)
         return await _answer(size, lambda: _tokenized(service, encode(), bool(body.return_token_strs)))
 
     @router.post("/detokenize", responses=_ERRORS, response_model=Detokenized)
@@ -217,10 +218,10 @@ async def _answer(size: int, work: Callable[[], BaseModel]) -> Response:
     return Response(content, media_type="application/json")
 
 
-def _check_length(service: Service, text: str, field: str) -> None:
+def _check_length(service: Service, length: int, field: str) -> None:
     most = max(_LONG_TEXT, _CHARACTERS_PER_TOKEN * service.context_length)
-    if len(text) > most:
-        message = f"{field}: {len(text)} characters, but at most {most} are tokenized in a call: send them in parts"
+    if length > most:
+        message = f"{field}: {length} characters, but at most {most} are tokenized in a call: send them in parts"
         raise ApiError(400, message, param=field, code="too_long")
 
 
