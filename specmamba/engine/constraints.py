@@ -19,7 +19,8 @@ from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
 from specmamba.engine.request import Request
 from specmamba.errors import RequestError
 from specmamba.grammar import CompiledGrammar, GrammarFollower, GrammarMatcher, MaskMaker
-from specmamba.grammar.mask_maker import QUICK_SECONDS
+from specmamba.grammar.follower import WaitShares
+from specmamba.grammar.mask_maker import QUICK_SECONDS, MaskJob
 from specmamba.grammar.matcher import SLOW_SECONDS, scale_of, too_complex
 from specmamba.sampling_params import GrammarSpec, SamplingParams
 
@@ -34,6 +35,8 @@ class Constraints:
 
     def __init__(self, vocab_size: int) -> None:
         self._maker, self._vocab_size = MaskMaker(), vocab_size
+        self._shares = WaitShares()
+        self._is_shared = False  # whether waits in this step delay others than the one owner of all its requests
         self._max_drawn = SLOW_SECONDS * scale_of(vocab_size)  # of processor time
 
     def follower(
@@ -61,34 +64,39 @@ class Constraints:
     def ready(self, requests: Sequence[Request], is_idle: bool) -> list[Request]:
         """Begin a step: return the requests that can be verified now, and those whose grammars have failed.
 
-        Waits for masks that are usually quick; for others only where the step would have nothing to do (``is_idle``
-        says that it has had nothing so far), so that the caller can call again at once.
+        Waits for masks that are usually quick, unless steps have waited for those of their owner too long; for others
+        only where the step would have nothing to do (``is_idle`` says that it has had nothing so far), so that the
+        caller can call again at once.
         """
         end = time.monotonic() + ROOT_SECONDS
         followers = [request.follower for request in requests if request.follower is not None]
-        for follower in followers:
-            follower.start()
-        self._settle(followers, [follower for follower in followers if follower.is_quick], end)
         is_idle = is_idle and len(followers) == len(requests)
+        self._is_shared = not is_idle or len({follower.owner for follower in followers}) > 1
+        for follower in followers:
+            follower.is_spent = self._is_shared and self._shares.is_spent(follower.owner, end - ROOT_SECONDS)
+            follower.start()
+        self._settle(followers, [follower for follower in followers if follower.is_awaited], end)
         if is_idle and not any(follower.is_settled for follower in followers):
             self._settle(followers, followers, end, even_blocked=True)
         for follower in followers:
-            follower.is_quick &= follower.is_settled
+            follower.note_late()
         return [request for request in requests if request.follower is None or request.follower.is_settled]
 
-    def can_begin(self) -> bool:
-        """Whether a job that is submitted now can begin at once, or after a quick one."""
-        return not self._maker.is_full
+    def can_begin(self, follower: GrammarFollower) -> bool:
+        """Whether the mask of a drawn tree can be begun at once, or after a quick one."""
+        return self._maker.has_room(follower.owner)
 
     def wait(self, followers: Collection[GrammarFollower], is_drawn: bool) -> None:
-        """Wait for the masks of trees; a request whose drawn tree takes too long fails."""
-        jobs = [follower.job for follower in followers if follower.job is not None]
+        """Wait for the masks of trees; a request whose drawn tree takes too long fails, if it was begun."""
+        jobs, start = [follower.job for follower in followers if follower.job is not None], time.monotonic()
         if not is_drawn:
             self._maker.wait(jobs, TREE_SECONDS)
+            self._charge(jobs, start)
             return
         self._maker.wait(jobs, MAX_DRAWN_SECONDS, self._max_drawn)
+        self._charge(jobs, start)
         for follower in followers:
-            if follower.job is not None and not follower.job.is_done:
+            if follower.job is not None and not follower.job.is_done and not follower.leave_tree():
                 follower.error = too_complex()
 
     def distrust(self, grammar: GrammarSpec | None, requests: Collection[Request]) -> None:
@@ -110,10 +118,19 @@ class Constraints:
     ) -> None:
         for follower in followers:
             follower.settle()
-        jobs = [follower.job for follower in awaited if follower.job is not None]
-        self._maker.wait(jobs, end - time.monotonic(), even_blocked=even_blocked)
+        jobs, start = [follower.job for follower in awaited if follower.job is not None], time.monotonic()
+        self._maker.wait(jobs, end - start, even_blocked=even_blocked)
+        if not even_blocked:  # else the step has nothing else to do
+            self._charge(jobs, start)
         for follower in followers:
             follower.settle()
+
+    def _charge(self, jobs: Collection[MaskJob], start: float) -> None:
+        """Charge a wait from ``start`` until now to the owners of the jobs that ran in it."""
+        if self._is_shared:
+            now = time.monotonic()
+            for job in jobs:
+                self._shares.add(job.owner, job.seconds_since(start), now)
 
 
 class ConstrainedDrafts:
@@ -151,7 +168,8 @@ def restrict(requests: Sequence[Request], tree: DraftTree, constraints: Constrai
     Trees whose tokens were drawn keep refused nodes: the rule of acceptance needs the order in which a node's children
     were drawn, and a token that is not allowed has probability 0, so it is never accepted. For the same reason the time
     that masks of drawn tokens take now must not decide whether they are used; the last step's time per node decides
-    whether they are made. Then the step waits for them, and a request whose mask takes too long fails.
+    whether they are made. Then the step waits for them, and a request whose mask takes too long fails. A tree is left
+    out when slow masks of other requests keep its own from being begun: its own tokens did not decide that.
 
     Args:
         requests: of the batch, in its order. Those with a grammar are settled.
@@ -164,11 +182,13 @@ def restrict(requests: Sequence[Request], tree: DraftTree, constraints: Constrai
     num_trees = sum(follower is not None and len(real) > 1 for follower, real in zip(followers, drafts, strict=True))
     share = min(TREE_SECONDS * NODES_SHARE / max(num_trees, 1), MAX_TREE_SECONDS)
     begun = []
+    # Looked up before any mask is begun: the time of these masks must not decide which of them are made.
+    has_room = [not is_drawn or follower is None or constraints.can_begin(follower) for follower in followers]
     for place, (follower, real) in enumerate(zip(followers, drafts, strict=True)):
-        if follower is None or len(real) == 1:
+        if follower is None or len(real) == 1 or not has_room[place] or (follower.is_spent and not is_drawn):
             continue
         nodes_ahead = len(real) if is_drawn else 2  # a mask that is not drawn may end after any node
-        if follower.seconds_per_node * nodes_ahead > share or (is_drawn and not constraints.can_begin()):
+        if follower.seconds_per_node * nodes_ahead > share:
             continue
         given = [tokens[place][node] for node in real]
         follower.begin_tree(given, _renumbered(real, parents[place]), None if is_drawn else share, is_drawn)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -11,6 +13,32 @@ from specmamba.grammar.mask_maker import QUICK_SECONDS, MaskJob, MaskMaker
 from specmamba.grammar.matcher import GrammarMatcher, TreeMask, too_complex
 
 MAX_JOB_SECONDS = 5.0  # of wall time of one job; then its request ends, and the thread is left to finish
+MAX_QUEUE_SECONDS = 30.0  # that a job waits behind others; then its request ends
+WAIT_SHARE = 0.25  # of the wall time, that steps may wait for the masks of one owner
+MEMORY_SECONDS = 2.0  # after which a wait counts 1/e
+MAX_OWNERS = 1024  # that are remembered, those of the last waits
+
+
+class WaitShares:
+    """The share of the wall time that steps have waited for the masks of each owner: an exponential moving average."""
+
+    def __init__(self) -> None:
+        self._shares: OrderedDict[str | None, tuple[float, float]] = OrderedDict()  # share, time of its last wait
+
+    def add(self, owner: str | None, seconds: float, now: float) -> None:
+        """Count a wait that ended ``now``, a time of ``time.monotonic``."""
+        self._shares[owner] = (self._share(owner, now) + seconds / MEMORY_SECONDS, now)
+        self._shares.move_to_end(owner)
+        if len(self._shares) > MAX_OWNERS:
+            self._shares.popitem(last=False)
+
+    def is_spent(self, owner: str | None, now: float) -> bool:
+        """Whether steps should not wait for this owner's masks now."""
+        return self._share(owner, now) > WAIT_SHARE
+
+    def _share(self, owner: str | None, now: float) -> float:
+        share, then = self._shares.get(owner, (0.0, now))
+        return share * math.exp((then - now) / MEMORY_SECONDS)
 
 
 class GrammarFollower:
@@ -26,10 +54,23 @@ class GrammarFollower:
         self.root: TreeMask | None = None  # what may follow the last token of prompt or output
         self.error: GrammarError | None = None
         self.is_quick = True  # its last job was: the engine waits for the next one
+        self.is_spent = (
+            False  # steps have waited too long for its owner's masks: its jobs are made beside the quick ones
+        )
 
     @property
     def is_settled(self) -> bool:
         return self.error is not None or (self.root is not None and self._job is None)
+
+    @property
+    def owner(self) -> str | None:
+        """The caller that is charged for the time of masks."""
+        return self._owner
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a step may wait for its masks, although it has other work."""
+        return self.is_quick and not self.is_spent
 
     @property
     def job(self) -> MaskJob | None:
@@ -64,7 +105,7 @@ class GrammarFollower:
         """The mask of the tree; None: no tree was begun, it is not done, or the request has failed."""
         job = self._job
         if job is None or not job.is_done:
-            self.is_quick &= job is None
+            self.note_late()
             return None
         self._job = None
         return self._result(job)
@@ -75,8 +116,11 @@ class GrammarFollower:
         if job is None:
             return
         if not job.is_done:
-            if job.began is not None and time.monotonic() - job.began > MAX_JOB_SECONDS:
+            now = time.monotonic()
+            if job.began is not None and now - job.began > MAX_JOB_SECONDS:
                 self.error = too_complex()
+            elif job.began is None and now - job.created > MAX_QUEUE_SECONDS:
+                self.error = _queued_too_long()
             return
         self._job, self.is_quick = None, job.seconds <= QUICK_SECONDS
         mask = self._result(job)
@@ -84,6 +128,17 @@ class GrammarFollower:
             self._follow()
         elif mask is not None:
             self.root = mask
+
+    def note_late(self) -> None:
+        """Take back ``is_quick`` when a job runs too long; one that waits behind others says nothing."""
+        self.is_quick &= self._job is None or not self._job.is_late
+
+    def leave_tree(self) -> bool:
+        """Give up a tree whose mask has not been begun; False: it has been."""
+        if self._job is None or not self._maker.drop(self._job):
+            return False
+        self._job = None
+        return True
 
     def distrust(self) -> None:
         """End the request at its next slow mask: another request with its grammar was too slow."""
@@ -99,7 +154,7 @@ class GrammarFollower:
         self._submit(partial(_advanced, self._matcher, tokens))
 
     def _submit(self, work: Callable[[], TreeMask], is_urgent: bool = False) -> MaskJob:
-        self._job = job = MaskJob(self._owner, work, is_urgent, is_suspect=not self.is_quick)
+        self._job = job = MaskJob(self._owner, work, is_urgent, is_suspect=not self.is_awaited)
         self._maker.submit(job)
         return job
 
@@ -114,3 +169,8 @@ class GrammarFollower:
 def _advanced(matcher: GrammarMatcher, tokens: Sequence[int]) -> TreeMask:
     matcher.advance(tokens)
     return matcher.mask([0], [-1])
+
+
+def _queued_too_long() -> GrammarError:
+    message = f"the mask of this request's grammar waited {MAX_QUEUE_SECONDS:g} s behind slow ones: try again later"
+    return GrammarError(message, "grammar_failed")

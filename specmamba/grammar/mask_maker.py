@@ -12,14 +12,15 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from specmamba.errors import GrammarError
 from specmamba.grammar.matcher import TreeMask
 
 MAX_THREADS = 8
+MAX_SLOW_OF_OWNER = 2  # slow jobs at a time, urgent ones included; others that are not urgent: one
 QUICK_SECONDS = 0.01  # of wall time; a job that runs longer is slow
 EXIT_SECONDS = 5.0  # that the end of the process waits for native calls
 NICENESS = 10  # of slow jobs, above that of the process: the engine has precedence
@@ -29,13 +30,15 @@ class MaskJob:
     """Work on one matcher that gives a mask. ``MaskMaker`` runs it once; its result is there when it is done.
 
     The work may raise GrammarError. ``owner`` is the caller that it is done for; None stands for one caller. An urgent
-    job does not wait for a slow one of the same owner. A suspect one, whose matcher has been slow, is slow at once.
+    job does not wait for one slow job of the same owner, but for two. A suspect one, whose matcher has been slow or
+    whose owner's masks took too much of the steps' time, is slow at once.
     """
 
     def __init__(
         self, owner: str | None, work: Callable[[], TreeMask], is_urgent: bool = False, is_suspect: bool = False
     ) -> None:
         self.owner, self.is_urgent, self.is_suspect = owner, is_urgent, is_suspect
+        self.created = time.monotonic()
         self.began: float | None = None  # time.monotonic()
         self.seconds = 0.0  # of wall time that it took
         self.is_done = False
@@ -49,6 +52,18 @@ class MaskJob:
         if isinstance(self._outcome, GrammarError):
             raise self._outcome
         return self._outcome
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it runs, and has run so long that it is slow. The time in the queue does not count."""
+        return not self.is_done and self.began is not None and time.monotonic() - self.began > QUICK_SECONDS
+
+    def seconds_since(self, start: float) -> float:
+        """Wall time that it has run since ``start``, a time of ``time.monotonic``."""
+        if self.began is None:
+            return 0.0
+        end = self.began + self.seconds if self.is_done else time.monotonic()
+        return max(0.0, end - max(self.began, start))
 
     @property
     def processor_seconds(self) -> float:
@@ -88,11 +103,11 @@ class _Worker:
 
 
 class MaskMaker:
-    """Runs jobs on daemon threads: owners in turn, and at most one slow job of each owner at a time.
+    """Runs jobs on daemon threads: owners in turn, and at most one slow job of each owner at a time, two if urgent.
 
     One thread runs the quick jobs. When its job turns out slow, it gets a low priority and another one starts, up to
-    ``max_threads``; this is noticed in ``submit`` and ``wait``. All methods are called from one thread, and only
-    ``join`` waits for native calls.
+    ``max_threads``; this is noticed in ``submit`` and ``wait``. The last thread takes no suspect jobs, and none of an
+    owner that has a slow one. All methods are called from one thread, and only ``join`` waits for native calls.
     """
 
     def __init__(self, max_threads: int = MAX_THREADS) -> None:
@@ -105,12 +120,11 @@ class MaskMaker:
         self._is_closed = False
         _MAKERS.add(self)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether all threads have slow jobs, so that no other job can begin."""
+    def has_room(self, owner: str | None) -> bool:
+        """Whether an urgent job of this owner can begin at once, or after a quick one."""
         with self._lock:
             self._replace_slow()
-            return len(self._workers) >= self._max_threads and all(worker.is_slow for worker in self._workers)
+            return self._may_begin(owner, True, False, self._slow_owners())
 
     def submit(self, job: MaskJob) -> None:
         """Queue a job behind the jobs of its owner."""
@@ -119,14 +133,16 @@ class MaskMaker:
             self._replace_slow()
             self._work.notify()
 
-    def drop(self, job: MaskJob) -> None:
-        """Remove a job that is no longer wanted; one that runs already goes on, and its result is not read."""
+    def drop(self, job: MaskJob) -> bool:
+        """Remove a job that is no longer wanted. False: it has begun; it goes on, and its result is not read."""
         with self._lock:
             jobs = self._waiting.get(job.owner, deque())
-            if job in jobs:
-                jobs.remove(job)
-                if not jobs:
-                    del self._waiting[job.owner]
+            if job not in jobs:
+                return False
+            jobs.remove(job)
+            if not jobs:
+                del self._waiting[job.owner]
+            return True
 
     def wait(
         self, jobs: Collection[MaskJob], seconds: float, processor_seconds: float = math.inf, even_blocked: bool = False
@@ -137,7 +153,7 @@ class MaskMaker:
             jobs: submitted before.
             seconds: the longest wait.
             processor_seconds: a job that has run for so long is not waited for any more.
-            even_blocked: wait also for jobs that cannot begin before a slow one of their owner has ended.
+            even_blocked: wait also for jobs that cannot begin before a slow one has ended.
         """
         end = time.monotonic() + seconds
         with self._lock:
@@ -166,16 +182,25 @@ class MaskMaker:
     def _left(self, jobs: Collection[MaskJob], processor_seconds: float, even_blocked: bool) -> list[MaskJob]:
         """The jobs that ``wait`` still waits for."""
         self._replace_slow()
-        slow: set[str | None] = set() if even_blocked else self._slow_owners()
+        slow = self._slow_owners()
         left = [job for job in jobs if not job.is_done]
-        waiting = [job for job in left if job.began is None and self._may_begin(job, slow)]
+        waiting = [job for job in left if job.began is None and (even_blocked or self._may_begin_job(job, slow))]
         return waiting + [j for j in left if j.began is not None and j.processor_seconds < processor_seconds]
 
-    def _may_begin(self, job: MaskJob, slow: Collection[str | None]) -> bool:
-        return job.is_urgent or job.owner not in slow
+    def _may_begin_job(self, job: MaskJob, slow: Mapping[str | None, int]) -> bool:
+        return self._may_begin(job.owner, job.is_urgent, job.is_suspect, slow)
 
-    def _slow_owners(self) -> set[str | None]:
-        return {worker.job.owner for worker in self._workers if worker.is_slow and worker.job is not None}
+    def _may_begin(self, owner: str | None, is_urgent: bool, is_suspect: bool, slow: Mapping[str | None, int]) -> bool:
+        own, total = slow.get(owner, 0), sum(slow.values())
+        if total >= self._max_threads:
+            return False
+        if total > 0 and total == self._max_threads - 1:
+            return own == 0 and not is_suspect  # the last thread is for jobs that may be quick
+        return own < (MAX_SLOW_OF_OWNER if is_urgent else 1)
+
+    def _slow_owners(self) -> Counter[str | None]:
+        """How many slow jobs of each owner run."""
+        return Counter(worker.job.owner for worker in self._workers if worker.is_slow and worker.job is not None)
 
     def _replace_slow(self) -> None:
         """Mark threads whose jobs are slow; start another where jobs wait and all are slow."""
@@ -215,7 +240,7 @@ class MaskMaker:
     def _next(self) -> MaskJob | None:
         slow = self._slow_owners()
         for owner, jobs in self._waiting.items():
-            job = next((job for job in jobs if self._may_begin(job, slow)), None)
+            job = next((job for job in jobs if self._may_begin_job(job, slow)), None)
             if job is not None:
                 jobs.remove(job)
                 self._waiting.move_to_end(owner)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from specmamba.engine.constraints import Constraints, restrict
 from specmamba.engine.request import Request
 from specmamba.errors import GrammarError
 from specmamba.grammar import GrammarFollower, GrammarMatcher, TreeMask
+from specmamba.grammar.follower import MAX_OWNERS, MEMORY_SECONDS, WaitShares
+from specmamba.grammar.mask_maker import MaskJob
 from specmamba.sampling_params import SamplingParams
 from tests.fake_engine import wait_until
 
@@ -35,6 +38,7 @@ def constraints() -> Iterator[Constraints]:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ROOT_SECONDS", "TREE_SECONDS", "MAX_TREE_SECONDS"):
         monkeypatch.setattr(f"specmamba.engine.constraints.{name}", 5.0)
+    monkeypatch.setattr("specmamba.grammar.follower.WAIT_SHARE", 1e9)
 
 
 CONSTRAINTS = Constraints(32 * WORDS)
@@ -211,10 +215,138 @@ def test_a_request_whose_drawn_tree_takes_too_long_fails(tree: DraftTree, monkey
 
 
 def test_without_a_free_thread_drawn_drafts_are_left_out(tree: DraftTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CONSTRAINTS, "can_begin", lambda: False)
+    monkeypatch.setattr(CONSTRAINTS, "can_begin", lambda follower: False)
     drawn = DraftTree(tree.tokens, tree.shape, torch.rand(2, 6, 40))
     constrained = request(Refuses())
     made = run(drawn, constrained, request())
     assert made.shape.parents.tolist() == [[-1] * 5, PARENTS[1][:5]]
     assert constrained.follower is not None
     assert constrained.follower.error is None
+
+
+def test_a_drawn_tree_that_cannot_begin_is_left_out(tree: DraftTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specmamba.engine.constraints.MAX_DRAWN_SECONDS", 0.1)
+    drawn = DraftTree(tree.tokens, tree.shape, torch.rand(2, 6, 40))
+    late = [Refuses(gate=threading.Event()) for _ in range(2)]
+    busy = [request(matcher, owner="drawn") for matcher in late]
+    settle(*busy)
+    for one in busy:
+        assert one.follower is not None
+        one.follower.begin_tree([1, 2], [-1, 0], None, is_urgent=True)
+    follower = cast(GrammarFollower, busy[0].follower)
+    wait_until(lambda: not CONSTRAINTS.can_begin(follower))
+    monkeypatch.setattr(CONSTRAINTS, "can_begin", lambda follower: True)  # the threads were taken after the look
+    blocked = request(Refuses(), owner="drawn")
+    assert blocked.follower is not None
+    blocked.follower.root = TreeMask(np.array([[120, 7]], np.int32), np.array([True]))
+    made = restrict([blocked, request()], drawn, CONSTRAINTS)
+    assert made.shape.parents.tolist()[0] == [-1] * 5
+    assert blocked.follower.error is None
+    assert blocked.follower.is_settled
+    assert blocked.follower.is_quick
+    for matcher in late:
+        assert matcher.gate is not None
+        matcher.gate.set()
+
+
+def test_a_request_that_waited_behind_others_stays_a_quick_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specmamba.engine.constraints.ROOT_SECONDS", 0.02)
+    gate, first, second = threading.Event(), Refuses(), Refuses()
+    monkeypatch.setattr(first, "advance", lambda tokens: gate.wait(10))
+    slow, queued = request(first, owner="queue"), request(second, owner="queue")
+    assert slow.follower is not None
+    assert queued.follower is not None
+    wait_until(lambda: CONSTRAINTS.ready([slow, queued], is_idle=False) == [] and not slow.follower.is_quick)
+    assert queued.follower.job is not None
+    assert queued.follower.job.began is None
+    assert queued.follower.is_quick
+    gate.set()
+    settle(slow, queued)
+
+
+def test_a_job_that_never_begins_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specmamba.engine.constraints.ROOT_SECONDS", 0.02)
+    monkeypatch.setattr("specmamba.grammar.follower.MAX_QUEUE_SECONDS", 0.05)
+    gate, first = threading.Event(), Refuses()
+    monkeypatch.setattr(first, "advance", lambda tokens: gate.wait(10))
+    slow, queued = request(first, owner="stuck"), request(Refuses(), owner="stuck")
+    wait_until(lambda: CONSTRAINTS.ready([slow, queued], is_idle=False) == [queued])
+    assert queued.follower is not None
+    assert queued.follower.error is not None
+    assert queued.follower.error.code == "grammar_failed"
+    assert "waited 0.05 s behind slow ones" in str(queued.follower.error)
+    queued.follower.close()
+    gate.set()
+    settle(slow)
+
+
+def test_steps_wait_for_a_share_of_the_time_for_one_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specmamba.grammar.follower.WAIT_SHARE", 0.25)
+    shares = WaitShares()
+    for step in range(200):  # 4 s, of which steps wait 90%
+        shares.add("a", 0.018, 0.02 * step)
+    shares.add("b", 0.2, 4.0)
+    assert shares.is_spent("a", 4.0)
+    assert not shares.is_spent("b", 4.0)
+    assert not shares.is_spent("c", 4.0)
+    assert not shares.is_spent("a", 4.0 + 2 * MEMORY_SECONDS)
+    for step in range(500):  # 10%
+        shares.add("d", 0.002, 0.02 * step)
+    assert not shares.is_spent("d", 10.0)
+
+
+def test_few_owners_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specmamba.grammar.follower.WAIT_SHARE", 0.25)
+    shares = WaitShares()
+    for index in range(MAX_OWNERS + 5):
+        shares.add(str(index), MEMORY_SECONDS, 1.0)
+    assert len(shares._shares) == MAX_OWNERS
+    assert not shares.is_spent("4", 1.0)
+    assert shares.is_spent("5", 1.0)
+
+
+def test_an_owner_that_used_up_its_share_is_not_waited_for(tree: DraftTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specmamba.grammar.follower.WAIT_SHARE", 0.25)
+    made, gate, matcher = Constraints(32 * WORDS), threading.Event(), Refuses()
+    monkeypatch.setattr(matcher, "advance", lambda tokens: gate.wait(10))
+    heavy = request()
+    heavy.follower = GrammarFollower(cast(GrammarMatcher, matcher), made._maker, "heavy")
+    made._shares.add("heavy", 10.0, time.monotonic())
+    awaited: list[int] = []
+    wait = made._maker.wait
+
+    def seen(jobs: Collection[MaskJob], seconds: float, **more: Any) -> None:
+        awaited.append(len(jobs))
+        wait(jobs, min(seconds, 0.05), **more)
+
+    monkeypatch.setattr(made._maker, "wait", seen)
+    free = request()
+    assert made.ready([heavy, free], is_idle=False) == [free]
+    assert awaited == [0]
+    assert heavy.follower.is_quick
+    assert heavy.follower.job is not None
+    assert heavy.follower.job.is_suspect  # quick jobs of others do not wait for it
+    assert made.ready([heavy], is_idle=True) == []
+    assert awaited == [0, 1, 1]  # alone, it is waited for
+    gate.set()
+    wait_until(lambda: made.ready([heavy, free], is_idle=False) == [heavy, free])
+    pair = restrict([heavy, free], tree, made)
+    assert pair.shape.parents.tolist()[0] == [-1] * 5  # no drafts: the step would wait for their masks
+    made.close()
+
+
+def test_waits_are_charged_to_their_owner_when_others_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specmamba.grammar.follower.WAIT_SHARE", 0.25)
+    monkeypatch.setattr("specmamba.engine.constraints.ROOT_SECONDS", 0.05)
+    made, gate, matcher = Constraints(32 * WORDS), threading.Event(), Refuses()
+    monkeypatch.setattr(matcher, "advance", lambda tokens: gate.wait(10))
+    slow = request()
+    slow.follower = GrammarFollower(cast(GrammarMatcher, matcher), made._maker, "slow")
+    assert made.ready([slow], is_idle=True) == []
+    assert not made._shares._shares
+    slow.follower.is_quick = True
+    made.ready([slow, request()], is_idle=False)
+    share, _ = made._shares._shares["slow"]
+    assert share >= 0.05 / MEMORY_SECONDS * 0.9
+    gate.set()
+    made.close()

@@ -14,7 +14,7 @@ import pytest
 
 from specmamba.errors import GrammarError
 from specmamba.grammar import MaskMaker, TreeMask
-from specmamba.grammar.mask_maker import NICENESS, MaskJob
+from specmamba.grammar.mask_maker import NICENESS, QUICK_SECONDS, MaskJob
 from tests.fake_engine import wait_until
 
 MASK = TreeMask(np.zeros((1, 2), np.int32), np.ones(1, np.bool_))
@@ -126,15 +126,68 @@ def test_processor_time_ends_a_wait_too(maker: MaskMaker) -> None:
 def test_threads_are_bounded(maker: MaskMaker, gates: Callable[[], Gate]) -> None:
     own = [gates() for _ in range(3)]
     slow = [submitted(maker, f"owner {index}", gate) for index, gate in enumerate(own)]
-    wait_until(lambda: maker.is_full)
+    wait_until(lambda: not maker.has_room("other"))
     waiting = submitted(maker, "other", quick)
     maker.wait([waiting], 0.03)
     assert waiting.began is None
     own[1].open()
     maker.wait([slow[1], waiting], LONG)
     assert is_done(waiting)
-    assert not maker.is_full
+    wait_until(lambda: maker.has_room("other"))
     assert not is_done(slow[0])
+
+
+def test_urgent_jobs_of_one_owner_take_two_threads(gates: Callable[[], Gate]) -> None:
+    maker, own = MaskMaker(max_threads=8), [gates() for _ in range(8)]
+    try:
+        jobs = [submitted(maker, "a", gate, is_urgent=True) for gate in own]
+        wait_until(lambda: not maker.has_room("a"))
+        maker.wait(jobs[2:], LONG)  # returns: they cannot begin
+        assert [job.began is not None for job in jobs] == [True, True, *[False] * 6]
+        others = [submitted(maker, owner, quick) for owner in "bcd"]
+        maker.wait(others, LONG)
+        assert all(map(is_done, others))
+        assert jobs[2].began is None
+        assert not maker.drop(jobs[0])
+        assert maker.drop(jobs[7])
+        own[0].open()
+        wait_until(lambda: maker.has_room("b") and own[2].has_begun.is_set())
+        assert not own[3].has_begun.is_set()
+    finally:
+        for gate in own:
+            gate.open()
+        maker.close()
+
+
+def test_the_last_thread_is_for_jobs_that_may_be_quick(maker: MaskMaker, gates: Callable[[], Gate]) -> None:
+    own = [gates(), gates()]
+    slow = [submitted(maker, owner, gate) for owner, gate in zip("ab", own, strict=True)]
+    wait_until(lambda: not maker.has_room("a") and not maker.has_room("b"))
+    suspect = MaskJob("c", quick, is_suspect=True)
+    maker.submit(suspect)
+    urgent, other = submitted(maker, "a", quick, is_urgent=True), submitted(maker, "d", quick)
+    maker.wait([suspect, urgent, other], LONG)
+    assert is_done(other)
+    assert suspect.began is None
+    assert urgent.began is None
+    own[0].open()
+    maker.wait([slow[0], suspect, urgent], LONG, even_blocked=True)
+    assert is_done(suspect)
+    assert is_done(urgent)
+
+
+def test_the_time_in_the_queue_makes_no_job_late(gates: Callable[[], Gate]) -> None:
+    maker, gate = MaskMaker(max_threads=1), gates()
+    first, second = submitted(maker, "a", gate), submitted(maker, "a", quick)
+    wait_until(lambda: first.is_late)
+    assert not second.is_late
+    assert second.seconds_since(first.created) == 0.0
+    assert first.seconds_since(first.created) > QUICK_SECONDS
+    assert first.seconds_since(time.monotonic() + LONG) == 0.0
+    gate.open()
+    maker.wait([first, second], LONG, even_blocked=True)
+    assert not first.is_late
+    maker.close()
 
 
 def test_owners_take_turns(gates: Callable[[], Gate]) -> None:

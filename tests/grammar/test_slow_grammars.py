@@ -223,6 +223,7 @@ def test_sitting_out_changes_no_text(
 
     for name in ("ROOT_SECONDS", "TREE_SECONDS", "MAX_TREE_SECONDS"):  # which drafts are made must not depend on time
         monkeypatch.setattr(f"specmamba.engine.constraints.{name}", 5.0)
+    monkeypatch.setattr("specmamba.grammar.follower.WAIT_SHARE", 1e9)
     expected, ready, rng = run(), Constraints.ready, random.Random(1)
 
     def sometimes(self: Constraints, requests: Sequence[Request], is_idle: bool) -> list[Request]:
