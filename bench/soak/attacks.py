@@ -1,4 +1,4 @@
-"""Attacks on a server by clients that have a valid key or none: each is one coroutine, repeated by several attackers."""
+"""Attacks on a server by clients with a valid key or none: each is one coroutine, repeated by several attackers."""
 
 from __future__ import annotations
 
