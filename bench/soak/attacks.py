@@ -14,6 +14,7 @@ from specmamba.bench.soak.clients import Address, Wire, connected
 GOOD_KEY, BAD_KEY, OPERATOR_KEY = "good", "bad", "operator"
 _HOLD_S = 3.0  # idle connections are kept open
 _PACE_S = 0.01  # between cheap requests: attackers share the processor with the server here
+_SHORT_CHUNKS = ("--chunked-prefill-size", "128")  # they bound how long a prompt of another client delays a stream
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 # Masks of this rule take long, and a walk that begins with a usual letter never comes to it.
 _BOMB = 'root ::= [^q]* | "q" bomb\nbomb ::= ("{salt}" | [^"] part part part part part)\npart ::= [^"] part part | ""'
@@ -117,6 +118,7 @@ async def connect_and_close(place: Place) -> None:
             if place.random.random() < 0.7:
                 await wire.send(b"\x16\x03\x01 this is not HTTP\r\n\r\n")
             wire.reset()
+        await asyncio.sleep(_PACE_S)
 
 
 async def half_closed(place: Place) -> None:
@@ -169,8 +171,8 @@ async def logged_requests(place: Place) -> None:
 ATTACKS: Mapping[str, Attack] = {
     "grammar bombs": Attack(grammar_bombs, 16),
     "floods of choices": Attack(floods, 17),
-    "long prompts": Attack(long_prompts, 8),
-    "listed logprobs": Attack(listed_logprobs, 8),
+    "long prompts": Attack(long_prompts, 8, _SHORT_CHUNKS),
+    "listed logprobs": Attack(listed_logprobs, 8, _SHORT_CHUNKS),
     "idle connections": Attack(idle_connections, 8, ("--max-connections", "64")),
     "blank lines": Attack(blank_lines, 8),
     "connect and close": Attack(connect_and_close, 8),

@@ -72,12 +72,13 @@ def broken_bounds(report: Mapping[str, Any], bounds: Bounds) -> list[str]:
     return [*not_given_back(report), *_not_answered(report), *_too_slow(report, bounds), *_not_ended(report["end"])]
 
 
-def not_given_back(report: Mapping[str, Any]) -> list[str]:
+def not_given_back(report: Mapping[str, Any], spare_descriptors: int = 0) -> list[str]:
     """A sentence for everything that the server holds ``after`` and did not hold ``before``."""
     before, after = report["before"], report["after"]
     held = [f"{name}: {after[name]} held by an idle server" for name, none in _POOLS.items() if after[name] != none]
     changed = [f"{name}: {before[name]} before, {after[name]} after" for name in _SAME if before[name] != after[name]]
-    grown = [name for name, spare in _SPARE.items() if after[name] > before[name] + spare]
+    spares = _SPARE | {"descriptors": spare_descriptors}
+    grown = [name for name, spare in spares.items() if after[name] > before[name] + spare]
     return [*held, *changed, *(f"{name}: {before[name]} before, {after[name]} after" for name in grown)]
 
 

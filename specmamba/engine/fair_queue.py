@@ -89,10 +89,10 @@ def next_preempted(running: Iterable[Request]) -> Request:
 
 
 def yielding(waiting: Iterable[Request], running: Sequence[Request], most_tokens: int) -> Request | None:
-    """The running request that gives its place to a client that has none, or None.
+    """The running request that gives its place to a client that has at least two fewer, or None.
 
     A place that becomes free by itself goes to that client too, but the answers of others may take minutes until then.
-    A request that waits for a prefix which another one computes has its turn. The only request of a client stays.
+    A request that waits for a prefix which another one computes has its turn.
 
     Args:
         waiting: requests that found no room.
@@ -100,14 +100,14 @@ def yielding(waiting: Iterable[Request], running: Sequence[Request], most_tokens
         most_tokens: size of the KV pool. A request that needs more than an even share of it for each client waits for
             its place, else one long prompt would empty the batch.
     """
-    names = {request.owner.name for request in running}
-    share = most_tokens // (len(names) + 1)
-    wanting = (request for request in waiting if request.owner.name not in names and request.leader is None)
-    if all(request.num_tokens > share for request in wanting):
+    counts = Counter(request.owner.name for request in running)
+    wanting = [request for request in waiting if request.leader is None]
+    share = most_tokens // max(1, len(counts.keys() | {request.owner.name for request in wanting}))
+    least = min((counts[request.owner.name] for request in wanting if request.num_tokens <= share), default=None)
+    if least is None or not running:
         return None
-    request = next_preempted(running) if running else None
-    is_only = request is None or sum(other.owner.name == request.owner.name for other in running) == 1
-    return None if is_only else request
+    request = next_preempted(running)
+    return request if counts[request.owner.name] >= least + 2 else None
 
 
 class PrefillTurns:

@@ -181,10 +181,10 @@ class Scheduler:
         return None
 
     def must_yield(self) -> Request | None:
-        """Return a running request that the caller preempts so that a client gets its first place, or None.
+        """Return a running request that the caller preempts so that a client gets its share of the batch, or None.
 
-        Asked after ``admit``: a client that still has no place found no room. Without a prefix cache, which keeps what
-        a request has computed, none yields.
+        Asked after ``admit``: requests that still wait found no room. Without a prefix cache, which keeps what a request
+        has computed, none yields.
         """
         if not self.waiting or not self._cache.is_on:
             return None

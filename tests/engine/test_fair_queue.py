@@ -61,12 +61,14 @@ def test_the_client_with_the_least_comes_first(waiting: str, running: str, expec
         ("b", "a", None),  # its only request
         ("b", "ac", None),
         ("b", "ab", None),
+        ("b", "aab", None),
+        ("b", "aaab", 102),
         ("a", "aaa", None),
         ("b", "", None),
         ("", "aaa", None),
     ],
 )
-def test_who_yields_to_a_client_without_a_place(waiting: str, running: str, expected: int | None) -> None:
+def test_who_yields_to_a_client_with_fewer_places(waiting: str, running: str, expected: int | None) -> None:
     found = yielding(requests(waiting), requests(running, 100), 64)
     assert (None if found is None else found.sequence_number) == expected
 
