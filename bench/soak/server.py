@@ -165,7 +165,7 @@ def server_process(
     Raises:
         SpecmambaError: it does not start in time.
     """
-    command = [*SERVE, "--host", "127.0.0.1", "--port", "0", *SERVER_FLAGS, *flags, *engine_flags(config)]
+    command = [*SERVE, "--host", "127.0.0.1", "--port", "0", *SERVER_FLAGS, *engine_flags(config), *flags]
     paths = [str(Path(specmamba.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **(variables or {})}
     with tempfile.TemporaryFile() as log, _unread_pipe() as pipe:

@@ -183,8 +183,8 @@ class Scheduler:
     def must_yield(self) -> Request | None:
         """Return a running request that the caller preempts so that a client gets its share of the batch, or None.
 
-        Asked after ``admit``: requests that still wait found no room. Without a prefix cache, which keeps what a request
-        has computed, none yields.
+        Asked after ``admit``: requests that still wait found no room. Without a prefix cache, which keeps what was
+        computed, none yields.
         """
         if not self.waiting or not self._cache.is_on:
             return None

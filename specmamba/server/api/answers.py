@@ -171,14 +171,21 @@ async def send_answer(
     if outputs is None:
         return Response(status_code=499)  # not sent: nginx's status for a client that disconnected, for the log
     kept, usage = choices.best(outputs), choices.usage(call.last_deltas)
-    size = sum(map(_num_tokens, kept))
-    content = await off_loop(size, lambda: answer_format.whole(kept, usage).model_dump_json())
+    size = sum(map(_num_written, kept))
+    content = await off_loop(size, lambda: answer_format.whole(kept, usage).model_dump_json(), encodes=True)
     return Response(content, media_type="application/json")
 
 
 def _num_tokens(delta: OutputDelta) -> int:
     """Tokens that have to be written out."""
     return len(delta.token_ids) + len(delta.prompt_logprobs or ())
+
+
+def _num_written(delta: OutputDelta) -> int:
+    """Tokens that have to be written out, those that are listed beside others included."""
+    scored = delta.logprobs[-1:] or (delta.prompt_logprobs or ())[-1:]
+    num_beside = max((len(entry.top) for entry in scored if entry is not None), default=0)
+    return _num_tokens(delta) * (1 + num_beside)
 
 
 async def _events(

@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 # Characters or tokens. Less work than the first is done faster than it is handed to a thread.
 INLINE_SIZE, _LARGE = 1000, 65_536
-# Large texts take tens of bytes of memory for each of their characters, so only two are worked on at a time.
+# Large texts and answers take tens of bytes of memory for each character, and the interpreter's lock from the engine.
+# So only two are worked on at a time.
 _FOR_LARGE = ThreadPoolExecutor(max_workers=2, thread_name_prefix="large-texts")
 _MAX_PENDING = 64  # deltas of a choice that are kept one by one: merging each with all before it would take longer
 
@@ -39,7 +40,7 @@ _MAX_PENDING = 64  # deltas of a choice that are kept one by one: merging each w
 async def off_loop(size: int, function: Callable[..., T], *args: object, encodes: bool = False) -> T:
     """Call a function on ``size`` characters or tokens: directly when there is little to do, else on a thread.
 
-    Large texts that the function ``encodes`` share two threads; other work does not wait for them.
+    Large texts that the function ``encodes``, or writes, share two threads; other work does not wait for them.
     """
     if size <= INLINE_SIZE:
         return function(*args)
