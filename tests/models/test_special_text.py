@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -225,23 +226,28 @@ def test_tokens_with_long_shared_beginnings() -> None:
     assert spans(found(pattern, "x" * 1000, 399)) == [(0, 399), (399, 798), (798, 1000)]
 
 
+# The modules that parse patterns are not public, so type checkers disagree about them.
+_parser: Any = import_module("re._parser")
+_constants: Any = import_module("re._constants")
+
+
 def choices(parsed: Any) -> Iterator[int]:
     """The number of alternatives at each branch of a parsed pattern."""
     match parsed:
-        case (re._constants.BRANCH, (_, branches)):  # type: ignore[attr-defined]
+        case (_constants.BRANCH, (_, branches)):
             yield len(branches)
             for branch in branches:
                 yield from choices(branch)
         case (_, list() | tuple() as inner):
             yield from choices([inner])
-        case list() | tuple() | re._parser.SubPattern():  # type: ignore[attr-defined]
+        case list() | tuple() | _parser.SubPattern():
             for each in parsed:
                 yield from choices(each)
 
 
 def test_tokens_with_a_shared_beginning_are_not_tried_one_by_one() -> None:
     tokens = [f"<|reserved_special_token_{i}|>" for i in range(1000)] + ["</s>", "[INST]"]
-    parse = re._parser.parse  # type: ignore[attr-defined]
+    parse = _parser.parse
     assert max(choices(parse("|".join(map(re.escape, tokens))))) == len(tokens)
     pattern = any_of(dict.fromkeys(tokens, ""))
     assert max(choices(parse(pattern))) == 11  # ten digits and the end
