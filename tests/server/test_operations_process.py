@@ -97,7 +97,7 @@ import sys, threading
 from specmamba.server import serve, shutdown_watch
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, FakeTokenizer
-FakeTokenizer.chat_text = lambda *_, **__: threading.Event().wait()
+FakeTokenizer.encode = lambda *_, **__: threading.Event().wait()
 shutdown_watch._END_S, serve._GRACEFUL_TIMEOUT_S = 0.2, 1
 config = ServerConfig(port=0)
 sys.exit(serve.run_server(config, lambda: FakeEngine(config)))
@@ -108,9 +108,7 @@ sys.exit(serve.run_server(config, lambda: FakeEngine(config)))
 def test_a_thread_that_hangs_does_not_keep_the_process() -> None:
     with process("-c", HUNG_THREAD) as server:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(
-                f"{server.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, timeout=0.3
-            )
+            httpx.post(f"{server.url}/tokenize", json={"prompt": "x" * 5000}, timeout=0.3)
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         status, err = server.end()

@@ -159,7 +159,13 @@ def test_everything_moves(page: Page) -> None:
             "([name, count]) => Number(document.querySelector(`[data-chart='${name}']`).dataset.points) > count",
             arg=[name, count],
         )
-    assert all(now > then for now, then in zip(sums_of_pixels(page), empty, strict=True))
+    for _ in range(100):  # a chart is drawn some frames after it has its points
+        sums = sums_of_pixels(page)
+        if all(now > then for now, then in zip(sums, empty, strict=True)):
+            break
+        page.wait_for_timeout(100)
+    else:
+        raise AssertionError(f"a chart shows nothing new: {empty}, then {sums}")
     assert page.locator(".draft .node.yes").count() >= 1
     assert page.locator(".draft .node.bonus").count() == 1
     accepted = page.locator(".draft .node.yes").count() - 1
