@@ -38,7 +38,7 @@ def fair_order(waiting: Sequence[Request], running: Iterable[Request]) -> Iterat
             heapq.heappop(turns)
 
 
-def may_displace(request: Request, waiting: Iterable[Request], num_above: int) -> bool:
+def may_displace(request: Request, waiting: Sequence[Request], num_above: int) -> bool:
     """Whether a new request may be added to a full queue, so that another client's request leaves it (``surplus``).
 
     Args:
@@ -50,9 +50,8 @@ def may_displace(request: Request, waiting: Iterable[Request], num_above: int) -
         True if some client will still have at least two more than the client of ``request``.
     """
     counts = Counter(other.owner.name for other in waiting if not other.num_admissions)
-    for _ in range(num_above):
-        counts[_largest(counts)] -= 1
-    return counts[_largest(counts)] >= counts[request.owner.name] + 2
+    counts.subtract(other.owner.name for other in surplus(waiting, num_above))
+    return max(counts.values(), default=0) >= counts[request.owner.name] + 2
 
 
 def surplus(waiting: Iterable[Request], num_above: int) -> list[Request]:
@@ -72,10 +71,6 @@ def surplus(waiting: Iterable[Request], num_above: int) -> list[Request]:
         leaving.append(max(largest, key=lambda request: request.sequence_number))
         largest.remove(leaving[-1])
     return leaving
-
-
-def _largest(counts: Counter[str | None]) -> str | None:
-    return max(counts, key=lambda name: counts[name], default=None)
 
 
 def next_preempted(running: Iterable[Request]) -> Request:
@@ -102,12 +97,17 @@ def yielding(waiting: Iterable[Request], running: Sequence[Request], most_tokens
     """
     counts = Counter(request.owner.name for request in running)
     wanting = [request for request in waiting if request.leader is None]
-    share = most_tokens // max(1, len(counts.keys() | {request.owner.name for request in wanting}))
+    share = even_share(most_tokens, [*running, *wanting])
     least = min((counts[request.owner.name] for request in wanting if request.num_tokens <= share), default=None)
     if least is None or not running:
         return None
     request = next_preempted(running)
     return request if counts[request.owner.name] >= least + 2 else None
+
+
+def even_share(num_tokens: int, requests: Iterable[Request]) -> int:
+    """What each client of these requests has of a KV pool that is divided evenly, in tokens."""
+    return num_tokens // max(1, len({request.owner.name for request in requests}))
 
 
 class PrefillTurns:

@@ -16,7 +16,15 @@ from specmamba.cache.prefix.node import Tokens, common_length
 from specmamba.config import EngineConfig
 from specmamba.core import SpecStats
 from specmamba.engine.cache_manager import CacheManager
-from specmamba.engine.fair_queue import PrefillTurns, fair_order, may_displace, next_preempted, surplus, yielding
+from specmamba.engine.fair_queue import (
+    PrefillTurns,
+    even_share,
+    fair_order,
+    may_displace,
+    next_preempted,
+    surplus,
+    yielding,
+)
 from specmamba.engine.request import PrefillRun, Request
 from specmamba.errors import QueueFullError
 from specmamba.verify.pools import Pools
@@ -258,9 +266,9 @@ class Scheduler:
 
     def _may_be_passed(self, request: Request) -> bool:
         """Whether others go before a request that needs more than an even share of the KV for each client."""
-        names = {other.owner.name for other in (*self.waiting, *self.extending, *self.verifying)}
-        is_large = request.num_tokens > self._cache.num_tokens // len(names)
-        return len(names) > 1 and is_large and request.num_overtakes < self._limits.max_overtakes
+        share = even_share(self._cache.num_tokens, (*self.waiting, *self.extending, *self.verifying))
+        is_alone = share == self._cache.num_tokens
+        return not is_alone and request.num_tokens > share and request.num_overtakes < self._limits.max_overtakes
 
     def _count_overtakes(self, admitted: list[Request]) -> None:
         if admitted and self.waiting:

@@ -48,34 +48,23 @@ class GrammarFollower:
     """
 
     def __init__(self, matcher: GrammarMatcher, maker: MaskMaker, owner: str | None = None) -> None:
-        self._matcher, self._maker, self._owner = matcher, maker, owner
-        self._job: MaskJob | None = None
+        self._matcher, self._maker = matcher, maker
+        self.owner = owner  # the caller that is charged for the time of masks
+        self.job: MaskJob | None = None  # waits or runs, or its result has not been taken
         self._unseen: list[int] = []  # tokens of the output that the matcher has not got
         self.root: TreeMask | None = None  # what may follow the last token of prompt or output
         self.error: GrammarError | None = None
         self.is_quick = True  # its last job was: the engine waits for the next one
-        self.is_spent = (
-            False  # steps have waited too long for its owner's masks: its jobs are made beside the quick ones
-        )
+        self.is_spent = False  # steps have waited too long for its owner's masks: its jobs run beside the quick ones
 
     @property
     def is_settled(self) -> bool:
-        return self.error is not None or (self.root is not None and self._job is None)
-
-    @property
-    def owner(self) -> str | None:
-        """The caller that is charged for the time of masks."""
-        return self._owner
+        return self.error is not None or (self.root is not None and self.job is None)
 
     @property
     def is_awaited(self) -> bool:
         """Whether a step may wait for its masks, although it has other work."""
         return self.is_quick and not self.is_spent
-
-    @property
-    def job(self) -> MaskJob | None:
-        """The job that waits or runs, or whose result has not been taken."""
-        return self._job
 
     @property
     def seconds_per_node(self) -> float:
@@ -84,35 +73,35 @@ class GrammarFollower:
 
     def start(self) -> None:
         """Begin to make the mask of the root, unless it is there or on its way."""
-        if self._job is None and self.root is None and self.error is None:
+        if self.job is None and self.root is None and self.error is None:
             self._follow()
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append tokens to the output, and begin to make the mask of what follows, as soon as no other job runs."""
         self.root = None
         self._unseen += tokens
-        if self._job is None:
+        if self.job is None:
             self._follow()
 
     def begin_tree(
         self, tokens: Sequence[int], parents: Sequence[int], seconds: float | None, is_urgent: bool = False
     ) -> MaskJob:
         """Begin to make the mask of a draft tree on the root; arguments as of ``GrammarMatcher.mask``."""
-        assert self._job is None
+        assert self.job is None
         return self._submit(partial(self._matcher.mask, tokens, parents, seconds), is_urgent)
 
     def take_tree(self) -> TreeMask | None:
         """The mask of the tree; None: no tree was begun, it is not done, or the request has failed."""
-        job = self._job
+        job = self.job
         if job is None or not job.is_done:
             self.note_late()
             return None
-        self._job = None
+        self.job = None
         return self._result(job)
 
     def settle(self) -> None:
         """Take the mask of the root if it is done, and go on with tokens that waited for a late tree."""
-        job = self._job
+        job = self.job
         if job is None:
             return
         if not job.is_done:
@@ -122,7 +111,7 @@ class GrammarFollower:
             elif job.began is None and now - job.created > MAX_QUEUE_SECONDS:
                 self.error = _queued_too_long()
             return
-        self._job, self.is_quick = None, job.seconds <= QUICK_SECONDS
+        self.job, self.is_quick = None, job.seconds <= QUICK_SECONDS
         mask = self._result(job)
         if self._unseen and self.error is None:
             self._follow()
@@ -131,13 +120,13 @@ class GrammarFollower:
 
     def note_late(self) -> None:
         """Take back ``is_quick`` when a job runs too long; one that waits behind others says nothing."""
-        self.is_quick &= self._job is None or not self._job.is_late
+        self.is_quick &= self.job is None or not self.job.is_late
 
     def leave_tree(self) -> bool:
         """Give up a tree whose mask has not been begun; False: it has been."""
-        if self._job is None or not self._maker.drop(self._job):
+        if self.job is None or not self._maker.drop(self.job):
             return False
-        self._job = None
+        self.job = None
         return True
 
     def distrust(self) -> None:
@@ -146,15 +135,15 @@ class GrammarFollower:
 
     def close(self) -> None:
         """Give up a job that waits; the result of one that runs is not read."""
-        if self._job is not None:
-            self._maker.drop(self._job)
+        if self.job is not None:
+            self._maker.drop(self.job)
 
     def _follow(self) -> None:
         tokens, self._unseen = self._unseen, []
         self._submit(partial(_advanced, self._matcher, tokens))
 
     def _submit(self, work: Callable[[], TreeMask], is_urgent: bool = False) -> MaskJob:
-        self._job = job = MaskJob(self._owner, work, is_urgent, is_suspect=not self.is_awaited)
+        self.job = job = MaskJob(self.owner, work, is_urgent, is_suspect=not self.is_awaited)
         self._maker.submit(job)
         return job
 

@@ -16,8 +16,6 @@ from specmamba.errors import CheckpointError
 
 MAX_LAYERS = MAX_LABELS = 10_000
 _SHOWN = 60  # characters of a wrong value in a message
-
-
 _FLOAT = "__float__"  # transformers writes infinity as {"__float__": "Infinity"}: JSON has none
 
 

@@ -102,7 +102,7 @@ def add(engine: Engine, name: str, params: SamplingParams, grammar: CompiledGram
 
 def owned(request: Request, owner: str) -> None:
     assert request.follower is not None
-    request.follower._owner = owner
+    request.follower.owner = owner
 
 
 def step_until(engine: Engine, condition: Callable[[], object], max_steps: int = 5000) -> list[OutputDelta]:

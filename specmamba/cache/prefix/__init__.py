@@ -13,11 +13,11 @@ from specmamba.cache.prefix.inspection import (
     Outline,
     RequestStats,
     View,
-    check_tree,
     outline,
     render_tree,
     summarize,
 )
+from specmamba.cache.prefix.invariants import check_tree
 from specmamba.cache.prefix.node import (
     Insertion,
     Match,

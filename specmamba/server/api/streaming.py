@@ -6,19 +6,20 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from starlette.requests import Request
 from starlette.types import Receive
 
 from specmamba.core import ANYONE, OutputDelta, Owner
 from specmamba.engine.thread import EngineRequest, EngineThread
 from specmamba.errors import EngineStoppedError
 from specmamba.sampling_params import SamplingParams
-from specmamba.server.http.error_answers import SERVER, ApiError
+from specmamba.server.http.error_answers import SERVER, ApiError, queue_full
 from specmamba.server.http.limits import CallLimits, Deadline
 from specmamba.server.observe.call_record import AbortReason, CallRecord, ObserverFactory, RequestObserver
 
@@ -235,8 +236,7 @@ def _raise_if_broken(delta: OutputDelta) -> None:
     if delta.finish_reason == "abort":
         raise EngineStoppedError(f"the answer was cut off: {delta.error or 'the engine gave it up'}")
     if delta.error_code == "queue_full":
-        message = delta.error or "the queue is full"
-        raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
+        raise queue_full(delta.error or "the queue is full")
     if delta.finish_reason == "error" and delta.error_code is not None:
         raise ApiError(400, delta.error or "the request cannot go on", code=delta.error_code)
     if delta.finish_reason == "error":
@@ -259,3 +259,15 @@ async def until_client_gone(receive: Receive, work: asyncio.Task[T]) -> T | None
         work.cancel()
         watcher.cancel()
         await asyncio.gather(work, watcher, return_exceptions=True)
+
+
+async def unless_client_gone(request: Request, work: Coroutine[Any, Any, T], what: str) -> T:
+    """The result of work for a client, which ends when the client disconnects.
+
+    Raises:
+        ApiError: 499; the client disconnected before ``what``, a part of the message.
+    """
+    result = await until_client_gone(request.receive, asyncio.create_task(work))
+    if result is None:
+        raise ApiError(499, f"the client hung up before {what}", code="client_gone")
+    return result

@@ -14,9 +14,9 @@ from specmamba.engine.thread import EngineConstants
 from specmamba.errors import EngineStoppedError, RequestError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
 from specmamba.sampling_params import MAX_GRAMMAR_CHARACTERS, GrammarSpec
-from specmamba.server.api.streaming import until_client_gone
+from specmamba.server.api.streaming import unless_client_gone
 from specmamba.server.http.callers import caller_of
-from specmamba.server.http.error_answers import SERVER, ApiError
+from specmamba.server.http.error_answers import ApiError, queue_timeout
 from specmamba.server.http.fields import STRING, StrictModel, shortened
 from specmamba.server_config import ServerConfig
 
@@ -188,11 +188,8 @@ class Grammars:
         param = FIELDS[spec.kind] if param is None else param
         if request is None:
             return await self._compiled(spec, param, None)
-        work = asyncio.create_task(self._compiled(spec, param, caller_of(request.scope).name))
-        compiled = await until_client_gone(request.receive, work)
-        if compiled is None:
-            raise ApiError(499, "the client hung up before its grammar was compiled", code="client_gone")
-        return compiled
+        work = self._compiled(spec, param, caller_of(request.scope).name)
+        return await unless_client_gone(request, work, "its grammar was compiled")
 
     async def _compiled(self, spec: GrammarSpec, param: str, caller: str | None) -> CompiledGrammar:
         limit = self._config.queue_timeout
@@ -201,9 +198,7 @@ class Grammars:
                 compiler = await self._ready_compiler(param)
                 return await asyncio.wrap_future(compiler.compile(spec, caller))
         except TimeoutError:
-            message = f"the grammar's turn did not come within {limit:g} s (--queue-timeout): try again later"
-            headers = {"Retry-After": "1"}
-            raise ApiError(503, message, kind=SERVER, code="queue_timeout", headers=headers) from None
+            raise queue_timeout("no turn for the grammar", limit) from None
         except RequestError as error:
             code = "grammar_too_complex" if isinstance(error.__cause__, TimeoutError) else "invalid_grammar"
             raise ApiError(400, f"{param}: {shortened(str(error))}", param=param, code=code) from None

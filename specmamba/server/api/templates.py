@@ -15,9 +15,9 @@ from fastapi import Request
 from specmamba.engine.thread import EngineConstants
 from specmamba.errors import RequestError, TemplateLimitError
 from specmamba.models.special_text import strings
-from specmamba.server.api.streaming import until_client_gone
+from specmamba.server.api.streaming import unless_client_gone
 from specmamba.server.http.callers import caller_of
-from specmamba.server.http.error_answers import SERVER, ApiError
+from specmamba.server.http.error_answers import ApiError, queue_timeout
 from specmamba.server.http.fields import shortened
 from specmamba.server_config import ServerConfig
 from specmamba.templates.renderer import TemplateRenderer
@@ -78,11 +78,8 @@ class Templates:
 
         if self._renderer is None:
             raise RequestError("this model has no chat template", "messages")
-        work = asyncio.create_task(self._rendered(partial(self._renderer.render, make), caller_of(request.scope).name))
-        rendered = await until_client_gone(request.receive, work)
-        if rendered is None:
-            raise ApiError(499, "the client hung up before its messages were rendered", code="client_gone")
-        return rendered
+        work = self._rendered(partial(self._renderer.render, make), caller_of(request.scope).name)
+        return await unless_client_gone(request, work, "its messages were rendered")
 
     async def _rendered(self, start: Callable[[], Future[RenderedChat]], caller: str) -> RenderedChat:
         limit = self._config.queue_timeout
@@ -91,9 +88,7 @@ class Templates:
                 waiting.reschedule(None)  # the rendering has its own limit
                 return await asyncio.wrap_future(start())
         except TimeoutError:
-            message = f"the turn of these messages did not come within {limit:g} s (--queue-timeout): try again later"
-            headers = {"Retry-After": "1"}
-            raise ApiError(503, message, kind=SERVER, code="queue_timeout", headers=headers) from None
+            raise queue_timeout("no turn for these messages", limit) from None
         except TemplateLimitError as error:
             raise ApiError(
                 400, f"messages: {shortened(str(error))}", param="messages", code="template_too_complex"

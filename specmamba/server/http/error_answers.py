@@ -100,7 +100,7 @@ def as_api_error(error: BaseException) -> ApiError:
         case RequestError():
             return ApiError(400, str(error), param=error.param)
         case QueueFullError():
-            return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
+            return queue_full(str(error))
         case EngineFailedError():
             return ApiError(500, str(error), kind=SERVER, code="engine_error")
         case EngineStoppedError():
@@ -111,6 +111,17 @@ def as_api_error(error: BaseException) -> ApiError:
             return _of_http_exception(error)
     logger.error("a request failed unexpectedly", exc_info=error)
     return ApiError(500, "internal error: the server's log says more", kind=SERVER, code="internal_error")
+
+
+def queue_full(message: str) -> ApiError:
+    """The error of a request that finds the queue full, or that gives its place in it to another client's."""
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
+
+
+def queue_timeout(what: str, limit_s: float | None) -> ApiError:
+    """The error of a call whose turn did not come in time; ``what`` did not come, such as "no turn"."""
+    text = f"{what} came within {limit_s:g} s (--queue-timeout): try again later"
+    return ApiError(503, text, kind=SERVER, code="queue_timeout", headers={"Retry-After": "1"})
 
 
 def install_error_handlers(app: FastAPI) -> None:

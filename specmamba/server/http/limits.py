@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specmamba.server.http.callers import caller_of
-from specmamba.server.http.error_answers import SERVER, ApiError
+from specmamba.server.http.error_answers import SERVER, ApiError, queue_timeout
 from specmamba.server.observe.call_record import AbortReason
 from specmamba.server_config import ServerConfig
 
@@ -270,8 +270,7 @@ class Deadline:
     def error(self) -> ApiError:
         """The error for a client whose call has passed the deadline."""
         if self._is_for_queue:
-            text = f"no turn came within {self._limits.queue_timeout:g} s (--queue-timeout): try again later"
-            return ApiError(503, text, kind=SERVER, code="queue_timeout", headers={"Retry-After": "1"})
+            return queue_timeout("no turn", self._limits.queue_timeout)
         text = f"the answer was not complete after {self._limits.request_timeout:g} s (--request-timeout)"
         return ApiError(504, text, kind=SERVER, code="request_timeout")
 
