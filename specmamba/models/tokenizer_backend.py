@@ -23,6 +23,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 MAX_TOKEN_LENGTH = 8192  # characters; the longest in published vocabularies have hundreds
 
 
+_MOST_KNOWN = 1 << 18  # tokens whose bytes are kept: 60 bytes each; lists of log probabilities name the same ones often
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Canonical composition (NFC) writes up to four code points as one.
 _MOST_COMPOSED = 4
@@ -125,9 +126,19 @@ class TokenBytes:
         steps = _decoder_steps(backend)
         self._byte_of = byte_of_character() if any(step["type"] == "ByteLevel" for step in steps) else None
         self._replacements = [pair for step in steps if (pair := _replacement(step)) is not None]
+        self._known: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes | None:
         """The bytes of a token; None where the vocabulary has no such token."""
+        known = self._known.get(token_id)
+        if known is not None:
+            return known
+        found = self._made(token_id)
+        if found is not None and len(self._known) < _MOST_KNOWN:
+            self._known[token_id] = found
+        return found
+
+    def _made(self, token_id: int) -> bytes | None:
         if token_id in self._added:
             return self._added[token_id].encode()
         token: str | None = self._backend.id_to_token(token_id)
