@@ -24,14 +24,13 @@ def sampling_candidates(case: Case, place: Place) -> list[Candidate]:
     temperature = torch.full(shape[:1], 0.8, device=place.device)
     uniforms = torch.rand(*shape, generator=gen).to(place.device)
 
-    def run(ops: Any, filters: tuple[None, ...]) -> Run:
+    def run(ops: Any) -> Run:
         if case.kind == "argmax":
             return lambda: (ops.argmax(logits),)
-        return lambda: (ops.sample(logits, temperature, *filters, uniforms),)
+        return lambda: (ops.sample(logits, temperature, None, None, None, uniforms),)
 
-    none = (None, None, None)
-    native = (lambda: run(sampling_native, ())) if sampling_native.can_take(logits) else None
-    return place.forms(lambda: run(sampling_torch, none), lambda: run(triton_ops("sampling"), none), native)
+    native = (lambda: run(sampling_native)) if sampling_native.can_take(logits) else None
+    return place.forms(lambda: run(sampling_torch), lambda: run(triton_ops("sampling")), native)
 
 
 def sampling_cost(case: Case) -> Cost:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specmamba.cache.prefix import eviction, inspection, radix_tree
+from specmamba.cache.prefix import eviction, invariants, radix_tree
 from specmamba.cache.prefix.eviction import Costs, PolicyName
 from specmamba.cache.prefix.node import MAX_EVICTED_CHILDREN, Node
 from specmamba.cache.state_pool import PREFIX_CACHE, Stamp, StateOwnershipError
@@ -614,7 +614,7 @@ class TestSalts:
         world.check()
 
     def test_idle_roots_are_dropped_and_used_ones_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (radix_tree, inspection):
+        for module in (radix_tree, invariants):
             monkeypatch.setattr(module, "MAX_IDLE_ROOTS", 3)
         world = World()
         world.store((1, 2), salt="used")

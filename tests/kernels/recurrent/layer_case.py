@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, replace
+from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -131,7 +132,7 @@ def triton_forms() -> Iterator[None]:
 class LayerCase:
     """Operands of one verify of a layer. Memory that must not be read holds NaN."""
 
-    operators: ModuleType  # with ``can_fuse``, ``tree_verify`` and ``reference``
+    operators: ModuleType  # with ``can_fuse`` and ``tree_verify``
     mix: Callable[..., Tensor]  # the layer between its projections
     inputs: Any
     weights: Any
@@ -153,7 +154,8 @@ class LayerCase:
         """The same by the reference in float64."""
         buffers = copied(self.buffers, torch.float64)
         inputs, weights = copied(self.inputs, torch.float64), copied(self.weights, torch.float64)
-        return self.operators.reference.tree_verify(inputs, weights, buffers, self.trees), buffers
+        reference = import_module(f"{self.operators.__name__}.reference")
+        return reference.tree_verify(inputs, weights, buffers, self.trees), buffers
 
     def check(self, form: str) -> None:
         """Outputs and buffers are those of the reference."""
