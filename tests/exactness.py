@@ -23,7 +23,9 @@ from torch import Tensor
 
 from specmamba.kernels import sampling
 from specmamba.kernels.linear import native_ops
-from specmamba.kernels.native.library import NativeUnavailableError, open_library
+from specmamba.kernels.native.levels import NativeUnavailableError
+from specmamba.kernels.native.library import open_library
+from specmamba.kernels.native.tensors import FLOATS
 from specmamba.measure.acceptance.judge import Judge
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def why_not_native() -> str | None:
 
 def rows_are_independent(dtype: torch.dtype) -> bool:
     """Whether products with weights of this type give the same bits for a row, whatever rows stand beside it."""
-    return dtype is torch.bfloat16 and why_not_native() is None
+    return dtype in FLOATS and why_not_native() is None
 
 
 def assert_same_greedy_texts(

@@ -12,9 +12,9 @@ inline void convolve(const T* const* taps, const float* weight, const float* bia
                      int64_t first, int64_t size, float* y) {
   for_vectors(size, [&](int64_t i, auto lanes) {
     const int64_t c = first + i;
-    Vector total = bias == nullptr ? _mm512_setzero_ps() : load(bias + c, lanes);
+    Vector total = bias == nullptr ? zero() : load(bias + c, lanes);
     for (int64_t w = 0; w < width; ++w)
-      total = _mm512_fmadd_ps(load(taps[w] + c, lanes), load(weight + w * channels + c, lanes), total);
+      total = fma(load(taps[w] + c, lanes), load(weight + w * channels + c, lanes), total);
     store(y + i, silu(total), lanes);
   });
 }

@@ -10,11 +10,11 @@ namespace specmamba {
 
 // x.z and y.z
 inline void dot_both(const float* x, const float* y, const float* z, int64_t size, float* x_z, float* y_z) {
-  Vector of_x = _mm512_setzero_ps(), of_y = _mm512_setzero_ps();
+  Vector of_x = zero(), of_y = zero();
   for_vectors(size, [&](int64_t i, auto lanes) {
     const Vector z_i = load(z + i, lanes);
-    of_x = _mm512_fmadd_ps(load(x + i, lanes), z_i, of_x);
-    of_y = _mm512_fmadd_ps(load(y + i, lanes), z_i, of_y);
+    of_x = fma(load(x + i, lanes), z_i, of_x);
+    of_y = fma(load(y + i, lanes), z_i, of_y);
   });
   *x_z = sum(of_x);
   *y_z = sum(of_y);
@@ -84,8 +84,8 @@ class HeadTree {
     whole_decay_ = paths_.advance(node);
     for_vectors(paths_.count(node), [&](int64_t j, auto lanes) {
       const Vector between = load(paths_.between() + j, lanes);
-      store(&of_k_[j], _mm512_mul_ps(between, load(&k_k_[first + j], lanes)), lanes);
-      store(&of_q_[j], _mm512_mul_ps(between, load(&seen_q_k_[first + j], lanes)), lanes);
+      store(&of_k_[j], between * load(&k_k_[first + j], lanes), lanes);
+      store(&of_q_[j], between * load(&seen_q_k_[first + j], lanes), lanes);
     });
   }
 
@@ -94,30 +94,30 @@ class HeadTree {
   void solve(int64_t node, int64_t column, Lanes lanes) {
     const int64_t *seen = paths_.seen().data() + paths_.first(node), count = paths_.count(node);
     const float *k_read = read_.data() + 2 * node * value_dim_ + column, *q_read = k_read + value_dim_;
-    const Vector decay = _mm512_set1_ps(whole_decay_);
+    const Vector decay = broadcast(whole_decay_);
     Vector k_sum[Vectors], q_sum[Vectors];
 #pragma GCC unroll 8
     for (int c = 0; c < Vectors; ++c) {
-      k_sum[c] = _mm512_mul_ps(decay, load(k_read + c * kLanes, lanes));
-      q_sum[c] = _mm512_mul_ps(decay, load(q_read + c * kLanes, lanes));
+      k_sum[c] = decay * load(k_read + c * kLanes, lanes);
+      q_sum[c] = decay * load(q_read + c * kLanes, lanes);
     }
     for (int64_t j = 0; j < count; ++j) {
-      const Vector of_k = _mm512_set1_ps(of_k_[j]), of_q = _mm512_set1_ps(of_q_[j]);
+      const Vector of_k = broadcast(of_k_[j]), of_q = broadcast(of_q_[j]);
       const float* u = update(seen[j]) + column;
 #pragma GCC unroll 8
       for (int c = 0; c < Vectors; ++c) {
         const Vector u_j = load(u + c * kLanes, lanes);
-        k_sum[c] = _mm512_fmadd_ps(of_k, u_j, k_sum[c]);
-        q_sum[c] = _mm512_fmadd_ps(of_q, u_j, q_sum[c]);
+        k_sum[c] = fma(of_k, u_j, k_sum[c]);
+        q_sum[c] = fma(of_q, u_j, q_sum[c]);
       }
     }
-    const Vector beta = _mm512_set1_ps(betas_[node]), q_k = _mm512_set1_ps(q_k_[node]);
+    const Vector beta = broadcast(betas_[node]), q_k = broadcast(q_k_[node]);
 #pragma GCC unroll 8
     for (int c = 0; c < Vectors; ++c) {
       const int64_t at = column + c * kLanes;
-      const Vector u = _mm512_mul_ps(beta, _mm512_sub_ps(load(value(node) + at, lanes), k_sum[c]));
+      const Vector u = beta * (load(value(node) + at, lanes) - k_sum[c]);
       store(update(pending_ + node) + at, u, lanes);
-      store(output(node) + at, _mm512_fmadd_ps(q_k, u, q_sum[c]), lanes);
+      store(output(node) + at, fma(q_k, u, q_sum[c]), lanes);
     }
   }
 

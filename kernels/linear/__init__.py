@@ -36,10 +36,10 @@ class PackedWeight(Protocol):
 def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
     """Lay out a weight for multiplying inputs of its dtype.
 
-    ``plain``: bf16 on a CPU is copied into native panels, or into oneDNN's blocks where there is no native code;
-    every other weight is kept unchanged. ``int8``: rounded as ``reference.quantize`` says; on a GPU few rows multiply
-    in Triton, bf16 and float32 on a CPU multiply in native code, every other weight in PyTorch. An empty weight stays
-    plain.
+    ``plain``: bf16 and float32 on a CPU are copied into native panels, bf16 into oneDNN's blocks where there is no
+    native code; every other weight is kept unchanged. ``int8``: rounded as ``reference.quantize`` says; on a GPU few
+    rows multiply in Triton, bf16 and float32 on a CPU multiply in native code, every other weight in PyTorch. An empty
+    weight stays plain.
 
     Args:
         weight: [N, K]; not kept where it is copied.
@@ -60,9 +60,8 @@ def copies(device: torch.device, dtype: torch.dtype, form: WeightForm = "plain")
     """Whether ``pack`` keeps a copy of a weight rather than the weight."""
     if form == "int8":
         return True
-    if device.type != "cpu" or dtype is not torch.bfloat16:
-        return False
-    return native_ops.code() is not None or torch_ops.can_pack(torch.empty(1, 1, dtype=dtype))
+    weight = torch.empty(1, 1, dtype=dtype, device=device)
+    return native_ops.can_pack(weight, form) or torch_ops.can_pack(weight)
 
 
 def has_fast_int8(device: torch.device, dtype: torch.dtype) -> bool:

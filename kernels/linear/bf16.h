@@ -1,62 +1,60 @@
-// y = x W^T in bfloat16 with float32 accumulation.
+// y = x W^T in bfloat16 with float32 accumulation: in pairs where the instruction set multiplies them, else widened.
 #pragma once
 
-#include <cstring>
+#include <memory>
 
 #include "linear/panels.h"
+#include "linear/widened.h"
 #include "vector.h"
 
 namespace specmamba {
 
+#if SPECMAMBA_MULTIPLIES_PAIRS
+
+constexpr int kBf16Inputs = 2;  // of a panel that lie beside each other
+
 struct Bf16Product {
-  const uint16_t* x;       // [rows, k]
-  const uint16_t* weight;  // packed
+  const BFloat16* x;       // [rows, k]
+  const BFloat16* weight;  // packed
   BFloat16* y;             // [rows, n]
   int64_t rows, n, k;
 
   int64_t panel_bytes() const { return panel_size(k) * 2; }
 
-  // The two bfloat16 of one k pair, in every lane.
-  static __m512bh pair_at(const uint16_t* x) {
-    int32_t pair;
-    std::memcpy(&pair, x, sizeof pair);
-    return (__m512bh)_mm512_set1_epi32(pair);
-  }
-
   // Every sum runs over k in ascending order, whatever Rows and Panels are.
   template <int Rows, int Panels>
   void tile(int64_t row, int64_t panel) const {
-    __m512 sum[Rows][2 * Panels];
+    Vector sum[Rows][2 * Panels];
     for (auto& of_row : sum)
-      for (auto& s : of_row) s = _mm512_setzero_ps();
+      for (auto& s : of_row) s = zero();
     const int64_t size = panel_size(k), stride = k;
-    const uint16_t* w = weight + panel * size;
+    const BFloat16* w = weight + panel * size;
     // three rows share a pointer: base, base + stride, base + 2 stride are addresses the instruction can form
     constexpr int kBases = (Rows + 2) / 3;
-    const uint16_t* base[kBases];
+    const BFloat16* base[kBases];
     for (int i = 0; i < kBases; ++i) base[i] = x + (row + 3 * i) * stride;
 
     auto step = [&](auto input) __attribute__((always_inline)) {
-      __m512bh both[2 * Panels];
+      Pairs both[2 * Panels];
       for (int j = 0; j < Panels; ++j) {
-        both[2 * j] = (__m512bh)_mm512_load_si512(w + j * size);
-        both[2 * j + 1] = (__m512bh)_mm512_load_si512(w + j * size + kPanel);
+        both[2 * j] = load_pairs(w + j * size);
+        both[2 * j + 1] = load_pairs(w + j * size + kPanel);
         if constexpr (Rows >= kPrefetchRows) {
           const char* ahead = reinterpret_cast<const char*>(w + j * size) + kPrefetch;
-          _mm_prefetch(ahead, _MM_HINT_T1);
-          _mm_prefetch(ahead + 64, _MM_HINT_T1);
+          __builtin_prefetch(ahead, 0, 2);
+          __builtin_prefetch(ahead + 64, 0, 2);
         }
       }
 #pragma GCC unroll 16
       for (int i = 0; i < Rows; ++i) {
-        const __m512bh pair = input(base[i / 3] + i % 3 * stride);
-        for (int j = 0; j < 2 * Panels; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], pair, both[j]);
+        const Pairs pair = input(base[i / 3] + i % 3 * stride);
+        for (int j = 0; j < 2 * Panels; ++j) sum[i][j] = add_products(sum[i][j], pair, both[j]);
       }
       w += 2 * kPanel;
       for (auto& b : base) b += 2;
     };
-    for (int64_t pair = 0; pair < k / 2; ++pair) step(pair_at);
-    if (k % 2) step([](const uint16_t* last) { return (__m512bh)_mm512_set1_epi32(*last); });
+    for (int64_t pair = 0; pair < k / 2; ++pair) step([](const BFloat16* x) { return broadcast_pair(x); });
+    if (k % 2) step([](const BFloat16* last) { return broadcast_single(last); });
 
     for (int i = 0; i < Rows; ++i)
       for (int j = 0; j < 2 * Panels; ++j) {
@@ -65,5 +63,45 @@ struct Bf16Product {
       }
   }
 };
+
+// Inputs as products take them.
+class Bf16Inputs {
+ public:
+  Bf16Inputs(const BFloat16* x, int64_t, int64_t k, int) : x_(x), k_(k) {}
+  const BFloat16* row(int64_t r) const { return x_ + r * k_; }
+
+ private:
+  const BFloat16* x_;
+  int64_t k_;
+};
+
+#else
+
+constexpr int kBf16Inputs = 1;
+using Bf16Product = WidenedProduct<BFloat16, BFloat16>;
+
+class Bf16Inputs {
+ public:
+  Bf16Inputs(const BFloat16* x, int64_t rows, int64_t k, int num_threads) : x_(new float[rows * k]), k_(k) {
+    parallel_for(rows, std::max<int64_t>(1, kInputsPart / k), num_threads, [&](int64_t first, int64_t last) {
+      for_vectors((last - first) * k, [&](int64_t i, auto lanes) {
+        store(x_.get() + first * k + i, load(x + first * k + i, lanes), lanes);
+      });
+    });
+  }
+  const float* row(int64_t r) const { return x_.get() + r * k_; }
+
+ private:
+  std::unique_ptr<float[]> x_;
+  int64_t k_;
+};
+
+#endif
+
+inline void multiply_bf16(const BFloat16* x, int64_t rows, const BFloat16* packed, BFloat16* y, int64_t n, int64_t k,
+                          int num_threads) {
+  const Bf16Inputs inputs(x, rows, k, num_threads);
+  multiply(Bf16Product{inputs.row(0), packed, y, rows, n, k}, num_threads);
+}
 
 }  // namespace specmamba

@@ -13,10 +13,6 @@ namespace specmamba {
 
 // Pairs of inputs whose products an int32 can hold the sum of: 256 * 2 * 127 * 32768 < 2^31.
 constexpr int64_t kBlockPairs = 256;
-constexpr int64_t kQuantizePart = 1 << 15;  // inputs that a thread takes at a time
-
-inline void store_int16(int16_t* q, __m256i x, All) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), x); }
-inline void store_int16(int16_t* q, __m256i x, First lanes) { _mm256_mask_storeu_epi16(q, lanes.mask, x); }
 
 inline float power_of_two(int exponent) {  // -126 to 127
   const int32_t bits = (exponent + 127) << 23;
@@ -29,32 +25,18 @@ inline float power_of_two(int exponent) {  // -126 to 127
 // what is no number.
 template <typename X>
 float quantize_row(const X* x, int64_t k, int16_t* q) {
-  __m512i magnitude = _mm512_setzero_si512();  // of float32 as integers, which are in the same order
+  Integers most{};
   for_vectors(k, [&](int64_t i, auto lanes) {
-    const __m512i bits = _mm512_castps_si512(load(x + i, lanes));
-    magnitude = _mm512_max_epi32(magnitude, _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF)));
+    most = larger(most, magnitudes(load(x + i, lanes)));
   });
-  const int biased = _mm512_reduce_max_epi32(magnitude) >> 23;
+  const int biased = largest(most) >> 23;
   const int exponent = std::max(biased - 127 - 14, -126);  // neither the scale nor its inverse may be subnormal
-  const Vector inverse = _mm512_set1_ps(power_of_two(-exponent));
+  const Vector inverse = broadcast(power_of_two(-exponent));
   for_vectors(k, [&](int64_t i, auto lanes) {
-    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + i, lanes), inverse));  // to nearest even
-    store_int16(q + i, _mm512_cvtsepi32_epi16(whole), lanes);
+    store(q + i, load(x + i, lanes) * inverse, lanes);
   });
   if (k % 2) q[k] = 0;
   return biased == 255 ? std::numeric_limits<float>::quiet_NaN() : power_of_two(exponent);
-}
-
-// Sixteen int32. With __m512i, whose lanes are int64, GCC 12 copies every sum around its instruction and spills them.
-using Integers = int32_t __attribute__((vector_size(64)));
-
-// Adds two products to each of 16 sums, exactly.
-inline Integers add_products(Integers sum, __m512i a, __m512i b) {
-#ifdef __AVX512VNNI__
-  return (Integers)_mm512_dpwssd_epi32((__m512i)sum, a, b);
-#else
-  return sum + (Integers)_mm512_madd_epi16(a, b);
-#endif
 }
 
 struct Int8Product {
@@ -68,18 +50,12 @@ struct Int8Product {
 
   int64_t panel_bytes() const { return panel_size(k); }
 
-  static __m512i pair_at(const int16_t* x) {
-    int32_t pair;
-    std::memcpy(&pair, x, sizeof pair);
-    return _mm512_set1_epi32(pair);
-  }
-
   // Blocks of k are added in ascending order, and within them every sum is exact, whatever Rows and Panels are.
   template <int Rows, int Panels>
   void tile(int64_t row, int64_t panel) const {
     Vector total[Rows][2 * Panels];
     for (auto& of_row : total)
-      for (auto& t : of_row) t = _mm512_setzero_ps();
+      for (auto& t : of_row) t = zero();
     const int64_t size = panel_size(k), stride = even(k);
     const int8_t* w = weight + panel * size;
     constexpr int kBases = (Rows + 2) / 3;  // as in bf16.h
@@ -91,15 +67,12 @@ struct Int8Product {
       for (auto& of_row : sum)
         for (auto& s : of_row) s = Integers{};
       for (int64_t pair = std::min(left, kBlockPairs); pair > 0; --pair) {
-        __m512i both[2 * Panels];
-        for (int j = 0; j < 2 * Panels; ++j) {
-          const int8_t* of_16 = w + j / 2 * size + j % 2 * kPanel;
-          both[j] = _mm512_cvtepi8_epi16(_mm256_load_si256(reinterpret_cast<const __m256i*>(of_16)));
-        }
-        if constexpr (Rows >= kPrefetchRows) _mm_prefetch(w + kPrefetch, _MM_HINT_T1);
+        Shorts both[2 * Panels];
+        for (int j = 0; j < 2 * Panels; ++j) both[j] = load_widened(w + j / 2 * size + j % 2 * kPanel);
+        if constexpr (Rows >= kPrefetchRows) __builtin_prefetch(w + kPrefetch, 0, 2);
 #pragma GCC unroll 16
         for (int i = 0; i < Rows; ++i) {
-          const __m512i of_row = pair_at(base[i / 3] + i % 3 * stride);
+          const Shorts of_row = broadcast_pair(base[i / 3] + i % 3 * stride);
           for (int j = 0; j < 2 * Panels; ++j) sum[i][j] = add_products(sum[i][j], of_row, both[j]);
         }
         w += 2 * kPanel;
@@ -107,7 +80,7 @@ struct Int8Product {
       }
       for (int i = 0; i < Rows; ++i)
         for (int j = 0; j < 2 * Panels; ++j)
-          total[i][j] = _mm512_add_ps(total[i][j], _mm512_cvtepi32_ps((__m512i)sum[i][j]));
+          total[i][j] = total[i][j] + to_floats(sum[i][j]);
     }
 
     for (int i = 0; i < Rows; ++i)
@@ -116,8 +89,8 @@ struct Int8Product {
 
   void finish(int64_t row, int64_t column, Vector total) const {
     for_columns(n - column, [&](auto lanes) {
-      const Vector of_channels = _mm512_mul_ps(total, load(scale + column, lanes));
-      const Vector result = _mm512_mul_ps(of_channels, _mm512_set1_ps(x_scale[row]));
+      const Vector of_channels = total * load(scale + column, lanes);
+      const Vector result = of_channels * broadcast(x_scale[row]);
       if (is_float)
         store(static_cast<float*>(y) + row * n + column, result, lanes);
       else
@@ -132,7 +105,7 @@ void multiply_int8(const X* x, int64_t rows, const int8_t* packed, const float* 
                    int num_threads) {
   const std::unique_ptr<int16_t[]> q(new int16_t[rows * even(k)]);
   const std::unique_ptr<float[]> x_scale(new float[rows]);
-  const int64_t part = std::max<int64_t>(1, kQuantizePart / k);
+  const int64_t part = std::max<int64_t>(1, kInputsPart / k);
   parallel_for(rows, part, num_threads, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row)
       x_scale[row] = quantize_row(x + row * k, k, q.get() + row * even(k));

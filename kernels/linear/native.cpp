@@ -1,6 +1,7 @@
 // Products with a packed weight; see README.md for layouts, panels.h for the loops.
 #include "linear/bf16.h"
 #include "linear/int8.h"
+#include "linear/widened.h"
 
 using namespace specmamba;
 
@@ -9,18 +10,28 @@ extern "C" {
 // Elements of a packed weight [n, k].
 int64_t linear_packed_size(int64_t n, int64_t k) { return panels_of(n) * panel_size(k); }
 
-void linear_pack(const uint16_t* weight, uint16_t* packed, int64_t n, int64_t k, int num_threads) {
-  pack(weight, packed, n, k, num_threads);
+void linear_pack(const BFloat16* weight, BFloat16* packed, int64_t n, int64_t k, int num_threads) {
+  pack<kBf16Inputs>(weight, packed, n, k, num_threads);
+}
+
+void linear_pack_float(const float* weight, float* packed, int64_t n, int64_t k, int num_threads) {
+  pack<1>(weight, packed, n, k, num_threads);
 }
 
 void linear_pack_int8(const int8_t* weight, int8_t* packed, int64_t n, int64_t k, int num_threads) {
-  pack(weight, packed, n, k, num_threads);
+  pack<2>(weight, packed, n, k, num_threads);
 }
 
 // x [rows, k] times packed -> y [rows, n], all contiguous.
-void linear_multiply(const uint16_t* x, int64_t rows, const uint16_t* packed, BFloat16* y, int64_t n, int64_t k,
+void linear_multiply(const BFloat16* x, int64_t rows, const BFloat16* packed, BFloat16* y, int64_t n, int64_t k,
                      int num_threads) {
-  if (rows > 0) multiply(Bf16Product{x, packed, y, rows, n, k}, num_threads);
+  if (rows > 0) multiply_bf16(x, rows, packed, y, n, k, num_threads);
+}
+
+// The same in float32.
+void linear_multiply_float(const float* x, int64_t rows, const float* packed, float* y, int64_t n, int64_t k,
+                           int num_threads) {
+  if (rows > 0) multiply(WidenedProduct<float, float>{x, packed, y, rows, n, k}, num_threads);
 }
 
 // The same for int8 with the scales [n] of its outputs; x and y are bfloat16 or float32.

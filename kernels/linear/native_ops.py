@@ -13,12 +13,13 @@ from torch import Tensor
 
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.native import library
+from specmamba.kernels.native.tensors import is_native
 
 SOURCE = Path(__file__).parent / "native.cpp"
 
 
 class _Panels:
-    """A weight in panels of 32 outputs. The result of a row does not depend on the other rows, bit for bit."""
+    """A weight in panels of some outputs. The result of a row does not depend on the other rows, bit for bit."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, code: ctypes.CDLL, pack: Callable[..., None]) -> None:
         """weight: [N, K] as it is packed, not kept; dtype: of inputs; pack: the function of ``code`` that packs it."""
@@ -42,16 +43,19 @@ class _Panels:
 
 
 class NativeWeight(_Panels):
-    """A bf16 weight in panels."""
+    """A bf16 or float32 weight in panels."""
 
     def __init__(self, weight: Tensor, code: ctypes.CDLL) -> None:
-        """weight: [N, K] bfloat16 on the CPU, not empty, not kept; code: the loaded native.cpp."""
-        super().__init__(weight.contiguous(), torch.bfloat16, code, code.linear_pack)
+        """weight: [N, K] bfloat16 or float32 on the CPU, not empty, not kept; code: the loaded native.cpp."""
+        is_bf16 = weight.dtype is torch.bfloat16
+        pack = code.linear_pack if is_bf16 else code.linear_pack_float
+        super().__init__(weight.contiguous(), weight.dtype, code, pack)
         self.nbytes = weight.nbytes
-        self._multiply, self._pointer = code.linear_multiply, c_void_p(self._packed.data_ptr())
+        self._multiply = code.linear_multiply if is_bf16 else code.linear_multiply_float
+        self._pointer = c_void_p(self._packed.data_ptr())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., K] bfloat16 on the CPU -> [..., N]; ValueError for anything else."""
+        """[..., K] of the weight's dtype on the CPU -> [..., N]; ValueError for anything else."""
         x, y, rows = self._in_and_out(x)
         self._multiply(x.data_ptr(), rows, self._pointer, y.data_ptr(), self._n, self._k, torch.get_num_threads())
         return y
@@ -81,8 +85,7 @@ class NativeInt8Weight(_Panels):
 
 def can_pack(weight: Tensor, form: str) -> bool:
     """Whether native code multiplies by this weight [N, K]: not empty, on the CPU, of a dtype that the form takes."""
-    dtypes = {"plain": (torch.bfloat16,), "int8": (torch.bfloat16, torch.float32)}.get(form, ())
-    return weight.is_cpu and weight.dtype in dtypes and weight.numel() > 0 and code() is not None
+    return form in ("plain", "int8") and is_native(weight) and weight.numel() > 0 and code() is not None
 
 
 def pack(weight: Tensor, form: str = "plain") -> NativeWeight | NativeInt8Weight:
@@ -96,8 +99,10 @@ def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
     signatures = {
         "linear_pack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
+        "linear_pack_float": [c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_pack_int8": [c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_multiply": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int],
+        "linear_multiply_float": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_multiply_int8": [c_void_p, c_int64, *3 * [c_void_p], c_int64, c_int64, c_int, c_int],
     }
     loaded = library.load_functions(SOURCE, signatures)

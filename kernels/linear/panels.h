@@ -1,7 +1,6 @@
 // What the forms of a packed weight share: panels, passes over rows, parts for threads. See README.md.
 #pragma once
 
-#include <immintrin.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -14,12 +13,13 @@
 namespace specmamba {
 
 constexpr int kPanel = 2 * kLanes;                  // outputs of one panel
-constexpr int kMaxRows = 12;                        // rows of a pass: 24 sums, 2 weights, 1 input of 32 registers
-constexpr int kPairRows = 4;                        // up to these, a pass takes two panels
+constexpr int kMaxRows = 3 * kRegisters / 8;        // rows of a pass: 24 sums, 2 weights, 1 input of 32 registers
+constexpr int kPairRows = kRegisters / 8;           // up to these, a pass takes two panels
 constexpr int kPrefetchRows = 6;                    // with fewer rows the hardware's own prefetching is faster
 constexpr int64_t kPrefetch = 8192;                 // bytes ahead, into L2
 constexpr int64_t kSerialBelow = int64_t{1} << 17;  // products that one thread has done before a second one begins
 constexpr int64_t kPartBytes = int64_t{1} << 18;    // of weight that a thread claims at a time
+constexpr int64_t kInputsPart = int64_t{1} << 15;   // inputs that a thread converts at a time
 
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 inline int64_t even(int64_t k) { return (k + 1) / 2 * 2; }
@@ -39,21 +39,23 @@ inline void use_huge_pages(void* data, int64_t size) {
   if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a wish: failure is fine
 }
 
-// weight [n, k] -> packed, 64-byte aligned; what is beyond n and k is zero.
-template <typename Element>
+// weight [n, k] -> packed; what is beyond n and k is zero. Inputs of a panel lie beside each other as pairs (Inputs = 2)
+// or one by one (1).
+template <int Inputs, typename Element>
 void pack(const Element* weight, Element* packed, int64_t n, int64_t k, int num_threads) {
   use_huge_pages(packed, panels_of(n) * panel_size(k) * static_cast<int64_t>(sizeof(Element)));
   parallel_for(panels_of(n), 1, num_threads, [&](int64_t first, int64_t last) {
     for (int64_t panel = first; panel < last; ++panel) {
       Element* out = packed + panel * panel_size(k);
-      for (int64_t pair = 0; pair < even(k); pair += 2)
+      for (int64_t group = 0; group < even(k); group += Inputs)
         for (int64_t row = panel * kPanel; row < (panel + 1) * kPanel; ++row)
-          for (int64_t at = pair; at < pair + 2; ++at) *out++ = row < n && at < k ? weight[row * k + at] : Element{0};
+          for (int64_t at = group; at < group + Inputs; ++at)
+            *out++ = row < n && at < k ? weight[row * k + at] : Element{};
     }
   });
 }
 
-// Calls body(lanes) for those of 16 outputs that there are, of which `columns` are left.
+// Calls body(lanes) for those of kLanes outputs that there are, of which `columns` are left.
 template <typename Body>
 inline void for_columns(int64_t columns, const Body& body) {
   if (columns >= kLanes)

@@ -114,10 +114,10 @@ class HeadRun {
     const T* gate = of_node(in_.gate, in_.gate_token, node) + h * P;
     const float *y = tree_.output(node), *x = &x_[node * P];
     const bool has_norm = w_.norm != nullptr, is_gated = !has_norm || !w_.norm_before_gate;
-    const Vector skip = _mm512_set1_ps(w_.skip[h]);
+    const Vector skip = broadcast(w_.skip[h]);
     for_vectors(P, [&](int64_t i, auto lanes) {
-      Vector v = _mm512_fmadd_ps(skip, load(x + i, lanes), load(y + i, lanes));
-      if (is_gated) v = _mm512_mul_ps(v, silu(load(gate + i, lanes)));
+      Vector v = fma(skip, load(x + i, lanes), load(y + i, lanes));
+      if (is_gated) v = v * silu(load(gate + i, lanes));
       has_norm ? store(in_.before_norm + at + i, v, lanes) : store(static_cast<T*>(in_.out) + at + i, v, lanes);
     });
   }

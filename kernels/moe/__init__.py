@@ -100,7 +100,8 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
     """Lay out the experts' weights for multiplying inputs of their dtype.
 
     On a GPU Triton multiplies by all experts in one launch without waiting for the device, in either form.
-    ``plain`` elsewhere: bf16 is copied into native panels on a CPU; every other dtype is one product per active expert.
+    ``plain`` elsewhere: bf16 and float32 are copied into native panels on a CPU; every other dtype is one product per
+    active expert.
     ``int8``: rounded as ``linear``'s weights are; bf16 and float32 on a CPU multiply in native code, elsewhere active
     experts are widened at every use, which saves memory and not time. Empty weights stay plain.
 

@@ -5,6 +5,7 @@
 
 #include "linear/bf16.h"
 #include "linear/int8.h"
+#include "linear/widened.h"
 #include "parallel.h"
 #include "vector.h"
 
@@ -22,11 +23,11 @@ struct Group {
 // Elements of the packed weight [n, k] of one expert.
 int64_t packed_size(int64_t n, int64_t k) { return panels_of(n) * panel_size(k); }
 
-template <typename Element>
+template <int Inputs, typename Element>
 void pack_all(const Element* weight, Element* packed, int64_t experts, int64_t n, int64_t k, int num_threads) {
   use_huge_pages(packed, experts * packed_size(n, k) * static_cast<int64_t>(sizeof(Element)));  // they span experts
   for (int64_t e = 0; e < experts; ++e)
-    pack(weight + e * n * k, packed + e * packed_size(n, k), n, k, num_threads);
+    pack<Inputs>(weight + e * n * k, packed + e * packed_size(n, k), n, k, num_threads);
 }
 
 // False where ends do not part the rows.
@@ -58,40 +59,6 @@ void multiply_groups(const std::vector<Group>& groups, const Of& of, int num_thr
   });
 }
 
-// y = x W^T in float32, W [n, k] in panels of 32 outputs: for each k, 32 weights.
-template <typename W>
-struct Scores {
-  const float* x;   // [rows, k]
-  const W* weight;  // [panels, k, 32]
-  float* y;         // [rows, n]
-  int64_t rows, n, k;
-
-  int64_t panel_bytes() const { return k * kPanel * static_cast<int64_t>(sizeof(W)); }
-
-  // Every sum runs over k in ascending order, whatever Rows and Panels are.
-  template <int Rows, int Panels>
-  void tile(int64_t row, int64_t panel) const {
-    Vector sum[Rows][2 * Panels];
-    for (auto& of_row : sum)
-      for (auto& s : of_row) s = _mm512_setzero_ps();
-    for (int64_t at = 0; at < k; ++at) {
-      Vector w[2 * Panels];
-      for (int j = 0; j < 2 * Panels; ++j)
-        w[j] = load(weight + ((panel + j / 2) * k + at) * kPanel + j % 2 * kLanes, All{});
-#pragma GCC unroll 16
-      for (int i = 0; i < Rows; ++i) {
-        const Vector input = _mm512_set1_ps(x[(row + i) * k + at]);
-        for (int j = 0; j < 2 * Panels; ++j) sum[i][j] = _mm512_fmadd_ps(input, w[j], sum[i][j]);
-      }
-    }
-    for (int i = 0; i < Rows; ++i)
-      for (int j = 0; j < 2 * Panels; ++j) {
-        const int64_t column = panel * kPanel + j * kLanes;
-        for_columns(n - column, [&](auto lanes) { store(y + (row + i) * n + column, sum[i][j], lanes); });
-      }
-  }
-};
-
 template <typename X>
 void combine(const X* y, const int64_t* places, const float* weights, X* out, int64_t tokens, int64_t k, int64_t n,
              int num_threads) {
@@ -99,9 +66,9 @@ void combine(const X* y, const int64_t* places, const float* weights, X* out, in
   parallel_for(tokens, part, num_threads, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t)
       for_vectors(n, [&](int64_t i, auto lanes) {
-        Vector sum = _mm512_setzero_ps();
+        Vector sum = zero();
         for (int64_t j = t * k; j < (t + 1) * k; ++j)
-          sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[j]), load(y + places[j] * n + i, lanes), sum);
+          sum = fma(broadcast(weights[j]), load(y + places[j] * n + i, lanes), sum);
         store(out + t * n + i, sum, lanes);
       });
   });
@@ -113,22 +80,34 @@ extern "C" {
 
 int64_t moe_packed_size(int64_t n, int64_t k) { return packed_size(n, k); }
 
-// weight [experts, n, k] -> packed, expert by expert.
-void moe_pack(const uint16_t* weight, uint16_t* packed, int64_t experts, int64_t n, int64_t k, int num_threads) {
-  pack_all(weight, packed, experts, n, k, num_threads);
+// weight [experts, n, k] in float32 or bfloat16 -> packed, expert by expert.
+void moe_pack(const void* weight, void* packed, int64_t experts, int64_t n, int64_t k, int is_bf16, int num_threads) {
+  if (is_bf16)
+    pack_all<kBf16Inputs>(static_cast<const BFloat16*>(weight), static_cast<BFloat16*>(packed), experts, n, k,
+                          num_threads);
+  else
+    pack_all<1>(static_cast<const float*>(weight), static_cast<float*>(packed), experts, n, k, num_threads);
+}
+
+// A router's weight [n, k] in float32 or bfloat16 -> packed.
+void moe_pack_router(const void* weight, void* packed, int64_t n, int64_t k, int is_bf16, int num_threads) {
+  if (is_bf16)
+    pack<1>(static_cast<const BFloat16*>(weight), static_cast<BFloat16*>(packed), n, k, num_threads);
+  else
+    pack<1>(static_cast<const float*>(weight), static_cast<float*>(packed), n, k, num_threads);
 }
 
 void moe_pack_int8(const int8_t* weight, int8_t* packed, int64_t experts, int64_t n, int64_t k, int num_threads) {
-  pack_all(weight, packed, experts, n, k, num_threads);
+  pack_all<2>(weight, packed, experts, n, k, num_threads);
 }
 
 // x [rows, k] times a router's weight in float32 or bfloat16 -> y [rows, n].
 void moe_scores(const float* x, int64_t rows, const void* weight, float* y, int64_t n, int64_t k, int is_bf16,
                 int num_threads) {
   if (is_bf16)
-    multiply(Scores<BFloat16>{x, static_cast<const BFloat16*>(weight), y, rows, n, k}, num_threads);
+    multiply(WidenedProduct<BFloat16, float>{x, static_cast<const BFloat16*>(weight), y, rows, n, k}, num_threads);
   else
-    multiply(Scores<float>{x, static_cast<const float*>(weight), y, rows, n, k}, num_threads);
+    multiply(WidenedProduct<float, float>{x, static_cast<const float*>(weight), y, rows, n, k}, num_threads);
 }
 
 // Sorts pairs by expert and copies the rows of x [tokens, row_bytes] that they need; experts [tokens, k].
@@ -149,14 +128,29 @@ int moe_dispatch(const char* x, int64_t row_bytes, const int64_t* experts, int64
   return 1;
 }
 
-// x [rows, k], sorted, times the packed weights of their experts -> y [rows, n]. False where ends do not part the rows:
-// nothing is multiplied then.
-int moe_multiply(const uint16_t* x, int64_t rows, const int32_t* ends, const uint16_t* packed, BFloat16* y,
+// x [rows, k], sorted, times the packed weights of their experts -> y [rows, n], all bfloat16. False where ends do not
+// part the rows: nothing is multiplied then.
+int moe_multiply(const BFloat16* x, int64_t rows, const int32_t* ends, const BFloat16* packed, BFloat16* y,
                  int64_t num_experts, int64_t n, int64_t k, int num_threads) {
   std::vector<Group> groups;
   if (!find_groups(ends, num_experts, rows, &groups)) return 0;
+  const Bf16Inputs inputs(x, rows, k, num_threads);
   const auto of = [&](const Group& g) {
-    return Bf16Product{x + g.first * k, packed + g.expert * packed_size(n, k), y + g.first * n, g.rows, n, k};
+    const BFloat16* weight = packed + g.expert * packed_size(n, k);
+    return Bf16Product{inputs.row(g.first), weight, y + g.first * n, g.rows, n, k};
+  };
+  multiply_groups(groups, of, num_threads);
+  return 1;
+}
+
+// The same in float32.
+int moe_multiply_float(const float* x, int64_t rows, const int32_t* ends, const float* packed, float* y,
+                       int64_t num_experts, int64_t n, int64_t k, int num_threads) {
+  std::vector<Group> groups;
+  if (!find_groups(ends, num_experts, rows, &groups)) return 0;
+  const auto of = [&](const Group& g) {
+    const float* weight = packed + g.expert * packed_size(n, k);
+    return WidenedProduct<float, float>{x + g.first * k, weight, y + g.first * n, g.rows, n, k};
   };
   multiply_groups(groups, of, num_threads);
   return 1;
@@ -169,7 +163,7 @@ int moe_multiply_int8(const void* x, int64_t rows, const int32_t* ends, const in
   if (!find_groups(ends, num_experts, rows, &groups)) return 0;
   const std::unique_ptr<int16_t[]> q(new int16_t[rows * even(k)]);
   const std::unique_ptr<float[]> x_scale(new float[rows]);
-  parallel_for(rows, std::max<int64_t>(1, kQuantizePart / k), num_threads, [&](int64_t row, int64_t last) {
+  parallel_for(rows, std::max<int64_t>(1, kInputsPart / k), num_threads, [&](int64_t row, int64_t last) {
     for (; row < last; ++row) {
       int16_t* out = q.get() + row * even(k);
       x_scale[row] = is_bf16 ? quantize_row(static_cast<const BFloat16*>(x) + row * k, k, out)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.moe.reference import Groups
@@ -17,7 +16,6 @@ from specmamba.kernels.native import library
 from specmamba.kernels.native.tensors import is_native, require
 
 SOURCE = Path(__file__).parent / "native.cpp"
-PANEL = 32  # outputs
 NO_PARTS = "the groups' ends do not part the rows among the experts"
 
 
@@ -29,8 +27,10 @@ class NativeRouter:
         self._size = weight.shape
         narrow = weight.bfloat16()
         self._is_bf16 = torch.equal(narrow.to(weight.dtype), weight)
-        kept = F.pad(narrow if self._is_bf16 else weight.float(), (0, 0, 0, -weight.shape[0] % PANEL))
-        self._panels = kept.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+        kept = (narrow if self._is_bf16 else weight.float()).contiguous()
+        self._panels = torch.empty(code.moe_packed_size(*kept.shape), dtype=kept.dtype)
+        threads = torch.get_num_threads()
+        code.moe_pack_router(kept.data_ptr(), self._panels.data_ptr(), *kept.shape, self._is_bf16, threads)
         self._multiply = code.moe_scores
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -47,21 +47,20 @@ class NativeRouter:
 
 
 class NativeExperts:
-    """The experts' bf16 matrices in panels of 32 outputs. Only those of experts that have tokens are read.
+    """The experts' bf16 or float32 matrices in panels. Only those of experts that have tokens are read.
 
     The result of a row does not depend on the other rows, bit for bit.
     """
 
     def __init__(self, weight: Tensor, code: ctypes.CDLL) -> None:
-        """weight: [E, N, K] bfloat16 on the CPU, not empty, not kept."""
-        self._size, self.nbytes = tuple(weight.shape), weight.nbytes
-        weight = weight.contiguous()
-        self._packed = _packed(weight, code)
-        self._multiply = code.moe_multiply
+        """weight: [E, N, K] bfloat16 or float32 on the CPU, not empty, not kept."""
+        self._size, self._dtype, self.nbytes = tuple(weight.shape), weight.dtype, weight.nbytes
+        self._packed = _packed(weight.contiguous(), code)
+        self._multiply = code.moe_multiply if weight.dtype is torch.bfloat16 else code.moe_multiply_float
 
     def __call__(self, x: Tensor, groups: Groups) -> Tensor:
-        """[P, K] bfloat16, sorted by expert -> [P, N]. Raises ValueError: what does not fit."""
-        _require_fit(x, groups, self._size, torch.bfloat16)
+        """[P, K] of the weight's dtype, sorted by expert -> [P, N]. Raises ValueError: what does not fit."""
+        _require_fit(x, groups, self._size, self._dtype)
         x, ends = x.contiguous(), groups.ends.contiguous()
         y = x.new_empty(x.shape[0], self._size[1])
         pointers = (t.data_ptr() for t in (ends, self._packed, y))
@@ -97,8 +96,7 @@ class NativeInt8Experts:
 
 def can_pack(weight: Tensor, form: str) -> bool:
     """Whether native code multiplies by these experts: not empty, on the CPU, of a dtype that the form takes."""
-    dtypes = {"plain": (torch.bfloat16,), "int8": (torch.bfloat16, torch.float32)}.get(form, ())
-    return weight.is_cpu and weight.dtype in dtypes and weight.numel() > 0 and code() is not None
+    return form in ("plain", "int8") and is_native(weight) and weight.numel() > 0 and code() is not None
 
 
 def pack(weight: Tensor, form: str = "plain") -> NativeExperts | NativeInt8Experts:
@@ -163,8 +161,11 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
 def _packed(weight: Tensor, code: ctypes.CDLL) -> Tensor:
     experts, n, k = weight.shape
     packed = torch.empty(experts * code.moe_packed_size(n, k), dtype=weight.dtype)
-    pack = code.moe_pack_int8 if weight.dtype is torch.int8 else code.moe_pack
-    pack(weight.data_ptr(), packed.data_ptr(), experts, n, k, torch.get_num_threads())
+    operands = weight.data_ptr(), packed.data_ptr(), experts, n, k
+    if weight.dtype is torch.int8:
+        code.moe_pack_int8(*operands, torch.get_num_threads())
+    else:
+        code.moe_pack(*operands, weight.dtype is torch.bfloat16, torch.get_num_threads())
     return packed
 
 
@@ -180,17 +181,19 @@ def _require_fit(x: Tensor, groups: Groups, size: tuple[int, ...], dtype: torch.
 def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
     arguments = {
-        "pack": [c_void_p, c_void_p, *[c_int64] * 3, c_int],
+        "pack": [c_void_p, c_void_p, *[c_int64] * 3, c_int, c_int],
+        "pack_router": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int],
         "pack_int8": [c_void_p, c_void_p, *[c_int64] * 3, c_int],
         "scores": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int],
         "dispatch": [c_void_p, c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 3, c_int],
         "multiply": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_int],
+        "multiply_float": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_int],
         "multiply_int8": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
         "combine": [*[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
     }
     loaded = library.load_functions(SOURCE, {f"moe_{name}": types for name, types in arguments.items()})
     if loaded is not None:
-        for name in ("dispatch", "multiply", "multiply_int8", "combine"):
+        for name in ("dispatch", "multiply", "multiply_float", "multiply_int8", "combine"):
             getattr(loaded, f"moe_{name}").restype = c_int
         loaded.moe_packed_size.restype, loaded.moe_packed_size.argtypes = c_int64, [c_int64, c_int64]
     return loaded

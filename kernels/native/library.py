@@ -1,7 +1,7 @@
 """Native kernels as ctypes libraries, compiled from C++ once per machine and user, or the reason why there are none.
 
 A library lies in a folder that only its user can write, under the hash of everything that made it: sources, flags, the
-compiler's version and what the CPU can do. It is written under another name and renamed, so that processes that build
+compiler's version and the instruction set. It is written under another name and renamed, so that processes that build
 at the same time never load half a file.
 """
 
@@ -23,38 +23,32 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-REQUIRED_CPU_FLAGS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "fma"})
-SWITCH = "SPECMAMBA_NATIVE"
+from specmamba.kernels.native.levels import Level, NativeUnavailableError, chosen_level
+
 KERNELS = Path(__file__).parents[1]  # sources include "parallel.h", and headers of operators as "operator/header.h"
 INCLUDES = (f"-I{KERNELS / 'native'}", f"-I{KERNELS}")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-fPIC", "-shared", *INCLUDES)
+# Without contraction a product and a sum are one instruction only where a kernel says so, whatever the compiler.
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", *INCLUDES)
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_SECONDS = 120
 
 logger = logging.getLogger("specmamba")
 
 
-class NativeUnavailableError(Exception):
-    """Native code cannot run here; the message says why, ``level`` is the level of the log line."""
-
-    def __init__(self, message: str, level: int = logging.INFO) -> None:
-        super().__init__(message)
-        self.level = level
-
-
-def built_library(source: Path) -> Path:
-    """The library of a source file, compiled now if it is not in the cache.
+def built_library(source: Path, level: Level) -> Path:
+    """The library of a source file for an instruction set, compiled now if it is not in the cache.
 
     Raises:
         NativeUnavailableError: no compiler, a failed build, or a cache folder that cannot be trusted or written.
     """
     try:
         compiler = find_compiler()
-        library = cache_folder() / f"{source.parent.name}-{_fingerprint(source, compiler)}.so"
+        name = f"{source.parent.name}-{level.name}-{_fingerprint(source, level, compiler)}.so"
+        library = cache_folder() / name
         if library.exists():
             _check_owned(library)
         else:
-            _compile(source, compiler, library)
+            _compile(source, [*compiler, *level.options, *FLAGS], library)
     except (OSError, ValueError) as error:  # ValueError: quotes in $CXX that do not close
         raise NativeUnavailableError(f"{source.parent.name} cannot be built: {error}", logging.WARNING) from None
     return library
@@ -92,15 +86,6 @@ def cache_folder() -> Path:
     return folder
 
 
-def cpu_flags() -> frozenset[str]:
-    """The CPU's features as Linux names them; empty on other systems."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf8").splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
-
-
 def _check_owned(path: Path) -> None:
     """Raise unless only this user can have written the path: its code is run."""
     status = path.lstat()
@@ -113,26 +98,26 @@ def _check_owned(path: Path) -> None:
         )
 
 
-def _fingerprint(source: Path, compiler: list[str]) -> str:
+def _fingerprint(source: Path, level: Level, compiler: list[str]) -> str:
     version = _run([*compiler, "--version"]).stdout
     digest = hashlib.sha256()
-    for part in (*FLAGS, *compiler, version, *sorted(cpu_flags())):
+    for part in (*FLAGS, *level.options, *compiler, version):
         digest.update(part.encode() + b"\0")
     for file in (source, *sorted(KERNELS.glob("*/*.h"))):
         digest.update(file.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
 
 
-def _compile(source: Path, compiler: list[str], library: Path) -> None:
+def _compile(source: Path, command: list[str], library: Path) -> None:
     try:
         handle, unfinished = tempfile.mkstemp(suffix=".so", prefix=f"{library.stem}-", dir=library.parent)
         os.close(handle)
         try:
-            result = _run([*compiler, *FLAGS, str(source), "-o", unfinished])
+            result = _run([*command, str(source), "-o", unfinished])
             if result.returncode != 0:
                 last = (result.stderr.strip() or "no message").splitlines()[-1]
                 raise NativeUnavailableError(
-                    f"{compiler[0]} does not compile {source.name}: {last}", level=logging.WARNING
+                    f"{command[0]} does not compile {source.name}: {last}", level=logging.WARNING
                 )
             os.chmod(unfinished, 0o700)
             os.replace(unfinished, library)
@@ -155,8 +140,8 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def load(source: Path) -> ctypes.CDLL | None:
     """The library of a C++ source, or None where it cannot be loaded: then callers use the PyTorch form.
 
-    The reason is logged once per process, not once per operator. ``SPECMAMBA_NATIVE=0`` in the
-    environment turns native kernels off.
+    The reason is logged once per process, not once per operator. ``SPECMAMBA_NATIVE`` in the environment chooses an
+    instruction set (``levels.LEVELS``), or turns native kernels off (``0``).
     """
     try:
         return open_library(source)
@@ -186,7 +171,9 @@ def preload() -> None:
     """Build and load all native kernels now, side by side, so that no request waits for a compiler."""
     sources = sorted(Path(__file__).parents[1].glob("*/native.cpp"))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(load, sources))
+        loaded = list(pool.map(load, sources))
+    if all(library is not None for library in loaded):
+        logger.info("native kernels for %s", chosen_level().name)
 
 
 def open_library(source: Path) -> ctypes.CDLL:
@@ -195,13 +182,9 @@ def open_library(source: Path) -> ctypes.CDLL:
     Raises:
         NativeUnavailableError: this CPU or system cannot run it, or the user turned it off.
     """
-    if os.environ.get(SWITCH, "").strip().lower() in ("0", "false", "no", "off"):
-        raise NativeUnavailableError(f"{SWITCH} turns them off")
-    missing = REQUIRED_CPU_FLAGS - cpu_flags()
-    if missing:
-        raise NativeUnavailableError(f"this CPU has no {', '.join(sorted(missing))}")
+    level = chosen_level()
     runtime = _openmp_runtime()
-    path = built_library(source)
+    path = built_library(source, level)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "parallel.h"
@@ -22,30 +23,18 @@ struct Attend {
 };
 
 constexpr int64_t kTaskRows = 32;             // rows of a task: query heads of one key head, query after query
-constexpr int kTile = 4;                      // rows and keys of a tile of scores
-constexpr int kSumRows = 6, kSumVectors = 4;  // rows and vectors of values of a tile of sums
+constexpr int kTile = 4, kTileRows = kRegisters / 8;         // keys and rows of a tile of scores
+constexpr int kSumRows = 3 * kRegisters / 16, kSumVectors = 4;  // rows and vectors of values of a tile of sums
 constexpr int64_t kSerialBelow = 1 << 17;     // products that one thread has done before a second one begins
 
-// What one instruction multiplies: 16 float32, or 32 bfloat16 whose products are added in pairs.
+// What one addition multiplies: kLanes float32, or twice as many bfloat16 in pairs.
 template <typename T>
-constexpr int64_t kOperand = 64 / sizeof(T);
-inline Vector operand(const float* x, int64_t count) { return _mm512_maskz_loadu_ps((1u << count) - 1, x); }
-inline Vector operand(const float* x) { return _mm512_loadu_ps(x); }
-inline __m512bh operand(const BFloat16* x, int64_t count) {
-  return (__m512bh)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << count) - 1), x);
-}
-inline __m512bh operand(const BFloat16* x) { return (__m512bh)_mm512_loadu_si512(x); }
-inline Vector add_products(Vector sum, Vector x, Vector y) { return _mm512_fmadd_ps(x, y, sum); }
-inline Vector add_products(Vector sum, __m512bh x, __m512bh y) { return _mm512_dpbf16_ps(sum, x, y); }
-
-// The sums of four vectors.
-inline __m128 sums_of(const Vector* x) {
-  const Vector a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
-  const Vector b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
-  const Vector c = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
-  const __m256 d = _mm256_add_ps(_mm512_castps512_ps256(c), _mm512_extractf32x8_ps(c, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(d), _mm256_extractf128_ps(d, 1));
-}
+constexpr int64_t kOperand = kLanes * static_cast<int64_t>(sizeof(float) / sizeof(T));
+inline Vector operand(const float* x, int64_t count) { return load(x, First(count)); }
+inline Vector operand(const float* x) { return load(x, All{}); }
+inline Pairs operand(const BFloat16* x, int64_t count) { return load_pairs(x, count); }
+inline Pairs operand(const BFloat16* x) { return load_pairs(x); }
+inline Vector add_products(Vector sum, Vector x, Vector y) { return fma(x, y, sum); }
 
 // What a task keeps; each thread reuses its own from task to task.
 template <typename T>
@@ -71,20 +60,20 @@ class Task {
 
   void run() {
     see();
-    for (int64_t r = 0; r < rows_ + kTile; ++r) {
+    for (int64_t r = 0; r < rows_ + kTileRows; ++r) {
       const int64_t row = std::min(r, rows_ - 1);  // a tile's last row stands in for rows that it lacks
       const int64_t head_of_query = (b_ * p_.queries + query(row)) * p_.query_heads + query_head(row);
       q_[r] = static_cast<const T*>(p_.q) + head_of_query * p_.width;
     }
-    s_.weights.resize((rows_ + kTile) * stride_);
+    s_.weights.resize((rows_ + kTileRows) * stride_);
     for (int64_t j = 0; j < count_; j += kTile)
-      for (int64_t r = 0; r < rows_; r += kTile) scores(j, r);
+      for (int64_t r = 0; r < rows_; r += kTileRows) scores(j, r);
     s_.totals.resize(rows_);
     for (int64_t r = 0; r < rows_; ++r) softmax(r);
     const int64_t passes = (rows_ + kSumRows - 1) / kSumRows, step = (rows_ + passes - 1) / passes;
     for (int64_t r = 0; r < rows_; r += step)
       for (int64_t column = 0; column < p_.width; column += kSumVectors * kLanes)
-        kSums[std::min(step, rows_ - r)](*this, r, column);
+        sums_of(std::make_integer_sequence<int, kSumRows>{}, *this, std::min(step, rows_ - r), r, column);
   }
 
  private:
@@ -119,72 +108,68 @@ class Task {
 
   // A tile of products of queries and keys.
   void scores(int64_t j, int64_t r) {
-    Vector sum_of[kTile][kTile];
+    Vector sum_of[kTileRows][kTile];
     for (auto& of_row : sum_of)
-      for (auto& s : of_row) s = _mm512_setzero_ps();
+      for (auto& s : of_row) s = zero();
     const T *const *q = &q_[r], *const *keys = &s_.keys[j];
     auto add = [&](int64_t d, auto... count) __attribute__((always_inline)) {
-      decltype(operand(q[0], count...)) key[kTile];
-      for (int k = 0; k < kTile; ++k) key[k] = operand(keys[k] + d, count...);
-      for (int i = 0; i < kTile; ++i) {
-        const auto x = operand(q[i] + d, count...);
-        for (int k = 0; k < kTile; ++k) sum_of[i][k] = add_products(sum_of[i][k], x, key[k]);
+      decltype(operand(q[0], count...)) x[kTileRows];
+      for (int i = 0; i < kTileRows; ++i) x[i] = operand(q[i] + d, count...);
+      for (int k = 0; k < kTile; ++k) {
+        const auto key = operand(keys[k] + d, count...);
+        for (int i = 0; i < kTileRows; ++i) sum_of[i][k] = add_products(sum_of[i][k], x[i], key);
       }
     };
     int64_t d = 0;
     for (; d + kOperand<T> <= p_.width; d += kOperand<T>) add(d);
     if (d < p_.width) add(d, p_.width - d);
-    for (int i = 0; i < kTile; ++i) _mm_storeu_ps(&s_.weights[(r + i) * stride_ + j], sums_of(sum_of[i]));
+    for (int i = 0; i < kTileRows; ++i) store_sums(&s_.weights[(r + i) * stride_ + j], sum_of[i]);
   }
 
   // Products -> e^(score - largest score); their sum goes to s_.totals. Where nothing is seen: 0, and 1.
   void softmax(int64_t r) {
     float* weights = &s_.weights[r * stride_];
     const uint8_t* is_seen = &s_.is_seen[(query(r) - query(0)) * stride_];
-    const Vector scale = _mm512_set1_ps(static_cast<float>(p_.scale));
-    const Vector hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    Vector largest = hidden, total = _mm512_setzero_ps();
-    __mmask16 sees = 0;
+    const Vector scale = broadcast(static_cast<float>(p_.scale));
+    const Vector hidden = broadcast(-std::numeric_limits<float>::infinity());
+    Vector most = hidden, total = zero();
+    Mask sees = none();
     for_vectors(count_, [&](int64_t j, auto lanes) __attribute__((always_inline)) {
-      const __m128i flags = _mm_loadu_si128(reinterpret_cast<const __m128i*>(is_seen + j));
-      const __mmask16 seen = _mm_test_epi8_mask(flags, flags);
-      sees |= seen;
-      const Vector score = _mm512_mask_mul_ps(hidden, seen, load(weights + j, lanes), scale);
+      const Mask seen = flags(is_seen + j);
+      sees = sees | seen;
+      const Vector score = chosen(seen, load(weights + j, lanes) * scale, hidden);
       store(weights + j, score, lanes);
-      largest = in(lanes, _mm512_max_ps(score, largest), largest);
+      most = chosen(lanes, larger(score, most), most);
     });
-    if (sees == 0) {
+    if (!any(sees)) {
       std::fill_n(weights, count_, 0.0f);
       s_.totals[r] = 1.0f;
       return;
     }
-    const Vector shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    const Vector shift = broadcast(largest(most));
     for_vectors(count_, [&](int64_t j, auto lanes) __attribute__((always_inline)) {
-      const Vector weight = exp(_mm512_sub_ps(load(weights + j, lanes), shift));
+      const Vector weight = exp(load(weights + j, lanes) - shift);
       store(weights + j, weight, lanes);
-      total = in(lanes, _mm512_add_ps(total, weight), total);
+      total = chosen(lanes, total + weight, total);
     });
     s_.totals[r] = sum(total);
   }
 
-  static Vector in(All, Vector x, Vector) { return x; }
-  static Vector in(First lanes, Vector x, Vector others) { return _mm512_mask_mov_ps(others, lanes.mask, x); }
-
-  // Weighted sums of values: some rows, 64 columns.
+  // Weighted sums of values: some rows, kSumVectors vectors of columns.
   template <int Rows>
   static void sums(Task& t, int64_t r, int64_t column) {
     const Attend& p = t.p_;
     const int64_t size = std::min(p.width - column, kSumVectors * kLanes);
     Vector sum_of[Rows][kSumVectors];
     for (auto& of_row : sum_of)
-      for (auto& s : of_row) s = _mm512_setzero_ps();
+      for (auto& s : of_row) s = zero();
     const float* weights = &t.s_.weights[r * t.stride_];
     const T* const* values = t.s_.values.data();
     const int64_t stride = t.stride_;
     auto add = [&](int64_t j, int64_t d, auto lanes) __attribute__((always_inline)) {
       const Vector v = load(values[j] + column + d, lanes);
       for (int i = 0; i < Rows; ++i)
-        sum_of[i][d / kLanes] = _mm512_fmadd_ps(_mm512_set1_ps(weights[i * stride + j]), v, sum_of[i][d / kLanes]);
+        sum_of[i][d / kLanes] = fma(broadcast(weights[i * stride + j]), v, sum_of[i][d / kLanes]);
     };
     for (int64_t j = 0; j < t.count_; ++j) {
       if (size == kSumVectors * kLanes)
@@ -195,9 +180,9 @@ class Task {
     for (int i = 0; i < Rows; ++i) {
       const int64_t token = t.b_ * p.queries + t.query(r + i), at = t.query_head(r + i) * p.width + column;
       T* out = static_cast<T*>(p.out) + token * p.query_heads * p.width + at;
-      const Vector total = _mm512_set1_ps(t.s_.totals[r + i]);
+      const Vector total = broadcast(t.s_.totals[r + i]);
       const auto mean = [&](int64_t d) __attribute__((always_inline)) {
-        return _mm512_div_ps(sum_of[i][d / kLanes], total);
+        return sum_of[i][d / kLanes] / total;
       };
       if (p.gate == nullptr) {
         for_vectors(size, [&](int64_t d, auto lanes) __attribute__((always_inline)) { store(out + d, mean(d), lanes); });
@@ -205,17 +190,19 @@ class Task {
       }
       const T* gates = static_cast<const T*>(p.gate) + token * p.gate_query + at;
       for_vectors(size, [&](int64_t d, auto lanes) __attribute__((always_inline)) {
-        store(out + d, _mm512_mul_ps(mean(d), sigmoid(load(gates + d, lanes))), lanes);
+        store(out + d, mean(d) * sigmoid(load(gates + d, lanes)), lanes);
       });
     }
   }
-  static constexpr void (*kSums[])(Task&, int64_t, int64_t) = {nullptr, sums<1>, sums<2>, sums<3>,
-                                                               sums<4>, sums<5>, sums<6>};
+  template <int... Rows>
+  static void sums_of(std::integer_sequence<int, Rows...>, Task& t, int64_t rows, int64_t r, int64_t column) {
+    ((rows == Rows + 1 ? sums<Rows + 1>(t, r, column) : void()), ...);
+  }
 
   const Attend& p_;
   const int64_t b_, head_, first_, rows_, group_;
   int64_t count_, stride_;  // keys that are seen; from row to row of weights
-  const T* q_[kTaskRows + kTile];
+  const T* q_[kTaskRows + kTileRows];
   Scratch<T>& s_;
 };
 

@@ -9,10 +9,10 @@ namespace specmamba {
 
 template <typename T>
 inline float sum_of_squares(const T* x, int64_t size) {
-  Vector total = _mm512_setzero_ps();
+  Vector total = zero();
   for_vectors(size, [&](int64_t i, auto lanes) {
     const Vector v = load(x + i, lanes);
-    total = _mm512_fmadd_ps(v, v, total);
+    total = fma(v, v, total);
   });
   return sum(total);
 }
@@ -21,18 +21,18 @@ inline float sum_of_squares(const T* x, int64_t size) {
 template <bool Gated, typename X, typename Y>
 inline void normalize(const X* x, const Y* gate, const float* weight, int64_t width, float eps, Y* y) {
   const float mean = sum_of_squares(x, width) / static_cast<float>(width);
-  const Vector scale = _mm512_set1_ps(1.0f / std::sqrt(mean + eps));
+  const Vector scale = broadcast(1.0f / std::sqrt(mean + eps));
   for_vectors(width, [&](int64_t i, auto lanes) {
-    Vector v = _mm512_mul_ps(_mm512_mul_ps(load(x + i, lanes), scale), load(weight + i, lanes));
-    if constexpr (Gated) v = _mm512_mul_ps(v, silu(load(gate + i, lanes)));
+    Vector v = load(x + i, lanes) * scale * load(weight + i, lanes);
+    if constexpr (Gated) v = v * silu(load(gate + i, lanes));
     store(y + i, v, lanes);
   });
 }
 
 // y = factor x / sqrt(sum(x^2) + eps); y may be x.
 inline void make_unit(const float* x, int64_t width, float eps, float factor, float* y) {
-  const Vector scale = _mm512_set1_ps(factor / std::sqrt(sum_of_squares(x, width) + eps));
-  for_vectors(width, [&](int64_t i, auto lanes) { store(y + i, _mm512_mul_ps(load(x + i, lanes), scale), lanes); });
+  const Vector scale = broadcast(factor / std::sqrt(sum_of_squares(x, width) + eps));
+  for_vectors(width, [&](int64_t i, auto lanes) { store(y + i, load(x + i, lanes) * scale, lanes); });
 }
 
 // Components i and i + rotated / 2 of the first `rotated` turn together; y may be x.
@@ -42,10 +42,10 @@ inline void rotate_head(const T* x, const T* cos, const T* sin, int64_t rotated,
   for_vectors(half, [&](int64_t i, auto lanes) {
     const int64_t j = i + half;
     const Vector first = load(x + i, lanes), second = load(x + j, lanes);
-    const Vector of_first = _mm512_mul_ps(second, load(sin + i, lanes));
-    const Vector of_second = _mm512_mul_ps(first, load(sin + j, lanes));
-    store(y + i, _mm512_fmsub_ps(first, load(cos + i, lanes), of_first), lanes);
-    store(y + j, _mm512_fmadd_ps(second, load(cos + j, lanes), of_second), lanes);
+    const Vector of_first = second * load(sin + i, lanes);
+    const Vector of_second = first * load(sin + j, lanes);
+    store(y + i, fms(first, load(cos + i, lanes), of_first), lanes);
+    store(y + j, fma(second, load(cos + j, lanes), of_second), lanes);
   });
 }
 

@@ -50,7 +50,7 @@ void run_silu_mul(const T* gate_up, T* y, int64_t tokens, int64_t width, int num
   for_tokens(tokens, width, num_threads, [&](int64_t t) {
     const T *gate = gate_up + t * 2 * width, *up = gate + width;
     for_vectors(width, [&](int64_t i, auto lanes) {
-      store(y + t * width + i, _mm512_mul_ps(silu(load(gate + i, lanes)), load(up + i, lanes)), lanes);
+      store(y + t * width + i, silu(load(gate + i, lanes)) * load(up + i, lanes), lanes);
     });
   });
 }
@@ -96,12 +96,6 @@ void run_delta_inputs(const DeltaInputs& p, int num_threads) {
 }
 
 constexpr int64_t kSerialAngles = 1 << 12;  // angles that one thread has done before a second one begins
-
-inline void put(float* y, float x) { *y = x; }
-inline void put(BFloat16* y, float x) {
-  const __m128i rounded = (__m128i)_mm_cvtneps_pbh(_mm_set_ss(x));
-  y->bits = static_cast<uint16_t>(_mm_extract_epi16(rounded, 0));
-}
 
 template <typename T>
 void run_angles(const int64_t* positions, const float* frequencies, T* cos, T* sin, int64_t tokens, int64_t size,

@@ -18,32 +18,28 @@ uint64_t mix(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-template <typename T>
-Vector load_or(const T* x, float, All lanes) {
-  return load(x, lanes);
-}
-template <typename T>
-Vector load_or(const T* x, float other, First lanes) {
-  return _mm512_mask_mov_ps(_mm512_set1_ps(other), lanes.mask, load(x, lanes));
+template <typename T, typename Lanes>
+Vector load_or(const T* x, float other, Lanes lanes) {
+  return chosen(lanes, load(x, lanes), broadcast(other));
 }
 
 // What is no number is smaller than any.
 template <typename T>
-float largest(const T* x, int64_t size) {
+float largest_of(const T* x, int64_t size) {
   const float least = -std::numeric_limits<float>::infinity();
-  Vector best = _mm512_set1_ps(least);
-  for_vectors(size, [&](int64_t i, auto lanes) { best = _mm512_max_ps(load_or(x + i, least, lanes), best); });
-  return _mm512_reduce_max_ps(best);
+  Vector best = broadcast(least);
+  for_vectors(size, [&](int64_t i, auto lanes) { best = larger(load_or(x + i, least, lanes), best); });
+  return largest(best);
 }
 
 // The first of the largest; 0 where nothing is a number.
 template <typename T>
 int64_t argmax(const T* x, int64_t size) {
-  const Vector best = _mm512_set1_ps(largest(x, size));
+  const Vector best = broadcast(largest_of(x, size));
   for (int64_t i = 0; i < size; i += kLanes) {
     const First lanes(std::min(kLanes, size - i));
-    const __mmask16 is_best = _mm512_mask_cmp_ps_mask(lanes.mask, load(x + i, lanes), best, _CMP_EQ_OQ);
-    if (is_best) return i + __builtin_ctz(is_best);
+    const Mask is_best = lanes.mask() & is_equal(load(x + i, lanes), best);
+    if (any(is_best)) return i + first(is_best);
   }
   return 0;
 }
@@ -51,25 +47,25 @@ int64_t argmax(const T* x, int64_t size) {
 // Whether something is finite, and nothing is no number or infinite upwards.
 template <typename T>
 bool has_finite_max(const T* x, int64_t size) {
-  constexpr int kNumberless = 0x89, kLeast = 0x10;  // NaNs and infinity; minus infinity
-  __mmask16 spoilt = 0, finite = 0;
+  const float infinity = std::numeric_limits<float>::infinity();
+  Mask sound = every(), finite = none();
   for_vectors(size, [&](int64_t i, auto lanes) {
-    const Vector v = load_or(x + i, -std::numeric_limits<float>::infinity(), lanes);
-    spoilt |= _mm512_fpclass_ps_mask(v, kNumberless);
-    finite |= static_cast<__mmask16>(~_mm512_fpclass_ps_mask(v, kLeast));
+    const Vector v = load_or(x + i, -infinity, lanes);
+    sound = sound & is_less(v, broadcast(infinity));
+    finite = finite | is_finite(v);
   });
-  return spoilt == 0 && finite != 0;
+  return all(sound) && any(finite);
 }
 
 // e^((x - largest) / temperature) of up to a block; their sum.
 template <typename T>
 float weigh(const T* x, int64_t size, float largest, float temperature, float* weights) {
-  const Vector shift = _mm512_set1_ps(largest), divisor = _mm512_set1_ps(temperature);
-  Vector total = _mm512_setzero_ps();
+  const Vector shift = broadcast(largest), divisor = broadcast(temperature);
+  Vector total = zero();
   for_vectors(size, [&](int64_t i, auto lanes) {
     const Vector logit = load_or(x + i, -std::numeric_limits<float>::infinity(), lanes);
-    const Vector weight = exp(_mm512_div_ps(_mm512_sub_ps(logit, shift), divisor));
-    total = _mm512_add_ps(total, weight);
+    const Vector weight = exp((logit - shift) / divisor);
+    total = total + weight;
     store(weights + i, weight, lanes);
   });
   return sum(total);
@@ -94,7 +90,7 @@ int64_t sample(const T* x, int64_t size, float temperature, float uniform) {
   static thread_local std::vector<float> masses;
   const int64_t num_blocks = (size + kBlock - 1) / kBlock;
   masses.resize(num_blocks);
-  const float shift = largest(x, size);
+  const float shift = largest_of(x, size);
   float weights[kBlock];
   auto weigh_block = [&](int64_t block) {
     return weigh(x + block * kBlock, std::min(kBlock, size - block * kBlock), shift, temperature, weights);

@@ -9,9 +9,9 @@
 namespace specmamba {
 
 inline float dot(const float* x, const float* y, int64_t size) {
-  Vector total = _mm512_setzero_ps();
+  Vector total = zero();
   for_vectors(size, [&](int64_t i, auto lanes) {
-    total = _mm512_fmadd_ps(load(x + i, lanes), load(y + i, lanes), total);
+    total = fma(load(x + i, lanes), load(y + i, lanes), total);
   });
   return sum(total);
 }
@@ -62,7 +62,7 @@ class GroupTree {
       const float whole_decay = paths_.advance(i);
       for_vectors(paths_.count(i), [&](int64_t j, auto lanes) {
         const Vector c_b = load(&seen_c_b_[paths_.first(i) + j], lanes);
-        store(&weights_[j], _mm512_mul_ps(load(paths_.between() + j, lanes), c_b), lanes);
+        store(&weights_[j], load(paths_.between() + j, lanes) * c_b, lanes);
       });
       for_columns<4>(head_dim_, [&](int64_t column, auto vectors, auto lanes) {
         sum_up<decltype(vectors)::value>(i, whole_decay, column, lanes);
@@ -75,15 +75,15 @@ class GroupTree {
   template <int Vectors, typename Lanes>
   void sum_up(int64_t node, float whole_decay, int64_t column, Lanes lanes) {
     const int64_t *seen = paths_.seen().data() + paths_.first(node), count = paths_.count(node);
-    const Vector decay = _mm512_set1_ps(whole_decay);
+    const Vector decay = broadcast(whole_decay);
     Vector sums[Vectors];
 #pragma GCC unroll 8
     for (int v = 0; v < Vectors; ++v)
-      sums[v] = _mm512_mul_ps(decay, load(&read_[node * head_dim_ + column + v * kLanes], lanes));
+      sums[v] = decay * load(&read_[node * head_dim_ + column + v * kLanes], lanes);
     auto add = [&](float weight, const float* u) {
 #pragma GCC unroll 8
       for (int v = 0; v < Vectors; ++v)
-        sums[v] = _mm512_fmadd_ps(_mm512_set1_ps(weight), load(u + column + v * kLanes, lanes), sums[v]);
+        sums[v] = fma(broadcast(weight), load(u + column + v * kLanes, lanes), sums[v]);
     };
     for (int64_t j = 0; j < count; ++j) add(weights_[j], update(seen[j]));
     add(c_b_[node], update(pending_ + node));

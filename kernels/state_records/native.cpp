@@ -47,22 +47,22 @@ template <int Rows, int Vectors, typename Lanes>
 void fold_tile(const FoldedRecords& records, const float* state, float* folded, int64_t i, int64_t K, int64_t V,
                int64_t column, Lanes lanes) {
   Vector sums[Rows][Vectors];
-  const Vector decay = _mm512_set1_ps(records.whole_decay);
+  const Vector decay = broadcast(records.whole_decay);
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
     for (int c = 0; c < Vectors; ++c)
-      sums[r][c] = _mm512_mul_ps(decay, load(state + (i + r) * V + column + c * kLanes, lanes));
+      sums[r][c] = decay * load(state + (i + r) * V + column + c * kLanes, lanes);
   for (int64_t j = 0; j < records.count; ++j) {
     const float *k = &records.keys[j * K + i], *u = &records.updates[j * V + column];
     Vector x[Rows];
-    for (int r = 0; r < Rows; ++r) x[r] = _mm512_set1_ps(k[r]);
+    for (int r = 0; r < Rows; ++r) x[r] = broadcast(k[r]);
 #pragma GCC unroll 8
     for (int c = 0; c < Vectors; ++c) {
       Vector u_j = load(u + c * kLanes, lanes);
-      asm("" : "+v"(u_j));  // stays in a register: as an operand in memory it would be loaded for every row
+      keep_in_register(u_j);  // as an operand in memory it would be loaded for every row
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) sums[r][c] = _mm512_fmadd_ps(x[r], u_j, sums[r][c]);
+      for (int r = 0; r < Rows; ++r) sums[r][c] = fma(x[r], u_j, sums[r][c]);
     }
   }
 #pragma GCC unroll 8
@@ -74,21 +74,21 @@ void fold_tile(const FoldedRecords& records, const float* state, float* folded, 
 // One value head of one batch entry, some rows of S at a time. The order of the sums is the same for every shape.
 void fold(const Fold& p, int64_t b, int64_t h) {
   thread_local FoldedRecords records;
-  constexpr int kRows = 2;
+  constexpr int kRows = 2, kWidest = kRegisters / 4, kLineFloats = 16;
   const int64_t K = p.key_dim, V = p.value_dim;
   const float* state = p.state + b * p.state_batch + h * K * V;
   float* folded = p.folded + b * p.folded_batch + h * K * V;
   records.gather(p, b, h);
   int64_t i = 0;
   for (; i + kRows <= K; i += kRows) {
-    for (int64_t at = 0; at < kRows * V; at += kLanes)  // a tile has too much arithmetic for the next to begin early
-      _mm_prefetch(reinterpret_cast<const char*>(state + (i + 2 * kRows) * V + at), _MM_HINT_T0);
-    for_columns<8>(V, [&](int64_t column, auto vectors, auto lanes) {
+    for (int64_t at = 0; at < kRows * V; at += kLineFloats)  // a tile has too much arithmetic for the next to begin early
+      __builtin_prefetch(state + (i + 2 * kRows) * V + at);
+    for_columns<kWidest>(V, [&](int64_t column, auto vectors, auto lanes) {
       fold_tile<kRows, decltype(vectors)::value>(records, state, folded, i, K, V, column, lanes);
     });
   }
   for (; i < K; ++i)
-    for_columns<8>(V, [&](int64_t column, auto vectors, auto lanes) {
+    for_columns<kWidest>(V, [&](int64_t column, auto vectors, auto lanes) {
       fold_tile<1, decltype(vectors)::value>(records, state, folded, i, K, V, column, lanes);
     });
 }

@@ -45,7 +45,7 @@ class Paths {
     decays_[pending_ + node] = decay;
     for (int64_t j = 0; j < n; ++j) between_[j] = decays_[seen_[first + j]];
     for_vectors(n, [&](int64_t j, auto lanes) {
-      store(&between_[j], exp(_mm512_sub_ps(_mm512_set1_ps(decay), load(&between_[j], lanes))), lanes);
+      store(&between_[j], exp(broadcast(decay) - load(&between_[j], lanes)), lanes);
     });
     return std::exp(decay);
   }

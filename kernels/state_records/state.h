@@ -26,24 +26,38 @@ struct StateView {
   int64_t key_dim, value_dim;
 };
 
-// read[r] = x[r] S for Rows rows x[r] = rows[r] and 16 Vectors columns of S.
+// read[r] = x[r] S for Rows rows x[r] = rows[r] and kLanes Vectors columns of S.
 template <int Rows, int Vectors, typename Lanes>
 inline void read_state(const float* const* rows, const StateView& state, int64_t column, float* read, Lanes lanes) {
   Vector sums[Rows][Vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) sums[r][j] = _mm512_setzero_ps();
+    for (int j = 0; j < Vectors; ++j) sums[r][j] = zero();
   for (int64_t i = 0; i < state.key_dim; ++i) {
-    Vector x[Rows];
+    const float* of_i = state.data + i * state.value_dim + column;
+    if constexpr (Rows <= Vectors) {
+      Vector x[Rows];
 #pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) x[r] = _mm512_set1_ps(rows[r][i]);
+      for (int r = 0; r < Rows; ++r) x[r] = broadcast(rows[r][i]);
 #pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) {
-      Vector s = load(state.data + i * state.value_dim + column + j * kLanes, lanes);
-      asm("" : "+v"(s));  // stays in a register: as an operand in memory it would be loaded for every row
+      for (int j = 0; j < Vectors; ++j) {
+        Vector s = load(of_i + j * kLanes, lanes);
+        keep_in_register(s);  // as an operand in memory it would be loaded for every row
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) sums[r][j] = _mm512_fmadd_ps(x[r], s, sums[r][j]);
+        for (int r = 0; r < Rows; ++r) sums[r][j] = fma(x[r], s, sums[r][j]);
+      }
+    } else {  // what there is less of is held in registers
+      Vector s[Vectors];
+#pragma GCC unroll 8
+      for (int j = 0; j < Vectors; ++j) s[j] = load(of_i + j * kLanes, lanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        Vector x = broadcast(rows[r][i]);
+        keep_in_register(x);
+#pragma GCC unroll 8
+        for (int j = 0; j < Vectors; ++j) sums[r][j] = fma(x, s[j], sums[r][j]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -52,7 +66,7 @@ inline void read_state(const float* const* rows, const StateView& state, int64_t
     for (int j = 0; j < Vectors; ++j) store(read + r * state.value_dim + column + j * kLanes, sums[r][j], lanes);
 }
 
-// read[r] = x[r] S for all rows, up to MaxRows rows and 16 Widest columns at a time.
+// read[r] = x[r] S for all rows, up to MaxRows rows and kLanes Widest columns at a time.
 template <int MaxRows, int Widest>
 inline void read_rows(const float* const* rows, int64_t num_rows, const StateView& state, float* read) {
   for_columns<Widest>(state.value_dim, [&](int64_t column, auto vectors, auto lanes) {
@@ -70,13 +84,14 @@ inline void read_rows(const float* const* rows, int64_t num_rows, const StateVie
 // read[r] = x[r] S for all rows. The order of the sums does not depend on how many rows there are.
 //
 // The first rows read S in memory order, as fast as memory delivers it. Then S is in a cache, and the other rows read
-// fewer columns for more rows at a time, at most six: 24 sums, a vector of S and six inputs fit into 32 registers. A
-// narrow S is read in memory order with six rows at once.
+// fewer columns for more rows at a time, at most six: of 32 registers 24 have sums, of 16 registers 12. A narrow S is
+// read in memory order with six rows at once.
 inline void read_all(const float* const* rows, int64_t num_rows, const StateView& state, float* read) {
-  if (state.value_dim < 8 * kLanes) return read_rows<6, 4>(rows, num_rows, state, read);
+  constexpr int kWide = kRegisters / 4, kNarrow = kRegisters / 8;
+  if (state.value_dim < kWide * kLanes) return read_rows<6, kNarrow>(rows, num_rows, state, read);
   const int64_t first = std::min<int64_t>(num_rows, num_rows % 6 == 4 ? 2 : 3);
-  read_rows<3, 8>(rows, first, state, read);
-  read_rows<6, 4>(rows + first, num_rows - first, state, read + first * state.value_dim);
+  read_rows<3, kWide>(rows, first, state, read);
+  read_rows<6, kNarrow>(rows + first, num_rows - first, state, read + first * state.value_dim);
 }
 
 }  // namespace specmamba

@@ -141,7 +141,7 @@ def _kernels(report: Facts) -> Iterator[Row]:
         return
     native, triton = kernels["native"], kernels["triton"]
     if native["reason"] is None:
-        yield "native kernels", f"{len(native['built'])} built, in {native['folder']}"
+        yield "native kernels", f"{len(native['built'])} built for {native['level']}, in {native['folder']}"
     else:
         yield "native kernels", f"none: {native['reason']}"
     yield "Triton", f"runs; compiled kernels in {triton['folder']}" if triton["runs"] else f"off: {triton['reason']}"

@@ -15,12 +15,13 @@ from specmamba.command_line import readable
 from specmamba.doctor.software import Facts, Problem, error, warning
 from specmamba.kernels import rowwise
 from specmamba.kernels.gpu import has_triton, runs_on
-from specmamba.kernels.native.library import KERNELS, NativeUnavailableError, cache_folder, cpu_flags, open_library
+from specmamba.kernels.native.levels import NativeUnavailableError, chosen_level, cpu_flags
+from specmamba.kernels.native.library import KERNELS, cache_folder, open_library
 from specmamba.kernels.rowwise import torch_ops
 from specmamba.measure.report import machine
 
 # CPU flags that the native kernels need or that matter for their speed.
-SHOWN_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+SHOWN_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 DRIVER = Path("/proc/driver/nvidia/version")
 LITTLE_MEMORY = 2 << 30  # the demo with torch and its pools takes about 1 GiB
 
@@ -103,10 +104,11 @@ def examine_native() -> tuple[Facts, list[Problem]]:
     facts: Facts = {
         "built": [source.parent.name for source, reason in zip(sources, reasons, strict=True) if reason is None],
         "reason": str(failed[0]) if failed else None,
+        "level": None,
         "folder": None,
     }
     if not failed:
-        facts["folder"] = str(cache_folder())
+        facts |= {"level": chosen_level().name, "folder": str(cache_folder())}
         return facts, []
     return facts, _native_problems(failed[0])
 

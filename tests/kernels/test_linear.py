@@ -25,8 +25,14 @@ def threads(request: pytest.FixtureRequest, set_threads: Callable[[int], None]) 
     return int(request.param)
 
 
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    chosen: torch.dtype = request.param
+    return chosen
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def pack_native(weight: Tensor) -> native_ops.NativeWeight:
@@ -36,12 +42,13 @@ def pack_native(weight: Tensor) -> native_ops.NativeWeight:
 
 
 def assert_rounded(y: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Within one rounding to bf16, and the error of a float32 sum, of the exact product."""
+    """Within one rounding to the dtype, and the error of a float32 sum, of the exact product."""
     want = x.double() @ weight.double().T
     size = x.double().abs() @ weight.double().T.abs()
-    assert y.dtype == torch.bfloat16
+    assert y.dtype == x.dtype
     assert y.shape == want.shape
-    assert ((y.double() - want).abs() <= want.abs() * 2**-8 + size * 2**-20).all()
+    rounding = 2**-8 if y.dtype is torch.bfloat16 else 2**-23
+    assert ((y.double() - want).abs() <= want.abs() * rounding + size * 2**-20).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (17, 6)])
@@ -59,17 +66,17 @@ def test_torch_ops_match_reference(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_native_matches_reference(shape: tuple[int, int], native: type) -> None:
-    weight, x = normal(*shape, seed=1), normal(4, shape[1], seed=2)
+def test_native_matches_reference(shape: tuple[int, int], native: type, dtype: torch.dtype) -> None:
+    weight, x = normal(*shape, seed=1, dtype=dtype), normal(4, shape[1], seed=2, dtype=dtype)
     y = pack_native(weight)(x)
     torch.testing.assert_close(y, reference.linear(x[:, :], weight), rtol=2**-7, atol=1e-5)
     assert_rounded(y, x, weight)
 
 
 @pytest.mark.parametrize(("n", "k"), [(33, 7), (160, 301), (1100, 264)])
-def test_every_number_of_rows(n: int, k: int, native: type, threads: int) -> None:
+def test_every_number_of_rows(n: int, k: int, native: type, dtype: torch.dtype, threads: int) -> None:
     """1 to 70 rows: every height of a pass and every split into passes; and no row knows of the others."""
-    weight, x = normal(n, k, seed=3), normal(70, k, seed=4)
+    weight, x = normal(n, k, seed=3, dtype=dtype), normal(70, k, seed=4, dtype=dtype)
     product = pack_native(weight)
     alone = torch.cat([product(row) for row in x.split(1)])
     assert_rounded(alone, x, weight)
@@ -78,8 +85,8 @@ def test_every_number_of_rows(n: int, k: int, native: type, threads: int) -> Non
     assert torch.equal(product(x.flip(0)), alone.flip(0))
 
 
-def test_threads_change_nothing(native: type, set_threads: Callable[[int], None]) -> None:
-    product, x = pack_native(normal(1100, 264, seed=5)), normal(9, 264, seed=6)
+def test_threads_change_nothing(native: type, dtype: torch.dtype, set_threads: Callable[[int], None]) -> None:
+    product, x = pack_native(normal(1100, 264, seed=5, dtype=dtype)), normal(9, 264, seed=6, dtype=dtype)
     results = []
     for count in (1, 2, 3):
         set_threads(count)
@@ -87,9 +94,9 @@ def test_threads_change_nothing(native: type, set_threads: Callable[[int], None]
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_nothing_is_written_beside_the_result(native: type) -> None:
+def test_nothing_is_written_beside_the_result(native: type, dtype: torch.dtype) -> None:
     """Tails of rows and panels are stored by mask; the plain weight is free to change after packing."""
-    weight, x = normal(37, 11, seed=7), normal(5, 11, seed=8)
+    weight, x = normal(37, 11, seed=7, dtype=dtype), normal(5, 11, seed=8, dtype=dtype)
     kept, inputs = weight.clone(), x.clone()
     product = pack_native(weight)
     weight.fill_(float("nan"))
@@ -99,8 +106,8 @@ def test_nothing_is_written_beside_the_result(native: type) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("k", [8, 9])
-def test_what_is_no_number_stays_in_its_row(value: float, k: int, native: type) -> None:
-    weight, x = normal(40, k, seed=9).abs() + 0.5, normal(3, k, seed=10)
+def test_what_is_no_number_stays_in_its_row(value: float, k: int, native: type, dtype: torch.dtype) -> None:
+    weight, x = normal(40, k, seed=9, dtype=dtype).abs() + 0.5, normal(3, k, seed=10, dtype=dtype)
     clean = pack_native(weight)(x)
     x[1, k - 1] = value
     y = pack_native(weight)(x)
@@ -108,16 +115,16 @@ def test_what_is_no_number_stays_in_its_row(value: float, k: int, native: type) 
     assert torch.equal(y[1], torch.full_like(y[1], value)) or (value != value and y[1].isnan().all())
 
 
-def test_a_weight_that_is_no_number_stays_in_its_output(native: type) -> None:
-    weight, x = normal(40, 8, seed=11), normal(3, 8, seed=12)
+def test_a_weight_that_is_no_number_stays_in_its_output(native: type, dtype: torch.dtype) -> None:
+    weight, x = normal(40, 8, seed=11, dtype=dtype), normal(3, 8, seed=12, dtype=dtype)
     weight[21, 3] = float("nan")
     y = pack_native(weight)(x)
     assert y[:, 21].isnan().all()
     assert y[:, [i for i in range(40) if i != 21]].isfinite().all()
 
 
-def test_layouts_and_empty_batches(native: type) -> None:
-    weight, x = normal(40, 24, seed=13), normal(4, 6, 24, seed=14)
+def test_layouts_and_empty_batches(native: type, dtype: torch.dtype) -> None:
+    weight, x = normal(40, 24, seed=13, dtype=dtype), normal(4, 6, 24, seed=14, dtype=dtype)
     product = pack_native(weight)
     want = product(x)
     assert want.shape == (4, 6, 40)
@@ -136,7 +143,8 @@ def test_inputs_that_do_not_fit_are_refused(x: Tensor, native: type) -> None:
 
 def test_pack_chooses_by_dtype(native: type) -> None:
     assert isinstance(linear.pack(normal(4, 4, seed=16)), native)
-    assert isinstance(linear.pack(normal(4, 4, seed=16).float()), torch_ops.PlainWeight)
+    assert isinstance(linear.pack(normal(4, 4, seed=16).float()), native)
+    assert isinstance(linear.pack(normal(4, 4, seed=16).double()), torch_ops.PlainWeight)
     assert isinstance(linear.pack(normal(4, 4, seed=16).half()), torch_ops.PlainWeight)
 
 

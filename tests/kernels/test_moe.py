@@ -184,9 +184,10 @@ class TestProducts:
         if device == "cuda":
             assert torch_ops.can_group(weight.to(device))
 
+    @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_native(self, shape: tuple[int, int, int], native: None, threads: int) -> None:
-        weight, (x, groups) = normal(*shape, seed=1).bfloat16(), self.pairs(shape, 6, torch.bfloat16)
+    def test_native(self, shape: tuple[int, int, int], dtype: torch.dtype, native: None, threads: int) -> None:
+        weight, (x, groups) = normal(*shape, seed=1, dtype=dtype), self.pairs(shape, 6, dtype)
         assert_rounded(native_ops.NativeExperts(weight, code())(x, groups), x, weight, groups)
 
     @pytest.mark.parametrize("k", range(1, 8))
@@ -289,7 +290,8 @@ class TestProducts:
 
     def test_pack_chooses(self, native: None, monkeypatch: pytest.MonkeyPatch) -> None:
         weight = normal(2, 4, 4, seed=16)
-        assert isinstance(moe.pack(weight), torch_ops.PlainExperts)
+        assert isinstance(moe.pack(weight.half()), torch_ops.PlainExperts)
+        assert isinstance(moe.pack(weight), native_ops.NativeExperts)
         assert isinstance(moe.pack(weight.bfloat16()), native_ops.NativeExperts)
         assert isinstance(moe.pack(weight, "int8"), native_ops.NativeInt8Experts)
         assert isinstance(moe.pack(weight.half(), "int8"), torch_ops.Int8Experts)

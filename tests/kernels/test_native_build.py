@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from specmamba.kernels.native import library
+from specmamba.kernels.native import levels, library
+from specmamba.kernels.native.levels import LEVELS, Level, available_levels, chosen_level
 from tests.repository import ROOT
 
 KERNELS = sorted((ROOT / "kernels").glob("*/native.cpp"))
@@ -56,10 +57,10 @@ def source(tmp_path: Path) -> Path:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         library.find_compiler()
-    except library.NativeUnavailableError as reason:
+    except levels.NativeUnavailableError as reason:
         pytest.skip(str(reason))
-    if library.REQUIRED_CPU_FLAGS - library.cpu_flags():
-        pytest.skip("this CPU has no AVX512-BF16")
+    if not available_levels():
+        pytest.skip("this CPU has no AVX2")
 
 
 def write_compiler(folder: Path, script: str) -> str:
@@ -114,14 +115,14 @@ def expect_log(source: Path, caplog: pytest.LogCaptureFixture, level: int, part:
 
 
 def test_no_compiler(source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
+    monkeypatch.setattr(library, "chosen_level", lambda: LEVELS[-1])
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     expect_log(source, caplog, logging.INFO, "no C++ compiler (none of g++, clang++, c++ is installed)")
 
 
 def test_cxx_that_is_not_there(source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
+    monkeypatch.setattr(library, "chosen_level", lambda: LEVELS[-1])
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     expect_log(source, caplog, logging.INFO, "$CXX names 'no-such-compiler', which is not installed")
 
@@ -129,7 +130,7 @@ def test_cxx_that_is_not_there(source: Path, caplog: pytest.LogCaptureFixture, m
 def test_a_build_that_fails(
     source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
+    monkeypatch.setattr(library, "chosen_level", lambda: LEVELS[-1])
     script = '[ "$1" = --version ] && exit 0; echo first >&2; echo "what went wrong" >&2; exit 1'
     monkeypatch.setenv("CXX", write_compiler(tmp_path, script))
     expect_log(source, caplog, logging.WARNING, "does not compile native.cpp: what went wrong")
@@ -139,7 +140,7 @@ def test_a_build_that_fails(
 def test_a_library_that_does_not_load(
     source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
+    monkeypatch.setattr(library, "chosen_level", lambda: LEVELS[-1])
     monkeypatch.setenv("CXX", write_compiler(tmp_path, "exit 0"))  # succeeds, and leaves an empty file
     expect_log(source, caplog, logging.WARNING, "cannot be loaded")
     assert list((tmp_path / "cache/specmamba").iterdir()) == []
@@ -148,15 +149,58 @@ def test_a_library_that_does_not_load(
 def test_a_compiler_that_hangs(
     source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
+    monkeypatch.setattr(library, "chosen_level", lambda: LEVELS[-1])
     monkeypatch.setattr(library, "TIMEOUT_SECONDS", 0.2)
     monkeypatch.setenv("CXX", write_compiler(tmp_path, "exec sleep 30"))
     expect_log(source, caplog, logging.WARNING, "does not run")
 
 
 def test_a_cpu_that_cannot(source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "cpu_flags", lambda: frozenset({"avx512f", "fma"}))
-    expect_log(source, caplog, logging.INFO, "this CPU has no avx512_bf16, avx512bw, avx512dq, avx512vl")
+    monkeypatch.setattr(levels, "cpu_flags", lambda: frozenset({"avx2", "avx512f"}))
+    expect_log(source, caplog, logging.INFO, "this CPU has no bmi2, f16c, fma")
+
+
+def test_an_unknown_level(source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECMAMBA_NATIVE", "sse4")
+    expect_log(
+        source, caplog, logging.WARNING, "SPECMAMBA_NATIVE=sse4 is no instruction set: give one of avx512_bf16, "
+    )
+
+
+def test_a_level_that_the_cpu_lacks(
+    source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECMAMBA_NATIVE", "avx512")
+    monkeypatch.setattr(levels, "cpu_flags", lambda: LEVELS[-1].cpu_flags | {"avx512f"})
+    expect_log(
+        source, caplog, logging.WARNING, "SPECMAMBA_NATIVE=avx512, but this CPU has no avx512bw, avx512cd, avx512dq"
+    )
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+def test_the_best_level_of_a_cpu(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "cpu_flags", lambda: level.cpu_flags | {"sse4_2", "amx_bf16"})
+    assert chosen_level() is level
+    assert available_levels()[0] is level
+    for lower in available_levels():
+        monkeypatch.setenv("SPECMAMBA_NATIVE", f" {lower.name.upper()} ")
+        assert chosen_level() is lower
+
+
+def test_levels_have_libraries_of_their_own(source: Path, compiler: None) -> None:
+    built = [library.built_library(source, level) for level in LEVELS]
+    assert len(set(built)) == len(LEVELS)
+    assert [file.name.split("-")[1] for file in built] == [level.name for level in LEVELS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+def test_every_kernel_compiles_for_every_level(level: Level, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for those that this CPU cannot run: their results are untried here, and tried where a CPU has them."""
+    monkeypatch.undo()  # the usual cache
+    for kernel in KERNELS:
+        assert library.built_library(kernel, level).exists()
 
 
 @pytest.mark.parametrize("value", ["0", "off", " False "])
@@ -194,10 +238,10 @@ def test_a_cache_of_another_user(
 
 
 def test_a_cached_library_of_another_user(source: Path, compiler: None, tmp_path: Path) -> None:
-    built = library.built_library(source)
+    built = library.built_library(source, LEVELS[-1])
     built.chmod(0o777)
-    with pytest.raises(library.NativeUnavailableError, match="others can write to it"):
-        library.built_library(source)
+    with pytest.raises(levels.NativeUnavailableError, match="others can write to it"):
+        library.built_library(source, LEVELS[-1])
 
 
 def test_a_cache_that_cannot_be_made(
@@ -215,9 +259,9 @@ def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_the_file_name_follows_the_flags(source: Path, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = library.built_library(source)
+    first = library.built_library(source, LEVELS[-1])
     monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-DOTHER"))
-    assert library.built_library(source) != first
+    assert library.built_library(source, LEVELS[-1]) != first
 
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ is not installed")

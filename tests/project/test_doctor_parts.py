@@ -13,7 +13,8 @@ import torch
 
 from specmamba.doctor.machine import driver_version, examine_hardware, examine_native, examine_triton, why_triton_fails
 from specmamba.doctor.software import EXTRAS, declared_ranges, examine_software, is_in_range
-from specmamba.kernels.native import library
+from specmamba.kernels.native import levels, library
+from specmamba.kernels.native.levels import LEVELS
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -87,7 +88,7 @@ def test_a_driver_without_a_gpu_in_torch(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
+    monkeypatch.setattr(library, "chosen_level", lambda: LEVELS[-1])
     monkeypatch.setenv("CXX", "a-compiler-that-is-not-there")
     facts, (problem,) = examine_native()
     assert facts["built"] == []
@@ -97,7 +98,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cache_folder_that_others_can_write_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset())
+    monkeypatch.setattr(library, "chosen_level", lambda: LEVELS[-1])
     monkeypatch.setenv("CXX", sys.executable)  # it is there, and is not reached
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "specmamba").mkdir()
@@ -111,9 +112,9 @@ def test_an_old_cpu_is_no_problem(switched: bool, monkeypatch: pytest.MonkeyPatc
     if switched:
         monkeypatch.setenv("SPECMAMBA_NATIVE", "0")
     else:
-        monkeypatch.setattr(library, "REQUIRED_CPU_FLAGS", frozenset({"a_flag_of_the_future"}))
+        monkeypatch.setattr(levels, "cpu_flags", frozenset)
     facts, problems = examine_native()
-    assert ("SPECMAMBA_NATIVE" if switched else "a_flag_of_the_future") in facts["reason"]
+    assert ("SPECMAMBA_NATIVE" if switched else "this CPU has no avx2") in facts["reason"]
     assert problems == []
 
 

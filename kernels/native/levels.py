@@ -1,0 +1,85 @@
+"""Instruction sets that native kernels are compiled for, and the one that this process uses."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+SWITCH = "SPECMAMBA_NATIVE"
+_OFF = ("0", "false", "no", "off")
+
+
+class NativeUnavailableError(Exception):
+    """Native code cannot run here; the message says why, ``level`` is the level of the log line."""
+
+    def __init__(self, message: str, level: int = logging.INFO) -> None:
+        super().__init__(message)
+        self.level = level
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """An instruction set: vector.h has a header for each width of registers."""
+
+    name: str  # a value of ``SPECMAMBA_NATIVE``
+    cpu_flags: frozenset[str]  # as Linux names them
+    options: tuple[str, ...]  # of the compiler
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_V4 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+# The best first.
+LEVELS = (
+    Level("avx512_bf16", _AVX512 | {"avx512_vnni", "avx512_bf16"}, (*_V4, "-mavx512vnni", "-mavx512bf16")),
+    Level("avx512_vnni", _AVX512 | {"avx512_vnni"}, (*_V4, "-mavx512vnni")),
+    Level("avx512", _AVX512, _V4),
+    Level("avx2", _AVX2, ("-march=x86-64-v3",)),
+)
+
+
+def chosen_level() -> Level:
+    """The best level of this CPU, or the one that ``SPECMAMBA_NATIVE`` names.
+
+    Raises:
+        NativeUnavailableError: there is no such level, the CPU does not have it, or the user turned native code off.
+    """
+    asked = os.environ.get(SWITCH, "").strip().lower()
+    if asked in _OFF:
+        raise NativeUnavailableError(f"{SWITCH} turns them off")
+    flags = cpu_flags()
+    if not asked:
+        return next((level for level in LEVELS if level.cpu_flags <= flags), None) or _none_of_this_cpu(flags)
+    level = next((level for level in LEVELS if level.name == asked), None)
+    if level is None:
+        names = ", ".join(level.name for level in LEVELS)
+        raise NativeUnavailableError(
+            f"{SWITCH}={asked} is no instruction set: give one of {names}, or 0", logging.WARNING
+        )
+    if missing := level.cpu_flags - flags:
+        raise NativeUnavailableError(f"{SWITCH}={asked}, but this CPU has no {_listed(missing)}", logging.WARNING)
+    return level
+
+
+def available_levels() -> tuple[Level, ...]:
+    """The levels of this CPU, the best first."""
+    return tuple(level for level in LEVELS if level.cpu_flags <= cpu_flags())
+
+
+def cpu_flags() -> frozenset[str]:
+    """The CPU's features as Linux names them; empty on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def _none_of_this_cpu(flags: frozenset[str]) -> Level:
+    raise NativeUnavailableError(f"this CPU has no {_listed(LEVELS[-1].cpu_flags - flags)}")
+
+
+def _listed(flags: frozenset[str]) -> str:
+    return ", ".join(sorted(flags))
