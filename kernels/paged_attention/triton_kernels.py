@@ -194,7 +194,8 @@ def _whole_queries(queries, is_alive, D: tl.constexpr, BLOCK_D: tl.constexpr):
     d = tl.arange(0, BLOCK_D)
     x = tl.load(queries + d[None, :], mask=is_alive[:, None] & (d < D)[None, :], other=0.0)
     num_flaws = tl.sum(tl.where(tl.abs(x.to(tl.float32)) < float("inf"), 0, 1), axis=1)
-    return tl.where((num_flaws > 0)[:, None], float("nan"), x).to(x.dtype), num_flaws
+    # In float32: the interpreters of Triton before 3.9 have no constants of bfloat16.
+    return tl.where((num_flaws > 0)[:, None], float("nan"), x.to(tl.float32)).to(x.dtype), num_flaws
 
 
 @triton.jit

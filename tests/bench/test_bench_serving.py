@@ -464,7 +464,7 @@ def test_the_demo_served_for_the_benchmark(
 
 SCRIPTS = {
     "ends": (
-        "import sys; print('a line'); sys.exit('specmamba serve: error: no luck')",
+        "import sys; print('a line', flush=True); sys.exit('specmamba serve: error: no luck')",
         "20",
         "status 1: specmamba serve: ",
     ),
