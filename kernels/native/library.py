@@ -1,8 +1,8 @@
-"""Native kernels as ctypes libraries, compiled from C++ once per machine and user, or the reason why there are none.
+"""Native kernels as ctypes libraries, shipped in a wheel or compiled once per machine and user, or why there are none.
 
-A library lies in a folder that only its user can write, under the hash of everything that made it: sources, flags, the
-compiler's version and the instruction set. It is written under another name and renamed, so that processes that build
-at the same time never load half a file.
+A library that was compiled here lies in a folder that only its user can write, under the hash of everything that made
+it: sources, flags, the compiler's version and the instruction set. It is written under another name and renamed, so
+that processes that build at the same time never load half a file.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specmamba.kernels.native.levels import Level, NativeUnavailableError, chosen_level
 
 KERNELS = Path(__file__).parents[1]  # sources include "parallel.h", and headers of operators as "operator/header.h"
 INCLUDES = (f"-I{KERNELS / 'native'}", f"-I{KERNELS}")
 # Without contraction a product and a sum are one instruction only where a kernel says so, whatever the compiler.
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", *INCLUDES)
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", *INCLUDES)
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_SECONDS = 120
+SHIPPED = Path(__file__).parent / "libraries"  # in wheels that were built with them, see build.py
 
 logger = logging.getLogger("specmamba")
 
@@ -48,7 +49,7 @@ def built_library(source: Path, level: Level) -> Path:
         if library.exists():
             _check_owned(library)
         else:
-            _compile(source, [*compiler, *level.options, *FLAGS], library)
+            _compile(source, [*compiler, *level.options, *FLAGS, "-shared"], library)
     except (OSError, ValueError) as error:  # ValueError: quotes in $CXX that do not close
         raise NativeUnavailableError(f"{source.parent.name} cannot be built: {error}", logging.WARNING) from None
     return library
@@ -113,18 +114,25 @@ def _compile(source: Path, command: list[str], library: Path) -> None:
         handle, unfinished = tempfile.mkstemp(suffix=".so", prefix=f"{library.stem}-", dir=library.parent)
         os.close(handle)
         try:
-            result = _run([*command, str(source), "-o", unfinished])
-            if result.returncode != 0:
-                last = (result.stderr.strip() or "no message").splitlines()[-1]
-                raise NativeUnavailableError(
-                    f"{command[0]} does not compile {source.name}: {last}", level=logging.WARNING
-                )
+            run_compiler([*command, str(source), "-o", unfinished])
             os.chmod(unfinished, 0o700)
             os.replace(unfinished, library)
         finally:
             Path(unfinished).unlink(missing_ok=True)
     except OSError as error:
         raise NativeUnavailableError(f"{library.parent} cannot be written: {error}", logging.WARNING) from None
+
+
+def run_compiler(command: list[str]) -> None:
+    """Run a compiler whose last arguments are a source or objects, "-o" and the result.
+
+    Raises:
+        NativeUnavailableError: it fails; the message has its last line.
+    """
+    result = _run(command)
+    if result.returncode != 0:
+        last = (result.stderr.strip() or "no message").splitlines()[-1]
+        raise NativeUnavailableError(f"{command[0]} does not compile {Path(command[-3]).name}: {last}", logging.WARNING)
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -173,27 +181,53 @@ def preload() -> None:
     with ThreadPoolExecutor() as pool:
         loaded = list(pool.map(load, sources))
     if all(library is not None for library in loaded):
-        logger.info("native kernels for %s", chosen_level().name)
+        logger.info("native kernels for %s, %s", chosen_level().name, origin())
 
 
 def open_library(source: Path) -> ctypes.CDLL:
-    """Build and load a library that includes ``parallel.h``, and give it the threads that torch runs.
+    """Load the kernels of a source, and give them the threads that torch runs: shipped ones, or compiled now.
 
     Raises:
         NativeUnavailableError: this CPU or system cannot run it, or the user turned it off.
     """
     level = chosen_level()
     runtime = _openmp_runtime()
+    library = _shipped(level) or _compiled(source, level)
+    library.specmamba_use_runtime.argtypes = [ctypes.c_void_p]
+    library.specmamba_use_runtime(runtime)
+    return library
+
+
+def origin() -> Literal["shipped", "compiled here"]:
+    """Where the kernels of this process come from, once they are loaded."""
+    return "shipped" if _shipped(chosen_level()) is not None else "compiled here"
+
+
+def shipped_name(level: Level) -> str:
+    """The name of the library in a wheel that has all kernels for an instruction set."""
+    return f"specmamba-{level.name}.so"
+
+
+def _shipped(level: Level) -> ctypes.CDLL | None:
+    path = SHIPPED / shipped_name(level)
+    if not path.exists():
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        message = f"{path} is damaged ({error}): install specmamba anew. Until then its kernels are compiled here"
+        _log_once(logging.WARNING, message)
+        return None
+
+
+def _compiled(source: Path, level: Level) -> ctypes.CDLL:
     path = built_library(source, level)
     try:
-        library = ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         with suppress(OSError):
             path.unlink()  # the next process builds it anew
         raise NativeUnavailableError(f"{path} cannot be loaded: {error}", logging.WARNING) from None
-    library.specmamba_use_runtime.argtypes = [ctypes.c_void_p]
-    library.specmamba_use_runtime(runtime)
-    return library
 
 
 def _openmp_runtime() -> ctypes.c_void_p:

@@ -141,7 +141,8 @@ def _kernels(report: Facts) -> Iterator[Row]:
         return
     native, triton = kernels["native"], kernels["triton"]
     if native["reason"] is None:
-        yield "native kernels", f"{len(native['built'])} built for {native['level']}, in {native['folder']}"
+        yield "native kernels", f"{native['level']}, {native['origin']}, in {native['folder']}"
+        yield "weights are read at", f"{native['gb_per_second']} GB/s (bf16, one row, {native['threads']} threads)"
     else:
         yield "native kernels", f"none: {native['reason']}"
     yield "Triton", f"runs; compiled kernels in {triton['folder']}" if triton["runs"] else f"off: {triton['reason']}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,10 +14,10 @@ import torch
 from specmamba.cache.memory import free_memory
 from specmamba.command_line import readable
 from specmamba.doctor.software import Facts, Problem, error, warning
-from specmamba.kernels import rowwise
+from specmamba.kernels import linear, rowwise
 from specmamba.kernels.gpu import has_triton, runs_on
 from specmamba.kernels.native.levels import NativeUnavailableError, chosen_level, cpu_flags
-from specmamba.kernels.native.library import KERNELS, cache_folder, open_library
+from specmamba.kernels.native.library import KERNELS, SHIPPED, cache_folder, open_library, origin
 from specmamba.kernels.rowwise import torch_ops
 from specmamba.measure.report import machine
 
@@ -104,13 +105,26 @@ def examine_native() -> tuple[Facts, list[Problem]]:
     facts: Facts = {
         "built": [source.parent.name for source, reason in zip(sources, reasons, strict=True) if reason is None],
         "reason": str(failed[0]) if failed else None,
-        "level": None,
-        "folder": None,
+        **dict.fromkeys(("level", "origin", "folder", "gb_per_second", "threads")),
     }
     if not failed:
-        facts |= {"level": chosen_level().name, "folder": str(cache_folder())}
+        folder = SHIPPED if origin() == "shipped" else cache_folder()
+        facts |= {"level": chosen_level().name, "origin": origin(), "folder": str(folder)}
+        facts |= {"gb_per_second": round(weight_speed(), 1), "threads": torch.get_num_threads()}
         return facts, []
     return facts, _native_problems(failed[0])
+
+
+def weight_speed() -> float:
+    """Gigabytes of a bf16 weight that a product of one row reads in a second, which bounds plain decoding."""
+    weight, x = torch.zeros(4096, 4096, dtype=torch.bfloat16), torch.ones(1, 4096, dtype=torch.bfloat16)
+    product = linear.pack(weight)
+    taken = []
+    for _ in range(7):
+        began = time.perf_counter()
+        product(x)
+        taken.append(time.perf_counter() - began)
+    return weight.nbytes / min(taken) / 1e9
 
 
 def _why_not(source: Path) -> NativeUnavailableError | None:

@@ -264,6 +264,38 @@ def test_the_file_name_follows_the_flags(source: Path, compiler: None, monkeypat
     assert library.built_library(source, LEVELS[-1]) != first
 
 
+def test_shipped_kernels_need_no_compiler(
+    source: Path, compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    level = chosen_level()
+    built = library.built_library(source, level)
+    monkeypatch.setattr(library, "SHIPPED", tmp_path / "shipped")
+    library.SHIPPED.mkdir()
+    built.rename(library.SHIPPED / library.shipped_name(level))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert library.open_library(source).sum_below(1000, 2) == 499500
+    assert library.origin() == "shipped"
+    assert list(built.parent.iterdir()) == []
+
+
+def test_damaged_shipped_kernels_are_compiled_here(
+    source: Path,
+    compiler: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(library, "SHIPPED", tmp_path / "shipped")
+    library.SHIPPED.mkdir()
+    (library.SHIPPED / library.shipped_name(chosen_level())).write_bytes(b"\x7fELF and no more")
+    assert library.open_library(source).sum_below(1000, 2) == 499500
+    assert library.origin() == "compiled here"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "is damaged" in record.getMessage()
+    assert "install specmamba anew" in record.getMessage()
+
+
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ is not installed")
 def test_clang_builds_them_too(source: Path, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "clang++")

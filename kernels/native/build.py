@@ -1,0 +1,55 @@
+"""Kernels compiled ahead of time: one shared library per instruction set, which wheels carry. They need no compiler.
+
+The libraries are plain C: they link neither to Python nor to torch nor to an OpenMP runtime, only to the C and C++
+libraries, which torch needs too. So one wheel serves all versions of Python and torch.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from specmamba.kernels.native.levels import LEVELS, Level, NativeUnavailableError
+from specmamba.kernels.native.library import FLAGS, KERNELS, find_compiler, run_compiler, shipped_name
+
+MACHINE = "x86_64"  # of all levels
+_LINK = ("-shared", "-s", "-Wl,--gc-sections")
+_GLIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)")
+
+
+def build(folder: Path) -> list[Path]:
+    """Compile all kernels for every instruction set of this kind of processor, also for those that this one lacks.
+
+    Raises:
+        NativeUnavailableError: no compiler, a failed build, or a processor of another kind.
+    """
+    if platform.machine() != MACHINE:
+        raise NativeUnavailableError(f"there are no kernels for {platform.machine()}, only for {MACHINE}")
+    compiler = find_compiler()
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_build(level, compiler, folder / shipped_name(level)) for level in LEVELS]
+
+
+def platform_tag(libraries: Iterable[Path]) -> str:
+    """The platform of a wheel with these libraries, by the newest version of glibc that they need (PEP 600)."""
+    found = (match for library in libraries for match in _GLIBC.findall(library.read_bytes()))
+    major, minor = max((int(major), int(minor)) for major, minor in found)
+    return f"manylinux_{major}_{minor}_{MACHINE}"
+
+
+def _build(level: Level, compiler: list[str], library: Path) -> Path:
+    sources = sorted(KERNELS.glob("*/native.cpp"))
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [Path(folder) / f"{source.parent.name}.o" for source in sources]
+        commands = (
+            [*compiler, *level.options, *FLAGS, "-c", str(source), "-o", str(compiled)]
+            for source, compiled in zip(sources, objects, strict=True)
+        )
+        list(pool.map(run_compiler, commands))
+        run_compiler([*compiler, *_LINK, *map(str, objects), "-o", str(library)])
+    return library

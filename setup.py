@@ -1,0 +1,47 @@
+"""What pyproject.toml cannot say: wheels with compiled kernels, where ``SPECMAMBA_BUILD_NATIVE=1`` asks for them."""
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+LIBRARIES = "specmamba/kernels/native/libraries"
+
+
+def kernel_builder() -> ModuleType:
+    """The module that compiles kernels, without specmamba/__init__.py: a build has none of the dependencies."""
+    package = ModuleType("specmamba")
+    package.__path__ = [str(ROOT / "specmamba")]
+    sys.modules["specmamba"] = package
+    from specmamba.kernels.native import build
+
+    return build
+
+
+class BuildKernels(build_py):
+    """Adds the libraries to the package."""
+
+    def run(self) -> None:
+        super().run()
+        kernel_builder().build(Path(self.build_lib) / LIBRARIES)
+
+
+class PlatformWheel(bdist_wheel):
+    """Any Python, and the processors and systems that the libraries run on."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, _ = super().get_tag()
+        libraries = Path(self.bdist_dir, LIBRARIES).glob("*.so")
+        return python, abi, kernel_builder().platform_tag(libraries)
+
+
+setup(
+    cmdclass={"build_py": BuildKernels, "bdist_wheel": PlatformWheel}
+    if os.environ.get("SPECMAMBA_BUILD_NATIVE") == "1"
+    else {}
+)
