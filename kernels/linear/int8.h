@@ -26,15 +26,11 @@ inline float power_of_two(int exponent) {  // -126 to 127
 template <typename X>
 float quantize_row(const X* x, int64_t k, int16_t* q) {
   Integers most{};
-  for_vectors(k, [&](int64_t i, auto lanes) {
-    most = larger(most, magnitudes(load(x + i, lanes)));
-  });
+  for_vectors(k, [&](int64_t i, auto lanes) { most = larger(most, magnitudes(load(x + i, lanes))); });
   const int biased = largest(most) >> 23;
   const int exponent = std::max(biased - 127 - 14, -126);  // neither the scale nor its inverse may be subnormal
   const Vector inverse = broadcast(power_of_two(-exponent));
-  for_vectors(k, [&](int64_t i, auto lanes) {
-    store(q + i, load(x + i, lanes) * inverse, lanes);
-  });
+  for_vectors(k, [&](int64_t i, auto lanes) { store(q + i, load(x + i, lanes) * inverse, lanes); });
   if (k % 2) q[k] = 0;
   return biased == 255 ? std::numeric_limits<float>::quiet_NaN() : power_of_two(exponent);
 }

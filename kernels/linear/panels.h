@@ -13,7 +13,7 @@
 namespace specmamba {
 
 constexpr int kPanel = 2 * kLanes;                  // outputs of one panel
-constexpr int kMaxRows = 3 * kRegisters / 8;        // rows of a pass: 24 sums, 2 weights, 1 input of 32 registers
+constexpr int kMaxRows = 3 * kRegisters / 8;        // of a pass: of 32 registers 24 have sums, 2 weights, 1 an input
 constexpr int kPairRows = kRegisters / 8;           // up to these, a pass takes two panels
 constexpr int kPrefetchRows = 6;                    // with fewer rows the hardware's own prefetching is faster
 constexpr int64_t kPrefetch = 8192;                 // bytes ahead, into L2

@@ -22,10 +22,10 @@ struct Attend {
   double scale;
 };
 
-constexpr int64_t kTaskRows = 32;             // rows of a task: query heads of one key head, query after query
-constexpr int kTile = 4, kTileRows = kRegisters / 8;         // keys and rows of a tile of scores
+constexpr int64_t kTaskRows = 32;                               // of one key head: query heads, query after query
+constexpr int kTile = 4, kTileRows = kRegisters / 8;            // keys and rows of a tile of scores
 constexpr int kSumRows = 3 * kRegisters / 16, kSumVectors = 4;  // rows and vectors of values of a tile of sums
-constexpr int64_t kSerialBelow = 1 << 17;     // products that one thread has done before a second one begins
+constexpr int64_t kSerialBelow = 1 << 17;  // products that one thread has done before a second one begins
 
 // What one addition multiplies: kLanes float32, or twice as many bfloat16 in pairs.
 template <typename T>
