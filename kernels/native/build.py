@@ -7,17 +7,15 @@ libraries, which torch needs too. So one wheel serves all versions of Python and
 from __future__ import annotations
 
 import os
-import platform
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from specmamba.kernels.native.levels import LEVELS, Level, NativeUnavailableError
+from specmamba.kernels.native.levels import LEVELS, MACHINE, Level, NativeUnavailableError
 from specmamba.kernels.native.library import FLAGS, KERNELS, find_compiler, run_compiler, shipped_name
 
-MACHINE = "x86_64"  # of all levels
 _LINK = ("-shared", "-s", "-Wl,--gc-sections")
 _GLIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)")
 
@@ -28,8 +26,8 @@ def build(folder: Path) -> list[Path]:
     Raises:
         NativeUnavailableError: no compiler, a failed build, or a processor of another kind.
     """
-    if platform.machine() != MACHINE:
-        raise NativeUnavailableError(f"there are no kernels for {platform.machine()}, only for {MACHINE}")
+    if not LEVELS:
+        raise NativeUnavailableError(f"there are no kernels for processors of the kind {MACHINE}")
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
     return [_build(level, compiler, folder / shipped_name(level)) for level in LEVELS]

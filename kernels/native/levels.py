@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +23,7 @@ class NativeUnavailableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """An instruction set: vector.h has a header for each width of registers."""
+    """An instruction set; vector.h has a header for each kind of registers."""
 
     name: str  # a value of ``SPECMAMBA_NATIVE``
     cpu_flags: frozenset[str]  # as Linux names them
@@ -31,13 +33,22 @@ class Level:
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _V4 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
-# The best first.
-LEVELS = (
-    Level("avx512_bf16", _AVX512 | {"avx512_vnni", "avx512_bf16"}, (*_V4, "-mavx512vnni", "-mavx512bf16")),
-    Level("avx512_vnni", _AVX512 | {"avx512_vnni"}, (*_V4, "-mavx512vnni")),
-    Level("avx512", _AVX512, _V4),
-    Level("avx2", _AVX2, ("-march=x86-64-v3",)),
-)
+_NEON = frozenset({"asimd", "asimddp"})
+# By what ``platform.machine`` says; the best first.
+LEVELS_OF: Mapping[str, tuple[Level, ...]] = {
+    "x86_64": (
+        Level("avx512_bf16", _AVX512 | {"avx512_vnni", "avx512_bf16"}, (*_V4, "-mavx512vnni", "-mavx512bf16")),
+        Level("avx512_vnni", _AVX512 | {"avx512_vnni"}, (*_V4, "-mavx512vnni")),
+        Level("avx512", _AVX512, _V4),
+        Level("avx2", _AVX2, ("-march=x86-64-v3",)),
+    ),
+    "aarch64": (
+        Level("neon_bf16", _NEON | {"bf16", "i8mm"}, ("-march=armv8.2-a+dotprod+bf16+i8mm",)),
+        Level("neon", _NEON, ("-march=armv8.2-a+dotprod",)),
+    ),
+}
+MACHINE = platform.machine()
+LEVELS = LEVELS_OF.get(MACHINE, ())  # of this kind of processor
 
 
 def chosen_level() -> Level:
@@ -74,10 +85,13 @@ def cpu_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text("utf8").splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+    names = ("flags", "Features")  # the second is ARM's
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith(names)), "").split())
 
 
 def _none_of_this_cpu(flags: frozenset[str]) -> Level:
+    if not LEVELS:
+        raise NativeUnavailableError(f"there are none for processors of the kind {MACHINE}")
     raise NativeUnavailableError(f"this CPU has no {_listed(LEVELS[-1].cpu_flags - flags)}")
 
 

@@ -38,6 +38,8 @@ inline float to_float(BFloat16 x) {
 #include "avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__)
 #include "avx2.h"
+#elif defined(__aarch64__)
+#include "neon.h"
 #else
 #error "kernels/native has no header for this instruction set"
 #endif

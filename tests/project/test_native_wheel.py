@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -16,16 +15,11 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from specmamba.kernels.native.build import MACHINE
-from specmamba.kernels.native.levels import LEVELS, chosen_level
+from specmamba.kernels.native.levels import LEVELS, MACHINE, chosen_level
 from specmamba.kernels.native.library import shipped_name
 from tests.repository import copy_tracked
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("needs_native"),
-    pytest.mark.skipif(platform.machine() != MACHINE, reason=f"kernels are compiled for {MACHINE} only"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("needs_native")]
 MOST_BYTES = 12 << 20
 
 
