@@ -54,25 +54,15 @@ struct Bf16Product {
       for (auto& b : base) b += 2;
     };
     for (int64_t pair = 0; pair < k / 2; ++pair) step([](const BFloat16* x) { return broadcast_pair(x); });
-    if (k % 2) step([](const BFloat16* last) { return broadcast_single(last); });
+    if (k % 2) step([](const BFloat16* last) { return as_pairs(broadcast_pair(int32_t{last->bits})); });
 
-    for (int i = 0; i < Rows; ++i)
-      for (int j = 0; j < 2 * Panels; ++j) {
-        const int64_t column = panel * kPanel + j * kLanes;
-        for_columns(n - column, [&](auto lanes) { store(y + (row + i) * n + column, sum[i][j], lanes); });
-      }
+    store_tile(sum, y, n, row, panel);
   }
 };
 
 // Inputs as products take them.
-class Bf16Inputs {
- public:
-  Bf16Inputs(const BFloat16* x, int64_t, int64_t k, int) : x_(x), k_(k) {}
-  const BFloat16* row(int64_t r) const { return x_ + r * k_; }
-
- private:
-  const BFloat16* x_;
-  int64_t k_;
+struct Bf16Inputs : PlainInputs<BFloat16> {
+  Bf16Inputs(const BFloat16* x, int64_t, int64_t k, int) : PlainInputs{x, k} {}
 };
 
 #else

@@ -39,8 +39,8 @@ inline void use_huge_pages(void* data, int64_t size) {
   if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a wish: failure is fine
 }
 
-// weight [n, k] -> packed; what is beyond n and k is zero. Inputs of a panel lie beside each other as pairs (Inputs = 2)
-// or one by one (1).
+// weight [n, k] -> packed; what is beyond n and k is zero. Inputs of a panel lie beside each other as pairs
+// (Inputs = 2) or one by one (1).
 template <int Inputs, typename Element>
 void pack(const Element* weight, Element* packed, int64_t n, int64_t k, int num_threads) {
   use_huge_pages(packed, panels_of(n) * panel_size(k) * static_cast<int64_t>(sizeof(Element)));
@@ -63,6 +63,25 @@ inline void for_columns(int64_t columns, const Body& body) {
   else if (columns > 0)
     body(First(columns));
 }
+
+// Stores the sums of a tile: y [rows, n] from `row` on, and the outputs of its panels that there are.
+template <int Rows, int Vectors, typename Y>
+inline void store_tile(const Vector (&sum)[Rows][Vectors], Y* y, int64_t n, int64_t row, int64_t panel) {
+  for (int i = 0; i < Rows; ++i)
+    for (int j = 0; j < Vectors; ++j) {
+      const int64_t column = panel * kPanel + j * kLanes;
+      for_columns(n - column, [&](auto lanes) { store(y + (row + i) * n + column, sum[i][j], lanes); });
+    }
+}
+
+// Rows of inputs that products take as they are.
+template <typename X>
+struct PlainInputs {
+  const X* x;  // [rows, k]
+  int64_t k;
+
+  const X* row(int64_t r) const { return x + r * k; }
+};
 
 // Calls product.tile<rows, Panels>(row, panel), which computes rows x panels of the result. Rows are 0, 1, 2 ...
 template <int Panels, typename Product, int... Rows>

@@ -35,11 +35,7 @@ struct WidenedProduct {
         for (int j = 0; j < 2 * Panels; ++j) sum[i][j] = fma(input, both[j], sum[i][j]);
       }
     }
-    for (int i = 0; i < Rows; ++i)
-      for (int j = 0; j < 2 * Panels; ++j) {
-        const int64_t column = panel * kPanel + j * kLanes;
-        for_columns(n - column, [&](auto lanes) { store(y + (row + i) * n + column, sum[i][j], lanes); });
-      }
+    store_tile(sum, y, n, row, panel);
   }
 };
 

@@ -59,6 +59,16 @@ void multiply_groups(const std::vector<Group>& groups, const Of& of, int num_thr
   });
 }
 
+// Weights and results have one type.
+template <typename Product, typename Inputs, typename T>
+void multiply_experts(const std::vector<Group>& groups, const Inputs& inputs, const T* packed, T* y, int64_t n,
+                      int64_t k, int num_threads) {
+  const auto of = [&](const Group& g) {
+    return Product{inputs.row(g.first), packed + g.expert * packed_size(n, k), y + g.first * n, g.rows, n, k};
+  };
+  multiply_groups(groups, of, num_threads);
+}
+
 template <typename X>
 void combine(const X* y, const int64_t* places, const float* weights, X* out, int64_t tokens, int64_t k, int64_t n,
              int num_threads) {
@@ -128,31 +138,21 @@ int moe_dispatch(const char* x, int64_t row_bytes, const int64_t* experts, int64
   return 1;
 }
 
-// x [rows, k], sorted, times the packed weights of their experts -> y [rows, n], all bfloat16. False where ends do not
-// part the rows: nothing is multiplied then.
-int moe_multiply(const BFloat16* x, int64_t rows, const int32_t* ends, const BFloat16* packed, BFloat16* y,
-                 int64_t num_experts, int64_t n, int64_t k, int num_threads) {
+// x [rows, k], sorted, times the packed weights of their experts -> y [rows, n], all bfloat16 or all float32. False
+// where ends do not part the rows: nothing is multiplied then.
+int moe_multiply(const void* x, int64_t rows, const int32_t* ends, const void* packed, void* y, int64_t num_experts,
+                 int64_t n, int64_t k, int is_bf16, int num_threads) {
   std::vector<Group> groups;
   if (!find_groups(ends, num_experts, rows, &groups)) return 0;
-  const Bf16Inputs inputs(x, rows, k, num_threads);
-  const auto of = [&](const Group& g) {
-    const BFloat16* weight = packed + g.expert * packed_size(n, k);
-    return Bf16Product{inputs.row(g.first), weight, y + g.first * n, g.rows, n, k};
-  };
-  multiply_groups(groups, of, num_threads);
-  return 1;
-}
-
-// The same in float32.
-int moe_multiply_float(const float* x, int64_t rows, const int32_t* ends, const float* packed, float* y,
-                       int64_t num_experts, int64_t n, int64_t k, int num_threads) {
-  std::vector<Group> groups;
-  if (!find_groups(ends, num_experts, rows, &groups)) return 0;
-  const auto of = [&](const Group& g) {
-    const float* weight = packed + g.expert * packed_size(n, k);
-    return WidenedProduct<float, float>{x + g.first * k, weight, y + g.first * n, g.rows, n, k};
-  };
-  multiply_groups(groups, of, num_threads);
+  if (is_bf16) {
+    const Bf16Inputs inputs(static_cast<const BFloat16*>(x), rows, k, num_threads);
+    multiply_experts<Bf16Product>(groups, inputs, static_cast<const BFloat16*>(packed), static_cast<BFloat16*>(y), n, k,
+                                  num_threads);
+  } else {
+    const PlainInputs<float> inputs{static_cast<const float*>(x), k};
+    multiply_experts<WidenedProduct<float, float>>(groups, inputs, static_cast<const float*>(packed),
+                                                   static_cast<float*>(y), n, k, num_threads);
+  }
   return 1;
 }
 

@@ -56,7 +56,7 @@ class NativeExperts:
         """weight: [E, N, K] bfloat16 or float32 on the CPU, not empty, not kept."""
         self._size, self._dtype, self.nbytes = tuple(weight.shape), weight.dtype, weight.nbytes
         self._packed = _packed(weight.contiguous(), code)
-        self._multiply = code.moe_multiply if weight.dtype is torch.bfloat16 else code.moe_multiply_float
+        self._multiply = code.moe_multiply
 
     def __call__(self, x: Tensor, groups: Groups) -> Tensor:
         """[P, K] of the weight's dtype, sorted by expert -> [P, N]. Raises ValueError: what does not fit."""
@@ -64,8 +64,8 @@ class NativeExperts:
         x, ends = x.contiguous(), groups.ends.contiguous()
         y = x.new_empty(x.shape[0], self._size[1])
         pointers = (t.data_ptr() for t in (ends, self._packed, y))
-        is_valid = self._multiply(x.data_ptr(), len(x), *pointers, *self._size, torch.get_num_threads())
-        require(bool(is_valid), NO_PARTS)
+        arguments = x.data_ptr(), len(x), *pointers, *self._size, x.dtype is torch.bfloat16, torch.get_num_threads()
+        require(bool(self._multiply(*arguments)), NO_PARTS)
         return y
 
 
@@ -186,14 +186,13 @@ def code() -> ctypes.CDLL | None:
         "pack_int8": [c_void_p, c_void_p, *[c_int64] * 3, c_int],
         "scores": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int],
         "dispatch": [c_void_p, c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 3, c_int],
-        "multiply": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_int],
-        "multiply_float": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_int],
+        "multiply": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_int, c_int],
         "multiply_int8": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
         "combine": [*[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
     }
     loaded = library.load_functions(SOURCE, {f"moe_{name}": types for name, types in arguments.items()})
     if loaded is not None:
-        for name in ("dispatch", "multiply", "multiply_float", "multiply_int8", "combine"):
+        for name in ("dispatch", "multiply", "multiply_int8", "combine"):
             getattr(loaded, f"moe_{name}").restype = c_int
         loaded.moe_packed_size.restype, loaded.moe_packed_size.argtypes = c_int64, [c_int64, c_int64]
     return loaded

@@ -59,12 +59,12 @@ inline __m128i rounded(Vector x) {
 }
 
 // The first `count` of eight 16-bit numbers; the others are 0.
-inline __m128i load_shorts(const void* x, int64_t count) {
+inline __m128i load_part(const void* x, int64_t count) {
   alignas(16) uint16_t part[8] = {};
   std::memcpy(part, x, count * sizeof *part);
   return _mm_load_si128(reinterpret_cast<const __m128i*>(part));
 }
-inline void store_shorts(void* y, __m128i x, int64_t count) {
+inline void store_part(void* y, __m128i x, int64_t count) {
   alignas(16) uint16_t part[8];
   _mm_store_si128(reinterpret_cast<__m128i*>(part), x);
   std::memcpy(y, part, count * sizeof *part);
@@ -73,12 +73,12 @@ inline void store_shorts(void* y, __m128i x, int64_t count) {
 inline Vector load(const float* x, All) { return _mm256_loadu_ps(x); }
 inline Vector load(const float* x, First lanes) { return _mm256_maskload_ps(x, lanes.bits()); }
 inline Vector load(const BFloat16* x, All) { return widened(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))); }
-inline Vector load(const BFloat16* x, First lanes) { return widened(load_shorts(x, lanes.count())); }
+inline Vector load(const BFloat16* x, First lanes) { return widened(load_part(x, lanes.count())); }
 
 inline void store(float* y, Vector x, All) { _mm256_storeu_ps(y, x); }
 inline void store(float* y, Vector x, First lanes) { _mm256_maskstore_ps(y, lanes.bits(), x); }
 inline void store(BFloat16* y, Vector x, All) { _mm_storeu_si128(reinterpret_cast<__m128i*>(y), rounded(x)); }
-inline void store(BFloat16* y, Vector x, First lanes) { store_shorts(y, rounded(x), lanes.count()); }
+inline void store(BFloat16* y, Vector x, First lanes) { store_part(y, rounded(x), lanes.count()); }
 
 inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }    // a b + c
 inline Vector fms(Vector a, Vector b, Vector c) { return _mm256_fmsub_ps(a, b, c); }    // a b - c
@@ -129,43 +129,32 @@ inline void store_sums(float* y, const Vector* x) {
 // Stops the compiler from reading x from memory at each use.
 inline void keep_in_register(Vector& x) { asm("" : "+x"(x)); }
 
-// ---- pairs of bfloat16 ----------------------------------------------------------------------------------------------
+// ---- pairs of 16-bit numbers ----------------------------------------------------------------------------------------
 
-#define SPECMAMBA_MULTIPLIES_PAIRS 0
-struct Pairs {
-  Vector even, odd;
-};
-inline Pairs as_pairs(__m256i x) {
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)),
-          _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000))))};
-}
-// sum[i] + x[2 i] y[2 i] + x[2 i + 1] y[2 i + 1]
-inline Vector add_products(Vector sum, Pairs x, Pairs y) { return fma(x.odd, y.odd, fma(x.even, y.even, sum)); }
-
-inline Pairs load_pairs(const BFloat16* x) {
-  return as_pairs(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
-}
-inline Pairs load_pairs(const BFloat16* x, int64_t count) {
+using Shorts = __m256i;
+inline Shorts load_shorts(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
+inline Shorts load_shorts(const void* x, int64_t count) {  // behind them 0
   alignas(32) uint16_t part[16] = {};
   std::memcpy(part, x, count * sizeof *part);
-  return as_pairs(_mm256_load_si256(reinterpret_cast<const __m256i*>(part)));
+  return _mm256_load_si256(reinterpret_cast<const __m256i*>(part));
+}
+inline Shorts broadcast_pair(int32_t pair) { return _mm256_set1_epi32(pair); }
+
+#define SPECMAMBA_MULTIPLIES_PAIRS 0
+inline Vector even_of(Shorts x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+inline Vector odd_of(Shorts x) {
+  return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
 }
 
 // ---- integers -------------------------------------------------------------------------------------------------------
 
 using Integers = int32_t __attribute__((vector_size(32)));
-using Shorts = __m256i;
 
 // sum[i] + x[2 i] y[2 i] + x[2 i + 1] y[2 i + 1], exactly.
 inline Integers add_products(Integers sum, Shorts x, Shorts y) { return sum + (Integers)_mm256_madd_epi16(x, y); }
 
 inline Shorts load_widened(const int8_t* x) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
-}
-inline Shorts broadcast_pair(const int16_t* x) {
-  int32_t pair;
-  std::memcpy(&pair, x, sizeof pair);
-  return _mm256_set1_epi32(pair);
 }
 inline Vector to_floats(Integers x) { return _mm256_cvtepi32_ps((__m256i)x); }
 
@@ -186,6 +175,6 @@ inline __m128i to_shorts(Vector x) {
   return _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
 }
 inline void store(int16_t* y, Vector x, All) { _mm_storeu_si128(reinterpret_cast<__m128i*>(y), to_shorts(x)); }
-inline void store(int16_t* y, Vector x, First lanes) { store_shorts(y, to_shorts(x), lanes.count()); }
+inline void store(int16_t* y, Vector x, First lanes) { store_part(y, to_shorts(x), lanes.count()); }
 
 }  // namespace specmamba

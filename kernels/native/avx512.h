@@ -92,44 +92,33 @@ inline void store_sums(float* y, const Vector* x) {
 // Stops the compiler from reading x from memory at each use.
 inline void keep_in_register(Vector& x) { asm("" : "+v"(x)); }
 
-// ---- pairs of bfloat16 ----------------------------------------------------------------------------------------------
+// ---- pairs of 16-bit numbers ----------------------------------------------------------------------------------------
 
-inline __mmask32 first_of_pairs(int64_t count) { return static_cast<__mmask32>((uint64_t{1} << count) - 1); }
+using Shorts = __m512i;
+inline Shorts load_shorts(const void* x) { return _mm512_loadu_si512(x); }
+inline Shorts load_shorts(const void* x, int64_t count) {  // behind them 0
+  return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << count) - 1), x);
+}
+inline Shorts broadcast_pair(int32_t pair) { return _mm512_set1_epi32(pair); }
 
 #ifdef __AVX512BF16__
 #define SPECMAMBA_MULTIPLIES_PAIRS 1
 using Pairs = __m512bh;
-inline Pairs as_pairs(__m512i x) { return (__m512bh)x; }
+inline Pairs as_pairs(Shorts x) { return (__m512bh)x; }
 // sum[i] + x[2 i] y[2 i] + x[2 i + 1] y[2 i + 1]
 inline Vector add_products(Vector sum, Pairs x, Pairs y) { return _mm512_dpbf16_ps(sum, x, y); }
 #else
 #define SPECMAMBA_MULTIPLIES_PAIRS 0
-struct Pairs {
-  Vector even, odd;
-};
-inline Pairs as_pairs(__m512i x) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
-          _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))))};
+inline Vector even_of(Shorts x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+inline Vector odd_of(Shorts x) {
+  return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
 }
-inline Vector add_products(Vector sum, Pairs x, Pairs y) { return fma(x.odd, y.odd, fma(x.even, y.even, sum)); }
 #endif
-
-inline Pairs load_pairs(const BFloat16* x) { return as_pairs(_mm512_loadu_si512(x)); }
-inline Pairs load_pairs(const BFloat16* x, int64_t count) {
-  return as_pairs(_mm512_maskz_loadu_epi16(first_of_pairs(count), x));
-}
-inline Pairs broadcast_pair(const BFloat16* x) {
-  int32_t pair;
-  std::memcpy(&pair, x, sizeof pair);
-  return as_pairs(_mm512_set1_epi32(pair));
-}
-inline Pairs broadcast_single(const BFloat16* x) { return as_pairs(_mm512_set1_epi32(x->bits)); }
 
 // ---- integers -------------------------------------------------------------------------------------------------------
 
 // With __m512i, whose lanes are int64, GCC 12 copies every sum around its instruction and spills them.
 using Integers = int32_t __attribute__((vector_size(64)));
-using Shorts = __m512i;
 
 // sum[i] + x[2 i] y[2 i] + x[2 i + 1] y[2 i + 1], exactly.
 inline Integers add_products(Integers sum, Shorts x, Shorts y) {
@@ -142,11 +131,6 @@ inline Integers add_products(Integers sum, Shorts x, Shorts y) {
 
 inline Shorts load_widened(const int8_t* x) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
-}
-inline Shorts broadcast_pair(const int16_t* x) {
-  int32_t pair;
-  std::memcpy(&pair, x, sizeof pair);
-  return _mm512_set1_epi32(pair);
 }
 inline Vector to_floats(Integers x) { return _mm512_cvtepi32_ps((__m512i)x); }
 

@@ -112,42 +112,32 @@ inline void store_sums(float* y, const Vector* x) {
 // Stops the compiler from reading x from memory at each use.
 inline void keep_in_register(Vector& x) { asm("" : "+w"(x)); }
 
-// ---- pairs of bfloat16 ----------------------------------------------------------------------------------------------
+// ---- pairs of 16-bit numbers ----------------------------------------------------------------------------------------
+
+using Shorts = int16x8_t;
+inline Shorts load_shorts(const void* x) { return vld1q_s16(static_cast<const int16_t*>(x)); }
+inline Shorts load_shorts(const void* x, int64_t count) {  // behind them 0
+  return vld1q_s16(Part<int16_t, 8>(x, count).values);
+}
+inline Shorts broadcast_pair(int32_t pair) { return vreinterpretq_s16_s32(vdupq_n_s32(pair)); }
 
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 #define SPECMAMBA_MULTIPLIES_PAIRS 1
 using Pairs = bfloat16x8_t;
-inline Pairs as_pairs(uint16x8_t x) { return vreinterpretq_bf16_u16(x); }
+inline Pairs as_pairs(Shorts x) { return vreinterpretq_bf16_s16(x); }
 // sum[i] + x[2 i] y[2 i] + x[2 i + 1] y[2 i + 1]
 inline Vector add_products(Vector sum, Pairs x, Pairs y) { return vbfdotq_f32(sum, x, y); }
 #else
 #define SPECMAMBA_MULTIPLIES_PAIRS 0
-struct Pairs {
-  Vector even, odd;
-};
-inline Pairs as_pairs(uint16x8_t x) {
-  const uint32x4_t both = vreinterpretq_u32_u16(x);
-  return {vreinterpretq_f32_u32(vshlq_n_u32(both, 16)),
-          vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xFFFF0000)))};
+inline Vector even_of(Shorts x) { return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_s16(x), 16)); }
+inline Vector odd_of(Shorts x) {
+  return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_s16(x), vdupq_n_u32(0xFFFF0000)));
 }
-inline Vector add_products(Vector sum, Pairs x, Pairs y) { return fma(x.odd, y.odd, fma(x.even, y.even, sum)); }
 #endif
-
-inline Pairs load_pairs(const BFloat16* x) { return as_pairs(vld1q_u16(&x->bits)); }
-inline Pairs load_pairs(const BFloat16* x, int64_t count) {
-  return as_pairs(vld1q_u16(Part<uint16_t, 8>(x, count).values));
-}
-inline Pairs broadcast_pair(const BFloat16* x) {
-  uint32_t pair;
-  std::memcpy(&pair, x, sizeof pair);
-  return as_pairs(vreinterpretq_u16_u32(vdupq_n_u32(pair)));
-}
-inline Pairs broadcast_single(const BFloat16* x) { return as_pairs(vreinterpretq_u16_u32(vdupq_n_u32(x->bits))); }
 
 // ---- integers -------------------------------------------------------------------------------------------------------
 
 using Integers = int32x4_t;
-using Shorts = int16x8_t;
 
 // sum[i] + x[2 i] y[2 i] + x[2 i + 1] y[2 i + 1], exactly.
 inline Integers add_products(Integers sum, Shorts x, Shorts y) {
@@ -155,11 +145,6 @@ inline Integers add_products(Integers sum, Shorts x, Shorts y) {
 }
 
 inline Shorts load_widened(const int8_t* x) { return vmovl_s8(vld1_s8(x)); }
-inline Shorts broadcast_pair(const int16_t* x) {
-  int32_t pair;
-  std::memcpy(&pair, x, sizeof pair);
-  return vreinterpretq_s16_s32(vdupq_n_s32(pair));
-}
 inline Vector to_floats(Integers x) { return vcvtq_f32_s32(x); }
 
 // The magnitudes of float32 as integers, which are in the same order.

@@ -4,8 +4,8 @@
 //
 //   Vector, kLanes, kRegisters    a register of float32, its lanes, how many registers there are
 //   First, Mask                   the first lanes of a vector; lanes for which a comparison holds
-//   Pairs                         2 kLanes bfloat16, multiplied in pairs of neighbours
-//   Integers, Shorts              kLanes int32; 2 kLanes int16, multiplied in pairs of neighbours
+//   Integers, Shorts              kLanes int32; 2 kLanes numbers of 16 bits, multiplied in pairs of neighbours
+//   Pairs                         Shorts that are bfloat16; defined here unless SPECMAMBA_MULTIPLIES_PAIRS
 //
 // Results of levels differ by rounding only: sums have another order, exponentials another last bit.
 #pragma once
@@ -52,6 +52,29 @@ inline void for_vectors(int64_t size, const Body& body) {
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) body(i, All{});
   if (i < size) body(i, First(size - i));
+}
+
+#if !SPECMAMBA_MULTIPLIES_PAIRS
+struct Pairs {
+  Vector even, odd;
+};
+inline Pairs as_pairs(Shorts x) { return {even_of(x), odd_of(x)}; }
+inline Vector add_products(Vector sum, Pairs x, Pairs y) { return fma(x.odd, y.odd, fma(x.even, y.even, sum)); }
+#endif
+
+inline Pairs load_pairs(const BFloat16* x) { return as_pairs(load_shorts(x)); }
+inline Pairs load_pairs(const BFloat16* x, int64_t count) { return as_pairs(load_shorts(x, count)); }
+
+// x[0] and x[1] in every lane.
+inline Shorts broadcast_pair(const int16_t* x) {
+  int32_t pair;
+  std::memcpy(&pair, x, sizeof pair);
+  return broadcast_pair(pair);
+}
+inline Pairs broadcast_pair(const BFloat16* x) {
+  int32_t pair;
+  std::memcpy(&pair, x, sizeof pair);
+  return as_pairs(broadcast_pair(pair));
 }
 
 inline Vector chosen(All, Vector x, Vector) { return x; }

@@ -185,7 +185,10 @@ class Task {
         return sum_of[i][d / kLanes] / total;
       };
       if (p.gate == nullptr) {
-        for_vectors(size, [&](int64_t d, auto lanes) __attribute__((always_inline)) { store(out + d, mean(d), lanes); });
+        const auto write = [&](int64_t d, auto lanes) __attribute__((always_inline)) {
+          store(out + d, mean(d), lanes);
+        };
+        for_vectors(size, write);
         continue;
       }
       const T* gates = static_cast<const T*>(p.gate) + token * p.gate_query + at;

@@ -81,7 +81,8 @@ void fold(const Fold& p, int64_t b, int64_t h) {
   records.gather(p, b, h);
   int64_t i = 0;
   for (; i + kRows <= K; i += kRows) {
-    for (int64_t at = 0; at < kRows * V; at += kLineFloats)  // a tile has too much arithmetic for the next to begin early
+    // a tile has too much arithmetic for the next to begin early
+    for (int64_t at = 0; at < kRows * V; at += kLineFloats)
       __builtin_prefetch(state + (i + 2 * kRows) * V + at);
     for_columns<kWidest>(V, [&](int64_t column, auto vectors, auto lanes) {
       fold_tile<kRows, decltype(vectors)::value>(records, state, folded, i, K, V, column, lanes);
