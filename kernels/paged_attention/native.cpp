@@ -3,6 +3,7 @@
 
 #include "paged_attention/attend.h"
 #include "parallel.h"
+#include "replayable.h"
 #include "rowwise/heads.h"
 
 namespace {
@@ -71,3 +72,5 @@ void attend_layer(const Config& config, const Layer& p, int num_threads) {
 extern "C" void paged_attend_layer(const Config* config, const Layer* p, int is_bfloat16, int num_threads) {
   is_bfloat16 ? attend_layer<BFloat16>(*config, *p, num_threads) : attend_layer<float>(*config, *p, num_threads);
 }
+
+SPECMAMBA_REPLAYABLE(paged_attend_layer)
