@@ -85,14 +85,14 @@ class StepRecorder(TorchDispatchMode):
 
     def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        result = func(*args, **kwargs)
         written = [x for x in _written(func, args, kwargs) if isinstance(x, Tensor)]
+        for x in written:
+            self._restore(x.data_ptr())
+        result = func(*args, **kwargs)
         storages = {_storage(x) for x in given}
         fresh = [x for x in tree_leaves(result) if isinstance(x, Tensor) and _storage(x) not in storages]
         if not written and not fresh:
             return result  # views
-        for x in written:
-            self._restore(x.data_ptr())
         if not written and (name in FILLED or all(_storage(x) in self._constants for x in given)):
             for x in fresh:
                 self._constants[_storage(x)] = len(self._calls), x
@@ -105,8 +105,7 @@ class StepRecorder(TorchDispatchMode):
     def _emit(self, func: Any, name: str, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         calls = lower(name, result, args, kwargs)
         if calls is not None:
-            self._calls += [call._replace(operands=()) for call in calls]
-            self._kept += [x for call in calls for x in call.operands if not self._arena.owns(x)]
+            self._calls += map(self._keep, calls)
             return
 
         def run() -> None:
@@ -116,6 +115,11 @@ class StepRecorder(TorchDispatchMode):
                     x.copy_(y)
 
         self._calls.append(PythonCall(name, run))
+
+    def _keep(self, call: NativeCall) -> NativeCall:
+        """Keep the call's operands, but for those in the arena, whose memory may be used again."""
+        self._kept += [x for x in call.operands if not self._arena.owns(x)]
+        return call._replace(operands=())
 
     def _moved(self, x: Tensor) -> Tensor:
         """x in the arena's memory."""
@@ -128,9 +132,7 @@ class StepRecorder(TorchDispatchMode):
         for storage, (place, x) in self._constants.items():
             if storage <= address < storage + max(1, x.untyped_storage().nbytes()):
                 del self._constants[storage]
-                snapshot = x.clone()
-                self._kept += [x, snapshot]
-                self._calls[place] = move_call(x, snapshot)._replace(operands=())
+                self._calls[place] = self._keep(move_call(x, x.clone()))
                 return
 
 

@@ -104,7 +104,9 @@ class Tape:
                 continue
             reached = self._run(self._entries, first, end, handle)
             if reached != end:
-                raise RuntimeError(f"{self._calls[reached].name} of a captured step got an index outside")
+                failed = self._calls[reached]
+                assert isinstance(failed, NativeCall)
+                raise RuntimeError(f"{failed.function.name} of a captured step got an index outside")
 
     def _cut(self) -> list[tuple[int, int, Callable[[], object] | None]]:
         """Runs of native calls, first and end, and Python's calls between them."""
