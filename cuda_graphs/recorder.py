@@ -56,7 +56,7 @@ class StepRecorder(TorchDispatchMode):
         """
         with recording(self), self:
             result = function()
-        kept = [*self._kept, *(x for _, x in self._constants.values())]
+        kept = [self._arena, *self._kept, *(x for _, x in self._constants.values())]
         return Tape([call for call in self._calls if call is not None], kept), result
 
     def add_call(self, function: NativeFunction, arguments: Sequence[Any]) -> None:

@@ -2,15 +2,17 @@
 // steps.
 #pragma once
 
+#include <pthread.h>
+
 #include <atomic>
-#include <chrono>
+#include <cerrno>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -18,15 +20,40 @@
 
 namespace specmamba {
 
+constexpr int64_t kSpins = 256;            // some microseconds
+constexpr int64_t kChecks = kSpins << 16;  // about a second
+
 inline thread_local bool is_in_region = false;  // a region in a region has one thread
 
-inline void pause() {
+// Waits for a moment; where other programs want the processor, they get it.
+inline void wait(int64_t* spins) {
+  if (++*spins % kSpins == 0) std::this_thread::yield();
 #if defined(__x86_64__)
   _mm_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
 }
+
+// Held by a thread for as long as it lives: the system releases it when the thread ends in any way.
+class LifeSign {
+ public:
+  LifeSign() {
+    pthread_mutexattr_t attributes;
+    pthread_mutexattr_init(&attributes);
+    pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+    pthread_mutex_init(&mutex_, &attributes);
+    pthread_mutexattr_destroy(&attributes);
+  }
+  LifeSign(const LifeSign&) = delete;
+
+  void begin() { pthread_mutex_lock(&mutex_); }
+  void end() { pthread_mutex_unlock(&mutex_); }
+  bool is_alive() { return pthread_mutex_trylock(&mutex_) == EBUSY; }
+
+ private:
+  pthread_mutex_t mutex_;
+};
 
 // Runs regions: a function that every thread may call once, as parallel_for's, whose threads claim parts. A thread that
 // comes when all is claimed stays away, so the caller never waits for one that is still waking up.
@@ -36,7 +63,12 @@ class Threads {
 
   // num_threads: the caller's thread included.
   explicit Threads(int num_threads) {
-    for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { live(); });
+    for (int i = 1; i < num_threads; ++i) {
+      LifeSign& sign = signs_.emplace_back();
+      workers_.emplace_back([this, &sign] { live(&sign); });
+    }
+    std::unique_lock lock(mutex_);
+    started_.wait(lock, [&] { return num_started_ == workers_.size(); });
   }
   ~Threads() {
     stops_.store(true);
@@ -49,6 +81,7 @@ class Threads {
 
   // Workers spin from begin() to end().
   void begin() {
+    check();
     is_running_.store(true);
     wake();
   }
@@ -64,42 +97,51 @@ class Threads {
     work(data);
     is_in_region = false;
     const uint64_t entered = gate_.fetch_or(kClosed, std::memory_order_acq_rel) & kEntered;
-    while (left_.load(std::memory_order_acquire) != entered) pause();
+    for (int64_t spins = 0; left_.load(std::memory_order_acquire) != entered;) {
+      wait(&spins);
+      if (spins % kChecks == 0) check();
+    }
   }
 
  private:
   // gate_: the region's number in the upper half; whether it is closed; how many workers entered.
   static constexpr uint64_t kClosed = uint64_t{1} << 31, kEntered = kClosed - 1;
 
-  // A worker that ends by anything but the destructor would leave its share undone: the process must not go on.
-  struct Guard {
-    const std::atomic<bool>& stops;
-    ~Guard() {
-      if (stops.load()) return;
-      std::fputs("specmamba: a worker thread of captured steps has died; the process ends\n", stderr);
-      std::abort();
-    }
-  };
+  // The share of a worker that died would stay undone: the process must not go on.
+  void check() {
+    for (auto& sign : signs_)
+      if (!sign.is_alive()) {
+        std::fputs("specmamba: a worker thread of captured steps has died; the process ends\n", stderr);
+        std::abort();
+      }
+  }
 
-  void live() noexcept {
-    const Guard guard{stops_};
+  void live(LifeSign* sign) noexcept {
+    sign->begin();
     is_in_region = true;
+    {
+      const std::lock_guard lock(mutex_);
+      ++num_started_;
+    }
+    started_.notify_all();
     uint64_t last = 0;
-    while (!stops_.load(std::memory_order_relaxed)) {
+    for (int64_t spins = 0; !stops_.load(std::memory_order_relaxed);) {
       if (!is_running_.load(std::memory_order_relaxed)) {
         sleep();
         continue;
       }
       uint64_t gate = gate_.load(std::memory_order_acquire);
       if (gate >> 32 == last || (gate & kClosed)) {
-        pause();
+        wait(&spins);
         continue;
       }
+      spins = 0;
       if (!gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) continue;
       last = gate >> 32;
       work_(data_);
       left_.fetch_add(1, std::memory_order_release);
     }
+    sign->end();
   }
 
   void sleep() {
@@ -111,9 +153,11 @@ class Threads {
     woken_.notify_all();
   }
 
-  std::vector<std::thread> workers_;
+  std::deque<std::thread> workers_;
+  std::deque<LifeSign> signs_;
   std::mutex mutex_;
-  std::condition_variable woken_;
+  std::condition_variable woken_, started_;
+  std::size_t num_started_ = 0;
   Work work_ = nullptr;
   void* data_ = nullptr;
   alignas(64) std::atomic<uint64_t> gate_{kClosed};
