@@ -32,7 +32,7 @@ commands:
   generate    continue one prompt, streamed to the terminal
   info        what a model is, what it takes, and what can be done with it
   doctor      whether this installation works: packages, device, kernels, and a self-test
-  bench       measure: acceptance of drafts, a server under load, the prefix cache, operators, a GPU
+  bench       measure: acceptance of drafts, a server under load, the prefix cache, operators, a GPU, llama.cpp
   tune        choose by measurement: draft trees
   train       a draft head for a model that has none
 
@@ -77,6 +77,7 @@ SUBCOMMANDS = {
         ),
         "state-drift": ("specmamba.bench.state_drift", "how far texts drift with recurrent states in fewer bits"),
         "ops": ("specmamba.bench.ops.__main__", "operators against PyTorch, other packages and the machine's roofline"),
+        "llama-cpp": ("specmamba.bench.llama_cpp.__main__", "decoding and first tokens beside llama.cpp, in turns"),
         "gpu": ("specmamba.bench.gpu.__main__", "all that is to be measured on a machine with a GPU, in ten minutes"),
     },
     "train": {
