@@ -32,7 +32,7 @@ commands:
   generate    continue one prompt, streamed to the terminal
   info        what a model is, what it takes, and what can be done with it
   doctor      whether this installation works: packages, device, kernels, and a self-test
-  bench       measure: acceptance of drafts, a server under load, the prefix cache, operators, a GPU, llama.cpp
+  bench       measure: acceptance of drafts, a server under load, the prefix cache, operators, a GPU
   tune        choose by measurement: draft trees
   train       a draft head for a model that has none
 
