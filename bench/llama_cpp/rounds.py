@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,6 @@ from specmamba.bench.llama_cpp.options import Format, LlamaCppBenchConfig, Mode,
 from specmamba.config import MAX_DRAFT_TOKENS
 from specmamba.measure.command import in_turns
 from specmamba.measure.prompts import PromptText, seed_of
-from specmamba.measure.report import progress_bar
 
 OWN, OTHER = "specmamba", "llama_cpp"
 SETTLE_S = 0.05  # before each turn: threads of the one before spin for some milliseconds before they sleep
@@ -148,18 +148,16 @@ def play(plan: Plan, sides: Sides, batch: int, memory: EngineProcess) -> tuple[d
     speeds = []
     for _, _, contestant in sides.pairs:
         contestant.run(_batch(batches[0], 0.0, config.seed, WARM_UP_TOKENS))
-    with progress_bar(f"batch {batch}", config.rounds * len(config.temperatures)) as advance:
-        for number in range(config.rounds):
-            speeds.append(memory.memory_speed())
-            for temperature in config.temperatures:
-                first = seed_of(config.seed, number * len(batches) * batch)
-                work = [
-                    _batch(prompts, temperature, first + i * batch, config.max_tokens)
-                    for i, prompts in enumerate(batches)
-                ]
-                for (side, mode), answers in _play_round(sides, work, number).items():
-                    results[temperature][side][mode].append(answers)
-                advance()
+    for number in range(config.rounds):
+        speeds.append(memory.memory_speed())
+        first = seed_of(config.seed, number * len(batches) * batch)
+        for temperature in config.temperatures:
+            work = [
+                _batch(prompts, temperature, first + i * batch, config.max_tokens) for i, prompts in enumerate(batches)
+            ]
+            for (side, mode), answers in _play_round(sides, work, number).items():
+                results[temperature][side][mode].append(answers)
+        print(f"round {number + 1} of {config.rounds} done", file=sys.stderr)
     return results, speeds
 
 
@@ -189,16 +187,16 @@ def first_tokens(plan: Plan, sides: Sides) -> dict[int, dict[str, dict[str, list
         length: {side: {mode: [] for mode in common if mode in modes} for side in (OWN, OTHER)}
         for length in config.ttft
     }
-    with progress_bar("first tokens", (config.rounds + 1) * len(config.ttft)) as advance:
-        for number in range(config.rounds + 1):
-            for length in config.ttft:
-                work = _batch([plan.prompts.long(length, number)], 0.0, config.seed, 1)
-                for side, mode, contestant in in_turns(pairs, number):
-                    time.sleep(SETTLE_S)
-                    (answer,) = contestant.run(work)
-                    if number:
-                        seconds[length][side][mode].append(answer.first_token_s)
-                advance()
+    for number in range(config.rounds + 1):
+        for length in config.ttft:
+            work = _batch([plan.prompts.long(length, number)], 0.0, config.seed, 1)
+            for side, mode, contestant in in_turns(pairs, number):
+                time.sleep(SETTLE_S)
+                (answer,) = contestant.run(work)
+                if number:
+                    seconds[length][side][mode].append(answer.first_token_s)
+    if config.ttft:
+        print("first tokens done", file=sys.stderr)
     return seconds
 
 
