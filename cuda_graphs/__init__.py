@@ -5,4 +5,14 @@ from specmamba.cuda_graphs.replay import CaptureCost, EagerReplay, GraphReplay, 
 from specmamba.cuda_graphs.step_buffers import Columns, bucket_for, bucket_sizes
 from specmamba.cuda_graphs.watch import StepWatch
 
-__all__ = ["CaptureCost", "Columns", "EagerReplay", "GraphReplay", "NativeReplay", "Replay", "StepWatch", "bucket_for", "bucket_sizes"]
+__all__ = [
+    "CaptureCost",
+    "Columns",
+    "EagerReplay",
+    "GraphReplay",
+    "NativeReplay",
+    "Replay",
+    "StepWatch",
+    "bucket_for",
+    "bucket_sizes",
+]

@@ -28,7 +28,7 @@ class Arena:
         num_elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         block = self._take(num_elements * x.element_size() if x.numel() else 0)
         made = torch.empty(0, dtype=x.dtype)
-        made.set_(block, 0, x.shape, x.stride())  # type: ignore[call-overload]
+        made.set_(block, 0, x.shape, x.stride())
         return made
 
     def owns(self, x: object) -> bool:

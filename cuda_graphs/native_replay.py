@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -68,7 +68,7 @@ class NativeReplay(Replay[T]):
 
     def _record(self, key: Hashable, function: Callable[[], T]) -> T:
         try:
-            record: tuple[Tape, Any] = StepRecorder(self._arena).record(function)
+            record: tuple[Tape, T] = StepRecorder(self._arena).record(function)
         except NotRecordableError as error:
             logger.warning("some steps run operator by operator: %s", error)
             self._records[key] = None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -48,7 +47,7 @@ class StepRecorder(TorchDispatchMode):
         self._kept: list[Any] = []
         self._constants: dict[int, tuple[int, Tensor]] = {}  # by storage: place on the tape, and the tensor
 
-    def record(self, function: Any) -> tuple[Tape, Any]:
+    def record(self, function: Callable[[], T]) -> tuple[Tape, T]:
         """Run the function. Returns its tape, and its result, whose memory the tape writes.
 
         Raises:

@@ -41,7 +41,7 @@ class Replay(ABC, Generic[T]):
             fill: writes the inputs.
         """
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to give back
+    def close(self) -> None:
         """Give back what is not memory; nothing runs after that."""
 
 

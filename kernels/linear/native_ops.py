@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ def pack(weight: Tensor, form: str = "plain") -> NativeWeight | NativeInt8Weight
 @cache
 def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
-    signatures = {
+    signatures: dict[str, list[Any]] = {
         "linear_packed_size": [c_int64, c_int64],
         "linear_pack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_pack_float": [c_void_p, c_void_p, c_int64, c_int64, c_int],

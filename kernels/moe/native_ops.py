@@ -6,6 +6,7 @@ import ctypes
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,7 +181,7 @@ def _require_fit(x: Tensor, groups: Groups, size: tuple[int, ...], dtype: torch.
 @cache
 def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
-    arguments = {
+    arguments: dict[str, list[Any]] = {
         "packed_size": [c_int64, c_int64],
         "pack": [c_void_p, c_void_p, *[c_int64] * 3, c_int, c_int],
         "pack_router": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int],
@@ -192,5 +193,5 @@ def code() -> ctypes.CDLL | None:
         "combine": [*[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
     }
     results = {"packed_size": c_int64} | dict.fromkeys(("dispatch", "multiply", "multiply_int8", "combine"), c_int)
-    by_name = ({f"moe_{name}": of for name, of in table.items()} for table in (arguments, results))
-    return library.load_functions(SOURCE, *by_name)
+    signatures = {f"moe_{name}": of for name, of in arguments.items()}
+    return library.load_functions(SOURCE, signatures, {f"moe_{name}": of for name, of in results.items()})

@@ -11,7 +11,13 @@ from typing import Any, Protocol
 
 _WORD = (1 << 64) - 1
 _ONE_RECORDING = Lock()
-_recorder: tuple[int, Recorder] | None = None  # the thread whose calls are recorded
+
+
+class _Recording:
+    """The thread whose calls are recorded, and what gets them."""
+
+    recorder: Recorder | None = None
+    thread = 0
 
 
 class Recorder(Protocol):
@@ -42,8 +48,9 @@ class NativeFunction:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call it."""
-        if _recorder is not None and _recorder[0] == get_ident():
-            _recorder[1].add_call(self, arguments)
+        recorder = _Recording.recorder
+        if recorder is not None and _Recording.thread == get_ident():
+            recorder.add_call(self, arguments)
         return self._function(*arguments)
 
     def words(self, arguments: Sequence[Any]) -> list[int]:
@@ -66,10 +73,9 @@ def _word(kind: Any, argument: Any) -> int:
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Record the native calls of this thread; a recording of another thread is waited for."""
-    global _recorder
     with _ONE_RECORDING:
-        _recorder = get_ident(), recorder
+        _Recording.thread, _Recording.recorder = get_ident(), recorder
         try:
             yield
         finally:
-            _recorder = None
+            _Recording.recorder = None

@@ -106,7 +106,7 @@ class _Sort(ctypes.Structure):
     ]
 
 
-class Unsupported(Exception):
+class UnsupportedError(Exception):
     """Native code does not compute this; PyTorch does."""
 
 
@@ -114,7 +114,7 @@ def map_call(operation: Operation, out: Tensor, *inputs: Tensor | Number) -> Nat
     """out[i] = operation(a[i], b[i], c[i]); inputs are broadcast to out.
 
     Raises:
-        Unsupported: a dtype that native code does not read, or too many dimensions.
+        UnsupportedError: a dtype that native code does not read, or too many dimensions.
     """
     tensors = [x if isinstance(x, Tensor) else torch.tensor(_typed(x)) for x in inputs]
     given = [out, *tensors]
@@ -138,12 +138,12 @@ def move_call(
         writes_indexed: which of the two is indexed.
 
     Raises:
-        Unsupported: too many indices or dimensions, or other dtypes.
+        UnsupportedError: too many indices or dimensions, or other dtypes.
     """
     if len(indices) > INDICES or out.dtype is not source.dtype:
-        raise Unsupported
+        raise UnsupportedError
     if any(index.dtype not in (torch.int64, torch.int32) for index, *_ in indices):
-        raise Unsupported
+        raise UnsupportedError
     shape = (source if writes_indexed else out).shape
     given = [out, source, *(index for index, *_ in indices)]
     sizes, strides = _layout(shape, [_strides(x, shape) for x in given])
@@ -162,11 +162,11 @@ def reduce_call(reduction: Reduction, out: Tensor, a: Tensor, dims: Sequence[int
     """Reduce integers or bools over some dimensions; ``out`` lacks them, but for a running sum.
 
     Raises:
-        Unsupported: a dtype of another kind, nothing to reduce, or too many dimensions.
+        UnsupportedError: a dtype of another kind, nothing to reduce, or too many dimensions.
     """
     dims = sorted({dim % a.dim() for dim in dims}) if a.dim() else []
     if a.is_floating_point() or not dims or 0 in a.shape or a.dim() > DIMS:
-        raise Unsupported
+        raise UnsupportedError
     order = [d for d in range(a.dim()) if d not in dims] + [*dims]
     if reduction is Reduction.RUNNING_SUM:
         wide = out.permute(order)
@@ -174,7 +174,7 @@ def reduce_call(reduction: Reduction, out: Tensor, a: Tensor, dims: Sequence[int
         kept = [d for d in range(a.dim()) if d not in dims]
         wide = out.reshape([a.shape[d] for d in kept])
         if wide.numel() and wide.data_ptr() != out.data_ptr():
-            raise Unsupported
+            raise UnsupportedError
         wide = wide.view(*wide.shape, *[1] * len(dims)).expand([a.shape[d] for d in order])
     a = a.permute(order)
     arrays = _array(wide, _bytes(wide)), _array(a, _bytes(a))
@@ -186,11 +186,11 @@ def sort_call(values: Tensor | None, places: Tensor | None, a: Tensor, descends:
     """Sort along the last dimension, equal numbers in their order; of each row as many as results have room for.
 
     Raises:
-        Unsupported: another dtype, no numbers, or too many dimensions.
+        UnsupportedError: another dtype, no numbers, or too many dimensions.
     """
     results = [x for x in (values, places) if x is not None]
     if a.dim() == 0 or a.dim() > DIMS or not results or 0 in a.shape:
-        raise Unsupported
+        raise UnsupportedError
     arrays = (_Array() if x is None else _array(x, _bytes(x)) for x in (values, places, a))
     numbers = descends, a.is_floating_point(), results[0].shape[-1], a.dim()
     return _call("replay_sort", _Sort(*arrays, *numbers, _padded(a.shape)), *results, a)
@@ -215,13 +215,13 @@ def _bytes(x: Tensor) -> list[int]:
 
 def _array(x: Tensor, strides: Sequence[int]) -> _Array:
     if x.dtype not in TYPES:
-        raise Unsupported
+        raise UnsupportedError
     return _Array(x.data_ptr(), TYPES[x.dtype], _padded(strides))
 
 
 def _padded(numbers: Sequence[int]) -> Any:
     if len(numbers) > DIMS:
-        raise Unsupported
+        raise UnsupportedError
     return (c_int64 * DIMS)(*numbers)
 
 

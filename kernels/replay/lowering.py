@@ -16,7 +16,7 @@ from specmamba.kernels.replay.arrays import (
     Number,
     Operation,
     Reduction,
-    Unsupported,
+    UnsupportedError,
     map_call,
     move_call,
     reduce_call,
@@ -41,7 +41,7 @@ def lower(name: str, result: Any, arguments: Sequence[Any], options: Mapping[str
         return None
     try:
         return lowering(result, *arguments, **options)
-    except Unsupported:
+    except UnsupportedError:
         return None
 
 
@@ -64,7 +64,7 @@ _ON_BOOLS = {Operation.ADD: Operation.OR, Operation.MULTIPLY: Operation.AND}
 
 def _binary(operation: Operation, out: Tensor, a: Tensor | Number, b: Tensor | Number, *, alpha: Number = 1) -> Any:
     if alpha != 1:
-        raise Unsupported
+        raise UnsupportedError
     if out.dtype is torch.bool:
         operation = _ON_BOOLS.get(operation, operation)
     return [map_call(operation, out, a, b)]
@@ -99,7 +99,7 @@ def _reversed_subtract(out: Tensor, a: Tensor, b: Tensor | Number, alpha: Number
 @_lowers("floor_divide", "floor_divide.Scalar")
 def _floor_divide(out: Tensor, a: Tensor, b: Tensor | Number) -> list[NativeCall]:
     if out.is_floating_point():
-        raise Unsupported  # PyTorch corrects the quotient's rounding
+        raise UnsupportedError  # PyTorch corrects the quotient's rounding
     return [map_call(Operation.FLOOR_DIVIDE, out, a, b)]
 
 
@@ -127,7 +127,7 @@ def _clamp(out: Tensor, a: Tensor, min: Any = None, max: Any = None) -> list[Nat
 @_lowers("logical_not", "bitwise_not")
 def _not(out: Tensor, a: Tensor) -> list[NativeCall]:
     if out.dtype is not torch.bool:
-        raise Unsupported
+        raise UnsupportedError
     return [map_call(Operation.NOT, out, a)]
 
 
@@ -151,7 +151,7 @@ def _copy(out: Tensor, a: Tensor, source: Any = None, *_: Any, **__: Any) -> lis
 
 
 @_lowers("fill_.Scalar", "fill_.Tensor", "zero_")
-def _fill(out: Tensor, a: Tensor, value: Tensor | Number = 0) -> list[NativeCall]:
+def _fill(out: Tensor, _: Tensor, value: Tensor | Number = 0) -> list[NativeCall]:
     return [map_call(Operation.COPY, out, value)]
 
 
@@ -160,7 +160,7 @@ def _cat(out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> list[NativeCall]
     calls, begin = [], 0
     for part in parts:
         if part.dim() != out.dim():
-            raise Unsupported  # an empty list, which PyTorch ignores
+            raise UnsupportedError  # an empty list, which PyTorch ignores
         size = part.shape[dim]
         calls.append(_copied(out.narrow(dim, begin, size), part))
         begin += size
@@ -185,7 +185,7 @@ def _pad(out: Tensor, a: Tensor, pad: Sequence[int], value: Number = 0) -> list[
     for place in range(len(pad) // 2):
         dim, before = a.dim() - 1 - place, pad[2 * place]
         if before < 0 or pad[2 * place + 1] < 0:
-            raise Unsupported
+            raise UnsupportedError
         inner = inner.narrow(dim, before, a.shape[dim])
     return [map_call(Operation.COPY, out, value), _copied(inner, a)]
 
@@ -215,13 +215,11 @@ def _index(out: Tensor, a: Tensor, indices: Sequence[Tensor | None]) -> list[Nat
 
 @_lowers("index_put_")
 def _index_put(
-    out: Tensor, a: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+    _: Tensor, a: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> list[NativeCall]:
     if accumulate or values.dtype is not a.dtype:
-        raise Unsupported
-    shape = torch.empty_like(a, device="meta")[
-        tuple(slice(None) if i is None else i.to("meta") for i in indices)
-    ].shape
+        raise UnsupportedError
+    shape = torch.empty_like(a, device="meta")[tuple(slice(None) if i is None else i.to("meta") for i in indices)].shape
     target, places = _indexed(a, indices, shape)
     return [move_call(target, values.expand(shape), places, writes_indexed=True)]
 
@@ -233,13 +231,13 @@ def _along(x: Tensor, dim: int, index: Tensor) -> tuple[Tensor, list[tuple[Tenso
 
 
 @_lowers("gather")
-def _gather(out: Tensor, a: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> list[NativeCall]:
+def _gather(out: Tensor, a: Tensor, dim: int, index: Tensor, **_: bool) -> list[NativeCall]:
     source, places = _along(a, dim, index)
     return [move_call(out, source, places)]
 
 
 @_lowers("scatter_.src", "scatter_.value")
-def _scatter(out: Tensor, a: Tensor, dim: int, index: Tensor, source: Tensor | Number) -> list[NativeCall]:
+def _scatter(_: Tensor, a: Tensor, dim: int, index: Tensor, source: Tensor | Number) -> list[NativeCall]:
     if isinstance(source, Tensor):
         source = source[tuple(slice(size) for size in index.shape)]
     else:
@@ -261,7 +259,7 @@ def _index_select(out: Tensor, a: Tensor, dim: int, index: Tensor) -> list[Nativ
 
 
 @_lowers("index_copy_")
-def _index_copy(out: Tensor, a: Tensor, dim: int, index: Tensor, source: Tensor) -> list[NativeCall]:
+def _index_copy(_: Tensor, a: Tensor, dim: int, index: Tensor, source: Tensor) -> list[NativeCall]:
     target, places = _along(a, dim, _of_rows(index, dim, source.shape))
     return [move_call(target, source, places, writes_indexed=True)]
 
@@ -287,21 +285,23 @@ _lowers("amin")(partial(_reduced, Reduction.LEAST))
 _lowers("cumsum")(partial(_reduced, Reduction.RUNNING_SUM))
 
 
+def _sorted(out: Sequence[Tensor], a: Tensor, dim: int, descends: bool) -> list[NativeCall]:
+    values, places = (x.transpose(dim, -1) for x in out)
+    return [sort_call(values, places, a.transpose(dim, -1), descends)]
+
+
 @_lowers("sort.stable")
 def _stable_sort(
-    out: Sequence[Tensor], a: Tensor, stable: bool | None = True, dim: int = -1, descending: bool = False
+    out: Sequence[Tensor], a: Tensor, *, dim: int = -1, descending: bool = False, **_: Any
 ) -> list[NativeCall]:
-    values, places = (x.transpose(dim, -1) for x in out)
-    return [sort_call(values, places, a.transpose(dim, -1), descending)]
+    return _sorted(out, a, dim, descending)
 
 
 @_lowers("sort")
 def _sort(out: Sequence[Tensor], a: Tensor, dim: int = -1, descending: bool = False) -> list[NativeCall]:
-    return _stable_sort(out, a, True, dim, descending)
+    return _sorted(out, a, dim, descending)
 
 
 @_lowers("topk")
-def _topk(
-    out: Sequence[Tensor], a: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True  # noqa: A002
-) -> list[NativeCall]:
-    return _stable_sort(out, a, True, dim, largest)
+def _topk(out: Sequence[Tensor], a: Tensor, _: int, dim: int = -1, largest: bool = True, *__: bool) -> list[NativeCall]:
+    return _sorted(out, a, dim, largest)

@@ -131,7 +131,7 @@ def is_available() -> bool:
 def code() -> ctypes.CDLL | None:
     """The library of tapes, or None where native code cannot run."""
     structure = [c_void_p]
-    signatures = {
+    signatures: dict[str, list[Any]] = {
         "replay_start_threads": [c_int],
         "replay_stop_threads": [c_void_p],
         "replay_run": [c_void_p, c_int64, c_int64, c_void_p],

@@ -62,9 +62,7 @@ def without_bytes(detokenizer: Detokenizer) -> Detokenizer:
     return detokenizer
 
 
-def streamed(
-    tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = True, by_window: bool = False
-) -> str:
+def streamed(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = True, by_window: bool = False) -> str:
     detokenizer = Detokenizer(tokenizer, skip_special_tokens)
     if by_window:
         without_bytes(detokenizer)

@@ -241,7 +241,9 @@ def grow_static_tree(
             hidden = runner.descend(batch, tokens[:, level.nodes], above, depth, mask, level.num_entries_before)
         logits = runner.head.logits(hidden)
         if is_drawn is None:
-            tokens[:, level.children] = sampling_ops.likeliest(logits, level.num_choices)[0][:, level.child_of, level.choice]
+            tokens[:, level.children] = sampling_ops.likeliest(logits, level.num_choices)[0][
+                :, level.child_of, level.choice
+            ]
             continue
         picked = picker.pick(logits, level.num_choices, batch, level.num_entries_before)
         assert picked.probs is not None
