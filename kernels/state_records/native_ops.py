@@ -1,4 +1,4 @@
-"""Native code for records (native.cpp): the fold, and the structures (operands.h) of operands of verifies and extends."""
+"""Native code for records (native.cpp): the fold, and the structures (operands.h) of verifies and extends."""
 
 from __future__ import annotations
 
