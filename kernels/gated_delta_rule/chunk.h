@@ -31,8 +31,8 @@ class DeltaChunk {
   void look(int64_t size) {
     size_ = size;
     transpose(key_, size, key_dim_, key_columns_);
-    scores(query_, query_key_);
-    scores(key_, key_key_);
+    put_scores(query_.matrix(), key_columns_.matrix(), size, key_dim_, query_key_);
+    put_scores(key_.matrix(), key_columns_.matrix(), size, key_dim_, key_key_);
   }
 
   // Called after values, log decays and betas are filled in: outputs, and the state [K, V] after the chunk.
@@ -45,22 +45,12 @@ class DeltaChunk {
     const Matrix before{state, value_dim_};
     subtract_read(before);
     solve();
-    put_outputs(before);
-    put_state(state);
+    put_outputs(decay_, query_.matrix(), before, weights_.matrix(), update_.matrix(), size_, output_,
+                {key_dim_, value_dim_});
+    put_state(decay_, key_.transposed(), size_, update_, state, {key_dim_, value_dim_});
   }
 
  private:
-  // y[i, j] = x[i].k[j]; of j > i only what is in the same tile.
-  void scores(ScratchMatrix& x, ScratchMatrix& y) {
-    for_tiles(size_, size_, [&](auto& tile) __attribute__((always_inline)) {
-      if (tile.column >= tile.row + tile.kRows) return;
-      tile.multiply(x.matrix(), key_columns_.matrix(), key_dim_);
-      tile.each([&](int i, int64_t at, Vector sum) __attribute__((always_inline)) {
-        store(y.row(tile.row + i) + at, sum, tile.lanes);
-      });
-    });
-  }
-
   // Values become beta (v - e^G k S).
   void subtract_read(const Matrix& state) {
     for_tiles(size_, value_dim_, [&](auto& tile) __attribute__((always_inline)) {
@@ -93,37 +83,6 @@ class DeltaChunk {
           }
       tile.each([&](int i, int64_t at, Vector sum) __attribute__((always_inline)) {
         store(update_.row(tile.row + i) + at, sum, tile.lanes);
-      });
-    });
-  }
-
-  // o = e^G q S + sum of weights u
-  void put_outputs(const Matrix& state) {
-    for_tiles(size_, value_dim_, [&](auto& tile) __attribute__((always_inline)) {
-      tile.multiply(query_.matrix(), state, key_dim_);
-      tile.each([&](int i, int64_t, Vector& sum) __attribute__((always_inline)) {
-        sum = broadcast(decay_.since_start(tile.row + i)) * sum;
-      });
-      tile.multiply(weights_.matrix(), update_.matrix(), tile.row + tile.kRows);
-      tile.each([&](int i, int64_t at, Vector sum) __attribute__((always_inline)) {
-        store(output_.row(tile.row + i) + at, sum, tile.lanes);
-      });
-    });
-  }
-
-  // S becomes e^G S + sum of k u^T, each with the decay behind it. Called last: it scales the updates.
-  void put_state(float* state) {
-    for (int64_t i = 0; i < size_; ++i) {
-      const Vector left = broadcast(decay_.until_end(i));
-      float* u = update_.row(i);
-      for_vectors(value_dim_, [&](int64_t at, auto lanes) { store(u + at, left * load(u + at, lanes), lanes); });
-    }
-    const Vector left = broadcast(decay_.since_start(size_ - 1));
-    for_tiles(key_dim_, value_dim_, [&](auto& tile) __attribute__((always_inline)) {
-      tile.multiply(key_.transposed(), update_.matrix(), size_);
-      tile.each([&](int i, int64_t at, Vector sum) __attribute__((always_inline)) {
-        float* s = state + (tile.row + i) * value_dim_ + at;
-        store(s, fma(left, load(s, tile.lanes), sum), tile.lanes);
       });
     });
   }

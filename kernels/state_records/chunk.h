@@ -73,4 +73,54 @@ class ChunkDecay {
   float log_decay_[kChunk], since_start_[kChunk], until_end_[kChunk];
 };
 
+// Of a head's state, [key_dim, value_dim].
+struct StateSize {
+  int64_t key_dim, value_dim;
+};
+
+// y[i, j] = x[i].k[j] from the columns of k; of j > i only what is in the same tile.
+inline void put_scores(const Matrix& x, const Matrix& key_columns, int64_t size, int64_t key_dim, ScratchMatrix& y) {
+  for_tiles(size, size, [&](auto& tile) __attribute__((always_inline)) {
+    if (tile.column >= tile.row + tile.kRows) return;
+    tile.multiply(x, key_columns, key_dim);
+    tile.each([&](int i, int64_t at, Vector sum) __attribute__((always_inline)) {
+      store(y.row(tile.row + i) + at, sum, tile.lanes);
+    });
+  });
+}
+
+// o = e^G q S + sum of weights u
+inline void put_outputs(const ChunkDecay& decay, const Matrix& query, const Matrix& state, const Matrix& weights,
+                        const Matrix& updates, int64_t size, ScratchMatrix& output, StateSize of_state) {
+  for_tiles(size, of_state.value_dim, [&](auto& tile) __attribute__((always_inline)) {
+    tile.multiply(query, state, of_state.key_dim);
+    tile.each([&](int i, int64_t, Vector& sum) __attribute__((always_inline)) {
+      sum = broadcast(decay.since_start(tile.row + i)) * sum;
+    });
+    tile.multiply(weights, updates, tile.row + tile.kRows);
+    tile.each([&](int i, int64_t at, Vector sum) __attribute__((always_inline)) {
+      store(output.row(tile.row + i) + at, sum, tile.lanes);
+    });
+  });
+}
+
+// S becomes e^G S + sum of k u^T, each with the decay behind it, which the updates are multiplied by.
+inline void put_state(const ChunkDecay& decay, const Matrix& key_columns, int64_t size, ScratchMatrix& update,
+                      float* state, StateSize of_state) {
+  for (int64_t i = 0; i < size; ++i) {
+    const Vector left = broadcast(decay.until_end(i));
+    float* u = update.row(i);
+    for_vectors(of_state.value_dim, [&](int64_t at, auto lanes) { store(u + at, left * load(u + at, lanes), lanes); });
+  }
+  const Vector left = broadcast(decay.since_start(size - 1));
+  const Matrix updates = update.matrix();
+  for_tiles(of_state.key_dim, of_state.value_dim, [&](auto& tile) __attribute__((always_inline)) {
+    tile.multiply(key_columns, updates, size);
+    tile.each([&](int i, int64_t at, Vector sum) __attribute__((always_inline)) {
+      float* s = state + (tile.row + i) * of_state.value_dim + at;
+      store(s, fma(left, load(s, tile.lanes), sum), tile.lanes);
+    });
+  });
+}
+
 }  // namespace specmamba

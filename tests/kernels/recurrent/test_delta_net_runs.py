@@ -9,11 +9,10 @@ import torch
 
 from specmamba.kernels import delta_net
 from tests.kernels.recurrent.run_case import RunCase, check_a_row_alone, check_two_parts
-from tests.kernels.recurrent.test_delta_net import HEADS, Case, each_dtype
+from tests.kernels.recurrent.test_delta_net import HEADS, Case, each_dtype, needs_native
 from tests.pairwise import pairwise
 
 LENGTHS = [[1], [7, 3], [0, 5, 2], [63, 64], [65, 1], [130, 77]]
-needs_native = pytest.mark.usefixtures("needs_native")
 
 
 def make(
