@@ -4,6 +4,7 @@
 #include "delta_net/layer.h"
 #include "gated_delta_rule/tree.h"
 #include "parallel.h"
+#include "replayable.h"
 #include "rowwise/heads.h"
 #include "state_records/row.h"
 
@@ -113,3 +114,5 @@ void delta_net_extend(const Inputs* inputs, const Weights* weights, const Runs* 
 }
 
 }  // extern "C"
+
+SPECMAMBA_REPLAYABLE(delta_net_tree_verify)

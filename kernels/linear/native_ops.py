@@ -98,6 +98,7 @@ def pack(weight: Tensor, form: str = "plain") -> NativeWeight | NativeInt8Weight
 def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
     signatures = {
+        "linear_packed_size": [c_int64, c_int64],
         "linear_pack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_pack_float": [c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_pack_int8": [c_void_p, c_void_p, c_int64, c_int64, c_int],
@@ -105,8 +106,4 @@ def code() -> ctypes.CDLL | None:
         "linear_multiply_float": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_multiply_int8": [c_void_p, c_int64, *3 * [c_void_p], c_int64, c_int64, c_int, c_int],
     }
-    loaded = library.load_functions(SOURCE, signatures)
-    if loaded is not None:
-        loaded.linear_packed_size.restype = c_int64
-        loaded.linear_packed_size.argtypes = [c_int64, c_int64]
-    return loaded
+    return library.load_functions(SOURCE, signatures, {"linear_packed_size": c_int64})

@@ -3,6 +3,7 @@
 #include "mamba2/extend.h"
 #include "mamba2/layer.h"
 #include "parallel.h"
+#include "replayable.h"
 #include "ssd/tree.h"
 #include "state_records/row.h"
 
@@ -132,3 +133,5 @@ void mamba2_extend(const Inputs* inputs, const Weights* weights, const Runs* run
 }
 
 }  // extern "C"
+
+SPECMAMBA_REPLAYABLE(mamba2_tree_verify)

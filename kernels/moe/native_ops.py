@@ -181,6 +181,7 @@ def _require_fit(x: Tensor, groups: Groups, size: tuple[int, ...], dtype: torch.
 def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
     arguments = {
+        "packed_size": [c_int64, c_int64],
         "pack": [c_void_p, c_void_p, *[c_int64] * 3, c_int, c_int],
         "pack_router": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int],
         "pack_int8": [c_void_p, c_void_p, *[c_int64] * 3, c_int],
@@ -190,9 +191,6 @@ def code() -> ctypes.CDLL | None:
         "multiply_int8": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
         "combine": [*[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
     }
-    loaded = library.load_functions(SOURCE, {f"moe_{name}": types for name, types in arguments.items()})
-    if loaded is not None:
-        for name in ("dispatch", "multiply", "multiply_int8", "combine"):
-            getattr(loaded, f"moe_{name}").restype = c_int
-        loaded.moe_packed_size.restype, loaded.moe_packed_size.argtypes = c_int64, [c_int64, c_int64]
-    return loaded
+    results = {"packed_size": c_int64} | dict.fromkeys(("dispatch", "multiply", "multiply_int8", "combine"), c_int)
+    by_name = ({f"moe_{name}": of for name, of in table.items()} for table in (arguments, results))
+    return library.load_functions(SOURCE, *by_name)
