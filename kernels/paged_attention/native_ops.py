@@ -1,4 +1,4 @@
-"""An attention layer of a few queries over scattered keys in native code (native.cpp). See README.md."""
+"""An attention layer over scattered keys in native code (native.cpp). See README.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specmamba.kernels.native.tensors import is_contiguous_from, is_native, mars
 from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
 
 SOURCE = Path(__file__).parent / "native.cpp"
-MAX_QUERIES = 64  # per row: a draft tree's. Longer runs are matrix products, which PyTorch does better
+MAX_QUERIES = 64  # of a draft tree; runs without a tree may have any number
 
 _Config = struct("Config", ["norm"], ["query_heads", "key_heads", "width", "has_gate"], ["scale", "eps"])
 _VISIBLE = ["table", "rows", "last", "roots", "seen"]
@@ -27,9 +27,15 @@ _LAYER = ["projected", "cos", "sin", "write_slots", "k", "v", "out"]
 _Layer = struct("Layer", [*_LAYER, ("visible", _VisibleKeys)], ["batch", "queries", "rotated", "k_row", "v_row"])
 
 
-def can_take(projected: Tensor, kv: LayerKV, num_keys: int) -> bool:
-    """Whether native code computes this: float32 or bfloat16 on the CPU, as many queries per row as a tree has."""
-    return _are_alike(projected, kv) and projected.shape[1] <= MAX_QUERIES and num_keys > 0 and code() is not None
+def can_take(projected: Tensor, kv: LayerKV, metadata: AttentionMetadata) -> bool:
+    """Whether native code computes this: float32 or bfloat16 on the CPU, and no tree of very many queries."""
+    is_tree = metadata.roots is not None
+    return (
+        _are_alike(projected, kv)
+        and (projected.shape[1] <= MAX_QUERIES or not is_tree)
+        and metadata.num_keys > 0
+        and code() is not None
+    )
 
 
 def _are_alike(projected: Tensor, kv: LayerKV) -> bool:
@@ -120,7 +126,9 @@ def _marshal_visible(metadata: AttentionMetadata) -> Any:
     require(all(x.dtype is torch.int64 and x.is_cpu for x in integers), "places of keys need int64 on the CPU")
     are_lists = rows.is_contiguous() and (roots is None or roots.is_contiguous())
     require(table.dim() == 2 and table.stride(1) == 1 and are_lists, "places of keys need contiguous rows")
-    require(last.shape[:1] == rows.shape and metadata.num_keys <= table.shape[1], "rows, positions and the table do not fit")
+    require(
+        last.shape[:1] == rows.shape and metadata.num_keys <= table.shape[1], "rows, positions and the table do not fit"
+    )
     entries, strides = 0, (0, 0)
     if roots is not None and seen is not None:
         is_mask = seen.dtype is torch.bool and seen.is_cpu and seen.stride(2) == 1
