@@ -60,6 +60,13 @@ def run(form: str, layer: dict[str, Any], **changes: Any) -> tuple[Tensor, Tenso
     return out, pools["k_pool"].nan_to_num(0.0), pools["v_pool"].nan_to_num(0.0)
 
 
+def check(form: str, layer: dict[str, Any], lengths: list[int], dtype: torch.dtype) -> None:
+    """Results of tokens, and the pools, are those of the reference."""
+    got, want = run(form, layer), run("reference", layer)
+    of_tokens = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    assert_alike((got[0][of_tokens], *got[1:]), (want[0][of_tokens], *want[1:]), dtype)
+
+
 @pairwise(
     DTYPES,
     pytest.mark.parametrize("heads", HEADS),
@@ -69,10 +76,7 @@ def run(form: str, layer: dict[str, Any], **changes: Any) -> tuple[Tensor, Tenso
 def test_matches_reference(
     form: str, lengths: list[int], num_keys: int, first: int, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    layer = make_run(lengths, num_keys, heads, dtype, first)
-    got, want = run(form, layer), run("reference", layer)
-    of_tokens = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    assert_alike((got[0][of_tokens], *got[1:]), (want[0][of_tokens], *want[1:]), dtype)
+    check(form, make_run(lengths, num_keys, heads, dtype, first), lengths, dtype)
 
 
 @pytest.mark.parametrize("parts", ["", "norm", "rotary gate"])
