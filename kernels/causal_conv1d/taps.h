@@ -5,6 +5,11 @@
 
 namespace specmamba {
 
+struct Convolution {
+  const float *weight, *bias;  // [W, C] [C], or null
+  int64_t width;
+};
+
 // y = silu(bias + sum weight[w] taps[w]) over the channels [first, first + size) of inputs taps[w], weights
 // [width, channels] and biases, which may be null.
 template <typename T>

@@ -1,4 +1,7 @@
-// A gated delta net layer between its projections, over draft trees; README.md describes it, reference.py specifies it.
+// A gated delta net layer between its projections, over draft trees and over runs; README.md describes it, reference.py
+// specifies it.
+#include "delta_net/extend.h"
+#include "delta_net/layer.h"
 #include "gated_delta_rule/tree.h"
 #include "parallel.h"
 #include "replayable.h"
@@ -8,23 +11,6 @@
 namespace {
 
 using namespace specmamba;
-
-// Strides are in elements; dimensions without one are contiguous. Activations, and conv_inputs, are float32 or
-// bfloat16.
-
-// Parts of the input projection's output for the nodes. Tokens of a tensor have one stride.
-struct Inputs {
-  const void *mixed, *gate, *b, *a;  // [B, N, C] [B, N, Hv, V] [B, N, Hv] [B, N, Hv]
-  void* out;                         // [B, N, Hv, V]
-  int64_t mixed_token, gate_token, b_token, a_token;
-};
-
-struct Weights {
-  const float *conv, *negative_a, *dt_bias, *norm;  // [W, C] [Hv] [Hv] [V]
-  int64_t width;
-  Heads heads;
-  double norm_eps, unit_eps;
-};
 
 // All work of one key head of one row. T is the type of activations.
 template <typename T>
@@ -113,10 +99,20 @@ void run(const Inputs& inputs, const Weights& weights, const Buffers& buffers, c
 
 }  // namespace
 
-extern "C" void delta_net_tree_verify(const Inputs* inputs, const Weights* weights, const Buffers* buffers,
-                                      const Trees* trees, int is_bfloat16, int num_threads) {
+extern "C" {
+
+void delta_net_tree_verify(const Inputs* inputs, const Weights* weights, const Buffers* buffers, const Trees* trees,
+                           int is_bfloat16, int num_threads) {
   is_bfloat16 ? run<BFloat16>(*inputs, *weights, *buffers, *trees, num_threads)
               : run<float>(*inputs, *weights, *buffers, *trees, num_threads);
 }
+
+void delta_net_extend(const Inputs* inputs, const Weights* weights, const Runs* runs, int is_bfloat16,
+                      int num_threads) {
+  is_bfloat16 ? extend<BFloat16>(*inputs, *weights, *runs, num_threads)
+              : extend<float>(*inputs, *weights, *runs, num_threads);
+}
+
+}  // extern "C"
 
 SPECMAMBA_REPLAYABLE(delta_net_tree_verify)

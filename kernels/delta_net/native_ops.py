@@ -18,12 +18,15 @@ from specmamba.kernels.rowwise.torch_ops import L2_EPS
 from specmamba.kernels.state_records.native_ops import (
     BuffersStruct,
     Heads,
+    RunsStruct,
     TreesStruct,
+    can_extend,
     check_places,
+    extend_states,
     marshal_buffers,
     marshal_trees,
 )
-from specmamba.kernels.state_records.operands import Buffers, Trees
+from specmamba.kernels.state_records.operands import Buffers, ExtendOperands, Trees
 
 SOURCE = Path(__file__).parent / "native.cpp"
 
@@ -39,9 +42,19 @@ _Weights = struct(
 def can_take(inputs: Inputs, weights: Weights, buffers: Buffers) -> bool:
     """Whether native code computes on these: activations float32 or bfloat16 on the CPU, rows of buffers contiguous."""
     return (
-        _are_alike(inputs, buffers)
+        _are_alike(inputs, buffers.conv_inputs)
         and marshalled(weights, _marshal_weights) is not None
         and marshalled(buffers, marshal_buffers) is not None
+        and code() is not None
+    )
+
+
+def can_take_runs(inputs: Inputs, weights: Weights, state: ExtendOperands) -> bool:
+    """Whether native code extends these: activations and windows in one dtype, float32 or bfloat16, on the CPU."""
+    return (
+        _are_alike(inputs, state.windows)
+        and can_extend(state, inputs.mixed.dtype)
+        and marshalled(weights, _marshal_weights) is not None
         and code() is not None
     )
 
@@ -65,35 +78,78 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
         ValueError: ``can_take`` is false for these operands, or shapes do not fit.
     """
     native = library.required(code())
-    weights_struct, buffers_struct = marshalled(weights, _marshal_weights), marshalled(buffers, marshal_buffers)
-    require(_are_alike(inputs, buffers), "inputs and conv_inputs need one dtype, float32 or bfloat16, on the CPU")
-    can_read = weights_struct is not None and buffers_struct is not None
-    require(can_read, "weights or buffers have a dtype, device or layout that native code does not take")
+    buffers_struct = marshalled(buffers, marshal_buffers)
+    require(buffers_struct is not None, "buffers have a dtype, device or layout that native code does not take")
+    weights_struct = _checked_weights(inputs, weights, buffers.conv_inputs)
     batch, nodes = inputs.mixed.shape[:2]
-    heads, width = (batch, nodes, weights.num_value_heads), weights.value_dim
-    require(inputs.mixed.shape[2] == weights.conv.shape[0], "the inputs have other channels than the convolution")
-    require(inputs.gate.shape == (*heads, width), "the gate has another shape than the values")
-    require(inputs.a.shape == inputs.b.shape == heads, "a and b need one value per value head")
     require(trees.ancestors.shape == (batch, nodes, nodes), "there are other trees than inputs")
     check_places(weights, weights.conv, _heads(weights), buffers, trees)
-    out = torch.empty(*heads, width, dtype=inputs.gate.dtype)
-    (mixed, of_mixed), (gate, of_gate) = tokens_of(inputs.mixed, 1), tokens_of(inputs.gate, 2)
-    (b, of_b), (a, of_a) = tokens_of(inputs.b, 1), tokens_of(inputs.a, 1)
-    pointers = (x.data_ptr() for x in (mixed, gate, b, a, out))
+    inputs_struct, out, _kept = _marshal_inputs(inputs)
     native.delta_net_tree_verify(
-        _Inputs(*pointers, of_mixed, of_gate, of_b, of_a),
+        inputs_struct,
         weights_struct,
         buffers_struct,
         marshalled(trees, marshal_trees),
-        mixed.dtype is torch.bfloat16,
+        inputs.mixed.dtype is torch.bfloat16,
         torch.get_num_threads(),
     )
     return out
 
 
-def _are_alike(inputs: Inputs, buffers: Buffers) -> bool:
+def extend(inputs: Inputs, weights: Weights, state: ExtendOperands) -> Tensor:
+    """Compute the outputs of known tokens; advance the states and windows behind which they stand.
+
+    One native call per layer, 64 tokens at a time: all work of a key head is one task of a thread.
+    ``reference.extend`` is the specification.
+
+    Args:
+        inputs: of L tokens per row, float32 or bfloat16 on the CPU.
+        weights: of the layer, float32.
+        state: states of any float dtype, windows in the inputs' dtype. Slots and lengths are not checked.
+
+    Returns:
+        [B, L, Hv, V] in the gate's dtype; 0 on padding.
+
+    Raises:
+        ValueError: ``can_take_runs`` is false for these operands, or shapes do not fit.
+    """
+    native = library.required(code())
+    require(can_extend(state, inputs.mixed.dtype), "windows need the inputs' dtype, and whole rows on the CPU")
+    weights_struct = _checked_weights(inputs, weights, state.windows)
+    inputs_struct, out, _kept = _marshal_inputs(inputs)
+
+    def run(runs: Any) -> None:
+        is_bfloat16 = inputs.mixed.dtype is torch.bfloat16
+        native.delta_net_extend(inputs_struct, weights_struct, runs, is_bfloat16, torch.get_num_threads())
+
+    extend_states(run, state, weights.conv, _heads(weights), *inputs.mixed.shape[:2])
+    return out
+
+
+def _checked_weights(inputs: Inputs, weights: Weights, kept: Tensor) -> Any:
+    """The native structure of the weights, which inputs [B, N] fit; ``kept`` are inputs of earlier tokens."""
+    weights_struct = marshalled(weights, _marshal_weights)
+    require(_are_alike(inputs, kept), "inputs, new and kept, need one dtype, float32 or bfloat16, on the CPU")
+    require(weights_struct is not None, "weights have a dtype, device or layout that native code does not take")
+    heads, width = (*inputs.mixed.shape[:2], weights.num_value_heads), weights.value_dim
+    require(inputs.mixed.shape[2] == weights.conv.shape[0], "the inputs have other channels than the convolution")
+    require(inputs.gate.shape == (*heads, width), "the gate has another shape than the values")
+    require(inputs.a.shape == inputs.b.shape == heads, "a and b need one value per value head")
+    return weights_struct
+
+
+def _marshal_inputs(inputs: Inputs) -> tuple[Any, Tensor, tuple[Tensor, ...]]:
+    """The native structure, the tensor that it has outputs written to, and the tensors that it reads."""
+    out = torch.empty(inputs.gate.shape, dtype=inputs.gate.dtype)
+    (mixed, of_mixed), (gate, of_gate) = tokens_of(inputs.mixed, 1), tokens_of(inputs.gate, 2)
+    (b, of_b), (a, of_a) = tokens_of(inputs.b, 1), tokens_of(inputs.a, 1)
+    pointers = (x.data_ptr() for x in (mixed, gate, b, a, out))
+    return _Inputs(*pointers, of_mixed, of_gate, of_b, of_a), out, (mixed, gate, b, a)
+
+
+def _are_alike(inputs: Inputs, kept: Tensor) -> bool:
     """Whether all activations are on the CPU and have the same dtype, one that native code reads."""
-    x, kept, dtype = inputs, buffers.conv_inputs, inputs.mixed.dtype  # no loop: this runs in every layer and step
+    x, dtype = inputs, inputs.mixed.dtype  # no loop: this runs in every layer and step
     return (
         is_native(x.mixed)
         and x.gate.dtype is x.a.dtype is x.b.dtype is kept.dtype is dtype
@@ -127,4 +183,5 @@ def _marshal_weights(w: Weights) -> Any:
 def code() -> ctypes.CDLL | None:
     """The loaded native library of this operator; None where there is none."""
     arguments = [POINTER(_Inputs), POINTER(_Weights), POINTER(BuffersStruct), POINTER(TreesStruct), c_int, c_int]
-    return library.load_functions(SOURCE, {"delta_net_tree_verify": arguments})
+    runs = [*arguments[:2], POINTER(RunsStruct), c_int, c_int]
+    return library.load_functions(SOURCE, {"delta_net_tree_verify": arguments, "delta_net_extend": runs})

@@ -19,6 +19,7 @@ struct Bf16Product {
   BFloat16* y;             // [rows, n]
   int64_t rows, n, k;
 
+  static constexpr bool kHasParts = false;  // nothing is widened
   int64_t panel_bytes() const { return panel_size(k) * 2; }
 
   // Every sum runs over k in ascending order, whatever Rows and Panels are.

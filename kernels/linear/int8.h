@@ -52,35 +52,80 @@ struct Int8Product {
     Vector total[Rows][2 * Panels];
     for (auto& of_row : total)
       for (auto& t : of_row) t = zero();
-    const int64_t size = panel_size(k), stride = even(k);
-    const int8_t* w = weight + panel * size;
-    constexpr int kBases = (Rows + 2) / 3;  // as in bf16.h
-    const int16_t* base[kBases];
-    for (int i = 0; i < kBases; ++i) base[i] = x + (row + 3 * i) * stride;
-
-    for (int64_t left = stride / 2; left > 0; left -= kBlockPairs) {
-      Integers sum[Rows][2 * Panels];
-      for (auto& of_row : sum)
-        for (auto& s : of_row) s = Integers{};
-      for (int64_t pair = std::min(left, kBlockPairs); pair > 0; --pair) {
-        Shorts both[2 * Panels];
-        for (int j = 0; j < 2 * Panels; ++j) both[j] = load_widened(w + j / 2 * size + j % 2 * kPanel);
-        if constexpr (Rows >= kPrefetchRows) __builtin_prefetch(w + kPrefetch, 0, 2);
-#pragma GCC unroll 16
-        for (int i = 0; i < Rows; ++i) {
-          const Shorts of_row = broadcast_pair(base[i / 3] + i % 3 * stride);
-          for (int j = 0; j < 2 * Panels; ++j) sum[i][j] = add_products(sum[i][j], of_row, both[j]);
-        }
-        w += 2 * kPanel;
-        for (auto& b : base) b += 2;
-      }
-      for (int i = 0; i < Rows; ++i)
-        for (int j = 0; j < 2 * Panels; ++j)
-          total[i][j] = total[i][j] + to_floats(sum[i][j]);
-    }
-
+    const int64_t size = panel_size(k), pairs = even(k) / 2;
+    for (int64_t first = 0; first < pairs; first += kBlockPairs)
+      add(total, weight + panel * size + first * kPairs, x + row * even(k) + 2 * first,
+          std::min(kBlockPairs, pairs - first), even(k));
     for (int i = 0; i < Rows; ++i)
       for (int j = 0; j < 2 * Panels; ++j) finish(row + i, panel * kPanel + j * kLanes, total[i][j]);
+  }
+
+  // Panels for many rows: block by block, widened once. Sums of blocks wait in memory.
+  static constexpr bool kHasParts = true;
+  using Inputs = InputParts<int16_t, 2 * kBlockPairs>;
+  Inputs inputs_in_parts(int num_threads) const { return {x, rows, even(k), num_threads}; }
+  void in_parts(const Inputs& inputs, int64_t begin, int64_t end) const {
+    alignas(64) int16_t widened[kBlockPairs * kPairs];
+    float* const sums = sums_of(end - begin, rows);
+    for (int64_t first = 0; first < even(k) / 2; first += kBlockPairs)
+      for (int64_t panel = begin; panel < end; ++panel) {
+        const int64_t pairs = std::min(kBlockPairs, even(k) / 2 - first);
+        const int8_t* of_block = weight + panel * panel_size(k) + first * kPairs;
+        for (int64_t i = 0; i < pairs * kPairs; i += kPanel) store_shorts(widened + i, load_widened(of_block + i));
+        float* const of_panel = sums + (panel - begin) * rows * kPanel;
+        pass_rows(Part{*this, inputs.part(2 * first), widened, of_panel, first, pairs}, rows, panel);
+      }
+  }
+
+ private:
+  static constexpr int64_t kPairs = 2 * kPanel;  // weights of a pair of inputs in a panel
+
+  struct Part {
+    const Int8Product& product;
+    const int16_t *x, *weight;
+    float* sums;
+    int64_t first, pairs;
+
+    template <int Rows, int Panels>
+    void tile(int64_t row, int64_t panel) const {
+      Vector total[Rows][2];
+      begin_sums(total, sums, row, first == 0);
+      product.add(total, weight, x + row * Inputs::kStride, pairs,
+                  std::integral_constant<int64_t, Inputs::kStride>{});
+      if (first + pairs < even(product.k) / 2) return keep_sums(total, sums, row);
+      for (int i = 0; i < Rows; ++i)
+        for (int j = 0; j < 2; ++j) product.finish(row + i, panel * kPanel + j * kLanes, total[i][j]);
+    }
+  };
+
+  static Shorts shorts_of(const int8_t* weight) { return load_widened(weight); }
+  static Shorts shorts_of(const int16_t* weight) { return load_shorts(weight); }
+
+  // Adds one block: `pairs` pairs of inputs of rows that lie `stride` apart times panels that lie panel_size(k) apart.
+  template <typename Weight, int Rows, int Vectors, typename Stride>
+  __attribute__((always_inline)) void add(Vector (&total)[Rows][Vectors], const Weight* w, const int16_t* in,
+                                          int64_t pairs, Stride stride) const {
+    const int64_t size = panel_size(k);
+    constexpr int kBases = (Rows + 2) / 3;  // as in bf16.h
+    const int16_t* base[kBases];
+    for (int i = 0; i < kBases; ++i) base[i] = in + 3 * i * stride;
+    Integers sum[Rows][Vectors];
+    for (auto& of_row : sum)
+      for (auto& s : of_row) s = Integers{};
+    for (; pairs > 0; --pairs) {
+      Shorts both[Vectors];
+      for (int j = 0; j < Vectors; ++j) both[j] = shorts_of(w + j / 2 * size + j % 2 * kPanel);
+      if constexpr (Rows >= kPrefetchRows) __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetch, 0, 2);
+#pragma GCC unroll 16
+      for (int i = 0; i < Rows; ++i) {
+        const Shorts of_row = broadcast_pair(base[i / 3] + i % 3 * stride);
+        for (int j = 0; j < Vectors; ++j) sum[i][j] = add_products(sum[i][j], of_row, both[j]);
+      }
+      w += kPairs;
+      for (auto& b : base) b += 2;
+    }
+    for (int i = 0; i < Rows; ++i)
+      for (int j = 0; j < Vectors; ++j) total[i][j] = total[i][j] + to_floats(sum[i][j]);
   }
 
   void finish(int64_t row, int64_t column, Vector total) const {

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <utility>
+#include <vector>
 
 #include "parallel.h"
 #include "vector.h"
@@ -16,6 +18,9 @@ constexpr int kPanel = 2 * kLanes;                  // outputs of one panel
 constexpr int kMaxRows = 3 * kRegisters / 8;        // of a pass: of 32 registers 24 have sums, 2 weights, 1 an input
 constexpr int kPairRows = kRegisters / 8;           // up to these, a pass takes two panels
 constexpr int kPrefetchRows = 6;                    // with fewer rows the hardware's own prefetching is faster
+constexpr int64_t kManyRows = 4 * kMaxRows;         // from these on, products go through k in parts
+constexpr int64_t kDepth = 256;                     // float32 inputs in a part; a panel's weights fill half of L1
+constexpr int64_t kPanelsAtOnce = 8;                // that a part of the inputs of all rows stays in L2 for
 constexpr int64_t kPrefetch = 8192;                 // bytes ahead, into L2
 constexpr int64_t kSerialBelow = int64_t{1} << 17;  // products that one thread has done before a second one begins
 constexpr int64_t kPartBytes = int64_t{1} << 18;    // of weight that a thread claims at a time
@@ -64,6 +69,19 @@ inline void for_columns(int64_t columns, const Body& body) {
     body(First(columns));
 }
 
+// Reads the sums of a tile from `sums` [rows, kPanel], or makes them zero; and writes them.
+template <int Rows, int Vectors>
+inline void begin_sums(Vector (&sum)[Rows][Vectors], const float* sums, int64_t row, bool is_first) {
+  for (int i = 0; i < Rows; ++i)
+    for (int j = 0; j < Vectors; ++j)
+      sum[i][j] = is_first ? zero() : load(sums + (row + i) * kPanel + j * kLanes, All{});
+}
+template <int Rows, int Vectors>
+inline void keep_sums(const Vector (&sum)[Rows][Vectors], float* sums, int64_t row) {
+  for (int i = 0; i < Rows; ++i)
+    for (int j = 0; j < Vectors; ++j) store(sums + (row + i) * kPanel + j * kLanes, sum[i][j], All{});
+}
+
 // Stores the sums of a tile: y [rows, n] from `row` on, and the outputs of its panels that there are.
 template <int Rows, int Vectors, typename Y>
 inline void store_tile(const Vector (&sum)[Rows][Vectors], Y* y, int64_t n, int64_t row, int64_t panel) {
@@ -89,26 +107,69 @@ void tile(const Product& product, int64_t rows, int64_t row, int64_t panel, std:
   ((rows == Rows + 1 ? product.template tile<Rows + 1, Panels>(row, panel) : void()), ...);
 }
 
+// Inputs [rows, k] for many rows, part of k by part. In the tensor, parts of rows would share few sets of the L1 cache
+// and lie in as many pages as there are rows.
+template <typename X, int64_t Depth>
+class InputParts {
+ public:
+  InputParts(const X* x, int64_t rows, int64_t k, int num_threads)
+      : rows_(rows), parts_((k + Depth - 1) / Depth), x_(new X[rows * parts_ * Depth]) {
+    parallel_for(rows, std::max<int64_t>(1, kInputsPart / k), num_threads, [&](int64_t first, int64_t last) {
+      for (int64_t at = 0; at < k; at += Depth)
+        for (int64_t row = first; row < last; ++row)
+          std::copy_n(x + row * k + at, std::min(Depth, k - at), x_.get() + (at / Depth * rows_ + row) * Depth);
+    });
+  }
+
+  static constexpr int64_t kStride = Depth;  // from row to row
+  const X* part(int64_t first) const { return x_.get() + first * rows_; }  // of all rows, from the input `first` on
+
+ private:
+  int64_t rows_, parts_;
+  std::unique_ptr<X[]> x_;
+};
+
+// Sums [panels, rows, kPanel] between parts of k. Each thread reuses its own.
+inline float* sums_of(int64_t panels, int64_t rows) {
+  static thread_local std::vector<float> sums;
+  sums.resize(panels * rows * kPanel);
+  return sums.data();
+}
+
+// Calls part.tile<rows, 1>(row, panel) for all rows of a panel.
+template <typename Part>
+inline void pass_rows(const Part& part, int64_t rows, int64_t panel) {
+  const int64_t step = rows_per_pass(rows);
+  for (int64_t row = 0; row < rows; row += step)
+    tile<1>(part, std::min(step, rows - row), row, panel, std::make_integer_sequence<int, kMaxRows>{});
+}
+
 template <typename Product>
 void multiply_panels(const Product& p, int64_t first, int64_t last) {
-  const int64_t step = rows_per_pass(p.rows);
   // with few rows one panel's sums wait for each other: an addition takes longer than a load
   if (p.rows <= kPairRows)
     for (; first + 2 <= last; first += 2)
       tile<2>(p, p.rows, 0, first, std::make_integer_sequence<int, kPairRows>{});
-  for (int64_t panel = first; panel < last; ++panel)
-    for (int64_t row = 0; row < p.rows; row += step)
-      tile<1>(p, std::min(step, p.rows - row), row, panel, std::make_integer_sequence<int, kMaxRows>{});
+  for (; first < last; ++first) pass_rows(p, p.rows, first);
 }
 
-// All of a product with `rows`, `n`, `k`, whose panels have panel_bytes().
+// All of a product with `rows`, `n`, `k`, whose panels have panel_bytes(). For many rows it has
+// inputs_in_parts(), and in_parts(), which computes panels from them.
 template <typename Product>
 void multiply(const Product& p, int num_threads) {
   const int64_t num_panels = panels_of(p.n);
   if (p.rows * p.n * p.k < kSerialBelow) num_threads = 1;
-  // there are several parts for each thread
-  const int64_t part = std::min(kPartBytes / p.panel_bytes(), num_panels / (4 * std::max(num_threads, 1)));
-  parallel_for(num_panels, std::max<int64_t>(1, part), num_threads,
+  const int64_t part = num_panels / (4 * std::max(num_threads, 1));  // there are several for each thread
+  if constexpr (Product::kHasParts)
+    if (p.rows >= kManyRows) {
+      const auto inputs = p.inputs_in_parts(num_threads);
+      return parallel_for(num_panels, std::clamp<int64_t>(part, 1, kPanelsAtOnce), num_threads,
+                          [&](int64_t first, int64_t last) {
+                            for (; first < last; first += kPanelsAtOnce)
+                              p.in_parts(inputs, first, std::min(first + kPanelsAtOnce, last));
+                          });
+    }
+  parallel_for(num_panels, std::max<int64_t>(1, std::min(kPartBytes / p.panel_bytes(), part)), num_threads,
                [&](int64_t first, int64_t last) { multiply_panels(p, first, last); });
 }
 

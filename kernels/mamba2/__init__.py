@@ -1,4 +1,4 @@
-"""A Mamba2 layer between its projections: over draft trees in one native call, or its parts beside the recurrence."""
+"""A Mamba2 layer between its projections: all of it in one native call, or its parts beside the recurrence."""
 
 from typing import TypeGuard
 
@@ -7,11 +7,11 @@ from torch import Tensor
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.mamba2 import native_ops, torch_ops
-from specmamba.kernels.mamba2.native_ops import tree_verify
+from specmamba.kernels.mamba2.native_ops import extend, tree_verify
 from specmamba.kernels.mamba2.operands import Inputs, Weights
-from specmamba.kernels.state_records import RecordOperands, RowSet, StateOperands
+from specmamba.kernels.state_records import ExtendOperands, RecordOperands, RowSet, StateOperands
 
-__all__ = ["Inputs", "Weights", "can_fuse", "gate_and_norm", "step", "tree_verify"]
+__all__ = ["Inputs", "Weights", "can_extend", "can_fuse", "extend", "gate_and_norm", "step", "tree_verify"]
 
 
 def can_fuse(state: StateOperands, inputs: Inputs, weights: Weights) -> TypeGuard[RecordOperands]:
@@ -19,6 +19,11 @@ def can_fuse(state: StateOperands, inputs: Inputs, weights: Weights) -> TypeGuar
     if not isinstance(state, RecordOperands) or gpu.can_launch(inputs.mixed, state.states):
         return False  # Triton runs the layer operator by operator, and folds in the same launches
     return native_ops.can_take(inputs, weights, state.buffers)
+
+
+def can_extend(state: StateOperands, inputs: Inputs, weights: Weights) -> TypeGuard[ExtendOperands]:
+    """Whether ``extend`` takes these operands: known tokens, in memory that native code reads."""
+    return isinstance(state, ExtendOperands) and native_ops.can_take_runs(inputs, weights, state)
 
 
 @operator(triton=lambda dt, mixed, _: gpu.can_launch(dt, mixed))

@@ -1,37 +1,15 @@
-// A Mamba2 layer between its projections, over draft trees; README.md describes it, reference.py specifies it.
+// A Mamba2 layer between its projections, over draft trees and over runs; README.md describes it, reference.py specifies
+// it.
+#include "mamba2/extend.h"
+#include "mamba2/layer.h"
 #include "parallel.h"
 #include "replayable.h"
-#include "rowwise/heads.h"
 #include "ssd/tree.h"
 #include "state_records/row.h"
 
 namespace {
 
 using namespace specmamba;
-
-constexpr int64_t kSerialBelow = 1 << 14;  // fewer elements than this are normed by one thread
-
-// Strides are in elements; dimensions without one are contiguous. Activations, and conv_inputs, are float32 or
-// bfloat16.
-
-// Parts of the input projection's output for the nodes. Tokens of a tensor have one stride.
-struct Inputs {
-  const void *mixed, *gate, *dt;  // [B, N, C] [B, N, H P] [B, N, H]
-  void* out;                      // [B, N, H P]
-  float* before_norm;             // [B, N, H P], which may be out; not used without a norm
-  int64_t mixed_token, gate_token, dt_token;
-};
-
-struct Weights {
-  const float *conv, *conv_bias;                   // [W, C] [C] or null
-  const float *negative_a, *dt_bias, *skip, *norm;  // [H] [H] [H] [H P] or null
-  int64_t width;
-  Heads heads;  // keys are B and C, values x
-  int64_t norm_groups, norm_before_gate;
-  double norm_eps, dt_min, dt_max;
-
-  int64_t inner() const { return heads.value_heads * heads.value_dim; }
-};
 
 // Operands of a call; threads only read them.
 struct Call {
@@ -93,39 +71,18 @@ class HeadRun {
     for (int64_t i = 0; i < N; ++i) {
       row_.mix(i, h * P, P, &x_[i * P]);
       row_.keep(i, h * P, P);
-      const float dt = step_size(i, h);
+      const float dt = step_size(in_, w_, token(i), h, T{});
       tree_.log_decay(i) = dt * w_.negative_a[h];
       for (int64_t p = 0; p < P; ++p) tree_.update(pending + i)[p] = dt * x_[i * P + p];
     }
     tree_.verify({row_.state(h), S, P});
     for (int64_t i = 0; i < N; ++i) {
       row_.keep_update(i, h, tree_.update(pending + i), tree_.decay(pending + i));
-      finish(i, h);
+      finish<T>(in_, w_, token(i), h, tree_.output(i), &x_[i * P]);
     }
   }
 
-  float step_size(int64_t node, int64_t h) const {
-    const float dt = softplus(to_float(of_node(in_.dt, in_.dt_token, node)[h]) + w_.dt_bias[h]);
-    return std::clamp(dt, static_cast<float>(w_.dt_min), static_cast<float>(w_.dt_max));
-  }
-
-  // y + D x, times the gate where the gate comes before the norm or there is no norm.
-  void finish(int64_t node, int64_t h) {
-    const int64_t at = (b_ * N + node) * w_.inner() + h * P;
-    const T* gate = of_node(in_.gate, in_.gate_token, node) + h * P;
-    const float *y = tree_.output(node), *x = &x_[node * P];
-    const bool has_norm = w_.norm != nullptr, is_gated = !has_norm || !w_.norm_before_gate;
-    const Vector skip = broadcast(w_.skip[h]);
-    for_vectors(P, [&](int64_t i, auto lanes) {
-      Vector v = fma(skip, load(x + i, lanes), load(y + i, lanes));
-      if (is_gated) v = v * silu(load(gate + i, lanes));
-      has_norm ? store(in_.before_norm + at + i, v, lanes) : store(static_cast<T*>(in_.out) + at + i, v, lanes);
-    });
-  }
-
-  const T* of_node(const void* tensor, int64_t distance, int64_t node) const {
-    return static_cast<const T*>(tensor) + (b_ * N + node) * distance;
-  }
+  int64_t token(int64_t node) const { return b_ * N + node; }
 
   static GroupTree& tree() {
     thread_local GroupTree of_thread;
@@ -150,19 +107,6 @@ class HeadRun {
   std::vector<float>& x_ = x();  // [N, P], of the current head
 };
 
-// Norms one part of one token's channels; it may include several heads.
-template <typename T>
-void norm_part(const Inputs& in, const Weights& w, int64_t token, int64_t part) {
-  const int64_t width = w.inner() / w.norm_groups, channel = part * width, at = token * w.inner() + channel;
-  const float eps = static_cast<float>(w.norm_eps);
-  const T* gate = static_cast<const T*>(in.gate) + token * in.gate_token + channel;
-  T* out = static_cast<T*>(in.out) + at;
-  if (w.norm_before_gate)
-    normalize<true>(in.before_norm + at, gate, w.norm + channel, width, eps, out);
-  else
-    normalize<false>(in.before_norm + at, gate, w.norm + channel, width, eps, out);
-}
-
 template <typename T>
 void run(const Call& call, int num_threads) {
   const Inputs& in = call.in;
@@ -170,21 +114,24 @@ void run(const Call& call, int num_threads) {
   const int64_t tokens = call.trees.batch * call.trees.nodes, heads = call.trees.batch * w.heads.value_heads;
   parallel_for(heads, std::max<int64_t>(1, heads / (4 * std::max(num_threads, 1))), num_threads,
                [&](int64_t first, int64_t last) { HeadRun<T>(call).run(first, last); });
-  if (w.norm == nullptr) return;
-  const int64_t parts = tokens * w.norm_groups;
-  if (tokens * w.inner() < kSerialBelow) num_threads = 1;
-  parallel_for(parts, std::max<int64_t>(1, parts / (8 * std::max(num_threads, 1))), num_threads,
-               [&](int64_t first, int64_t last) {
-                 for (int64_t t = first; t < last; ++t) norm_part<T>(in, w, t / w.norm_groups, t % w.norm_groups);
-               });
+  for_norms(w, tokens, num_threads, [&](int64_t token, int64_t part) { norm_part<T>(in, w, token, part); });
 }
 
 }  // namespace
 
-extern "C" void mamba2_tree_verify(const Inputs* inputs, const Weights* weights, const Buffers* buffers,
-                                   const Trees* trees, int is_bfloat16, int num_threads) {
+extern "C" {
+
+void mamba2_tree_verify(const Inputs* inputs, const Weights* weights, const Buffers* buffers, const Trees* trees,
+                        int is_bfloat16, int num_threads) {
   const Call call{*inputs, *weights, *buffers, *trees};
   is_bfloat16 ? run<BFloat16>(call, num_threads) : run<float>(call, num_threads);
 }
+
+void mamba2_extend(const Inputs* inputs, const Weights* weights, const Runs* runs, int is_bfloat16, int num_threads) {
+  is_bfloat16 ? extend<BFloat16>(*inputs, *weights, *runs, num_threads)
+              : extend<float>(*inputs, *weights, *runs, num_threads);
+}
+
+}  // extern "C"
 
 SPECMAMBA_REPLAYABLE(mamba2_tree_verify)

@@ -15,7 +15,7 @@ from specmamba.kernels.causal_conv1d import reference as conv
 from specmamba.kernels.mamba2.operands import Inputs, Weights
 from specmamba.kernels.rowwise import reference as rowwise
 from specmamba.kernels.ssd import reference as ssd
-from specmamba.kernels.state_records.operands import Buffers, RowSet, Trees
+from specmamba.kernels.state_records.operands import Buffers, ExtendOperands, RowSet, Trees
 from specmamba.kernels.state_records.reference import write_nodes
 
 
@@ -31,15 +31,32 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     first = w.conv.shape[1] - 1 + trees.node_offset
     buffers.conv_inputs[rows, first : first + nodes] = inputs.mixed
     mixed = conv.tree_verify(buffers.conv_inputs[rows], trees.conv_index, w.conv, w.conv_bias)
-    inner, state_size = w.num_heads * w.head_dim, w.num_groups * w.state_dim
-    b = mixed[..., inner : inner + state_size].unflatten(-1, (w.num_groups, w.state_dim))
-    c = mixed[..., inner + state_size :].unflatten(-1, (w.num_groups, w.state_dim))
-    u, g = step(inputs.dt, mixed, w)
-
+    c, b, u, g = _tokens(mixed, inputs, w)
     records = buffers.k[rows], buffers.u[rows], buffers.decay[rows]
     recurred = ssd.tree_verify(c, b, u, g, buffers.states[trees.slots], records, trees.placement)
     write_nodes((buffers.k, buffers.u, buffers.decay), records, rows, trees.node_offset, nodes)
     return gate_and_norm(recurred, mixed, inputs.gate, w, None)
+
+
+def extend(inputs: Inputs, weights: Weights, state: ExtendOperands) -> Tensor:
+    """Compute the outputs of ``state.lengths[b]`` known tokens; advance the states and windows in their slots.
+
+    Returns [B, L, H P] in the gate's dtype; beyond the lengths NaN, so that tests detect a read.
+    """
+    w, slots = weights, state.slots.index
+    mixed, windows = conv.extend(inputs.mixed, state.windows[slots], w.conv, state.lengths, w.conv_bias)
+    recurred, after = ssd.extend(*_tokens(mixed, inputs, w), state.states[slots], state.lengths)
+    state.windows[slots], state.states[slots] = windows, after
+    return gate_and_norm(recurred, mixed, inputs.gate, w, None)
+
+
+def _tokens(mixed: Tensor, inputs: Inputs, weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """c, b, u, g of the recurrence, from convolved inputs [B, N, C]."""
+    w = weights
+    inner, state_size = w.num_heads * w.head_dim, w.num_groups * w.state_dim
+    b = mixed[..., inner : inner + state_size].unflatten(-1, (w.num_groups, w.state_dim))
+    c = mixed[..., inner + state_size :].unflatten(-1, (w.num_groups, w.state_dim))
+    return c, b, *step(inputs.dt, mixed, w)
 
 
 def step(dt: Tensor, mixed: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:

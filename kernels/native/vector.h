@@ -65,6 +65,8 @@ inline Vector add_products(Vector sum, Pairs x, Pairs y) { return fma(x.odd, y.o
 inline Pairs load_pairs(const BFloat16* x) { return as_pairs(load_shorts(x)); }
 inline Pairs load_pairs(const BFloat16* x, int64_t count) { return as_pairs(load_shorts(x, count)); }
 
+inline void store_shorts(int16_t* y, Shorts x) { std::memcpy(y, &x, sizeof x); }
+
 // x[0] and x[1] in every lane.
 inline Shorts broadcast_pair(const int16_t* x) {
   int32_t pair;

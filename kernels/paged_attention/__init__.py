@@ -12,7 +12,7 @@ __all__ = ["Angles", "AttentionConfig", "AttentionMetadata", "LayerKV", "attend_
 
 @operator(
     triton=lambda *given: gpu.can_launch(given[0], given[3].k_pool),
-    native=lambda *given: native_ops.can_take(given[0], given[3], given[4].num_keys),
+    native=lambda *given: native_ops.can_take(given[0], given[3], given[4]),
 )
 def attend_layer(
     projected: Tensor, config: AttentionConfig, angles: Angles | None, kv: LayerKV, metadata: AttentionMetadata

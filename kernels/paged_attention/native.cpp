@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "paged_attention/attend.h"
+#include "paged_attention/runs.h"
 #include "parallel.h"
 #include "replayable.h"
 #include "rowwise/heads.h"
@@ -64,7 +65,7 @@ void attend_layer(const Config& config, const Layer& p, int num_threads) {
   const Attend a{queries, p.k, p.v, gate, p.out, p.visible,
                  p.batch, p.queries, config.query_heads, config.key_heads, width, p.k_row, p.v_row, size,
                  config.scale};
-  attend<T>(a, num_threads);
+  p.queries > kManyQueries && p.visible.roots == nullptr ? attend_run<T>(a, num_threads) : attend<T>(a, num_threads);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""An attention layer of a few queries over scattered keys in native code (native.cpp). See README.md."""
+"""An attention layer over scattered keys in native code (native.cpp). See README.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specmamba.kernels.native.tensors import is_contiguous_from, is_native, mars
 from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
 
 SOURCE = Path(__file__).parent / "native.cpp"
-MAX_QUERIES = 64  # per row: a draft tree's. Longer runs are matrix products, which PyTorch does better
+MAX_QUERIES = 64  # of a draft tree; runs without a tree may have any number
 
 _Config = struct("Config", ["norm"], ["query_heads", "key_heads", "width", "has_gate"], ["scale", "eps"])
 _VISIBLE = ["table", "rows", "last", "roots", "seen"]
@@ -27,9 +27,15 @@ _LAYER = ["projected", "cos", "sin", "write_slots", "k", "v", "out"]
 _Layer = struct("Layer", [*_LAYER, ("visible", _VisibleKeys)], ["batch", "queries", "rotated", "k_row", "v_row"])
 
 
-def can_take(projected: Tensor, kv: LayerKV, num_keys: int) -> bool:
-    """Whether native code computes this: float32 or bfloat16 on the CPU, as many queries per row as a tree has."""
-    return _are_alike(projected, kv) and projected.shape[1] <= MAX_QUERIES and num_keys > 0 and code() is not None
+def can_take(projected: Tensor, kv: LayerKV, metadata: AttentionMetadata) -> bool:
+    """Whether native code computes this: float32 or bfloat16 on the CPU, and no tree of very many queries."""
+    is_tree = metadata.roots is not None
+    return (
+        _are_alike(projected, kv)
+        and (projected.shape[1] <= MAX_QUERIES or not is_tree)
+        and metadata.num_keys > 0
+        and code() is not None
+    )
 
 
 def _are_alike(projected: Tensor, kv: LayerKV) -> bool:

@@ -1,8 +1,9 @@
-"""Native code for records (native.cpp): the fold, and the structures (operands.h) of the operands of a verify."""
+"""Native code for records (native.cpp): the fold, and the structures (operands.h) of verifies and extends."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import POINTER, c_int
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from specmamba.kernels.native import library
 from specmamba.kernels.native.tensors import contiguous_from, is_contiguous_from, require, struct
-from specmamba.kernels.state_records.operands import Buffers, Trees
+from specmamba.kernels.state_records.operands import Buffers, ExtendOperands, Trees, as_stored
 
 SOURCE = Path(__file__).parent / "native.cpp"
 
@@ -88,6 +89,11 @@ TreesStruct = struct(
     ["rows", "slots", "conv_index", "num_pending", "ancestors"],
     ["batch", "nodes", "node_offset", "ancestors_batch"],
 )
+RunsStruct = struct(
+    "Runs",
+    ["states", "windows", "states_of_rows", "windows_of_rows", "lengths"],
+    ["batch", "tokens", "states_slot", "windows_slot"],
+)
 
 
 class Heads(NamedTuple):
@@ -156,3 +162,34 @@ def check_places(weights: Any, conv: Tensor, heads: Heads, buffers: Buffers, tre
     require(buffers.u.shape == (rows, capacity, heads.value_heads, heads.value_dim), "u has another shape")
     require(buffers.decay.shape == (rows, capacity, heads.value_heads), "decay has another shape")
     _FITTING[buffers] = weights
+
+
+def can_extend(state: ExtendOperands, dtype: torch.dtype) -> bool:
+    """Whether native code advances these states over activations of a dtype: windows have it too, on the CPU."""
+    is_in_reach = state.states.is_cpu and state.windows.is_cpu and state.lengths.is_cpu
+    return is_in_reach and state.windows.dtype is dtype and is_contiguous_from(state.windows, 1)
+
+
+def extend_states(
+    run: Callable[[Any], None], state: ExtendOperands, conv: Tensor, heads: Heads, batch: int, tokens: int
+) -> None:
+    """Call ``run`` with the native structure of known tokens [batch, tokens] and the states that they advance.
+
+    float32 states advance in place, others in a copy that is put back. Slots and lengths are not checked.
+
+    Raises:
+        ValueError: states or windows do not fit the ``heads`` and the convolution [C, W], or the slots the batch.
+    """
+    pool, windows, rows, lengths = state.states, state.windows, state.slots.index, state.lengths
+    require(pool.shape[1:] == (heads.value_heads, *heads[2:]), "the states have another shape")
+    require(windows.shape[1:] == (conv.shape[1] - 1, conv.shape[0]), "the windows have another shape")
+    require(rows.shape == lengths.shape == (batch,), "slots and lengths need one entry per row")
+    require(rows.dtype is lengths.dtype is torch.int64, "slots and lengths need int64")
+    rows, lengths = rows.contiguous(), lengths.contiguous()
+    is_in_place = pool.dtype is torch.float32 and is_contiguous_from(pool, 1)
+    states = pool if is_in_place else state.slots.take(pool).to(torch.float32, copy=True).contiguous()
+    states_of_rows = rows if is_in_place else torch.arange(batch)
+    pointers = (x.data_ptr() for x in (states, windows, states_of_rows, rows, lengths))
+    run(RunsStruct(*pointers, batch, tokens, states.stride(0), windows.stride(0)))
+    if not is_in_place:
+        state.slots.put(pool, as_stored(states, pool.dtype))

@@ -1,5 +1,5 @@
-// Operands of a verify of a recurrent layer, gated delta net or Mamba2; the structures of operands.py. Strides are in
-// elements; dimensions without one are contiguous.
+// Operands of a verify or an extend of a recurrent layer, gated delta net or Mamba2; the structures of operands.py.
+// Strides are in elements; dimensions without one are contiguous.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,16 @@ struct Trees {
   const int64_t* num_pending;   // [B], or null: node_offset everywhere
   const bool* ancestors;        // [B, N, N], true from each node's ancestors and itself
   int64_t batch, nodes, node_offset, ancestors_batch;
+};
+
+// Known tokens, behind the states that they advance in place.
+struct Runs {
+  float* states;                   // [slots, Hv, K, V]
+  void* windows;                   // [slots, W - 1, C], float32 or bfloat16 as activations are
+  const int64_t *states_of_rows;   // [B], slots of states
+  const int64_t *windows_of_rows;  // [B], slots of windows
+  const int64_t* lengths;          // [B], at most `tokens`
+  int64_t batch, tokens, states_slot, windows_slot;
 };
 
 }  // namespace specmamba

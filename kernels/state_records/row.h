@@ -9,11 +9,6 @@
 
 namespace specmamba {
 
-struct Convolution {
-  const float *weight, *bias;  // [W, C] [C], or null
-  int64_t width;
-};
-
 // T is the type of activations. A record's number counts from the first pending one; nodes' follow node_offset.
 template <typename T>
 class Row {

@@ -1,24 +1,11 @@
 // Products of rows with one head's state.
 #pragma once
 
-#include <type_traits>
+#include <algorithm>
 
-#include "vector.h"
+#include "tiles.h"
 
 namespace specmamba {
-
-// Loops over columns in blocks of Widest vectors, then of four, then single vectors, of which the last may be partial.
-// Calls body(column, number of vectors as a constant, lanes) for parts of [0, size).
-template <int Widest, typename Body>
-inline void for_columns(int64_t size, const Body& body) {
-  int64_t column = 0;
-  for (; column + Widest * kLanes <= size; column += Widest * kLanes)
-    body(column, std::integral_constant<int, Widest>{}, All{});
-  if constexpr (Widest > 4)
-    for (; column + 4 * kLanes <= size; column += 4 * kLanes) body(column, std::integral_constant<int, 4>{}, All{});
-  for (; column + kLanes <= size; column += kLanes) body(column, std::integral_constant<int, 1>{}, All{});
-  if (column < size) body(column, std::integral_constant<int, 1>{}, First(size - column));
-}
 
 // A head's state [key_dim, value_dim].
 struct StateView {

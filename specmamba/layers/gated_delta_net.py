@@ -28,6 +28,8 @@ class GatedDeltaNet(RecurrentLayer[delta_net.Weights]):
         state = context.state.operands(self._state_layer)
         if delta_net.can_fuse(state, inputs, self._weights):
             out = delta_net.tree_verify(inputs, self._weights, state.buffers, state.trees)
+        elif delta_net.can_extend(state, inputs, self._weights):
+            out = delta_net.extend(inputs, self._weights, state)
         else:
             out = mix(inputs, self._weights, state)
         return self._out(out.flatten(-2))

@@ -26,9 +26,13 @@ class Mamba2(RecurrentLayer[mamba2.Weights]):
         assert context.state is not None
         state = context.state.operands(self._state_layer)
         w = self._weights
-        if not mamba2.can_fuse(state, inputs, w):
-            return self._out(mix(inputs, w, state))
-        return self._out(mamba2.tree_verify(inputs, w, state.buffers, state.trees))
+        if mamba2.can_fuse(state, inputs, w):
+            out = mamba2.tree_verify(inputs, w, state.buffers, state.trees)
+        elif mamba2.can_extend(state, inputs, w):
+            out = mamba2.extend(inputs, w, state)
+        else:
+            out = mix(inputs, w, state)
+        return self._out(out)
 
 
 def mix(inputs: mamba2.Inputs, weights: mamba2.Weights, state: StateOperands) -> Tensor:

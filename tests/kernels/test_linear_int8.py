@@ -64,6 +64,17 @@ def test_every_number_of_rows(n: int, k: int, dtype: torch.dtype, native: None, 
     assert torch.equal(product(x.flip(0)), alone.flip(0))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(33, 7), (160, 514), (300, 1101)])
+def test_many_rows_are_those_of_few(n: int, k: int, dtype: torch.dtype, native: None, threads: int) -> None:
+    """With many rows, weights are widened once, block by block of inputs, for several panels at a time."""
+    weight, x = normal(n, k, seed=15, dtype=dtype), normal(130, k, seed=16, dtype=dtype)
+    product = pack_native(weight)
+    alone = torch.cat([product(row) for row in x.split(1)])
+    for rows in (47, 48, 49, 61, 130):
+        assert torch.equal(product(x[:rows]), alone[:rows])
+
+
 def test_threads_change_nothing(native: None, set_threads: Callable[[int], None]) -> None:
     """Two parts of inputs to round, and many of weight."""
     weight, x = normal(300, 5000, seed=7), normal(9, 5000, seed=8)

@@ -396,10 +396,19 @@ def test_every_form_gets_the_indices_and_the_mask_of_the_metadata(nodes: int) ->
 
 @needs_native
 @pytest.mark.parametrize(
-    ("nodes", "expected"), [(1, "native"), (native_ops.MAX_QUERIES, "native"), (native_ops.MAX_QUERIES + 1, "torch")]
+    ("nodes", "is_tree", "expected"),
+    [
+        (1, True, "native"),
+        (native_ops.MAX_QUERIES, True, "native"),
+        (native_ops.MAX_QUERIES + 1, False, "native"),
+        (native_ops.MAX_QUERIES + 1, True, "torch"),
+    ],
 )
-def test_native_code_is_chosen_for_few_queries(nodes: int, expected: str) -> None:
+def test_native_code_is_chosen_but_for_very_large_trees(nodes: int, is_tree: bool, expected: str) -> None:
     layer, _ = with_metadata(make_layer(1, nodes, nodes, (2, 1, 4), 2, torch.float32))
+    if is_tree:
+        tree = {"roots": torch.zeros(1, dtype=torch.int64), "seen": torch.ones(1, nodes, nodes, dtype=torch.bool)}
+        layer["metadata"] = replace(layer["metadata"], **tree)
     assert operator_of(paged_attention.attend_layer).choose(**layer_arguments(layer)) == expected
 
 
@@ -438,9 +447,11 @@ def test_a_native_layer_refuses_what_does_not_fit() -> None:
         with pytest.raises(ValueError, match=r"fit|need|width|shape|dtype|rotate"):
             call_layer(native_ops, arguments | wrong)
 
+    metadata = with_metadata(arguments)[0]["metadata"]
+
     def can_take(layer: dict[str, Any]) -> bool:
         kv = LayerKV(layer["k_pool"], layer["v_pool"], layer["write_slots"])
-        return native_ops.can_take(layer["projected"], kv, 1)
+        return native_ops.can_take(layer["projected"], kv, metadata)
 
     assert can_take(arguments)
     for name in ("projected", "k_pool", "v_pool"):

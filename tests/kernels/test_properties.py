@@ -37,7 +37,15 @@ from specmamba.kernels.state_records import torch_ops as records_ops
 from specmamba.kernels.tree import reference as tree_reference
 from specmamba.kernels.tree import torch_ops as tree_ops
 from tests.exactness import why_not_native
-from tests.kernels import test_linear, test_moe, test_paged_attention, test_rejection, test_rowwise, test_tree
+from tests.kernels import (
+    test_attention_runs,
+    test_linear,
+    test_moe,
+    test_paged_attention,
+    test_rejection,
+    test_rowwise,
+    test_tree,
+)
 from tests.kernels.recurrent import (
     test_delta_net,
     test_gated_delta_rule,
@@ -47,6 +55,7 @@ from tests.kernels.recurrent import (
     test_state_records,
 )
 from tests.kernels.recurrent.records import make_records, make_state
+from tests.kernels.recurrent.run_case import RunCase
 from tests.kernels.rounding import tolerance
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 
@@ -127,6 +136,35 @@ def test_layers(module: ModuleType, form: str, count: int) -> None:
         module.Case(of, nodes, pending, width=width, dtype=dtype).check(form)
 
     hold(count, check, of=heads, nodes=sizes, pending=pendings, width=st.integers(1, 6), dtype=dtypes, seed=seeds)
+
+
+@each_tier
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("module", [test_delta_net, test_mamba2], ids=["delta_net", "mamba2"])
+def test_layers_over_runs(module: ModuleType, form: str, count: int) -> None:
+    def check(of: Heads, lengths: list[int], width: int, dtype: torch.dtype, seed: int) -> None:
+        torch.manual_seed(seed)
+        layer = module.Case(of, max(lengths) + 1, [0] * len(lengths), width=width, shapes=("chain",), dtype=dtype)
+        RunCase(layer, lengths).check(form)
+
+    lengths = st.lists(st.integers(0, 70), min_size=1, max_size=3)
+    hold(count, check, of=heads, lengths=lengths, width=st.integers(1, 6), dtype=dtypes, seed=seeds)
+
+
+@each_tier
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_of_runs(form: str, count: int) -> None:
+    def check(lengths: list[int], context: int, of: Heads, first: int, dtype: torch.dtype, seed: int) -> None:
+        torch.manual_seed(seed)
+        key_heads, query_heads, width, _ = of
+        layer = test_attention_runs.make_run(
+            lengths, context + max(lengths), (query_heads, key_heads, width + 1), dtype, first
+        )
+        test_attention_runs.check(form, layer, lengths, dtype)
+
+    lengths = st.lists(st.integers(65, 90), min_size=1, max_size=2)
+    context = st.integers(0, 80)
+    hold(count, check, lengths=lengths, context=context, of=heads, first=st.integers(0, 2), dtype=dtypes, seed=seeds)
 
 
 @each_tier
