@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 
 from specmamba.cuda_graphs.arena import Arena
-from specmamba.cuda_graphs.step_recorder import NotRecordableError, StepRecorder
 from specmamba.cuda_graphs.replay import Replay
+from specmamba.cuda_graphs.step_recorder import NotRecordableError, StepRecorder
 from specmamba.kernels.replay import Tape, Threads, is_available
 
 T = TypeVar("T")
