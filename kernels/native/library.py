@@ -55,6 +55,11 @@ def built_library(source: Path, level: Level) -> Path:
     return library
 
 
+def sources() -> list[Path]:
+    """The C++ source of every operator that has one, sorted."""
+    return sorted(KERNELS.glob("*/native.cpp"))
+
+
 def find_compiler() -> list[str]:
     """The C++ compiler's command: ``$CXX`` where it is set, else the first that is installed.
 
@@ -177,9 +182,8 @@ def required(library: ctypes.CDLL | None) -> ctypes.CDLL:
 @cache
 def preload() -> None:
     """Build and load all native kernels now, side by side, so that no request waits for a compiler."""
-    sources = sorted(Path(__file__).parents[1].glob("*/native.cpp"))
     with ThreadPoolExecutor() as pool:
-        loaded = list(pool.map(load, sources))
+        loaded = list(pool.map(load, sources()))
     if all(library is not None for library in loaded):
         logger.info("native kernels for %s, %s", chosen_level().name, origin())
 

@@ -17,7 +17,7 @@ from specmamba.doctor.software import Facts, Problem, error, warning
 from specmamba.kernels import linear, rowwise
 from specmamba.kernels.gpu import has_triton, runs_on
 from specmamba.kernels.native.levels import NativeUnavailableError, chosen_level, cpu_flags
-from specmamba.kernels.native.library import KERNELS, SHIPPED, cache_folder, open_library, origin
+from specmamba.kernels.native.library import SHIPPED, cache_folder, open_library, origin, sources
 from specmamba.kernels.rowwise import torch_ops
 from specmamba.measure.report import machine
 
@@ -98,12 +98,12 @@ def examine_kernels(device: torch.device) -> tuple[Facts, list[Problem]]:
 
 def examine_native() -> tuple[Facts, list[Problem]]:
     """Build all native kernels that are not built yet, and load them."""
-    sources = sorted(KERNELS.glob("*/native.cpp"))
+    kernels = sources()
     with ThreadPoolExecutor() as pool:
-        reasons = list(pool.map(_why_not, sources))
+        reasons = list(pool.map(_why_not, kernels))
     failed = [reason for reason in reasons if reason is not None]
     facts: Facts = {
-        "built": [source.parent.name for source, reason in zip(sources, reasons, strict=True) if reason is None],
+        "built": [source.parent.name for source, reason in zip(kernels, reasons, strict=True) if reason is None],
         "reason": str(failed[0]) if failed else None,
         **dict.fromkeys(("level", "origin", "folder", "gb_per_second", "threads")),
     }

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from specmamba.kernels.native.levels import LEVELS, LEVELS_OF, Level, available_levels
-from specmamba.kernels.native.library import FLAGS, find_compiler
-from tests.repository import ROOT
+from specmamba.kernels.native.library import FLAGS, find_compiler, sources
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("needs_native")]
 
 CHECK = Path(__file__).with_name("vector_check.cpp")
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
-KERNELS = sorted((ROOT / "kernels").glob("*/native.cpp"))
 
 
 def compiled(compiler: list[str], level: Level, folder: Path, *options: str) -> Path:
@@ -55,7 +53,7 @@ def test_on_arm(level: Level, arm_compiler: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", LEVELS_OF["aarch64"], ids=lambda level: level.name)
 def test_every_kernel_compiles_for_arm(level: Level, arm_compiler: list[str], tmp_path: Path) -> None:
-    for kernel in KERNELS:
+    for kernel in sources():
         command = [*arm_compiler, *level.options, *FLAGS, "-shared", str(kernel), "-o", str(tmp_path / "kernel.so")]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
