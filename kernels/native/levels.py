@@ -62,7 +62,7 @@ def chosen_level() -> Level:
         raise NativeUnavailableError(f"{SWITCH} turns them off")
     flags = cpu_flags()
     if not asked:
-        return next((level for level in LEVELS if level.cpu_flags <= flags), None) or _none_of_this_cpu(flags)
+        return _best_level(flags)
     level = next((level for level in LEVELS if level.name == asked), None)
     if level is None:
         names = ", ".join(level.name for level in LEVELS)
@@ -76,7 +76,8 @@ def chosen_level() -> Level:
 
 def available_levels() -> tuple[Level, ...]:
     """The levels of this CPU, the best first."""
-    return tuple(level for level in LEVELS if level.cpu_flags <= cpu_flags())
+    flags = cpu_flags()
+    return tuple(level for level in LEVELS if level.cpu_flags <= flags)
 
 
 def cpu_flags() -> frozenset[str]:
@@ -89,7 +90,10 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((line.partition(":")[2] for line in lines if line.startswith(names)), "").split())
 
 
-def _none_of_this_cpu(flags: frozenset[str]) -> Level:
+def _best_level(flags: frozenset[str]) -> Level:
+    for level in LEVELS:
+        if level.cpu_flags <= flags:
+            return level
     if not LEVELS:
         raise NativeUnavailableError(f"there are none for processors of the kind {MACHINE}")
     raise NativeUnavailableError(f"this CPU has no {_listed(LEVELS[-1].cpu_flags - flags)}")

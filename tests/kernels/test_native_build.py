@@ -16,7 +16,7 @@ from specmamba.kernels.native import levels, library
 from specmamba.kernels.native.levels import LEVELS, Level, available_levels, chosen_level
 from tests.repository import ROOT
 
-KERNELS = sorted((ROOT / "kernels").glob("*/native.cpp"))
+KERNELS = library.sources()
 SOURCE = """
 #include "parallel.h"
 extern "C" long sum_below(long count, int threads) {
@@ -186,6 +186,14 @@ def test_the_best_level_of_a_cpu(level: Level, monkeypatch: pytest.MonkeyPatch) 
     for lower in available_levels():
         monkeypatch.setenv("SPECMAMBA_NATIVE", f" {lower.name.upper()} ")
         assert chosen_level() is lower
+
+
+def test_the_cpu_is_asked_once_for_all_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, *rest: reads.append(path) or read(path, *rest))
+    available_levels()
+    assert reads == [Path("/proc/cpuinfo")]
 
 
 def test_levels_have_libraries_of_their_own(source: Path, compiler: None) -> None:
