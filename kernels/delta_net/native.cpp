@@ -1,6 +1,7 @@
 // A gated delta net layer between its projections, over draft trees; README.md describes it, reference.py specifies it.
 #include "gated_delta_rule/tree.h"
 #include "parallel.h"
+#include "replayable.h"
 #include "rowwise/heads.h"
 #include "state_records/row.h"
 
@@ -117,3 +118,5 @@ extern "C" void delta_net_tree_verify(const Inputs* inputs, const Weights* weigh
   is_bfloat16 ? run<BFloat16>(*inputs, *weights, *buffers, *trees, num_threads)
               : run<float>(*inputs, *weights, *buffers, *trees, num_threads);
 }
+
+SPECMAMBA_REPLAYABLE(delta_net_tree_verify)

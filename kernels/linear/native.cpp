@@ -2,6 +2,7 @@
 #include "linear/bf16.h"
 #include "linear/int8.h"
 #include "linear/widened.h"
+#include "replayable.h"
 
 using namespace specmamba;
 
@@ -45,3 +46,7 @@ void linear_multiply_int8(const void* x, int64_t rows, const int8_t* packed, con
 }
 
 }  // extern "C"
+
+SPECMAMBA_REPLAYABLE(linear_multiply)
+SPECMAMBA_REPLAYABLE(linear_multiply_float)
+SPECMAMBA_REPLAYABLE(linear_multiply_int8)

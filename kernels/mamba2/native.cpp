@@ -1,5 +1,6 @@
 // A Mamba2 layer between its projections, over draft trees; README.md describes it, reference.py specifies it.
 #include "parallel.h"
+#include "replayable.h"
 #include "rowwise/heads.h"
 #include "ssd/tree.h"
 #include "state_records/row.h"
@@ -185,3 +186,5 @@ extern "C" void mamba2_tree_verify(const Inputs* inputs, const Weights* weights,
   const Call call{*inputs, *weights, *buffers, *trees};
   is_bfloat16 ? run<BFloat16>(call, num_threads) : run<float>(call, num_threads);
 }
+
+SPECMAMBA_REPLAYABLE(mamba2_tree_verify)

@@ -7,6 +7,7 @@
 #include "linear/int8.h"
 #include "linear/widened.h"
 #include "parallel.h"
+#include "replayable.h"
 #include "vector.h"
 
 using namespace specmamba;
@@ -194,3 +195,9 @@ int moe_combine(const void* y, const int64_t* places, const float* weights, void
 }
 
 }  // extern "C"
+
+SPECMAMBA_REPLAYABLE(moe_scores)
+SPECMAMBA_REPLAYABLE(moe_dispatch)
+SPECMAMBA_REPLAYABLE(moe_multiply)
+SPECMAMBA_REPLAYABLE(moe_multiply_int8)
+SPECMAMBA_REPLAYABLE(moe_combine)

@@ -55,10 +55,18 @@ def tokens_of(x: Tensor, dims: int) -> tuple[Tensor, int]:
     return x.contiguous(), x.shape[-1] if dims == 1 else x.shape[-1] * x.shape[-2]
 
 
-def struct(name: str, pointers: Sequence[str], integers: Sequence[str], doubles: Sequence[str] = ()) -> type[Any]:
-    """A ctypes structure with these fields in this order: pointers, int64, double. Made by position."""
+def struct(
+    name: str,
+    pointers: Sequence[str | tuple[str, type[Any]]],
+    integers: Sequence[str],
+    doubles: Sequence[str] = (),
+) -> type[Any]:
+    """A ctypes structure with these fields in this order: pointers, int64, double. Made by position.
+
+    A pointer with a type is a structure instead, which is a part of this one.
+    """
     fields = [
-        *((field, ctypes.c_void_p) for field in pointers),
+        *(field if isinstance(field, tuple) else (field, ctypes.c_void_p) for field in pointers),
         *((field, ctypes.c_int64) for field in integers),
         *((field, ctypes.c_double) for field in doubles),
     ]

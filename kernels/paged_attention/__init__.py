@@ -10,10 +10,9 @@ from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, 
 __all__ = ["Angles", "AttentionConfig", "AttentionMetadata", "LayerKV", "attend_layer"]
 
 
-# Triton needs neither the indices nor the mask of the metadata: its condition comes first, so they are never computed.
 @operator(
     triton=lambda *given: gpu.can_launch(given[0], given[3].k_pool),
-    native=lambda *given: native_ops.can_take(given[0], given[3], given[4].indices),
+    native=lambda *given: native_ops.can_take(given[0], given[3], given[4].num_keys),
 )
 def attend_layer(
     projected: Tensor, config: AttentionConfig, angles: Angles | None, kv: LayerKV, metadata: AttentionMetadata

@@ -1,6 +1,7 @@
 // Attention of a few queries over keys and values that lie anywhere in a pool; see README.md and reference.py.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -10,15 +11,39 @@
 
 namespace specmamba {
 
+// Which keys each query sees: operands.AttentionMetadata.
+struct VisibleKeys {
+  const int64_t *table, *rows;  // slots of positions, table_row from row to row; [B]
+  const int64_t *last, *roots;  // [B, N], last_batch and last_query apart; [B], or null: no tree
+  const bool* seen;             // [B, N, entries], seen_batch and seen_query apart; or null
+  int64_t table_row, num_keys, first, sees_all, entries, last_batch, last_query, seen_batch, seen_query;
+
+  struct Range {
+    int64_t begin, end;
+  };
+  Range before_tree(int64_t b, int64_t query) const {
+    if (sees_all) return {first, num_keys};
+    const int64_t end = std::min(last[b * last_batch + query * last_query] + 1, num_keys);
+    return {roots == nullptr && end <= first ? 0 : first, end};
+  }
+  bool sees_entry(int64_t b, int64_t query, int64_t position) const {
+    const int64_t entry = roots == nullptr ? -1 : position - roots[b];
+    return entry >= 0 && entry < entries && seen[b * seen_batch + query * seen_query + entry];
+  }
+  Range tree(int64_t b) const {
+    if (roots == nullptr) return {num_keys, 0};
+    return {roots[b], std::min(roots[b] + entries, num_keys)};
+  }
+  int64_t slot(int64_t b, int64_t position) const { return table[rows[b] * table_row + position]; }
+};
+
 // Everything of one attention. Distances are in elements; what is not named is contiguous.
 struct Attend {
-  const void *q, *k, *v;   // [B, N, Hq, D] and pools [T, Hkv, D]
-  const int64_t* indices;  // [B, L] rows of the pools
-  const bool* mask;        // [B, N, L], or null: every query sees every key
-  const void* gate;        // [B * N, Hq, D], gate_query from query to query; or null: the sums as they are
-  void* out;               // [B, N, Hq, D]
-  int64_t batch, queries, query_heads, key_heads, width, length;
-  int64_t k_row, v_row, indices_batch, mask_batch, mask_query, gate_query;
+  const void *q, *k, *v;  // [B, N, Hq, D] and pools [T, Hkv, D]
+  const void* gate;       // [B * N, Hq, D], gate_query from query to query; or null: the sums as they are
+  void* out;              // [B, N, Hq, D]
+  VisibleKeys visible;
+  int64_t batch, queries, query_heads, key_heads, width, k_row, v_row, gate_query;
   double scale;
 };
 
@@ -83,27 +108,38 @@ class Task {
   // Keys that no row sees are not touched: they belong to other requests.
   void see() {
     const int64_t first = query(0), num_queries = query(rows_ - 1) + 1 - first;
-    const bool* mask = p_.mask == nullptr ? nullptr : p_.mask + b_ * p_.mask_batch + first * p_.mask_query;
-    s_.seen.clear();
-    for (int64_t l = 0; l < p_.length; ++l) {
-      bool is_seen = mask == nullptr;
-      for (int64_t n = 0; n < num_queries && !is_seen; ++n) is_seen = mask[n * p_.mask_query + l];
-      if (is_seen) s_.seen.push_back(l);
+    const VisibleKeys& visible = p_.visible;
+    VisibleKeys::Range any = visible.tree(b_), all{0, visible.num_keys};  // what some and what all queries see
+    for (int64_t n = 0; n < num_queries; ++n) {
+      const auto [begin, end] = visible.before_tree(b_, first + n);
+      if (begin < end) any = {std::min(any.begin, begin), std::max(any.end, end)};
+      all = {std::max(all.begin, begin), std::min(all.end, end)};
     }
+    const auto sees = [&](int64_t n, int64_t position) {
+      if (all.begin <= position && position < all.end) return true;
+      const auto [begin, end] = visible.before_tree(b_, first + n);
+      return (begin <= position && position < end) || visible.sees_entry(b_, first + n, position);
+    };
+    s_.seen.clear();
+    for (int64_t position = any.begin; position < any.end; ++position)
+      for (int64_t n = 0; n < num_queries; ++n)
+        if (sees(n, position)) {
+          s_.seen.push_back(position);
+          break;
+        }
     count_ = static_cast<int64_t>(s_.seen.size());
     stride_ = (count_ + kLanes - 1) / kLanes * kLanes;
     s_.keys.resize(count_ + kTile);
     s_.values.resize(count_);
     for (int64_t j = 0; j < count_; ++j) {
-      const int64_t row = p_.indices[b_ * p_.indices_batch + s_.seen[j]];
+      const int64_t row = visible.slot(b_, s_.seen[j]);
       s_.keys[j] = static_cast<const T*>(p_.k) + row * p_.k_row + head_ * p_.width;
       s_.values[j] = static_cast<const T*>(p_.v) + row * p_.v_row + head_ * p_.width;
     }
     for (int64_t j = count_; j < count_ + kTile && count_ > 0; ++j) s_.keys[j] = s_.keys[count_ - 1];
-    s_.is_seen.assign(num_queries * stride_, mask == nullptr);
-    if (mask != nullptr)
-      for (int64_t n = 0; n < num_queries; ++n)
-        for (int64_t j = 0; j < count_; ++j) s_.is_seen[n * stride_ + j] = mask[n * p_.mask_query + s_.seen[j]];
+    s_.is_seen.assign(num_queries * stride_, 0);
+    for (int64_t n = 0; n < num_queries; ++n)
+      for (int64_t j = 0; j < count_; ++j) s_.is_seen[n * stride_ + j] = sees(n, s_.seen[j]);
   }
 
   // A tile of products of queries and keys.
@@ -212,7 +248,12 @@ class Task {
 template <typename T>
 void attend(const Attend& p, int num_threads) {
   const int64_t rows = p.queries * (p.query_heads / p.key_heads), parts = (rows + kTaskRows - 1) / kTaskRows;
-  if (p.batch * p.queries * p.query_heads * p.length * p.width < kSerialBelow) num_threads = 1;
+  int64_t length = 0;  // of the longest row: num_keys is a bound
+  for (int64_t b = 0; b < p.batch; ++b) {
+    length = std::max(length, p.visible.tree(b).end);
+    for (int64_t n = 0; n < p.queries; ++n) length = std::max(length, p.visible.before_tree(b, n).end);
+  }
+  if (p.batch * p.queries * p.query_heads * length * p.width < kSerialBelow) num_threads = 1;
   parallel_for(p.batch * p.key_heads * parts, 1, num_threads, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       const int64_t part = t % parts, head = t / parts % p.key_heads, b = t / parts / p.key_heads;

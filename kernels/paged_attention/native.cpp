@@ -3,6 +3,7 @@
 
 #include "paged_attention/attend.h"
 #include "parallel.h"
+#include "replayable.h"
 #include "rowwise/heads.h"
 
 namespace {
@@ -19,11 +20,10 @@ struct Config {
 // Of one call. The projections of a token are queries, keys, values and, where there is a gate, gates.
 struct Layer {
   const void *projected, *cos, *sin;  // [B * N, (Hq + 2 Hkv [+ Hq]) D]; cos, sin [B * N, R], R = 0: nothing turns
-  const int64_t *write_slots, *indices;
-  const bool* mask;
+  const int64_t* write_slots;
   void *k, *v, *out;
-  int64_t batch, queries, length, rotated;
-  int64_t k_row, v_row, indices_batch, mask_batch, mask_query;
+  VisibleKeys visible;
+  int64_t batch, queries, rotated, k_row, v_row;
 };
 
 // One head, normalised and rotated where that is asked for; rounded after each of the two, as kernels/rowwise does.
@@ -61,9 +61,8 @@ void attend_layer(const Config& config, const Layer& p, int num_threads) {
     }
   });
   const T* gate = config.has_gate ? projected + qk_size + k_size : nullptr;
-  const Attend a{queries, p.k, p.v, p.indices, p.mask, gate, p.out,
-                 p.batch, p.queries, config.query_heads, config.key_heads, width, p.length,
-                 p.k_row, p.v_row, p.indices_batch, p.mask_batch, p.mask_query, size,
+  const Attend a{queries, p.k, p.v, gate, p.out, p.visible,
+                 p.batch, p.queries, config.query_heads, config.key_heads, width, p.k_row, p.v_row, size,
                  config.scale};
   attend<T>(a, num_threads);
 }
@@ -73,3 +72,5 @@ void attend_layer(const Config& config, const Layer& p, int num_threads) {
 extern "C" void paged_attend_layer(const Config* config, const Layer* p, int is_bfloat16, int num_threads) {
   is_bfloat16 ? attend_layer<BFloat16>(*config, *p, num_threads) : attend_layer<float>(*config, *p, num_threads);
 }
+
+SPECMAMBA_REPLAYABLE(paged_attend_layer)

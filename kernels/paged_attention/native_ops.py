@@ -12,31 +12,24 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.native import library
-from specmamba.kernels.native.tensors import contiguous_from, is_contiguous_from, is_native, marshalled, require, struct
+from specmamba.kernels.native.tensors import is_contiguous_from, is_native, marshalled, require, struct
 from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
 
 SOURCE = Path(__file__).parent / "native.cpp"
 MAX_QUERIES = 64  # per row: a draft tree's. Longer runs are matrix products, which PyTorch does better
 
 _Config = struct("Config", ["norm"], ["query_heads", "key_heads", "width", "has_gate"], ["scale", "eps"])
-_Layer = struct(
-    "Layer",
-    ["projected", "cos", "sin", "write_slots", "indices", "mask", "k", "v", "out"],
-    [
-        *("batch", "queries", "length", "rotated"),
-        *("k_row", "v_row", "indices_batch", "mask_batch", "mask_query"),
-    ],
-)
+_VISIBLE = ["table", "rows", "last", "roots", "seen"]
+_STRIDES = ["last_batch", "last_query", "seen_batch", "seen_query"]
+_VISIBLE_SIZES = ["table_row", "num_keys", "first", "sees_all", "entries", *_STRIDES]
+_VisibleKeys = struct("VisibleKeys", _VISIBLE, _VISIBLE_SIZES)
+_LAYER = ["projected", "cos", "sin", "write_slots", "k", "v", "out"]
+_Layer = struct("Layer", [*_LAYER, ("visible", _VisibleKeys)], ["batch", "queries", "rotated", "k_row", "v_row"])
 
 
-def can_take(projected: Tensor, kv: LayerKV, kv_indices: Tensor) -> bool:
+def can_take(projected: Tensor, kv: LayerKV, num_keys: int) -> bool:
     """Whether native code computes this: float32 or bfloat16 on the CPU, as many queries per row as a tree has."""
-    return (
-        _are_alike(projected, kv)
-        and projected.shape[1] <= MAX_QUERIES
-        and kv_indices.shape[1] > 0
-        and code() is not None
-    )
+    return _are_alike(projected, kv) and projected.shape[1] <= MAX_QUERIES and num_keys > 0 and code() is not None
 
 
 def _are_alike(projected: Tensor, kv: LayerKV) -> bool:
@@ -51,24 +44,23 @@ def attend_layer(
 ) -> Tensor:
     """One call; shapes, dtypes and devices that do not belong together raise ValueError.
 
-    Entries of ``kv.write_slots`` and ``metadata.indices`` are trusted.
+    Entries of ``kv.write_slots`` and ``metadata`` are trusted.
     """
     native, marshalled_config = library.required(code()), marshalled(config, _marshal)
     _check_layer(projected, config, kv)
     batch, queries = projected.shape[:2]
     cos, sin, rotated = _angles(projected, config, angles)
-    kv_indices, mask, strides = _indices_and_mask(batch, queries, metadata.indices, metadata.mask)
+    visible = marshalled(metadata, _marshal_visible)
+    require(metadata.last.shape == (batch, queries), "every query needs the last position that it sees")
     projected, write_slots = projected.contiguous(), kv.write_slots.contiguous()
     out = torch.empty(batch, queries, config.num_query_heads * config.head_dim, dtype=projected.dtype)
     layer = _Layer(
         projected.data_ptr(),
         None if cos is None else cos.data_ptr(),
         None if sin is None else sin.data_ptr(),
-        *(write_slots.data_ptr(), kv_indices.data_ptr()),
-        None if mask is None else mask.data_ptr(),
-        *(kv.k_pool.data_ptr(), kv.v_pool.data_ptr(), out.data_ptr()),
-        *(batch, queries, kv_indices.shape[1], rotated),
-        *(kv.k_pool.stride(0), kv.v_pool.stride(0), *strides),
+        *(write_slots.data_ptr(), kv.k_pool.data_ptr(), kv.v_pool.data_ptr(), out.data_ptr()),
+        visible,
+        *(batch, queries, rotated, kv.k_pool.stride(0), kv.v_pool.stride(0)),
     )
     native.paged_attend_layer(marshalled_config, layer, projected.dtype is torch.bfloat16, torch.get_num_threads())
     return out
@@ -117,19 +109,29 @@ def _angles(
     return cos.contiguous(), sin.contiguous(), rotated
 
 
-def _indices_and_mask(
-    batch: int, queries: int, kv_indices: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor | None, tuple[int, int, int]]:
-    """Which keys are read and seen, as native code takes them, and the strides of both."""
-    is_table = kv_indices.shape[0] == batch and kv_indices.dtype is torch.int64 and kv_indices.is_cpu
-    require(is_table, "kv_indices need one row of int64 per row of queries, on the CPU")
-    kv_indices = contiguous_from(kv_indices, 1)
-    if mask is None:
-        return kv_indices, None, (kv_indices.stride(0), 0, 0)
-    fits = mask.shape == (batch, queries, kv_indices.shape[1]) and mask.dtype is torch.bool and mask.is_cpu
-    require(fits, "the mask needs a bool for every query and key, on the CPU")
-    mask = contiguous_from(mask, 2)
-    return kv_indices, mask, (kv_indices.stride(0), mask.stride(0), mask.stride(1))
+def _marshal_visible(metadata: AttentionMetadata) -> Any:
+    """The structure that native code reads, once for all layers. Slots, rows and positions are not checked.
+
+    Raises:
+        ValueError: native code cannot read a dtype, device or layout, or shapes do not fit each other.
+    """
+    table, rows, last, roots, seen = (getattr(metadata, name) for name in _VISIBLE)
+    integers = [x for x in (table, rows, last, roots) if x is not None]
+    require(all(x.dtype is torch.int64 and x.is_cpu for x in integers), "places of keys need int64 on the CPU")
+    are_lists = rows.is_contiguous() and (roots is None or roots.is_contiguous())
+    require(table.dim() == 2 and table.stride(1) == 1 and are_lists, "places of keys need contiguous rows")
+    require(last.shape[:1] == rows.shape and metadata.num_keys <= table.shape[1], "rows, positions and the table do not fit")
+    entries, strides = 0, (0, 0)
+    if roots is not None and seen is not None:
+        is_mask = seen.dtype is torch.bool and seen.is_cpu and seen.stride(2) == 1
+        require(is_mask and seen.shape[:2] == last.shape, "a tree needs a bool for every query and entry")
+        require(roots.shape == rows.shape, "a tree needs a root for every row")
+        entries, strides = seen.shape[2], seen.stride()[:2]
+    else:
+        roots = seen = None
+    pointers = (None if x is None else x.data_ptr() for x in (table, rows, last, roots, seen))
+    sizes = table.stride(0), metadata.num_keys, metadata.first, metadata.sees_all, entries
+    return _VisibleKeys(*pointers, *sizes, *last.stride(), *strides)
 
 
 @cache

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "parallel.h"
+#include "replayable.h"
 #include "rowwise/heads.h"
 #include "vector.h"
 
@@ -161,3 +162,10 @@ void rowwise_delta_inputs(const DeltaInputs* p, int is_bfloat16, int num_threads
 }
 
 }  // extern "C"
+
+SPECMAMBA_REPLAYABLE(rowwise_rms_norm)
+SPECMAMBA_REPLAYABLE(rowwise_gated_rms_norm)
+SPECMAMBA_REPLAYABLE(rowwise_silu_mul)
+SPECMAMBA_REPLAYABLE(rowwise_rotary_angles)
+SPECMAMBA_REPLAYABLE(rowwise_rotate)
+SPECMAMBA_REPLAYABLE(rowwise_delta_inputs)

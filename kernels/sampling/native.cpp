@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "replayable.h"
 #include "vector.h"
 
 namespace {
@@ -159,3 +160,8 @@ void sampling_sample(const void* logits, const float* temperatures, const float*
 }
 
 }  // extern "C"
+
+SPECMAMBA_REPLAYABLE(sampling_uniform)
+SPECMAMBA_REPLAYABLE(sampling_argmax)
+SPECMAMBA_REPLAYABLE(sampling_has_finite_max)
+SPECMAMBA_REPLAYABLE(sampling_sample)

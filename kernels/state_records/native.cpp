@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "replayable.h"
 #include "state_records/state.h"
 
 namespace {
@@ -99,3 +100,5 @@ void fold(const Fold& p, int64_t b, int64_t h) {
 extern "C" void fold_records(const Fold* p, int num_threads) {
   for_heads(p->batch, p->value_heads, num_threads, [&](int64_t b, int64_t h) { fold(*p, b, h); });
 }
+
+SPECMAMBA_REPLAYABLE(fold_records)

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "replayable.h"
 
 extern "C" {
 
@@ -35,3 +36,5 @@ void tree_accepted_path(const int64_t* tokens, const int64_t* parents, const int
 }
 
 }  // extern "C"
+
+SPECMAMBA_REPLAYABLE(tree_accepted_path)

@@ -153,11 +153,13 @@ def run_layer(form: str | ModuleType, arguments: dict[str, Any], **changes: Any)
 
 
 def call_layer(ops: ModuleType, arguments: dict[str, Any]) -> Tensor:
-    """``attend_layer`` with metadata of any indices and mask."""
+    """``attend_layer`` with metadata of any indices and mask: a tree of all keys, or a row that sees them all."""
     given = dict(arguments)
     indices, mask = given.pop("kv_indices"), given.pop("mask")
-    metadata = paged_attention.AttentionMetadata(indices, indices[:, 0], indices, indices.shape[1])
-    vars(metadata).update(indices=indices, mask=mask)
+    rows = torch.arange(len(indices), device=indices.device)
+    nothing = torch.full(arguments["projected"].shape[:2], -1)
+    tree = {"sees_all": True} if mask is None else {"roots": torch.zeros_like(rows), "seen": mask}
+    metadata = paged_attention.AttentionMetadata(indices, rows, nothing, indices.shape[1], **tree)
     out: Tensor = ops.attend_layer(**layer_arguments(given | {"metadata": metadata}))
     return out
 
@@ -422,7 +424,7 @@ def test_a_native_layer_refuses_what_does_not_fit() -> None:
         {"write_slots": arguments["write_slots"][:5]},
         {"write_slots": arguments["write_slots"].int()},
         {"kv_indices": arguments["kv_indices"][:1]},
-        {"mask": arguments["mask"][..., :8]},
+        {"mask": arguments["mask"][:, :2]},
         {"config": replace(fitting, num_query_heads=0, num_key_heads=0)},
         {"k_pool": arguments["k_pool"].bfloat16()},
         {"v_pool": arguments["v_pool"].transpose(1, 2).contiguous().transpose(1, 2)},
@@ -438,7 +440,7 @@ def test_a_native_layer_refuses_what_does_not_fit() -> None:
 
     def can_take(layer: dict[str, Any]) -> bool:
         kv = LayerKV(layer["k_pool"], layer["v_pool"], layer["write_slots"])
-        return native_ops.can_take(layer["projected"], kv, layer["kv_indices"])
+        return native_ops.can_take(layer["projected"], kv, 1)
 
     assert can_take(arguments)
     for name in ("projected", "k_pool", "v_pool"):
