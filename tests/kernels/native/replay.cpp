@@ -20,17 +20,12 @@
 #include <utility>
 #include <vector>
 
+#include "replayable.h"
+
 namespace {
 
 constexpr int64_t kNumber = -1, kPlace = -2;  // any other kind is the index of an array
 constexpr size_t kAlignment = 64;
-
-template <typename T>
-T from_word(uint64_t word) {
-  T value;
-  std::memcpy(&value, &word, sizeof value);
-  return value;
-}
 
 template <auto function>
 struct Caller;
@@ -42,9 +37,9 @@ struct Caller<function> {
   template <size_t... I>
   static uint64_t call(const uint64_t* words, std::index_sequence<I...>) {
     if constexpr (std::is_void_v<Result>)
-      return function(from_word<Arguments>(words[I])...), 0;
+      return function(specmamba::argument<Arguments>(words[I])...), 0;
     else
-      return static_cast<uint64_t>(function(from_word<Arguments>(words[I])...));
+      return static_cast<uint64_t>(function(specmamba::argument<Arguments>(words[I])...));
   }
 };
 

@@ -13,7 +13,7 @@ import shlex
 import struct
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -132,10 +132,18 @@ class _Call:
         for kind, value in zip(function.argtypes, arguments, strict=True):
             if isinstance(value, ctypes.Structure):
                 self._words.append((PLACE, len(arguments) + len(fields)))
-                fields += (self._word(field[1], getattr(value, field[0])) for field in value._fields_)
+                fields += self._fields(value)
             else:
                 self._words.append(self._word(kind, value))
         self._words += fields
+
+    def _fields(self, structure: ctypes.Structure) -> Iterator[tuple[int, int]]:
+        for name, kind in ((field[0], field[1]) for field in structure._fields_):
+            value = getattr(structure, name)
+            if isinstance(value, ctypes.Structure):
+                yield from self._fields(value)
+            else:
+                yield self._word(kind, value)
 
     def _word(self, kind: Any, value: Any) -> tuple[int, int]:
         if kind is ctypes.c_double:
