@@ -30,7 +30,8 @@ OPERATORS = [
     for file in sorted((ROOT / "tests/kernels").rglob("test_*.py"))
     if "native" in file.read_text("utf8") and not {"native", "triton"} & set(file.parts) and "build" not in file.name
 ]
-TEXTS = ["tests/models/test_families_exact.py"]
+# Attention beside Mamba2, and a gated delta net with experts.
+TEXTS = ["tests/models/test_families_exact.py", "-k", "falcon-h1-default or qwen3-next-default"]
 
 
 def declared_functions() -> list[Function]:
@@ -87,7 +88,7 @@ def test_operators_on_arm(
     tmp_path: Path,
 ) -> None:
     command = [*arm_emulator, str(built(level, arm_compiler, tmp_path))]
-    run_tests(*options_of(command, tmp_path / "calls"), *OPERATORS)
+    run_tests(*options_of(command, tmp_path / "calls"), *OPERATORS, "-k", "not 1100")  # widest products: a minute
     assert_all_called(tmp_path / "calls")
 
 
