@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from specmamba.kernels.native.compiler import command_of, find_compiler, run_compiler
 from specmamba.kernels.native.levels import LEVELS, MACHINE, Level, NativeUnavailableError
-from specmamba.kernels.native.library import FLAGS, find_compiler, run_compiler, shipped_name, sources
+from specmamba.kernels.native.library import shipped_name, sources
 
 _LINK = ("-shared", "-s", "-Wl,--gc-sections")
 _GLIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)")
@@ -55,7 +56,7 @@ def compiled_objects(level: Level, compiler: list[str], folder: Path) -> list[Pa
     """
     objects = [folder / f"{source.parent.name}.o" for source in sources()]
     commands = (
-        [*compiler, *level.options, *FLAGS, "-c", str(source), "-o", str(compiled)]
+        [*command_of(compiler, level), "-c", str(source), "-o", str(compiled)]
         for source, compiled in zip(sources(), objects, strict=True)
     )
     with ThreadPoolExecutor(os.cpu_count()) as pool:

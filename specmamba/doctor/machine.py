@@ -86,7 +86,10 @@ def driver_version(file: Path = DRIVER) -> str | None:
 
 
 TRITON_SWITCH = "SPECMAMBA_TRITON"
-NO_COMPILER = "install a C++ compiler (Debian's package g++); until then PyTorch does the same work, only slower"
+NO_COMPILER = (
+    "install a C++ compiler (Debian's package g++, or pip install 'specmamba[compiler]'); "
+    "until then PyTorch does the same work, only slower"
+)
 
 
 def examine_kernels(device: torch.device) -> tuple[Facts, list[Problem]]:

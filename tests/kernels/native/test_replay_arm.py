@@ -16,8 +16,9 @@ import torch
 
 from specmamba.kernels.native import library
 from specmamba.kernels.native.build import compiled_objects
+from specmamba.kernels.native.compiler import command_of, find_compiler, run_compiler
 from specmamba.kernels.native.levels import LEVELS_OF, Level, chosen_level
-from specmamba.kernels.native.library import FLAGS, find_compiler, run_compiler, sources
+from specmamba.kernels.native.library import sources
 from tests.kernels.native.replay import Function, Functions, Program, data_ptr
 from tests.repository import ROOT
 
@@ -58,9 +59,9 @@ def built(level: Level, compiler: list[str], folder: Path) -> Path:
     table = f"const std::pair<const std::string, Function> kFunctions[] = {{{table}}};"
     (folder / "functions.inc").write_text(f'extern "C" {{\n{declarations}\n}}\n{table}\n')
     objects = compiled_objects(level, compiler, folder)
-    options = [*level.options, *FLAGS, f"-I{folder}", "-static", "-pthread"]
+    options = [f"-I{folder}", "-static", "-pthread"]
     program = folder / "replay"
-    run_compiler([*compiler, *options, *map(str, objects), str(SOURCE), "-o", str(program)])
+    run_compiler([*command_of(compiler, level), *options, *map(str, objects), str(SOURCE), "-o", str(program)])
     return program
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from specmamba.kernels.native.compiler import command_of, find_compiler
 from specmamba.kernels.native.levels import LEVELS, LEVELS_OF, Level, available_levels
-from specmamba.kernels.native.library import FLAGS, find_compiler
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("needs_native")]
 
@@ -17,7 +17,7 @@ CHECK = Path(__file__).with_name("vector_check.cpp")
 
 def compiled(compiler: list[str], level: Level, folder: Path, *options: str) -> Path:
     program = folder / "check"
-    command = [*compiler, *level.options, *FLAGS, *options, str(CHECK), "-o", str(program)]
+    command = [*command_of(compiler, level), *options, str(CHECK), "-o", str(program)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return program
