@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from specmamba.kernels.native.compiler import command_of, find_compiler, run_compiler
+from specmamba.kernels.native.cpp_compiler import command_of, find_compiler, run_compiler
 from specmamba.kernels.native.levels import LEVELS, MACHINE, Level, NativeUnavailableError
 from specmamba.kernels.native.library import shipped_name, sources
 

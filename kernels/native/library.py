@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from specmamba.kernels.native.compiler import KERNELS, command_of, find_compiler, run_compiler, version_of
+from specmamba.kernels.native.cpp_compiler import KERNELS, command_of, find_compiler, run_compiler, version_of
 from specmamba.kernels.native.levels import Level, NativeUnavailableError, chosen_level
 
 SHIPPED = Path(__file__).parent / "libraries"  # in wheels that were built with them, see build.py

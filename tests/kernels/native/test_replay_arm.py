@@ -16,7 +16,7 @@ import torch
 
 from specmamba.kernels.native import library
 from specmamba.kernels.native.build import compiled_objects
-from specmamba.kernels.native.compiler import command_of, find_compiler, run_compiler
+from specmamba.kernels.native.cpp_compiler import command_of, find_compiler, run_compiler
 from specmamba.kernels.native.levels import LEVELS_OF, Level, chosen_level
 from specmamba.kernels.native.library import sources
 from tests.kernels.native.replay import Function, Functions, Program, data_ptr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specmamba.kernels.native.compiler import command_of, find_compiler
+from specmamba.kernels.native.cpp_compiler import command_of, find_compiler
 from specmamba.kernels.native.levels import LEVELS, LEVELS_OF, Level, available_levels
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("needs_native")]
