@@ -1,7 +1,18 @@
 """Fixed input buffers, batch-size buckets, capture and replay of functions that use them. Independent of requests."""
 
+from specmamba.cuda_graphs.native_replay import NativeReplay
 from specmamba.cuda_graphs.replay import CaptureCost, EagerReplay, GraphReplay, Replay
 from specmamba.cuda_graphs.step_buffers import Columns, bucket_for, bucket_sizes
 from specmamba.cuda_graphs.watch import StepWatch
 
-__all__ = ["CaptureCost", "Columns", "EagerReplay", "GraphReplay", "Replay", "StepWatch", "bucket_for", "bucket_sizes"]
+__all__ = [
+    "CaptureCost",
+    "Columns",
+    "EagerReplay",
+    "GraphReplay",
+    "NativeReplay",
+    "Replay",
+    "StepWatch",
+    "bucket_for",
+    "bucket_sizes",
+]

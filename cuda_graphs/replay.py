@@ -41,6 +41,9 @@ class Replay(ABC, Generic[T]):
             fill: writes the inputs.
         """
 
+    def close(self) -> None:
+        """Give back what is not memory; nothing runs after that."""
+
 
 class EagerReplay(Replay[T]):
     """Calls the function at every run.

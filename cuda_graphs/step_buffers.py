@@ -26,8 +26,9 @@ class Columns:
             device: where they are read.
         """
         self._names = {name: place for place, name in enumerate(padding)}
-        self._padding = torch.tensor(list(padding.values()), dtype=dtype)[:, None]
+        self._padding = torch.tensor(list(padding.values()), dtype=dtype)[:, None].numpy()
         self._host = torch.empty(len(padding), num_rows, dtype=dtype, pin_memory=device.type == "cuda")
+        self._numbers = self._host.numpy()
         self._device = torch.empty(len(padding), num_rows, dtype=dtype, device=device)
         self.write({})
 
@@ -37,10 +38,9 @@ class Columns:
         Raises:
             KeyError: there is no such column.
         """
-        self._host.copy_(self._padding.expand_as(self._host))
+        self._numbers[:] = self._padding
         for name, numbers in columns.items():
-            row = self._host[self._names[name]]
-            row[: len(numbers)] = torch.tensor(numbers, dtype=row.dtype)
+            self._numbers[self._names[name], : len(numbers)] = numbers
         self._device.copy_(self._host, non_blocking=True)
 
     def read(self, name: str, num_rows: int) -> Tensor:

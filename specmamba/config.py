@@ -110,7 +110,7 @@ class EngineConfig(CommandLine):
             ge=1,
             le=4096,
             description="largest batch whose steps are padded to a bucket and captured; none: 64, or all that can run; "
-            "on a CPU nothing is captured, and what is given runs on the same buffers and padding, to check them",
+            "a CPU without native kernels captures nothing, and runs what is given on the same buffers and padding",
         ),
     ] = None
 

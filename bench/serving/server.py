@@ -28,11 +28,12 @@ _END_TIMEOUT_S = 15.0
 
 
 class StartedServer:
-    """A ``specmamba serve`` process on a free port of this machine."""
+    """A server process on a free port of this machine. ``ready``: what its log says before its address."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes], ready: str = READY) -> None:
         self._process = process
         self._log = log
+        self._ready = ready
 
     def wait_until_ready(self, timeout_s: float) -> str:
         """Return the server's address. Raises SpecmambaError when it ends, or takes longer than ``timeout_s``."""
@@ -40,8 +41,8 @@ class StartedServer:
         while time.monotonic() < deadline:
             self.check()
             for line in self._lines():
-                if line.startswith(READY):
-                    return line.removeprefix(READY).split()[0]
+                if found := line.partition(self._ready)[2].split():
+                    return found[0]
             time.sleep(_POLL_S)
         raise SpecmambaError(f"the server was not ready after {timeout_s:g} s (--startup-timeout)")
 
@@ -80,7 +81,7 @@ def started_server(config: EngineConfig, api_key: str | None, timeout_s: float) 
         SpecmambaError: it cannot start; the message has the last line of its log.
     """
     command = [*SERVE, "--host", "127.0.0.1", "--port", "0", "--shutdown-timeout", "0", *engine_flags(config)]
-    with tempfile.TemporaryFile() as log, _signals_end_the_context():
+    with tempfile.TemporaryFile() as log, signals_end_the_context():
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -117,13 +118,18 @@ def _environment(api_key: str | None) -> Mapping[str, str]:
 
     It is the operator's key, because the benchmark empties the cache and reads ``/server_info``.
     """
-    paths = [str(Path(specmamba.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     key = {} if api_key is None else {"SPECMAMBA_API_KEY": secrets.token_hex(), "SPECMAMBA_ADMIN_KEY": api_key}
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | key
+    return os.environ | {"PYTHONPATH": python_path()} | key
+
+
+def python_path() -> str:
+    """``PYTHONPATH`` for a child process that imports this package, also from a checkout."""
+    paths = [str(Path(specmamba.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, paths))
 
 
 @contextmanager
-def _signals_end_the_context() -> Iterator[None]:
+def signals_end_the_context() -> Iterator[None]:
     """Let SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, so that the server is ended too."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:

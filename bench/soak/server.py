@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import specmamba
-from specmamba.bench.serving.server import SERVE, StartedServer, engine_flags
+from specmamba.bench.serving.server import SERVE, StartedServer, engine_flags, python_path
 from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
 
@@ -166,8 +165,7 @@ def server_process(
         SpecmambaError: it does not start in time.
     """
     command = [*SERVE, "--host", "127.0.0.1", "--port", "0", *SERVER_FLAGS, *engine_flags(config), *flags]
-    paths = [str(Path(specmamba.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **(variables or {})}
+    env = os.environ | {"PYTHONPATH": python_path(), **(variables or {})}
     with tempfile.TemporaryFile() as log, _unread_pipe() as pipe:
         errors: Any = pipe if stalls_log else log
         process = subprocess.Popen(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,8 @@ def pack(weight: Tensor, form: str = "plain") -> NativeWeight | NativeInt8Weight
 @cache
 def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
-    signatures = {
+    signatures: dict[str, list[Any]] = {
+        "linear_packed_size": [c_int64, c_int64],
         "linear_pack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_pack_float": [c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_pack_int8": [c_void_p, c_void_p, c_int64, c_int64, c_int],
@@ -105,8 +107,4 @@ def code() -> ctypes.CDLL | None:
         "linear_multiply_float": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_multiply_int8": [c_void_p, c_int64, *3 * [c_void_p], c_int64, c_int64, c_int, c_int],
     }
-    loaded = library.load_functions(SOURCE, signatures)
-    if loaded is not None:
-        loaded.linear_packed_size.restype = c_int64
-        loaded.linear_packed_size.argtypes = [c_int64, c_int64]
-    return loaded
+    return library.load_functions(SOURCE, signatures, {"linear_packed_size": c_int64})

@@ -6,6 +6,7 @@ import ctypes
 from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,7 +181,8 @@ def _require_fit(x: Tensor, groups: Groups, size: tuple[int, ...], dtype: torch.
 @cache
 def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
-    arguments = {
+    arguments: dict[str, list[Any]] = {
+        "packed_size": [c_int64, c_int64],
         "pack": [c_void_p, c_void_p, *[c_int64] * 3, c_int, c_int],
         "pack_router": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int],
         "pack_int8": [c_void_p, c_void_p, *[c_int64] * 3, c_int],
@@ -190,9 +192,6 @@ def code() -> ctypes.CDLL | None:
         "multiply_int8": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
         "combine": [*[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
     }
-    loaded = library.load_functions(SOURCE, {f"moe_{name}": types for name, types in arguments.items()})
-    if loaded is not None:
-        for name in ("dispatch", "multiply", "multiply_int8", "combine"):
-            getattr(loaded, f"moe_{name}").restype = c_int
-        loaded.moe_packed_size.restype, loaded.moe_packed_size.argtypes = c_int64, [c_int64, c_int64]
-    return loaded
+    results = {"packed_size": c_int64} | dict.fromkeys(("dispatch", "multiply", "multiply_int8", "combine"), c_int)
+    signatures = {f"moe_{name}": of for name, of in arguments.items()}
+    return library.load_functions(SOURCE, signatures, {f"moe_{name}": of for name, of in results.items()})

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from specmamba.kernels.native.calls import NativeFunction
 from specmamba.kernels.native.cpp_compiler import KERNELS, command_of, find_compiler, run_compiler, version_of
 from specmamba.kernels.native.levels import Level, NativeUnavailableError, chosen_level
 
@@ -119,13 +120,21 @@ def load(source: Path) -> ctypes.CDLL | None:
         return None
 
 
-def load_functions(source: Path, signatures: Mapping[str, Sequence[Any]]) -> ctypes.CDLL | None:
-    """``load``, and declare the argument types of functions that return nothing."""
+def load_functions(
+    source: Path, signatures: Mapping[str, Sequence[Any]], results: Mapping[str, Any] | None = None
+) -> ctypes.CDLL | None:
+    """``load``, and make its functions ``NativeFunction``s with these argument types.
+
+    Args:
+        source: of the operator.
+        signatures: ctypes of the arguments, by function.
+        results: ctypes of results, by function; those that are not named return nothing.
+    """
     library = load(source)
     if library is not None:
         for name, arguments in signatures.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = None, [*arguments]
+            if not isinstance(getattr(library, name), NativeFunction):
+                setattr(library, name, NativeFunction(library, name, arguments, (results or {}).get(name)))
     return library
 
 
@@ -151,10 +160,8 @@ def open_library(source: Path) -> ctypes.CDLL:
         NativeUnavailableError: this CPU or system cannot run it, or the user turned it off.
     """
     level = chosen_level()
-    runtime = _openmp_runtime()
     library = _shipped(level) or _compiled(source, level)
-    library.specmamba_use_runtime.argtypes = [ctypes.c_void_p]
-    library.specmamba_use_runtime(runtime)
+    library.specmamba_use_runtime(_parallel_region(level))
     return library
 
 
@@ -188,6 +195,14 @@ def _compiled(source: Path, level: Level) -> ctypes.CDLL:
         with suppress(OSError):
             path.unlink()  # the next process builds it anew
         raise NativeUnavailableError(f"{path} cannot be loaded: {error}", logging.WARNING) from None
+
+
+@cache
+def _parallel_region(level: Level) -> ctypes.c_void_p:
+    """The function that runs loops on threads: those of a captured step, or torch's (kernels/replay)."""
+    replay = _shipped(level) or _compiled(KERNELS / "replay" / "native.cpp", level)
+    replay.replay_use_runtime(_openmp_runtime())
+    return ctypes.cast(replay.replay_parallel, ctypes.c_void_p)
 
 
 def _openmp_runtime() -> ctypes.c_void_p:

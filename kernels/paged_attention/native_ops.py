@@ -120,7 +120,9 @@ def _marshal_visible(metadata: AttentionMetadata) -> Any:
     require(all(x.dtype is torch.int64 and x.is_cpu for x in integers), "places of keys need int64 on the CPU")
     are_lists = rows.is_contiguous() and (roots is None or roots.is_contiguous())
     require(table.dim() == 2 and table.stride(1) == 1 and are_lists, "places of keys need contiguous rows")
-    require(last.shape[:1] == rows.shape and metadata.num_keys <= table.shape[1], "rows, positions and the table do not fit")
+    require(
+        last.shape[:1] == rows.shape and metadata.num_keys <= table.shape[1], "rows, positions and the table do not fit"
+    )
     entries, strides = 0, (0, 0)
     if roots is not None and seen is not None:
         is_mask = seen.dtype is torch.bool and seen.is_cpu and seen.stride(2) == 1

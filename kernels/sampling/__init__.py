@@ -9,6 +9,7 @@ from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.sampling import native_ops, torch_ops
 from specmamba.kernels.sampling.reference import Filter, Strengths
+from specmamba.kernels.sampling.torch_ops import finite
 
 # Independent streams of random numbers, by purpose; each user counts positions in its own stream.
 CHOICE_STREAM, DRAFT_STREAM, ACCEPT_STREAM, SYNTHETIC_STREAM = range(4)
@@ -22,7 +23,9 @@ __all__ = [
     "allow_tokens",
     "argmax",
     "draw_children",
+    "finite",
     "has_finite_max",
+    "likeliest",
     "penalize",
     "probabilities",
     "residual_choice",
@@ -94,6 +97,24 @@ def has_finite_max(logits: Tensor) -> Tensor:
         ValueError: V is 0 (native form).
     """
     return torch_ops.has_finite_max(logits)
+
+
+@operator(native=lambda logits, _: native_ops.can_take(logits))
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens after every node, for drafts.
+
+    Args:
+        logits: [..., V]; numbers that are not finite count as +-1e4, so that a head that overflows only drafts badly.
+        k: tokens of each row, at most V.
+
+    Returns:
+        Tokens [..., k] int64, the likeliest first, and their log probabilities [..., k] float32. Of equal logits the
+        lowest ids, in the native form; any of them in PyTorch's.
+
+    Raises:
+        ValueError: k is not in 1..V (native form).
+    """
+    return torch_ops.likeliest(logits, k)
 
 
 @operator(

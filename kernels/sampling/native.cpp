@@ -1,4 +1,5 @@
 // Random numbers, argmax and inverse-CDF sampling; see README.md and reference.py.
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -56,6 +57,59 @@ bool has_finite_max(const T* x, int64_t size) {
     finite = finite | is_finite(v);
   });
   return all(sound) && any(finite);
+}
+
+constexpr float kOverflow = 1e4f;  // stands for logits that are not finite
+
+inline float finite(float x) {
+  return x != x ? -kOverflow : std::isinf(x) ? (x > 0 ? kOverflow : -kOverflow) : x;
+}
+
+// The k largest of a row, equal ones by their place, and the logarithms of their shares of sum e^x.
+template <typename T>
+void likeliest(const T* x, int64_t size, int64_t k, int64_t* tokens, float* logprobs) {
+  int64_t count = 0;
+  float largest = -std::numeric_limits<float>::infinity();
+  Vector total = zero();
+  float block[kBlock];
+  const auto load_block = [&](int64_t begin) {
+    const int64_t length = std::min(kBlock, size - begin);
+    Mask is_sound = every();
+    Vector most = broadcast(-std::numeric_limits<float>::infinity());
+    for_vectors(length, [&](int64_t i, auto lanes) {
+      const Vector v = load_or(x + begin + i, 0, lanes);
+      is_sound = is_sound & is_finite(v);
+      store(block + i, v, lanes);
+      most = larger(chosen(lanes, v, most), most);
+    });
+    if (all(is_sound)) return specmamba::largest(most);
+    for (int64_t i = 0; i < length; ++i) block[i] = finite(block[i]);
+    return *std::max_element(block, block + length);
+  };
+  for (int64_t begin = 0; begin < size; begin += kBlock) {
+    const float most = load_block(begin);
+    largest = std::max(largest, most);
+    if (count == k && most <= logprobs[k - 1]) continue;
+    for (int64_t i = 0, length = std::min(kBlock, size - begin); i < length; ++i) {
+      if (count == k && block[i] <= logprobs[k - 1]) continue;
+      int64_t at = count < k ? count++ : k - 1;
+      for (; at > 0 && logprobs[at - 1] < block[i]; --at) {
+        logprobs[at] = logprobs[at - 1];
+        tokens[at] = tokens[at - 1];
+      }
+      logprobs[at] = block[i];
+      tokens[at] = begin + i;
+    }
+  }
+  const Vector shift = broadcast(largest);
+  for (int64_t begin = 0; begin < size; begin += kBlock) {
+    load_block(begin);
+    for_vectors(std::min(kBlock, size - begin), [&](int64_t i, auto lanes) {
+      total = chosen(lanes, total + exp(load(block + i, lanes) - shift), total);
+    });
+  }
+  const float log_total = std::log(sum(total));
+  for (int64_t i = 0; i < k; ++i) logprobs[i] = logprobs[i] - largest - log_total;
 }
 
 // e^((x - largest) / temperature) of up to a block; their sum.
@@ -149,6 +203,15 @@ void sampling_has_finite_max(const void* logits, bool* answers, int64_t rows, in
   });
 }
 
+// logits [rows, size] -> tokens and logprobs [rows, k].
+void sampling_likeliest(const void* logits, int64_t* tokens, float* logprobs, int64_t rows, int64_t size, int64_t k,
+                        int is_bfloat16, int num_threads) {
+  for_rows(rows, size, num_threads, [&](int64_t r) {
+    is_bfloat16 ? likeliest(static_cast<const BFloat16*>(logits) + r * size, size, k, tokens + r * k, logprobs + r * k)
+                : likeliest(static_cast<const float*>(logits) + r * size, size, k, tokens + r * k, logprobs + r * k);
+  });
+}
+
 // logits [rows, size], uniforms [rows], a temperature for every `nodes` of them -> tokens [rows].
 void sampling_sample(const void* logits, const float* temperatures, const float* uniforms, int64_t* tokens,
                      int64_t rows, int64_t nodes, int64_t size, int is_bfloat16, int num_threads) {
@@ -164,4 +227,5 @@ void sampling_sample(const void* logits, const float* temperatures, const float*
 SPECMAMBA_REPLAYABLE(sampling_uniform)
 SPECMAMBA_REPLAYABLE(sampling_argmax)
 SPECMAMBA_REPLAYABLE(sampling_has_finite_max)
+SPECMAMBA_REPLAYABLE(sampling_likeliest)
 SPECMAMBA_REPLAYABLE(sampling_sample)

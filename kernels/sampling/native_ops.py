@@ -53,6 +53,19 @@ def has_finite_max(logits: Tensor) -> Tensor:
     return _of_rows(library.required(code()).sampling_has_finite_max, logits, torch.bool)
 
 
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """One call: a maximum, a sum and a choice of the k largest for each row."""
+    logits, size = logits.contiguous(), logits.shape[-1]
+    require(0 < k <= size, "so many tokens cannot be chosen")
+    tokens = torch.empty(*logits.shape[:-1], k, dtype=torch.int64)
+    logprobs = torch.empty(tokens.shape)
+    library.required(code()).sampling_likeliest(
+        *(x.data_ptr() for x in (logits, tokens, logprobs)),
+        *(tokens.numel() // k, size, k, logits.dtype is torch.bfloat16, torch.get_num_threads()),
+    )
+    return tokens, logprobs
+
+
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter, uniforms: Tensor
 ) -> Tensor:
@@ -86,6 +99,7 @@ def code() -> ctypes.CDLL | None:
         "sampling_uniform": [*[c_void_p] * 3, c_int64, c_int64, c_uint64],
         "sampling_argmax": [*[c_void_p] * 2, c_int64, c_int64, c_int, c_int],
         "sampling_has_finite_max": [*[c_void_p] * 2, c_int64, c_int64, c_int, c_int],
+        "sampling_likeliest": [*[c_void_p] * 3, *[c_int64] * 3, c_int, c_int],
         "sampling_sample": [*[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
     }
     return library.load_functions(SOURCE, signatures)

@@ -21,6 +21,7 @@ from torch import Tensor
 Strengths = tuple[Tensor, Tensor, Tensor]  # presence, frequency, repetition: [B] float32 each
 Filter = Tensor | None  # [B], the setting of every row; None: no row is filtered
 LEAST_MASS = 2.0**-110  # drafts: less counts as none, so that narrower arithmetic can divide by what is left
+OVERFLOW = 1e4  # of drafts: stands for logits that are not finite
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _STREAM = 0xD1342543DE82EF95
@@ -155,6 +156,18 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
     shape = tokens.shape
     top = torch.tensor(values).reshape(*shape, num_top), torch.tensor(indices, dtype=torch.int64)
     return torch.tensor(own).reshape(shape), top[0], top[1].reshape(*shape, num_top)
+
+
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens of every row, the lowest id on ties, and their log probabilities.
+
+    logits [..., V] -> [..., k] int64 and float32; numbers that are not finite count as +-OVERFLOW, NaN as -OVERFLOW.
+    """
+    finite = logits.float().nan_to_num(-OVERFLOW, OVERFLOW, -OVERFLOW)
+    tokens = torch.empty(*logits.shape[:-1], k, dtype=torch.int64, device=logits.device)
+    for row, chosen in zip(finite.view(-1, logits.shape[-1]).tolist(), tokens.view(-1, k), strict=True):
+        chosen.copy_(torch.tensor(sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]))
+    return tokens, finite.log_softmax(-1).gather(-1, tokens)
 
 
 def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

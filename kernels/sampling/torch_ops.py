@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specmamba.kernels.sampling.reference import Filter, Strengths
+from specmamba.kernels.sampling.reference import OVERFLOW, Filter, Strengths
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the 64-bit constants as torch's signed integers
 _STREAM = 0xD1342543DE82EF95  # odd, and unrelated to the step from counter to counter
@@ -95,6 +95,18 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
     own = logits.gather(-1, tokens[..., None]).squeeze(-1) - total
     top = logits.topk(num_top, -1)
     return own, top.values - total[..., None], top.indices
+
+
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Equal logits in any order."""
+    logits = finite(logits)
+    tokens = logits.topk(k, -1).indices
+    return tokens, logits.log_softmax(-1).gather(-1, tokens)
+
+
+def finite(logits: Tensor) -> Tensor:
+    """Convert to float32 and replace what is not finite."""
+    return logits.float().nan_to_num(-OVERFLOW, OVERFLOW, -OVERFLOW)
 
 
 def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ def _can_launch(of_nodes: Tensor, *_: object) -> bool:
     return 0 < of_nodes.shape[1] <= MAX_NODES and gpu.can_launch(of_nodes)
 
 
-@operator(triton=_can_launch)
+@operator(triton=_can_launch, native=native_ops.can_take)
 def ancestors(parents: Tensor) -> Tensor:
     """Inclusive ancestor mask.
 
@@ -28,6 +28,9 @@ def ancestors(parents: Tensor) -> Tensor:
 
     Returns:
         [B, N, N] bool; [b, i, j] when j is i or an ancestor of i.
+
+    Raises:
+        ValueError: parents are not int64 (native form).
     """
     return torch_ops.ancestors(parents)
 

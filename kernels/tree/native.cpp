@@ -1,4 +1,5 @@
-// The accepted path of draft trees; see README.md and reference.py.
+// Ancestors and the accepted path of draft trees; see README.md and reference.py.
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -6,6 +7,18 @@
 #include "replayable.h"
 
 extern "C" {
+
+// parents [batch, nodes], parents_batch apart -> mask [batch, nodes, nodes].
+void tree_ancestors(const int64_t* parents, bool* mask, int64_t batch, int64_t nodes, int64_t parents_batch) {
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t i = 0; i < nodes; ++i) {
+      const int64_t parent = parents[b * parents_batch + i];
+      bool* row = mask + (b * nodes + i) * nodes;
+      if (0 <= parent && parent < i) std::copy_n(mask + (b * nodes + parent) * nodes, nodes, row);
+      else std::fill_n(row, nodes, false);
+      row[i] = true;
+    }
+}
 
 // parents [batch, nodes] lie parents_batch apart; the rest is contiguous.
 void tree_accepted_path(const int64_t* tokens, const int64_t* parents, const int64_t* targets, int64_t* path,
@@ -38,3 +51,4 @@ void tree_accepted_path(const int64_t* tokens, const int64_t* parents, const int
 }  // extern "C"
 
 SPECMAMBA_REPLAYABLE(tree_accepted_path)
+SPECMAMBA_REPLAYABLE(tree_ancestors)

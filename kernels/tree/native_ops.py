@@ -1,4 +1,4 @@
-"""The accepted path in native code (native.cpp): one call for two dozen small ones. See README.md."""
+"""Ancestors and the accepted path in native code (native.cpp): one call for two dozen small ones. See README.md."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ SOURCE = Path(__file__).parent / "native.cpp"
 def can_take(tokens: Tensor) -> bool:
     """Whether native code walks these trees: those on the CPU."""
     return tokens.is_cpu and code() is not None
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """Each node's row is its parent's and itself; a parent that is not smaller than its node counts as none."""
+    batch, nodes = parents.shape
+    require(parents.dtype is torch.int64, "nodes are int64")
+    parents = contiguous_from(parents, 1)
+    mask = torch.empty(batch, nodes, nodes, dtype=torch.bool)
+    library.required(code()).tree_ancestors(parents.data_ptr(), mask.data_ptr(), batch, nodes, parents.stride(0))
+    return mask
 
 
 def accepted_path(
@@ -44,4 +54,6 @@ def accepted_path(
 @cache
 def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
-    return library.load_functions(SOURCE, {"tree_accepted_path": [*[c_void_p] * 7, *[c_int64] * 3]})
+    sizes = [c_int64] * 3
+    signatures = {"tree_accepted_path": [*[c_void_p] * 7, *sizes], "tree_ancestors": [c_void_p, c_void_p, *sizes]}
+    return library.load_functions(SOURCE, signatures)

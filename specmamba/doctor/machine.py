@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,11 +13,12 @@ import torch
 from specmamba.cache.memory import free_memory
 from specmamba.command_line import readable
 from specmamba.doctor.software import Facts, Problem, error, warning
-from specmamba.kernels import linear, rowwise
+from specmamba.kernels import rowwise
 from specmamba.kernels.gpu import has_triton, runs_on
 from specmamba.kernels.native.levels import NativeUnavailableError, chosen_level, cpu_flags
 from specmamba.kernels.native.library import SHIPPED, cache_folder, open_library, origin, sources
 from specmamba.kernels.rowwise import torch_ops
+from specmamba.measure.memory_speed import weight_speed
 from specmamba.measure.report import machine
 
 # CPU flags that the native kernels need or that matter for their speed.
@@ -116,18 +116,6 @@ def examine_native() -> tuple[Facts, list[Problem]]:
         facts |= {"gb_per_second": round(weight_speed(), 1), "threads": torch.get_num_threads()}
         return facts, []
     return facts, _native_problems(failed[0])
-
-
-def weight_speed() -> float:
-    """Gigabytes of a bf16 weight that a product of one row reads in a second, which bounds plain decoding."""
-    weight, x = torch.zeros(4096, 4096, dtype=torch.bfloat16), torch.ones(1, 4096, dtype=torch.bfloat16)
-    product = linear.pack(weight)
-    taken = []
-    for _ in range(7):
-        began = time.perf_counter()
-        product(x)
-        taken.append(time.perf_counter() - began)
-    return weight.nbytes / min(taken) / 1e9
 
 
 def _why_not(source: Path) -> NativeUnavailableError | None:

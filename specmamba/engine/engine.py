@@ -288,6 +288,8 @@ class Engine:
         for request_id in list(self._requests):
             self.abort(request_id)
         self.constraints.close()
+        if self.runner.graph_runner is not None:
+            self.runner.graph_runner.replay.close()
         torch.set_num_threads(self._threads_before)
 
     def _advance(self, request: Request, result: StepResult) -> OutputDelta:

@@ -11,7 +11,7 @@ from specmamba.cache.memory import MemoryPlan
 from specmamba.command_line import readable
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree
-from specmamba.cuda_graphs import EagerReplay, GraphReplay, Replay, bucket_for, bucket_sizes
+from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, Replay, bucket_for, bucket_sizes
 from specmamba.draft.drafter import Drafter, HostPendingTokens
 from specmamba.engine.request import Request
 from specmamba.engine.step_inputs import Sampling, StepInputs, StepKind
@@ -147,21 +147,29 @@ class StepGraphRunner:
 def build_graph_runner(
     config: EngineConfig, pools: Pools, plan: MemoryPlan, device: torch.device
 ) -> StepGraphRunner | None:
-    """Build the graph runner; None where no step is captured: with the flag, and on a CPU unless buckets are given.
+    """Build the graph runner; None where no step is captured: with the flag, and without native code on a CPU.
 
     Raises:
         ConfigError: a GPU without Triton; only Triton kernels can be captured.
     """
-    if config.disable_cuda_graph or (device.type == "cpu" and config.cuda_graph_max_bs is None):
+    if config.disable_cuda_graph:
         return None
-    if device.type == "cuda" and not gpu.runs_on(device):
+    replay = _replay(device, pads=config.cuda_graph_max_bs is not None)
+    if replay is None:
+        return None
+    largest = min(config.cuda_graph_max_bs or DEFAULT_LARGEST, plan.num_running_requests)
+    return StepGraphRunner(replay, bucket_sizes(largest), pools, plan, device)
+
+
+def _replay(device: torch.device, pads: bool) -> Replay[StepOutput] | None:
+    if device.type == "cpu":
+        return NativeReplay() if NativeReplay.is_available() else EagerReplay() if pads else None
+    if not gpu.runs_on(device):
         raise ConfigError(
             "steps can only be captured with the kernels in Triton: pip install 'specmamba[gpu]' and leave "
             "SPECMAMBA_TRITON alone, or give --disable-cuda-graph"
         )
-    replay: Replay[StepOutput] = GraphReplay(device) if device.type == "cuda" else EagerReplay()
-    largest = min(config.cuda_graph_max_bs or DEFAULT_LARGEST, plan.num_running_requests)
-    return StepGraphRunner(replay, bucket_sizes(largest), pools, plan, device)
+    return GraphReplay(device)
 
 
 def capture_steps(
@@ -177,9 +185,9 @@ def capture_steps(
     if graphs is None:
         return []
     sizes = ", ".join(map(str, graphs.buckets))
-    if not isinstance(graphs.replay, GraphReplay):
+    if isinstance(graphs.replay, EagerReplay):
         return [f"steps are padded to batches of {sizes} and run operator by operator"]
-    if not drafter.is_capturable:
+    if not isinstance(graphs.replay, GraphReplay) or not drafter.is_capturable:
         return [f"steps are captured for batches of {sizes}, each when it is first needed"]
     start = time.perf_counter()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,11 @@ class Tokenizer:
         """An upper bound of the characters of a text of so many tokens; None: no bound is known."""
         return None if self._longest_token is None else num_tokens * self._longest_token
 
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether a text is the bytes of its tokens, read as UTF-8."""
+        return self._bytes.are_text
+
     def token_bytes(self, token_id: int) -> bytes | None:
         """The bytes of one token inside a text, perhaps a part of a character; None: there is no such token."""
         return self._bytes.of(token_id)
@@ -206,10 +212,11 @@ class Tokenizer:
 class Detokenizer:
     """Decodes one request token by token. The results of ``push`` and ``flush``, joined, are ``decode`` of all tokens.
 
-    Each push decodes a short window of the newest tokens, so its cost does not grow with the text. An incomplete
-    character shows as one U+FFFD at the end of the window. Only that one is held back, so that invalid text neither
-    slows the stream down nor stops it. (``DecodeStream`` of tokenizers holds back all text since the last valid
-    character, and decodes all of it again with each token.)
+    Of a byte-level vocabulary, the bytes of a token go through a UTF-8 decoder. Of others each push decodes a short
+    window of the newest tokens, so its cost does not grow with the text. An incomplete character shows as one U+FFFD at
+    the end of the window. Only that one is held back, so that invalid text neither slows the stream down nor stops it.
+    (``DecodeStream`` of tokenizers holds back all text since the last valid character, and decodes all of it again with
+    each token.)
     """
 
     # A character has at most four bytes and a token at least one, so the last four tokens determine where the next
@@ -221,11 +228,14 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         self._num_final = 0  # characters of the window's text that were returned already
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
 
     def push(self, token_id: int) -> str:
         """Add a token; gives the text that has become final, often that of one token, sometimes none."""
         if self._tokenizer.is_silent(token_id, self._skip_special_tokens):
             return ""
+        if self._utf8 is not None:
+            return self._utf8.decode(self._tokenizer.token_bytes(token_id) or b"")
         self._window.append(token_id)
         if self._tokenizer.is_byte(token_id):
             return ""  # such bytes are decoded as a whole run, and one invalid byte changes the text of all
@@ -239,6 +249,8 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The text that is still held back, after the last token."""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
         new = self._decode()[self._num_final :]
         self._num_final += len(new)
         return new

@@ -125,6 +125,9 @@ class TokenBytes:
         self._added: dict[int, str] = {i: str(token.content) for i, token in backend.get_added_tokens_decoder().items()}
         steps = _decoder_steps(backend)
         self._byte_of = byte_of_character() if any(step["type"] == "ByteLevel" for step in steps) else None
+        is_ascii = all(content.isascii() for content in self._added.values())
+        # a text is the bytes of its tokens, one after the other, read as UTF-8
+        self.are_text = len(steps) == 1 and self._byte_of is not None and is_ascii
         self._replacements = [pair for step in steps if (pair := _replacement(step)) is not None]
         self._known: dict[int, bytes] = {}
 

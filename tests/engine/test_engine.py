@@ -690,7 +690,8 @@ class TestOrder:
             engine.add_request(*request)
         engine.step()
         assert engine.stats().num_running <= 1
-        engine.close()
+        for name, *_ in requests:
+            engine.abort(name)
         assert answers(run(engine, requests)) == answers(run(build(tiny), requests))
 
 

@@ -382,3 +382,37 @@ def test_penalties_follow_each_nodes_own_path() -> None:
     got = torch_ops.penalize(logits, counts, prompt, tokens, mask_of(parents), (one * 0.5, one, one * 2))
     want = [[4.0, -4.0, 2.0, 4.0], [0.5, -4.0, 2.0, 4.0], [4.0, -9.5, 2.0, 4.0], [-0.5, -4.0, 2.0, 4.0]]
     assert got[0].tolist() == want
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "k"), [(1, 1), (7, 7), (512, 3), (700, 1), (5000, 16)])
+def test_likeliest_tokens(form: str, size: int, k: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(size)) * 5
+    logits = logits.to(dtype)
+    tokens, logprobs = (native_ops if form == "native" else torch_ops).likeliest(logits, k)
+    want_tokens, want = reference.likeliest(logits, k)
+    assert (tokens.shape, tokens.dtype, logprobs.dtype) == ((2, 3, k), torch.int64, torch.float32)
+    torch.testing.assert_close(logprobs, want)
+    assert torch.equal(logits.gather(-1, tokens), logits.gather(-1, want_tokens))
+    if form == "native":
+        assert torch.equal(tokens, want_tokens)  # ties too
+
+
+def test_likeliest_tokens_of_logits_that_are_not_finite(form: str) -> None:
+    logits = torch.zeros(4, 600)
+    logits[0, 5], logits[0, 599] = torch.inf, 3
+    logits[1, 7], logits[1, 9] = torch.nan, -torch.inf
+    logits[2], logits[2, 530] = -torch.inf, 1
+    logits[3] = torch.nan
+    tokens, logprobs = (native_ops if form == "native" else torch_ops).likeliest(logits, 2)
+    want_tokens, want = reference.likeliest(logits, 2)
+    assert logprobs.isfinite().all()
+    torch.testing.assert_close(logprobs, want)
+    assert tokens[:, 0].tolist()[::2] == want_tokens[:, 0].tolist()[::2] == [5, 530]
+
+
+@pytest.mark.usefixtures("needs_native")
+def test_native_code_refuses_to_choose_more_tokens_than_there_are() -> None:
+    for k in (0, 4):
+        with pytest.raises(ValueError, match="so many tokens"):
+            native_ops.likeliest(torch.zeros(1, 3), k)

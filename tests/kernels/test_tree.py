@@ -25,10 +25,10 @@ def accept(form: str, tokens: Tensor, parents: Tensor, mask: Tensor, target_toke
 
 
 @NODES
-def test_ancestors_and_depth(nodes: int) -> None:
+def test_ancestors_and_depth(form: str, nodes: int) -> None:
     parents = batch_of_parents(SHAPES, nodes, seed=nodes)
     before = parents.clone()
-    mask = torch_ops.ancestors(parents)
+    mask = (native_ops if form == "native" else torch_ops).ancestors(parents)
     assert mask.dtype == torch.bool
     assert torch.equal(mask, reference.ancestors(parents))
     assert torch.equal(mask, mask_of(parents))

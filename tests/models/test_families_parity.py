@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specmamba import LLM, RequestOutput, SamplingParams
-from specmamba.cuda_graphs import EagerReplay
+from specmamba.cuda_graphs import EagerReplay, NativeReplay
 from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.ngram import NgramDrafter
 from specmamba.draft.ngram.matching import read_corpus
@@ -144,11 +144,12 @@ def answer(llm: LLM, prompt: list[int]) -> RequestOutput:
 @pytest.mark.parametrize(("family", "drafter", "state"), CASES, indirect=["family"])
 def test_text_is_that_of_plain_decoding(family: Family, drafter: str, state: str, tmp_path: Path) -> None:
     backend, _, replayed = state.partition(" ")
-    flags = family.flags(drafter) | ({"cuda_graph_max_bs": 4} if replayed else {})
+    flags = family.flags(drafter) | ({"cuda_graph_max_bs": 4} if replayed else {"disable_cuda_graph": True})
     with LLM(model=str(family.folder), speculative_state=backend, **flags, **MEMORY) as llm:
         family.teach(llm, tmp_path)
-        if llm.engine.runner.graph_runner is not None:
-            llm.engine.runner.graph_runner.replay = EagerReplay(has_fixed_shapes=True)
+        graphs = llm.engine.runner.graph_runner
+        if graphs is not None and isinstance(graphs.replay, EagerReplay):  # without native code nothing is captured
+            graphs.replay = EagerReplay(has_fixed_shapes=True)
         cold, hit = answer(llm, PROMPTS[0]), answer(llm, PROMPTS[0])
         assert cold.num_cached_tokens == 0 < hit.num_cached_tokens
         family.check([cold])
@@ -161,6 +162,8 @@ def test_text_is_that_of_plain_decoding(family: Family, drafter: str, state: str
         family.check(outputs)
         if drafter != "plain":
             check_variety(outputs)
+        if graphs is not None and isinstance(graphs.replay, NativeReplay):
+            assert graphs.replay.tapes  # the steps were replayed
 
 
 def check_variety(outputs: list[RequestOutput]) -> None:

@@ -56,8 +56,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def streamed(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = True) -> str:
+def without_bytes(detokenizer: Detokenizer) -> Detokenizer:
+    """As of a vocabulary that is not byte-level."""
+    detokenizer._utf8 = None
+    return detokenizer
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = True, by_window: bool = False) -> str:
     detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+    if by_window:
+        without_bytes(detokenizer)
     return "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
 
 
@@ -78,12 +86,14 @@ class TestDetokenizer:
     @given(ids=st.lists(st.integers(0, 4100), max_size=40), skip=st.booleans())
     def test_any_tokens(self, demo: Tokenizer, ids: list[int], skip: bool) -> None:
         assert streamed(demo, ids, skip) == demo.decode(ids, skip)
+        assert streamed(demo, ids, skip, by_window=True) == demo.decode(ids, skip)
 
     @settings(max_examples=200, deadline=None)
     @given(data=st.binary(max_size=40))
     def test_any_bytes(self, demo: Tokenizer, data: bytes) -> None:
         ids = single_bytes(demo, data)
         assert streamed(demo, ids) == demo.decode(ids) == data.decode("utf8", "replace")
+        assert streamed(demo, ids, by_window=True) == demo.decode(ids)
 
     @settings(max_examples=200, deadline=None)
     @given(text=st.text(max_size=30), rng=st.randoms(use_true_random=False))
@@ -110,8 +120,11 @@ class TestDetokenizer:
         assert detokenizer.flush() == ""
 
     def test_invalid_text_is_not_held_back(self, demo: Tokenizer) -> None:
+        ids = single_bytes(demo, b"\xff" * 500)
         detokenizer = Detokenizer(demo)
-        pieces = [detokenizer.push(i) for i in single_bytes(demo, b"\xff" * 500)]
+        assert [detokenizer.push(i) for i in ids] == ["\ufffd"] * 500
+        detokenizer = without_bytes(Detokenizer(demo))
+        pieces = [detokenizer.push(i) for i in ids]
         assert "".join(pieces) == "\ufffd" * 499
         assert max(map(len, pieces)) == 1
         assert len(detokenizer._window) <= 2 * Detokenizer.CONTEXT

@@ -82,7 +82,10 @@ def test_a_wrong_command(arguments: list[str], message: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("command", "names"),
     [
-        ("bench", ["acceptance", "serving", "http-overhead", "soak", "prefix", "state-drift", "ops", "gpu"]),
+        (
+            "bench",
+            ["acceptance", "serving", "http-overhead", "soak", "prefix", "state-drift", "ops", "llama-cpp", "gpu"],
+        ),
         ("tune", ["tree"]),
         ("train", ["draft"]),
     ],

@@ -20,7 +20,7 @@ from specmamba import LLM, SamplingParams
 from specmamba.cache.request_table import RequestTable
 from specmamba.config import DEMO_MODEL
 from specmamba.core import DraftTree, RequestOutput
-from specmamba.cuda_graphs import EagerReplay, StepWatch
+from specmamba.cuda_graphs import EagerReplay, NativeReplay, StepWatch
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.engine.step_inputs import StepInputs, StepKind
 from specmamba.errors import ConfigError
@@ -278,13 +278,25 @@ class TestWhatIsReplayed:
             llm.engine.runner.graph_runner.replay = Deaf(has_fixed_shapes=True)
             assert_same_answers(("greedy", 3), answer_all(llm, "greedy", 3), answer_all(plain, "greedy", 3), plain)
 
-    def test_a_cpu_pads_only_where_buckets_are_asked_for(self) -> None:
+    def test_a_cpu_without_native_code_pads_only_where_buckets_are_asked_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(NativeReplay, "is_available", staticmethod(lambda: False))
         with new_llm("chain") as llm:
             assert llm.engine.runner.graph_runner is None
             assert llm.engine.runner.capture() == []
         with new_llm("chain", cuda_graph_max_bs=3) as llm:
             assert llm.engine.runner.capture() == [
                 "steps are padded to batches of 1, 2, 3 and run operator by operator"
+            ]
+
+    @pytest.mark.usefixtures("needs_native")
+    def test_a_cpu_with_native_code_captures_unless_told_otherwise(self) -> None:
+        with new_llm("chain", disable_cuda_graph=True) as llm:
+            assert llm.engine.runner.graph_runner is None
+        with new_llm("chain") as llm:
+            assert llm.engine.runner.capture() == [
+                "steps are captured for batches of 1, 2, 4, 5, each when it is first needed"
             ]
 
     @pytest.mark.parametrize(

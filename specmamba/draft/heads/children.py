@@ -12,8 +12,6 @@ from specmamba.core import Batch, DraftTree
 from specmamba.draft.drafter import chain_shape
 from specmamba.kernels import sampling as sampling_ops
 
-OVERFLOW = 1e4  # replaces logits that are not finite
-
 
 @dataclass(frozen=True, slots=True)
 class Children:
@@ -51,10 +49,8 @@ class ChildPicker:
         """
         if self.draws_for(batch):
             return _draw(logits, k, batch, first_entry)
-        logits = _finite(logits)
-        top = logits.topk(k, -1)
-        logp = top.values - logits.logsumexp(-1, keepdim=True)
-        return Children(top.indices, logp, logp, None)
+        tokens, logp = sampling_ops.likeliest(logits, k)
+        return Children(tokens, logp, logp, None)
 
     def pick_one(self, logits: Tensor, batch: Batch, entry: int) -> tuple[Tensor, Tensor | None]:
         """Choose one child for one node per row, from logits [B, 1, V].
@@ -79,7 +75,7 @@ def _draw(logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
         None if x is None else x.where(~greedy, neutral)
         for x, neutral in ((sampling.top_k, 0), (sampling.top_p, 1), (sampling.min_p, 0))
     )
-    probs = sampling_ops.probabilities(_finite(logits), spread, top_k, top_p, min_p)
+    probs = sampling_ops.probabilities(sampling_ops.finite(logits), spread, top_k, top_p, min_p)
     entries = torch.arange(first_entry, first_entry + logits.shape[1], device=logits.device)
     counters = (
         (batch.root_positions[:, None, None] << 20) | (entries[:, None] << 8) | torch.arange(k, device=logits.device)
@@ -90,11 +86,6 @@ def _draw(logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
     tokens = torch.where(is_greedy, likeliest.indices, drawn)
     place_logp = likeliest.values.log().masked_fill(~(is_drawn | is_greedy), -torch.inf)
     return Children(tokens, probs.gather(-1, tokens).log(), place_logp, probs)
-
-
-def _finite(logits: Tensor) -> Tensor:
-    """Convert to float32 and replace what is not finite, so that a head that overflows only drafts badly."""
-    return logits.float().nan_to_num(-OVERFLOW, OVERFLOW, -OVERFLOW)
 
 
 def grow_chain(

@@ -23,6 +23,7 @@ from specmamba.core import Batch, DraftTree, TreeShape
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.draft.heads.children import ChildPicker, Children
+from specmamba.kernels import sampling as sampling_ops
 from specmamba.models.base import DraftHead
 from specmamba.trees import StaticTree
 
@@ -116,7 +117,7 @@ def _best_nodes(
     parents = torch.cat([root - 1, *(step.parent for step in steps)], 1)
     value = torch.cat([root + torch.inf, *(step.value for step in steps)], 1)
     kept = value.sort(dim=-1, descending=True, stable=True).indices[:, : plan.max_nodes].sort(-1).values
-    parent_node = torch.searchsorted(kept, parents.gather(1, kept))
+    parent_node = (kept[:, None] < parents.gather(1, kept)[..., None]).sum(-1)
     is_child = (value.gather(1, kept) > -torch.inf) & (kept > 0)
     shape = tree_shape(parent_node.where(is_child, -1), plan.topk)
     draft_probs = None
@@ -240,7 +241,9 @@ def grow_static_tree(
             hidden = runner.descend(batch, tokens[:, level.nodes], above, depth, mask, level.num_entries_before)
         logits = runner.head.logits(hidden)
         if is_drawn is None:
-            tokens[:, level.children] = logits.topk(level.num_choices, -1).indices[:, level.child_of, level.choice]
+            tokens[:, level.children] = sampling_ops.likeliest(logits, level.num_choices)[0][
+                :, level.child_of, level.choice
+            ]
             continue
         picked = picker.pick(logits, level.num_choices, batch, level.num_entries_before)
         assert picked.probs is not None

@@ -23,6 +23,7 @@ import pytest
 from torch import Tensor
 
 from specmamba.kernels.native import library
+from specmamba.kernels.native.levels import NativeUnavailableError
 
 NUMBER, PLACE = -1, -2  # kinds of words; any other is the index of an array
 C_TYPES = {
@@ -55,15 +56,16 @@ class Function:
 
 
 class Functions:
-    """Stands for a ctypes library. A function appears when it is asked for; all calls go to ``run``."""
+    """Stands for a ctypes library. A function is made when it is asked for first; all calls go to ``run``."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self.made: dict[str, Function] = {}
 
     def __getattr__(self, name: str) -> Function:
-        function = Function(name, self._run)
-        setattr(self, name, function)
-        return function
+        if name.endswith("_replay"):
+            raise AttributeError(f"{name}: captured steps do not run in another program")
+        return self.made.setdefault(name, Function(name, self._run))
 
 
 class Program:
@@ -190,7 +192,13 @@ def pytest_configure(config: pytest.Config) -> None:
     functions = Functions(program.run)
     patch = pytest.MonkeyPatch()
     patch.setattr(Tensor, "data_ptr", data_ptr)
-    patch.setattr(library, "open_library", lambda _: functions)
+
+    def open_library(source: Path) -> Functions:
+        if source.parent.name == "replay":
+            raise NativeUnavailableError("captured steps do not run in another program")
+        return functions
+
+    patch.setattr(library, "open_library", open_library)
 
     def end() -> None:
         patch.undo()

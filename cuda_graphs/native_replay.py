@@ -1,0 +1,77 @@
+"""Replay on a CPU: functions are recorded as tapes of native calls and run without Python between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+
+from specmamba.cuda_graphs.arena import Arena
+from specmamba.cuda_graphs.recorder import NotRecordableError, StepRecorder
+from specmamba.cuda_graphs.replay import Replay
+from specmamba.kernels.replay import Tape, Threads, is_available
+
+T = TypeVar("T")
+logger = logging.getLogger("specmamba")
+
+
+class NativeReplay(Replay[T]):
+    """Calls a function at its first run, records it at the second, and from then on replays the record.
+
+    The first run makes what is made once, as packed weights. A function that cannot be recorded is called every time.
+    All records share one arena: they never run at the same time, and the result of one is read before the next runs.
+    """
+
+    has_fixed_shapes = True
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        """``num_threads``: of replays; None: as many as torch's."""
+        self._threads = Threads(num_threads or torch.get_num_threads())
+        self._arena = Arena()
+        self._records: dict[Hashable, tuple[Tape, T] | None] = {}
+        self._seen: set[Hashable] = set()
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether native code runs on this machine."""
+        return is_available()
+
+    @property
+    def tapes(self) -> dict[Hashable, Tape]:
+        """The records so far, by key."""
+        return {key: record[0] for key, record in self._records.items() if record is not None}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the results of recorded functions."""
+        return self._arena.num_bytes
+
+    def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
+        fill()
+        if key not in self._seen:
+            self._seen.add(key)
+            return function()
+        if key not in self._records:
+            return self._record(key, function)
+        record = self._records[key]
+        if record is None:
+            return function()
+        tape, result = record
+        tape.run(self._threads)
+        return result
+
+    def close(self) -> None:
+        self._threads.stop()
+        self._records.clear()
+
+    def _record(self, key: Hashable, function: Callable[[], T]) -> T:
+        try:
+            record: tuple[Tape, T] = StepRecorder(self._arena).record(function)
+        except NotRecordableError as error:
+            logger.warning("some steps run operator by operator: %s", error)
+            self._records[key] = None
+            return function()  # what was run already is run again on the same inputs
+        self._records[key] = record
+        return record[1]
