@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from specmamba.cuda_graphs.arena import Arena
-from specmamba.cuda_graphs.recorder import NotRecordableError, StepRecorder
+from specmamba.cuda_graphs.step_recorder import NotRecordableError, StepRecorder
 from specmamba.cuda_graphs.replay import Replay
 from specmamba.kernels.replay import Tape, Threads, is_available
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from specmamba.cuda_graphs import NativeReplay
 from specmamba.cuda_graphs.arena import Arena
-from specmamba.cuda_graphs.recorder import NotRecordableError, StepRecorder
+from specmamba.cuda_graphs.step_recorder import NotRecordableError, StepRecorder
 from specmamba.kernels import linear, rowwise
 from specmamba.kernels.replay import Tape, Threads
 
