@@ -24,6 +24,18 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_report_header() -> str:
+    from specmamba.kernels.native.levels import LEVELS, NativeUnavailableError, available_levels, chosen_level
+
+    try:
+        tried = f"tests use {chosen_level().name}"
+    except NativeUnavailableError as reason:
+        tried = f"none: {reason}"
+    available = available_levels()
+    untried = ", ".join(level.name for level in LEVELS if level not in available)
+    return f"native kernels: {tried}; compiled only, untried on this CPU: {untried or 'none'}"
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow_cases(items)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -36,3 +37,23 @@ def copy_tracked(destination: Path) -> None:
         shutil.copyfile(ROOT / name, target)
     for link in ("kernels", "cuda_graphs", "bench"):
         os.symlink(f"../{link}", destination / "specmamba" / link)
+
+
+def built_wheel(folder: Path, *options: str, **environment: str) -> Path:
+    """Build the tracked files with ``python -m build``: the wheel, in ``folder / "dist"``.
+
+    Args:
+        folder: empty.
+        options: of ``build``; without any, the wheel is made from an sdist, so that both are complete.
+        environment: added to this process's.
+    """
+    source, built = folder / "source", folder / "dist"
+    copy_tracked(source)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", built, source],
+        check=True,
+        env={**os.environ, **environment},
+        stdout=subprocess.DEVNULL,
+    )
+    (path,) = built.glob("*.whl")
+    return path

@@ -60,7 +60,9 @@ def copies(device: torch.device, dtype: torch.dtype, form: WeightForm = "plain")
     """Whether ``pack`` keeps a copy of a weight rather than the weight."""
     if form == "int8":
         return True
-    weight = torch.empty(1, 1, dtype=dtype, device=device)
+    if device.type != "cpu":  # nothing is allocated there to find out
+        return False
+    weight = torch.empty(1, 1, dtype=dtype)
     return native_ops.can_pack(weight, form) or torch_ops.can_pack(weight)
 
 

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from specmamba.kernels.native.cpp_compiler import command_of, find_compiler, run_compiler
 from specmamba.kernels.native.levels import LEVELS, MACHINE, Level, NativeUnavailableError
-from specmamba.kernels.native.library import FLAGS, KERNELS, find_compiler, run_compiler, shipped_name
+from specmamba.kernels.native.library import shipped_name, sources
 
 _LINK = ("-shared", "-s", "-Wl,--gc-sections")
 _GLIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)")
@@ -41,13 +42,23 @@ def platform_tag(libraries: Iterable[Path]) -> str:
 
 
 def _build(level: Level, compiler: list[str], library: Path) -> Path:
-    sources = sorted(KERNELS.glob("*/native.cpp"))
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = [Path(folder) / f"{source.parent.name}.o" for source in sources]
-        commands = (
-            [*compiler, *level.options, *FLAGS, "-c", str(source), "-o", str(compiled)]
-            for source, compiled in zip(sources, objects, strict=True)
-        )
-        list(pool.map(run_compiler, commands))
+    with TemporaryDirectory() as folder:
+        objects = compiled_objects(level, compiler, Path(folder))
         run_compiler([*compiler, *_LINK, *map(str, objects), "-o", str(library)])
     return library
+
+
+def compiled_objects(level: Level, compiler: list[str], folder: Path) -> list[Path]:
+    """Compile the source of every operator into an object in ``folder``, side by side.
+
+    Raises:
+        NativeUnavailableError: the compiler fails.
+    """
+    objects = [folder / f"{source.parent.name}.o" for source in sources()]
+    commands = (
+        [*command_of(compiler, level), "-c", str(source), "-o", str(compiled)]
+        for source, compiled in zip(sources(), objects, strict=True)
+    )
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(run_compiler, commands))
+    return objects

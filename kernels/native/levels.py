@@ -27,7 +27,8 @@ class Level:
 
     name: str  # a value of ``SPECMAMBA_NATIVE``
     cpu_flags: frozenset[str]  # as Linux names them
-    options: tuple[str, ...]  # of the compiler
+    options: tuple[str, ...]  # of GCC and clang
+    zig_cpu: str  # the same as zig names it
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
@@ -37,14 +38,24 @@ _NEON = frozenset({"asimd", "asimddp"})
 # By what ``platform.machine`` says; the best first.
 LEVELS_OF: Mapping[str, tuple[Level, ...]] = {
     "x86_64": (
-        Level("avx512_bf16", _AVX512 | {"avx512_vnni", "avx512_bf16"}, (*_V4, "-mavx512vnni", "-mavx512bf16")),
-        Level("avx512_vnni", _AVX512 | {"avx512_vnni"}, (*_V4, "-mavx512vnni")),
-        Level("avx512", _AVX512, _V4),
-        Level("avx2", _AVX2, ("-march=x86-64-v3",)),
+        Level(
+            "avx512_bf16",
+            _AVX512 | {"avx512_vnni", "avx512_bf16"},
+            (*_V4, "-mavx512vnni", "-mavx512bf16"),
+            "x86_64_v4+avx512vnni+avx512bf16",
+        ),
+        Level("avx512_vnni", _AVX512 | {"avx512_vnni"}, (*_V4, "-mavx512vnni"), "x86_64_v4+avx512vnni"),
+        Level("avx512", _AVX512, _V4, "x86_64_v4"),
+        Level("avx2", _AVX2, ("-march=x86-64-v3",), "x86_64_v3"),
     ),
     "aarch64": (
-        Level("neon_bf16", _NEON | {"bf16", "i8mm"}, ("-march=armv8.2-a+dotprod+bf16+i8mm",)),
-        Level("neon", _NEON, ("-march=armv8.2-a+dotprod",)),
+        Level(
+            "neon_bf16",
+            _NEON | {"bf16", "i8mm"},
+            ("-march=armv8.2-a+dotprod+bf16+i8mm",),
+            "generic+v8_2a+dotprod+bf16+i8mm",
+        ),
+        Level("neon", _NEON, ("-march=armv8.2-a+dotprod",), "generic+v8_2a+dotprod"),
     ),
 }
 MACHINE = platform.machine()
@@ -62,7 +73,7 @@ def chosen_level() -> Level:
         raise NativeUnavailableError(f"{SWITCH} turns them off")
     flags = cpu_flags()
     if not asked:
-        return next((level for level in LEVELS if level.cpu_flags <= flags), None) or _none_of_this_cpu(flags)
+        return _best_level(flags)
     level = next((level for level in LEVELS if level.name == asked), None)
     if level is None:
         names = ", ".join(level.name for level in LEVELS)
@@ -76,7 +87,8 @@ def chosen_level() -> Level:
 
 def available_levels() -> tuple[Level, ...]:
     """The levels of this CPU, the best first."""
-    return tuple(level for level in LEVELS if level.cpu_flags <= cpu_flags())
+    flags = cpu_flags()
+    return tuple(level for level in LEVELS if level.cpu_flags <= flags)
 
 
 def cpu_flags() -> frozenset[str]:
@@ -89,7 +101,10 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((line.partition(":")[2] for line in lines if line.startswith(names)), "").split())
 
 
-def _none_of_this_cpu(flags: frozenset[str]) -> Level:
+def _best_level(flags: frozenset[str]) -> Level:
+    for level in LEVELS:
+        if level.cpu_flags <= flags:
+            return level
     if not LEVELS:
         raise NativeUnavailableError(f"there are none for processors of the kind {MACHINE}")
     raise NativeUnavailableError(f"this CPU has no {_listed(LEVELS[-1].cpu_flags - flags)}")

@@ -11,10 +11,7 @@ import ctypes
 import hashlib
 import logging
 import os
-import shlex
-import shutil
 import stat
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specmamba.kernels.native.calls import NativeFunction
+from specmamba.kernels.native.cpp_compiler import KERNELS, command_of, find_compiler, run_compiler, version_of
 from specmamba.kernels.native.levels import Level, NativeUnavailableError, chosen_level
 
-KERNELS = Path(__file__).parents[1]  # sources include "parallel.h", and headers of operators as "operator/header.h"
-INCLUDES = (f"-I{KERNELS / 'native'}", f"-I{KERNELS}")
-# Without contraction a product and a sum are one instruction only where a kernel says so, whatever the compiler.
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", *INCLUDES)
-COMPILERS = ("g++", "clang++", "c++")
-TIMEOUT_SECONDS = 120
 SHIPPED = Path(__file__).parent / "libraries"  # in wheels that were built with them, see build.py
 
 logger = logging.getLogger("specmamba")
@@ -50,24 +42,15 @@ def built_library(source: Path, level: Level) -> Path:
         if library.exists():
             _check_owned(library)
         else:
-            _compile(source, [*compiler, *level.options, *FLAGS, "-shared"], library)
+            _compile(source, [*command_of(compiler, level), "-shared"], library)
     except (OSError, ValueError) as error:  # ValueError: quotes in $CXX that do not close
         raise NativeUnavailableError(f"{source.parent.name} cannot be built: {error}", logging.WARNING) from None
     return library
 
 
-def find_compiler() -> list[str]:
-    """The C++ compiler's command: ``$CXX`` where it is set, else the first that is installed.
-
-    Raises:
-        NativeUnavailableError: there is none.
-    """
-    chosen = shlex.split(os.environ.get("CXX", ""))
-    for command in [chosen] if chosen else [[name] for name in COMPILERS]:
-        if shutil.which(command[0]):
-            return command
-    looked_for = f"$CXX names {chosen[0]!r}, which is not" if chosen else f"none of {', '.join(COMPILERS)} is"
-    raise NativeUnavailableError(f"there is no C++ compiler ({looked_for} installed)")
+def sources() -> list[Path]:
+    """The C++ source of every operator that has one, sorted."""
+    return sorted(KERNELS.glob("*/native.cpp"))
 
 
 def cache_folder() -> Path:
@@ -101,9 +84,8 @@ def _check_owned(path: Path) -> None:
 
 
 def _fingerprint(source: Path, level: Level, compiler: list[str]) -> str:
-    version = _run([*compiler, "--version"]).stdout
     digest = hashlib.sha256()
-    for part in (*FLAGS, *level.options, *compiler, version):
+    for part in (*command_of(compiler, level), version_of(compiler)):
         digest.update(part.encode() + b"\0")
     for file in (source, *sorted(KERNELS.glob("*/*.h"))):
         digest.update(file.read_bytes() + b"\0")
@@ -122,27 +104,6 @@ def _compile(source: Path, command: list[str], library: Path) -> None:
             Path(unfinished).unlink(missing_ok=True)
     except OSError as error:
         raise NativeUnavailableError(f"{library.parent} cannot be written: {error}", logging.WARNING) from None
-
-
-def run_compiler(command: list[str]) -> None:
-    """Run a compiler whose last arguments are a source or objects, "-o" and the result.
-
-    Raises:
-        NativeUnavailableError: it fails; the message has its last line.
-    """
-    result = _run(command)
-    if result.returncode != 0:
-        last = (result.stderr.strip() or "no message").splitlines()[-1]
-        raise NativeUnavailableError(f"{command[0]} does not compile {Path(command[-3]).name}: {last}", logging.WARNING)
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailableError(f"{command[0]} does not run: {error}", logging.WARNING) from None
 
 
 @cache
@@ -186,9 +147,8 @@ def required(library: ctypes.CDLL | None) -> ctypes.CDLL:
 @cache
 def preload() -> None:
     """Build and load all native kernels now, side by side, so that no request waits for a compiler."""
-    sources = sorted(Path(__file__).parents[1].glob("*/native.cpp"))
     with ThreadPoolExecutor() as pool:
-        loaded = list(pool.map(load, sources))
+        loaded = list(pool.map(load, sources()))
     if all(library is not None for library in loaded):
         logger.info("native kernels for %s, %s", chosen_level().name, origin())
 

@@ -52,7 +52,8 @@ inline uint16x4_t rounded(Vector x) {
   return vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), up, nan), 16);
 }
 
-// The first `count` of some numbers; the others are 0.
+// The first `count` of some numbers; the others are 0. In variables of their own: clang's loads are macros, which commas
+// between template arguments would part.
 template <typename T, int Size>
 struct Part {
   alignas(16) T values[Size] = {};
@@ -60,10 +61,14 @@ struct Part {
 };
 
 inline Vector load(const float* x, All) { return vld1q_f32(x); }
-inline Vector load(const float* x, First lanes) { return vld1q_f32(Part<float, 4>(x, lanes.count()).values); }
+inline Vector load(const float* x, First lanes) {
+  const Part<float, 4> part(x, lanes.count());
+  return vld1q_f32(part.values);
+}
 inline Vector load(const BFloat16* x, All) { return widened(vld1_u16(&x->bits)); }
 inline Vector load(const BFloat16* x, First lanes) {
-  return widened(vld1_u16(Part<uint16_t, 4>(x, lanes.count()).values));
+  const Part<uint16_t, 4> part(x, lanes.count());
+  return widened(vld1_u16(part.values));
 }
 
 inline void store(float* y, Vector x, All) { vst1q_f32(y, x); }
@@ -117,7 +122,8 @@ inline void keep_in_register(Vector& x) { asm("" : "+w"(x)); }
 using Shorts = int16x8_t;
 inline Shorts load_shorts(const void* x) { return vld1q_s16(static_cast<const int16_t*>(x)); }
 inline Shorts load_shorts(const void* x, int64_t count) {  // behind them 0
-  return vld1q_s16(Part<int16_t, 8>(x, count).values);
+  const Part<int16_t, 8> part(x, count);
+  return vld1q_s16(part.values);
 }
 inline Shorts broadcast_pair(int32_t pair) { return vreinterpretq_s16_s32(vdupq_n_s32(pair)); }
 

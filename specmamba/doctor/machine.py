@@ -16,7 +16,7 @@ from specmamba.doctor.software import Facts, Problem, error, warning
 from specmamba.kernels import rowwise
 from specmamba.kernels.gpu import has_triton, runs_on
 from specmamba.kernels.native.levels import NativeUnavailableError, chosen_level, cpu_flags
-from specmamba.kernels.native.library import KERNELS, SHIPPED, cache_folder, open_library, origin
+from specmamba.kernels.native.library import SHIPPED, cache_folder, open_library, origin, sources
 from specmamba.kernels.rowwise import torch_ops
 from specmamba.measure.memory_speed import weight_speed
 from specmamba.measure.report import machine
@@ -86,7 +86,10 @@ def driver_version(file: Path = DRIVER) -> str | None:
 
 
 TRITON_SWITCH = "SPECMAMBA_TRITON"
-NO_COMPILER = "install a C++ compiler (Debian's package g++); until then PyTorch does the same work, only slower"
+NO_COMPILER = (
+    "install a C++ compiler (Debian's package g++, or pip install 'specmamba[compiler]'); "
+    "until then PyTorch does the same work, only slower"
+)
 
 
 def examine_kernels(device: torch.device) -> tuple[Facts, list[Problem]]:
@@ -98,12 +101,12 @@ def examine_kernels(device: torch.device) -> tuple[Facts, list[Problem]]:
 
 def examine_native() -> tuple[Facts, list[Problem]]:
     """Build all native kernels that are not built yet, and load them."""
-    sources = sorted(KERNELS.glob("*/native.cpp"))
+    kernels = sources()
     with ThreadPoolExecutor() as pool:
-        reasons = list(pool.map(_why_not, sources))
+        reasons = list(pool.map(_why_not, kernels))
     failed = [reason for reason in reasons if reason is not None]
     facts: Facts = {
-        "built": [source.parent.name for source, reason in zip(sources, reasons, strict=True) if reason is None],
+        "built": [source.parent.name for source, reason in zip(kernels, reasons, strict=True) if reason is None],
         "reason": str(failed[0]) if failed else None,
         **dict.fromkeys(("level", "origin", "folder", "gb_per_second", "threads")),
     }

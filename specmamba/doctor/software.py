@@ -52,6 +52,7 @@ EXTRAS = {
     "otel": Extra(
         ("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "--otlp-traces-endpoint"
     ),
+    "compiler": Extra(("ziglang",), "native kernels on a machine without a C++ compiler"),
 }
 
 

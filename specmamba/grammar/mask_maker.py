@@ -204,10 +204,8 @@ class MaskMaker:
 
     def _replace_slow(self) -> None:
         """Mark threads whose jobs are slow; start another where jobs wait and all are slow."""
-        now = time.monotonic()
         for worker in self._workers:
-            began = None if worker.job is None else worker.job.began
-            if began is not None and now - began > QUICK_SECONDS and not worker.is_slow:
+            if worker.job is not None and worker.job.is_late and not worker.is_slow:
                 worker.slow_down()
         has_quick = any(not worker.is_slow for worker in self._workers)
         if self._waiting and not has_quick and len(self._workers) < self._max_threads:

@@ -32,3 +32,19 @@ def test_forms_differ() -> None:
     bound = x.double().abs().sum(-1, keepdim=True) * weight.double().abs().amax(-1) / 254
     assert not torch.equal(plain, int8)
     assert ((plain - int8).abs() <= bound + plain.abs() * 2**-7).all()
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_whether_a_weight_is_copied_is_known_without_its_device(device: str) -> None:
+    assert not linear.copies(torch.device(device, 7), torch.bfloat16)
+    assert linear.copies(torch.device(device, 7), torch.bfloat16, "int8")
+
+
+@pytest.mark.usefixtures("needs_native")
+def test_a_weight_on_the_cpu_is_copied() -> None:
+    cpu = torch.device("cpu")
+    assert [linear.copies(cpu, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)] == [
+        True,
+        True,
+        False,
+    ]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from specmamba.kernels.native import levels, library
-from specmamba.kernels.native.levels import LEVELS, Level, available_levels, chosen_level
+from specmamba.kernels.native import cpp_compiler, levels, library
+from specmamba.kernels.native.levels import LEVELS, LEVELS_OF, Level, available_levels, chosen_level
 from tests.repository import ROOT
 
-KERNELS = sorted((ROOT / "kernels").glob("*/native.cpp"))
+KERNELS = library.sources()
 SOURCE = """
 #include "parallel.h"
 extern "C" long sum_below(long count, int threads) {
@@ -29,6 +32,8 @@ extern "C" long sum_below(long count, int threads) {
 """
 ADD_ALL = """
 import sys
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from specmamba.kernels.native import library
 loaded = library.open_library(Path(sys.argv[1]))
@@ -38,9 +43,11 @@ print(loaded.sum_below(1000, 2))
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A cache of its own for every test, and nothing said yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    """A cache of its own for every test, where nothing is loaded before but the threads; and nothing said yet."""
     monkeypatch.delenv("SPECMAMBA_NATIVE", raising=False)
+    with suppress(levels.NativeUnavailableError):
+        library._parallel_region(chosen_level())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     library.load.cache_clear()
     library._log_once.cache_clear()
 
@@ -56,7 +63,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        library.find_compiler()
+        cpp_compiler.find_compiler()
     except levels.NativeUnavailableError as reason:
         pytest.skip(str(reason))
     if not available_levels():
@@ -99,7 +106,7 @@ def test_processes_that_build_at_once(source: Path, compiler: None, tmp_path: Pa
     command = [sys.executable, "-c", ADD_ALL, str(source)]
     running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate()[0].strip() for process in running] == ["499500", "499500"]
-    assert len(list((tmp_path / "cache/specmamba").iterdir())) == 1  # and no unfinished file is left
+    assert len(list((tmp_path / "cache/specmamba").glob("example-*"))) == 1  # and no unfinished file is left
 
 
 def expect_log(source: Path, caplog: pytest.LogCaptureFixture, level: int, part: str) -> None:
@@ -118,7 +125,8 @@ def test_no_compiler(source: Path, caplog: pytest.LogCaptureFixture, monkeypatch
     monkeypatch.setattr(library, "chosen_level", lambda: LEVELS[-1])
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    expect_log(source, caplog, logging.INFO, "no C++ compiler (none of g++, clang++, c++ is installed)")
+    monkeypatch.setattr(cpp_compiler, "find_spec", lambda _: None)
+    expect_log(source, caplog, logging.INFO, "no C++ compiler (none of g++, clang++, c++, ziglang is installed)")
 
 
 def test_cxx_that_is_not_there(source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +158,7 @@ def test_a_compiler_that_hangs(
     source: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(library, "chosen_level", lambda: LEVELS[-1])
-    monkeypatch.setattr(library, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(cpp_compiler, "TIMEOUT_SECONDS", 0.2)
     monkeypatch.setenv("CXX", write_compiler(tmp_path, "exec sleep 30"))
     expect_log(source, caplog, logging.WARNING, "does not run")
 
@@ -186,6 +194,19 @@ def test_the_best_level_of_a_cpu(level: Level, monkeypatch: pytest.MonkeyPatch) 
     for lower in available_levels():
         monkeypatch.setenv("SPECMAMBA_NATIVE", f" {lower.name.upper()} ")
         assert chosen_level() is lower
+
+
+def test_the_cpu_is_asked_once_for_all_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+    read = Path.read_text
+
+    def read_text(path: Path, *rest: str) -> str:
+        reads.append(path)
+        return read(path, *rest)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    available_levels()
+    assert reads == [Path("/proc/cpuinfo")]
 
 
 def test_levels_have_libraries_of_their_own(source: Path, compiler: None) -> None:
@@ -260,7 +281,7 @@ def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_the_file_name_follows_the_flags(source: Path, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     first = library.built_library(source, LEVELS[-1])
-    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-DOTHER"))
+    monkeypatch.setattr(cpp_compiler, "FLAGS", (*cpp_compiler.FLAGS, "-DOTHER"))
     assert library.built_library(source, LEVELS[-1]) != first
 
 
@@ -296,10 +317,45 @@ def test_damaged_shipped_kernels_are_compiled_here(
     assert "install specmamba anew" in record.getMessage()
 
 
-@pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ is not installed")
-def test_clang_builds_them_too(source: Path, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "clang++")
+def test_the_order_of_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """$CXX, then those of the system, GCC first, then the package, which is asked for with this Python."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(cpp_compiler, "find_spec", lambda name: name == "ziglang" or None)
+    assert cpp_compiler.find_compiler() == [sys.executable, "-m", "ziglang", "c++"]
+    for name in ("c++", "clang++", "g++"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+        assert cpp_compiler.find_compiler() == [name]
+    monkeypatch.setenv("CXX", "clang++ --some-option")
+    assert cpp_compiler.find_compiler() == ["clang++", "--some-option"]
+
+
+@pytest.mark.parametrize("level", [level for of_kind in LEVELS_OF.values() for level in of_kind], ids=lambda x: x.name)
+def test_zig_names_processors_in_its_own_way(level: Level) -> None:
+    cpu = f"-mcpu={level.zig_cpu}"
+    for zig in ([sys.executable, "-m", "ziglang", "c++"], ["zig", "c++"]):
+        assert cpp_compiler.command_of(zig, level) == [*zig, cpu, *cpp_compiler.FLAGS]
+    for other in (["g++"], ["clang++"]):
+        assert cpp_compiler.command_of(other, level) == [*other, *level.options, *cpp_compiler.FLAGS]
+
+
+ZIG = shlex.join([sys.executable, "-m", "ziglang", "c++"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["clang++", ZIG], ids=["clang", "zig"])
+def test_other_compilers_build_every_kernel(
+    command: str, source: Path, compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if command == ZIG and find_spec("ziglang") is None:
+        pytest.skip("ziglang is not installed (pip install 'specmamba[compiler]')")
+    if command == "clang++" and shutil.which(command) is None:
+        pytest.skip("clang++ is not installed")
+    monkeypatch.setenv("CXX", command)
     assert library.open_library(source).sum_below(1000, 2) == 499500
+    for kernel in KERNELS:
+        assert isinstance(library.open_library(kernel), ctypes.CDLL)
 
 
 def test_a_kernel_builds_with_nothing_cached(compiler: None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 
 from specmamba.kernels.native.levels import LEVELS, MACHINE, chosen_level
 from specmamba.kernels.native.library import shipped_name
-from tests.repository import copy_tracked
+from tests.repository import built_wheel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("needs_native")]
 MOST_BYTES = 12 << 20
@@ -25,16 +24,7 @@ MOST_BYTES = 12 << 20
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    copy_tracked(source)
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", built, source],
-        check=True,
-        env={**os.environ, "SPECMAMBA_BUILD_NATIVE": "1"},
-        stdout=subprocess.DEVNULL,
-    )
-    (path,) = built.glob("*.whl")
-    return path
+    return built_wheel(tmp_path_factory.mktemp("wheel"), "--wheel", SPECMAMBA_BUILD_NATIVE="1")
 
 
 @pytest.fixture(scope="module")

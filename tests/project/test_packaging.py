@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository import ROOT, copy_tracked, tracked_files
+from tests.repository import ROOT, built_wheel, tracked_files
 
 pytestmark = pytest.mark.slow
 
@@ -37,15 +37,7 @@ def run_python(code: str, *arguments: str, cwd: Path, path: Path | None = None) 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel built from the sdist that is built from the tracked files, so both are complete."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    copy_tracked(source)
-    subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", built, source],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    (path,) = built.glob("*.whl")
-    return path
+    return built_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")

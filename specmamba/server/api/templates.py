@@ -18,14 +18,11 @@ from specmamba.models.special_text import strings
 from specmamba.server.api.streaming import unless_client_gone
 from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import ApiError, queue_timeout
-from specmamba.server.http.fields import shortened
+from specmamba.server.http.fields import longest_text, shortened
 from specmamba.server_config import ServerConfig
 from specmamba.templates.renderer import TemplateRenderer
 from specmamba.templates.rendering import Conversation, RenderedChat
 
-# Characters that a template may write besides those it was given: the first number, or what fits into the context, with
-# this many for each token where the tokenizer knows no bound.
-_LEAST_CHARACTERS, _CHARACTERS_PER_TOKEN = 1 << 20, 8
 # Characters that clients may send for each token of the context where the tokenizer knows no bound.
 _SENT_PER_TOKEN = 32
 
@@ -43,10 +40,10 @@ class Templates:
         if self._tokenizer.has_chat_template:
             length = constants.context_length
             fitting = self._tokenizer.most_characters(length)
-            self._renderer = TemplateRenderer(max(_LEAST_CHARACTERS, fitting or _CHARACTERS_PER_TOKEN * length))
+            # Characters that a template may write besides those it was given.
+            self._renderer = TemplateRenderer(longest_text(length, fitting))
             # Templates may leave text out, such as earlier reasoning: so it is no less than /tokenize takes.
-            sent = max(fitting or _SENT_PER_TOKEN * length, _CHARACTERS_PER_TOKEN * length)
-            self._most_sent = max(_LEAST_CHARACTERS, sent)
+            self._most_sent = max(longest_text(length), fitting or _SENT_PER_TOKEN * length)
 
     async def render(
         self,

@@ -21,14 +21,12 @@ from specmamba.server.api.responses import CompletionLogprobs, LeftOutWhenNone, 
 from specmamba.server.api.service import Service, size_of
 from specmamba.server.api.streaming import off_loop
 from specmamba.server.http.error_answers import ApiError, errors
-from specmamba.server.http.fields import StrictModel, TokenId
+from specmamba.server.http.fields import StrictModel, TokenId, longest_text
 from specmamba.server.tools.definitions import Tool, Tools
 
 # The log probability of an impossible token: JSON has no infinity.
 LEAST_LOGPROB = -9999.0
 _ERRORS = errors(400, 401, 404, 413, 415, 429, 500)
-# Characters that /tokenize accepts: the first number, or this many per token of the context where that is more.
-_LONG_TEXT, _CHARACTERS_PER_TOKEN = 1 << 20, 8
 
 
 def finite(logprob: float) -> float:
@@ -219,7 +217,7 @@ async def _answer(size: int, work: Callable[[], BaseModel]) -> Response:
 
 
 def _check_length(service: Service, length: int, field: str) -> None:
-    most = max(_LONG_TEXT, _CHARACTERS_PER_TOKEN * service.context_length)
+    most = longest_text(service.context_length)
     if length > most:
         message = f"{field}: {length} characters, but at most {most} are tokenized in a call: send them in parts"
         raise ApiError(400, message, param=field, code="too_long")

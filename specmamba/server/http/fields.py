@@ -24,12 +24,23 @@ from specmamba.sampling_params import MAX_BIASES, MAX_STOP_STRINGS, StopString
 # Tags begin with a bracket, which distinguishes them from field names in the location of an error.
 STRING, STRINGS, TOKENS, TOKEN_LISTS, PARTS = "(string)", "(strings)", "(tokens)", "(token lists)", "(parts)"
 MAX_PROMPTS, MAX_PARTS = 16_384, 4096
+_LONG_TEXT, _CHARACTERS_PER_TOKEN = 1 << 20, 8
 _BIASED_TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def shortened(text: str, most: int = 300) -> str:
     """Text of a client, cut to ``most`` characters for an error message."""
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def longest_text(context_length: int, fitting: int | None = None) -> int:
+    """How many characters a call may hand over to be tokenized, or a template may write: a megabyte in any case.
+
+    Args:
+        context_length: of the model, in tokens.
+        fitting: characters that this many tokens can have; None: the tokenizer knows no bound.
+    """
+    return max(_LONG_TEXT, fitting or _CHARACTERS_PER_TOKEN * context_length)
 
 
 class StrictModel(BaseModel):

@@ -5,16 +5,13 @@ A process uses one instruction set, so each has a test run of its own.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 
-from specmamba.kernels.native.levels import SWITCH, available_levels, chosen_level
-from tests.repository import ROOT
-
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("needs_native")]
+from specmamba.kernels.native import levels
+from specmamba.kernels.native.levels import LEVELS, SWITCH, available_levels, chosen_level
+from tests.conftest import pytest_report_header
 
 PARTS = {
     "operators": ["tests/kernels", "--ignore=tests/kernels/triton"],
@@ -22,21 +19,22 @@ PARTS = {
 }
 
 
+def test_the_header_names_levels_that_are_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [level.name for level in LEVELS]
+    monkeypatch.delenv(SWITCH, raising=False)
+    for level, untried in ((LEVELS[0], "none"), (LEVELS[-1], ", ".join(names[:-1]))):
+        line = f"tests use {level.name}; compiled only, untried on this CPU: {untried}"
+        monkeypatch.setattr(levels, "cpu_flags", lambda flags=level.cpu_flags: flags)
+        assert pytest_report_header() == f"native kernels: {line}"
+    monkeypatch.setenv(SWITCH, "0")
+    assert pytest_report_header().startswith(f"native kernels: none: {SWITCH} turns them off; compiled only")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_native")
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("level", [level.name for level in available_levels()[1:]])
-def test_lower_levels(level: str, part: str) -> None:
+def test_lower_levels(level: str, part: str, run_tests: Callable[..., None]) -> None:
     if available_levels()[0] is not chosen_level():
         pytest.skip(f"{SWITCH} chooses the instruction set of this run")
-    options = ["-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *PARTS[part]],
-        cwd=ROOT,
-        env={**os.environ, SWITCH: level, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert "no native kernels here" not in run.stdout
+    run_tests(*PARTS[part], **{SWITCH: level})
