@@ -84,8 +84,8 @@ def _draw(logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
     drawn, is_drawn = sampling_ops.draw_children(probs, uniforms)
     likeliest = probs.topk(k, -1)
     tokens = torch.where(is_greedy, likeliest.indices, drawn)
-    place_logp = likeliest.values.log().masked_fill(~(is_drawn | is_greedy), -torch.inf)
-    return Children(tokens, probs.gather(-1, tokens).log(), place_logp, probs)
+    place_logp = sampling_ops.log(likeliest.values).masked_fill(~(is_drawn | is_greedy), -torch.inf)
+    return Children(tokens, sampling_ops.log(probs.gather(-1, tokens)), place_logp, probs)
 
 
 def grow_chain(
