@@ -467,3 +467,14 @@ def test_native_code_refuses_to_choose_more_tokens_than_there_are() -> None:
     for k in (0, 4):
         with pytest.raises(ValueError, match="so many tokens"):
             native_ops.likeliest(torch.zeros(1, 3), k)
+
+
+@DTYPES
+def test_drafts_get_numbers_and_their_logarithms(ops: ModuleType, dtype: torch.dtype) -> None:
+    logits = torch.tensor([[1.5, -2e5, torch.inf], [-torch.inf, torch.nan, 0.0]], dtype=dtype)
+    want = torch.tensor([[1.5, -2e5, 1e4], [-1e4, -1e4, 0.0]])
+    torch.testing.assert_close(ops.finite(logits.t()), want.t(), rtol=2**-8 * (dtype == torch.bfloat16), atol=0)
+    assert ops.finite(logits).dtype == torch.float32
+    x = torch.rand(3, 1, 5)
+    x[0, 0, 0] = 0
+    torch.testing.assert_close(ops.log(x.transpose(0, 2)), x.double().log().float().transpose(0, 2))
