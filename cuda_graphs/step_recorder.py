@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -131,7 +132,8 @@ class StepRecorder(TorchDispatchMode):
         for storage, (place, x) in self._constants.items():
             if storage <= address < storage + max(1, x.untyped_storage().nbytes()):
                 del self._constants[storage]
-                self._calls[place] = self._keep(move_call(x, x.clone()))
+                with torch._C._DisableTorchDispatch():  # the copy is no part of the record
+                    self._calls[place] = self._keep(move_call(x, x.clone()))
                 return
 
 

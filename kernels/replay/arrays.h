@@ -291,10 +291,12 @@ void sort(const Sort& p) {
     if (x != x || y != y) return p.descends ? x != x && y == y : x == x && y != y;  // NaN is the largest
     return p.descends ? x > y : x < y;
   };
+  const auto is_before_or_first = [&](int64_t i, int64_t j) { return is_before(i, j) || (!is_before(j, i) && i < j); };
   const auto body = [&](const int64_t* offsets, auto) {
     read(p.a, p.a.data + offsets[2], p.a.strides[last], size, row.data());
     for (int64_t i = 0; i < size; ++i) order[i] = i;
-    std::stable_sort(order.begin(), order.end(), is_before);
+    if (p.kept == size) std::stable_sort(order.begin(), order.end(), is_before);
+    else std::partial_sort(order.begin(), order.begin() + p.kept, order.end(), is_before_or_first);
     for (int64_t i = 0; i < p.kept; ++i) values[i] = row[order[i]];
     if (p.values.data != nullptr)
       write(p.values, values.data(), p.values.data + offsets[0], p.values.strides[last], p.kept);

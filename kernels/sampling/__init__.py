@@ -3,13 +3,13 @@
 Sizes: B batch, N nodes of a tree, V vocabulary, F parents of children that are drawn.
 """
 
+import torch
 from torch import Tensor
 
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.sampling import native_ops, torch_ops
 from specmamba.kernels.sampling.reference import Filter, Strengths
-from specmamba.kernels.sampling.torch_ops import finite
 
 # Independent streams of random numbers, by purpose; each user counts positions in its own stream.
 CHOICE_STREAM, DRAFT_STREAM, ACCEPT_STREAM, SYNTHETIC_STREAM = range(4)
@@ -26,6 +26,7 @@ __all__ = [
     "finite",
     "has_finite_max",
     "likeliest",
+    "log",
     "penalize",
     "probabilities",
     "residual_choice",
@@ -119,7 +120,7 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @operator(
     triton=_can_launch,
-    native=lambda logits, _, top_k, top_p, min_p, __: top_k is top_p is min_p is None and native_ops.can_take(logits),
+    native=lambda logits, *_: native_ops.can_take(logits),
 )
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter, uniforms: Tensor
@@ -134,12 +135,12 @@ def sample(
         [B, N] int64.
 
     Raises:
-        ValueError: logits, temperature and uniforms differ in shape or dtype (native form).
+        ValueError: logits, settings and uniforms differ in shape or dtype (native form).
     """
     return torch_ops.sample(logits, temperature, top_k, top_p, min_p, uniforms)
 
 
-@operator(triton=_can_launch)
+@operator(triton=_can_launch, native=lambda logits, *_: native_ops.can_take(logits))
 def probabilities(logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Filter, min_p: Filter) -> Tensor:
     """The distribution a token is drawn from.
 
@@ -155,11 +156,14 @@ def probabilities(logits: Tensor, temperature: Tensor, top_k: Filter, top_p: Fil
 
     Returns:
         [B, N, V] float32.
+
+    Raises:
+        ValueError: logits and settings differ in shape or dtype (native form).
     """
     return torch_ops.probabilities(logits, temperature, top_k, top_p, min_p)
 
 
-@operator(triton=_can_launch)
+@operator(triton=_can_launch, native=lambda logits, *_: native_ops.can_take(logits))
 def penalize(
     logits: Tensor, output_counts: Tensor, prompt_mask: Tensor, tokens: Tensor, ancestors: Tensor, strengths: Strengths
 ) -> Tensor:
@@ -178,6 +182,9 @@ def penalize(
 
     Returns:
         [B, N, V] float32, new memory.
+
+    Raises:
+        ValueError: operands differ in shape or dtype (native form).
     """
     return torch_ops.penalize(logits, output_counts, prompt_mask, tokens, ancestors, strengths)
 
@@ -228,7 +235,36 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor
     return torch_ops.token_logprobs(logits, tokens, num_top)
 
 
-@operator()
+@operator(native=native_ops.can_take)
+def finite(logits: Tensor) -> Tensor:
+    """Convert to float32 and replace what is not finite, for drafts: +inf becomes 1e4, NaN and -inf become -1e4.
+
+    Args:
+        logits: [...].
+
+    Returns:
+        [...] float32.
+    """
+    return torch_ops.finite(logits)
+
+
+@operator(native=lambda x: native_ops.can_take(x) and x.dtype == torch.float32)
+def log(x: Tensor) -> Tensor:
+    """The natural logarithm, of few numbers: -inf of 0.
+
+    Args:
+        x: [...] float32.
+
+    Returns:
+        [...] float32. Forms may differ in the last bit.
+
+    Raises:
+        ValueError: another dtype (native form).
+    """
+    return torch_ops.log(x)
+
+
+@operator(native=lambda probs, uniforms: native_ops.can_accept(probs, None, uniforms))
 def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw several different tokens from each distribution, one after the other, without replacement.
 
@@ -240,11 +276,14 @@ def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         tokens [B, F, k] int64, and is_drawn [B, F, k] bool: False where no mass was left; the token is then any index.
+
+    Raises:
+        ValueError: operands differ in shape or dtype (native form).
     """
     return torch_ops.draw_children(probs, uniforms)
 
 
-@operator()
+@operator(native=lambda probs, _, __, drafts, ___, *uniforms: native_ops.can_accept(probs, drafts, *uniforms))
 def residual_choice(
     probs: Tensor,
     tokens: Tensor,
@@ -275,6 +314,9 @@ def residual_choice(
 
     Returns:
         [B, N] int64.
+
+    Raises:
+        ValueError: operands differ in shape or dtype (native form).
     """
     uniforms = accept_uniforms, choice_uniforms
     return torch_ops.residual_choice(probs, tokens, parents, draft_probs, max_children, *uniforms)

@@ -1,49 +1,23 @@
 // Random numbers, argmax and inverse-CDF sampling; see README.md and reference.py.
 #include <cmath>
-#include <limits>
-#include <vector>
 
 #include "parallel.h"
 #include "replayable.h"
-#include "vector.h"
+#include "sampling/drafts.h"
+#include "sampling/filters.h"
+#include "sampling/penalties.h"
+#include "sampling/rows.h"
 
 namespace {
 
 using namespace specmamba;
 
-constexpr int64_t kBlock = 512;            // tokens whose mass is summed up before the cumulative sum
 constexpr int64_t kSerialBelow = 1 << 15;  // logits that one thread has done before a second one begins
 
 uint64_t mix(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
   return z ^ (z >> 31);
-}
-
-template <typename T, typename Lanes>
-Vector load_or(const T* x, float other, Lanes lanes) {
-  return chosen(lanes, load(x, lanes), broadcast(other));
-}
-
-// What is no number is smaller than any.
-template <typename T>
-float largest_of(const T* x, int64_t size) {
-  const float least = -std::numeric_limits<float>::infinity();
-  Vector best = broadcast(least);
-  for_vectors(size, [&](int64_t i, auto lanes) { best = larger(load_or(x + i, least, lanes), best); });
-  return largest(best);
-}
-
-// The first of the largest; 0 where nothing is a number.
-template <typename T>
-int64_t argmax(const T* x, int64_t size) {
-  const Vector best = broadcast(largest_of(x, size));
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const First lanes(std::min(kLanes, size - i));
-    const Mask is_best = lanes.mask() & is_equal(load(x + i, lanes), best);
-    if (any(is_best)) return i + first(is_best);
-  }
-  return 0;
 }
 
 // Whether something is finite, and nothing is no number or infinite upwards.
@@ -112,55 +86,9 @@ void likeliest(const T* x, int64_t size, int64_t k, int64_t* tokens, float* logp
   for (int64_t i = 0; i < k; ++i) logprobs[i] = logprobs[i] - largest - log_total;
 }
 
-// e^((x - largest) / temperature) of up to a block; their sum.
-template <typename T>
-float weigh(const T* x, int64_t size, float largest, float temperature, float* weights) {
-  const Vector shift = broadcast(largest), divisor = broadcast(temperature);
-  Vector total = zero();
-  for_vectors(size, [&](int64_t i, auto lanes) {
-    const Vector logit = load_or(x + i, -std::numeric_limits<float>::infinity(), lanes);
-    const Vector weight = exp((logit - shift) / divisor);
-    total = total + weight;
-    store(weights + i, weight, lanes);
-  });
-  return sum(total);
-}
-
-// The first index whose running sum exceeds a share of the whole; the last where none does.
-template <typename T>
-int64_t invert(const T* weights, int64_t size, double threshold, double* before) {
-  double running = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    *before = running;
-    running += weights[i];
-    if (running > threshold) return i;
-  }
-  return size - 1;
-}
-
-// Two levels: the block that the uniform falls into, then the token in it.
-template <typename T>
-int64_t sample(const T* x, int64_t size, float temperature, float uniform) {
-  if (temperature == 0) return argmax(x, size);
-  static thread_local std::vector<float> masses;
-  const int64_t num_blocks = (size + kBlock - 1) / kBlock;
-  masses.resize(num_blocks);
-  const float shift = largest_of(x, size);
-  float weights[kBlock];
-  auto weigh_block = [&](int64_t block) {
-    return weigh(x + block * kBlock, std::min(kBlock, size - block * kBlock), shift, temperature, weights);
-  };
-  double total = 0, before = 0;
-  for (int64_t block = 0; block < num_blocks; ++block) total += masses[block] = weigh_block(block);
-  const double threshold = uniform * total;
-  const int64_t block = invert(masses.data(), num_blocks, threshold, &before);
-  if (num_blocks > 1) weigh_block(block);
-  const int64_t count = std::min(kBlock, size - block * kBlock);
-  double inside = 0;
-  for (int64_t i = 0; i < count; ++i) inside += weights[i];
-  // the block's mass is rounded: what is left of the threshold counts as a fraction of it, and never as all of it
-  const double fraction = std::min(std::max((threshold - before) / masses[block], 0.0), 1 - 0x1p-50);
-  return block * kBlock + invert(weights, count, fraction * inside, &before);
+// Settings that are null keep all.
+Filters filters_of(const int64_t* top_k, const float* top_p, const float* min_p, int64_t request) {
+  return {top_k ? top_k[request] : 0, top_p ? top_p[request] : 1, min_p ? min_p[request] : 0};
 }
 
 template <typename Body>
@@ -212,14 +140,87 @@ void sampling_likeliest(const void* logits, int64_t* tokens, float* logprobs, in
   });
 }
 
-// logits [rows, size], uniforms [rows], a temperature for every `nodes` of them -> tokens [rows].
-void sampling_sample(const void* logits, const float* temperatures, const float* uniforms, int64_t* tokens,
-                     int64_t rows, int64_t nodes, int64_t size, int is_bfloat16, int num_threads) {
+// logits [rows, size], uniforms [rows], settings of every `nodes` of them -> tokens [rows].
+void sampling_sample(const void* logits, const float* temperatures, const int64_t* top_k, const float* top_p,
+                     const float* min_p, const float* uniforms, int64_t* tokens, int64_t rows, int64_t nodes,
+                     int64_t size, int is_bfloat16, int num_threads) {
   for_rows(rows, size, num_threads, [&](int64_t r) {
+    const Filters filters = filters_of(top_k, top_p, min_p, r / nodes);
     const float t = temperatures[r / nodes], u = uniforms[r];
-    tokens[r] = is_bfloat16 ? sample(static_cast<const BFloat16*>(logits) + r * size, size, t, u)
-                            : sample(static_cast<const float*>(logits) + r * size, size, t, u);
+    tokens[r] = is_bfloat16 ? sample(static_cast<const BFloat16*>(logits) + r * size, size, t, filters, u)
+                            : sample(static_cast<const float*>(logits) + r * size, size, t, filters, u);
   });
+}
+
+// logits [rows, size], settings of every `nodes` of them -> probs [rows, size].
+void sampling_probabilities(const void* logits, const float* temperatures, const int64_t* top_k, const float* top_p,
+                            const float* min_p, float* probs, int64_t rows, int64_t nodes, int64_t size,
+                            int is_bfloat16, int num_threads) {
+  for_rows(rows, size, num_threads, [&](int64_t r) {
+    const Filters filters = filters_of(top_k, top_p, min_p, r / nodes);
+    const float t = temperatures[r / nodes];
+    float* y = probs + r * size;
+    is_bfloat16 ? probabilities(static_cast<const BFloat16*>(logits) + r * size, size, t, filters, y)
+                : probabilities(static_cast<const float*>(logits) + r * size, size, t, filters, y);
+  });
+}
+
+// logits [rows, size], counts and is_prompt [rows / nodes, size], tokens [rows / nodes, nodes], ancestors [rows, nodes]
+// -> y [rows, size].
+void sampling_penalize(const void* logits, const int32_t* counts, const uint8_t* is_prompt, const int64_t* tokens,
+                       const uint8_t* ancestors, const float* presence, const float* frequency,
+                       const float* repetition, float* y, int64_t rows, int64_t nodes, int64_t size, int is_bfloat16,
+                       int num_threads) {
+  for_rows(rows, size, num_threads, [&](int64_t r) {
+    const int64_t b = r / nodes;
+    std::vector<int64_t> path;  // below the root, which is committed
+    for (int64_t n = 1; n < nodes; ++n)
+      if (ancestors[r * nodes + n]) path.push_back(tokens[b * nodes + n]);
+    const auto run = [&](const auto* x) {
+      const Penalties strengths{presence[b], frequency[b], repetition[b]};
+      penalize(x + r * size, counts + b * size, is_prompt + b * size, size, path.data(),
+               static_cast<int64_t>(path.size()), strengths, y + r * size);
+    };
+    is_bfloat16 ? run(static_cast<const BFloat16*>(logits)) : run(static_cast<const float*>(logits));
+  });
+}
+
+// probs [rows, size], uniforms [rows, k] -> tokens and is_drawn [rows, k].
+void sampling_draw_children(const float* probs, const float* uniforms, int64_t* tokens, bool* is_drawn, int64_t rows,
+                            int64_t size, int64_t k, int num_threads) {
+  for_rows(rows, size, num_threads, [&](int64_t r) {
+    draw_children(probs + r * size, size, uniforms + r * k, k, tokens + r * k, is_drawn + r * k);
+  });
+}
+
+// probs and draft_probs (or null) [rows, size]; tokens, parents and uniforms (float32, or all float64) [rows] of trees
+// of `nodes` -> choice [rows].
+void sampling_residual_choice(const float* probs, const float* draft_probs, const int64_t* tokens,
+                              const int64_t* parents, const void* accept_uniforms, const void* choice_uniforms,
+                              int64_t* choice, int64_t rows, int64_t nodes, int64_t size, int64_t max_children,
+                              int is_double, int num_threads) {
+  const auto number = [&](const void* x, int64_t i) {
+    return is_double ? static_cast<const double*>(x)[i] : static_cast<double>(static_cast<const float*>(x)[i]);
+  };
+  for_rows(rows, size, num_threads, [&](int64_t r) {
+    const int64_t tree = r / nodes * nodes;
+    std::vector<Child> children;
+    for (int64_t n = tree; n < tree + nodes && static_cast<int64_t>(children.size()) < max_children; ++n)
+      if (parents[n] == r - tree) children.push_back({tokens[n], number(accept_uniforms, n)});
+    const float* q = draft_probs == nullptr ? nullptr : draft_probs + r * size;
+    choice[r] = choose(probs + r * size, q, size, children, number(choice_uniforms, r));
+  });
+}
+
+// logits [count] -> y [count].
+void sampling_finite(const void* logits, float* y, int64_t count, int is_bfloat16) {
+  for (int64_t i = 0; i < count; ++i)
+    y[i] = finite(is_bfloat16 ? to_float(static_cast<const BFloat16*>(logits)[i]) : static_cast<const float*>(logits)[i]);
+}
+
+// Natural logarithms of x [count].
+void sampling_log(const float* x, float* y, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) y[i] = std::log(x[i]);
 }
 
 }  // extern "C"
@@ -229,3 +230,9 @@ SPECMAMBA_REPLAYABLE(sampling_argmax)
 SPECMAMBA_REPLAYABLE(sampling_has_finite_max)
 SPECMAMBA_REPLAYABLE(sampling_likeliest)
 SPECMAMBA_REPLAYABLE(sampling_sample)
+SPECMAMBA_REPLAYABLE(sampling_probabilities)
+SPECMAMBA_REPLAYABLE(sampling_penalize)
+SPECMAMBA_REPLAYABLE(sampling_draw_children)
+SPECMAMBA_REPLAYABLE(sampling_residual_choice)
+SPECMAMBA_REPLAYABLE(sampling_finite)
+SPECMAMBA_REPLAYABLE(sampling_log)

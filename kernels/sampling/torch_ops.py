@@ -109,6 +109,11 @@ def finite(logits: Tensor) -> Tensor:
     return logits.float().nan_to_num(-OVERFLOW, OVERFLOW, -OVERFLOW)
 
 
+def log(x: Tensor) -> Tensor:
+    """PyTorch's."""
+    return x.log()
+
+
 def draw_children(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """One draw per child; the drawn token's mass is removed before the next."""
     blocks = blocks_of(probs.clone())

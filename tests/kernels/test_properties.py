@@ -26,8 +26,8 @@ from specmamba.kernels.paged_attention import reference as attention_reference
 from specmamba.kernels.rowwise import native_ops as native_rowwise
 from specmamba.kernels.rowwise import reference as rowwise_reference
 from specmamba.kernels.rowwise import torch_ops as rowwise_ops
+from specmamba.kernels.sampling import native_ops as native_sampling
 from specmamba.kernels.sampling import reference as sampling_reference
-from specmamba.kernels.sampling import residual_choice
 from specmamba.kernels.sampling import torch_ops as sampling_ops
 from specmamba.kernels.ssd import reference as ssd_reference
 from specmamba.kernels.ssd import torch_ops as ssd_ops
@@ -251,16 +251,24 @@ def test_tree_bookkeeping(count: int) -> None:
 
 @each_tier
 def test_sampling(count: int) -> None:
-    def check(rows: int, nodes: int, vocabulary: int, temperature: float, top_k: int, seed: int) -> None:
+    def check(
+        rows: int, nodes: int, vocabulary: int, temperature: float, filters: tuple[int, float, float], seed: int
+    ) -> None:
         logits = normal(rows, nodes, vocabulary, seed=seed)
-        filters = torch.full((rows,), top_k), torch.ones(rows), torch.zeros(rows)
-        probs = sampling_ops.probabilities(logits, torch.full((rows,), temperature), *filters)
-        want = sampling_reference.probabilities(logits.double(), torch.full((rows,), temperature), *filters)
-        torch.testing.assert_close(probs.double(), want, **tolerance(terms=80 / temperature, magnitude=0.1))
-        assert torch.equal(sampling_ops.argmax(logits), sampling_reference.argmax(logits))
+        settings = [torch.full((rows,), x) for x in (temperature, *filters)]
+        want = sampling_reference.probabilities(logits.double(), *settings)
+        uniforms = test_rejection.uniforms(rows, nodes, seed=seed)
+        for ops in [sampling_ops] + [native_sampling] * (len(FORMS) - 1):
+            probs = ops.probabilities(logits, *settings)
+            torch.testing.assert_close(probs.double(), want, **tolerance(terms=80 / temperature, magnitude=0.1))
+            assert torch.equal(ops.argmax(logits), sampling_reference.argmax(logits))
+            tokens = ops.sample(logits, *settings, uniforms)
+            assert torch.equal(tokens, sampling_reference.sample(logits.double(), *settings, uniforms))
 
     temperature, vocabulary = st.sampled_from([0.125, 0.7, 1.0, 2.5]), st.integers(1, 300)
-    hold(count, check, rows=sizes, nodes=sizes, vocabulary=vocabulary, temperature=temperature, top_k=sizes, seed=seeds)
+    filters = st.tuples(st.integers(0, 9), st.sampled_from([1.0, 0.9, 0.37]), st.sampled_from([0.0, 0.03, 0.21]))
+    of = {"rows": sizes, "nodes": sizes, "vocabulary": vocabulary, "temperature": temperature}
+    hold(count, check, **of, filters=filters, seed=seeds)
 
 
 @each_tier
@@ -270,7 +278,11 @@ def test_residual_choice(count: int) -> None:
         p, q = (test_rejection.random_probs(*shape, seed=seed + i) for i in (0, 1))
         tokens = test_rejection.sibling_tokens(parents, q, seed)
         arguments = p, tokens, parents, q, nodes, *test_rejection.uniforms(2, len(of), nodes, seed=seed + 2)
-        assert torch.equal(residual_choice(*arguments), sampling_reference.residual_choice(*arguments))
+        drawn = q[:, :1], test_rejection.uniforms(len(of), 1, 3, seed=seed + 3)
+        for ops in [sampling_ops] + [native_sampling] * (len(FORMS) - 1):
+            assert torch.equal(ops.residual_choice(*arguments), sampling_reference.residual_choice(*arguments))
+            for got, want in zip(ops.draw_children(*drawn), sampling_reference.draw_children(*drawn), strict=True):
+                assert torch.equal(got, want)
 
     hold(count, check, of=shapes, nodes=st.integers(1, 16), vocabulary=st.integers(16, 99), seed=seeds)
 

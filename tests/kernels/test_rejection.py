@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,13 +13,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmamba.kernels.sampling import draw_children, reference, residual_choice, sibling_rank
+from specmamba.kernels.sampling import (
+    draw_children,
+    native_ops,
+    reference,
+    residual_choice,
+    sibling_rank,
+    torch_ops,
+)
 from specmamba.kernels.tree import accepted_path
 from tests.kernels.trees import SHAPES, batch_of_parents, mask_of
 from tests.pairwise import pairwise
 
 NEARLY_ONE = 1 - 2.0**-24  # the largest uniform there is
 Rule = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def each_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs with each form of both operators."""
+    ops = native_ops if form == "native" else torch_ops
+    for name in ("draw_children", "residual_choice"):
+        monkeypatch.setattr(sys.modules[__name__], name, getattr(ops, name))
 
 
 def random_probs(*shape: int, seed: int, sharpness: float = 2.0) -> Tensor:
@@ -332,7 +348,7 @@ def test_a_draft_from_next_to_nothing(left: float) -> None:
 def test_an_empty_residual_is_no_reason_to_repeat_a_refused_draft() -> None:
     """Next to 1, the little mass of the refused draft is lost in rounding, and the residual with it."""
     arguments = star(torch.tensor([1.0, 1e-9]), torch.tensor([1.0, 1e-8]), torch.tensor([[1]]))
-    half, end = torch.full((1, 2), 0.5), torch.full((1, 2), 1 - 2e-10, dtype=torch.float64)
+    half, end = torch.tensor([[[0.5] * 2], [[1 - 2e-10] * 2]], dtype=torch.float64)
     assert residual_choice(*arguments, 1, half, end)[0, 0] == 0
     assert residual_choice(arguments[0], torch.tensor([[0, 0]]), *arguments[2:], 1, half * 0, end)[0, 0] == 0
     lone = torch.full((1, 2), -1)

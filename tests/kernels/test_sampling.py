@@ -1,4 +1,4 @@
-"""Sampling: torch_ops against the reference; the generator bit for bit, the filters by hand-made rows."""
+"""Sampling: every form against the reference; the generator bit for bit, the filters by hand-made rows."""
 
 import itertools
 from collections.abc import Callable
@@ -24,11 +24,25 @@ SETTINGS = (
 )
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
+NO_FILTERS = None, None, None
+needs_native = pytest.mark.usefixtures("needs_native")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+SIZES = pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 1), (1, 3), (7, 50), (4, 257), (2, 512), (3, 1300)])
 
-def one_row(logits: list[float], **changes: float) -> Tensor:
+
+@pytest.fixture(params=["torch_ops", "native_ops"])
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    if request.param == "torch_ops":
+        return torch_ops
+    request.getfixturevalue("needs_native")
+    return native_ops
+
+
+def one_row(ops: ModuleType, logits: list[float], **changes: float) -> Tensor:
     """``probabilities`` of a single row of logits under named settings -> [V]."""
     settings = (torch.tensor([value]) for value in (NEUTRAL | changes).values())
-    return torch_ops.probabilities(torch.tensor(logits)[None, None], *settings)[0, 0]
+    probs: Tensor = ops.probabilities(torch.tensor(logits)[None, None], *settings)[0, 0]
+    return probs
 
 
 def make_logits(nodes: int, vocabulary: int, seed: int) -> Tensor:
@@ -105,10 +119,10 @@ def test_uniform_is_uniform_within_and_across_seeds() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 1), (1, 3), (3, 50), (5, 257)])
-def test_probabilities_match_reference(nodes: int, vocabulary: int) -> None:
+def test_probabilities_match_reference(ops: ModuleType, nodes: int, vocabulary: int) -> None:
     logits = make_logits(nodes, vocabulary, seed=vocabulary) if vocabulary > 1 else torch.zeros(8, nodes, 1)
     before = logits.clone()
-    probs = torch_ops.probabilities(logits, *SETTINGS)
+    probs = ops.probabilities(logits, *SETTINGS)
     want = reference.probabilities(logits.double(), *SETTINGS)
     assert probs.dtype == torch.float32
     torch.testing.assert_close(probs.double(), want, rtol=1e-5, atol=1e-6)
@@ -117,43 +131,43 @@ def test_probabilities_match_reference(nodes: int, vocabulary: int) -> None:
     assert torch.equal(logits, before)
 
 
-def test_top_k_keeps_ties_with_the_last() -> None:
-    assert (one_row([3.0, 1.0, 2.0, 2.0, 0.0], top_k=2) > 0).tolist() == [True, False, True, True, False]
-    assert (one_row([3.0, 1.0, 2.0], top_k=1) > 0).tolist() == [True, False, False]
+def test_top_k_keeps_ties_with_the_last(ops: ModuleType) -> None:
+    assert (one_row(ops, [3.0, 1.0, 2.0, 2.0, 0.0], top_k=2) > 0).tolist() == [True, False, True, True, False]
+    assert (one_row(ops, [3.0, 1.0, 2.0], top_k=1) > 0).tolist() == [True, False, False]
 
 
-def test_top_p_ranks_equal_probabilities_by_token_id() -> None:
-    assert one_row([1.0] * 4, top_p=0.5).tolist() == [0.5, 0.5, 0.0, 0.0]
-    assert one_row([1.0] * 256, top_p=0.5).nonzero().flatten().tolist() == list(range(128))
-    assert one_row([1.0] * 4, top_p=0.51).count_nonzero() == 3
-    assert one_row([0.0, 2.0, 0.0], top_p=0.0).tolist() == [0.0, 1.0, 0.0]
+def test_top_p_ranks_equal_probabilities_by_token_id(ops: ModuleType) -> None:
+    assert one_row(ops, [1.0] * 4, top_p=0.5).tolist() == [0.5, 0.5, 0.0, 0.0]
+    assert one_row(ops, [1.0] * 256, top_p=0.5).nonzero().flatten().tolist() == list(range(128))
+    assert one_row(ops, [1.0] * 4, top_p=0.51).count_nonzero() == 3
+    assert one_row(ops, [0.0, 2.0, 0.0], top_p=0.0).tolist() == [0.0, 1.0, 0.0]
 
 
-def test_top_p_of_one_keeps_even_what_rounding_hides() -> None:
+def test_top_p_of_one_keeps_even_what_rounding_hides(ops: ModuleType) -> None:
     """The two likeliest tokens already sum to exactly 1 in floating point."""
-    assert bool((one_row([0.0, 0.0, -25.0]) > 0).all())
+    assert bool((one_row(ops, [0.0, 0.0, -25.0]) > 0).all())
 
 
-def test_top_p_measures_what_top_k_left() -> None:
+def test_top_p_measures_what_top_k_left(ops: ModuleType) -> None:
     """Two of four equal tokens hold half of the mass, but all of what is left after top-k."""
-    probs = one_row([5.0, 5.0, 4.0, 4.0], top_k=2, top_p=0.9)
+    probs = one_row(ops, [5.0, 5.0, 4.0, 4.0], top_k=2, top_p=0.9)
     assert probs.tolist() == [0.5, 0.5, 0.0, 0.0]
-    assert one_row([5.0, 5.0, 4.0, 4.0], top_k=2, top_p=0.5).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert one_row(ops, [5.0, 5.0, 4.0, 4.0], top_k=2, top_p=0.5).tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_min_p_is_relative_to_the_most_likely_token() -> None:
-    probs = one_row([0.0, -1.0, -3.0], min_p=0.3)  # e^-1 = 0.37 stays, e^-3 = 0.05 goes
+def test_min_p_is_relative_to_the_most_likely_token(ops: ModuleType) -> None:
+    probs = one_row(ops, [0.0, -1.0, -3.0], min_p=0.3)  # e^-1 = 0.37 stays, e^-3 = 0.05 goes
     assert (probs > 0).tolist() == [True, True, False]
-    assert one_row([1.0, 1.0, 0.0], min_p=1.0).tolist() == [0.5, 0.5, 0.0]
+    assert one_row(ops, [1.0, 1.0, 0.0], min_p=1.0).tolist() == [0.5, 0.5, 0.0]
 
 
-def test_temperature_zero_is_one_hot_on_the_lowest_argmax() -> None:
-    assert one_row([1.0, 4.0, 4.0], temperature=0.0).tolist() == [0.0, 1.0, 0.0]
-    assert one_row([2.0, 3.0, 3.0 + 1e-6], temperature=0.0).tolist() == [0.0, 0.0, 1.0]
+def test_temperature_zero_is_one_hot_on_the_lowest_argmax(ops: ModuleType) -> None:
+    assert one_row(ops, [1.0, 4.0, 4.0], temperature=0.0).tolist() == [0.0, 1.0, 0.0]
+    assert one_row(ops, [2.0, 3.0, 3.0 + 1e-6], temperature=0.0).tolist() == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("absent", [1, 2, 3])
-def test_a_filter_that_is_none_keeps_everything(absent: int) -> None:
+def test_a_filter_that_is_none_keeps_everything(ops: ModuleType, absent: int) -> None:
     """Each filter left out alone, on the reference and on torch_ops, against its neutral value."""
     logits = make_logits(3, 50, seed=absent)
     neutral = torch.full_like(SETTINGS[absent], list(NEUTRAL.values())[absent])
@@ -162,15 +176,15 @@ def test_a_filter_that_is_none_keeps_everything(absent: int) -> None:
     left_out = [None if i == absent else x for i, x in enumerate(filters, start=1)]
     want = reference.probabilities(logits, temperature, *replaced)
     torch.testing.assert_close(reference.probabilities(logits, temperature, *left_out), want)
-    torch.testing.assert_close(torch_ops.probabilities(logits, temperature, *left_out), want, rtol=1e-5, atol=1e-6)
-    assert torch_ops.probabilities(logits, SETTINGS[0], None, None, None).shape == logits.shape
+    torch.testing.assert_close(ops.probabilities(logits, temperature, *left_out), want, rtol=1e-5, atol=1e-6)
+    assert ops.probabilities(logits, SETTINGS[0], None, None, None).shape == logits.shape
 
 
 @pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 3), (7, 50), (4, 257), (2, 512), (3, 1300)])
-def test_sample_matches_reference(nodes: int, vocabulary: int) -> None:
+def test_sample_matches_reference(ops: ModuleType, nodes: int, vocabulary: int) -> None:
     logits = make_logits(nodes, vocabulary, seed=vocabulary + 1)
     uniforms = torch.rand(8, nodes, generator=torch.Generator().manual_seed(nodes))
-    tokens = torch_ops.sample(logits, *SETTINGS, uniforms)
+    tokens = ops.sample(logits, *SETTINGS, uniforms)
     assert tokens.dtype == torch.int64
     assert tokens.shape == (8, nodes)
     assert torch.equal(tokens, reference.sample(logits, *SETTINGS, uniforms))
@@ -178,32 +192,26 @@ def test_sample_matches_reference(nodes: int, vocabulary: int) -> None:
 
 @pytest.mark.parametrize("vocabulary", [257, 1300])
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
-def test_sample_never_returns_an_impossible_token(uniform: float, vocabulary: int) -> None:
+def test_sample_never_returns_an_impossible_token(ops: ModuleType, uniform: float, vocabulary: int) -> None:
     """The ends of the interval: the first and the last possible token, also where rounding loses some mass."""
     logits = make_logits(6, vocabulary, seed=5)
     logits[:, :, 520:1030] = float("-inf")  # of 1,300 tokens, all of one block but its ends
     logits[:, :, 0] = logits[:, :, -1] = float("-inf")
-    tokens = torch_ops.sample(logits, *SETTINGS, torch.full((8, 6), uniform))
-    assert bool((torch_ops.probabilities(logits, *SETTINGS).gather(2, tokens[..., None]) > 0).all())
+    tokens = ops.sample(logits, *SETTINGS, torch.full((8, 6), uniform))
+    assert bool((ops.probabilities(logits, *SETTINGS).gather(2, tokens[..., None]) > 0).all())
 
 
-def test_sample_of_a_large_vocabulary_follows_the_cumulative_distribution() -> None:
+def test_sample_of_a_large_vocabulary_follows_the_cumulative_distribution(ops: ModuleType) -> None:
     """Every token of 1,300 is met where its own share of the interval begins and ends."""
     logits = 3 * torch.randn(1, 1, 1300, generator=torch.Generator().manual_seed(6))
     settings = [torch.tensor([value]) for value in NEUTRAL.values()]
-    cumulative = torch_ops.probabilities(logits, *settings).double().cumsum(-1)[0, 0]
+    cumulative = ops.probabilities(logits, *settings).double().cumsum(-1)[0, 0]
     edges = torch.cat([torch.zeros(1, dtype=torch.float64), cumulative / cumulative[-1]])
     is_wide = edges.diff() > 1e-5  # the others are narrower than rounding may move an edge
     for inside in (edges[:-1] + 1e-6, edges[1:] - 1e-6):
-        tokens = torch_ops.sample(logits.expand(1, 1300, -1), *settings, inside[None])
+        tokens = ops.sample(logits.expand(1, 1300, -1), *settings, inside[None].float())
         assert torch.equal(tokens[0, is_wide], torch.arange(1300)[is_wide])
     assert is_wide.sum() > 600
-
-
-NO_FILTERS = None, None, None
-needs_native = pytest.mark.usefixtures("needs_native")
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-SIZES = pytest.mark.parametrize(("nodes", "vocabulary"), [(1, 1), (1, 3), (7, 50), (4, 257), (2, 512), (3, 1300)])
 
 
 @needs_native
@@ -218,33 +226,67 @@ def test_native_sample_matches_reference(nodes: int, vocabulary: int, dtype: tor
 
 
 @needs_native
-@pytest.mark.parametrize("vocabulary", [257, 1300])
-@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
-def test_native_sample_never_returns_an_impossible_token(uniform: float, vocabulary: int) -> None:
-    logits = make_logits(6, vocabulary, seed=5)
-    logits[:, :, 520:1030] = float("-inf")
-    logits[:, :, 0] = logits[:, :, -1] = float("-inf")
-    tokens = native_ops.sample(logits, SETTINGS[0], *NO_FILTERS, torch.full((8, 6), uniform))
-    assert bool((logits.gather(2, tokens[..., None]) > -torch.inf).all())
+@DTYPES
+@pytest.mark.parametrize("vocabulary", [40, 1300, 5000])
+def test_native_filters_match_reference(vocabulary: int, dtype: torch.dtype) -> None:
+    """Every setting in every kind of row: spread, with many ties, all equal, and with one token that has all."""
+    gen = torch.Generator().manual_seed(vocabulary)
+    rows = [3 * torch.randn(vocabulary, generator=gen), torch.randint(-4, 4, (vocabulary,), generator=gen) / 2]
+    rows += [torch.full((vocabulary,), -7.0), torch.full((vocabulary,), -torch.inf).index_fill(0, torch.tensor(7), 1.0)]
+    logits = torch.stack(rows).to(dtype).expand(8, -1, -1)
+    probs, want = native_ops.probabilities(logits, *SETTINGS), reference.probabilities(logits.double(), *SETTINGS)
+    torch.testing.assert_close(probs.double(), want, rtol=1e-5, atol=1e-7)
+    assert torch.equal(probs > 1e-30, want > 1e-30)
+    uniforms = torch.rand(8, 4, generator=gen)
+    tokens = native_ops.sample(logits, *SETTINGS, uniforms)
+    assert torch.equal(tokens, reference.sample(logits.double(), *SETTINGS, uniforms))
 
 
 @needs_native
-def test_native_sample_meets_every_token_where_its_share_begins_and_ends() -> None:
-    logits = 3 * torch.randn(1, 1, 1300, generator=torch.Generator().manual_seed(6))
-    cumulative = logits.double().softmax(-1).cumsum(-1)[0, 0]
-    edges = torch.cat([torch.zeros(1, dtype=torch.float64), cumulative])
-    is_wide = edges.diff() > 1e-5
-    for inside in (edges[:-1] + 1e-6, edges[1:] - 1e-6):
-        tokens = native_ops.sample(logits.expand(1, 1300, -1), torch.ones(1), *NO_FILTERS, inside[None].float())
-        assert torch.equal(tokens[0, is_wide], torch.arange(1300)[is_wide])
+def test_native_filters_of_extreme_rows() -> None:
+    """Temperatures next to 0 and beyond all, large logits close together, and tokens of no mass among those kept."""
+    row = torch.cat([torch.tensor([1000.0, 1000.0 - 2**-13]), torch.linspace(-900, 999, 700)])
+    temperature = torch.tensor([1e-38, 1e-5, 1e30, 1.0])
+    for top_k, top_p, min_p in ((2, 1.0, 0.0), (0, 0.45, 0.0), (0, 1.0, 0.6), (3, 0.7, 0.0)):
+        filters = torch.full((4,), top_k), torch.full((4,), top_p), torch.full((4,), min_p)
+        probs = native_ops.probabilities(row.expand(4, 1, -1), temperature, *filters)
+        want = reference.probabilities(row.double().expand(4, 1, -1), temperature, *filters)
+        torch.testing.assert_close(probs.double(), want, rtol=1e-4, atol=1e-6)
+        tokens = native_ops.sample(row.expand(4, 1, -1), temperature, *filters, torch.zeros(4, 1))
+        assert bool((want.gather(-1, tokens[..., None]) > 0).all())
 
 
-@pytest.fixture(params=["torch_ops", "native_ops"])
-def ops(request: pytest.FixtureRequest) -> ModuleType:
-    if request.param == "torch_ops":
-        return torch_ops
-    request.getfixturevalue("needs_native")
-    return native_ops
+@needs_native
+@DTYPES
+def test_native_filters_of_logits_that_are_no_numbers(dtype: torch.dtype) -> None:
+    """NaN and +inf have no mass; a row without any number gives some token and no probabilities."""
+    logits = make_logits(4, 600, seed=9).to(dtype)
+    sound = logits.clone()
+    logits[:, 0, ::5], sound[:, 0, ::5] = torch.nan, -torch.inf
+    logits[:, 1, 3::7], sound[:, 1, 3::7] = torch.inf, -torch.inf
+    logits[:, 2], logits[:, 3] = torch.nan, -torch.inf
+    is_drawn = SETTINGS[0] > 0
+    settings = [x[is_drawn] for x in SETTINGS]
+    probs = native_ops.probabilities(logits[is_drawn], *settings)
+    assert torch.equal(probs[:, :2], native_ops.probabilities(sound[is_drawn][:, :2].contiguous(), *settings))
+    assert not bool(probs[:, 2:].any())
+    tokens = native_ops.sample(logits[is_drawn], *settings, torch.full((7, 4), 0.999))
+    assert bool(((tokens >= 0) & (tokens < 600)).all())
+    assert bool((probs.gather(-1, tokens[..., None])[:, :2] > 0).all())
+
+
+@needs_native
+def test_native_penalties_are_pytorchs() -> None:
+    """Bit for bit, of any width, also of logits that are no numbers."""
+    for vocabulary in (3, 16, 70):
+        for dtype in (torch.float32, torch.bfloat16):
+            logits, counts, prompt, *rest = penalized(6, dtype)
+            widen = [x.repeat(*[1] * (x.ndim - 1), 4)[..., :vocabulary].contiguous() for x in (logits, counts, prompt)]
+            widen[0][0, :, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan]).to(dtype)
+            tokens = rest[0].clamp(max=vocabulary - 1)
+            arguments = *widen, tokens, rest[1], tuple(rest[2:])
+            got, want = native_ops.penalize(*arguments), torch_ops.penalize(*arguments)
+            assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
 
 
 @DTYPES
@@ -288,10 +330,15 @@ def test_threads_change_nothing(dtype: torch.dtype, set_threads: Callable[[int],
     for count in (1, 2):
         set_threads(count)
         sampled = native_ops.sample(logits, torch.tensor([0.7, 0.0, 1.3]), *NO_FILTERS, uniforms)
-        results.append((native_ops.argmax(logits), native_ops.has_finite_max(logits), sampled))
+        filters = torch.tensor([9, 0, 0]), torch.tensor([1.0, 0.5, 0.9]), torch.tensor([0.0, 0.1, 0.0])
+        settings = torch.tensor([0.7, 0.9, 1.3]), *filters
+        filtered = native_ops.sample(logits, *settings, uniforms), native_ops.probabilities(logits, *settings)
+        results.append((native_ops.argmax(logits), native_ops.has_finite_max(logits), sampled, *filtered))
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
     alone = torch.cat([native_ops.argmax(row) for row in logits.flatten(0, 1).split(1)])
     assert torch.equal(results[1][0].flatten(), alone)
+    rows = [native_ops.probabilities(logits[b : b + 1], *(x[b : b + 1] for x in settings)) for b in range(3)]
+    assert torch.equal(results[1][4], torch.cat(rows))
 
 
 @needs_native
@@ -317,12 +364,12 @@ def test_native_choices_stay_in_the_vocabulary(value: float) -> None:
 
 
 @needs_native
-def test_native_code_samples_where_there_are_no_filters() -> None:
-    logits, ones, operator = torch.zeros(1, 1, 8), torch.ones(1), operator_of(sampling.sample)
-    assert operator.choose(logits, ones, *NO_FILTERS, ones[None]) == "native"
-    assert operator.choose(logits.half(), ones, *NO_FILTERS, ones[None]) == "torch"
-    for filters in ((ones.long(), None, None), (None, ones, None), (None, None, ones)):
-        assert operator.choose(logits, ones, *filters, ones[None]) == "torch"
+def test_native_code_samples_what_it_can_read() -> None:
+    logits, ones = torch.zeros(1, 1, 8), torch.ones(1)
+    for filters in (NO_FILTERS, (ones.long(), None, None), (None, ones, None), (None, None, ones)):
+        for operator, last in ((sampling.sample, [ones[None]]), (sampling.probabilities, [])):
+            assert operator_of(operator).choose(logits, ones, *filters, *last) == "native"
+            assert operator_of(operator).choose(logits.half(), ones, *filters, *last) == "torch"
 
 
 @needs_native
@@ -333,6 +380,10 @@ def test_native_code_refuses_what_does_not_fit() -> None:
         (native_ops.sample, logits, ones, *NO_FILTERS, torch.zeros(2, 2)),
         (native_ops.sample, logits, ones.double(), *NO_FILTERS, torch.zeros(2, 3)),
         (native_ops.sample, logits[..., :0], ones, *NO_FILTERS, torch.zeros(2, 3)),
+        (native_ops.sample, logits, ones, ones, None, None, torch.zeros(2, 3)),
+        (native_ops.probabilities, logits, ones, None, ones[:1], None),
+        (native_ops.probabilities, logits[..., :0], ones, *NO_FILTERS),
+        (native_ops.penalize, logits, torch.zeros(2, 8, dtype=torch.int32), *[torch.zeros(2, 3)] * 3, (ones,) * 3),
         (native_ops.argmax, logits[..., :0]),
         (native_ops.uniform, ones.long(), torch.zeros(3, 1, dtype=torch.int64)),
         (native_ops.uniform, ones, torch.zeros(2, 1)),
@@ -343,11 +394,11 @@ def test_native_code_refuses_what_does_not_fit() -> None:
             op(*arguments)
 
 
-def test_sample_inverts_the_cdf_in_token_order() -> None:
+def test_sample_inverts_the_cdf_in_token_order(ops: ModuleType) -> None:
     logits = torch.tensor([0.5, 0.0, 0.25, 0.25]).log().expand(1, 5, 4)
     temperature, top_k, top_p, min_p = (torch.tensor([value]) for value in NEUTRAL.values())
     uniforms = torch.tensor([[0.0, 0.49, 0.51, 0.74, 0.76]])
-    assert torch_ops.sample(logits, temperature, top_k, top_p, min_p, uniforms).tolist() == [[0, 0, 2, 2, 3]]
+    assert ops.sample(logits, temperature, top_k, top_p, min_p, uniforms).tolist() == [[0, 0, 2, 2, 3]]
 
 
 def penalized(nodes: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -364,22 +415,22 @@ def penalized(nodes: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("nodes", [1, 6, 12])
-def test_penalize_matches_reference(nodes: int) -> None:
+def test_penalize_matches_reference(ops: ModuleType, nodes: int) -> None:
     arguments = penalized(nodes, torch.float32)
     before = [x.clone() for x in arguments]
-    got = torch_ops.penalize(*arguments[:5], arguments[5:])
+    got = ops.penalize(*arguments[:5], arguments[5:])
     torch.testing.assert_close(got, reference.penalize(*arguments[:5], arguments[5:]), rtol=1e-5, atol=1e-6)
     assert torch.equal(got[0], arguments[0][0])  # neutral settings change nothing at all
     assert all(torch.equal(a, b) for a, b in zip(before, arguments, strict=True))
 
 
-def test_penalties_follow_each_nodes_own_path() -> None:
+def test_penalties_follow_each_nodes_own_path(ops: ModuleType) -> None:
     """Siblings with different tokens: each is penalised for its own, the root's token only through the counts."""
     logits = torch.tensor([4.0, -4.0, 4.0, 4.0]).expand(1, 4, 4)
     tokens, parents = torch.tensor([[3, 0, 1, 0]]), torch.tensor([[-1, 0, 0, 1]])
     counts, prompt = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([[False, False, True, False]])
     one = torch.ones(1)
-    got = torch_ops.penalize(logits, counts, prompt, tokens, mask_of(parents), (one * 0.5, one, one * 2))
+    got = ops.penalize(logits, counts, prompt, tokens, mask_of(parents), (one * 0.5, one, one * 2))
     want = [[4.0, -4.0, 2.0, 4.0], [0.5, -4.0, 2.0, 4.0], [4.0, -9.5, 2.0, 4.0], [-0.5, -4.0, 2.0, 4.0]]
     assert got[0].tolist() == want
 
@@ -416,3 +467,14 @@ def test_native_code_refuses_to_choose_more_tokens_than_there_are() -> None:
     for k in (0, 4):
         with pytest.raises(ValueError, match="so many tokens"):
             native_ops.likeliest(torch.zeros(1, 3), k)
+
+
+@DTYPES
+def test_drafts_get_numbers_and_their_logarithms(ops: ModuleType, dtype: torch.dtype) -> None:
+    logits = torch.tensor([[1.5, -2e5, torch.inf], [-torch.inf, torch.nan, 0.0]], dtype=dtype)
+    want = torch.tensor([[1.5, -2e5, 1e4], [-1e4, -1e4, 0.0]])
+    torch.testing.assert_close(ops.finite(logits.t()), want.t(), rtol=2**-8 * (dtype == torch.bfloat16), atol=0)
+    assert ops.finite(logits).dtype == torch.float32
+    x = torch.rand(3, 1, 5)
+    x[0, 0, 0] = 0
+    torch.testing.assert_close(ops.log(x.transpose(0, 2)), x.double().log().float().transpose(0, 2))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from specmamba.cuda_graphs import NativeReplay
 from specmamba.cuda_graphs.arena import Arena
 from specmamba.cuda_graphs.step_recorder import NotRecordableError, StepRecorder
-from specmamba.kernels import linear, rowwise
+from specmamba.kernels import linear, rowwise, sampling
 from specmamba.kernels.replay import Tape, Threads
 
 pytestmark = pytest.mark.usefixtures("needs_native")
@@ -162,6 +162,20 @@ def test_kernels_and_what_is_between_them(threads: Threads) -> None:
     x.copy_(torch.randn(3, 64))
     tape.run(threads)
     assert torch.equal(got, function())
+
+
+def test_a_constant_that_a_kernel_reads_stays(threads: Threads) -> None:
+    """Kernels may write what they are given, so each replay restores it; later results do not take its place."""
+    seeds, x = torch.tensor([5]), torch.arange(64)[None]
+
+    def function() -> tuple[Tensor, Tensor]:
+        numbers = sampling.uniform(seeds, torch.arange(64)[None])
+        return numbers, x + 1
+
+    tape, (got, _) = record(function)
+    for _ in range(2):
+        tape.run(threads)
+        assert torch.equal(got, function()[0])
 
 
 def test_what_native_code_lacks_is_pytorchs(threads: Threads) -> None:

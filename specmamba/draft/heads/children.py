@@ -59,16 +59,26 @@ class ChildPicker:
             Tokens [B, 1] int64, and the distributions [B, 1, V] that they were drawn from (None: the likeliest).
         """
         if self.draws_for(batch):
-            children = _draw(logits, 1, batch, entry)
-            return children.tokens[..., 0], children.probs
+            is_greedy, probs = _distributions(logits, batch)
+            drawn, _ = _drawn(probs, 1, batch, entry)
+            return torch.where(is_greedy[..., 0], sampling_ops.argmax(probs), drawn[..., 0]), probs
         return sampling_ops.argmax(logits), None
 
 
 def _draw(logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
+    is_greedy, probs = _distributions(logits, batch)
+    drawn, is_drawn = _drawn(probs, k, batch, first_entry)
+    likeliest = probs.topk(k, -1)
+    tokens = torch.where(is_greedy, likeliest.indices, drawn)
+    place_logp = sampling_ops.log(likeliest.values).masked_fill(~(is_drawn | is_greedy), -torch.inf)
+    return Children(tokens, sampling_ops.log(probs.gather(-1, tokens)), place_logp, probs)
+
+
+def _distributions(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Which rows are greedy [B, 1, 1] bool, and what the children of each node are drawn from [B, F, V]."""
     sampling, temperature = batch.sampling, batch.sampling.temperature
     assert temperature is not None
     greedy = temperature == 0
-    is_greedy = greedy[:, None, None]
     # greedy rows also need their second choices: these are ranked at temperature 1 and without filters
     spread = temperature.where(~greedy, 1)
     top_k, top_p, min_p = (
@@ -76,16 +86,17 @@ def _draw(logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
         for x, neutral in ((sampling.top_k, 0), (sampling.top_p, 1), (sampling.min_p, 0))
     )
     probs = sampling_ops.probabilities(sampling_ops.finite(logits), spread, top_k, top_p, min_p)
-    entries = torch.arange(first_entry, first_entry + logits.shape[1], device=logits.device)
+    return greedy[:, None, None], probs
+
+
+def _drawn(probs: Tensor, k: int, batch: Batch, first_entry: int) -> tuple[Tensor, Tensor]:
+    """k tokens after every node, and whether each was drawn, [B, F, k]."""
+    entries = torch.arange(first_entry, first_entry + probs.shape[1], device=probs.device)
     counters = (
-        (batch.root_positions[:, None, None] << 20) | (entries[:, None] << 8) | torch.arange(k, device=logits.device)
+        (batch.root_positions[:, None, None] << 20) | (entries[:, None] << 8) | torch.arange(k, device=probs.device)
     )
-    uniforms = sampling_ops.uniform(sampling.seeds, counters.flatten(1), sampling_ops.DRAFT_STREAM).view_as(counters)
-    drawn, is_drawn = sampling_ops.draw_children(probs, uniforms)
-    likeliest = probs.topk(k, -1)
-    tokens = torch.where(is_greedy, likeliest.indices, drawn)
-    place_logp = likeliest.values.log().masked_fill(~(is_drawn | is_greedy), -torch.inf)
-    return Children(tokens, probs.gather(-1, tokens).log(), place_logp, probs)
+    uniforms = sampling_ops.uniform(batch.sampling.seeds, counters.flatten(1), sampling_ops.DRAFT_STREAM)
+    return sampling_ops.draw_children(probs, uniforms.view_as(counters))
 
 
 def grow_chain(
