@@ -7,7 +7,7 @@
 #include "parallel.h"
 #include "rowwise/heads.h"
 
-namespace specmamba {
+namespace specmamba::delta_net {
 
 // All work of one key head of one run. T is the type of activations.
 template <typename T>
@@ -95,4 +95,4 @@ void extend(const Inputs& inputs, const Weights& weights, const Runs& runs, int 
     KeyHeadRun<T>::convolved_run(inputs, weights, runs, b).move_window(runs.lengths[b]);
 }
 
-}  // namespace specmamba
+}  // namespace specmamba::delta_net

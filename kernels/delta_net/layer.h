@@ -5,7 +5,7 @@
 
 #include "state_records/operands.h"
 
-namespace specmamba {
+namespace specmamba::delta_net {
 
 // Strides are in elements; dimensions without one are contiguous. Activations are float32 or bfloat16.
 
@@ -23,4 +23,4 @@ struct Weights {
   double norm_eps, unit_eps;
 };
 
-}  // namespace specmamba
+}  // namespace specmamba::delta_net

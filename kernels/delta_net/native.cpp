@@ -11,6 +11,7 @@
 namespace {
 
 using namespace specmamba;
+using namespace specmamba::delta_net;
 
 // All work of one key head of one row. T is the type of activations.
 template <typename T>

@@ -7,7 +7,7 @@
 #include "mamba2/layer.h"
 #include "ssd/chunk.h"
 
-namespace specmamba {
+namespace specmamba::mamba2 {
 
 constexpr int64_t kHeadsAtOnce = 8;  // of one run, which share what their groups need; their states stay in L2
 
@@ -104,4 +104,4 @@ void extend(const Inputs& in, const Weights& w, const Runs& runs, int num_thread
   });
 }
 
-}  // namespace specmamba
+}  // namespace specmamba::mamba2

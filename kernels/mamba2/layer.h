@@ -9,7 +9,7 @@
 #include "rowwise/heads.h"
 #include "state_records/operands.h"
 
-namespace specmamba {
+namespace specmamba::mamba2 {
 
 constexpr int64_t kSerialBelow = 1 << 14;  // fewer elements than this are normed by one thread
 
@@ -80,4 +80,4 @@ void for_norms(const Weights& w, int64_t tokens, int num_threads, const Body& bo
                });
 }
 
-}  // namespace specmamba
+}  // namespace specmamba::mamba2

@@ -10,6 +10,7 @@
 namespace {
 
 using namespace specmamba;
+using namespace specmamba::mamba2;
 
 // Operands of a call; threads only read them.
 struct Call {

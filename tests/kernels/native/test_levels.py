@@ -5,11 +5,15 @@ A process uses one instruction set, so each has a test run of its own.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from specmamba.kernels.native import levels
+from specmamba.kernels.native.build import compiled_objects
+from specmamba.kernels.native.cpp_compiler import run_compiler
 from specmamba.kernels.native.levels import LEVELS, SWITCH, available_levels, chosen_level
 from tests.conftest import pytest_report_header
 
@@ -38,3 +42,14 @@ def test_lower_levels(level: str, part: str, run_tests: Callable[..., None]) -> 
     if available_levels()[0] is not chosen_level():
         pytest.skip(f"{SWITCH} chooses the instruction set of this run")
     run_tests(*PARTS[part], **{SWITCH: level})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_native")
+def test_no_two_sources_have_different_types_of_one_name(tmp_path: Path) -> None:
+    """A shipped library links all sources, and of two functions of one name and signature it keeps one."""
+    if shutil.which("g++") is None:
+        pytest.skip("only g++ compares types when it links")
+    objects = compiled_objects(chosen_level(), ["g++", "-flto", "-O1"], tmp_path)
+    library = str(tmp_path / "all.so")
+    run_compiler(["g++", "-shared", "-flto", "-O1", "-Werror=odr", *map(str, objects), "-o", library])
