@@ -32,6 +32,8 @@ TEXT = "def main() -> None:\n    print('héllo → 世界 🙂')\n    return Non
 class FakeTokenizer:
     """One token per UTF-8 byte; 0 is special and written ``<0>``, 1 is no token."""
 
+    is_byte_level = False
+
     def __init__(self, has_chat_template: bool = True) -> None:
         self.has_chat_template = has_chat_template
 

@@ -76,7 +76,7 @@ def _layer_candidates(
         kv = paged_attention.LayerKV(k_pool.clone(), v_pool.clone(), write_slots)
         return lambda: (layer(projected, config, turn, kv, metadata), kv.k_pool, kv.v_pool)
 
-    can_take = native_ops.can_take(projected, paged_attention.LayerKV(k_pool, v_pool, write_slots), metadata.num_keys)
+    can_take = native_ops.can_take(projected, paged_attention.LayerKV(k_pool, v_pool, write_slots), metadata)
     return place.forms(
         lambda: run(torch_ops.attend_layer),
         lambda: run(triton_ops("paged_attention").attend_layer),

@@ -44,6 +44,7 @@ from specmamba.measure.prompts import (
 )
 from specmamba.models.tokenizer import Tokenizer
 from specmamba.verify.acceptance import accept
+from tests.exactness import run_directly
 from tests.tiny import write_tiny_checkpoint
 
 ALGORITHM = {"speculative_algorithm": "mtp"}
@@ -244,6 +245,7 @@ def test_a_wrong_text_is_a_divergence(
         tokens = verdict.path_tokens.scatter(1, verdict.num_accepted[:, None], bonus[:, None])
         return dataclasses.replace(verdict, bonus=bonus, path_tokens=tokens)
 
+    run_directly(monkeypatch)
     monkeypatch.setattr("specmamba.verify.step.accept", wrong)
     report = run(tmp_path, "--rounds", "1", status=1)
     assert report["lossless"] == {"identical": 0, "near_tie": 0, "diverged": 2}
@@ -284,6 +286,7 @@ def test_text_that_loops_is_warned_about(
         logits[..., 7] = 1e4
         return accept(tree, logits, *args, **settings)
 
+    run_directly(monkeypatch)
     monkeypatch.setattr("specmamba.verify.step.accept", always_seven)
     report = run(tmp_path, *flags, "--ignore-eos")
     assert report["distinct_4gram_ratio"] == pytest.approx(1 / 9, abs=1e-3)
@@ -337,7 +340,8 @@ def test_replay_counts_the_drafts_that_the_text_accepts(tmp_path: Path, monkeypa
 
     config = config_of("--replay", "--max-tokens", "40", "--num-prompts", "1")
     variants, _ = variants_of(config)
-    with LLM(dtype="float32", num_threads=1, context_length=256, **variants[0].flags) as llm:
+    direct = {"num_threads": 1, "context_length": 256, "disable_cuda_graph": True}  # a replay is not recorded
+    with LLM(dtype="float32", **direct, **variants[0].flags) as llm:
         (task,), _ = select_tasks(config, llm, bundled_texts())
         monkeypatch.setattr(MTPDrafter, "propose", recorded)
         llm.workbench.clock.is_on = True
@@ -546,6 +550,7 @@ def test_a_walk_shows_the_logits_of_each_token(tiny: Path) -> None:
 def test_a_state_that_is_sometimes_wrong_is_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 nearly all texts differ. Here keys and values of accepted nodes are not moved to their positions."""
     flags = ["--dtype", "bfloat16", "--rounds", "1", "--num-prompts", "4", "--max-tokens", "48", "--configs", "3,4,8"]
+    run_directly(monkeypatch)
     monkeypatch.setattr(KVPool, "move", lambda pool, source, target: None)
     assert run(tmp_path, *flags, status=1)["lossless"]["diverged"] >= 1
 

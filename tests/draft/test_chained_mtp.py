@@ -26,6 +26,7 @@ from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.heads.descent import DraftEntries
 from specmamba.engine.engine import Engine
 from specmamba.errors import CheckpointError
+from tests.exactness import run_directly
 from tests.families import nemotron_h, qwen3_5_moe, qwen3_next
 from tests.families.qwen import lively, write
 from tests.models.test_model_exact import accept_at_random, new_engine, random_prompts
@@ -177,6 +178,7 @@ class Draft:
 def record_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
     drafter = engine.runner.drafter
     assert isinstance(drafter, MTPDrafter)
+    run_directly(monkeypatch)
     propose, drafts = drafter.propose, []
 
     def recorded(batch: Batch) -> DraftTree:

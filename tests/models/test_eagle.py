@@ -24,7 +24,7 @@ from specmamba.draft.heads.children import ChildPicker
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.tensor_reader import StoredTensor, TensorReader
 from specmamba.sampling_params import SamplingBatch
-from tests.exactness import assert_same_greedy_texts
+from tests.exactness import assert_same_greedy_texts, run_directly
 from tests.families import FAMILIES
 from tests.heads import STYLES, Head, Reference, Style, save, write_head
 from tests.models.test_model_exact import (
@@ -377,6 +377,7 @@ def test_trees_of_more_children_than_there_are_drafts(
     assert head.target_ids is not None
     drafted: set[int] = set()
     with new_llm(target, head, **LARGEST) as llm:
+        run_directly(monkeypatch)
         drafter = llm.engine.runner.drafter
         propose = drafter.propose
 

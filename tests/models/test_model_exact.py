@@ -31,6 +31,7 @@ from specmamba.errors import ConfigError
 from specmamba.kernels import tree as tree_ops
 from specmamba.models.base import DraftHead
 from specmamba.sampling_params import SamplingParams
+from tests.exactness import run_directly
 from tests.families import qwen3_5
 from tests.pairwise import pairwise
 from tests.tiny import FULL, LINEAR, VISION, mtp_tensors, randomize, tiny_config, write_config, write_tiny_checkpoint
@@ -185,6 +186,7 @@ def accept_at_random(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
         path = tree_ops.accepted_path(tree.tokens, parents, tree.shape.ancestors, choice)
         return Verdict(*path, is_finite=torch.ones(len(choice), dtype=torch.bool))
 
+    run_directly(monkeypatch)
     monkeypatch.setattr("specmamba.verify.step.accept", accept)
 
 
@@ -423,6 +425,7 @@ def record_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     """Every draft that the engine's own drafter makes from now on, by request id."""
     drafter = engine.runner.drafter
     assert isinstance(drafter, MTPDrafter)
+    run_directly(monkeypatch)
     head = RecordingHead(drafter.head)
     monkeypatch.setattr(drafter, "head", head)
     real_propose = drafter.propose

@@ -25,6 +25,7 @@ from specmamba.draft.heads import children
 from specmamba.engine.engine import Engine
 from specmamba.sampling_params import SamplingParams
 from specmamba.verify.acceptance import accept
+from tests.exactness import run_directly
 from tests.tiny import write_tiny_checkpoint
 
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
@@ -313,6 +314,7 @@ def test_a_wrong_rule_is_found_out(
     folder: Path, logits: tuple[Tensor, Tensor], wrong: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above has teeth."""
+    run_directly(monkeypatch)
     monkeypatch.setattr("specmamba.verify.step.accept", wrong)
     params = SETTINGS["temperature 1"]
     assert p_value(draw(build(folder, 1), params), exact_pairs(logits, params)) < WRONG
