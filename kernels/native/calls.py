@@ -30,7 +30,7 @@ class Recorder(Protocol):
 class NativeFunction:
     """One exported function. Inside ``recording`` its calls are made and recorded."""
 
-    __slots__ = ("_function", "entry", "name")
+    __slots__ = ("entry", "name", "unrecorded")
 
     def __init__(self, library: ctypes.CDLL, name: str, arguments: Sequence[Any], result: Any = None) -> None:
         """Declare a function.
@@ -42,7 +42,7 @@ class NativeFunction:
         """
         function = getattr(library, name)
         function.argtypes, function.restype = [*arguments], result
-        self._function, self.name = function, name
+        self.unrecorded, self.name = function, name  # a finalizer may run in a recording, and is no part of it
         replayable = getattr(library, f"{name}_replay", None)  # see replayable.h
         self.entry = None if replayable is None else ctypes.cast(replayable, ctypes.c_void_p).value
 
@@ -51,11 +51,11 @@ class NativeFunction:
         recorder = _Recording.recorder
         if recorder is not None and _Recording.thread == get_ident():
             recorder.add_call(self, arguments)
-        return self._function(*arguments)
+        return self.unrecorded(*arguments)
 
     def words(self, arguments: Sequence[Any]) -> list[int]:
         """The arguments as ``NAME_replay`` takes them."""
-        types = self._function.argtypes
+        types = self.unrecorded.argtypes
         return [_word(kind, argument) for kind, argument in zip(types, arguments, strict=True)]
 
 

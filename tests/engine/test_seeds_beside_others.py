@@ -1,7 +1,7 @@
 """Texts of seeds in float32, alone and beside other requests: they part only where a drawn number is at a boundary.
 
-Products in float32 add up in an order that depends on the number of rows, so the last bits of logits depend on what
-runs beside a request. A token is drawn by comparing a random number with cumulative probabilities. Where the number is
+PyTorch's products in float32 add up in an order that depends on the number of rows, so the last bits of logits depend
+on what runs beside a request. Native code computes each row by itself: no text of this test parts. A token is drawn by comparing a random number with cumulative probabilities. Where the number is
 as near to one of them as rounding moves it, the token on the other side is chosen, however unlikely the two tokens are.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from specmamba import LLM, SamplingParams
 from specmamba.core import RequestOutput, TokenLogprob
 from specmamba.kernels import sampling
+from specmamba.kernels.replay import is_available
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +91,8 @@ def test_seeds_beside_others(llm: LLM) -> None:
         if place < NUM_TOKENS:
             parted[seed] = place
     print(f"{len(parted)} of {NUM_SEEDS} texts part: {parted}; largest difference {max(differences):.1e}")
-    assert 0 < max(differences) <= CLOSE
+    assert max(differences) <= CLOSE
+    assert (max(differences) == 0) == is_available()
     assert len(parted) <= MOST_PARTED
     again = [*texts(llm, batches[0]), *texts(llm, [0])]  # in the same company the same bits
     expected = [*(beside[seed] for seed in batches[0]), alone[0]]

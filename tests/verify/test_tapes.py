@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -266,6 +267,7 @@ def num_threads() -> int:
 
 
 def test_no_thread_is_left_after_the_end() -> None:
+    gc.collect()  # replays of other tests that nobody closed
     before = num_threads()
     replay: NativeReplay[Tensor] = NativeReplay(4)
     assert num_threads() == before + 3
@@ -278,6 +280,20 @@ def test_no_thread_is_left_after_the_end() -> None:
     assert num_threads() == before + 2
     del made
     assert num_threads() == before
+
+
+def test_threads_may_end_while_another_step_is_recorded() -> None:
+    """The collector may find a replay that nobody closed at any moment, a recording too."""
+    forgotten = [Threads(2)]
+
+    def function() -> Tensor:
+        forgotten.clear()
+        return torch.ones(4)
+
+    before = num_threads()
+    tape, _ = record(function)
+    assert num_threads() == before - 1
+    assert len(tape) == 0
 
 
 def test_every_part_of_a_region_is_done_once(threads: Threads) -> None:
