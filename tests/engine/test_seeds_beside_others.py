@@ -1,8 +1,9 @@
 """Texts of seeds in float32, alone and beside other requests: they part only where a drawn number is at a boundary.
 
 PyTorch's products in float32 add up in an order that depends on the number of rows, so the last bits of logits depend
-on what runs beside a request. Native code computes each row by itself: no text of this test parts. A token is drawn by comparing a random number with cumulative probabilities. Where the number is
-as near to one of them as rounding moves it, the token on the other side is chosen, however unlikely the two tokens are.
+on what runs beside a request. A token is drawn by comparing a random number with cumulative probabilities. Where the
+number is as near to one of them as rounding moves it, the token on the other side is chosen, however unlikely the two
+tokens are. Native code computes each row by itself: nothing differs.
 """
 
 from __future__ import annotations
