@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ class NativeReplay(Replay[T]):
         self._arena = Arena()
         self._records: dict[Hashable, tuple[Tape, T] | None] = {}
         self._seen: set[Hashable] = set()
+        self.seconds = 0.0  # in replays, since the start
 
     @staticmethod
     def is_available() -> bool:
@@ -50,21 +52,26 @@ class NativeReplay(Replay[T]):
 
     def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
         fill()
-        if key not in self._seen:
-            self._seen.add(key)
-            return function()
-        if key not in self._records:
-            return self._record(key, function)
-        record = self._records[key]
+        record = self._records.get(key)
         if record is None:
-            return function()
+            return self._run_directly(key, function)
         tape, result = record
+        began = time.perf_counter()
         tape.run(self._threads)
+        self.seconds += time.perf_counter() - began
         return result
 
     def close(self) -> None:
         self._threads.stop()
         self._records.clear()
+
+    def _run_directly(self, key: Hashable, function: Callable[[], T]) -> T:
+        if key in self._records:  # it cannot be recorded
+            return function()
+        if key in self._seen:
+            return self._record(key, function)
+        self._seen.add(key)
+        return function()
 
     def _record(self, key: Hashable, function: Callable[[], T]) -> T:
         try:

@@ -12,8 +12,9 @@ from torch import Tensor
 class Columns:
     """Named columns of up to ``num_rows`` numbers, of one dtype, in one tensor on the device.
 
-    ``write`` is one copy from the host for all of them, which does not wait where the host's memory is pinned. The host
-    may write again only after it has waited for the device, as it does when it reads the result of a step.
+    ``write`` is one copy from the host for all of them, which does not wait where the host's memory is pinned; on a CPU
+    the steps read what the host writes. The host may write again only after it has waited for the device, as it does
+    when it reads the result of a step.
     """
 
     def __init__(self, padding: Mapping[str, float], num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -29,7 +30,7 @@ class Columns:
         self._padding = torch.tensor(list(padding.values()), dtype=dtype)[:, None].numpy()
         self._host = torch.empty(len(padding), num_rows, dtype=dtype, pin_memory=device.type == "cuda")
         self._numbers = self._host.numpy()
-        self._device = torch.empty(len(padding), num_rows, dtype=dtype, device=device)
+        self._device = self._host if device.type == "cpu" else torch.empty_like(self._host, device=device)
         self.write({})
 
     def write(self, columns: Mapping[str, Sequence[float]]) -> None:
@@ -41,7 +42,8 @@ class Columns:
         self._numbers[:] = self._padding
         for name, numbers in columns.items():
             self._numbers[self._names[name], : len(numbers)] = numbers
-        self._device.copy_(self._host, non_blocking=True)
+        if self._device is not self._host:
+            self._device.copy_(self._host, non_blocking=True)
 
     def read(self, name: str, num_rows: int) -> Tensor:
         """Return the first rows of a column, [num_rows], on the device: a view that later writes update."""

@@ -63,13 +63,17 @@ class Operator:
         given = self.bind(*args, **kwargs)
         return next((form for form, takes in self.conditions.items() if takes(*given)), "torch")
 
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
     def bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """All arguments of a call by position, defaults included.
 
         Raises:
             TypeError: the arguments do not fit the parameters.
         """
-        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.args
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from numbers import Integral
 from typing import Any, Self
 
@@ -129,7 +129,7 @@ class LLM:
         """Evict the cached prefixes that no running request uses. Returns the number of evicted tokens."""
         return self.engine.flush_cache()
 
-    @property
+    @cached_property
     def workbench(self) -> Workbench:
         """Access for tools that measure and tune: other drafters, ranks of drafts, step times, logits."""
         return Workbench(self.engine)

@@ -44,7 +44,8 @@ class Threads:
         native = library.required(code())
         self._handle = native.replay_start_threads(count)
         self._process = os.getpid()
-        self._stop = finalize(self, native.replay_stop_threads.unrecorded, self._handle)
+        stop: Any = native.replay_stop_threads
+        self._stop = finalize(self, stop.unrecorded, self._handle)
         self._stop.atexit = False  # a process that ends needs no wait for them
 
     @property

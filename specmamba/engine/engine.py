@@ -185,7 +185,9 @@ class Engine:
         batch = sorted((r for r in ready if r.grammar_error is None), key=lambda request: request.held_row)
         results = self.runner.step(batch) if batch else []
         advanced = [self._advance(request, result) for request, result in zip(batch, results, strict=True)]
-        self._end([request for request, delta in zip(batch, advanced, strict=True) if delta.finish_reason is not None])
+        ended = [request for request, delta in zip(batch, advanced, strict=True) if delta.finish_reason is not None]
+        if ended:
+            self._end(ended)
         deltas += advanced
         return deltas
 

@@ -128,15 +128,17 @@ class StepGraphRunner:
     ) -> StepKind:
         size = self.bucket(len(requests))
         assert size is not None
-        last = max(request.root_position for request in requests)
+        last = self._max_root_position
+        if not self.replay.has_fixed_shapes:
+            last = max(request.root_position for request in requests)
         num_nodes = drafter.num_nodes(size)
         if tree is not None:  # drafts of varying size: powers of two, so that not every size is a kind of its own
             num_nodes = min(gpu.next_power_of_2(tree.shape.num_nodes), num_nodes)
         return StepKind(
             batch_size=size,
             num_nodes=num_nodes,
-            sampling=Sampling.of([request.params for request in requests]),
-            max_root_position=self._max_root_position if self.replay.has_fixed_shapes else last,
+            sampling=self.inputs.write_settings(requests),
+            max_root_position=last,
             is_deferred=pending_tokens is not None and pending_tokens.is_deferred,
             is_forced=any(request.forced_output_ids for request in requests),
             is_chain=tree is not None and tree.shape.is_chain and tree.shape.num_nodes == num_nodes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,9 +19,8 @@ from specmamba.verify.state_buffers import HostVerifySlots, VerifySlots
 INTEGERS = {
     **dict.fromkeys(("row", "slot", "root_token", "root_position", "num_pending", "folds"), 0),
     "num_pending_tokens": 1,
-    "seed": 0,
-    "top_k": 0,
 }
+SETTINGS = {"seed": 0, "top_k": 0}
 FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
 
 
@@ -43,8 +41,7 @@ class Sampling(NamedTuple):
         return cls(bool(drawn), *filters, any(p.has_penalties for p in params))
 
 
-@dataclass(frozen=True, slots=True)
-class StepKind:
+class StepKind(NamedTuple):
     """What a captured step depends on, besides the drafter and the accept policy."""
 
     batch_size: int  # a bucket
@@ -69,42 +66,51 @@ class StepInputs:
             device: where steps run.
         """
         self.integers = Columns(INTEGERS, num_rows, torch.int64, device)
+        self.settings = Columns(SETTINGS, num_rows, torch.int64, device)
         self.floats = Columns(FLOATS, num_rows, torch.float32, device)
         self.tokens = torch.zeros(num_rows, max_nodes, dtype=torch.int64, device=device)  # drafted before the step
         self.parents = torch.full_like(self.tokens, -1)
         self.forced_output_ids = torch.full_like(self.tokens, -1)
-        self._members: tuple[int, ...] | None = None  # requests whose sampling settings were written last
+        self._members: tuple[int, ...] = ()  # requests whose settings were written last
+        self._used = Sampling()  # parts of sampling that they use
 
     def clear(self) -> None:
         """Make every row padding."""
-        self.integers.write({})
-        self.floats.write({})
+        for columns in (self.integers, self.settings, self.floats):
+            columns.write({})
         self._clear_tree()
         self.forced_output_ids.fill_(-1)
-        self._members = None
+        self._members = ()
+
+    def write_settings(self, requests: Sequence[Request]) -> Sampling:
+        """Write what stays the same for a request in all its steps; returns the parts of sampling that are used."""
+        members = tuple([request.sequence_number for request in requests])
+        if members != self._members:
+            params = [request.params for request in requests]
+            own = {name: [getattr(p, name) for p in params] for name in ("temperature", "top_p", "min_p")}
+            penalties = {name: [getattr(p, f"{name}_penalty") for p in params] for name in FLOATS.keys() - own.keys()}
+            self.floats.write(own | penalties)
+            self.settings.write({"seed": [r.seed for r in requests], "top_k": [p.top_k for p in params]})
+            self._members, self._used = members, Sampling.of(params)
+        return self._used
 
     def write(
         self, requests: Sequence[Request], slots: HostVerifySlots, pending_tokens: HostPendingTokens | None
     ) -> None:
         """Write the inputs of a step of these requests; the rows behind them become padding."""
-        params = [request.params for request in requests]
-        columns = {
+        self.write_settings(requests)  # a capture has cleared them
+        columns: dict[str, Sequence[int]] = {
             "row": slots.rows,
             "slot": slots.state_slots,
             "root_token": [request.root_token for request in requests],
             "root_position": [request.root_position for request in requests],
             "num_pending": slots.num_pending,
-            "folds": [row in slots.folded for row in slots.rows],
-            "seed": [request.seed for request in requests],
-            "top_k": [p.top_k for p in params],
         }
-        self.integers.write(columns | ({} if pending_tokens is None else {"num_pending_tokens": pending_tokens.counts}))
-        members = tuple(request.sequence_number for request in requests)
-        if members != self._members:
-            own = {name: [getattr(p, name) for p in params] for name in ("temperature", "top_p", "min_p")}
-            penalties = {name: [getattr(p, f"{name}_penalty") for p in params] for name in FLOATS.keys() - own.keys()}
-            self.floats.write(own | penalties)
-            self._members = members
+        if slots.folded:
+            columns["folds"] = [row in slots.folded for row in slots.rows]
+        if pending_tokens is not None:
+            columns["num_pending_tokens"] = pending_tokens.counts
+        self.integers.write(columns)
         if any(request.forced_output_ids for request in requests):
             self.forced_output_ids.fill_(-1)
             forced = forced_ahead(requests, self.forced_output_ids.shape[1])
@@ -160,9 +166,9 @@ class StepInputs:
         strengths = (self.floats.read(name, size) for name in ("presence", "frequency", "repetition"))
         return SamplingBatch(
             temperature=self.floats.read("temperature", size) if used.is_drawn else None,
-            top_k=self.integers.read("top_k", size) if used.has_top_k else None,
+            top_k=self.settings.read("top_k", size) if used.has_top_k else None,
             top_p=self.floats.read("top_p", size) if used.has_top_p else None,
             min_p=self.floats.read("min_p", size) if used.has_min_p else None,
-            seeds=self.integers.read("seed", size),
+            seeds=self.settings.read("seed", size),
             penalties=Penalties(*strengths) if used.is_penalized else None,
         )

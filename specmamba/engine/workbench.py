@@ -11,6 +11,7 @@ from torch import Tensor
 from specmamba.cache.memory import free_memory
 from specmamba.command_line import describe_validation_error
 from specmamba.config import EngineConfig
+from specmamba.cuda_graphs import NativeReplay
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter, NoDrafter
 from specmamba.draft.heads import MTPDrafter
@@ -43,6 +44,12 @@ class Workbench:
     def replays_steps(self) -> bool:
         """Whether steps run captured while the clock is off; the phases of a captured step cannot be timed."""
         return self._engine.runner.graph_runner is not None
+
+    @property
+    def replayed_seconds(self) -> float:
+        """Seconds in replays of native calls since the start; 0 where steps are not replayed by native code."""
+        replay = None if self._engine.runner.graph_runner is None else self._engine.runner.graph_runner.replay
+        return replay.seconds if isinstance(replay, NativeReplay) else 0.0
 
     @property
     def clock(self) -> StepProbe:

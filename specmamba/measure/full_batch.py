@@ -34,6 +34,7 @@ class Stretch:
     seconds: float  # time of all steps together
     draft_ms: float  # mean over the steps; 0 when the phases were not timed
     verify_ms: float
+    replayed_seconds: float = 0.0  # in replays of native calls
 
     @property
     def num_tokens(self) -> int:
@@ -43,6 +44,11 @@ class Stretch:
     def step_ms(self) -> float:
         """Mean time of a whole step, as the caller of ``Engine.step`` sees it."""
         return self.seconds / self.num_steps * 1e3
+
+    @property
+    def host_ms(self) -> float:
+        """Mean time of a step outside of its replay."""
+        return (self.seconds - self.replayed_seconds) / self.num_steps * 1e3
 
 
 def accept_length(stretches: Sequence[Stretch]) -> float:
@@ -75,13 +81,15 @@ def run_full_batch(llm: LLM, jobs: Sequence[Job], clock: bool = False) -> Stretc
             llm.engine.add_request(name, job.prompt, job.params, job.replay)
         _fill(llm, len(jobs))
         laps.reset()
+        replayed = llm.workbench.replayed_seconds
         times, tokens = _run_until_one_ends(llm, names)
         phases = {phase: statistics.fmean(parts or [0.0]) * 1e3 for phase, parts in laps.seconds.items()}
+        replayed = llm.workbench.replayed_seconds - replayed
     finally:
         laps.is_on = False
         for name in names:
             llm.engine.abort(name)
-    return Stretch(len(jobs), len(times), tokens, sum(times), phases["draft"], phases["verify"])
+    return Stretch(len(jobs), len(times), tokens, sum(times), phases["draft"], phases["verify"], replayed)
 
 
 def _run_until_one_ends(llm: LLM, names: Sequence[str]) -> tuple[list[float], tuple[int, ...]]:

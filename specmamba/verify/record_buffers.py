@@ -185,7 +185,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         counts = torch.full(states.shape[:1], count, device=states.device)
         state, target = states[:, lease.slot].float(), states[:, slot]
         is_exact = target.dtype is torch.float32
-        folded = state_records.fold(state, k, u, decay, counts, out=target if is_exact else None)
+        folded = state_records.fold(state, k, u, decay, counts, target if is_exact else None)
         if not is_exact:
             target.copy_(state_records.as_stored(folded, target.dtype))
         self._pool.conv[:, slot] = self.conv_inputs[:, row, count : count + self.window]

@@ -81,7 +81,7 @@ class StepOutput:
 
     def first(self, num_rows: int) -> StepOutput:
         """Return the output of the first ``num_rows`` rows, without the padding rows after them."""
-        if num_rows == len(self.packed):
+        if num_rows == self.packed.shape[0]:
             return self
         v = self.verdict
         columns = (x[:num_rows] for x in (v.path, v.num_accepted, v.path_tokens, v.bonus, v.is_finite))

@@ -267,7 +267,7 @@ def num_threads() -> int:
 
 
 def test_no_thread_is_left_after_the_end() -> None:
-    gc.collect()  # replays of other tests that nobody closed
+    gc.collect()  # threads of engines that were dropped without close()
     before = num_threads()
     replay: NativeReplay[Tensor] = NativeReplay(4)
     assert num_threads() == before + 3
@@ -283,7 +283,7 @@ def test_no_thread_is_left_after_the_end() -> None:
 
 
 def test_threads_may_end_while_another_step_is_recorded() -> None:
-    """The collector may find a replay that nobody closed at any moment, a recording too."""
+    """The collector may end the threads of a dropped engine at any moment, also during a recording."""
     forgotten = [Threads(2)]
 
     def function() -> Tensor:

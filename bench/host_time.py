@@ -1,0 +1,132 @@
+"""Time of a decoding step outside of its captured calls: scheduler, inputs, reading, text.
+
+    python -m specmamba.bench.host_time [--json FILE] [--batches 1 8] [--rounds 7] [any engine flag]
+
+Batches of requests decode together. The host time of a step is its time less that of its replay, a mean over a
+stretch of steps in which all requests take part; reported are medians over stretches. All settings take turns within a
+round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from specmamba.errors import ConfigError
+from specmamba.measure.command import Page, Report, put_out, run_command
+from specmamba.measure.prompts import bundled_texts
+from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, versions
+
+if TYPE_CHECKING:
+    from specmamba import LLM
+    from specmamba.measure.full_batch import Stretch
+
+PROG = "python -m specmamba.bench.host_time"
+TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 8}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "tree of 8": TREE,
+    "chain of 3": {"speculative_num_steps": 3},
+    "plain": {"speculative_algorithm": "none"},
+}
+Setting = tuple[str, int, float]  # drafts, requests, temperature
+
+
+class HostTimeConfig(JsonOption):
+    """Time of a step outside of its captured calls."""
+
+    disable_radix_cache: NoRadixCache = True
+    rounds: Annotated[Count, Field(description="rounds of all settings; the median over them is reported")] = 7
+    batches: Annotated[tuple[Count, ...], Field(description="requests at a time")] = (1, 8)
+    max_tokens: Annotated[int, Field(ge=16, description="new tokens of a request")] = 160
+    temperatures: Annotated[tuple[float, ...], Field(description="sampling temperatures; 0 is greedy")] = (0.0, 0.8)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status: 0, or 130 after Ctrl-C."""
+    return run_command(PROG, HostTimeConfig, arguments, lambda config: put_out(config, run(config), print_report))
+
+
+def run(config: HostTimeConfig) -> dict[str, Any]:
+    """Run all rounds; the report as a JSON object.
+
+    Raises:
+        ConfigError: steps are not replayed by native code.
+    """
+    from specmamba import LLM
+    from specmamba.config import EngineConfig
+
+    flags = config.model_dump(include=set(EngineConfig.model_fields))
+    stretches: dict[Setting, list[Stretch]] = defaultdict(list)
+    with LLM(**{**flags, **TREE}) as llm:
+        for number in range(config.rounds + 1):
+            for setting in [(d, b, t) for d in DRAFTS for b in config.batches for t in config.temperatures]:
+                stretch = time_steps(llm, config, setting)
+                if number:  # the first round records the steps
+                    stretches[setting].append(stretch)
+            print(f"round {number} of {config.rounds} done", file=sys.stderr)
+    return {
+        "model": Path(config.model_path).name if config.model else "specmamba-demo",
+        "dtype": config.dtype,
+        "machine": machine(),
+        "versions": versions(("specmamba", "torch")),
+        "rounds": config.rounds,
+        "results": [{**named(setting), **summarize(found)} for setting, found in stretches.items()],
+    }
+
+
+def time_steps(llm: LLM, config: HostTimeConfig, setting: Setting) -> Stretch:
+    """Run one batch.
+
+    Raises:
+        ConfigError: steps are not replayed by native code.
+    """
+    from specmamba import SamplingParams
+    from specmamba.measure.full_batch import Job, run_full_batch
+
+    drafts, size, temperature = setting
+    llm.workbench.use_drafts(**DRAFTS[drafts])
+    params = SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=1, ignore_eos=True)
+    texts = bundled_texts()
+    prompts = [tuple(llm.engine.tokenizer.encode(texts[i % len(texts)].text)) for i in range(size)]
+    stretch = run_full_batch(llm, [Job(prompt, params) for prompt in prompts])
+    if not llm.workbench.replayed_seconds:
+        raise ConfigError("no step was replayed by native code: this needs a CPU, and no --disable-cuda-graph")
+    return stretch
+
+
+def named(setting: Setting) -> dict[str, Any]:
+    """The parts of a setting by name."""
+    return dict(zip(("drafts", "requests", "temperature"), setting, strict=True))
+
+
+def summarize(stretches: list[Stretch]) -> dict[str, Any]:
+    """Medians over stretches, with the range of the host's time."""
+    hosts = [stretch.host_ms for stretch in stretches]
+    return {
+        "step_ms": round(statistics.median(stretch.step_ms for stretch in stretches), 3),
+        "host_ms": round(statistics.median(hosts), 3),
+        "host_range": [round(min(hosts), 3), round(max(hosts), 3)],
+    }
+
+
+def print_report(report: Report) -> None:
+    """Print the table of steps."""
+    page = Page()
+    page.lines(f"{report['model']}, {report['dtype']}", report["machine"])
+    rows = [
+        (
+            row["drafts"], f"{row['requests']}", f"{row['temperature']:g}", f"{row['step_ms']:.2f}",
+            f"{row['host_ms']:.3f}", "{:.3f}-{:.3f}".format(*row["host_range"]),
+        )
+        for row in report["results"]
+    ]  # fmt: skip
+    page.table(("", "requests", "T", "step ms", "host ms", "range"), rows, text_columns=(0,))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

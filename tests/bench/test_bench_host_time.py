@@ -1,0 +1,48 @@
+"""The benchmark of a step's host time: a small run, and what it needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specmamba import LLM, SamplingParams
+from specmamba.bench import host_time
+from specmamba.cuda_graphs import NativeReplay
+
+FLAGS = ["--dtype", "float32", "--num-threads", "1", "--context-length", "512", "--max-running-requests", "2"]
+SMALL = ["--rounds", "1", "--batches", "2", "--max-tokens", "16", "--temperatures", "0"]
+
+
+@pytest.mark.usefixtures("needs_native")
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    assert host_time.main([*FLAGS, *SMALL, "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["results"]
+    assert [row["drafts"] for row in rows] == list(host_time.DRAFTS)
+    for row in rows:
+        assert 0 < row["host_range"][0] <= row["host_ms"] <= row["host_range"][1] < row["step_ms"]
+    assert "host ms" in capsys.readouterr().out
+
+
+def test_steps_without_replay_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        host_time.main([*FLAGS, *SMALL, "--disable-cuda-graph"])
+    assert ended.value.code == 2
+    assert "no step was replayed" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("needs_native")
+def test_steps_of_a_drafter_are_recorded_once() -> None:
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with LLM(dtype="float32", num_threads=1, context_length=128, max_running_requests=1) as llm:
+        replay = llm.engine.runner.graph_runner.replay
+        assert isinstance(replay, NativeReplay)
+        counts = []
+        for _ in range(2):
+            for algorithm in ("mtp", "none"):
+                llm.workbench.use_drafts(speculative_algorithm=algorithm)
+                llm.generate("def f(", greedy)
+                counts.append(len(replay.tapes))
+        assert counts == [1, 2, 2, 2]
