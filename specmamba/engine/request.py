@@ -66,6 +66,8 @@ class TextStream:
 
     def _release(self, new_text: str) -> tuple[str, bool]:
         """Return the text that can be sent now, and whether a stop string was found."""
+        if not self._stop_strings:
+            return new_text, False
         self._held += new_text
         found = [at for at in (self._held.find(stop) for stop in self._stop_strings) if at >= 0]
         if found:

@@ -38,7 +38,7 @@ class Workbench:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._kept: dict[str, Drafter] = {}  # by flags: drafters whose steps have been captured
+        self._kept: dict[tuple[str, str], Drafter] = {}  # by flags and plan: drafters whose steps have been captured
 
     @property
     def replays_steps(self) -> bool:
@@ -187,12 +187,13 @@ class Workbench:
     def _make_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:
         """Make a drafter that replaces the engine's; after an error the engine keeps its drafter.
 
-        Where steps are captured, a drafter of the same flags is reused, since captured steps belong to one drafter.
+        Where steps are captured, a drafter of the same flags and the same tree files is reused, since captured steps
+        belong to one drafter.
         """
-        flags = config.model_dump_json(include=DRAFT_FIELDS)
-        drafter = self._kept.get(flags) or self._new_drafter(plan, config)
+        key = config.model_dump_json(include=DRAFT_FIELDS), repr(plan)
+        drafter = self._kept.get(key) or self._new_drafter(plan, config)
         if self.replays_steps and drafter.is_capturable:
-            self._kept[flags] = drafter
+            self._kept[key] = drafter
         return drafter
 
     def _new_drafter(self, plan: DraftPlan, config: EngineConfig) -> Drafter:

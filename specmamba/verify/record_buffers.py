@@ -61,6 +61,8 @@ class RecordBuffers(StateBuffers[RecordPlan]):
             for of_layer in zip(self._read_states(num_rows), self.conv_inputs, *self._records, pool.conv, strict=True)
         ]
         self._num_pending = [0] * (num_rows + 1)
+        # numbers of records of all layers, for folds: [capacity + 1, layers]
+        self._counts = torch.arange(self.capacity + 1, device=device)[:, None].repeat(1, layers).unbind()
 
     def _read_states(self, num_rows: int) -> Sequence[Tensor]:
         """Checkpoints as kernels read them, by layer. Native code reads float32: other dtypes are copied before use."""
@@ -181,21 +183,20 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         """Fold the first records into a slot, all layers as one batch; in place if it is the row's own slot."""
         lease = self._leases[row]
         count, states = position - lease.position, self._pool.recurrent
-        k, u, decay = (x[:, row, :count] for x in self._records)
-        counts = torch.full(states.shape[:1], count, device=states.device)
-        state, target = states[:, lease.slot].float(), states[:, slot]
+        k, u, decay = (x.select(1, row).narrow(1, 0, count) for x in self._records)
+        state, target = states.select(1, lease.slot).float(), states.select(1, slot)
         is_exact = target.dtype is torch.float32
-        folded = state_records.fold(state, k, u, decay, counts, target if is_exact else None)
+        folded = state_records.fold(state, k, u, decay, self._counts[count], target if is_exact else None)
         if not is_exact:
             target.copy_(state_records.as_stored(folded, target.dtype))
-        self._pool.conv[:, slot] = self.conv_inputs[:, row, count : count + self.window]
+        self._pool.conv.select(1, slot).copy_(self.conv_inputs.select(1, row).narrow(1, count, self.window))
 
     def _fold(self, rows: Sequence[int]) -> None:
         """Advance the checkpoints of rows over all their pending records, each row's layers as one batch."""
         for row in rows:
             lease = self._leases[row]
             self._write_state(row, self.position(row), lease.slot)
-            self.conv_inputs[:, row, : self.window] = self._pool.conv[:, lease.slot]
+            self.conv_inputs.select(1, row).narrow(1, 0, self.window).copy_(self._pool.conv.select(1, lease.slot))
             self._move_checkpoint(row)
 
     def _move_checkpoint(self, row: int) -> None:
