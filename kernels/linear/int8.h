@@ -115,7 +115,7 @@ struct Int8Product {
     for (; pairs > 0; --pairs) {
       Shorts both[Vectors];
       for (int j = 0; j < Vectors; ++j) both[j] = shorts_of(w + j / 2 * size + j % 2 * kPanel);
-      if constexpr (Rows >= kPrefetchRows) __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetch, 0, 2);
+      __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetch, 0, 2);
 #pragma GCC unroll 16
       for (int i = 0; i < Rows; ++i) {
         const Shorts of_row = broadcast_pair(base[i / 3] + i % 3 * stride);

@@ -17,7 +17,6 @@ namespace specmamba {
 constexpr int kPanel = 2 * kLanes;                  // outputs of one panel
 constexpr int kMaxRows = 3 * kRegisters / 8;        // of a pass: of 32 registers 24 have sums, 2 weights, 1 an input
 constexpr int kPairRows = kRegisters / 8;           // up to these, a pass takes two panels
-constexpr int kPrefetchRows = 6;                    // with fewer rows the hardware's own prefetching is faster
 constexpr int64_t kManyRows = 4 * kMaxRows;         // from these on, products go through k in parts
 constexpr int64_t kDepth = 256;                     // float32 inputs in a part; a panel's weights fill half of L1
 constexpr int64_t kPanelsAtOnce = 8;                // that a part of the inputs of all rows stays in L2 for

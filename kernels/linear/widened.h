@@ -74,7 +74,7 @@ struct WidenedProduct {
     for (int64_t at = 0; at < depth; ++at, w += kPanel, ++in) {
       Vector both[Vectors];
       for (int j = 0; j < Vectors; ++j) both[j] = load(w + j / 2 * size + j % 2 * kLanes, All{});
-      if constexpr (Rows >= kPrefetchRows) __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetch, 0, 2);
+      __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetch, 0, 2);
 #pragma GCC unroll 16
       for (int i = 0; i < Rows; ++i) {
         const Vector input = broadcast(in[i * stride]);
