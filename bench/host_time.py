@@ -12,14 +12,13 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, Report, put_out, run_command
-from specmamba.measure.prompts import bundled_texts
+from specmamba.measure.prompts import bundled_texts, model_name
 from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, versions
 
 if TYPE_CHECKING:
@@ -69,8 +68,9 @@ def run(config: HostTimeConfig) -> dict[str, Any]:
                 if number:  # the first round records the steps
                     stretches[setting].append(stretch)
             print(f"round {number} of {config.rounds} done", file=sys.stderr)
+        name = model_name(llm.engine.describe())
     return {
-        "model": Path(config.model_path).name if config.model else "specmamba-demo",
+        "model": name,
         "dtype": config.dtype,
         "machine": machine(),
         "versions": versions(("specmamba", "torch")),

@@ -33,7 +33,6 @@ class NativeReplay(Replay[T]):
         self._arena = Arena()
         self._records: dict[Hashable, tuple[Tape, T] | None] = {}
         self._seen: set[Hashable] = set()
-        self.seconds = 0.0  # in replays, since the start
 
     @staticmethod
     def is_available() -> bool:

@@ -29,6 +29,7 @@ class Replay(ABC, Generic[T]):
     """
 
     has_fixed_shapes: bool  # every run of a key has the shapes of its first run, for all inputs
+    seconds = 0.0  # in replays of native calls, since the start
 
     @abstractmethod
     def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:

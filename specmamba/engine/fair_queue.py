@@ -119,6 +119,9 @@ class PrefillTurns:
 
     def in_order(self, extending: Sequence[Request]) -> list[Request]:
         """Requests with known tokens to run, the next one first."""
+        if not extending:
+            self._latest.clear()
+            return []
         names = {request.owner.name for request in extending}
         self._latest = {name: latest for name, latest in self._latest.items() if name in names}
         return sorted(

@@ -79,7 +79,7 @@ class TextStream:
 
 def _longest_partial_stop(text: str, stop_strings: Sequence[str]) -> int:
     """Length of the longest suffix of ``text`` that is the beginning of a stop string."""
-    for length in range(min(len(text), max(map(len, stop_strings), default=1) - 1), 0, -1):
+    for length in range(min(len(text), max(map(len, stop_strings)) - 1), 0, -1):
         end = text[-length:]
         if any(stop.startswith(end) for stop in stop_strings):
             return length

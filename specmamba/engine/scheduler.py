@@ -152,8 +152,6 @@ class Scheduler:
     def next_runs(self) -> list[PrefillRun]:
         """Return the next chunk: tokens of the request whose turn it is, and others' while they fit the padded size."""
         runs: list[PrefillRun] = []
-        if not self.extending:
-            return runs
         longest, chunk_size = 0, self._limits.chunk_size
         for request in self._turns.in_order(self.extending):
             wanted = min(request.num_to_extend, chunk_size, request.num_to_chunk_end)

@@ -11,7 +11,6 @@ from torch import Tensor
 from specmamba.cache.memory import free_memory
 from specmamba.command_line import describe_validation_error
 from specmamba.config import EngineConfig
-from specmamba.cuda_graphs import NativeReplay
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter, NoDrafter
 from specmamba.draft.heads import MTPDrafter
@@ -48,8 +47,8 @@ class Workbench:
     @property
     def replayed_seconds(self) -> float:
         """Seconds in replays of native calls since the start; 0 where steps are not replayed by native code."""
-        replay = None if self._engine.runner.graph_runner is None else self._engine.runner.graph_runner.replay
-        return replay.seconds if isinstance(replay, NativeReplay) else 0.0
+        graph_runner = self._engine.runner.graph_runner
+        return 0.0 if graph_runner is None else graph_runner.replay.seconds
 
     @property
     def clock(self) -> StepProbe:

@@ -155,6 +155,8 @@ class MaskMaker:
             processor_seconds: a job that has run for so long is not waited for any more.
             even_blocked: wait also for jobs that cannot begin before a slow one has ended.
         """
+        if not jobs and not self._workers:
+            return
         end = time.monotonic() + seconds
         with self._lock:
             while left := self._left(jobs, processor_seconds, even_blocked):
