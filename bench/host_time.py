@@ -54,11 +54,15 @@ def run(config: HostTimeConfig) -> dict[str, Any]:
     """Run all rounds; the report as a JSON object.
 
     Raises:
-        ConfigError: steps are not replayed by native code.
+        ConfigError: flags of drafts were given, or steps are not replayed by native code.
     """
     from specmamba import LLM
     from specmamba.config import EngineConfig
 
+    given = config.model_fields_set & {name for flags in DRAFTS.values() for name in flags}
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+        raise ConfigError(f"{names}: this benchmark times its own drafts: {', '.join(DRAFTS)}")
     flags = config.model_dump(include=set(EngineConfig.model_fields))
     stretches: dict[Setting, list[Stretch]] = defaultdict(list)
     with LLM(**{**flags, **TREE}) as llm:

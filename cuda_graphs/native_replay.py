@@ -29,7 +29,8 @@ class NativeReplay(Replay[T]):
 
     def __init__(self, num_threads: int | None = None) -> None:
         """``num_threads``: of replays; None: as many as torch's."""
-        self._threads = Threads(num_threads or torch.get_num_threads())
+        self._num_threads = num_threads or torch.get_num_threads()
+        self._threads = Threads(self._num_threads)
         self._arena = Arena()
         self._records: dict[Hashable, tuple[Tape, T] | None] = {}
         self._seen: set[Hashable] = set()
@@ -73,11 +74,15 @@ class NativeReplay(Replay[T]):
         return function()
 
     def _record(self, key: Hashable, function: Callable[[], T]) -> T:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)  # native calls are told it, and their record keeps it
         try:
             record: tuple[Tape, T] = StepRecorder(self._arena).record(function)
         except NotRecordableError as error:
             logger.warning("some steps run operator by operator: %s", error)
             self._records[key] = None
             return function()  # what was run already is run again on the same inputs
+        finally:
+            torch.set_num_threads(before)
         self._records[key] = record
         return record[1]

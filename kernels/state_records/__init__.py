@@ -5,6 +5,7 @@ from torch import Tensor
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.state_records import native_ops, torch_ops
+from specmamba.kernels.state_records.native_ops import can_fold_rows
 from specmamba.kernels.state_records.operands import (
     Buffers,
     ExtendOperands,
@@ -29,7 +30,9 @@ __all__ = [
     "TreePlacement",
     "Trees",
     "as_stored",
+    "can_fold_rows",
     "fold",
+    "fold_rows",
 ]
 
 
@@ -58,3 +61,21 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
         ValueError: operands differ in shape, or num_pending is not int64 (native form).
     """
     return torch_ops.fold(state, k, u, decay, num_pending, out)
+
+
+@operator(native=lambda buffers, *_: native_ops.can_fold_rows(buffers))
+def fold_rows(buffers: Buffers, rows: Tensor, slots: Tensor, num_pending: Tensor, folds: Tensor | None = None) -> None:
+    """Advance checkpoints over all their pending records in place, in all layers, and move their windows.
+
+    Rows that fold have no pending records afterwards: a second call changes nothing.
+
+    Args:
+        buffers: of all layers: every tensor has one more dimension in front, [layers, ...]; with windows.
+        rows, slots: [B] int64, distinct but for padding, which has nothing pending.
+        num_pending: [B] int64; becomes 0 where a row folds.
+        folds: [B] bool, the rows that fold; None: all.
+
+    Raises:
+        ValueError: buffers or places do not fit each other (native form).
+    """
+    torch_ops.fold_rows(buffers, rows, slots, num_pending, folds)

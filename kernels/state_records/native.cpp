@@ -1,5 +1,6 @@
-// The fold of pending records into checkpoints; reference.py specifies it.
+// Folds of pending records into checkpoints; reference.py specifies them.
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "parallel.h"
@@ -95,7 +96,57 @@ void fold(const Fold& p, int64_t b, int64_t h) {
     });
 }
 
+// Rows that fold in place, in all layers. All buffers are contiguous.
+struct RowFolds {
+  float* states;                                  // [layers, slots, Hv, K, V]
+  char *conv_inputs, *windows;                    // [layers, rows, W - 1 + R, C] [layers, slots, W - 1, C]
+  const float *records_k, *records_u, *records_decay;  // [layers, rows, R, ...], as in Fold
+  const int64_t *rows_of_batch, *slots_of_batch;  // [B]
+  int64_t* num_pending;                           // [B]; 0 after the fold
+  const bool* folds;                              // [B], or null: all rows fold
+  int64_t batch, layers, slots, rows, capacity, window, input_bytes;  // input_bytes: of one entry of conv_inputs
+  int64_t key_heads, value_heads, key_dim, value_dim;
+
+  bool is_folded(int64_t b) const { return (folds == nullptr || folds[b]) && num_pending[b] > 0; }
+
+  // The fold of one row in one layer.
+  Fold of(int64_t layer, int64_t b) const {
+    const int64_t row = layer * rows + rows_of_batch[b], slot = layer * slots + slots_of_batch[b];
+    float* state = states + slot * value_heads * key_dim * value_dim;
+    return {state,
+            records_k + row * capacity * key_heads * key_dim,
+            records_u + row * capacity * value_heads * value_dim,
+            records_decay + row * capacity * value_heads,
+            num_pending + b,
+            state,
+            1, key_heads, value_heads, key_dim, value_dim,
+            0, 0, 0, 0, 0};
+  }
+
+  // The newest inputs become the window of the checkpoint, in its slot and in front of the row's records.
+  void move_window(int64_t layer, int64_t b) const {
+    const int64_t size = window * input_bytes;
+    char* inputs = conv_inputs + (layer * rows + rows_of_batch[b]) * (size + capacity * input_bytes);
+    char* kept = windows + (layer * slots + slots_of_batch[b]) * size;
+    std::memcpy(kept, inputs + num_pending[b] * input_bytes, size);
+    std::memcpy(inputs, kept, size);
+  }
+};
+
 }  // namespace
+
+extern "C" void fold_rows(const RowFolds* p, int num_threads) {
+  for (int64_t b = 0; b < p->batch; ++b) {
+    if (!p->is_folded(b)) continue;
+    for_heads(p->layers, p->value_heads, num_threads, [&](int64_t layer, int64_t h) {
+      fold(p->of(layer, b), 0, h);
+      if (h == 0) p->move_window(layer, b);
+    });
+    p->num_pending[b] = 0;
+  }
+}
+
+SPECMAMBA_REPLAYABLE(fold_rows)
 
 extern "C" void fold_records(const Fold* p, int num_threads) {
   for_heads(p->batch, p->value_heads, num_threads, [&](int64_t b, int64_t h) { fold(*p, b, h); });

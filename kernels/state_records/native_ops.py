@@ -1,4 +1,4 @@
-"""Native code for records (native.cpp): the fold, and the structures (operands.h) of verifies and extends."""
+"""Native code for records (native.cpp): folds, and the structures (operands.h) of verifies and extends."""
 
 from __future__ import annotations
 
@@ -25,6 +25,18 @@ _Fold = struct(
     [
         *("batch", "key_heads", "value_heads", "key_dim", "value_dim"),
         *("state_batch", "k_batch", "u_batch", "decay_batch", "folded_batch"),
+    ],
+)
+
+_RowFolds = struct(
+    "RowFolds",
+    [
+        *("states", "conv_inputs", "windows", "records_k", "records_u", "records_decay"),
+        *("rows_of_batch", "slots_of_batch", "num_pending", "folds"),
+    ],
+    [
+        *("batch", "layers", "slots", "rows", "capacity", "window", "input_bytes"),
+        *("key_heads", "value_heads", "key_dim", "value_dim"),
     ],
 )
 
@@ -59,6 +71,51 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
     return out
 
 
+def can_fold_rows(x: Buffers) -> bool:
+    """Whether native code folds in place: float32 states and contiguous buffers on the CPU."""
+    is_float = all(y.dtype is torch.float32 for y in (x.states, x.k, x.u, x.decay))
+    return is_float and all(y.is_cpu and y.is_contiguous() for y in _memory(x)) and code() is not None
+
+
+def fold_rows(buffers: Buffers, rows: Tensor, slots: Tensor, num_pending: Tensor, folds: Tensor | None = None) -> None:
+    """One call for all layers and rows. Rows and slots are not checked."""
+    native = library.required(code())
+    batch, places = len(rows), (rows, slots, num_pending)
+    are_places = all(x.dtype is torch.int64 and x.is_cpu and x.is_contiguous() for x in places)
+    require(are_places, "places need contiguous int64 on the CPU")
+    require(all(x.shape == (batch,) for x in places), "rows, slots and num_pending need one entry per row")
+    is_mask = folds is None or (folds.dtype is torch.bool and folds.shape == (batch,) and folds.is_contiguous())
+    require(is_mask, "folds needs [B] bool")
+    pointers = [x.data_ptr() for x in (*_memory(buffers), *places)]
+    native.fold_rows(
+        _RowFolds(*pointers, None if folds is None else folds.data_ptr(), batch, *_sizes(buffers)),
+        torch.get_num_threads(),
+    )
+
+
+def _memory(x: Buffers) -> tuple[Tensor, ...]:
+    require(x.windows is not None, "the fold of rows needs their windows")
+    return x.states, x.conv_inputs, x.windows, x.k, x.u, x.decay  # type: ignore[return-value]
+
+
+def _sizes(x: Buffers) -> tuple[int, ...]:
+    """Sizes of the buffers of all layers, in the order of the native structure, after checks of all shapes."""
+    layers, num_slots, *state = x.states.shape
+    _, num_rows, capacity, key_heads, key_dim = x.k.shape
+    _, _, window, channels = x.windows.shape  # type: ignore[union-attr]
+    value_heads, _, value_dim = state
+    require(key_heads > 0 and value_heads % key_heads == 0, "value heads are no multiple of key heads")
+    require(state[1] == key_dim, "the states have another shape")
+    require(x.k.shape[:2] == (layers, num_rows), "k has another shape")
+    require(x.u.shape == (layers, num_rows, capacity, value_heads, value_dim), "u has another shape")
+    require(x.decay.shape == (layers, num_rows, capacity, value_heads), "decay has another shape")
+    require(x.windows.shape[:2] == (layers, num_slots), "windows have another shape")  # type: ignore[union-attr]
+    require(x.conv_inputs.shape == (layers, num_rows, window + capacity, channels), "conv_inputs have another shape")
+    require(x.windows.dtype is x.conv_inputs.dtype, "windows have another dtype")  # type: ignore[union-attr]
+    input_bytes = channels * x.conv_inputs.element_size()
+    return layers, num_slots, num_rows, capacity, window, input_bytes, key_heads, value_heads, key_dim, value_dim
+
+
 def _check_shapes(
     state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, sizes: tuple[int, int, int, int, int]
 ) -> None:
@@ -76,7 +133,9 @@ def _check_shapes(
 @cache
 def code() -> ctypes.CDLL | None:
     """The loaded native library of this operator; None where there is none."""
-    return library.load_functions(SOURCE, {"fold_records": [POINTER(_Fold), c_int]})
+    return library.load_functions(
+        SOURCE, {"fold_records": [POINTER(_Fold), c_int], "fold_rows": [POINTER(_RowFolds), c_int]}
+    )
 
 
 BuffersStruct = struct(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specmamba.kernels.state_records.operands import Buffers
+
 
 def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
     """Advance the checkpoint over the first ``num_pending[b]`` records of each row.
@@ -32,6 +34,26 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
                 new_state[b, h] = step_decay * new_state[b, h] + update
                 before_decay = decay[b, j, h]
     return new_state if out is None else out.copy_(new_state)
+
+
+def fold_rows(buffers: Buffers, rows: Tensor, slots: Tensor, num_pending: Tensor, folds: Tensor | None = None) -> None:
+    """Advance the checkpoints of rows that fold over all their pending records, layer by layer, in place.
+
+    ``buffers`` have [layers, ...] in front. The last W - 1 inputs before the new checkpoint become its window, in
+    ``windows`` and at the start of ``conv_inputs``; then nothing is pending.
+    """
+    assert buffers.windows is not None
+    window = buffers.windows.shape[2]
+    for b, (row, slot, count) in enumerate(zip(rows.tolist(), slots.tolist(), num_pending.tolist(), strict=True)):
+        if count == 0 or not (folds is None or bool(folds[b])):
+            continue
+        for layer in range(len(buffers.states)):
+            state, inputs = buffers.states[layer, slot], buffers.conv_inputs[layer, row]
+            k, u, decay = (x[layer, row][None] for x in (buffers.k, buffers.u, buffers.decay))
+            state.copy_(fold(state[None], k, u, decay, num_pending[b : b + 1])[0])
+            inputs[:window] = inputs[count : count + window].clone()
+            buffers.windows[layer, slot] = inputs[:window]
+        num_pending[b] = 0
 
 
 def parent_of(ancestors: Tensor, node: int) -> int | None:

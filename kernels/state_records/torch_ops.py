@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specmamba.kernels.state_records.operands import Buffers, as_stored
+
 
 def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor, out: Tensor | None = None) -> Tensor:
     """One matrix product of weighted keys and updates per head."""
@@ -19,6 +21,22 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
     keys = expand_heads(k, state.shape[1]) * weight[..., None]
     update = keys.permute(0, 2, 3, 1) @ u.masked_fill(~is_pending[..., None, None], 0).transpose(1, 2)
     return torch.mul(state, total.exp().transpose(1, 2)[..., None], out=out).add_(update)
+
+
+def fold_rows(buffers: Buffers, rows: Tensor, slots: Tensor, num_pending: Tensor, folds: Tensor | None = None) -> None:
+    """A fold per layer; the rows are found on the host."""
+    assert buffers.windows is not None
+    is_folded = num_pending > 0 if folds is None else folds & (num_pending > 0)
+    row, slot, count = rows[is_folded], slots[is_folded], num_pending[is_folded]
+    window = buffers.windows.shape[2]
+    for states, k, u, decay in zip(buffers.states, buffers.k, buffers.u, buffers.decay, strict=True):
+        folded = fold(states[slot].float(), k[row], u[row], decay[row], count)
+        states[slot] = as_stored(folded, states.dtype)
+    newest = count[:, None] + torch.arange(window, device=count.device)
+    moved = buffers.conv_inputs[:, row[:, None], newest]
+    buffers.windows[:, slot] = moved
+    buffers.conv_inputs[:, row, :window] = moved
+    num_pending.masked_fill_(is_folded, 0)
 
 
 def state_before(state: Tensor, snapshots: Tensor, parents: Tensor | None, node: int) -> Tensor:

@@ -85,10 +85,10 @@ class Engine:
         self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
         self._spec_of: dict[str | None, SpecStats] = {}  # by tenant
         self._threads_before = torch.get_num_threads()
-        set_threads(config, self.device, weight_bytes)
+        num_threads = set_threads(config, self.device, weight_bytes)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.runner.graph_runner = build_graph_runner(config, self.pools, self.memory_plan, self.device)
+        self.runner.graph_runner = build_graph_runner(config, self.pools, self.memory_plan, self.device, num_threads)
         with torch.inference_mode():
             graph_lines = self.runner.capture()
         for line in (*self.memory_plan.describe_lines(), *graph_lines):

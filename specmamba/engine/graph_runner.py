@@ -87,7 +87,8 @@ class StepGraphRunner:
         """
         kind = self._kind(requests, drafter, pending_tokens, tree)
         self._pools.table.upload()
-        slots = self._pools.state_buffers.place([request.held_row for request in requests], kind.num_nodes)
+        rows = [request.held_row for request in requests]
+        slots = self._pools.state_buffers.place(rows, kind.num_nodes, is_captured=True)
 
         def fill() -> None:
             self.inputs.write(requests, slots, pending_tokens)
@@ -114,7 +115,8 @@ class StepGraphRunner:
         def step() -> StepOutput:
             batch = self.inputs.batch(kind, drafter.max_nodes if drafter.has_pending_tokens else None)
             buffers = self._pools.state_buffers
-            slots = self.inputs.slots(kind, buffers.node_offset(kind.num_nodes), buffers.folds_in_verify, self._device)
+            folds = buffers.folds_in_verify or buffers.folds_in_plan
+            slots = self.inputs.slots(kind, buffers.node_offset(kind.num_nodes), folds, self._device)
             return run_step(batch, GivenDrafts(self.inputs.tree(kind)) if has_tree else drafter, slots)
 
         return step
@@ -147,25 +149,27 @@ class StepGraphRunner:
 
 
 def build_graph_runner(
-    config: EngineConfig, pools: Pools, plan: MemoryPlan, device: torch.device
+    config: EngineConfig, pools: Pools, plan: MemoryPlan, device: torch.device, num_threads: int
 ) -> StepGraphRunner | None:
     """Build the graph runner; None where no step is captured: with the flag, and without native code on a CPU.
+
+    ``num_threads``: of replays on a CPU.
 
     Raises:
         ConfigError: a GPU without Triton; only Triton kernels can be captured.
     """
     if config.disable_cuda_graph:
         return None
-    replay = _replay(device, pads=config.cuda_graph_max_bs is not None)
+    replay = _replay(device, config.cuda_graph_max_bs is not None, num_threads)
     if replay is None:
         return None
     largest = min(config.cuda_graph_max_bs or DEFAULT_LARGEST, plan.num_running_requests)
     return StepGraphRunner(replay, bucket_sizes(largest), pools, plan, device)
 
 
-def _replay(device: torch.device, pads: bool) -> Replay[StepOutput] | None:
+def _replay(device: torch.device, pads: bool, num_threads: int) -> Replay[StepOutput] | None:
     if device.type == "cpu":
-        return NativeReplay() if NativeReplay.is_available() else EagerReplay() if pads else None
+        return NativeReplay(num_threads) if NativeReplay.is_available() else EagerReplay() if pads else None
     if not gpu.runs_on(device):
         raise ConfigError(
             "steps can only be captured with the kernels in Triton: pip install 'specmamba[gpu]' and leave "

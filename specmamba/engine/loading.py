@@ -28,6 +28,7 @@ logger = logging.getLogger("specmamba")
 
 DRAFT_FLAG = "--speculative-draft-model-path"
 SMALL_MODEL_BYTES = 64 << 20
+SHARED_MODEL_BYTES = 4 << 20
 
 
 def resolve_device(name: str) -> torch.device:
@@ -199,13 +200,19 @@ def _is_set_by_user() -> bool:
     return any(name in os.environ for name in names) or "glibc.malloc." in tunables
 
 
-def set_threads(config: EngineConfig, device: torch.device, weight_bytes: int) -> None:
-    """Choose how many threads an operator runs on.
+def set_threads(config: EngineConfig, device: torch.device, weight_bytes: int) -> int:
+    """Choose how many threads run operators, in this process; returns the number for replays of captured steps.
 
-    A model that the caches hold is bound by the number of its operators, not by their size. A second thread then gains
-    little, and as operators wait for their slowest thread, it loses a lot when a server or a client wants its core.
+    A model that the caches hold is bound by the number of its operators, not by their size. In a step that runs
+    operator by operator a second thread then gains little, and as operators wait for their slowest thread, it loses a
+    lot when a server or a client wants its core. The threads of a replay hand over in less than a microsecond: they
+    gain from ``SHARED_MODEL_BYTES`` on.
     """
+    own = torch.get_num_threads()
     if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+        own = config.num_threads
+        torch.set_num_threads(own)
     elif device.type == "cpu" and weight_bytes <= SMALL_MODEL_BYTES:
         torch.set_num_threads(1)
+        return own if weight_bytes >= SHARED_MODEL_BYTES else 1
+    return own

@@ -146,7 +146,7 @@ class StepInputs:
         )
 
     def slots(self, kind: StepKind, node_offset: int, folds: bool, device: torch.device) -> VerifySlots:
-        """Where a step of this kind finds and leaves states; ``folds``: the verify may fold rows."""
+        """Where a step of this kind finds and leaves states; ``folds``: rows may fold."""
         size, column = kind.batch_size, self.integers.read
         rows, state_slots = (RowSet.of((), device, column(name, size)) for name in ("row", "slot"))
         flags = column("folds", size) > 0 if folds else None

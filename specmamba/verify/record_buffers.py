@@ -60,8 +60,10 @@ class RecordBuffers(StateBuffers[RecordPlan]):
             state_records.Buffers(*of_layer)
             for of_layer in zip(self._read_states(num_rows), self.conv_inputs, *self._records, pool.conv, strict=True)
         ]
+        self._all_layers = state_records.Buffers(pool.recurrent, self.conv_inputs, *self._records, pool.conv)
+        self.folds_in_plan = layers > 0 and not self.folds_in_verify and state_records.can_fold_rows(self._all_layers)
         self._num_pending = [0] * (num_rows + 1)
-        # numbers of records of all layers, for folds: [capacity + 1, layers]
+        # numbers of records of all layers: [capacity + 1, layers]
         self._counts = torch.arange(self.capacity + 1, device=device)[:, None].repeat(1, layers).unbind()
 
     def _read_states(self, num_rows: int) -> Sequence[Tensor]:
@@ -104,27 +106,32 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         """Return the largest offset: no row ever has more pending records before a tree."""
         return self.capacity - num_nodes
 
-    def _place(self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int) -> HostVerifySlots:
-        """Fold the rows whose pending list might overflow, now or in the verify."""
+    def _place(
+        self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int, is_captured: bool
+    ) -> HostVerifySlots:
+        """Fold the rows whose pending list might overflow: now, in the plan or in the verify."""
         # a verify that folds needs room behind the pending records for its own nodes and for those of the next verify
         room = self.capacity - (2 * self.max_nodes if self.folds_in_verify else num_nodes)
         full = tuple(row for row in rows if self._num_pending[row] > room)
-        if not self.folds_in_verify:
+        if not (self.folds_in_verify or (is_captured and self.folds_in_plan)):
             self._fold(full)
             full = ()
         return HostVerifySlots(rows, slots, tuple(self._num_pending[row] for row in rows), full)
 
     def plan_at(self, slots: VerifySlots, tree: TreeShape) -> RecordPlan:
-        """Index the convolutions' inputs, and gather the operands of kernels."""
+        """Fold rows if that is the plan's part, index the convolutions' inputs, and gather the operands of kernels."""
         rows, num_pending, offset = slots.rows, slots.num_pending, slots.node_offset
+        folds = slots.folds
+        if folds is not None and self.folds_in_plan:
+            assert num_pending is not None
+            state_records.fold_rows(self._all_layers, rows.index, slots.state_slots.index, num_pending, folds)
+            folds = None
         index = self._conv_index(tree, num_pending, offset).contiguous()
         checkpoints = slots.state_slots
         if self._widened is not None:
             size = len(checkpoints)
             checkpoints = RowSet.of(range(size), index.device, torch.arange(size, device=index.device))
-        trees = state_records.Trees(
-            rows.index, checkpoints.index, index, num_pending, offset, tree.ancestors, slots.folds
-        )
+        trees = state_records.Trees(rows.index, checkpoints.index, index, num_pending, offset, tree.ancestors, folds)
         return RecordPlan(slots, tree, index, trees, checkpoints)
 
     def operands(self, layer: int, plan: RecordPlan) -> RecordOperands:
@@ -141,8 +148,8 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         base = slots.num_pending
         if base is None:
             base = torch.full_like(rows, slots.node_offset)
-        elif slots.folds is not None:
-            base = base.masked_fill(slots.folds, 0)
+        elif plan.trees.folds is not None:
+            base = base.masked_fill(plan.trees.folds, 0)
         source, target = tree_ops.commit_moves(path, num_accepted, slots.node_offset, base)
         if slots.is_exact and self._reads_moves:
             rows, source, target = state_copy.needed(rows, source, target)
@@ -151,7 +158,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         state_copy.compact(self.conv_inputs, rows, source + self.window, target + self.window)
 
     def _advance(self, placed: HostVerifySlots, accepted: Sequence[int]) -> None:
-        """Count the new pending records, after moving the checkpoints of rows that the verify folded."""
+        """Count the new pending records, after moving the checkpoints of rows that plan or verify folded."""
         for row in placed.folded:
             self._move_checkpoint(row)
         for row, count in zip(placed.rows, accepted, strict=True):
@@ -192,11 +199,14 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         self._pool.conv.select(1, slot).copy_(self.conv_inputs.select(1, row).narrow(1, count, self.window))
 
     def _fold(self, rows: Sequence[int]) -> None:
-        """Advance the checkpoints of rows over all their pending records, each row's layers as one batch."""
+        """Advance the checkpoints of rows over all their pending records."""
+        if not rows:
+            return
+        slots, counts = [self._leases[row].slot for row in rows], [self._num_pending[row] for row in rows]
+        state_records.fold_rows(
+            self._all_layers, *(torch.tensor(x, device=self.k.device) for x in (rows, slots, counts))
+        )
         for row in rows:
-            lease = self._leases[row]
-            self._write_state(row, self.position(row), lease.slot)
-            self.conv_inputs.select(1, row).narrow(1, 0, self.window).copy_(self._pool.conv.select(1, lease.slot))
             self._move_checkpoint(row)
 
     def _move_checkpoint(self, row: int) -> None:

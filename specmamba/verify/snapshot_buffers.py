@@ -51,7 +51,9 @@ class SnapshotBuffers(StateBuffers[VerifyPlan]):
         end = self._lease(row).position + 1
         return range(end - max(1, self._path_length[row]), end)
 
-    def _place(self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int) -> HostVerifySlots:
+    def _place(
+        self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int, is_captured: bool
+    ) -> HostVerifySlots:
         """Drop the snapshots of the previous verify."""
         for row in rows:
             self._path_length[row] = 0

@@ -28,7 +28,7 @@ class HostVerifySlots:
     rows: tuple[int, ...]
     state_slots: tuple[int, ...]  # of the rows' checkpoints
     num_pending: tuple[int, ...] = ()  # pending records of each row; empty for snapshots
-    folded: tuple[int, ...] = ()  # rows whose pending records the verify folds
+    folded: tuple[int, ...] = ()  # rows whose pending records plan or verify fold
 
     def on(self, device: torch.device) -> VerifySlots:
         """Return the slots on a device; the nodes' records start right after the longest pending list."""
@@ -48,7 +48,7 @@ class VerifySlots:
     state_slots: RowSet
     node_offset: int  # first record of the nodes; no row has more pending records
     num_pending: Tensor | None = None  # [B] int64; None when every row has node_offset of them
-    folds: Tensor | None = None  # [B] bool, rows whose pending records the verify folds; None: no row folds
+    folds: Tensor | None = None  # [B] bool, rows whose pending records plan or verify fold; None: no row folds
 
     @property
     def is_exact(self) -> bool:
@@ -88,7 +88,9 @@ class StateBuffers(ABC, Generic[PlanT]):
     ``commit`` do both parts at once, for callers that run no captured steps.
     """
 
-    folds_in_verify = False  # kernels fold full rows while they read their states; else ``place`` does it
+    # full rows are folded by ``place``, unless
+    folds_in_verify = False  # kernels fold them while they read their states
+    folds_in_plan = False  # ``plan_at`` folds those of captured steps
 
     def __init__(self, pool: StatePool, max_nodes: int) -> None:
         self.max_nodes = max_nodes
@@ -131,8 +133,10 @@ class StateBuffers(ABC, Generic[PlanT]):
         """Prepare a verify of ``tree`` for rows; errors as for ``place``."""
         return self.plan_at(self.place(rows, tree.num_nodes).on(tree.parents.device), tree)
 
-    def place(self, rows: Sequence[int], num_nodes: int) -> HostVerifySlots:
+    def place(self, rows: Sequence[int], num_nodes: int, is_captured: bool = False) -> HostVerifySlots:
         """Prepare a verify of trees of ``num_nodes`` nodes for rows, on the host; ``advance`` ends it.
+
+        ``is_captured``: the slots are inputs of a captured step, which has a flag for rows that fold.
 
         Raises:
             StateOwnershipError: a row never began, or its slot no longer holds the checkpoint that it continues.
@@ -140,11 +144,13 @@ class StateBuffers(ABC, Generic[PlanT]):
         """
         if num_nodes > self.max_nodes:
             raise ValueError(f"a tree of {num_nodes} nodes does not fit buffers for {self.max_nodes}")
-        self._placed = self._place(tuple(rows), self._checked_slots(rows), num_nodes)
+        self._placed = self._place(tuple(rows), self._checked_slots(rows), num_nodes, is_captured)
         return self._placed
 
     @abstractmethod
-    def _place(self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int) -> HostVerifySlots:
+    def _place(
+        self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int, is_captured: bool
+    ) -> HostVerifySlots:
         """Do ``place`` after its checks; ``slots`` are those of the rows' checkpoints."""
 
     def node_offset(self, num_nodes: int) -> int:

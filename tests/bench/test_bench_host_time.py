@@ -33,6 +33,13 @@ def test_steps_without_replay_are_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "no step was replayed" in capsys.readouterr().err
 
 
+def test_flags_of_drafts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        host_time.main([*FLAGS, *SMALL, "--speculative-num-steps", "2"])
+    assert ended.value.code == 2
+    assert "--speculative-num-steps: this benchmark times its own drafts" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("needs_native")
 def test_steps_of_a_drafter_are_recorded_once() -> None:
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

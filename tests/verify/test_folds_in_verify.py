@@ -80,3 +80,43 @@ def test_records_of_a_folded_row_begin_its_list() -> None:
     assert buffers.decay[0, 1, :3, 0].tolist() == [first, first + 1, first + 2]
     behind = slots.num_pending[1]
     assert buffers.decay[0, 2, : behind + 2, 0].tolist() == [*range(behind), first, first + 1]
+
+
+@pytest.mark.usefixtures("needs_native")
+def test_the_plan_of_a_captured_step_folds_as_the_host_does() -> None:
+    """The same states, windows and positions; to run the plan again, as after a failed recording, changes nothing."""
+    shape = replace(SHAPE, folds_in_verify=False)
+    by_host, by_plan = (begun(4, shape) for _ in range(2))
+    for buffers, pool in (by_host, by_plan):
+        noise = torch.Generator().manual_seed(1)
+        for x in (buffers.k, buffers.u, buffers.decay, buffers.conv_inputs, pool.recurrent):
+            x[:] = torch.randn(x.shape, generator=noise)
+        for accepted in ([3, 0, 2], [3, 2, 0], [3, 1, 1], [3, 3, 3]):
+            buffers.place([1, 2, 4], 4)
+            buffers.advance(accepted)
+    (host, host_pool), (plan, plan_pool) = by_host, by_plan
+    host.place([1, 2, 4], 4)
+    placed = plan.place([1, 2, 4], 4, is_captured=True)
+    assert placed.folded == (1,)
+    slots = placed.on(CPU)
+    for _ in range(2):
+        made = plan.plan_at(slots, chain_shape(3, 4, CPU))
+        assert made.trees.folds is None
+        assert slots.num_pending is not None
+        assert slots.num_pending.tolist() == [0, 10, 10]
+    host.advance([1, 1, 1])
+    plan.advance([1, 1, 1])
+    assert [plan.positions(row) for row in (1, 2, 4)] == [host.positions(row) for row in (1, 2, 4)]
+    assert [plan_pool.stamp(slot) for slot in (1, 2, 4)] == [host_pool.stamp(slot) for slot in (1, 2, 4)]
+    for x, y in ((plan_pool.recurrent, host_pool.recurrent), (plan_pool.conv, host_pool.conv)):
+        assert torch.equal(x, y)
+    assert torch.equal(plan.conv_inputs, host.conv_inputs)
+
+
+def test_direct_steps_and_16_bit_states_fold_on_the_host() -> None:
+    plain = replace(SHAPE, folds_in_verify=False)
+    for shape, is_captured in ((plain, False), (replace(plain, state_dtype=torch.float16), True)):
+        buffers, _ = begun(4, shape)
+        for _ in range(12):
+            assert not buffers.place([1, 2], 4, is_captured).folded
+            buffers.advance([3, 1])

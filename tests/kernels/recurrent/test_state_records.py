@@ -1,8 +1,9 @@
-"""The fold of pending records: torch_ops and native code against the float64 recurrence."""
+"""Folds of pending records: torch_ops and native code against the float64 recurrence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from specmamba.kernels import state_records
 from specmamba.kernels.dispatch import Form, operator_of
-from specmamba.kernels.state_records import native_ops, reference, torch_ops
+from specmamba.kernels.state_records import Buffers, native_ops, reference, torch_ops
 from tests.kernels.recurrent.records import HEADS, WIDE_HEADS, Records, make_records, make_state
 from tests.kernels.rounding import tolerance
 
@@ -176,3 +177,90 @@ def test_a_fold_in_place_does_not_depend_on_threads(set_threads: Callable[[int],
 def each(rows: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The rows of a tensor, each still with its dimension."""
     return enumerate(rows.split(1))
+
+
+def layered_buffers(heads: tuple[int, int, int, int], counts: Tensor, rows: Tensor, dtype: torch.dtype) -> Buffers:
+    """Buffers of 2 layers, 6 slots and 5 rows; the records of ``rows`` are real, all else is NaN."""
+    key_heads, value_heads, key_dim, value_dim = heads
+    shapes = ((key_heads, key_dim), (value_heads, value_dim), (value_heads,))
+    records = [torch.full((2, 5, 9, *shape), torch.nan) for shape in shapes]
+    for layer in range(2):
+        for buffer, x in zip(records, make_records(len(rows), 9, heads, counts, seed=layer), strict=True):
+            buffer[layer, rows] = x
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    inputs, windows = torch.randn(2, 5, 3 + 9, channels).to(dtype), torch.randn(2, 6, 3, channels).to(dtype)
+    states = torch.stack([make_state(6, heads, seed=60 + layer) for layer in range(2)])
+    return Buffers(states, inputs, *records, windows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("flags", [None, [True, False, True, True]])
+@pytest.mark.parametrize("heads", [*HEADS, *WIDE_HEADS])
+def test_folds_of_rows(
+    ops: Any, heads: tuple[int, int, int, int], flags: list[bool] | None, dtype: torch.dtype
+) -> None:
+    """In place, in all layers; what does not fold keeps its bits, and a second call changes nothing."""
+    rows, slots, counts = torch.tensor([4, 0, 1, 3]), torch.tensor([2, 0, 5, 1]), torch.tensor([9, 0, 4, 1])
+    folds = None if flags is None else torch.tensor(flags)
+    got = layered_buffers(heads, counts, rows, dtype)
+    before = replace(got, **{name: getattr(got, name).clone() for name in ("states", "conv_inputs", "windows")})
+    left = counts.clone()
+    for _ in range(2):
+        ops.fold_rows(got, rows, slots, left, folds)
+    assert left.tolist() == [0, 0, 0, 0]
+    assert got.windows is not None
+    assert before.windows is not None
+    for layer in range(2):
+        k, u, decay = (x[layer, rows] for x in (got.k, got.u, got.decay))
+        want = token_by_token(before.states[layer, slots], Records(k, u, decay), counts)
+        torch.testing.assert_close(got.states[layer, slots].double(), want, **TOLERANCE)
+        for row, slot, count in zip(rows.tolist(), slots.tolist(), counts.tolist(), strict=True):
+            newest = before.conv_inputs[layer, row, count : count + 3] if count else before.windows[layer, slot]
+            assert torch.equal(got.windows[layer, slot], newest)
+            if count:
+                assert torch.equal(got.conv_inputs[layer, row, :3], newest)
+    others = [slot for slot in range(6) if slot not in (2, 5, 1)]
+    assert torch.equal(got.states[:, others], before.states[:, others])
+    assert torch.equal(got.windows[:, others], before.windows[:, others])
+    assert torch.equal(got.conv_inputs[:, [0, 2]], before.conv_inputs[:, [0, 2]])
+    assert torch.equal(got.conv_inputs[:, :, 3:], before.conv_inputs[:, :, 3:])
+
+
+@needs_native
+def test_native_folds_of_rows_are_those_of_the_fold(set_threads: Callable[[int], None]) -> None:
+    """Bit for bit, on any number of threads; rows without a flag stay pending."""
+    rows, slots, counts = torch.tensor([2, 4, 1]), torch.tensor([3, 1, 5]), torch.tensor([6, 5, 2])
+    want = layered_buffers(HEADS[1], counts, rows, torch.float32)
+    results = []
+    for threads in (1, 2):
+        set_threads(threads)
+        got = replace(want, states=want.states.clone(), conv_inputs=want.conv_inputs.clone())
+        left = counts.clone()
+        native_ops.fold_rows(got, rows, slots, left, torch.tensor([True, False, True]))
+        assert left.tolist() == [0, 5, 0]
+        results.append(got.states)
+        for layer in range(2):
+            records = [x[layer, rows] for x in (got.k, got.u, got.decay)]
+            folded = native_ops.fold(want.states[layer, slots], *records, counts)
+            assert torch.equal(got.states[layer, slots[[0, 2]]], folded[[0, 2]])
+            assert torch.equal(got.states[layer, slots[1]], want.states[layer, slots[1]])
+    assert torch.equal(*results)
+
+
+@needs_native
+def test_native_folds_of_rows_refuse_what_does_not_fit() -> None:
+    rows = torch.tensor([1, 2])
+    x = layered_buffers(HEADS[1], torch.tensor([1, 1]), rows, torch.float32)
+    for wrong in (
+        replace(x, k=x.k[:, :4]),
+        replace(x, u=x.u[:, :, :-1]),
+        replace(x, conv_inputs=x.conv_inputs[:, :, 1:]),
+        replace(x, windows=None),
+    ):
+        with pytest.raises(ValueError, match=r"shape|windows"):
+            native_ops.fold_rows(wrong, rows, rows, rows)
+    for places in ((rows, rows[:1], rows), (rows.int(), rows, rows)):
+        with pytest.raises(ValueError, match=r"entry per row|int64"):
+            native_ops.fold_rows(x, *places)
+    with pytest.raises(ValueError, match="bool"):
+        native_ops.fold_rows(x, rows, rows, rows, rows)
