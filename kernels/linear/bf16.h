@@ -11,14 +11,13 @@ namespace specmamba {
 
 #if SPECMAMBA_MULTIPLIES_PAIRS
 
-constexpr int kBf16Inputs = 2;    // of a panel that lie beside each other
 constexpr int kPrefetchRows = 6;  // with fewer rows the hardware's own prefetching is faster on CPUs that multiply pairs
 
 struct Bf16Product {
   const BFloat16* x;       // [rows, k]
   const BFloat16* weight;  // packed
   BFloat16* y;             // [rows, n]
-  int64_t rows, n, k;
+  int64_t rows, n, k, stride;  // of x
 
   static constexpr bool kHasParts = false;  // nothing is widened
   int64_t panel_bytes() const { return panel_size(k) * 2; }
@@ -29,7 +28,7 @@ struct Bf16Product {
     Vector sum[Rows][2 * Panels];
     for (auto& of_row : sum)
       for (auto& s : of_row) s = zero();
-    const int64_t size = panel_size(k), stride = k;
+    const int64_t size = panel_size(k);
     const BFloat16* w = weight + panel * size;
     // three rows share a pointer: base, base + stride, base + 2 stride are addresses the instruction can form
     constexpr int kBases = (Rows + 2) / 3;
@@ -69,23 +68,31 @@ struct Bf16Inputs : PlainInputs<BFloat16> {
 
 #else
 
-constexpr int kBf16Inputs = 1;
 using Bf16Product = WidenedProduct<BFloat16, BFloat16>;
 
 class Bf16Inputs {
  public:
-  Bf16Inputs(const BFloat16* x, int64_t rows, int64_t k, int num_threads) : x_(new float[rows * k]), k_(k) {
+  Bf16Inputs(const BFloat16* x, int64_t rows, int64_t k, int num_threads)
+      : stride_(apart(k)), x_(new float[rows * stride_]) {
     parallel_for(rows, std::max<int64_t>(1, kInputsPart / k), num_threads, [&](int64_t first, int64_t last) {
-      for_vectors((last - first) * k, [&](int64_t i, auto lanes) {
-        store(x_.get() + first * k + i, load(x + first * k + i, lanes), lanes);
-      });
+      for (int64_t r = first; r < last; ++r)
+        for_vectors(k, [&](int64_t i, auto lanes) {
+          store(x_.get() + r * stride_ + i, load(x + r * k + i, lanes), lanes);
+        });
     });
   }
-  const float* row(int64_t r) const { return x_.get() + r * k_; }
+  const float* row(int64_t r) const { return x_.get() + r * stride_; }
+  int64_t stride() const { return stride_; }
 
  private:
+  // An odd number of cache lines: rows a power of two apart would share one set of the L1 cache.
+  static int64_t apart(int64_t k) {
+    constexpr int64_t kLine = kLineBytes / sizeof(float);
+    return ((k + kLine - 1) / kLine | 1) * kLine;
+  }
+
+  int64_t stride_;
   std::unique_ptr<float[]> x_;
-  int64_t k_;
 };
 
 #endif
@@ -93,7 +100,7 @@ class Bf16Inputs {
 inline void multiply_bf16(const BFloat16* x, int64_t rows, const BFloat16* packed, BFloat16* y, int64_t n, int64_t k,
                           int num_threads) {
   const Bf16Inputs inputs(x, rows, k, num_threads);
-  multiply(Bf16Product{inputs.row(0), packed, y, rows, n, k}, num_threads);
+  multiply(Bf16Product{inputs.row(0), packed, y, rows, n, k, inputs.stride()}, num_threads);
 }
 
 }  // namespace specmamba

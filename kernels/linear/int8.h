@@ -63,7 +63,7 @@ struct Int8Product {
   // Panels for many rows: block by block, widened once. Sums of blocks wait in memory.
   static constexpr bool kHasParts = true;
   using Inputs = InputParts<int16_t, 2 * kBlockPairs>;
-  Inputs inputs_in_parts(int num_threads) const { return {x, rows, even(k), num_threads}; }
+  Inputs inputs_in_parts(int num_threads) const { return {x, rows, even(k), even(k), num_threads}; }
   void in_parts(const Inputs& inputs, int64_t begin, int64_t end) const {
     alignas(64) int16_t widened[kBlockPairs * kPairs];
     float* const sums = sums_of(end - begin, rows);
@@ -115,7 +115,8 @@ struct Int8Product {
     for (; pairs > 0; --pairs) {
       Shorts both[Vectors];
       for (int j = 0; j < Vectors; ++j) both[j] = shorts_of(w + j / 2 * size + j % 2 * kPanel);
-      __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetch, 0, 2);
+      for (int j = 0; j < Vectors; j += 2)
+        __builtin_prefetch(reinterpret_cast<const char*>(w + j / 2 * size) + kPrefetch, 0, 2);
 #pragma GCC unroll 16
       for (int i = 0; i < Rows; ++i) {
         const Shorts of_row = broadcast_pair(base[i / 3] + i % 3 * stride);

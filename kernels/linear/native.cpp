@@ -12,7 +12,7 @@ extern "C" {
 int64_t linear_packed_size(int64_t n, int64_t k) { return panels_of(n) * panel_size(k); }
 
 void linear_pack(const BFloat16* weight, BFloat16* packed, int64_t n, int64_t k, int num_threads) {
-  pack<kBf16Inputs>(weight, packed, n, k, num_threads);
+  pack<kInputsOf<BFloat16>>(weight, packed, n, k, num_threads);
 }
 
 void linear_pack_float(const float* weight, float* packed, int64_t n, int64_t k, int num_threads) {
@@ -32,7 +32,7 @@ void linear_multiply(const BFloat16* x, int64_t rows, const BFloat16* packed, BF
 // The same in float32.
 void linear_multiply_float(const float* x, int64_t rows, const float* packed, float* y, int64_t n, int64_t k,
                            int num_threads) {
-  if (rows > 0) multiply(WidenedProduct<float, float>{x, packed, y, rows, n, k}, num_threads);
+  if (rows > 0) multiply(WidenedProduct<float, float>{x, packed, y, rows, n, k, k}, num_threads);
 }
 
 // The same for int8 with the scales [n] of its outputs; x and y are bfloat16 or float32.

@@ -21,6 +21,7 @@ constexpr int64_t kManyRows = 4 * kMaxRows;         // from these on, products g
 constexpr int64_t kDepth = 256;                     // float32 inputs in a part; a panel's weights fill half of L1
 constexpr int64_t kPanelsAtOnce = 8;                // that a part of the inputs of all rows stays in L2 for
 constexpr int64_t kPrefetch = 8192;                 // bytes ahead, into L2
+constexpr int64_t kLineBytes = 64;                  // of a cache
 constexpr int64_t kSerialBelow = int64_t{1} << 17;  // products that one thread has done before a second one begins
 constexpr int64_t kPartBytes = int64_t{1} << 18;    // of weight that a thread claims at a time
 constexpr int64_t kInputsPart = int64_t{1} << 15;   // inputs that a thread converts at a time
@@ -98,6 +99,7 @@ struct PlainInputs {
   int64_t k;
 
   const X* row(int64_t r) const { return x + r * k; }
+  int64_t stride() const { return k; }
 };
 
 // Calls product.tile<rows, Panels>(row, panel), which computes rows x panels of the result. Rows are 0, 1, 2 ...
@@ -111,12 +113,12 @@ void tile(const Product& product, int64_t rows, int64_t row, int64_t panel, std:
 template <typename X, int64_t Depth>
 class InputParts {
  public:
-  InputParts(const X* x, int64_t rows, int64_t k, int num_threads)
+  InputParts(const X* x, int64_t rows, int64_t k, int64_t stride, int num_threads)
       : rows_(rows), parts_((k + Depth - 1) / Depth), x_(new X[rows * parts_ * Depth]) {
     parallel_for(rows, std::max<int64_t>(1, kInputsPart / k), num_threads, [&](int64_t first, int64_t last) {
       for (int64_t at = 0; at < k; at += Depth)
         for (int64_t row = first; row < last; ++row)
-          std::copy_n(x + row * k + at, std::min(Depth, k - at), x_.get() + (at / Depth * rows_ + row) * Depth);
+          std::copy_n(x + row * stride + at, std::min(Depth, k - at), x_.get() + (at / Depth * rows_ + row) * Depth);
     });
   }
 

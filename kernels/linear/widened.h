@@ -8,13 +8,17 @@
 
 namespace specmamba {
 
-// Weights are float32 or bfloat16, in panels of single inputs; results are float32 or bfloat16.
+// Inputs of a panel that lie beside each other: two bfloat16 fill a lane, and are widened by a shift and a mask.
+template <typename W>
+constexpr int kInputsOf = std::is_same_v<W, float> ? 1 : 2;
+
+// Weights are float32 or bfloat16; results are float32 or bfloat16.
 template <typename W, typename Y>
 struct WidenedProduct {
-  const float* x;   // [rows, k]
-  const W* weight;  // packed
+  const float* x;   // [rows, k], rows `stride` apart
+  const W* weight;  // packed, kInputsOf<W> beside each other
   Y* y;             // [rows, n]
-  int64_t rows, n, k;
+  int64_t rows, n, k, stride;
 
   int64_t panel_bytes() const { return panel_size(k) * static_cast<int64_t>(sizeof(W)); }
 
@@ -24,7 +28,7 @@ struct WidenedProduct {
     Vector sum[Rows][2 * Panels];
     for (auto& of_row : sum)
       for (auto& s : of_row) s = zero();
-    add(sum, weight + panel * panel_size(k), x + row * k, k, k);
+    add(sum, weight + panel * panel_size(k), x + row * stride, k, stride);
     store_tile(sum, y, n, row, panel);
   }
 
@@ -32,7 +36,7 @@ struct WidenedProduct {
   // are those of tile().
   static constexpr bool kHasParts = !std::is_same_v<W, float>;  // what needs no widening is no faster in parts
   using Inputs = InputParts<float, kDepth>;
-  Inputs inputs_in_parts(int num_threads) const { return {x, rows, k, num_threads}; }
+  Inputs inputs_in_parts(int num_threads) const { return {x, rows, k, stride, num_threads}; }
   void in_parts(const Inputs& inputs, int64_t begin, int64_t end) const {
     alignas(64) float widened[kDepth * kPanel];
     float* const sums = sums_of(end - begin, rows);
@@ -46,6 +50,8 @@ struct WidenedProduct {
   }
 
  private:
+  static constexpr int kInputs = kInputsOf<W>;
+
   struct Part {
     const WidenedProduct& product;
     const float *x, *weight;
@@ -63,24 +69,47 @@ struct WidenedProduct {
   };
 
   static void copy_widened(const W* weight, int64_t depth, float* widened) {
-    for (int64_t i = 0; i < depth * kPanel; i += kLanes) store(widened + i, load(weight + i, All{}), All{});
+    for (int64_t at = 0; at < depth; at += kInputs)
+      for (int j = 0; j < 2; ++j) {
+        Vector of_inputs[kInputs];
+        load_weights(weight + (at * 2 + j * kInputs) * kLanes, of_inputs);
+        for (int t = 0; t < kInputs; ++t) store(widened + (at + t) * kPanel + j * kLanes, of_inputs[t], All{});
+      }
+  }
+
+  static void load_weights(const float* w, Vector (&of_inputs)[1]) { of_inputs[0] = load(w, All{}); }
+  static void load_weights(const BFloat16* w, Vector (&of_inputs)[2]) {
+    const Shorts both = load_shorts(w);
+    of_inputs[0] = even_of(both), of_inputs[1] = odd_of(both);
   }
 
   // Adds `depth` inputs of rows that lie `stride` apart times panels that lie panel_size(k) apart.
   template <typename Weight, int Rows, int Vectors, typename Stride>
   __attribute__((always_inline)) void add(Vector (&sum)[Rows][Vectors], const Weight* w, const float* in,
                                           int64_t depth, Stride stride) const {
+    constexpr int kInputs = kInputsOf<Weight>;
     const int64_t size = panel_size(k);
-    for (int64_t at = 0; at < depth; ++at, w += kPanel, ++in) {
-      Vector both[Vectors];
-      for (int j = 0; j < Vectors; ++j) both[j] = load(w + j / 2 * size + j % 2 * kLanes, All{});
-      __builtin_prefetch(reinterpret_cast<const char*>(w) + kPrefetch, 0, 2);
+    constexpr int kBases = (Rows + 2) / 3;  // as in bf16.h
+    const float* base[kBases];
+    for (int i = 0; i < kBases; ++i) base[i] = in + 3 * i * stride;
+    const auto step = [&](auto inputs) __attribute__((always_inline)) {
+      Vector both[Vectors][kInputs];
+      for (int j = 0; j < Vectors; ++j) load_weights(w + j / 2 * size + j % 2 * kInputs * kLanes, both[j]);
+      // not in a function: GCC takes one that only prefetches for one without effects, and drops the call
+      for (int j = 0; j < Vectors; j += 2)
+        for (size_t line = 0; line < kInputs * kPanel * sizeof(Weight); line += kLineBytes)
+          __builtin_prefetch(reinterpret_cast<const char*>(w + j / 2 * size) + kPrefetch + line, 0, 2);
+      for (int t = 0; t < inputs; ++t)
 #pragma GCC unroll 16
-      for (int i = 0; i < Rows; ++i) {
-        const Vector input = broadcast(in[i * stride]);
-        for (int j = 0; j < Vectors; ++j) sum[i][j] = fma(input, both[j], sum[i][j]);
-      }
-    }
+        for (int i = 0; i < Rows; ++i) {
+          const Vector input = broadcast(base[i / 3][i % 3 * stride + t]);
+          for (int j = 0; j < Vectors; ++j) sum[i][j] = fma(input, both[j][t], sum[i][j]);
+        }
+      w += kInputs * kPanel;
+      for (auto& b : base) b += kInputs;
+    };
+    for (int64_t at = 0; at + kInputs <= depth; at += kInputs) step(std::integral_constant<int, kInputs>{});
+    if (depth % kInputs != 0) step(std::integral_constant<int, 1>{});
   }
 };
 

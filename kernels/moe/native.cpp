@@ -65,7 +65,8 @@ template <typename Product, typename Inputs, typename T>
 void multiply_experts(const std::vector<Group>& groups, const Inputs& inputs, const T* packed, T* y, int64_t n,
                       int64_t k, int num_threads) {
   const auto of = [&](const Group& g) {
-    return Product{inputs.row(g.first), packed + g.expert * packed_size(n, k), y + g.first * n, g.rows, n, k};
+    const T* weight = packed + g.expert * packed_size(n, k);
+    return Product{inputs.row(g.first), weight, y + g.first * n, g.rows, n, k, inputs.stride()};
   };
   multiply_groups(groups, of, num_threads);
 }
@@ -94,8 +95,8 @@ int64_t moe_packed_size(int64_t n, int64_t k) { return packed_size(n, k); }
 // weight [experts, n, k] in float32 or bfloat16 -> packed, expert by expert.
 void moe_pack(const void* weight, void* packed, int64_t experts, int64_t n, int64_t k, int is_bf16, int num_threads) {
   if (is_bf16)
-    pack_all<kBf16Inputs>(static_cast<const BFloat16*>(weight), static_cast<BFloat16*>(packed), experts, n, k,
-                          num_threads);
+    pack_all<kInputsOf<BFloat16>>(static_cast<const BFloat16*>(weight), static_cast<BFloat16*>(packed), experts, n,
+                                  k, num_threads);
   else
     pack_all<1>(static_cast<const float*>(weight), static_cast<float*>(packed), experts, n, k, num_threads);
 }
@@ -103,7 +104,7 @@ void moe_pack(const void* weight, void* packed, int64_t experts, int64_t n, int6
 // A router's weight [n, k] in float32 or bfloat16 -> packed.
 void moe_pack_router(const void* weight, void* packed, int64_t n, int64_t k, int is_bf16, int num_threads) {
   if (is_bf16)
-    pack<1>(static_cast<const BFloat16*>(weight), static_cast<BFloat16*>(packed), n, k, num_threads);
+    pack<kInputsOf<BFloat16>>(static_cast<const BFloat16*>(weight), static_cast<BFloat16*>(packed), n, k, num_threads);
   else
     pack<1>(static_cast<const float*>(weight), static_cast<float*>(packed), n, k, num_threads);
 }
@@ -116,9 +117,9 @@ void moe_pack_int8(const int8_t* weight, int8_t* packed, int64_t experts, int64_
 void moe_scores(const float* x, int64_t rows, const void* weight, float* y, int64_t n, int64_t k, int is_bf16,
                 int num_threads) {
   if (is_bf16)
-    multiply(WidenedProduct<BFloat16, float>{x, static_cast<const BFloat16*>(weight), y, rows, n, k}, num_threads);
+    multiply(WidenedProduct<BFloat16, float>{x, static_cast<const BFloat16*>(weight), y, rows, n, k, k}, num_threads);
   else
-    multiply(WidenedProduct<float, float>{x, static_cast<const float*>(weight), y, rows, n, k}, num_threads);
+    multiply(WidenedProduct<float, float>{x, static_cast<const float*>(weight), y, rows, n, k, k}, num_threads);
 }
 
 // Sorts pairs by expert and copies the rows of x [tokens, row_bytes] that they need; experts [tokens, k].

@@ -101,6 +101,12 @@ inline Shorts load_shorts(const void* x, int64_t count) {  // behind them 0
 }
 inline Shorts broadcast_pair(int32_t pair) { return _mm512_set1_epi32(pair); }
 
+// bfloat16 of pairs
+inline Vector even_of(Shorts x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+inline Vector odd_of(Shorts x) {
+  return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
+}
+
 #ifdef __AVX512BF16__
 #define SPECMAMBA_MULTIPLIES_PAIRS 1
 using Pairs = __m512bh;
@@ -109,10 +115,6 @@ inline Pairs as_pairs(Shorts x) { return (__m512bh)x; }
 inline Vector add_products(Vector sum, Pairs x, Pairs y) { return _mm512_dpbf16_ps(sum, x, y); }
 #else
 #define SPECMAMBA_MULTIPLIES_PAIRS 0
-inline Vector even_of(Shorts x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
-inline Vector odd_of(Shorts x) {
-  return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))));
-}
 #endif
 
 // ---- integers -------------------------------------------------------------------------------------------------------

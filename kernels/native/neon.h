@@ -127,6 +127,12 @@ inline Shorts load_shorts(const void* x, int64_t count) {  // behind them 0
 }
 inline Shorts broadcast_pair(int32_t pair) { return vreinterpretq_s16_s32(vdupq_n_s32(pair)); }
 
+// bfloat16 of pairs
+inline Vector even_of(Shorts x) { return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_s16(x), 16)); }
+inline Vector odd_of(Shorts x) {
+  return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_s16(x), vdupq_n_u32(0xFFFF0000)));
+}
+
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 #define SPECMAMBA_MULTIPLIES_PAIRS 1
 using Pairs = bfloat16x8_t;
@@ -135,10 +141,6 @@ inline Pairs as_pairs(Shorts x) { return vreinterpretq_bf16_s16(x); }
 inline Vector add_products(Vector sum, Pairs x, Pairs y) { return vbfdotq_f32(sum, x, y); }
 #else
 #define SPECMAMBA_MULTIPLIES_PAIRS 0
-inline Vector even_of(Shorts x) { return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_s16(x), 16)); }
-inline Vector odd_of(Shorts x) {
-  return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_s16(x), vdupq_n_u32(0xFFFF0000)));
-}
 #endif
 
 // ---- integers -------------------------------------------------------------------------------------------------------
