@@ -53,9 +53,10 @@ struct Int8Product {
     for (auto& of_row : total)
       for (auto& t : of_row) t = zero();
     const int64_t size = panel_size(k), pairs = even(k) / 2;
+    Ahead ahead(weight + panel * size, size, row, rows);
     for (int64_t first = 0; first < pairs; first += kBlockPairs)
       add(total, weight + panel * size + first * kPairs, x + row * even(k) + 2 * first,
-          std::min(kBlockPairs, pairs - first), even(k));
+          std::min(kBlockPairs, pairs - first), even(k), &ahead);
     for (int i = 0; i < Rows; ++i)
       for (int j = 0; j < 2 * Panels; ++j) finish(row + i, panel * kPanel + j * kLanes, total[i][j]);
   }
@@ -91,7 +92,7 @@ struct Int8Product {
       Vector total[Rows][2];
       begin_sums(total, sums, row, first == 0);
       product.add(total, weight, x + row * Inputs::kStride, pairs,
-                  std::integral_constant<int64_t, Inputs::kStride>{});
+                  std::integral_constant<int64_t, Inputs::kStride>{}, nullptr);
       if (first + pairs < even(product.k) / 2) return keep_sums(total, sums, row);
       for (int i = 0; i < Rows; ++i)
         for (int j = 0; j < 2; ++j) product.finish(row + i, panel * kPanel + j * kLanes, total[i][j]);
@@ -102,9 +103,11 @@ struct Int8Product {
   static Shorts shorts_of(const int16_t* weight) { return load_shorts(weight); }
 
   // Adds one block: `pairs` pairs of inputs of rows that lie `stride` apart times panels that lie panel_size(k) apart.
-  template <typename Weight, int Rows, int Vectors, typename Stride>
+  // Prefetching is Ahead* or nullptr_t.
+  template <typename Weight, int Rows, int Vectors, typename Stride, typename Prefetching>
   __attribute__((always_inline)) void add(Vector (&total)[Rows][Vectors], const Weight* w, const int16_t* in,
-                                          int64_t pairs, Stride stride) const {
+                                          int64_t pairs, Stride stride, Prefetching ahead) const {
+    constexpr bool kPrefetches = std::is_same_v<Prefetching, Ahead*>;
     const int64_t size = panel_size(k);
     constexpr int kBases = (Rows + 2) / 3;  // as in bf16.h
     const int16_t* base[kBases];
@@ -112,11 +115,16 @@ struct Int8Product {
     Integers sum[Rows][Vectors];
     for (auto& of_row : sum)
       for (auto& s : of_row) s = Integers{};
+    const char* at = nullptr;
+    int64_t per_step = 0;
+    if constexpr (kPrefetches) at = ahead->at, per_step = kPairs / ahead->passes;
     for (; pairs > 0; --pairs) {
       Shorts both[Vectors];
       for (int j = 0; j < Vectors; ++j) both[j] = shorts_of(w + j / 2 * size + j % 2 * kPanel);
-      for (int j = 0; j < Vectors; j += 2)
-        __builtin_prefetch(reinterpret_cast<const char*>(w + j / 2 * size) + kPrefetch, 0, 2);
+      if constexpr (kPrefetches) {
+        for (int j = 0; j < Vectors; j += 2) __builtin_prefetch(at + j / 2 * size, 0, 2);
+        at += per_step;
+      }
 #pragma GCC unroll 16
       for (int i = 0; i < Rows; ++i) {
         const Shorts of_row = broadcast_pair(base[i / 3] + i % 3 * stride);
@@ -125,6 +133,7 @@ struct Int8Product {
       w += kPairs;
       for (auto& b : base) b += 2;
     }
+    if constexpr (kPrefetches) ahead->at = at;
     for (int i = 0; i < Rows; ++i)
       for (int j = 0; j < Vectors; ++j) total[i][j] = total[i][j] + to_floats(sum[i][j]);
   }

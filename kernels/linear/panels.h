@@ -23,7 +23,7 @@ constexpr int64_t kPanelsAtOnce = 8;                // that a part of the inputs
 constexpr int64_t kPrefetch = 8192;                 // bytes ahead, into L2
 constexpr int64_t kLineBytes = 64;                  // of a cache
 constexpr int64_t kSerialBelow = int64_t{1} << 17;  // products that one thread has done before a second one begins
-constexpr int64_t kPartBytes = int64_t{1} << 18;    // of weight that a thread claims at a time
+constexpr int64_t kPartBytes = int64_t{1} << 20;    // of weight that a thread claims at a time
 constexpr int64_t kInputsPart = int64_t{1} << 15;   // inputs that a thread converts at a time
 
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
@@ -35,6 +35,19 @@ inline int64_t rows_per_pass(int64_t rows) {
   const int64_t passes = (rows + kMaxRows - 1) / kMaxRows;
   return (rows + passes - 1) / passes;
 }
+
+// Where a pass over a panel prefetches. Several passes read the same panel, the first of them from memory: each then
+// prefetches its share of what follows, so that memory is read all the time.
+struct Ahead {
+  const char* at;
+  int64_t passes;
+
+  Ahead(const void* panel, int64_t bytes, int64_t row, int64_t rows) {
+    const int64_t step = rows_per_pass(rows);
+    passes = (rows + step - 1) / step;
+    at = static_cast<const char*>(panel) + bytes * (row / step + passes - 1) / passes + kPrefetch;
+  }
+};
 
 // Streaming a weight of many megabytes through 4 KiB pages would miss the TLB at every one of them.
 inline void use_huge_pages(void* data, int64_t size) {

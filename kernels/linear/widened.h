@@ -28,7 +28,9 @@ struct WidenedProduct {
     Vector sum[Rows][2 * Panels];
     for (auto& of_row : sum)
       for (auto& s : of_row) s = zero();
-    add(sum, weight + panel * panel_size(k), x + row * stride, k, stride);
+    const W* const w = weight + panel * panel_size(k);
+    Ahead ahead(w, panel_bytes(), row, rows);
+    add(sum, w, x + row * stride, k, stride, &ahead);
     store_tile(sum, y, n, row, panel);
   }
 
@@ -63,7 +65,8 @@ struct WidenedProduct {
       const WidenedProduct& p = product;
       Vector sum[Rows][2];
       begin_sums(sum, sums, row, first == 0);
-      p.add(sum, weight, x + row * Inputs::kStride, depth, std::integral_constant<int64_t, Inputs::kStride>{});
+      p.add(sum, weight, x + row * Inputs::kStride, depth, std::integral_constant<int64_t, Inputs::kStride>{},
+            nullptr);
       first + depth < p.k ? keep_sums(sum, sums, row) : store_tile(sum, p.y, p.n, row, panel);
     }
   };
@@ -83,22 +86,31 @@ struct WidenedProduct {
     of_inputs[0] = even_of(both), of_inputs[1] = odd_of(both);
   }
 
-  // Adds `depth` inputs of rows that lie `stride` apart times panels that lie panel_size(k) apart.
-  template <typename Weight, int Rows, int Vectors, typename Stride>
+  // Adds `depth` inputs of rows that lie `stride` apart times panels that lie panel_size(k) apart. Prefetching is Ahead*
+  // or nullptr_t.
+  template <typename Weight, int Rows, int Vectors, typename Stride, typename Prefetching>
   __attribute__((always_inline)) void add(Vector (&sum)[Rows][Vectors], const Weight* w, const float* in,
-                                          int64_t depth, Stride stride) const {
+                                          int64_t depth, Stride stride, Prefetching ahead) const {
+    constexpr bool kPrefetches = std::is_same_v<Prefetching, Ahead*>;
     constexpr int kInputs = kInputsOf<Weight>;
+    constexpr int64_t kBytes = kInputs * kPanel * sizeof(Weight);
     const int64_t size = panel_size(k);
     constexpr int kBases = (Rows + 2) / 3;  // as in bf16.h
     const float* base[kBases];
     for (int i = 0; i < kBases; ++i) base[i] = in + 3 * i * stride;
+    const char* prefetched = nullptr;
+    int64_t per_step = 0;
+    if constexpr (kPrefetches) prefetched = ahead->at, per_step = kBytes / ahead->passes;
     const auto step = [&](auto inputs) __attribute__((always_inline)) {
       Vector both[Vectors][kInputs];
       for (int j = 0; j < Vectors; ++j) load_weights(w + j / 2 * size + j % 2 * kInputs * kLanes, both[j]);
       // not in a function: GCC takes one that only prefetches for one without effects, and drops the call
-      for (int j = 0; j < Vectors; j += 2)
-        for (size_t line = 0; line < kInputs * kPanel * sizeof(Weight); line += kLineBytes)
-          __builtin_prefetch(reinterpret_cast<const char*>(w + j / 2 * size) + kPrefetch + line, 0, 2);
+      if constexpr (kPrefetches) {
+        for (int j = 0; j < Vectors; j += 2)
+          for (int64_t line = 0; line < kBytes; line += kLineBytes)
+            __builtin_prefetch(prefetched + j / 2 * panel_bytes() + line, 0, 2);
+        prefetched += per_step;
+      }
       for (int t = 0; t < inputs; ++t)
 #pragma GCC unroll 16
         for (int i = 0; i < Rows; ++i) {
