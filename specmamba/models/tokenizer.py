@@ -181,7 +181,7 @@ class Tokenizer:
         """Whether ``decode`` leaves this token out."""
         if token_id in self._special_ids:
             return skip_special_tokens
-        return self._backend.id_to_token(token_id) is None
+        return self._bytes.of(token_id) is None
 
     def is_byte(self, token_id: int) -> bool:
         """Whether this token is one byte of a vocabulary that spells unknown characters as ``<0xE4>``."""
