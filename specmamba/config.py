@@ -72,7 +72,7 @@ class EngineConfig(CommandLine):
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
     num_threads: Annotated[
         int | None,
-        Field(ge=1, le=1024, description="CPU threads; none: all cores, but one where a small model gains from no other"),
+        Field(ge=1, le=1024, description="CPU threads; none: all cores, or one where a second gains nothing"),
     ] = None
     seed: Annotated[int, Field(ge=0, lt=2**63, description="seeds the requests that bring no seed of their own")] = 0
 
