@@ -63,17 +63,19 @@ class Sample:
 class Contestant:
     """A generator of text, and the number of threads that it chose when it was made."""
 
-    def __init__(self, generate: Callable[[str, float, int], Sample]) -> None:
+    def __init__(self, generate: Callable[[str, float, int], Sample], num_threads: int | None = None) -> None:
+        """``num_threads``: of captured steps; None: there are none, and all runs on those of PyTorch."""
         import torch
 
         self._generate = generate
-        self.num_threads = torch.get_num_threads()
+        self._torch_threads = torch.get_num_threads()
+        self.num_threads = num_threads or self._torch_threads
 
     def generate(self, prompt: str, temperature: float, seed: int) -> Sample:
         """Continue a prompt by the configured number of tokens."""
         import torch
 
-        torch.set_num_threads(self.num_threads)
+        torch.set_num_threads(self._torch_threads)
         return self._generate(prompt, temperature, seed)
 
 
@@ -161,7 +163,7 @@ def specmamba_contestant(config: DecodeBenchConfig, algorithm: str) -> Contestan
         output: RequestOutput = llm.generate(prompt, params)[0]
         return Sample(time.perf_counter() - began, output.token_ids, output.spec.accept_length)
 
-    return Contestant(generate)
+    return Contestant(generate, llm.engine.num_threads)
 
 
 def without_drafts(config: DecodeBenchConfig) -> DecodeBenchConfig:

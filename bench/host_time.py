@@ -58,8 +58,9 @@ def run(config: HostTimeConfig) -> dict[str, Any]:
     """
     from specmamba import LLM
     from specmamba.config import EngineConfig
+    from specmamba.engine.workbench import DRAFT_FIELDS, LOADED_FIELDS
 
-    given = config.model_fields_set & {name for flags in DRAFTS.values() for name in flags}
+    given = config.model_fields_set & (DRAFT_FIELDS - LOADED_FIELDS)
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
         raise ConfigError(f"{names}: this benchmark times its own drafts: {', '.join(DRAFTS)}")

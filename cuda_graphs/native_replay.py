@@ -14,6 +14,7 @@ from specmamba.cuda_graphs.replay import Replay
 from specmamba.cuda_graphs.step_recorder import NotRecordableError, StepRecorder
 from specmamba.kernels.replay import Tape, Threads, is_available
 
+MAX_RECORDS = 512  # each keeps a result; what is dropped is recorded again when it is needed
 T = TypeVar("T")
 logger = logging.getLogger("specmamba")
 
@@ -45,11 +46,6 @@ class NativeReplay(Replay[T]):
         """The records so far, by key."""
         return {key: record[0] for key, record in self._records.items() if record is not None}
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the results of recorded functions."""
-        return self._arena.num_bytes
-
     def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
         fill()
         record = self._records.get(key)
@@ -69,6 +65,10 @@ class NativeReplay(Replay[T]):
         if key in self._records:  # it cannot be recorded
             return function()
         if key in self._seen:
+            while len(self._records) >= MAX_RECORDS:
+                oldest = next(iter(self._records))
+                del self._records[oldest]
+                self._seen.discard(oldest)
             return self._record(key, function)
         self._seen.add(key)
         return function()
@@ -81,7 +81,7 @@ class NativeReplay(Replay[T]):
         except NotRecordableError as error:
             logger.warning("some steps run operator by operator: %s", error)
             self._records[key] = None
-            return function()  # what was run already is run again on the same inputs
+            return function()  # what it has written already, it writes again
         finally:
             torch.set_num_threads(before)
         self._records[key] = record

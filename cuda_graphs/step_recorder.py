@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from specmamba.cuda_graphs.arena import Arena
-from specmamba.cuda_graphs.watch import HOST_READS
+from specmamba.cuda_graphs.watch import reads_host
 from specmamba.kernels.native.calls import NativeFunction, recording
 from specmamba.kernels.replay import Tape, lower
 from specmamba.kernels.replay.arrays import move_call
@@ -72,7 +72,7 @@ class StepRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.name()
-        if name in HOST_READS:
+        if reads_host(name, args):
             raise NotRecordableError(f"{name} reads the device")
         if func._can_decompose():
             with self:

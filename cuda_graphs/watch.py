@@ -75,7 +75,7 @@ class StepWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         name, kwargs = func.name(), kwargs or {}
-        if name in HOST_READS or (name.startswith(INDEXING) and _has_mask(args[1])):
+        if reads_host(name, args):
             self.trace.host_reads.append(name)
         if name in HOST_WRITES:
             self.trace.host_writes.append(name)
@@ -103,6 +103,11 @@ class _HostCalls(TorchFunctionMode):
         if name in HOST_CALLS:
             self._trace.host_reads.append(f"Tensor.{name}")
         return func(*args, **(kwargs or {}))
+
+
+def reads_host(name: str, args: Sequence[Any]) -> bool:
+    """Whether an operator needs numbers of the device on the host, to return them or for the size of its result."""
+    return name in HOST_READS or (name.startswith(INDEXING) and _has_mask(args[1]))
 
 
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:

@@ -38,9 +38,9 @@ class Answer:
     """What one request of a batch got."""
 
     tokens: tuple[int, ...]
-    first_token_s: float  # from the request to its first token
-    num_decoded: int  # tokens but those of the first delta, which is the first token
-    decode_s: float  # from the first token to the last one
+    first_token_s: float  # from the request to its first delta
+    num_decoded: int  # tokens but those of the first delta
+    decode_s: float  # from the first delta to the last one
     num_accepted: int  # drafted tokens among them
 
 

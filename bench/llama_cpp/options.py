@@ -90,7 +90,7 @@ class LlamaCppBenchConfig(JsonOption):
     rounds: Annotated[Count, Field(description="rounds; medians over them are reported, with ranges")] = 5
     num_prompts: Annotated[Count, Field(description="prompts in a round, at the least a batch")] = 4
     prompts: Annotated[Path | None, Field(description="prompts of this file (JSON lines, or ShareGPT)")] = None
-    max_tokens: Annotated[int, Field(ge=2, description="new tokens of every request")] = 128
+    max_tokens: Annotated[int, Field(ge=32, description="new tokens of every request")] = 128
     ttft: Annotated[
         tuple[Annotated[int, Field(ge=1)], ...],
         NoDecode,

@@ -14,8 +14,6 @@ import sys
 import time
 from typing import Any
 
-import torch
-
 from specmamba import LLM, SamplingParams
 from specmamba.errors import SpecmambaError
 from specmamba.kernels.native.levels import NativeUnavailableError, chosen_level
@@ -56,7 +54,7 @@ class Worker:
         described = self._llm.engine.describe()
         return {
             "checkpoint": str(self._llm.engine.folder),
-            "threads": torch.get_num_threads(),
+            "threads": self._llm.engine.num_threads,
             "native": _native(),
             "weight_bytes": described["weight_bytes"],
             "parameters": described["parameters"],

@@ -38,8 +38,6 @@ def _run(config: PrefixBenchConfig) -> int:
 
 def measure_and_report(config: PrefixBenchConfig) -> dict[str, Any]:
     """Measure everything that was asked for; the report as a JSON object. Raises SpecmambaError."""
-    import torch
-
     from specmamba.bench.prefix.costs import measure_costs
     from specmamba.bench.prefix.engines import start_cold_engine
     from specmamba.bench.prefix.figures import full_report
@@ -51,7 +49,7 @@ def measure_and_report(config: PrefixBenchConfig) -> dict[str, Any]:
         names = [name for name in config.workloads if name in SHARING]
         plays = run_workloads(config, cold, source, names) if names else []
         ttft = measure_ttft(config, cold, source) if "ttft" in config.workloads else None
-        description, num_threads = cold.engine.describe(), torch.get_num_threads()
+        description, num_threads = cold.engine.describe(), cold.engine.num_threads
     costs = measure_costs(config, source) if "costs" in config.workloads else None
     return full_report(config, description, num_threads, source, plays, ttft, costs)
 

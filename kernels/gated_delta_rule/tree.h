@@ -89,7 +89,7 @@ class HeadTree {
     });
   }
 
-  // u = beta (v - e^G k S - sum of_k u_j)  and  out = e^G q S + sum of_q u_j + (q.k) u, on 16 Vectors columns.
+  // u = beta (v - e^G k S - sum of_k u_j)  and  out = e^G q S + sum of_q u_j + (q.k) u, on kLanes Vectors columns.
   template <int Vectors, typename Lanes>
   void solve(int64_t node, int64_t column, Lanes lanes) {
     const int64_t *seen = paths_.seen().data() + paths_.first(node), count = paths_.count(node);

@@ -117,7 +117,7 @@ struct Int8Product {
       for (auto& s : of_row) s = Integers{};
     const char* at = nullptr;
     int64_t per_step = 0;
-    if constexpr (kPrefetches) at = ahead->at, per_step = kPairs / ahead->passes;
+    if constexpr (kPrefetches) at = ahead->at, per_step = kPairs / ahead->shares;
     for (; pairs > 0; --pairs) {
       Shorts both[Vectors];
       for (int j = 0; j < Vectors; ++j) both[j] = shorts_of(w + j / 2 * size + j % 2 * kPanel);

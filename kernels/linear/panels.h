@@ -21,6 +21,7 @@ constexpr int64_t kManyRows = 4 * kMaxRows;         // from these on, products g
 constexpr int64_t kDepth = 256;                     // float32 inputs in a part; a panel's weights fill half of L1
 constexpr int64_t kPanelsAtOnce = 8;                // that a part of the inputs of all rows stays in L2 for
 constexpr int64_t kPrefetch = 8192;                 // bytes ahead, into L2
+constexpr int64_t kShares = 4;                      // passes that share the prefetching of a panel, at most
 constexpr int64_t kLineBytes = 64;                  // of a cache
 constexpr int64_t kSerialBelow = int64_t{1} << 17;  // products that one thread has done before a second one begins
 constexpr int64_t kPartBytes = int64_t{1} << 20;    // of weight that a thread claims at a time
@@ -37,15 +38,16 @@ inline int64_t rows_per_pass(int64_t rows) {
 }
 
 // Where a pass over a panel prefetches. Several passes read the same panel, the first of them from memory: each then
-// prefetches its share of what follows, so that memory is read all the time.
+// prefetches a share of what follows, so that memory is read all the time.
 struct Ahead {
   const char* at;
-  int64_t passes;
+  int64_t shares;  // of what follows: one for each of the last passes
 
   Ahead(const void* panel, int64_t bytes, int64_t row, int64_t rows) {
-    const int64_t step = rows_per_pass(rows);
-    passes = (rows + step - 1) / step;
-    at = static_cast<const char*>(panel) + bytes * (row / step + passes - 1) / passes + kPrefetch;
+    const int64_t step = rows_per_pass(rows), passes = (rows + step - 1) / step;
+    shares = std::min(passes, kShares);
+    const int64_t share = std::max<int64_t>(0, row / step - (passes - shares));
+    at = static_cast<const char*>(panel) + bytes * (share + shares - 1) / shares + kPrefetch;
   }
 };
 

@@ -92,18 +92,18 @@ struct WidenedProduct {
   __attribute__((always_inline)) void add(Vector (&sum)[Rows][Vectors], const Weight* w, const float* in,
                                           int64_t depth, Stride stride, Prefetching ahead) const {
     constexpr bool kPrefetches = std::is_same_v<Prefetching, Ahead*>;
-    constexpr int kInputs = kInputsOf<Weight>;
-    constexpr int64_t kBytes = kInputs * kPanel * sizeof(Weight);
+    constexpr int kBeside = kInputsOf<Weight>;
+    constexpr int64_t kBytes = kBeside * kPanel * sizeof(Weight);
     const int64_t size = panel_size(k);
     constexpr int kBases = (Rows + 2) / 3;  // as in bf16.h
     const float* base[kBases];
     for (int i = 0; i < kBases; ++i) base[i] = in + 3 * i * stride;
     const char* prefetched = nullptr;
     int64_t per_step = 0;
-    if constexpr (kPrefetches) prefetched = ahead->at, per_step = kBytes / ahead->passes;
+    if constexpr (kPrefetches) prefetched = ahead->at, per_step = kBytes / ahead->shares;
     const auto step = [&](auto inputs) __attribute__((always_inline)) {
-      Vector both[Vectors][kInputs];
-      for (int j = 0; j < Vectors; ++j) load_weights(w + j / 2 * size + j % 2 * kInputs * kLanes, both[j]);
+      Vector both[Vectors][kBeside];
+      for (int j = 0; j < Vectors; ++j) load_weights(w + j / 2 * size + j % 2 * kBeside * kLanes, both[j]);
       // not in a function: GCC takes one that only prefetches for one without effects, and drops the call
       if constexpr (kPrefetches) {
         for (int j = 0; j < Vectors; j += 2)
@@ -117,11 +117,11 @@ struct WidenedProduct {
           const Vector input = broadcast(base[i / 3][i % 3 * stride + t]);
           for (int j = 0; j < Vectors; ++j) sum[i][j] = fma(input, both[j][t], sum[i][j]);
         }
-      w += kInputs * kPanel;
-      for (auto& b : base) b += kInputs;
+      w += kBeside * kPanel;
+      for (auto& b : base) b += kBeside;
     };
-    for (int64_t at = 0; at + kInputs <= depth; at += kInputs) step(std::integral_constant<int, kInputs>{});
-    if (depth % kInputs != 0) step(std::integral_constant<int, 1>{});
+    for (int64_t at = 0; at + kBeside <= depth; at += kBeside) step(std::integral_constant<int, kBeside>{});
+    if (depth % kBeside != 0) step(std::integral_constant<int, 1>{});
   }
 };
 

@@ -116,6 +116,7 @@ void moe_pack_int8(const int8_t* weight, int8_t* packed, int64_t experts, int64_
 // x [rows, k] times a router's weight in float32 or bfloat16 -> y [rows, n].
 void moe_scores(const float* x, int64_t rows, const void* weight, float* y, int64_t n, int64_t k, int is_bf16,
                 int num_threads) {
+  if (rows == 0) return;
   if (is_bf16)
     multiply(WidenedProduct<BFloat16, float>{x, static_cast<const BFloat16*>(weight), y, rows, n, k, k}, num_threads);
   else

@@ -141,6 +141,7 @@ inline Shorts load_shorts(const void* x, int64_t count) {  // behind them 0
 inline Shorts broadcast_pair(int32_t pair) { return _mm256_set1_epi32(pair); }
 
 #define SPECMAMBA_MULTIPLIES_PAIRS 0
+// bfloat16 of pairs
 inline Vector even_of(Shorts x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
 inline Vector odd_of(Shorts x) {
   return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int32_t>(0xFFFF0000))));

@@ -34,7 +34,7 @@ class Level:
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _V4 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
-_NEON = frozenset({"asimd", "asimddp"})
+_NEON = frozenset({"asimd"})
 # By what ``platform.machine`` says; the best first.
 LEVELS_OF: Mapping[str, tuple[Level, ...]] = {
     "x86_64": (
@@ -51,11 +51,11 @@ LEVELS_OF: Mapping[str, tuple[Level, ...]] = {
     "aarch64": (
         Level(
             "neon_bf16",
-            _NEON | {"bf16", "i8mm"},
-            ("-march=armv8.2-a+dotprod+bf16+i8mm",),
-            "generic+v8_2a+dotprod+bf16+i8mm",
+            _NEON | {"bf16"},
+            ("-march=armv8.2-a+bf16",),
+            "generic+v8_2a+bf16",
         ),
-        Level("neon", _NEON, ("-march=armv8.2-a+dotprod",), "generic+v8_2a+dotprod"),
+        Level("neon", _NEON, ("-march=armv8-a",), "generic"),
     ),
 }
 MACHINE = platform.machine()
@@ -75,6 +75,8 @@ def chosen_level() -> Level:
     if not asked:
         return _best_level(flags)
     level = next((level for level in LEVELS if level.name == asked), None)
+    if level is None and not LEVELS:
+        return _best_level(flags)
     if level is None:
         names = ", ".join(level.name for level in LEVELS)
         raise NativeUnavailableError(

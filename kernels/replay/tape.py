@@ -45,7 +45,7 @@ class Threads:
         self._handle = native.replay_start_threads(count)
         self._process = os.getpid()
         stop: Any = native.replay_stop_threads
-        self._stop = finalize(self, stop.unrecorded, self._handle)
+        self._stop = finalize(self, _stop_in, self._process, stop.unrecorded, self._handle)
         self._stop.atexit = False  # a process that ends needs no wait for them
 
     @property
@@ -63,10 +63,13 @@ class Threads:
 
     def stop(self) -> None:
         """End the workers. In a fork, which has none, nothing is done."""
-        if os.getpid() == self._process:
-            self._stop()
-        else:
-            self._stop.detach()
+        self._stop()
+
+
+def _stop_in(process: int, stop: Callable[[int], None], handle: int) -> None:
+    """End the threads of a process. A fork has none: to wait for them would never end."""
+    if os.getpid() == process:
+        stop(handle)
 
 
 class Tape:

@@ -71,7 +71,7 @@ class GroupTree {
   }
 
  private:
-  // y = e^G c S + sum of weights u_j + (c.b) u, on 16 Vectors columns.
+  // y = e^G c S + sum of weights u_j + (c.b) u, on kLanes Vectors columns.
   template <int Vectors, typename Lanes>
   void sum_up(int64_t node, float whole_decay, int64_t column, Lanes lanes) {
     const int64_t *seen = paths_.seen().data() + paths_.first(node), count = paths_.count(node);

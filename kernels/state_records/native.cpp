@@ -44,7 +44,7 @@ struct FoldedRecords {
   }
 };
 
-// folded = e^G S + sum k_j u_j^T on Rows rows of S from row i on and 16 Vectors columns.
+// folded = e^G S + sum k_j u_j^T on Rows rows of S from row i on and kLanes Vectors columns.
 template <int Rows, int Vectors, typename Lanes>
 void fold_tile(const FoldedRecords& records, const float* state, float* folded, int64_t i, int64_t K, int64_t V,
                int64_t column, Lanes lanes) {

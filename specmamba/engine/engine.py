@@ -19,7 +19,14 @@ from specmamba.draft.drafter import Drafter
 from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.graph_runner import build_graph_runner
-from specmamba.engine.loading import keep_freed_memory, load_models, require_target, resolve_device, set_threads
+from specmamba.engine.loading import (
+    keep_freed_memory,
+    load_models,
+    process_threads,
+    require_target,
+    resolve_device,
+    set_threads,
+)
 from specmamba.engine.model_report import describe_engine
 from specmamba.engine.request import PrefillRun, Request, TextStream, seed_of_request
 from specmamba.engine.runner import Runner
@@ -84,11 +91,12 @@ class Engine:
         self._num_added = 0
         self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
         self._spec_of: dict[str | None, SpecStats] = {}  # by tenant
-        self._threads_before = torch.get_num_threads()
-        num_threads = set_threads(config, self.device, weight_bytes)
+        self.num_threads = set_threads(config, self.device, weight_bytes)  # of captured steps on a CPU
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.runner.graph_runner = build_graph_runner(config, self.pools, self.memory_plan, self.device, num_threads)
+        self.runner.graph_runner = build_graph_runner(
+            config, self.pools, self.memory_plan, self.device, self.num_threads
+        )
         with torch.inference_mode():
             graph_lines = self.runner.capture()
         for line in (*self.memory_plan.describe_lines(), *graph_lines):
@@ -292,7 +300,7 @@ class Engine:
         self.constraints.close()
         if self.runner.graph_runner is not None:
             self.runner.graph_runner.replay.close()
-        torch.set_num_threads(self._threads_before)
+        torch.set_num_threads(process_threads())
 
     def _advance(self, request: Request, result: StepResult) -> OutputDelta:
         """Append the new tokens of a step to a request; the delta's ``finish_reason`` says whether they end it."""

@@ -96,7 +96,8 @@ class StepGraphRunner:
                 self.inputs.write_tree(tree)
 
         step = self._step(kind, drafter, run_step, has_tree=tree is not None)
-        return self.replay.run((kind, policy, drafter), step, self.inputs.clear, fill).first(len(requests))
+        key = kind, policy, drafter if tree is None else None  # a step on a given tree does not know its drafter
+        return self.replay.run(key, step, self.inputs.clear, fill).first(len(requests))
 
     def capture(self, drafter: Drafter, run_step: RunStep, policy: AcceptPolicy) -> None:
         """Capture the most frequent steps, on padding rows only: every bucket, greedy and with a temperature."""

@@ -9,6 +9,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -200,19 +201,26 @@ def _is_set_by_user() -> bool:
     return any(name in os.environ for name in names) or "glibc.malloc." in tunables
 
 
+@cache
+def process_threads() -> int:
+    """Return the threads of PyTorch before an engine of this process chose any; called first by ``set_threads``."""
+    return torch.get_num_threads()
+
+
 def set_threads(config: EngineConfig, device: torch.device, weight_bytes: int) -> int:
     """Choose how many threads run operators, in this process; returns the number for replays of captured steps.
 
     A model that the caches hold is bound by the number of its operators, not by their size. In a step that runs
     operator by operator a second thread then gains little, and as operators wait for their slowest thread, it loses a
-    lot when a server or a client wants its core. The threads of a replay hand over in less than a microsecond: they
-    gain from ``SHARED_MODEL_BYTES`` on.
+    lot when a server or a client wants its core. The threads of a replay hand over in less than a microsecond: two
+    gain from ``SHARED_MODEL_BYTES`` on; more were not measured.
     """
-    own = torch.get_num_threads()
+    most = process_threads()
     if config.num_threads is not None:
-        own = config.num_threads
-        torch.set_num_threads(own)
-    elif device.type == "cpu" and weight_bytes <= SMALL_MODEL_BYTES:
+        torch.set_num_threads(config.num_threads)
+        return config.num_threads
+    if device.type == "cpu" and weight_bytes <= SMALL_MODEL_BYTES:
         torch.set_num_threads(1)
-        return own if weight_bytes >= SHARED_MODEL_BYTES else 1
-    return own
+        return min(most, 2) if weight_bytes >= SHARED_MODEL_BYTES else 1
+    torch.set_num_threads(most)  # an open engine of a small model may have lowered it
+    return most

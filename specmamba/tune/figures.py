@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from specmamba import LLM
 from specmamba.errors import ConfigError
 from specmamba.measure.full_batch import Job, Stretch, accept_length, run_full_batch
@@ -157,7 +155,7 @@ def provenance(config: TreeTunerConfig, llm: LLM) -> str:
     about = llm.engine.describe()
     return (
         f"specmamba tune tree: {model_name(about)}, {about['dtype']} on {about['device']}, {machine()}, "
-        f"{torch.get_num_threads()} threads; {sampling_name(None if config.replay else config.temperature)}, "
+        f"{llm.engine.num_threads} threads; {sampling_name(None if config.replay else config.temperature)}, "
         f"seed {config.seed}, {config.speculative_state}, page size {llm.engine.config.page_size}, "
         f"at most {config.max_nodes} nodes, depth {config.max_depth}"
     )
@@ -197,7 +195,7 @@ def _settings(config: TreeTunerConfig, llm: LLM) -> dict[str, Any]:
         "dtype": about["dtype"],
         "device": about["device"],
         "machine": machine(),
-        "threads": torch.get_num_threads(),
+        "threads": llm.engine.num_threads,
         "versions": versions(),
         "prompts": "bundled" if config.prompts is None else config.prompts.name,
         "max_tokens": config.max_tokens,

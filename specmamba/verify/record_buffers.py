@@ -116,6 +116,8 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         if not (self.folds_in_verify or (is_captured and self.folds_in_plan)):
             self._fold(full)
             full = ()
+        for row in full:  # if the step fails, nothing goes on from a state that may have moved
+            self._pool.begin_write(self._leases[row].slot, self._leases[row].owner)
         return HostVerifySlots(rows, slots, tuple(self._num_pending[row] for row in rows), full)
 
     def plan_at(self, slots: VerifySlots, tree: TreeShape) -> RecordPlan:
@@ -200,19 +202,23 @@ class RecordBuffers(StateBuffers[RecordPlan]):
 
     def _fold(self, rows: Sequence[int]) -> None:
         """Advance the checkpoints of rows over all their pending records."""
-        if not rows:
-            return
-        slots, counts = [self._leases[row].slot for row in rows], [self._num_pending[row] for row in rows]
-        state_records.fold_rows(
-            self._all_layers, *(torch.tensor(x, device=self.k.device) for x in (rows, slots, counts))
-        )
+        leases = [self._leases[row] for row in rows]
+        for lease in leases:
+            self._pool.begin_write(lease.slot, lease.owner)
+        if rows and state_records.can_fold_rows(self._all_layers):
+            slots, counts = [lease.slot for lease in leases], [self._num_pending[row] for row in rows]
+            state_records.fold_rows(self._all_layers, *(torch.tensor(x) for x in (rows, slots, counts)))
+        else:
+            for row, lease in zip(rows, leases, strict=True):
+                self._write_state(row, self.position(row), lease.slot)
+                window = self._pool.conv.select(1, lease.slot)
+                self.conv_inputs.select(1, row).narrow(1, 0, self.window).copy_(window)
         for row in rows:
             self._move_checkpoint(row)
 
     def _move_checkpoint(self, row: int) -> None:
-        """Stamp a row's checkpoint with the position after all its pending records, and drop these."""
+        """Stamp a row's checkpoint, written anew, with the position after all its pending records; drop these."""
         lease, end = self._leases[row], self.position(row)
-        self._pool.begin_write(lease.slot, lease.owner)
         self._pool.end_write(lease.slot, end)
         self._leases[row] = replace(lease, position=end)
         self._num_pending[row] = 0

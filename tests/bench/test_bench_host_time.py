@@ -47,9 +47,10 @@ def test_steps_of_a_drafter_are_recorded_once() -> None:
         replay = llm.engine.runner.graph_runner.replay
         assert isinstance(replay, NativeReplay)
         counts = []
-        for _ in range(2):
-            for algorithm in ("mtp", "none"):
+        for _ in range(3):  # a kind of step is recorded at its second run
+            for algorithm in ("mtp", "none", "ngram"):
                 llm.workbench.use_drafts(speculative_algorithm=algorithm)
                 llm.generate("def f(", greedy)
                 counts.append(len(replay.tapes))
-        assert counts == [1, 2, 2, 2]
+        assert counts[:2] == [1, 2]
+        assert counts[-3:] == [counts[-4]] * 3

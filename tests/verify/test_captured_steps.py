@@ -61,6 +61,9 @@ SETTINGS: dict[str, list[SamplingParams]] = {
 }
 
 
+DIRECT: dict[str, Any] = {"disable_cuda_graph": True}
+
+
 def new_llm(drafts: str, **flags: Any) -> LLM:
     return LLM(**({"dtype": "float32"} | MEMORY | DRAFTS[drafts] | flags))
 
@@ -137,7 +140,7 @@ class TestText:
         if IS_FULL or drafts in ("plain", "tree", "drawn tree"):
             asked += [("drawn", 3)]
         asked += [("filtered and penalized", 3)]
-        with new_llm(drafts) as plain, new_llm(drafts, cuda_graph_max_bs=BUCKET) as replayed:
+        with new_llm(drafts, **DIRECT) as plain, new_llm(drafts, cuda_graph_max_bs=BUCKET) as replayed:
             graphs = replayed.engine.runner.graph_runner
             assert graphs is not None
             assert graphs.buckets == (1, 2, BUCKET)
@@ -148,12 +151,20 @@ class TestText:
             for case in asked if IS_FULL else (("greedy", 1), ("filtered and penalized", 3)):
                 assert_same_answers(case, answer_all(replayed, *case), expected[case], plain)
 
+    @pytest.mark.usefixtures("needs_native")
+    def test_is_the_same_on_two_threads(self) -> None:
+        """For a second engine of the process too."""
+        with new_llm("tree", **DIRECT) as plain, new_llm("tree", num_threads=2) as replayed:
+            assert (plain.engine.num_threads, replayed.engine.num_threads) == (1, 2)
+            for case in (("greedy", 3), ("filtered and penalized", 3)):
+                assert_same_answers(case, answer_all(replayed, *case), answer_all(plain, *case), plain)
+
     @pytest.mark.fast_cases("tree")
     @pytest.mark.usefixtures("no_headroom")
     @pytest.mark.parametrize("drafts", ["plain", "chain", "tree"])
     def test_is_the_same_when_memory_is_short(self, drafts: str) -> None:
         tight: dict[str, Any] = {"max_total_tokens": 112, "context_length": 96, "page_size": 16}
-        with new_llm(drafts, **tight) as plain, new_llm(drafts, cuda_graph_max_bs=5, **tight) as replayed:
+        with new_llm(drafts, **tight, **DIRECT) as plain, new_llm(drafts, cuda_graph_max_bs=5, **tight) as replayed:
             params = SamplingParams(max_tokens=40, temperature=0.0)
             texts = [[o.token_ids for o in llm.generate(PROMPTS, params)] for llm in (replayed, plain)]
             assert_same_greedy_texts(texts[0], texts[1], PROMPTS, lambda: new_llm("plain"))
@@ -171,7 +182,7 @@ class TestText:
         file = tmp_path / "trees.json"
         file.write_text(TreeFile(trees=trees).model_dump_json(exclude_none=True))
         with (
-            new_llm("plain") as plain,
+            new_llm("plain", **DIRECT) as plain,
             LLM(dtype="float32", speculative_tree=file, cuda_graph_max_bs=BUCKET, **MEMORY) as replayed,
         ):
             for size in range(1, BUCKET + 2):
@@ -183,7 +194,7 @@ class TestText:
         """Rows leave holes, so that no batch is a run of rows, and buckets change from step to step."""
         params = [SamplingParams(max_tokens=3 + 9 * (i % 3), temperature=0.0) for i in range(12)]
         prompts = [PROMPTS[i % 5] + " " * (i // 5) for i in range(12)]
-        with new_llm("tree") as plain, new_llm("tree", cuda_graph_max_bs=BUCKET) as replayed:
+        with new_llm("tree", **DIRECT) as plain, new_llm("tree", cuda_graph_max_bs=BUCKET) as replayed:
             texts = [[o.token_ids for o in llm.generate(prompts, params)] for llm in (replayed, plain)]
         assert_same_greedy_texts(texts[0], texts[1], prompts, lambda: new_llm("plain"))
 
@@ -235,7 +246,7 @@ class TestWhatIsReplayed:
     def test_given_tokens_too(self) -> None:
         given = [[262, 285, 16, 17, 18, 19, 20, 21], [5, 6, 7, 8], []]
         params = SamplingParams(max_tokens=8, temperature=0.0)
-        with new_llm("tree") as plain, new_llm("tree", cuda_graph_max_bs=BUCKET) as llm:
+        with new_llm("tree", **DIRECT) as plain, new_llm("tree", cuda_graph_max_bs=BUCKET) as llm:
             kinds = self.counted(llm)
             outputs = llm.generate(PROMPTS[:3], params, replay=given)
             assert any(kind.is_forced for kind in kinds)
@@ -264,7 +275,7 @@ class TestWhatIsReplayed:
 
     def test_the_table_is_told_before_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A graph reads the device's copy of the table, and nothing in it asks for news."""
-        with new_llm("tree") as plain, new_llm("tree", cuda_graph_max_bs=BUCKET) as llm:
+        with new_llm("tree", **DIRECT) as plain, new_llm("tree", cuda_graph_max_bs=BUCKET) as llm:
             table = llm.engine.pools.table
             table._is_mirrored, table._on_device = True, table._on_device.clone()
 

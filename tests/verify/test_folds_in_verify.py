@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
-from specmamba.cache.state_pool import StatePool
+from specmamba.cache.state_pool import StateOwnershipError, StatePool
 from specmamba.draft.drafter import chain_shape
 from specmamba.verify.record_buffers import RecordBuffers
 
@@ -120,3 +120,16 @@ def test_direct_steps_and_16_bit_states_fold_on_the_host() -> None:
         for _ in range(12):
             assert not buffers.place([1, 2], 4, is_captured).folded
             buffers.advance([3, 1])
+
+
+@pytest.mark.usefixtures("needs_native")
+def test_nothing_goes_on_from_a_step_that_folded_and_failed() -> None:
+    buffers, _ = begun(4, replace(SHAPE, folds_in_verify=False))
+    while not (placed := buffers.place([1, 2], 4, is_captured=True)).folded:
+        buffers.advance([3, 1])
+    assert placed.folded == (1,)
+    with pytest.raises(StateOwnershipError, match="is_written=False"):
+        buffers.place([1, 2], 4, is_captured=True)
+    with pytest.raises(StateOwnershipError, match="is_written=False"):
+        buffers.retire(1, buffers.position(1))
+    buffers.place([2], 4, is_captured=True)

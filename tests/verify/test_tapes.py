@@ -21,6 +21,7 @@ from specmamba.cuda_graphs.arena import Arena
 from specmamba.cuda_graphs.step_recorder import NotRecordableError, StepRecorder
 from specmamba.kernels import linear, rowwise, sampling
 from specmamba.kernels.replay import Tape, Threads
+from specmamba.kernels.replay.tape import NativeCall
 
 pytestmark = pytest.mark.usefixtures("needs_native")
 
@@ -296,13 +297,15 @@ def test_threads_may_end_while_another_step_is_recorded() -> None:
     assert len(tape) == 0
 
 
-def test_every_part_of_a_region_is_done_once(threads: Threads) -> None:
+def test_every_part_of_a_region_is_done_once(threads: Threads, set_threads: Callable[[int], None]) -> None:
     """Many rows, small and large: regions that one thread does, and regions that both do."""
+    set_threads(2)  # calls are told when they are recorded
     weight = torch.randn(256, 128)
     packed = linear.native_ops.pack(weight)
     for rows in (1, 3, 64, 300):
         x = torch.randn(rows, 128)
         tape, (got,) = record(lambda x=x: packed(x))  # type: ignore[misc]
+        assert [call.words[-1] for call in tape._calls if isinstance(call, NativeCall)] == [2]
         for _ in range(50):
             x.copy_(torch.randn(rows, 128))
             tape.run(threads)
@@ -321,14 +324,15 @@ import os
 from specmamba.kernels.replay import Tape, Threads
 threads = Threads(2)
 Tape([], []).run(threads)
-if os.fork() == 0:
-    try:
-        Tape([], []).run(threads)
-    except RuntimeError as error:
-        print(error, flush=True)
-    threads.stop()
-    os._exit(0)
-os.wait()
+for ends in (lambda: threads.stop(), lambda: globals().pop("threads")):
+    if os.fork() == 0:
+        try:
+            Tape([], []).run(threads)
+        except RuntimeError as error:
+            print(error, flush=True)
+        ends()
+        os._exit(0)
+    os.wait()
 Tape([], []).run(threads)
 threads.stop()
 print("the parent goes on")

@@ -159,7 +159,7 @@ def measure(config: AcceptanceBenchConfig, llm: LLM, tasks: Sequence[Task], vari
             for rounds in samples.values():
                 require_full_batches(config.batch_size, rounds[-1])
     differences = compare_texts(config, llm, tasks, samples) if config.texts_can_be_compared else None
-    return Result(tuple(variants), samples, differences, torch.get_num_threads())
+    return Result(tuple(variants), samples, differences, llm.engine.num_threads)
 
 
 def name_of(contestant: Variant | None) -> str:

@@ -126,6 +126,8 @@ void check_pairs(const float* a, const float* b) {
   };
   const Vector x = load(a, All{});
   compare(add_products(x, load_pairs(p), load_pairs(q)), 2 * kSize);
+  expect_lanes(even_of(load_shorts(p)), "even of pairs", [&](int i) { return to_float(p[2 * i]); });
+  expect_lanes(odd_of(load_shorts(p)), "odd of pairs", [&](int i) { return to_float(p[2 * i + 1]); });
   for (int count = 1; count < 2 * kSize; ++count)
     compare(add_products(x, load_pairs(p, count), load_pairs(q, count)), count);
 }
