@@ -18,6 +18,11 @@ class Arena:
         self._blocks: list[torch.UntypedStorage] = []
         self._places: set[int] = set()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes() for block in self._blocks)
+
     def like(self, x: Tensor) -> Tensor:
         """An uninitialised tensor with the shape, strides and dtype of x, in a block."""
         num_elements = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -49,7 +49,8 @@ def test_steps_of_a_drafter_are_recorded_once() -> None:
         counts = []
         for _ in range(3):  # a kind of step is recorded at its second run
             for algorithm in ("mtp", "none", "ngram"):
-                llm.workbench.use_drafts(speculative_algorithm=algorithm)
+                flags = {"speculative_num_draft_tokens": 4} if algorithm == "ngram" else {}
+                llm.workbench.use_drafts(speculative_algorithm=algorithm, **flags)
                 llm.generate("def f(", greedy)
                 counts.append(len(replay.tapes))
         assert counts[:2] == [1, 2]

@@ -297,9 +297,17 @@ def test_threads_may_end_while_another_step_is_recorded() -> None:
     assert len(tape) == 0
 
 
-def test_every_part_of_a_region_is_done_once(threads: Threads, set_threads: Callable[[int], None]) -> None:
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")  # calls are told when they are recorded
+def test_every_part_of_a_region_is_done_once(threads: Threads) -> None:
     """Many rows, small and large: regions that one thread does, and regions that both do."""
-    set_threads(2)  # calls are told when they are recorded
     weight = torch.randn(256, 128)
     packed = linear.native_ops.pack(weight)
     for rows in (1, 3, 64, 300):
