@@ -5,7 +5,7 @@ Each slot has a stamp that says which owner it belongs to and at which position 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -88,7 +88,7 @@ class StatePool:
             StateOwnershipError: it does not.
         """
         stamp = self.stamp(slot)
-        if stamp != Stamp(owner, position, is_written=True):
+        if stamp.owner != owner or stamp.position != position or not stamp.is_written:
             raise StateOwnershipError(f"state slot {slot} should hold {owner!r} at {position}, but holds {stamp}")
 
     def begin_write(self, slot: int, owner: str) -> None:
@@ -100,11 +100,11 @@ class StatePool:
         stamp = self.stamp(slot)
         if stamp.owner != owner:
             raise StateOwnershipError(f"{owner!r} writes state slot {slot}, which belongs to {stamp.owner!r}")
-        self._stamps[slot] = replace(stamp, is_written=False)
+        self._stamps[slot] = Stamp(owner, stamp.position, is_written=False)
 
     def end_write(self, slot: int, position: int) -> None:
         """Mark a slot as holding its owner's state at ``position``."""
-        self._stamps[slot] = replace(self.stamp(slot), position=position, is_written=True)
+        self._stamps[slot] = Stamp(self.stamp(slot).owner, position, is_written=True)
 
     def copy(self, source: int, target: int, position: int) -> None:
         """Copy the prefix cache's state at ``position`` from one slot into another, which keeps its owner.

@@ -9,7 +9,7 @@ In a captured step the offset is constant: that of the longest possible list.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from specmamba.core import TreeShape
 from specmamba.kernels import gpu, state_copy, state_records
 from specmamba.kernels import tree as tree_ops
 from specmamba.kernels.state_records import RecordOperands, RowSet
-from specmamba.verify.state_buffers import HostVerifySlots, StateBuffers, VerifyPlan, VerifySlots, conv_index
+from specmamba.verify.state_buffers import HostVerifySlots, Lease, StateBuffers, VerifyPlan, VerifySlots, conv_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,5 +220,5 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         """Stamp a row's checkpoint, written anew, with the position after all its pending records; drop these."""
         lease, end = self._leases[row], self.position(row)
         self._pool.end_write(lease.slot, end)
-        self._leases[row] = replace(lease, position=end)
+        self._leases[row] = Lease(lease.owner, lease.slot, end)
         self._num_pending[row] = 0
