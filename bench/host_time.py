@@ -32,6 +32,9 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "chain of 3": {"speculative_num_steps": 3},
     "plain": {"speculative_algorithm": "none"},
 }
+KEPT_FLAGS = {"speculative_state"} | {
+    f"speculative_draft_model_{name}" for name in ("path", "revision", "quantization")
+}
 Setting = tuple[str, int, float]  # drafts, requests, temperature
 
 
@@ -58,9 +61,8 @@ def run(config: HostTimeConfig) -> dict[str, Any]:
     """
     from specmamba import LLM
     from specmamba.config import EngineConfig
-    from specmamba.engine.workbench import DRAFT_FIELDS, LOADED_FIELDS
 
-    given = config.model_fields_set & (DRAFT_FIELDS - LOADED_FIELDS)
+    given = {name for name in config.model_fields_set if name.startswith("speculative_")} - KEPT_FLAGS
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
         raise ConfigError(f"{names}: this benchmark times its own drafts: {', '.join(DRAFTS)}")

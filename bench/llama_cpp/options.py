@@ -90,7 +90,7 @@ class LlamaCppBenchConfig(JsonOption):
     rounds: Annotated[Count, Field(description="rounds; medians over them are reported, with ranges")] = 5
     num_prompts: Annotated[Count, Field(description="prompts in a round, at the least a batch")] = 4
     prompts: Annotated[Path | None, Field(description="prompts of this file (JSON lines, or ShareGPT)")] = None
-    max_tokens: Annotated[int, Field(ge=32, description="new tokens of every request")] = 128
+    max_tokens: Annotated[int, Field(ge=2, description="new tokens of every request")] = 128
     ttft: Annotated[
         tuple[Annotated[int, Field(ge=1)], ...],
         NoDecode,
@@ -143,6 +143,11 @@ def modes_of(config: LlamaCppBenchConfig) -> list[Mode]:
     if config.speculative_tree is not None:
         flags = {"speculative_algorithm": "mtp", "speculative_tree": str(config.speculative_tree)}
         modes.append(Mode(TUNED, None, flags))
+    longest = max(mode.flags.get("speculative_num_steps", 0) for mode in modes) + 1
+    if config.max_tokens <= longest:
+        raise ConfigError(
+            f"--max-tokens {config.max_tokens}: a step of these drafts may decide {longest}, which leaves nothing to time"
+        )
     return modes
 
 

@@ -129,6 +129,7 @@ def test_sources_that_are_missing(capsys: pytest.CaptureFixture[str], build: Pat
         (["--formats", "q4"], "--formats"),
         (["--formats", ""], "--formats"),
         (["--max-tokens", "1"], "--max-tokens"),
+        (["--max-tokens", "5"], "--max-tokens 5: a step of these drafts may decide 5"),
         (["--drafts", "0,-1"], "--drafts"),
     ],
 )
