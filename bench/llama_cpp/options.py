@@ -146,7 +146,7 @@ def modes_of(config: LlamaCppBenchConfig) -> list[Mode]:
     longest = max(mode.flags.get("speculative_num_steps", 0) for mode in modes) + 1
     if config.max_tokens <= longest:
         raise ConfigError(
-            f"--max-tokens {config.max_tokens}: a step of these drafts may decide {longest}, which leaves nothing to time"
+            f"--max-tokens {config.max_tokens}: a step of these drafts may decide {longest}: nothing is left to time"
         )
     return modes
 
