@@ -139,6 +139,22 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """The nodes of ragged trees side by side, without padding between them: what products run on."""
+
+    places: Tensor  # [T] int64, each packed node's place among B * N; any place where there are fewer nodes than T
+    nodes: Tensor  # [B * N] int64, each node's place in the packing; any place for padding
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, N, ...] -> [1, T, ...]."""
+        return x.flatten(0, 1).index_select(0, self.places)[None]
+
+    def unpack(self, x: Tensor, batch_size: int) -> Tensor:
+        """[1, T, ...] -> [B, N, ...]; padding gets values of some node."""
+        return x[0].index_select(0, self.nodes).unflatten(0, (batch_size, -1))
+
+
+@dataclass(frozen=True, slots=True)
 class TreeShape:
     """The topology of a batch of draft trees, and the masks and depths that layers derive from it.
 
@@ -151,6 +167,7 @@ class TreeShape:
     depth: Tensor  # [B, N] int64; 0 for the root
     is_chain: bool  # parents[i] = i - 1 for all nodes, so an accepted path is a prefix of the nodes
     max_children: int  # the largest number of children of any node
+    packing: Packing | None = None  # of trees with different numbers of nodes; None: products run on padding too
 
     @property
     def num_nodes(self) -> int:

@@ -40,6 +40,11 @@ class PagedKV:
     write_slots: Tensor  # [B * L] int64; 0 for padding
     keys: paged_attention.AttentionMetadata
 
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return len(self.keys.rows)
+
     @classmethod
     def of_chunk(cls, pool: KVPool, table: RequestTable, chunk: PrefillChunk, first_key: int = 0) -> PagedKV:
         """For known tokens: each query sees the positions from ``first_key`` to its own (``AttentionMetadata``)."""

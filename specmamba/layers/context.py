@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from specmamba.cache.access import PagedKV
+from specmamba.core import Packing
 from specmamba.kernels.state_records import StateOperands
 from specmamba.layers.primitives import RotaryAngles
 
@@ -24,6 +25,7 @@ class ForwardContext:
     kv: PagedKV
     state: StateView | None  # None for draft heads, which have no recurrent layer
     positions: Tensor  # [B, L] int64
+    packing: Packing | None = None  # None: products run on all B * L tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +35,12 @@ class LayerContext:
     kv: PagedKV
     state: StateView | None
     rotary: RotaryAngles | None  # None in models that do not rotate
+    packing: Packing | None = None
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, L, ...] -> what products run on: [1, T, ...], or x itself."""
+        return x if self.packing is None else self.packing.pack(x)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Invert ``pack``; what was padding gets values of some token."""
+        return x if self.packing is None else self.packing.unpack(x, self.kv.batch_size)

@@ -23,7 +23,7 @@ class GatedDeltaNet(RecurrentLayer[delta_net.Weights]):
         assert context.state is not None
         s, heads = self._shape, self._shape.num_value_heads
         sizes = [s.conv_channels, heads * s.value_dim, heads, heads]
-        mixed, gate, b, a = torch.split_with_sizes(self._in(x), sizes, -1)
+        mixed, gate, b, a = torch.split_with_sizes(context.unpack(self._in(x)), sizes, -1)
         inputs = delta_net.Inputs(mixed, gate.unflatten(-1, (heads, -1)), b, a)
         state = context.state.operands(self._state_layer)
         if delta_net.can_fuse(state, inputs, self._weights):
@@ -32,7 +32,7 @@ class GatedDeltaNet(RecurrentLayer[delta_net.Weights]):
             out = delta_net.extend(inputs, self._weights, state)
         else:
             out = mix(inputs, self._weights, state)
-        return self._out(out.flatten(-2))
+        return self._out(context.pack(out.flatten(-2)))
 
 
 def mix(inputs: delta_net.Inputs, weights: delta_net.Weights, state: StateOperands) -> Tensor:

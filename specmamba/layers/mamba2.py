@@ -22,7 +22,7 @@ class Mamba2(RecurrentLayer[mamba2.Weights]):
         """[B, L, H] -> [B, L, H]."""
         s = self._shape
         sizes = [s.num_value_heads * s.value_dim, s.conv_channels, s.num_value_heads]
-        inputs = mamba2.Inputs(*torch.split_with_sizes(self._in(x), sizes, -1))
+        inputs = mamba2.Inputs(*torch.split_with_sizes(context.unpack(self._in(x)), sizes, -1))
         assert context.state is not None
         state = context.state.operands(self._state_layer)
         w = self._weights
@@ -32,7 +32,7 @@ class Mamba2(RecurrentLayer[mamba2.Weights]):
             out = mamba2.extend(inputs, w, state)
         else:
             out = mix(inputs, w, state)
-        return self._out(out)
+        return self._out(context.pack(out))
 
 
 def mix(inputs: mamba2.Inputs, weights: mamba2.Weights, state: StateOperands) -> Tensor:

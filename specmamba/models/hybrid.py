@@ -85,10 +85,11 @@ class HybridTarget:
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
 
     def forward(self, tokens: Tensor, context: ForwardContext) -> TargetOutput:
-        """Run tokens [B, L] int64 through all blocks."""
-        x = self.embed(tokens)
+        """Run tokens [B, L] int64 through all blocks; the hidden states are packed where the context packs tokens."""
+        packing = context.packing
+        x = self.embed(tokens if packing is None else packing.pack(tokens))
         rotary = None if self.rotary is None else self.rotary.angles(context.positions, x.dtype)
-        layer_context = LayerContext(context.kv, context.state, rotary)
+        layer_context = LayerContext(context.kv, context.state, rotary, packing)
         streams = {}
         for i, block in enumerate(self.blocks):
             if i in self._feature_layers:
@@ -97,6 +98,7 @@ class HybridTarget:
                 x = block.add(x, layer(norm(x), layer_context))
         hidden = self._norm(x)
         features = torch.cat([streams[i] for i in self._feature_layers], -1) if streams else hidden
+        features = features if packing is None else packing.unpack(features, len(tokens))
         return TargetOutput(hidden, features)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ class Pools:
             kv=PagedKV(self.kv, placement.kv_slots.view(-1), keys),
             state=VerifyState(self.state_buffers, placement.states),
             positions=positions,
+            packing=shape.packing,
         )
 
     def history(self, batch: Batch) -> tuple[Tensor, Tensor] | None:

@@ -71,6 +71,8 @@ def step(
     placement = pools.place(batch, tree, slots)
     hidden, features = target.forward(tree.tokens, pools.context(batch, tree, placement))
     logits = target.logits(hidden)
+    if (packing := tree.shape.packing) is not None:
+        logits = packing.unpack(logits, batch.size)
     probe.show(logits)
     verdict = accept(tree, logits, batch, pools.history(batch), *policy)
     probe.lap("verify")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from specmamba.core import Batch, DraftTree, TreeShape
+from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.draft.heads.children import ChildPicker, Children
@@ -40,13 +41,24 @@ class HeadRunner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class Offers:
     """The children that one step proposes for the tree, [B, C] each."""
 
     tokens: Tensor  # int64
+    place_logp: Tensor  # log probability of the child, given its parent: of its place, if it was drawn
     path_logp: Tensor  # log probability of the path down to the token
     value: Tensor  # log of the node's value, as the module's docstring defines it
-    parent: Tensor  # int64, index over the candidates of all steps; 0 is the root
+    parent: Tensor  # int64, index over the offers of all steps; 0 is the root
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a head proposes in all steps of a draft."""
+
+    steps: list[Offers]
+    topk: int  # children of every node that has some
+    expanded: Tensor  # [B, E] int64, the offers that have children, and first the root
+    probs: list[Tensor]  # [B, F, V] of each step, what children were drawn from; empty: the likeliest tokens
 
 
 def grow_dynamic_tree(
@@ -61,37 +73,71 @@ def grow_dynamic_tree(
         batch: the roots.
         hidden: [B, 1, H], the head's states after the roots.
     """
-    size, k, device = batch.size, plan.topk, hidden.device
-    children = picker.pick(runner.head.logits(hidden), k, batch, 0)
+    growth = grow(runner, picker, batch, hidden, (plan.num_steps, plan.topk, plan.topk))
+    return _best_nodes(batch, plan, growth)
+
+
+def grow(
+    runner: HeadRunner, picker: ChildPicker, batch: Batch, hidden: Tensor, shape: tuple[int, int, int]
+) -> Growth:
+    """Propose children, step by step.
+
+    Args:
+        runner: runs the head.
+        picker: picks children.
+        batch: the roots.
+        hidden: [B, 1, H], the head's states after the roots.
+        shape: steps, children of a node, and nodes of a step that get children: the best by value.
+    """
+    num_steps, topk, width = shape
+    size, device = batch.size, hidden.device
+    children = picker.pick(runner.head.logits(hidden), topk, batch, 0)
     nothing = torch.zeros(size, 1, device=device)
-    steps = [_candidates(children, nothing, nothing, torch.zeros(size, 1, dtype=torch.int64, device=device))]
-    expanded = [torch.zeros(size, 1, dtype=torch.int64, device=device)]  # candidates that have children
-    probs = [children.probs]
+    root = torch.zeros(size, 1, dtype=torch.int64, device=device)
+    steps, expanded, probs = [_offers(children, nothing, nothing, root)], [root], [children.probs]
     ancestors = torch.ones(size, 1, 1, dtype=torch.bool, device=device)  # mask of the entries; entry 0 is the root
-    for depth in range(1, plan.num_steps):
+    for depth in range(1, num_steps):
         last, num_before = steps[-1], 1 + sum(step.tokens.shape[1] for step in steps[:-1])
-        best = last.value.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
-        above = best // k  # index of the parent among the nodes of the step before
-        hidden = hidden.gather(1, above[..., None].expand(-1, -1, hidden.shape[2]))
-        num_entries = ancestors.shape[2]
-        parent_entry = num_entries - expanded[-1].shape[1] + above
-        ancestors = _add_entries(ancestors, parent_entry)
-        tokens = last.tokens.gather(1, best)
-        hidden = runner.descend(batch, tokens, hidden, depth, ancestors[:, num_entries:], num_entries)
-        children = picker.pick(runner.head.logits(hidden), k, batch, num_entries)
-        steps.append(
-            _candidates(children, last.path_logp.gather(1, best), last.value.gather(1, best), num_before + best)
-        )
+        if width == 1:  # the first child has the highest value
+            best, num_entries = root, depth
+            hidden = runner.descend(batch, last.tokens[:, :1], hidden, depth, None, depth)
+        else:
+            best = last.value.sort(dim=-1, descending=True, stable=True).indices[:, :width].sort(-1).values
+            above = best // topk  # index of the parent among the nodes of the step before
+            hidden = hidden.gather(1, above[..., None].expand(-1, -1, hidden.shape[2]))
+            num_entries = ancestors.shape[2]
+            ancestors = _add_entries(ancestors, num_entries - expanded[-1].shape[1] + above)
+            tokens = last.tokens.gather(1, best)
+            hidden = runner.descend(batch, tokens, hidden, depth, ancestors[:, num_entries:], num_entries)
+        children = picker.pick(runner.head.logits(hidden), topk, batch, num_entries)
+        steps.append(_offers(children, last.path_logp.gather(1, best), last.value.gather(1, best), num_before + best))
         expanded.append(num_before + best)
         probs.append(children.probs)
-    return _best_nodes(batch, plan, steps, torch.cat(expanded, 1), [p for p in probs if p is not None])
+    return Growth(steps, topk, torch.cat(expanded, 1), [p for p in probs if p is not None])
 
 
-def _candidates(children: Children, path_logp: Tensor, value: Tensor, parent: Tensor) -> Candidates:
-    """Make candidates of the children of F nodes; ``path_logp``, ``value`` and ``parent`` [B, F] are of these nodes."""
+def candidates_of(growth: Growth) -> Candidates:
+    """Return everything that a head proposed, for trees of any size."""
+    tokens, logp, parents = (
+        torch.cat([getattr(step, name) for step in growth.steps], 1) for name in ("tokens", "place_logp", "parent")
+    )
+    sizes = [step.tokens.shape[1] for step in growth.steps]
+    depths = [depth for depth, size in enumerate(sizes, 1) for _ in range(size)]
+    ranks = [i % growth.topk for size in sizes for i in range(size)]
+    draft_probs = entries = None
+    if growth.probs:
+        draft_probs, num_entries = torch.cat(growth.probs, 1), growth.expanded.shape[1]
+        entries = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=tokens.device)
+        entries.scatter_(1, growth.expanded, torch.arange(num_entries, device=tokens.device).expand_as(growth.expanded))
+    return Candidates(tokens, parents, logp, tuple(depths), tuple(ranks), draft_probs, entries)
+
+
+def _offers(children: Children, path_logp: Tensor, value: Tensor, parent: Tensor) -> Offers:
+    """Make offers of the children of F nodes; ``path_logp``, ``value`` and ``parent`` [B, F] are of these nodes."""
     bound = torch.minimum(path_logp, value)[..., None]
-    return Candidates(
+    return Offers(
         tokens=children.tokens.flatten(1),
+        place_logp=children.place_logp.flatten(1),
         path_logp=(path_logp[..., None] + children.token_logp).flatten(1),
         value=(bound + children.place_logp).flatten(1),
         parent=parent[..., None].expand_as(children.tokens).flatten(1),
@@ -108,10 +154,9 @@ def _add_entries(ancestors: Tensor, parent_entry: Tensor) -> Tensor:
     return torch.cat([old, torch.cat([inherited, itself], 2)], 1)
 
 
-def _best_nodes(
-    batch: Batch, plan: DraftPlan, steps: list[Candidates], expanded: Tensor, probs: list[Tensor]
-) -> DraftTree:
-    """Return the tree of the root and the N - 1 candidates of the highest value; impossible ones become padding."""
+def _best_nodes(batch: Batch, plan: DraftPlan, growth: Growth) -> DraftTree:
+    """Return the tree of the root and the N - 1 offers of the highest value; impossible ones become padding."""
+    steps, expanded = growth.steps, growth.expanded
     root = torch.zeros_like(batch.root_positions)[:, None]
     tokens = torch.cat([batch.root_tokens[:, None], *(step.tokens for step in steps)], 1)
     parents = torch.cat([root - 1, *(step.parent for step in steps)], 1)
@@ -121,10 +166,10 @@ def _best_nodes(
     is_child = (value.gather(1, kept) > -torch.inf) & (kept > 0)
     shape = tree_shape(parent_node.where(is_child, -1), plan.topk)
     draft_probs = None
-    if probs:
+    if growth.probs:
         entry = torch.zeros_like(tokens)  # nodes without children keep 0, their rows are not used
         entry.scatter_(1, expanded, torch.arange(expanded.shape[1], device=entry.device).expand_as(expanded))
-        rows = torch.cat(probs, 1)
+        rows = torch.cat(growth.probs, 1)
         draft_probs = rows.gather(1, entry.gather(1, kept)[..., None].expand(-1, -1, rows.shape[2]))
     return DraftTree(tokens.gather(1, kept), shape, draft_probs)
 

@@ -1,0 +1,25 @@
+"""What a drafter offers for trees whose size is decided later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Nodes from which the trees of a batch are chosen. A parent comes before its children, a sibling of a lower rank
+    before those of higher ones.
+
+    ``logp`` does not depend on a token that was drawn: then it belongs to the place among the siblings, so that whether
+    a node is kept says nothing about its token.
+    """
+
+    tokens: Tensor  # [B, C] int64
+    parents: Tensor  # [B, C] int64: 0 for the root, 1 + c for candidate c
+    logp: Tensor  # [B, C] float32, log probability of a node after its parent, as the drafter says; -inf: none
+    depths: tuple[int, ...]  # [C], 1 for children of the root
+    ranks: tuple[int, ...]  # [C], among the siblings
+    draft_probs: Tensor | None = None  # [B, E, V] float32, what children were drawn from; None: chosen
+    entries: Tensor | None = None  # [B, 1 + C] int64: the distribution after the root and after each candidate
