@@ -175,10 +175,23 @@ class EngineConfig(CommandLine):
         Literal["records", "snapshots"],
         Field(description="what a verify keeps per node: small records, or whole states (for comparison)"),
     ] = "records"
+    speculative_adaptive: Annotated[
+        Literal["auto", "off"],
+        Field(
+            description="auto: each step drafts as much as pays, by measured costs and acceptance, or nothing; steps, "
+            "topk and draft tokens are bounds. off: always the shape of the flags. A tree file turns it off"
+        ),
+    ] = "auto"
+    speculative_costs: Annotated[
+        Path | None, Field(description="file of measured times of steps: read if it exists, else measured and written")
+    ] = None
     speculative_accept: Annotated[
-        Literal["target", "rejection"],
-        Field(description="follow the target's own sample, or accept drawn drafts by their probabilities"),
-    ] = "target"
+        Literal["auto", "target", "rejection"],
+        Field(
+            description="follow the target's own sample, or accept drawn drafts by their probabilities; auto: target "
+            "for requests that bring a seed, rejection for others"
+        ),
+    ] = "auto"
     speculative_ngram_min_match_window_size: Annotated[
         int | None, Field(ge=1, le=64, description="ngram: tokens that must match at least; none: 1")
     ] = None
@@ -204,10 +217,21 @@ class EngineConfig(CommandLine):
             "--speculative-eagle-topk": self.speculative_eagle_topk,
             "--speculative-num-draft-tokens": self.speculative_num_draft_tokens,
             "--speculative-tree": self.speculative_tree,
-            "--speculative-accept": None if self.speculative_accept == "target" else self.speculative_accept,
+            "--speculative-accept": None if self.speculative_accept == "auto" else self.speculative_accept,
             FORM_FLAG: None if self.speculative_draft_model_quantization == "auto" else "given",
         }
         return [flag for flag, value in given.items() if value is not None]
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the size of drafts is decided in each step."""
+        return self.speculative_adaptive == "auto" and self.speculative_tree is None
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether flags give the shape of drafts, or its bounds."""
+        shape = self.speculative_num_steps, self.speculative_eagle_topk, self.speculative_num_draft_tokens
+        return self.speculative_tree is not None or any(value is not None for value in shape)
 
     @property
     def num_draft_steps(self) -> int:

@@ -181,6 +181,7 @@ class PendingTokens:
     max_count: int  # the largest number in any row
     counts: Tensor | None  # [B] int64; None: ``max_count`` everywhere
     is_deferred: bool = False  # this step does not run them, and appends its own decided tokens
+    kept: Tensor | None = None  # [B] int64, tokens in front of those that the step decides; None: all if deferred, or 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,22 @@ class GrammarSpec(BaseModel):
     ] = ""
 
 
+AcceptRule = Literal["target", "rejection"]
+
+
+class SpeculationParams(BaseModel):
+    """How one request is drafted for, where it differs from the server's flags."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    accept: Annotated[AcceptRule | None, Field(description="rule of acceptance; none: as --speculative-accept says")] = (
+        None
+    )
+    max_depth: Annotated[
+        int | None, Field(ge=0, le=63, description="deepest draft below the root; 0: no drafts; none: the server's")
+    ] = None
+
+
 class LogitSettings(BaseModel):
     """Filters and penalties: they change the logits of every token, and are neutral by default."""
 
@@ -73,7 +89,9 @@ class SamplingParams(LogitSettings):
     logprobs: Annotated[NumLogprobs | None, Field(description="likeliest tokens to list beside each new one")] = None
     prompt_logprobs: Annotated[NumLogprobs | None, Field(description="the same of the prompt's tokens")] = None
     grammar: GrammarSpec | None = None
-    speculative: Annotated[bool, Field(description="false: decode this request plainly, without drafts")] = True
+    speculative: Annotated[
+        bool | SpeculationParams, Field(description="false: decode this request plainly, without drafts")
+    ] = True
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -91,9 +109,26 @@ class SamplingParams(LogitSettings):
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
+    def max_depth(self) -> int | None:
+        """Depth of its deepest draft; 0: it gets no drafts; None: no bound of its own."""
+        if isinstance(self.speculative, SpeculationParams):
+            return self.speculative.max_depth
+        return None if self.speculative else 0
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether it gets drafts."""
+        return self.max_depth != 0
+
+    @property
+    def accept(self) -> AcceptRule | None:
+        """The rule of acceptance that it asks for."""
+        return self.speculative.accept if isinstance(self.speculative, SpeculationParams) else None
+
+    @property
     def is_special(self) -> bool:
         """Whether steps of this request cannot be captured: biases, a grammar, log probabilities, or no drafts."""
-        return bool(self.logit_bias or self.grammar) or self.logprobs is not None or not self.speculative
+        return bool(self.logit_bias or self.grammar) or self.logprobs is not None or not self.is_drafted
 
 
 class Penalties(NamedTuple):
@@ -137,16 +172,25 @@ class SamplingBatch:
     seeds: Tensor  # int64
     penalties: Penalties | None
     biases: Biases | None = None
+    rejects: Tensor | None = None  # bool, rows decided under ``rejection``; None: no row
+    all_reject: bool = False  # no row with a temperature is decided under ``target``
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> SamplingBatch:
-        """Collect the settings of a batch's requests."""
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        device: torch.device,
+        rules: Sequence[AcceptRule] | None = None,
+    ) -> SamplingBatch:
+        """Collect the settings of a batch's requests; ``rules`` of acceptance, None: all are ``target``."""
         import torch
 
         def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)
 
         sampled = [p for p in params if not p.is_greedy]
+        rejects = [rule == "rejection" and not p.is_greedy for rule, p in zip(rules or (), params, strict=False)]
         penalties = None
         if any(p.has_penalties for p in params):
             penalties = Penalties(column("presence_penalty"), column("frequency_penalty"), column("repetition_penalty"))
@@ -158,4 +202,6 @@ class SamplingBatch:
             seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
             penalties=penalties,
             biases=Biases.of(params, device) if any(p.logit_bias for p in params) else None,
+            rejects=torch.tensor(rejects, device=device) if any(rejects) else None,
+            all_reject=sum(rejects) == len(sampled),
         )

@@ -119,6 +119,11 @@ class CacheShape:
         return max_nodes * per_node
 
 
+def pending_token_capacity(max_nodes: int) -> int:
+    """Return the number of pending tokens of a row: those of steps that defer them, and a largest tree behind them."""
+    return max(MIN_PENDING_CAPACITY, 2 * max_nodes) + max_nodes
+
+
 def pending_capacity(max_nodes: int, folds_in_verify: bool = False) -> int:
     """Return the number of records of a row: two largest trees, so that folds are rare even if all is accepted.
 

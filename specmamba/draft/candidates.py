@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,7 @@ class Candidates:
     tokens: Tensor  # [B, C] int64
     parents: Tensor  # [B, C] int64: 0 for the root, 1 + c for candidate c
     logp: Tensor  # [B, C] float32, log probability of a node after its parent, as the drafter says; -inf: none
-    depths: tuple[int, ...]  # [C], 1 for children of the root
-    ranks: tuple[int, ...]  # [C], among the siblings
+    depths: Ints  # [C] or [B, C], 1 for children of the root
+    ranks: Ints  # [C] or [B, C], among the siblings
     draft_probs: Tensor | None = None  # [B, E, V] float32, what children were drawn from; None: chosen
     entries: Tensor | None = None  # [B, 1 + C] int64: the distribution after the root and after each candidate

@@ -20,10 +20,14 @@ class DraftPlan:
     topk: int  # largest number of children of a node
     max_nodes: int  # largest number of nodes of a tree, the root included
     num_lookahead_slots: int  # KV positions from the root on that a step may write, drafting and verifying
-    draws_drafts: bool = False  # drafts are drawn from the drafter's distribution, for acceptance by rejection
+    draws_drafts: bool = False  # for requests decided under rejection, drafts are drawn from its distribution
     trees: TreeFile | None = None  # static trees; None: chains or dynamic trees
+    is_sized: bool = False  # the size of drafts is decided in each step; the others are bounds
+    width: int = 1  # of sized drafts: nodes of a step of the head that get children
 
 
+LARGEST_SIZED = 4, 3, 8  # steps, children of a node, nodes of sized drafts without flags
+SIZED = ("mtp", "eagle", "eagle3")
 NOTHING = DraftPlan("none", num_steps=0, topk=0, max_nodes=1, num_lookahead_slots=1)
 
 
@@ -55,7 +59,7 @@ def plan_drafts(config: EngineConfig, draft: DraftKind | None, vocab_size: int) 
         if config.speculative_algorithm == "auto":
             _refuse_unused_flags(config)
         return NOTHING
-    plan = _plan_of_trees(config) if config.speculative_tree else _plan_of_flags(config)
+    plan = _plan_of_trees(config) if config.speculative_tree else _plan_of_flags(config, algorithm)
     plan = replace(plan, algorithm=algorithm, draws_drafts=plan.draws_drafts and algorithm != "ngram")
     if algorithm == "draft-model" and (plan.topk > 1 or plan.trees is not None):
         flag = "--speculative-eagle-topk" if plan.trees is None else "--speculative-tree"
@@ -65,23 +69,29 @@ def plan_drafts(config: EngineConfig, draft: DraftKind | None, vocab_size: int) 
     return plan
 
 
-def _plan_of_flags(config: EngineConfig) -> DraftPlan:
+def _plan_of_flags(config: EngineConfig, algorithm: str) -> DraftPlan:
     steps, topk, nodes = config.num_draft_steps, config.draft_topk, config.num_draft_nodes
+    width = topk
+    if config.is_adaptive and not config.has_shape and algorithm != "ngram":
+        steps, topk, nodes = (5, 1, 6) if algorithm == "draft-model" else LARGEST_SIZED
+        width = 1
     return DraftPlan(
         algorithm="none",  # the caller says what it is
         num_steps=steps,
         topk=topk,
         max_nodes=nodes,
         # every step but the last runs topk nodes through the head, which writes their keys and values
-        num_lookahead_slots=max(nodes, 1 + (steps - 1) * topk) if config.speculative_algorithm != "ngram" else nodes,
-        draws_drafts=config.speculative_accept == "rejection",
+        num_lookahead_slots=max(nodes, 1 + (steps - 1) * width) if algorithm != "ngram" else nodes,
+        draws_drafts=config.speculative_accept != "target",
+        is_sized=config.is_adaptive and algorithm in SIZED,
+        width=width,
     )
 
 
 def _plan_of_trees(config: EngineConfig) -> DraftPlan:
     assert config.speculative_tree is not None
     trees = read_tree_file(config.speculative_tree)
-    draws = config.speculative_accept == "rejection"
+    draws = config.speculative_accept != "target"
     return DraftPlan(
         algorithm="none",  # the caller says what it is
         num_steps=max(max(tree.depths) for tree in trees.trees),

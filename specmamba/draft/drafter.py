@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specmamba.core import Batch, DraftTree, PendingTokens, PrefillChunk, TreeShape, Verdict
+from specmamba.draft.candidates import Candidates
 from specmamba.kernels import tree as tree_ops
 
 
@@ -20,23 +21,28 @@ class HostPendingTokens:
 
     counts: tuple[int, ...]
     is_deferred: bool
+    kept: tuple[int, ...] | None = None  # tokens of each row that stay pending; None: all if deferred, or none
 
     def on(self, device: torch.device) -> PendingTokens:
         """Upload them to a device."""
         is_ragged = min(self.counts) < max(self.counts)
         counts = torch.tensor(self.counts, device=device) if is_ragged else None
-        return PendingTokens(max(self.counts), counts, self.is_deferred)
+        kept = None if self.kept is None else torch.tensor(self.kept, device=device)
+        return PendingTokens(max(self.counts), counts, self.is_deferred, kept)
 
 
 class Drafter(ABC):
     """Proposes draft trees. The text is always the target's, whatever is proposed: bad drafts only cost time.
 
     A step calls ``prepare`` on the host, ``propose`` and ``observe`` for the device, and ``advance`` on the host again.
+    Where the size of drafts is decided in each step, it calls ``prepare_some`` on the host, ``offer`` with the rows that
+    are drafted for, then ``observe`` and ``advance`` with all rows.
     """
 
     max_nodes: int  # largest number of nodes of a tree, root included
     is_capturable = False  # ``propose`` and ``observe`` never read from the device or use ``Batch.rows``
     has_pending_tokens = False  # ``prepare`` returns pending tokens
+    offers = False  # has ``offer``
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree:
@@ -63,6 +69,18 @@ class Drafter(ABC):
             The pending tokens that the step runs or defers; None if the drafter has none.
         """
         return None
+
+    def offer(self, batch: Batch, num_steps: int) -> Candidates:
+        """Return candidates down to depth ``num_steps`` for every row of the batch."""
+        raise NotImplementedError
+
+    def prepare_some(self, rows: Sequence[int], drafted: Sequence[bool]) -> HostPendingTokens | None:
+        """Begin a step that drafts for some rows only; returns what ``prepare`` does, for all rows."""
+        return None
+
+    def must_draft(self, rows: Sequence[int]) -> list[bool]:
+        """Whether the drafter must run now for each row, because it cannot defer the row's tokens any longer."""
+        return [False] * len(rows)
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:  # noqa: B027 - a drafter without state does nothing
         """Start a request (or start it over) in this row; ``tokens`` are all its known tokens, root included."""
@@ -102,6 +120,21 @@ class NoDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftTree:
         return root_tree(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainDrafts:
+    """A drafter in a step without drafts: its state follows the text."""
+
+    drafter: Drafter
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Return the roots alone."""
+        return self.drafter.propose_nothing(batch)
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        """Pass the verdict to the drafter."""
+        self.drafter.observe(batch, verdict, features)
 
 
 def root_tree(batch: Batch) -> DraftTree:

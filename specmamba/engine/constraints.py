@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from specmamba.core import Batch, DraftTree, Verdict
-from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
+from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.engine.request import Request
 from specmamba.errors import RequestError
 from specmamba.grammar import CompiledGrammar, GrammarFollower, GrammarMatcher, MaskMaker
@@ -136,19 +136,17 @@ class Constraints:
 class ConstrainedDrafts:
     """A drafter's trees without the nodes that requests refuse, with the tokens that may follow each remaining node."""
 
-    def __init__(self, drafter: Drafter, requests: Sequence[Request], constraints: Constraints) -> None:
-        """Restrict the trees of ``drafter`` for the requests of a batch, given in its order."""
-        self._drafter, self._requests, self._constraints = drafter, requests, constraints
+    def __init__(self, drafts: Drafts, requests: Sequence[Request], constraints: Constraints) -> None:
+        """Restrict the trees of ``drafts`` for the requests of a batch, given in its order."""
+        self._drafts, self._requests, self._constraints = drafts, requests, constraints
 
     def propose(self, batch: Batch) -> DraftTree:
-        """The drafter's trees, pruned; the roots alone where no request wants drafts."""
-        wants_drafts = any(request.params.speculative for request in self._requests)
-        tree = self._drafter.propose(batch) if wants_drafts else self._drafter.propose_nothing(batch)
-        return restrict(self._requests, tree, self._constraints)
+        """The trees, pruned."""
+        return restrict(self._requests, self._drafts.propose(batch), self._constraints)
 
     def observe(self, batch: Batch, verdict: Verdict, features: torch.Tensor) -> None:
         """Pass the verdict to the drafter."""
-        self._drafter.observe(batch, verdict, features)
+        self._drafts.observe(batch, verdict, features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +203,7 @@ def restrict(requests: Sequence[Request], tree: DraftTree, constraints: Constrai
 
 def _drafted(parents: Sequence[int], request: Request) -> list[int]:
     """The nodes that a request may verify: all that are no padding, or the root alone."""
-    if not request.params.speculative:
+    if not request.params.is_drafted:
         return [0]
     return [node for node, parent in enumerate(parents) if parent >= 0 or node == 0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,8 +17,11 @@ from specmamba.core import ANYONE, DraftView, OutputDelta, Owner, SpecStats
 from specmamba.draft import build_drafter
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
+from specmamba.draft.sizing.costs import StepCosts
+from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.constraints import Constraints
+from specmamba.engine.cost_measurement import bounds_of, measure_costs
 from specmamba.engine.graph_runner import build_graph_runner
 from specmamba.engine.loading import (
     keep_freed_memory,
@@ -36,7 +40,7 @@ from specmamba.grammar import CompiledGrammar
 from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 from specmamba.sampling_params import SamplingParams
-from specmamba.verify.acceptance import AcceptPolicy
+from specmamba.verify.acceptance import AcceptPolicy, accept_rule
 from specmamba.verify.pools import Pools
 from specmamba.verify.result import StepResult
 
@@ -82,8 +86,7 @@ class Engine:
         self.pools = Pools(self.model.cache_shape, self.vocab_size, self.memory_plan, self.device)
         drafter = self.make_drafter(self.draft_plan, config)
         self.constraints = Constraints(self.vocab_size)
-        policy = AcceptPolicy(config.speculative_accept)
-        self.runner = Runner(self.model.target, self.pools, drafter, self.device, policy, self.constraints)
+        self.runner = Runner(self.model.target, self.pools, drafter, self.device, AcceptPolicy(), self.constraints)
         self.cache_manager = build_cache_manager(config, self.model, self.pools)
         self.scheduler = Scheduler(self.cache_manager, SchedulerLimits.of(config, self.draft_plan.num_lookahead_slots))
         self.context_length = self.memory_plan.context_length
@@ -99,8 +102,17 @@ class Engine:
         )
         with torch.inference_mode():
             graph_lines = self.runner.capture()
+        self._start_sizing()
         for line in (*self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
+
+    def _start_sizing(self) -> None:
+        """Let a sizer decide the size of drafts, if that is the plan."""
+        if not self.draft_plan.is_sized:
+            return
+        num_rows = self.memory_plan.num_rows + 1
+        self.runner.sizer = DraftSizer(bounds_of(self.draft_plan), num_rows, StepCosts({}), self.runner.totals)
+        self.runner.sizer.costs = measure_costs(self)
 
     def add_request(
         self,
@@ -133,6 +145,8 @@ class Engine:
         self.check_prompt(prompt_token_ids, params.max_tokens)
         self.check_tokens(forced_output_ids, "replay")
         self.check_tokens(params.logit_bias, "logit_bias")
+        if params.accept == "rejection" and self.config.speculative_accept == "target":
+            raise RequestError("this server decides all requests under target (--speculative-accept)", "speculative")
         if request_id in self._requests:
             raise RequestError(f"a request with the id {request_id!r} is running already", "request_id")
         prompt = tuple(prompt_token_ids)
@@ -142,7 +156,8 @@ class Engine:
         number = self._num_added
         seed = params.seed if params.seed is not None else seed_of_request(self.config.seed, number)
         forced = tuple(forced_output_ids)
-        request = Request(request_id, number, prompt, params, seed, text, forced, extra_key, owner)
+        rule = accept_rule(self.config.speculative_accept, params, self.draft_plan.draws_drafts)
+        request = Request(request_id, number, prompt, params, seed, text, rule, forced, extra_key, owner)
         request.follower = self.constraints.follower(params, grammar, owner.name)
         self.scheduler.add(request)
         self._requests[request_id] = request
@@ -192,11 +207,14 @@ class Engine:
         deltas += [self._fail(request) for request in ready if request.grammar_error is not None]
         batch = sorted((r for r in ready if r.grammar_error is None), key=lambda request: request.held_row)
         results = self.runner.step(batch) if batch else []
+        stepped = time.perf_counter()
         advanced = [self._advance(request, result) for request, result in zip(batch, results, strict=True)]
         ended = [request for request, delta in zip(batch, advanced, strict=True) if delta.finish_reason is not None]
         if ended:
             self._end(ended)
         deltas += advanced
+        if batch and self.runner.sizer is not None:
+            self.runner.sizer.observe_rest(time.perf_counter() - stepped)
         return deltas
 
     def _admit(self) -> list[OutputDelta]:

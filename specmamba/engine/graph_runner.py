@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from specmamba.cache.memory import MemoryPlan
+from specmamba.cache.shapes import pending_token_capacity
 from specmamba.command_line import readable
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, Replay, bucket_for, bucket_sizes
-from specmamba.draft.drafter import Drafter, HostPendingTokens
+from specmamba.draft.candidates import Candidates, Ints
+from specmamba.draft.drafter import Drafter, HostPendingTokens, PlainDrafts
+from specmamba.draft.sizing.trees import HostTrees
 from specmamba.engine.request import Request
 from specmamba.engine.step_inputs import Sampling, StepInputs, StepKind
 from specmamba.errors import ConfigError
@@ -23,6 +29,7 @@ from specmamba.verify.result import StepOutput
 from specmamba.verify.state_buffers import VerifySlots
 from specmamba.verify.step import Drafts, GivenDrafts
 
+NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # of the widest chosen tree, padded
 DEFAULT_LARGEST = 64  # largest captured batch without --cuda-graph-max-bs
 RunStep = Callable[[Batch, Drafts, VerifySlots], StepOutput]
 
@@ -36,7 +43,7 @@ class StepGraphRunner:
     """
 
     def __init__(
-        self, replay: Replay[StepOutput], buckets: tuple[int, ...], pools: Pools, plan: MemoryPlan, device: torch.device
+        self, replay: Replay[Any], buckets: tuple[int, ...], pools: Pools, plan: MemoryPlan, device: torch.device
     ) -> None:
         """Allocate the input buffers of captured steps.
 
@@ -49,7 +56,7 @@ class StepGraphRunner:
         """
         self.replay, self.buckets = replay, buckets
         self.inputs = StepInputs(buckets[-1], plan.max_nodes, device)
-        self._pools, self._device = pools, device
+        self._pools, self._device, self._max_nodes = pools, device, plan.max_nodes
         self._max_root_position = plan.context_length
 
     def bucket(self, batch_size: int) -> int | None:
@@ -58,13 +65,11 @@ class StepGraphRunner:
 
     @staticmethod
     def fits(pending_tokens: HostPendingTokens | None, drafter: Drafter) -> bool:
-        """Whether the pending tokens of a draft head fit a captured step: no more than what one step decides.
+        """Whether the pending tokens of a draft head can be run in a captured step.
 
         A drafter that drafts before the step runs them there, with the shapes of the batch.
         """
-        if pending_tokens is None:
-            return True
-        return drafter.is_capturable and (pending_tokens.is_deferred or max(pending_tokens.counts) <= drafter.max_nodes)
+        return pending_tokens is None or drafter.is_capturable
 
     def run(
         self,
@@ -85,19 +90,108 @@ class StepGraphRunner:
             pending_tokens: as the drafter prepared them for the bucket.
             tree: drafted before the step, without distributions; None: the step drafts.
         """
-        kind = self._kind(requests, drafter, pending_tokens, tree)
+        kind = self._kind(requests, drafter, pending_tokens)
+        if tree is None:
+            return self._replay(requests, pending_tokens, kind, run_step, policy, drafter, lambda: drafter)
+        # drafts of varying size: powers of two, so that not every size is a kind of its own
+        num_nodes = min(gpu.next_power_of_2(tree.shape.num_nodes), kind.num_nodes)
+        is_chain = tree.shape.is_chain and tree.shape.num_nodes == num_nodes
+        kind = kind._replace(num_nodes=num_nodes, is_chain=is_chain, max_children=tree.shape.max_children)
+        return self._replay(
+            requests,
+            pending_tokens,
+            kind,
+            run_step,
+            policy,
+            None,  # a step on a given tree does not know its drafter
+            lambda: GivenDrafts(self.inputs.tree(kind)),
+            lambda: self.inputs.trees.write(tree),
+        )
+
+    def run_plain(
+        self,
+        requests: Sequence[Request],
+        drafter: Drafter,
+        run_step: RunStep,
+        policy: AcceptPolicy,
+        pending_tokens: HostPendingTokens | None,
+    ) -> StepOutput:
+        """Replay a step without drafts, in which the drafter follows the text. Arguments as for ``run``."""
+        kind = self._kind(requests, drafter, pending_tokens)._replace(num_nodes=1)
+        drafts = PlainDrafts(drafter)
+        return self._replay(requests, pending_tokens, kind, run_step, policy, drafts, lambda: drafts)
+
+    def offer(
+        self, requests: Sequence[Request], drafter: Drafter, pending_tokens: HostPendingTokens | None, num_steps: int
+    ) -> Candidates:
+        """Replay a draft down to depth ``num_steps``; its numbers are valid until the next replay.
+
+        Distributions that drafts are drawn from stay for ``run_chosen``.
+        """
+        kind = self._kind(requests, drafter, pending_tokens)._replace(num_nodes=num_steps)
         self._pools.table.upload()
-        rows = [request.held_row for request in requests]
-        slots = self._pools.state_buffers.place(rows, kind.num_nodes, is_captured=True)
+
+        def draft() -> Candidates:
+            found = drafter.offer(self.inputs.batch(kind), num_steps)
+            if found.draft_probs is not None:
+                _, count, vocab_size = found.draft_probs.shape
+                kept = self.inputs.trees.draft_probs(kind.batch_size, count + 1, vocab_size)
+                kept[:, :count] = found.draft_probs
+            return found
 
         def fill() -> None:
-            self.inputs.write(requests, slots, pending_tokens)
-            if tree is not None:
-                self.inputs.write_tree(tree)
+            self.inputs.write(requests, pending_tokens)
 
-        step = self._step(kind, drafter, run_step, has_tree=tree is not None)
-        key = kind, policy, drafter if tree is None else None  # a step on a given tree does not know its drafter
-        return self.replay.run(key, step, self.inputs.clear, fill).first(len(requests))
+        found: Candidates = self.replay.run(("offer", kind, drafter), draft, self.inputs.clear, fill)
+        return found
+
+    def run_chosen(
+        self,
+        requests: Sequence[Request],
+        drafter: Drafter,
+        run_step: RunStep,
+        policy: AcceptPolicy,
+        pending_tokens: HostPendingTokens | None,
+        candidates: Candidates,
+        trees: HostTrees,
+    ) -> StepOutput:
+        """Replay a step on trees that were chosen from ``candidates`` of ``offer``. Other arguments as for ``run``."""
+        kind = self._kind(requests, drafter, pending_tokens)
+        entries = None
+        if candidates.draft_probs is not None:
+            assert candidates.entries is not None
+            kind = kind._replace(num_distributions=candidates.draft_probs.shape[1] + 1)
+            entries = _chosen_entries(candidates.entries, trees)
+        kind = self._sized(kind, trees)
+        return self._replay(
+            requests,
+            pending_tokens,
+            kind,
+            run_step,
+            policy,
+            drafter,
+            lambda: GivenDrafts(self.inputs.tree(kind), drafter),
+            lambda: self.inputs.trees.write_chosen(kind, trees, entries),
+        )
+
+    def totals(self, batch_size: int) -> range:
+        """Numbers of nodes to which verifies of chosen trees are padded."""
+        size = self.bucket(batch_size) or batch_size
+        step = max(1, size // 4)
+        return range(step, size * self._max_nodes + 1, step)
+
+    def _sized(self, kind: StepKind, trees: HostTrees) -> StepKind:
+        """The kind of step that takes these trees."""
+        width, size, is_chain = trees.tokens.shape[1], kind.batch_size, trees.is_chain
+        kind = kind._replace(is_chain=is_chain, max_children=1 if is_chain else self._max_nodes - 1)
+        if size == 1:
+            return kind._replace(num_nodes=width)
+        width = next(n for n in (*NODES, self._max_nodes) if n >= width or n >= self._max_nodes)
+        if trees.num_nodes == size * width:
+            return kind._replace(num_nodes=width)
+        totals = self.totals(size)
+        total = totals[-(-trees.num_nodes // totals.step) - 1]
+        return kind._replace(num_nodes=width, num_packed=total)
 
     def capture(self, drafter: Drafter, run_step: RunStep, policy: AcceptPolicy) -> None:
         """Capture the most frequent steps, on padding rows only: every bucket, greedy and with a temperature."""
@@ -106,47 +200,78 @@ class StepGraphRunner:
             defers = (False, True) if drafter.has_pending_tokens and num_nodes == 1 else (False,)
             for is_drawn in (False, True):
                 for is_deferred in defers:
+                    most = drafter.max_nodes if drafter.has_pending_tokens else 0
                     kind = StepKind(bucket, num_nodes, Sampling(is_drawn), self._max_root_position, is_deferred)
-                    step = self._step(kind, drafter, run_step, has_tree=False)
+                    kind = kind._replace(max_pending_tokens=most)
+                    step = self._step(kind, run_step, lambda: drafter)
                     self.replay.run((kind, policy, drafter), step, self.inputs.clear, self.inputs.clear)
 
-    def _step(self, kind: StepKind, drafter: Drafter, run_step: RunStep, has_tree: bool) -> Callable[[], StepOutput]:
+    def _replay(
+        self,
+        requests: Sequence[Request],
+        pending_tokens: HostPendingTokens | None,
+        kind: StepKind,
+        run_step: RunStep,
+        policy: AcceptPolicy,
+        name: Hashable,
+        drafts: Callable[[], Drafts],
+        write_tree: Callable[[], None] | None = None,
+    ) -> StepOutput:
+        self._pools.table.upload()
+        rows = [request.held_row for request in requests]
+        slots = self._pools.state_buffers.place(rows, kind.num_nodes, is_captured=True)
+
+        def fill() -> None:
+            self.inputs.write(requests, pending_tokens)
+            self.inputs.write_slots(slots)
+            if write_tree is not None:
+                write_tree()
+
+        step = self._step(kind, run_step, drafts)
+        output: StepOutput = self.replay.run((kind, policy, name), step, self.inputs.clear, fill)
+        return output.first(len(requests))
+
+    def _step(self, kind: StepKind, run_step: RunStep, drafts: Callable[[], Drafts]) -> Callable[[], StepOutput]:
         """Return the function that runs a step of this kind on the input buffers."""
 
         def step() -> StepOutput:
-            batch = self.inputs.batch(kind, drafter.max_nodes if drafter.has_pending_tokens else None)
+            batch = self.inputs.batch(kind)
             buffers = self._pools.state_buffers
             folds = buffers.folds_in_verify or buffers.folds_in_plan
             slots = self.inputs.slots(kind, buffers.node_offset(kind.num_nodes), folds, self._device)
-            return run_step(batch, GivenDrafts(self.inputs.tree(kind)) if has_tree else drafter, slots)
+            return run_step(batch, drafts(), slots)
 
         return step
 
     def _kind(
-        self,
-        requests: Sequence[Request],
-        drafter: Drafter,
-        pending_tokens: HostPendingTokens | None,
-        tree: DraftTree | None,
+        self, requests: Sequence[Request], drafter: Drafter, pending_tokens: HostPendingTokens | None
     ) -> StepKind:
         size = self.bucket(len(requests))
         assert size is not None
         last = self._max_root_position
         if not self.replay.has_fixed_shapes:
             last = max(request.root_position for request in requests)
-        num_nodes = drafter.num_nodes(size)
-        if tree is not None:  # drafts of varying size: powers of two, so that not every size is a kind of its own
-            num_nodes = min(gpu.next_power_of_2(tree.shape.num_nodes), num_nodes)
+        most = 0
+        if pending_tokens is not None:
+            most = drafter.max_nodes
+            if not pending_tokens.is_deferred and max(pending_tokens.counts) > most:
+                most = pending_token_capacity(most)
         return StepKind(
             batch_size=size,
-            num_nodes=num_nodes,
+            num_nodes=drafter.num_nodes(size),
             sampling=self.inputs.write_settings(requests),
             max_root_position=last,
             is_deferred=pending_tokens is not None and pending_tokens.is_deferred,
             is_forced=any(request.forced_output_ids for request in requests),
-            is_chain=tree is not None and tree.shape.is_chain and tree.shape.num_nodes == num_nodes,
-            max_children=1 if tree is None else tree.shape.max_children,
+            max_pending_tokens=most,
+            keeps_tokens=pending_tokens is not None and pending_tokens.kept is not None,
         )
+
+
+def _chosen_entries(entries: Tensor, trees: HostTrees) -> Ints:
+    """The distribution that the children of each node were drawn from, [B, N]."""
+    found: Ints = np.take_along_axis(entries.numpy()[: len(trees.counts)], trees.candidates, 1)
+    return found
 
 
 def build_graph_runner(
@@ -168,7 +293,7 @@ def build_graph_runner(
     return StepGraphRunner(replay, bucket_sizes(largest), pools, plan, device)
 
 
-def _replay(device: torch.device, pads: bool, num_threads: int) -> Replay[StepOutput] | None:
+def _replay(device: torch.device, pads: bool, num_threads: int) -> Replay[Any] | None:
     if device.type == "cpu":
         return NativeReplay(num_threads) if NativeReplay.is_available() else EagerReplay() if pads else None
     if not gpu.runs_on(device):

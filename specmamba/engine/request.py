@@ -14,9 +14,10 @@ from torch import Tensor
 from specmamba.cache.prefix.node import Node
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SpecStats, TokenLogprob
 from specmamba.errors import GrammarError
+from specmamba.draft.sizing.confidence import DRAWN, GREEDY, SAMPLED
 from specmamba.grammar import GrammarFollower
 from specmamba.models.tokenizer import Detokenizer
-from specmamba.sampling_params import SamplingParams
+from specmamba.sampling_params import AcceptRule, SamplingParams
 
 
 class TextStream:
@@ -96,6 +97,7 @@ class Request:
     params: SamplingParams
     seed: int
     text: TextStream
+    rule: AcceptRule = "target"
     forced_output_ids: tuple[int, ...] = ()  # given instead of chosen, as far as they go
     extra_key: str | None = None  # cached prefixes are shared only with requests of the same key and tenant
     owner: Owner = ANYONE
@@ -209,6 +211,11 @@ class Request:
             prompt_logprobs=tuple(self.prompt_logprobs) if wants_prompt else None,
             **more,
         )
+
+    @property
+    def mode(self) -> int:
+        """The kind of its drafts' acceptance: ``draft.sizing.confidence`` has the numbers."""
+        return GREEDY if self.params.is_greedy else DRAWN if self.rule == "rejection" else SAMPLED
 
     @property
     def held_row(self) -> int:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specmamba.cache.access import ExtendState, PagedKV
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
-from specmamba.draft.drafter import Drafter
+from specmamba.draft.candidates import Ints
+from specmamba.draft.drafter import Drafter, PlainDrafts
+from specmamba.draft.sizing.drafts import SizedDrafts, on_host
+from specmamba.draft.sizing.sizer import DraftSize, DraftSizer, SizedBatch
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
 from specmamba.engine.graph_runner import StepGraphRunner, capture_steps
 from specmamba.engine.request import PrefillRun, Request, forced_ahead
@@ -46,6 +51,9 @@ class Runner:
         self.watched: tuple[View, ...] = ()
         self._device, self._constraints = device, constraints
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
+        self.sizer: DraftSizer | None = None  # decides the size of drafts in each step; None: the drafter does
+        self.draft_seconds = 0.0  # of the newest draft
+        self._sized: tuple[tuple[int, ...], tuple[Ints, Ints, Ints]] | None = None
 
     def admit(self, request: Request) -> None:
         """Prepare the drafter for a request in its new row; its first ``num_run`` tokens are cached."""
@@ -58,6 +66,8 @@ class Runner:
         """Make the state of a request, whose known tokens but the last have been run, a checkpoint to verify from."""
         row, request.is_verifying = request.held_row, True
         self.pools.state_buffers.begin(row, request.held_slot, request.request_id, request.root_position)
+        if self.sizer is not None:
+            self.sizer.begin(row, request.mode)
         if request.params.has_penalties:
             self.pools.counts.begin(row, request.prompt, request.output)
 
@@ -102,24 +112,24 @@ class Runner:
         Returns:
             The result of each request, in the same order.
         """
+        began = time.perf_counter()
         rows = tuple(request.held_row for request in requests)
         self.probe.start(len(rows))
-        drafts: Drafts = self.drafter
-        if any(request.follower is not None or not request.params.speculative for request in requests):
-            drafts = ConstrainedDrafts(self.drafter, requests, self._constraints)
-        output = self._run_captured(requests, rows)
-        if output is None:
-            batch = self._prepared_batch(requests, rows)
-            output = step(batch, drafts, self.target, self.pools, self.policy, self.probe)
+        sizer = self.sizer
+        size = None if sizer is None else sizer.plan(self._sized_batch(requests, rows))
+        output = self._run_captured(requests, rows, size) or self._run_directly(requests, rows, size)
         results = output.read([request.params.logprobs for request in requests])  # the one read of a step
-        self.pools.advance([len(result.tokens) - 1 for result in results])
-        self.drafter.advance(rows, [result.tokens for result in results])
+        decided = [result.tokens for result in results]
+        self.pools.advance([len(tokens) - 1 for tokens in decided])
+        self.drafter.advance(rows, decided)
         self.probe.lap("commit")
+        if sizer is not None:
+            learns = all(request.follower is None for request in requests)
+            sizer.observe(decided, time.perf_counter() - began, learns)
         if self.on_draft is not None:
             for place in _first_of_views(requests, self.watched):
                 request = requests[place]
-                tokens = results[place].tokens
-                self.on_draft(output.draft_of(place, request.request_id, tokens, request.owner.tenant))
+                self.on_draft(output.draft_of(place, request.request_id, decided[place], request.owner.tenant))
         return results
 
     def run_step(self, batch: Batch, drafts: Drafts, slots: VerifySlots | None = None) -> StepOutput:
@@ -130,7 +140,23 @@ class Runner:
         """Capture the most frequent steps; returns the lines of the start-up report about them."""
         return capture_steps(self.graph_runner, self.drafter, self.run_step, self.policy)
 
-    def _run_captured(self, requests: Sequence[Request], rows: tuple[int, ...]) -> StepOutput | None:
+    def _run_directly(
+        self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None
+    ) -> StepOutput:
+        """Run a step operator by operator."""
+        wants_drafts = any(request.params.is_drafted for request in requests) and (size is None or size.depth > 0)
+        drafts: Drafts = self.drafter if wants_drafts else PlainDrafts(self.drafter)
+        if size is not None and wants_drafts:
+            assert self.sizer is not None
+            drafts = SizedDrafts(self.drafter, self.sizer, size.depth)
+        if any(request.follower is not None or not request.params.is_drafted for request in requests):
+            drafts = ConstrainedDrafts(drafts, requests, self._constraints)
+        batch = self._prepared_batch(requests, rows, wants_drafts)
+        return step(batch, drafts, self.target, self.pools, self.policy, self.probe)
+
+    def _run_captured(
+        self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None
+    ) -> StepOutput | None:
         """Run these requests through a captured step; None: no captured step fits, and nothing has been run."""
         graphs, drafter = self.graph_runner, self.drafter
         if graphs is None or self.probe.is_watching or self.target.is_watched:
@@ -138,6 +164,8 @@ class Runner:
         bucket = graphs.bucket(len(requests))
         if bucket is None or any(request.params.is_special for request in requests):
             return None
+        if size is not None and drafter.is_capturable:
+            return self._run_sized(graphs, requests, rows, size)
         pending_tokens = drafter.prepare(rows, bucket)
         if not graphs.fits(pending_tokens, drafter):
             return None
@@ -152,9 +180,45 @@ class Runner:
         drafter.observe(batch, output.verdict, output.features)
         return output
 
-    def _prepared_batch(self, requests: Sequence[Request], rows: tuple[int, ...]) -> Batch:
+    def _run_sized(
+        self, graphs: StepGraphRunner, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize
+    ) -> StepOutput:
+        """Replay a draft, choose its trees, and replay their verify; or replay a plain step."""
+        drafter, sizer = self.drafter, self.sizer
+        assert sizer is not None
+        pending_tokens = drafter.prepare(rows, len(rows), drafts=size.depth > 0)
+        self.draft_seconds = 0.0
+        if size.depth == 0:
+            return graphs.run_plain(requests, drafter, self.run_step, self.policy, pending_tokens)
+        began = time.perf_counter()
+        candidates = graphs.offer(requests, drafter, pending_tokens, size.depth)
+        self.draft_seconds = time.perf_counter() - began
+        trees = sizer.choose(*on_host(candidates, len(rows)), candidates.depths, candidates.ranks)
+        return graphs.run_chosen(requests, drafter, self.run_step, self.policy, pending_tokens, candidates, trees)
+
+    def totals(self, batch_size: int) -> range:
+        """Numbers of nodes to which verifies of chosen trees are padded."""
+        graphs = self.graph_runner
+        if graphs is None or graphs.bucket(batch_size) is None:
+            return range(1, batch_size * self.drafter.max_nodes + 1)
+        return graphs.totals(batch_size)
+
+    def _sized_batch(self, requests: Sequence[Request], rows: tuple[int, ...]) -> SizedBatch:
+        """What the sizer sees of a batch; made again when its members change."""
+        members = tuple([request.sequence_number for request in requests])
+        if self._sized is None or self._sized[0] != members:
+            depths = [self._depth_bound(request) for request in requests]
+            modes = [request.mode for request in requests]
+            self._sized = members, (np.array(rows), np.array(modes), np.array(depths))
+        return SizedBatch(*self._sized[1], lambda: sum(request.root_position for request in requests))
+
+    def _depth_bound(self, request: Request) -> int:
+        assert self.sizer is not None
+        most, own = self.sizer.bounds.num_steps, request.params.max_depth
+        return most if own is None else min(most, own)
+
+    def _prepared_batch(self, requests: Sequence[Request], rows: tuple[int, ...], wants_drafts: bool) -> Batch:
         """Build the batch of a step with its exact shapes, after the drafter has prepared for it."""
-        wants_drafts = any(request.params.speculative for request in requests)
         pending_tokens = self.drafter.prepare(rows, len(rows), wants_drafts)
         num_logprobs = [request.params.logprobs for request in requests if request.params.logprobs is not None]
         batch = self._batch(requests, [request.root_position for request in requests])
@@ -200,8 +264,9 @@ class Runner:
         """Return the sampling settings of a batch; the tensors are reused until its members change."""
         members = tuple(request.sequence_number for request in requests)
         if self._sampling is None or self._sampling[0] != members:
-            params, seeds = [r.params for r in requests], [r.seed for r in requests]
-            self._sampling = members, SamplingBatch.of(params, seeds, self._device)
+            columns = [r.params for r in requests], [r.seed for r in requests]
+            batch = SamplingBatch.of(*columns, self._device, [r.rule for r in requests])
+            self._sampling = members, batch
         return self._sampling[1]
 
     def _chunk(self, runs: Sequence[PrefillRun]) -> PrefillChunk:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from specmamba.core import Batch, DraftTree, PendingTokens
+from specmamba.core import Batch, DraftTree, Packing, PendingTokens
 from specmamba.cuda_graphs import Columns
+from specmamba.draft.candidates import Ints
 from specmamba.draft.drafter import HostPendingTokens, chain_shape, tree_shape
+from specmamba.draft.sizing.trees import HostTrees
 from specmamba.engine.request import Request, forced_ahead
 from specmamba.kernels.state_records import RowSet
-from specmamba.sampling_params import Penalties, SamplingBatch, SamplingParams
+from specmamba.sampling_params import AcceptRule, Penalties, SamplingBatch, SamplingParams
 from specmamba.verify.state_buffers import HostVerifySlots, VerifySlots
 
 # values of padding rows: row 0 of every table and slot 0 of every pool belong to no request
-INTEGERS = {
-    **dict.fromkeys(("row", "slot", "root_token", "root_position", "num_pending", "folds"), 0),
-    "num_pending_tokens": 1,
-}
-SETTINGS = {"seed": 0, "top_k": 0}
+ROOTS = {"row": 0, "root_token": 0, "root_position": 0, "num_pending_tokens": 1, "num_kept_tokens": 0}
+SLOTS = {"slot": 0, "num_pending": 0, "folds": 0}
+SETTINGS = {"seed": 0, "top_k": 0, "rejects": 0}
 FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
 
 
@@ -32,13 +34,17 @@ class Sampling(NamedTuple):
     has_top_p: bool = False
     has_min_p: bool = False
     is_penalized: bool = False
+    has_rejection: bool = False  # some sampled row is decided under ``rejection``
+    has_target: bool = True  # some sampled row is decided under ``target``
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> Sampling:
+    def of(cls, params: Sequence[SamplingParams], rules: Sequence[AcceptRule]) -> Sampling:
         """Return the parts that at least one of these requests needs."""
         drawn = [p for p in params if not p.is_greedy]
+        used = {rule for p, rule in zip(params, rules, strict=True) if not p.is_greedy}
+        rejects = "rejection" in used
         filters = (any(p.top_k > 0 for p in drawn), any(p.top_p < 1 for p in drawn), any(p.min_p > 0 for p in drawn))
-        return cls(bool(drawn), *filters, any(p.has_penalties for p in params))
+        return cls(bool(drawn), *filters, any(p.has_penalties for p in params), rejects, used != {"rejection"})
 
 
 class StepKind(NamedTuple):
@@ -52,6 +58,90 @@ class StepKind(NamedTuple):
     is_forced: bool = False  # some output ids are forced
     is_chain: bool = False  # trees drafted before the step are chains
     max_children: int = 1  # of any node of trees drafted before the step
+    num_packed: int = 0  # tokens that products run on; 0: all nodes and padding
+    max_pending_tokens: int = 0  # of a draft head, in any row; 0: there is none
+    keeps_tokens: bool = False  # some rows keep their pending tokens
+    num_distributions: int = 0  # of every row, that its drafts were drawn from
+
+
+class TreeInputs:
+    """Trees that were drafted before a step, for batches that are padded to a bucket."""
+
+    def __init__(self, num_rows: int, max_nodes: int, device: torch.device) -> None:
+        """Allocate the buffers of the largest bucket."""
+        self._device, self._max_nodes = device, max_nodes
+        self.tokens = torch.zeros(num_rows, max_nodes, dtype=torch.int64, device=device)
+        self.parents = torch.full_like(self.tokens, -1)
+        self.entries = torch.zeros_like(self.tokens)  # the distribution after each node
+        self.places = torch.zeros(num_rows * max_nodes, dtype=torch.int64, device=device)
+        self.nodes = torch.zeros_like(self.places)
+        self._draft_probs: Tensor | None = None  # [rows, E, V] float32
+
+    def clear(self) -> None:
+        """Make all nodes but the roots padding."""
+        self.tokens.zero_()
+        self.parents.fill_(-1)
+        self.entries.zero_()
+        self.places.zero_()
+        self.nodes.zero_()
+
+    def write(self, tree: DraftTree) -> None:
+        """Write trees; nodes and rows that they lack become padding."""
+        size, num_nodes = tree.tokens.shape
+        self.clear()
+        self.tokens[:size, :num_nodes] = tree.tokens
+        self.parents[:size, :num_nodes] = tree.shape.parents
+
+    def write_chosen(self, kind: StepKind, trees: HostTrees, entries: Ints | None) -> None:
+        """Write chosen trees; rows that they lack become padding.
+
+        Args:
+            kind: of the step.
+            trees: no wider than the step's.
+            entries: [B, N], the distribution that each node's children were drawn from; None: nothing is drawn.
+        """
+        size, width = trees.tokens.shape
+        self.clear()
+        columns = [(self.tokens, trees.tokens), (self.parents, trees.parents)]
+        if entries is not None:
+            columns.append((self.entries, entries))
+        for buffer, numbers in columns:
+            buffer[:size, :width] = torch.from_numpy(numbers)
+        if kind.num_packed:
+            places, nodes = trees.padded(kind.batch_size, kind.num_nodes).packing(kind.num_packed)
+            self.places[: len(places)] = torch.from_numpy(places)
+            self.nodes[: len(nodes)] = torch.from_numpy(nodes)
+
+    def draft_probs(self, num_rows: int, num_distributions: int, vocab_size: int) -> Tensor:
+        """Memory for the distributions that a draft leaves to a verify, [B, E, V] float32."""
+        if self._draft_probs is None or self._draft_probs.shape[1] < num_distributions:
+            shape = self.tokens.shape[0], num_distributions, vocab_size
+            self._draft_probs = torch.zeros(shape, device=self._device)
+        return self._draft_probs[:num_rows, :num_distributions]
+
+    def read(self, kind: StepKind, root_tokens: Tensor) -> DraftTree:
+        """The trees of a step of this kind, on ``root_tokens`` [B]."""
+        size, num_nodes = kind.batch_size, kind.num_nodes
+        tokens = self.tokens[:size, :num_nodes].clone()
+        tokens[:, 0] = root_tokens
+        parents = self.parents[:size, :num_nodes]
+        packing = None
+        if kind.num_packed:
+            packing = Packing(self.places[: kind.num_packed], self.nodes[: size * num_nodes])
+        if kind.is_chain:
+            shape = replace(chain_shape(size, num_nodes, tokens.device), parents=parents, packing=packing)
+        else:
+            shape = replace(tree_shape(parents, kind.max_children), packing=packing)
+        return DraftTree(tokens, shape, self._read_probs(kind))
+
+    def _read_probs(self, kind: StepKind) -> Tensor | None:
+        if not kind.num_distributions or self._draft_probs is None:
+            return None
+        probs = self._draft_probs[: kind.batch_size, : kind.num_distributions]
+        if kind.is_chain and kind.num_nodes <= kind.num_distributions:
+            return probs[:, : kind.num_nodes]
+        entries = self.entries[: kind.batch_size, : kind.num_nodes, None]
+        return probs.gather(1, entries.expand(-1, -1, probs.shape[2]))
 
 
 class StepInputs:
@@ -65,20 +155,20 @@ class StepInputs:
             max_nodes: of a tree.
             device: where steps run.
         """
-        self.integers = Columns(INTEGERS, num_rows, torch.int64, device)
+        self.roots = Columns(ROOTS, num_rows, torch.int64, device)
+        self.slots_of_rows = Columns(SLOTS, num_rows, torch.int64, device)
         self.settings = Columns(SETTINGS, num_rows, torch.int64, device)
         self.floats = Columns(FLOATS, num_rows, torch.float32, device)
-        self.tokens = torch.zeros(num_rows, max_nodes, dtype=torch.int64, device=device)  # drafted before the step
-        self.parents = torch.full_like(self.tokens, -1)
-        self.forced_output_ids = torch.full_like(self.tokens, -1)
+        self.trees = TreeInputs(num_rows, max_nodes, device)
+        self.forced_output_ids = torch.full((num_rows, max_nodes), -1, dtype=torch.int64, device=device)
         self._members: tuple[int, ...] = ()  # requests whose settings were written last
         self._used = Sampling()  # parts of sampling that they use
 
     def clear(self) -> None:
         """Make every row padding."""
-        for columns in (self.integers, self.settings, self.floats):
+        for columns in (self.roots, self.slots_of_rows, self.settings, self.floats):
             columns.write({})
-        self._clear_tree()
+        self.trees.clear()
         self.forced_output_ids.fill_(-1)
         self._members = ()
 
@@ -90,49 +180,44 @@ class StepInputs:
             own = {name: [getattr(p, name) for p in params] for name in ("temperature", "top_p", "min_p")}
             penalties = {name: [getattr(p, f"{name}_penalty") for p in params] for name in FLOATS.keys() - own.keys()}
             self.floats.write(own | penalties)
-            self.settings.write({"seed": [r.seed for r in requests], "top_k": [p.top_k for p in params]})
-            self._members, self._used = members, Sampling.of(params)
+            rules = [request.rule for request in requests]
+            settings = {"seed": [r.seed for r in requests], "top_k": [p.top_k for p in params]}
+            self.settings.write(settings | {"rejects": [rule == "rejection" for rule in rules]})
+            self._members, self._used = members, Sampling.of(params, rules)
         return self._used
 
-    def write(
-        self, requests: Sequence[Request], slots: HostVerifySlots, pending_tokens: HostPendingTokens | None
-    ) -> None:
-        """Write the inputs of a step of these requests; the rows behind them become padding."""
+    def write(self, requests: Sequence[Request], pending_tokens: HostPendingTokens | None) -> None:
+        """Write the batch of a step of these requests; the rows behind them become padding."""
         self.write_settings(requests)  # a capture has cleared them
         columns: dict[str, Sequence[int]] = {
-            "row": slots.rows,
-            "slot": slots.state_slots,
+            "row": [request.held_row for request in requests],
             "root_token": [request.root_token for request in requests],
             "root_position": [request.root_position for request in requests],
-            "num_pending": slots.num_pending,
         }
-        if slots.folded:
-            columns["folds"] = [row in slots.folded for row in slots.rows]
         if pending_tokens is not None:
             columns["num_pending_tokens"] = pending_tokens.counts
-        self.integers.write(columns)
+            columns["num_kept_tokens"] = pending_tokens.kept or ()
+        self.roots.write(columns)
         if any(request.forced_output_ids for request in requests):
             self.forced_output_ids.fill_(-1)
             forced = forced_ahead(requests, self.forced_output_ids.shape[1])
             self.forced_output_ids[: len(requests)] = forced.to(self.forced_output_ids.device)
 
-    def write_tree(self, tree: DraftTree) -> None:
-        """Write trees that were drafted before the step; nodes and rows that they lack become padding."""
-        size, num_nodes = tree.tokens.shape
-        self._clear_tree()
-        self.tokens[:size, :num_nodes] = tree.tokens
-        self.parents[:size, :num_nodes] = tree.shape.parents
+    def write_slots(self, slots: HostVerifySlots) -> None:
+        """Write where a verify finds and leaves states."""
+        columns: dict[str, Sequence[int]] = {"slot": slots.state_slots, "num_pending": slots.num_pending}
+        if slots.folded:
+            columns["folds"] = [row in slots.folded for row in slots.rows]
+        self.slots_of_rows.write(columns)
 
-    def _clear_tree(self) -> None:
-        self.tokens.zero_()
-        self.parents.fill_(-1)
-
-    def batch(self, kind: StepKind, max_pending_tokens: int | None) -> Batch:
-        """The batch that a step of this kind works on; ``max_pending_tokens``: of a draft head, None: there is none."""
-        size, column = kind.batch_size, self.integers.read
+    def batch(self, kind: StepKind) -> Batch:
+        """The batch that a step of this kind works on."""
+        size, column = kind.batch_size, self.roots.read
         pending_tokens = None
-        if max_pending_tokens is not None:
-            pending_tokens = PendingTokens(max_pending_tokens, column("num_pending_tokens", size), kind.is_deferred)
+        if kind.max_pending_tokens:
+            kept = column("num_kept_tokens", size) if kind.keeps_tokens else None
+            counts = column("num_pending_tokens", size)
+            pending_tokens = PendingTokens(kind.max_pending_tokens, counts, kind.is_deferred, kept)
         return Batch(
             rows=(),
             row_index=column("row", size),
@@ -147,19 +232,15 @@ class StepInputs:
 
     def slots(self, kind: StepKind, node_offset: int, folds: bool, device: torch.device) -> VerifySlots:
         """Where a step of this kind finds and leaves states; ``folds``: rows may fold."""
-        size, column = kind.batch_size, self.integers.read
-        rows, state_slots = (RowSet.of((), device, column(name, size)) for name in ("row", "slot"))
+        size, column = kind.batch_size, self.slots_of_rows.read
+        rows = RowSet.of((), device, self.roots.read("row", size))
+        state_slots = RowSet.of((), device, column("slot", size))
         flags = column("folds", size) > 0 if folds else None
         return VerifySlots(rows, state_slots, node_offset, column("num_pending", size), flags)
 
     def tree(self, kind: StepKind) -> DraftTree:
         """The trees that were drafted before the step."""
-        size, num_nodes = kind.batch_size, kind.num_nodes
-        tokens = self.tokens[:size, :num_nodes].clone()
-        tokens[:, 0] = self.integers.read("root_token", size)
-        if kind.is_chain:
-            return DraftTree(tokens, chain_shape(size, num_nodes, tokens.device))
-        return DraftTree(tokens, tree_shape(self.parents[:size, :num_nodes], kind.max_children))
+        return self.trees.read(kind, self.roots.read("root_token", kind.batch_size))
 
     def _sampling(self, kind: StepKind) -> SamplingBatch:
         size, used = kind.batch_size, kind.sampling
@@ -171,4 +252,6 @@ class StepInputs:
             min_p=self.floats.read("min_p", size) if used.has_min_p else None,
             seeds=self.settings.read("seed", size),
             penalties=Penalties(*strengths) if used.is_penalized else None,
+            rejects=self.settings.read("rejects", size) > 0 if used.has_rejection else None,
+            all_reject=not used.has_target,
         )

@@ -89,7 +89,6 @@ class Workbench:
             )
         engine.runner.drafter = self._make_drafter(plan, config)
         engine.config, engine.draft_plan = config, plan
-        engine.runner.policy = engine.runner.policy._replace(rule=config.speculative_accept)
         engine.model.target.read_features(engine.feature_layers)
         with torch.inference_mode():
             engine.runner.capture()

@@ -62,7 +62,7 @@ def _tuning_problem(config: TreeTunerConfig) -> str | None:
             f"--speculative-algorithm {config.speculative_algorithm}: only the trees of a draft head can be tuned: "
             "choose auto, mtp, eagle or eagle3"
         )
-    if config.speculative_accept != "target":
+    if config.speculative_accept == "rejection":
         return (
             "--speculative-accept rejection: acceptance is predicted for the target rule only, where it does not "
             "depend on how drafts are drawn; drop the flag"

@@ -16,18 +16,35 @@ from torch import Tensor
 from specmamba.core import Batch, DraftTree, Verdict
 from specmamba.kernels import sampling as sampling_ops
 from specmamba.kernels import tree as tree_ops
+from specmamba.sampling_params import AcceptRule, SamplingParams
 
-AcceptRule = Literal["target", "rejection"]
 NODE_BITS = 6  # a draft has at most 64 nodes (config.MAX_DRAFT_TOKENS)
 
 
 class AcceptPolicy(NamedTuple):
     """How drafts are accepted."""
 
-    rule: AcceptRule = "target"
     synthetic_acceptance: float | None = (
         None  # probability of a first child, for studies of cost; see ``synthetic_tokens``
     )
+
+
+def accept_rule(setting: Literal["auto", "target", "rejection"], params: SamplingParams, draws: bool) -> AcceptRule:
+    """Return the rule by which a request's drafts are accepted.
+
+    Args:
+        setting: for all requests. ``auto``: ``rejection`` where the text need not be reproducible, because the request
+            brings no seed, and drafts can be drawn.
+        params: of the request; it may ask for a rule itself.
+        draws: whether the drafter can draw.
+    """
+    if params.is_greedy:
+        return "target"
+    if params.accept is not None:
+        return params.accept
+    if setting == "auto":
+        return "rejection" if draws and params.seed is None else "target"
+    return setting
 
 
 def accept(
@@ -35,7 +52,6 @@ def accept(
     logits: Tensor,
     batch: Batch,
     history: tuple[Tensor, Tensor] | None,
-    rule: AcceptRule = "target",
     synthetic: float | None = None,
 ) -> Verdict:
     """Choose the target's token after every node and find the accepted path of each tree.
@@ -43,9 +59,8 @@ def accept(
     Args:
         tree: the drafts; ``allowed_tokens`` restricts the choice after each node.
         logits: [B, N, V], the target's at every node.
-        batch: root positions and sampling settings; its forced output ids replace the choice.
+        batch: root positions, sampling settings and rules of acceptance; its forced output ids replace the choice.
         history: output counts [B, V] and prompt mask [B, V]; needed when there are penalties.
-        rule: how a token is chosen after a node; see ``choose``.
         synthetic: accept a first child with this probability, for studies of cost; the text is worthless then.
             None: judge the drafts.
 
@@ -63,7 +78,7 @@ def accept(
         logits = sampling_ops.penalize(logits, *history, tree.tokens, shape.ancestors, strengths)
     if tree.allowed_tokens is not None:
         logits = sampling_ops.allow_tokens(logits, tree.allowed_tokens)
-    choice = choose(tree, logits, batch, rule)
+    choice = choose(tree, logits, batch)
     if batch.forced_output_ids is not None:
         forced = batch.forced_output_ids.gather(1, shape.depth)
         choice = forced.where(forced >= 0, choice)
@@ -72,18 +87,18 @@ def accept(
     return Verdict(*path, is_finite=can_choose.gather(1, path[0]).all(1))
 
 
-def choose(tree: DraftTree, logits: Tensor, batch: Batch, rule: AcceptRule) -> Tensor:
+def choose(tree: DraftTree, logits: Tensor, batch: Batch) -> Tensor:
     """The target's token after every node.
 
     ``target`` samples the target's distribution and never uses the drafts. ``rejection`` accepts a node's children
     one by one with probabilities that depend on what they were drawn from, and draws from the residual when all are
-    refused; a node without children is sampled as under ``target``. At temperature 0 both are the argmax.
+    refused; a node without children is sampled as under ``target``. At temperature 0 both are the argmax. Rows of both
+    rules may be in one batch.
 
     Args:
         tree: the drafts.
         logits: [B, N, V], penalised.
-        batch: root positions and sampling settings.
-        rule: one of the two.
+        batch: root positions, sampling settings and rules.
 
     Returns:
         [B, N] int64.
@@ -96,9 +111,9 @@ def choose(tree: DraftTree, logits: Tensor, batch: Batch, rule: AcceptRule) -> T
     # position is decided twice. Each number therefore decides one token at most, and its stream nothing else.
     uniforms = sampling_ops.uniform(sampling.seeds, positions, sampling_ops.CHOICE_STREAM)
     settings = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-    if rule == "target":
+    if sampling.rejects is None:
         return sampling_ops.sample(logits, *settings, uniforms)
-    return sampling_ops.residual_choice(
+    choice = sampling_ops.residual_choice(
         sampling_ops.probabilities(logits, *settings),
         tree.tokens,
         shape.parents,
@@ -107,6 +122,9 @@ def choose(tree: DraftTree, logits: Tensor, batch: Batch, rule: AcceptRule) -> T
         _accept_uniforms(batch, shape.num_nodes),
         uniforms,
     )
+    if sampling.all_reject:
+        return choice
+    return choice.where(sampling.rejects[:, None], sampling_ops.sample(logits, *settings, uniforms))
 
 
 def synthetic_tokens(tree: DraftTree, choice: Tensor, batch: Batch, probability: float) -> Tensor:

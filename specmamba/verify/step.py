@@ -28,16 +28,19 @@ class Drafts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GivenDrafts:
-    """Trees that were drafted before the step; their drafter observes the verdict after it."""
+    """Trees that were drafted before the step."""
 
     tree: DraftTree
+    drafter: Drafts | None = None  # observes the verdict in the step; None: after it
 
     def propose(self, batch: Batch) -> DraftTree:
         """Return the given trees."""
         return self.tree
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        """Keep nothing."""
+        """Pass the verdict to the drafter."""
+        if self.drafter is not None:
+            self.drafter.observe(batch, verdict, features)
 
 
 def step(
@@ -59,7 +62,7 @@ def step(
         drafts: proposes the trees.
         target: computes the logits of all nodes.
         pools: the memory of requests; KV and states of the accepted paths are written there.
-        policy: the rule of acceptance.
+        policy: how drafts are accepted.
         probe: times the phases and shows the logits, where a tool asks for it.
         slots: where recurrent states are read and written, in a captured step; None: the host places them now.
 

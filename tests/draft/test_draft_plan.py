@@ -12,6 +12,7 @@ from specmamba import LLM
 from specmamba.config import EngineConfig
 from specmamba.draft.draft_plan import plan_drafts
 from specmamba.errors import ConfigError, RequestError
+from specmamba.models.base import DraftKind
 from specmamba.trees import StaticTree, TreeFile, read_tree_file
 from tests.tiny import write_tiny_checkpoint
 
@@ -36,7 +37,7 @@ def flags(**values: Any) -> dict[str, Any]:
 def test_the_shape_that_flags_ask_for(given: dict[str, int], expected: tuple[int, int, int, int]) -> None:
     plan = plan_drafts(EngineConfig(**flags(**given)), "mtp", 4096)
     assert (plan.num_steps, plan.topk, plan.max_nodes, plan.num_lookahead_slots) == expected
-    assert (plan.algorithm, plan.draws_drafts, plan.trees) == ("mtp", False, None)
+    assert (plan.algorithm, plan.draws_drafts, plan.trees) == ("mtp", True, None)
 
 
 def test_ngram_drafts_trees_without_a_head() -> None:
@@ -47,8 +48,27 @@ def test_ngram_drafts_trees_without_a_head() -> None:
     assert not plan_drafts(rejecting, None, 4096).draws_drafts  # what stands in a text is not drawn
 
 
-def test_rejection_draws() -> None:
-    assert plan_drafts(EngineConfig(**flags(accept="rejection")), "mtp", 4096).draws_drafts
+@pytest.mark.parametrize(
+    ("accept", "draws"),
+    [({}, True), ({"accept": "auto"}, True), ({"accept": "rejection"}, True), ({"accept": "target"}, False)],
+)
+def test_drafts_can_be_drawn_unless_all_requests_are_decided_under_target(
+    accept: dict[str, str], draws: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps({"trees": [GOOD]}))
+    shapes: list[dict[str, Any]] = [{}, {"num_steps": 2}, {"eagle_topk": 3}, {"tree": file}]
+    heads: tuple[DraftKind, ...] = "mtp", "eagle", "eagle3"
+    for head in heads:
+        for shape in shapes:
+            assert plan_drafts(EngineConfig(**flags(**shape, **accept)), head, 4096).draws_drafts == draws
+    assert plan_drafts(EngineConfig(**flags(**accept)), "draft-model", 4096).draws_drafts == draws
+    assert not plan_drafts(EngineConfig(**flags(algorithm="ngram", **accept)), "mtp", 4096).draws_drafts
+
+
+def test_nothing_is_drawn_where_nothing_is_drafted() -> None:
+    assert not plan_drafts(EngineConfig(**flags(algorithm="none")), "mtp", 4096).draws_drafts
+    assert not plan_drafts(EngineConfig(), None, 4096).draws_drafts
 
 
 @pytest.mark.parametrize(
@@ -65,6 +85,7 @@ def test_rejection_draws() -> None:
         ({"num_draft_tokens": 65}, "--speculative-num-draft-tokens: "),
         ({"algorithm": "none", "eagle_topk": 2}, "--speculative-eagle-topk need a drafter"),
         ({"algorithm": "none", "accept": "rejection"}, "--speculative-accept need a drafter"),
+        ({"algorithm": "none", "accept": "target"}, "--speculative-accept need a drafter"),
         (
             {"tree": "t.json", "num_steps": 3},
             "--speculative-tree decides the whole shape: drop --speculative-num-steps",

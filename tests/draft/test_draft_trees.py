@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ from specmamba.config import DEMO_MODEL, EngineConfig
 from specmamba.core import Batch, DraftTree
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.heads import MTPDrafter
-from specmamba.draft.heads.children import ChildPicker
+from specmamba.draft.heads.children import ChildPicker, grow_chain
 from specmamba.draft.heads.tree_growth import StaticLayout, grow_dynamic_tree, grow_static_tree
 from specmamba.engine.engine import Engine
-from specmamba.sampling_params import SamplingBatch, SamplingParams
+from specmamba.sampling_params import AcceptRule, SamplingBatch, SamplingParams
 from specmamba.trees import StaticTree
 
 VOCABULARY, NUM_STATES = 11, 509
@@ -74,7 +74,7 @@ class _FakeRunner:
 FakeRunner: Any = _FakeRunner  # stands in for a HeadRunner
 
 
-def batch_of(roots: list[int], **sampling: Any) -> Batch:
+def batch_of(roots: list[int], rule: AcceptRule = "target", **sampling: Any) -> Batch:
     size = len(roots)
     params = [SamplingParams(**({"temperature": 0.0} | sampling))] * size
     return Batch(
@@ -83,7 +83,7 @@ def batch_of(roots: list[int], **sampling: Any) -> Batch:
         root_tokens=torch.tensor(roots) % VOCABULARY,
         root_positions=torch.arange(size) + 5,
         max_root_position=size + 4,
-        sampling=SamplingBatch.of(params, list(range(size)), CPU),
+        sampling=SamplingBatch.of(params, list(range(size)), CPU, [rule] * size),
     )
 
 
@@ -175,7 +175,7 @@ def test_drawn_trees_carry_what_they_were_drawn_from(is_static: bool, seed: int)
     """They hold only tokens that can be drawn: a filter may leave fewer tokens than a node has children."""
     head, roots = FakeHead(seed), [5, 77, 201]
     hidden = torch.tensor(roots, dtype=torch.float32)[:, None, None]
-    batch = batch_of(roots, temperature=0.7, top_p=0.6)
+    batch = batch_of(roots, "rejection", temperature=0.7, top_p=0.6)
     runner, picker = FakeRunner(head, roots), ChildPicker(True)
     if is_static:
         tree = grow_static_tree(runner, picker, StaticLayout.of(TREES[1], True, CPU), batch, hidden)
@@ -206,7 +206,7 @@ def test_a_head_that_overflows_leaves_the_roots_where_they_are(wrong: float, dra
     head.table[::2] = wrong
     head.table[::3, 4] = wrong
     hidden = torch.tensor(roots, dtype=torch.float32)[:, None, None]
-    batch = batch_of(roots, temperature=0.9)
+    batch = batch_of(roots, "rejection", temperature=0.9)
     plan = DraftPlan("mtp", 3, 4, 12, 99, draws)
     tree = grow_dynamic_tree(FakeRunner(head, roots), ChildPicker(draws), plan, batch, hidden)
     assert tree.tokens[:, 0].tolist() == batch.root_tokens.tolist()
@@ -217,18 +217,77 @@ def test_a_head_that_overflows_leaves_the_roots_where_they_are(wrong: float, dra
 
 
 def test_filters_do_not_thin_the_trees_of_greedy_rows() -> None:
-    """Other rows sample, so children are drawn for the whole batch; greedy rows still get the likeliest."""
+    """Children are drawn for the other row; the greedy one still gets the likeliest."""
     head, roots = FakeHead(1), [5, 77]
     hidden = torch.tensor(roots, dtype=torch.float32)[:, None, None]
     params = [
         SamplingParams(temperature=0.0, top_p=0.1, top_k=1, min_p=0.9),
         SamplingParams(temperature=1.0, top_p=0.9),
     ]
-    batch = replace(batch_of(roots), sampling=SamplingBatch.of(params, [0, 1], CPU))
+    batch = replace(batch_of(roots), sampling=SamplingBatch.of(params, [0, 1], CPU, ["target", "rejection"]))
     tree = grow_dynamic_tree(
         FakeRunner(head, roots), ChildPicker(True), DraftPlan("mtp", 3, 3, 8, 99, True), batch, hidden
     )
+    assert tree.draft_probs is not None
     assert set(paths_of(tree, 0)) == best_paths(head, roots[0], 3, 3, 8)
+
+
+IN_NODE_ORDER = StaticTree(parents=TREES[1].parents, ranks=(0, 0, 1, 2, 0, 1, 0, 0))
+
+
+def grown(
+    kind: str, roots: list[int], batch: Batch, draws: bool = True, static_tree: StaticTree = TREES[1]
+) -> DraftTree:
+    """A tree of each kind: dynamic, static (with gaps in its ranks), a chain."""
+    head, picker = FakeHead(4), ChildPicker(draws)
+    runner, hidden = FakeRunner(head, roots), torch.tensor(roots, dtype=torch.float32)[:, None, None]
+    if kind == "dynamic":
+        return grow_dynamic_tree(runner, picker, DraftPlan("mtp", 3, 4, 12, 99, draws), batch, hidden)
+    if kind == "static":
+        layout = StaticLayout.of(static_tree, picker.draws_for(batch), CPU)
+        return grow_static_tree(runner, picker, layout, batch, hidden)
+
+    def descend(token: Tensor, hidden: Tensor, depth: int) -> Tensor:
+        return runner.descend(batch, token, hidden, depth, None, depth)
+
+    return grow_chain(picker, batch, 4, hidden, head.logits, descend)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "chain"])
+def test_each_row_is_drafted_as_its_own_rule_says(kind: str) -> None:
+    """Drawn where it is decided under rejection, as among rows of that rule; else the likeliest tokens, whatever its
+    temperature and filters. Where children are drawn, those of a static tree have the ranks of their order."""
+    roots = [5, 77, 201, 33]
+    ruled: list[AcceptRule] = ["rejection", "target", "rejection", "target"]
+    settings: dict[str, Any] = {"temperature": 0.7, "top_p": 0.6}
+    batch = batch_of(roots, **settings)
+    params = [SamplingParams(**settings)] * 4
+    mixed = replace(batch, sampling=SamplingBatch.of(params, [0, 1, 2, 3], CPU, ruled))
+    tree, drawn = grown(kind, roots, mixed), grown(kind, roots, batch_of(roots, "rejection", **settings))
+    assert tree.draft_probs is not None
+    assert drawn.draft_probs is not None
+    for row in (0, 2):
+        assert paths_of(tree, row) == paths_of(drawn, row)
+        is_parent = tree.shape.parents[row, 1:].clamp(min=0).unique()
+        assert torch.equal(tree.draft_probs[row, is_parent], drawn.draft_probs[row, is_parent])
+    likeliest = grown(kind, roots, batch_of(roots), static_tree=IN_NODE_ORDER)
+    assert likeliest.draft_probs is None
+    for row in (1, 3):
+        assert set(paths_of(tree, row)) == set(paths_of(likeliest, row))
+
+
+def test_no_draft_is_drawn_for_a_batch_under_target() -> None:
+    """Nor by a drafter that cannot draw, for any batch."""
+    roots = [5, 77]
+    settings: dict[str, Any] = {"temperature": 0.7, "top_p": 0.6}
+    for draws, rule in ((True, "target"), (False, "rejection"), (False, "target")):
+        batch = batch_of(roots, cast(AcceptRule, rule), **settings)
+        assert not ChildPicker(draws).draws_for(batch)
+        tree = grown("dynamic", roots, batch, draws)
+        assert tree.draft_probs is None
+        assert paths_of(tree, 0) == paths_of(grown("dynamic", roots, batch_of(roots)), 0)
+    assert ChildPicker(True).draws_for(batch_of(roots, "rejection", **settings))
+    assert not ChildPicker(True).draws_for(batch_of(roots, "rejection", temperature=0.0))
 
 
 def nucleus(probs: Tensor, mass: float) -> Tensor:

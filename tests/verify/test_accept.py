@@ -1,4 +1,5 @@
-"""Acceptance of whole trees: both rules, forced tokens, penalties, and the synthetic acceptance of cost studies.
+"""Acceptance of whole trees: both rules, alone and in one batch, forced tokens, penalties, and the synthetic acceptance
+of cost studies.
 
 The target and the draft are Markov chains over a few tokens, so that every distribution is known exactly.
 """
@@ -6,8 +7,8 @@ The target and the draft are Markov chains over a few tokens, so that every dist
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import get_args
+from dataclasses import fields, replace
+from typing import Any, Literal, cast, get_args
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from specmamba.core import Batch, DraftTree, TreeShape, Verdict
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.kernels import sampling as sampling_ops
 from specmamba.kernels.sampling import reference
-from specmamba.sampling_params import SamplingBatch, SamplingParams
+from specmamba.sampling_params import SamplingBatch, SamplingParams, SpeculationParams
 from specmamba.verify import acceptance as rules
-from specmamba.verify.acceptance import accept
+from specmamba.verify.acceptance import accept, accept_rule
 from tests.pairwise import pairwise
 
 VOCABULARY, ROOT_POSITION = 6, 9
@@ -48,16 +49,21 @@ def transitions(seed: int) -> Tensor:
 TARGET, DRAFT = transitions(1), 0.6 * transitions(1) + 0.8 * transitions(2)
 
 
-def batch_of(params: SamplingParams | list[SamplingParams], size: int) -> Batch:
-    """Requests that differ in their seed, all with the token 0 as their root."""
+def batch_of(
+    params: SamplingParams | list[SamplingParams],
+    size: int,
+    rule: rules.AcceptRule | list[rules.AcceptRule] = "target",
+) -> Batch:
+    """Requests that differ in their seed, all with the token 0 as their root; ``rule`` of all, or of each."""
     each = params if isinstance(params, list) else [params] * size
+    of_each = rule if isinstance(rule, list) else [rule] * size
     return Batch(
         rows=tuple(range(size)),
         row_index=torch.arange(size),
         root_tokens=torch.zeros(size, dtype=torch.int64),
         root_positions=torch.full((size,), ROOT_POSITION),
         max_root_position=ROOT_POSITION,
-        sampling=SamplingBatch.of(each, list(range(size)), CPU),
+        sampling=SamplingBatch.of(each, list(range(size)), CPU, of_each),
     )
 
 
@@ -117,9 +123,9 @@ def p_values(verdict: Verdict, params: SamplingParams) -> list[float]:
 )
 def test_every_token_is_distributed_as_the_target_says(tree: str, setting: str, rule: rules.AcceptRule) -> None:
     params = SETTINGS[setting]
-    batch = batch_of(params, 6000)
+    batch = batch_of(params, 6000, rule)
     drafts = drawn_tree(TREES[tree], batch)
-    verdict = accept(drafts, target_logits(drafts), batch, None, rule)
+    verdict = accept(drafts, target_logits(drafts), batch, None)
     values = p_values(verdict, params)
     assert len(values) == (2 if tree == "star" else 3)
     assert min(values) > FAIR
@@ -129,11 +135,11 @@ def test_every_token_is_distributed_as_the_target_says(tree: str, setting: str, 
 def test_a_chain_is_accepted_as_often_as_theory_says() -> None:
     """arXiv 2211.17192, section 3.1, and more often than by the target's own sample."""
     params = SETTINGS["temperature 1"]
-    batch = batch_of(params, 6000)
-    drafts = drawn_tree(TREES["chain"], batch)
     rates = {}
-    for rule in ("target", "rejection"):
-        rates[rule] = (accept(drafts, target_logits(drafts), batch, None, rule).num_accepted > 0).double().mean()
+    for rule in get_args(rules.AcceptRule):
+        batch = batch_of(params, 6000, rule)
+        drafts = drawn_tree(TREES["chain"], batch)
+        rates[rule] = (accept(drafts, target_logits(drafts), batch, None).num_accepted > 0).double().mean()
     p, q = TARGET[0].softmax(-1), DRAFT[0].softmax(-1)
     tolerance = 4 * 0.5 / 6000**0.5
     assert float(rates["rejection"]) == pytest.approx(float(torch.minimum(p, q).sum()), abs=tolerance)
@@ -160,9 +166,9 @@ def only_the_likeliest(tree: DraftTree) -> DraftTree:
 @pytest.mark.parametrize("wrong", [judged_by_another_draft, out_of_order, only_the_likeliest])
 def test_a_wrong_draft_is_found_out(wrong: Callable[[DraftTree], DraftTree]) -> None:
     params = SETTINGS["temperature 1"]
-    batch = batch_of(params, 6000)
+    batch = batch_of(params, 6000, "rejection")
     drafts = wrong(drawn_tree(TREES["star"], batch))
-    verdict = accept(drafts, target_logits(drafts), batch, None, "rejection")
+    verdict = accept(drafts, target_logits(drafts), batch, None)
     assert min(p_values(verdict, params)) < WRONG
 
 
@@ -175,9 +181,9 @@ def test_random_numbers_must_not_be_those_of_the_draft(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(rules, "_accept_uniforms", of_the_draft)
     params = SETTINGS["temperature 1"]
-    batch = batch_of(params, 6000)
+    batch = batch_of(params, 6000, "rejection")
     drafts = drawn_tree(TREES["star"], batch)
-    assert min(p_values(accept(drafts, target_logits(drafts), batch, None, "rejection"), params)) < WRONG
+    assert min(p_values(accept(drafts, target_logits(drafts), batch, None), params)) < WRONG
 
 
 def test_every_node_of_every_step_has_its_own_number() -> None:
@@ -201,31 +207,167 @@ def test_greedy_rows_are_exact(has_probs: bool) -> None:
     """A batch of them, and some of them among others."""
     greedy, sampled = SamplingParams(temperature=0.0), SETTINGS["hot, top-p"]
     lone = batch_of(greedy, 200)
-    mixed = batch_of([greedy] * 100 + [sampled] * 100, 200)
+    mixed = batch_of([greedy] * 100 + [sampled] * 100, 200, "rejection")
     drafts = drawn_tree(TREES["bushy"], lone)
     drafts = drafts if has_probs else replace(drafts, draft_probs=None)
-    want = accept(drafts, target_logits(drafts), lone, None, "target")
-    assert_same(accept(drafts, target_logits(drafts), lone, None, "rejection"), want)
-    assert_same(accept(drafts, target_logits(drafts), mixed, None, "rejection"), want, slice(100))
+    want = accept(drafts, target_logits(drafts), lone, None)
+    assert_same(accept(drafts, target_logits(drafts), batch_of(greedy, 200, "rejection"), None), want)
+    assert_same(accept(drafts, target_logits(drafts), mixed, None), want, slice(100))
     assert int(want.num_accepted.max()) > 1
 
 
 def test_without_drafts_both_rules_give_the_same_text() -> None:
-    batch = batch_of(SETTINGS["hot, top-p"], 500)
-    roots = DraftTree(batch.root_tokens[:, None], chain_shape(500, 1, CPU))
-    verdicts = [accept(roots, target_logits(roots), batch, None, rule) for rule in get_args(rules.AcceptRule)]
+    batches = [batch_of(SETTINGS["hot, top-p"], 500, rule) for rule in get_args(rules.AcceptRule)]
+    roots = DraftTree(batches[0].root_tokens[:, None], chain_shape(500, 1, CPU))
+    verdicts = [accept(roots, target_logits(roots), batch, None) for batch in batches]
     assert_same(verdicts[0], verdicts[1])
     assert len(verdicts[0].bonus.unique()) > 3
 
 
+# --- batches of both rules
+
+
+MIXED: list[tuple[SamplingParams, rules.AcceptRule]] = [  # rows come in this order, again and again
+    (SamplingParams(temperature=0.0), "target"),
+    (SETTINGS["temperature 1"], "rejection"),
+    (SETTINGS["temperature 1"], "target"),
+    (SETTINGS["cool, top-p"], "target"),
+    (SamplingParams(temperature=0.0, top_k=2), "rejection"),
+    (SamplingParams(temperature=1.2, top_k=3, min_p=0.05), "rejection"),
+    (SamplingParams(temperature=1.2, top_k=3, min_p=0.05, frequency_penalty=1.0), "target"),
+    (SamplingParams(temperature=0.9, repetition_penalty=1.5), "rejection"),
+]
+
+
+def mixed_batch(of_each: list[tuple[SamplingParams, rules.AcceptRule]]) -> Batch:
+    return batch_of([params for params, _ in of_each], len(of_each), [rule for _, rule in of_each])
+
+
+def history_of(size: int) -> tuple[Tensor, Tensor]:
+    """Output counts and prompt masks that differ from row to row."""
+    generator = torch.Generator().manual_seed(3)
+    counts = torch.randint(0, 3, (size, VOCABULARY), generator=generator, dtype=torch.int32)
+    return counts, torch.rand(size, VOCABULARY, generator=generator) < 0.3
+
+
+def of_rows(rows: Tensor, tree: DraftTree) -> DraftTree:
+    probs = None if tree.draft_probs is None else tree.draft_probs[rows]
+    return DraftTree(tree.tokens[rows], tree_shape(tree.shape.parents[rows], max_children=3), probs)
+
+
+@pytest.mark.parametrize("has_probs", [True, False])
+@pytest.mark.parametrize("tree", TREES)
+def test_a_row_among_rows_of_the_other_rule_is_decided_as_among_its_own(tree: str, has_probs: bool) -> None:
+    """Of greedy, sampled, filtered and penalized rows of both rules, with drawn drafts and with chosen ones."""
+    of_each = MIXED * 60
+    batch, history = mixed_batch(of_each), history_of(len(of_each))
+    drafts = drawn_tree(TREES[tree], batch)
+    drafts = drafts if has_probs else replace(drafts, draft_probs=None)
+    together = accept(drafts, target_logits(drafts), batch, history)
+    names = [field.name for field in fields(Verdict)]
+    for rule in get_args(rules.AcceptRule):
+        rows = torch.tensor([row for row, (_, of_row) in enumerate(of_each) if of_row == rule])
+        params = [of_each[row][0] for row in rows.tolist()]
+        alone = replace(
+            batch_of(params, len(rows), rule),
+            sampling=SamplingBatch.of(params, rows.tolist(), CPU, [rule] * len(rows)),  # a seed is the row's number
+        )
+        own = of_rows(rows, drafts)
+        expected = accept(own, target_logits(own), alone, (history[0][rows], history[1][rows]))
+        for name in names:
+            assert torch.equal(getattr(together, name)[rows], getattr(expected, name)), (rule, name)
+    assert together.num_accepted.unique().tolist() == [0, 1] if tree == "star" else int(together.num_accepted.max()) > 1
+
+
+def test_the_rule_of_each_row_decides_it() -> None:
+    """Rows that are sampled are decided in another way under the other rule; greedy ones in the same."""
+    others = {"target": "rejection", "rejection": "target"}
+    batch = mixed_batch(MIXED * 60)
+    swapped = mixed_batch([(params, cast(rules.AcceptRule, others[rule])) for params, rule in MIXED * 60])
+    drafts, history = drawn_tree(TREES["bushy"], batch), history_of(batch.size)
+    verdicts = [accept(drafts, target_logits(drafts), each, history) for each in (batch, swapped)]
+    differ = (verdicts[0].path_tokens != verdicts[1].path_tokens).any(1).view(60, len(MIXED)).sum(0)
+    assert [int(count) > 0 for count in differ] == [not params.is_greedy for params, _ in MIXED]
+
+
+@pytest.mark.parametrize(
+    ("of_each", "rejects", "all_reject"),
+    [
+        (MIXED[:1] + MIXED[4:5], None, False),  # greedy rows are not sampled under either rule
+        (MIXED[2:4], None, False),
+        (MIXED[1:3], [True, False], False),
+        (MIXED[:2], [False, True], True),
+        (MIXED[4:6], [False, True], True),
+        (MIXED, [False, True, False, False, False, True, False, True], False),
+    ],
+)
+def test_a_batch_says_which_rows_are_decided_under_rejection(
+    of_each: list[tuple[SamplingParams, rules.AcceptRule]], rejects: list[bool] | None, all_reject: bool
+) -> None:
+    sampling = mixed_batch(of_each).sampling
+    assert (None if sampling.rejects is None else sampling.rejects.tolist()) == rejects
+    if rejects is not None:  # else nothing asks
+        assert sampling.all_reject == all_reject
+
+
+def test_a_batch_whose_rules_are_not_told_is_decided_under_target() -> None:
+    sampling = SamplingBatch.of([SETTINGS["temperature 1"]] * 2, [0, 1], CPU)
+    assert sampling.rejects is None
+
+
+GREEDY, UNSEEDED, SEEDED = SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(seed=0)
+
+
+def asks(rule: rules.AcceptRule | None, params: SamplingParams, **others: Any) -> SamplingParams:
+    return params.model_copy(update={"speculative": SpeculationParams(accept=rule, **others)})
+
+
+@pytest.mark.parametrize(
+    ("params", "setting", "drawing", "not_drawing"),
+    [
+        # the request asks for nothing
+        *((GREEDY, setting, "target", "target") for setting in ("auto", "target", "rejection")),
+        (UNSEEDED, "auto", "rejection", "target"),
+        (UNSEEDED, "target", "target", "target"),
+        (UNSEEDED, "rejection", "rejection", "rejection"),
+        (SEEDED, "auto", "target", "target"),
+        (SEEDED, "target", "target", "target"),
+        (SEEDED, "rejection", "rejection", "rejection"),
+        # it asks for a rule
+        *((asks("target", UNSEEDED), setting, "target", "target") for setting in ("auto", "target", "rejection")),
+        *((asks("target", SEEDED), setting, "target", "target") for setting in ("auto", "target", "rejection")),
+        *((asks("rejection", UNSEEDED), setting, "rejection", "rejection") for setting in ("auto", "rejection")),
+        *((asks("rejection", SEEDED), setting, "rejection", "rejection") for setting in ("auto", "rejection")),
+        *((asks("rejection", GREEDY), setting, "target", "target") for setting in ("auto", "rejection")),
+        # it asks for something else
+        (asks(None, UNSEEDED, max_depth=2), "auto", "rejection", "target"),
+        (asks(None, SEEDED, max_depth=2), "rejection", "rejection", "rejection"),
+        (asks(None, SEEDED, max_depth=2), "auto", "target", "target"),
+        (UNSEEDED.model_copy(update={"speculative": False}), "auto", "rejection", "target"),
+    ],
+)
+def test_the_rule_of_a_request(
+    params: SamplingParams,
+    setting: Literal["auto", "target", "rejection"],
+    drawing: rules.AcceptRule,
+    not_drawing: rules.AcceptRule,
+) -> None:
+    """By --speculative-accept, and whether the drafter can draw."""
+    assert accept_rule(setting, params, True) == drawing
+    assert accept_rule(setting, params, False) == not_drawing
+
+
+# --- tokens that are forced, penalties, logits that are no numbers
+
+
 @pytest.mark.parametrize("rule", ["target", "rejection"])
 def test_forced_tokens_overrule_the_choice(rule: rules.AcceptRule) -> None:
-    batch = batch_of(SETTINGS["temperature 1"], 300)
+    batch = batch_of(SETTINGS["temperature 1"], 300, rule)
     drafts = drawn_tree(TREES["bushy"], batch)
     forced = torch.full((300, 4), -1)
     forced[:, 0] = drafts.tokens[:, 2]
-    free = accept(drafts, target_logits(drafts), batch, None, rule)
-    verdict = accept(drafts, target_logits(drafts), replace(batch, forced_output_ids=forced), None, rule)
+    free = accept(drafts, target_logits(drafts), batch, None)
+    verdict = accept(drafts, target_logits(drafts), replace(batch, forced_output_ids=forced), None)
     assert bool((verdict.num_accepted >= 1).all())
     assert bool((verdict.path[:, 1] == 2).all())
     assert not torch.equal(free.path, verdict.path)
@@ -235,20 +377,20 @@ def test_forced_tokens_overrule_the_choice(rule: rules.AcceptRule) -> None:
 def test_penalties_come_first(rule: rules.AcceptRule) -> None:
     """Nearly greedy rows whose likeliest token is the one that was said already."""
     params = SamplingParams(temperature=0.01, frequency_penalty=2.0)
-    batch = batch_of(params, 50)
+    batch = batch_of(params, 50, rule)
     drafts = DraftTree(torch.tensor([[0, 3, 3]]).expand(50, -1), chain_shape(50, 3, CPU))
     logits = torch.tensor([0.0, 0.0, 3.0, 4.0, 0.0, 0.0]).expand(50, 3, -1)
     history = torch.zeros(50, VOCABULARY, dtype=torch.int32), torch.zeros(50, VOCABULARY, dtype=torch.bool)
-    verdict = accept(drafts, logits, batch, history, rule)
+    verdict = accept(drafts, logits, batch, history)
     assert verdict.num_accepted.tolist() == [1] * 50  # the second 3 pays for the first
     assert verdict.bonus.tolist() == [2] * 50
 
 
 def test_logits_that_are_no_numbers_are_unsound() -> None:
-    batch = batch_of(SETTINGS["temperature 1"], 2)
+    batch = batch_of(SETTINGS["temperature 1"], 2, "rejection")
     drafts = drawn_tree(TREES["bushy"], batch)
     logits = target_logits(drafts).index_fill(0, torch.tensor([1]), torch.nan)
-    verdict = accept(drafts, logits, batch, None, "rejection")
+    verdict = accept(drafts, logits, batch, None)
     assert verdict.is_finite.tolist() == [True, False]
     assert 0 <= int(verdict.path_tokens.min()) <= int(verdict.path_tokens.max()) < VOCABULARY
 
@@ -265,9 +407,10 @@ def test_what_is_no_number_counts_where_the_path_goes() -> None:
 
 @pytest.mark.parametrize("rule", ["target", "rejection"])
 def test_forced_tokens_are_given_by_depth(rule: rules.AcceptRule) -> None:
-    batch = replace(batch_of(SETTINGS["temperature 1"], 20), forced_output_ids=torch.tensor([[3, 4, 5]]).expand(20, -1))
+    forced = torch.tensor([[3, 4, 5]]).expand(20, -1)
+    batch = replace(batch_of(SETTINGS["temperature 1"], 20, rule), forced_output_ids=forced)
     drafts = DraftTree(torch.tensor([[0, 3, 4]]).expand(20, -1), chain_shape(20, 3, CPU))
-    verdict = accept(drafts, target_logits(drafts), batch, None, rule)
+    verdict = accept(drafts, target_logits(drafts), batch, None)
     assert verdict.path_tokens[:, :3].tolist() == [[3, 4, 5]] * 20
 
 
@@ -280,14 +423,14 @@ def test_forced_tokens_are_given_by_depth(rule: rules.AcceptRule) -> None:
     pytest.mark.parametrize("tree", TREES),
 )
 def test_synthetic_acceptance_follows_first_children(tree: str, rule: rules.AcceptRule, params: SamplingParams) -> None:
-    batch = batch_of(params, 4000)
+    batch = batch_of(params, 4000, rule)
     drafts = drawn_tree(TREES[tree], batch)
     firsts = {"chain": [0, 1, 2, 3], "star": [0, 1], "bushy": [0, 1, 4, 7], "padded": [0, 1, 3], "lopsided": [0, 1]}[
         tree
     ]
-    choice = rules.choose(drafts, target_logits(drafts), batch, rule)
+    choice = rules.choose(drafts, target_logits(drafts), batch)
     for probability in (0.0, 0.7, 1.0):
-        verdict = accept(drafts, target_logits(drafts), batch, None, rule, probability)
+        verdict = accept(drafts, target_logits(drafts), batch, None, probability)
         assert set(verdict.path.flatten().tolist()) <= set(firsts)
         depth = len(firsts) - 1
         expected = sum(probability**step for step in range(1, depth + 1))
@@ -301,12 +444,12 @@ def test_synthetic_acceptance_follows_first_children(tree: str, rule: rules.Acce
 
 
 def test_synthetic_acceptance_depends_on_seed_and_position_alone() -> None:
-    batch = batch_of(SETTINGS["temperature 1"], 500)
+    batch, rejecting = (batch_of(SETTINGS["temperature 1"], 500, rule) for rule in get_args(rules.AcceptRule))
     drafts = drawn_tree(TREES["chain"], batch)
     others = replace(drafts, tokens=drafts.tokens.flip(0), draft_probs=None)
-    cases: list[tuple[DraftTree, rules.AcceptRule]] = [(drafts, "target"), (others, "target"), (drafts, "rejection")]
-    counts = [accept(tree, target_logits(tree), batch, None, rule, 0.5).num_accepted for tree, rule in cases]
+    cases = [(drafts, batch), (others, batch), (drafts, rejecting)]
+    counts = [accept(tree, target_logits(tree), each, None, 0.5).num_accepted for tree, each in cases]
     assert torch.equal(counts[0], counts[1])
     assert torch.equal(counts[0], counts[2])
     later = replace(batch, root_positions=batch.root_positions + 5)
-    assert not torch.equal(accept(drafts, target_logits(drafts), later, None, "target", 0.5).num_accepted, counts[0])
+    assert not torch.equal(accept(drafts, target_logits(drafts), later, None, 0.5).num_accepted, counts[0])

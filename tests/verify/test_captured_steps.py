@@ -24,6 +24,7 @@ from specmamba.cuda_graphs import EagerReplay, NativeReplay, StepWatch
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.engine.step_inputs import StepInputs, StepKind
 from specmamba.errors import ConfigError
+from specmamba.sampling_params import SpeculationParams
 from specmamba.trees import StaticTree, TreeFile
 from specmamba.verify.result import StepOutput
 from tests.exactness import assert_same_greedy_texts, assert_same_sampled_texts
@@ -55,6 +56,16 @@ SETTINGS: dict[str, list[SamplingParams]] = {
             top_p=1 - i / 9,
             min_p=0.01 * i,
             frequency_penalty=i / 9,
+        )
+        for i in range(5)
+    ],
+    "both rules": [
+        SamplingParams(
+            max_tokens=9 + i,
+            temperature=0.9 * (i != 4),
+            seed=i,
+            top_k=9 * i,
+            speculative=SpeculationParams(accept="target" if i % 2 else "rejection"),
         )
         for i in range(5)
     ],
@@ -148,7 +159,8 @@ class TestText:
             for case in asked:
                 assert_same_answers(case, answer_all(replayed, *case), expected[case], plain)
             graphs.replay = EagerReplay(has_fixed_shapes=True)
-            for case in asked if IS_FULL else (("greedy", 1), ("filtered and penalized", 3)):
+            some = ("greedy", 1), ("filtered and penalized", 3), ("both rules", 3)
+            for case in [case for case in asked if IS_FULL or case in some]:
                 assert_same_answers(case, answer_all(replayed, *case), expected[case], plain)
 
     @pytest.mark.usefixtures("needs_native")
@@ -334,7 +346,11 @@ class TestNothingThatCannotBeCaptured:
             watched = Watched(memory_that_stays(llm))
             llm.engine.runner.graph_runner.replay = watched
             for settings in SETTINGS:
-                if IS_FULL or settings != "drawn" or drafts not in ("chain", "ngram"):
+                is_tried = {
+                    "drawn": drafts not in ("chain", "ngram"),
+                    "both rules": drafts in ("tree", "drawn tree", "ngram"),
+                }
+                if IS_FULL or is_tried.get(settings, True):
                     answer_all(llm, settings, 2)
             assert sum(map(len, watched.traces.values())) > 10
             for traces in watched.traces.values():
@@ -360,7 +376,8 @@ class TestOnAGPU:
     def test_text_is_that_of_steps_that_are_not_captured(self, drafts: str) -> None:
         eager = {"device": "cuda", "disable_cuda_graph": True}
         with new_llm(drafts, **eager) as plain, new_llm(drafts, device="cuda") as captured:
-            for size, settings in ((1, "greedy"), (3, "drawn"), (BUCKET, "filtered and penalized"), (5, "greedy")):
+            cases = (1, "greedy"), (3, "drawn"), (3, "both rules"), (BUCKET, "filtered and penalized"), (5, "greedy")
+            for size, settings in cases:
                 assert answer_all(captured, settings, size) == answer_all(plain, settings, size)
 
     @pytest.mark.parametrize("drafts", DRAFTS)

@@ -68,11 +68,11 @@ def build(folder: Path, num_steps: int, has_cache: bool = False, **flags: Any) -
     )
 
 
-def draw(engine: Engine, params: SamplingParams) -> Counter[tuple[int, int]]:
-    """The first two tokens of many requests that differ in their seed alone."""
+def draw(engine: Engine, *ways: SamplingParams) -> Counter[tuple[int, int]]:
+    """The first two tokens of many requests that differ in their seed, and take turns with these settings."""
     outputs: dict[str, tuple[int, ...]] = {}
     for seed in range(NUM_DRAWS):
-        engine.add_request(str(seed), PROMPT, params.model_copy(update={"seed": seed}))
+        engine.add_request(str(seed), PROMPT, ways[seed % len(ways)].model_copy(update={"seed": seed}))
     while engine.has_unfinished_requests:
         for delta in engine.step():
             outputs[delta.request_id] = (*outputs.get(delta.request_id, ()), *delta.token_ids)
@@ -256,10 +256,10 @@ def take_the_first_draft(
     logits: Tensor,
     batch: Batch,
     history: tuple[Tensor, Tensor] | None,
-    *rule: Any,
+    *policy: Any,
 ) -> Verdict:
     """Wrong: the first draft is accepted whatever the target says."""
-    fair = accept(tree, logits, batch, history, *rule)
+    fair = accept(tree, logits, batch, history, *policy)
     first = torch.zeros_like(tree.tokens)
     first[:, 1] = 1
     second = fair.bonus
@@ -277,11 +277,11 @@ def one_random_number_for_all_nodes(
     logits: Tensor,
     batch: Batch,
     history: tuple[Tensor, Tensor] | None,
-    *rule: Any,
+    *policy: Any,
 ) -> Verdict:
     """Wrong: a node's depth is forgotten, so both tokens of a step come from one random number."""
     flat = replace(tree.shape, depth=torch.zeros_like(tree.shape.depth))
-    return accept(replace(tree, shape=flat), logits, batch, history, *rule)
+    return accept(replace(tree, shape=flat), logits, batch, history, *policy)
 
 
 def favour_the_draft(
@@ -289,11 +289,11 @@ def favour_the_draft(
     logits: Tensor,
     batch: Batch,
     history: tuple[Tensor, Tensor] | None,
-    *rule: Any,
+    *policy: Any,
 ) -> Verdict:
     """Wrong, and hardly so: a draft that was refused gets a second chance, with the random number of another place."""
-    fair = accept(tree, logits, batch, history, *rule)
-    again = accept(tree, logits, replace(batch, root_positions=batch.root_positions + 1000), history, *rule)
+    fair = accept(tree, logits, batch, history, *policy)
+    again = accept(tree, logits, replace(batch, root_positions=batch.root_positions + 1000), history, *policy)
     better = again.num_accepted > fair.num_accepted
     parts = (
         torch.where(better if a.ndim == 1 else better[:, None], a, f)

@@ -10,13 +10,21 @@ from torch import Tensor
 from specmamba.cache.access import PagedKV, batch_rows, causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
+from specmamba.cache.shapes import pending_token_capacity
 from specmamba.core import Batch, DraftTree, PendingTokens, PrefillChunk, Verdict
 from specmamba.draft.draft_plan import DraftPlan
+from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import Drafter, HostPendingTokens, root_tree
 from specmamba.draft.heads.children import ChildPicker, grow_chain
 from specmamba.draft.heads.descent import Descent
 from specmamba.draft.heads.pending_tokens import PendingTokenTable, Window
-from specmamba.draft.heads.tree_growth import StaticLayout, grow_dynamic_tree, grow_static_tree
+from specmamba.draft.heads.tree_growth import (
+    StaticLayout,
+    candidates_of,
+    grow,
+    grow_dynamic_tree,
+    grow_static_tree,
+)
 from specmamba.kernels import paged_attention
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import DraftHead
@@ -24,7 +32,6 @@ from specmamba.sampling_params import SamplingBatch, SamplingParams
 from specmamba.trees import StaticTree
 
 FIRST_KEY = 1  # entry t needs the hidden state of position t-1, so the first token has none; module d starts d later
-MIN_CAPACITY = 16
 
 
 class MTPDrafter(Drafter):
@@ -48,6 +55,7 @@ class MTPDrafter(Drafter):
 
     is_capturable = True
     has_pending_tokens = True
+    offers = True
 
     def __init__(
         self, head: DraftHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, dtype: torch.dtype
@@ -56,16 +64,15 @@ class MTPDrafter(Drafter):
         self.head = head
         self._plan = plan
         self._picker = ChildPicker(plan.draws_drafts)
-        self._layouts: dict[StaticTree, StaticLayout] = {}
+        self._layouts: dict[tuple[StaticTree, bool], StaticLayout] = {}
         self._kv_pool = kv_pool
         self._table = table
         self._device = table.kv_slots.device
         self._num_modules = max(1, min(head.num_modules, plan.num_steps))
-        capacity = max(MIN_CAPACITY, 2 * plan.max_nodes)
         self.pending = PendingTokenTable(
-            table.num_rows + 1, capacity, head.num_modules, head.width, dtype, self._device
+            table.num_rows + 1, pending_token_capacity(plan.max_nodes), head.num_modules, head.width, dtype, self._device
         )
-        self._is_deferred = False  # whether the current step defers the pending tokens
+        self._stay: Sequence[bool] = ()  # the rows of the current step whose pending tokens are deferred
         self._window: Window | None = None  # positions and slots of the current draft
         self._descent: Descent | None = None  # states of the current draft; None for heads of one module
 
@@ -104,14 +111,24 @@ class MTPDrafter(Drafter):
 
     def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens:
         """Defer the pending tokens if the step drafts nothing and there is room for those that it decides."""
-        counts = self.pending.counts(rows)
-        has_room = max(counts) + self.max_nodes <= self.pending.capacity
         guesses = drafts and self.num_nodes(batch_size) > 1
-        return self.prepare_pending(rows, is_deferred=has_room and not guesses)
+        return self.prepare_pending(rows, is_deferred=not guesses and not any(self.must_draft(rows)))
+
+    def prepare_some(self, rows: Sequence[int], drafted: Sequence[bool]) -> HostPendingTokens:
+        """Defer the pending tokens of rows that are not drafted for."""
+        counts = self.pending.counts(rows)
+        self._stay = [not is_drafted for is_drafted in drafted]
+        kept = tuple(count * stays for count, stays in zip(counts, self._stay, strict=True))
+        return HostPendingTokens(counts, is_deferred=False, kept=kept)
+
+    def must_draft(self, rows: Sequence[int]) -> list[bool]:
+        """Whether a row has no room for the tokens of another step."""
+        most = self.pending.capacity - self.max_nodes
+        return [count > most for count in self.pending.counts(rows)]
 
     def prepare_pending(self, rows: Sequence[int], is_deferred: bool) -> HostPendingTokens:
         """Do the work of ``prepare`` for a caller that knows whether the pending tokens are deferred."""
-        self._is_deferred = is_deferred
+        self._stay = [is_deferred] * len(rows)
         return HostPendingTokens(self.pending.counts(rows), is_deferred)
 
     def propose(self, batch: Batch) -> DraftTree:
@@ -122,7 +139,8 @@ class MTPDrafter(Drafter):
                 return self.propose_nothing(batch)
             if tree.is_greedy_chain:
                 return self._grow_chain(batch, tree.num_nodes)
-            return grow_static_tree(self, self._picker, self._layout(tree), batch, self.catch_up(batch))
+            layout = self._layout(tree, self._picker.draws_for(batch))
+            return grow_static_tree(self, self._picker, layout, batch, self.catch_up(batch))
         if plan.topk > 1:
             return grow_dynamic_tree(self, self._picker, plan, batch, self.catch_up(batch))
         return self._grow_chain(batch, plan.max_nodes)
@@ -133,13 +151,17 @@ class MTPDrafter(Drafter):
             self.catch_up(batch)
         return root_tree(batch)
 
+    def offer(self, batch: Batch, num_steps: int) -> Candidates:
+        width = self._plan.width
+        return candidates_of(grow(self, self._picker, batch, self.catch_up(batch), (num_steps, self._plan.topk, width)))
+
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         hidden = self.head.combine(features)
         on_path = hidden.gather(1, verdict.path[..., None].expand_as(hidden))
         self.pending.add(batch, verdict.path_tokens[:, : hidden.shape[1]], on_path)
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        self.pending.advance(rows, [len(tokens) for tokens in decided], self._is_deferred)
+        self.pending.advance(rows, [len(tokens) for tokens in decided], self._stay)
 
     def catch_up(self, batch: Batch, num_entries: int | None = None) -> Tensor:
         """Run the head over the pending tokens.
@@ -250,10 +272,10 @@ class MTPDrafter(Drafter):
 
         return grow_chain(self._picker, batch, num_nodes, self.catch_up(batch), self.head.logits, descend)
 
-    def _layout(self, tree: StaticTree) -> StaticLayout:
-        if tree not in self._layouts:
-            self._layouts[tree] = StaticLayout.of(tree, self._plan.draws_drafts, self._device)
-        return self._layouts[tree]
+    def _layout(self, tree: StaticTree, draws: bool) -> StaticLayout:
+        if (tree, draws) not in self._layouts:
+            self._layouts[tree, draws] = StaticLayout.of(tree, draws, self._device)
+        return self._layouts[tree, draws]
 
     def _forward(
         self,

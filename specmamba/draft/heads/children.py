@@ -27,15 +27,16 @@ class Children:
 class ChildPicker:
     """Picks children from the logits of a draft head.
 
-    When drafts are drawn, the request's own temperature and filters are applied to the head's logits, so that the
-    distribution is as near to the target's as the head allows. Greedy rows always get the likeliest tokens.
+    Drafts are drawn for rows that are decided under ``rejection``: the request's own temperature and filters are applied
+    to the head's logits, so that the distribution is as near to the target's as the head allows. Other rows get the
+    likeliest tokens.
     """
 
-    draws: bool
+    draws: bool  # whether it draws at all
 
     def draws_for(self, batch: Batch) -> bool:
-        """Whether children are drawn for this batch; they are not if all rows are greedy."""
-        return self.draws and batch.sampling.temperature is not None
+        """Whether children are drawn for some row of this batch."""
+        return self.draws and batch.sampling.rejects is not None
 
     def pick(self, logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
         """Choose k children for every node.
@@ -59,34 +60,34 @@ class ChildPicker:
             Tokens [B, 1] int64, and the distributions [B, 1, V] that they were drawn from (None: the likeliest).
         """
         if self.draws_for(batch):
-            is_greedy, probs = _distributions(logits, batch)
+            is_chosen, probs = _distributions(logits, batch)
             drawn, _ = _drawn(probs, 1, batch, entry)
-            return torch.where(is_greedy[..., 0], sampling_ops.argmax(probs), drawn[..., 0]), probs
+            return torch.where(is_chosen[..., 0], sampling_ops.argmax(probs), drawn[..., 0]), probs
         return sampling_ops.argmax(logits), None
 
 
 def _draw(logits: Tensor, k: int, batch: Batch, first_entry: int) -> Children:
-    is_greedy, probs = _distributions(logits, batch)
+    is_chosen, probs = _distributions(logits, batch)
     drawn, is_drawn = _drawn(probs, k, batch, first_entry)
     likeliest = probs.topk(k, -1)
-    tokens = torch.where(is_greedy, likeliest.indices, drawn)
-    place_logp = sampling_ops.log(likeliest.values).masked_fill(~(is_drawn | is_greedy), -torch.inf)
+    tokens = torch.where(is_chosen, likeliest.indices, drawn)
+    place_logp = sampling_ops.log(likeliest.values).masked_fill(~(is_drawn | is_chosen), -torch.inf)
     return Children(tokens, sampling_ops.log(probs.gather(-1, tokens)), place_logp, probs)
 
 
 def _distributions(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Which rows are greedy [B, 1, 1] bool, and what the children of each node are drawn from [B, F, V]."""
-    sampling, temperature = batch.sampling, batch.sampling.temperature
+    """Rows whose drafts are chosen [B, 1, 1] bool, and what the children of each node are drawn from [B, F, V]."""
+    sampling, temperature, draws = batch.sampling, batch.sampling.temperature, batch.sampling.rejects
     assert temperature is not None
-    greedy = temperature == 0
-    # greedy rows also need their second choices: these are ranked at temperature 1 and without filters
-    spread = temperature.where(~greedy, 1)
+    assert draws is not None
+    # other rows also need their second choices: these are ranked at temperature 1 and without filters
+    spread = temperature.where(draws, 1)
     top_k, top_p, min_p = (
-        None if x is None else x.where(~greedy, neutral)
+        None if x is None else x.where(draws, neutral)
         for x, neutral in ((sampling.top_k, 0), (sampling.top_p, 1), (sampling.min_p, 0))
     )
     probs = sampling_ops.probabilities(sampling_ops.finite(logits), spread, top_k, top_p, min_p)
-    return greedy[:, None, None], probs
+    return ~draws[:, None, None], probs
 
 
 def _drawn(probs: Tensor, k: int, batch: Batch, first_entry: int) -> tuple[Tensor, Tensor]:

@@ -71,22 +71,21 @@ class PendingTokenTable:
         assert pending is not None
         rows, num_columns = batch_rows(batch), tokens.shape[1]
         first = pending.max_count if pending.is_deferred else 0
-        counts = pending.counts if pending.is_deferred else None
-        if rows.is_range and counts is None:
+        kept = pending.counts if pending.is_deferred and pending.kept is None else pending.kept
+        if rows.is_range and kept is None:
             columns = slice(first, first + num_columns)
             rows.take(self.tokens)[:, columns] = tokens
             rows.take(self.before[0])[:, columns] = states
             return
         index = torch.arange(num_columns, device=self._device)[None]
-        if pending.is_deferred:
-            index = index + (first if counts is None else counts[:, None])
+        index = index + (first if kept is None else kept[:, None])
         self.tokens[rows.index[:, None], index] = tokens
         self.before[0][rows.index[:, None], index] = states
 
-    def advance(self, rows: Sequence[int], counts: Sequence[int], is_deferred: bool) -> None:
-        """Count the tokens that ``add`` stored; the earlier ones stay pending only if the step deferred them."""
-        for row, count in zip(rows, counts, strict=True):
-            if not is_deferred:
+    def advance(self, rows: Sequence[int], counts: Sequence[int], stay: Sequence[bool]) -> None:
+        """Count the tokens that ``add`` stored; the earlier ones of a row stay pending only if the step deferred them."""
+        for row, count, stays in zip(rows, counts, stay, strict=True):
+            if not stays:
                 self.num_tokens[row], self.num_with_states[row] = 0, 1
             self.num_tokens[row] += count
             self.root[row] += count

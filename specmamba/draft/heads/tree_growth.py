@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,7 +130,7 @@ def candidates_of(growth: Growth) -> Candidates:
         draft_probs, num_entries = torch.cat(growth.probs, 1), growth.expanded.shape[1]
         entries = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.int64, device=tokens.device)
         entries.scatter_(1, growth.expanded, torch.arange(num_entries, device=tokens.device).expand_as(growth.expanded))
-    return Candidates(tokens, parents, logp, tuple(depths), tuple(ranks), draft_probs, entries)
+    return Candidates(tokens, parents, logp, np.array(depths), np.array(ranks), draft_probs, entries)
 
 
 def _offers(children: Children, path_logp: Tensor, value: Tensor, parent: Tensor) -> Offers:

@@ -65,7 +65,7 @@ class AcceptanceBenchConfig(TextOptions):
         """Whether plain and speculative runs choose their tokens, with the same random numbers."""
         if self.replay or self.synthetic_acceptance is not None:
             return False
-        return self.temperature == 0 or self.speculative_accept == "target"
+        return self.temperature == 0 or self.speculative_accept != "rejection"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from specmamba.sampling_params import (
     RepetitionPenalty,
     SamplingParams,
     Seed,
+    SpeculationParams,
     Temperature,
     TopK,
     TopP,
@@ -70,7 +71,9 @@ class GenerationRequest(StructuredRequest):
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_IDS)] = None
-    speculative: Annotated[bool | None, Field(description="extension: false decodes plainly, without drafts")] = None
+    speculative: Annotated[
+        bool | SpeculationParams | None, Field(description="extension: false decodes plainly, without drafts")
+    ] = None
     return_tokens: Annotated[
         bool | None, Field(description="extension: list the tokens of a choice, and how deep they were drafted")
     ] = None

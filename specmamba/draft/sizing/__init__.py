@@ -1,0 +1,1 @@
+"""How large drafts are: a cost model, calibrated confidence, and a budget of nodes over the whole batch."""

@@ -1,0 +1,107 @@
+"""The time of a step: a draft of some depth, and a verify of some nodes, for any number of requests.
+
+Measured are, for a few numbers of requests R, drafts D[R, depth] and the rest of a step V[R, T] with T nodes in all, the
+host's work included. Between measured points times are interpolated linearly, first over T, then over R. While the engine
+runs, a moving ratio of measured over predicted time corrects all of them, and one for each bucket of R and T the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specmamba.draft.candidates import Floats, Ints
+
+LEAST_RATIO, MOST_RATIO = 0.5, 2.0
+WEIGHT_OF_ALL, WEIGHT_OF_BUCKET = 0.02, 0.05  # of a new step in the moving ratios
+FEW_STEPS = 8  # of a bucket, before its ratio counts
+Curve = dict[int, float]  # seconds by a number
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of steps with one number of requests."""
+
+    drafts: Curve  # by depth
+    verifies: Curve  # by nodes of all requests, roots included: the rest of the step
+    of_key: float = 0.0  # added to a verify for every key that a request's nodes see, of all requests
+
+
+@dataclass
+class StepCosts:
+    """Predicts the seconds of steps. One owner: the sizer of an engine."""
+
+    times: dict[int, StepTimes]  # by number of requests
+    _ratio: float = 1.0
+    _buckets: dict[tuple[int, int], tuple[int, float]] = field(default_factory=dict)
+
+    def totals(self, num_requests: int, depth: int, num_keys: int, max_nodes: int) -> Floats:
+        """Predict steps by their number of nodes: [max_nodes + 1] seconds, infinite below ``num_requests``.
+
+        Args:
+            num_requests: R.
+            depth: of the draft; 0: there is none.
+            num_keys: in front of the roots, summed over the requests.
+            max_nodes: of all requests.
+        """
+        numbers = np.arange(num_requests, max_nodes + 1)
+        seconds = self._mean(num_requests, lambda t: _at(t.verifies, numbers))
+        seconds += self._mean(num_requests, lambda t: np.full(len(numbers), t.of_key)) * num_keys
+        if depth:
+            seconds += self._mean(num_requests, lambda t: _at(t.drafts, np.array([depth])))
+        ratios = [self.ratio(num_requests, int(number)) for number in numbers]
+        return np.concatenate([np.full(num_requests, math.inf), seconds * np.array(ratios)])
+
+    def ratio(self, num_requests: int, num_nodes: int) -> float:
+        """Measured over predicted time in the bucket of a step."""
+        count, ratio = self._buckets.get(bucket_of(num_requests, num_nodes), (0, 1.0))
+        return self._ratio * (ratio if count >= FEW_STEPS else 1.0)
+
+    def observe(self, num_requests: int, num_nodes: int, predicted: float, seconds: float) -> None:
+        """Learn from a step; ``predicted`` as ``totals`` said. Times that no clock can mean are ignored."""
+        if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(predicted) and predicted > 0):
+            return
+        bucket = bucket_of(num_requests, num_nodes)
+        count, ratio = self._buckets.get(bucket, (0, 1.0))
+        known = ratio if count >= FEW_STEPS else 1.0
+        found = _clipped(self._ratio * known * seconds / predicted)
+        self._ratio = _clipped(self._ratio + WEIGHT_OF_ALL * (found / known - self._ratio))
+        relative = ratio + max(WEIGHT_OF_BUCKET, 1 / (count + 1)) * (found / self._ratio - ratio)
+        self._buckets[bucket] = count + 1, _clipped(relative)
+
+    def _mean(self, num_requests: int, of_times: Callable[[StepTimes], Floats]) -> Floats:
+        """Interpolate between the measured numbers of requests."""
+        sizes = sorted(self.times)
+        place = min(max(bisect_left(sizes, num_requests), 1), len(sizes) - 1)
+        if len(sizes) == 1:
+            return of_times(self.times[sizes[0]])
+        low, high = sizes[place - 1], sizes[place]
+        share = (num_requests - low) / (high - low)
+        return of_times(self.times[low]) * (1 - share) + of_times(self.times[high]) * share
+
+
+def bucket_of(num_requests: int, num_nodes: int) -> tuple[int, int]:
+    """Return the bucket of a step: the power of two of its requests, and eighths of nodes per request."""
+    size = 1 << (num_requests - 1).bit_length()
+    return size, -(-8 * num_nodes // num_requests) // max(1, 8 // size)
+
+
+def _at(curve: Curve, numbers: Ints) -> Floats:
+    """Interpolate linearly; beyond the last point with the slope of the last piece, never falling."""
+    xs = np.array(sorted(curve), dtype=float)
+    ys = np.maximum.accumulate(np.array([curve[int(x)] for x in xs]))
+    found = np.interp(numbers, xs, ys)
+    if len(xs) > 1:
+        slope = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
+        found = found + np.maximum(numbers - xs[-1], 0) * slope
+        first = (ys[1] - ys[0]) / (xs[1] - xs[0])
+        found = found - np.minimum(np.maximum(xs[0] - numbers, 0) * first, ys[0] * 0.9)
+    return found
+
+
+def _clipped(ratio: float) -> float:
+    return min(max(ratio, LEAST_RATIO), MOST_RATIO)
