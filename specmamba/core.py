@@ -144,6 +144,13 @@ class Packing:
 
     places: Tensor  # [T] int64, each packed node's place among B * N; any place where there are fewer nodes than T
     nodes: Tensor  # [B * N] int64, each node's place in the packing; any place for padding
+    firsts: Tensor  # [B] int64, the place of each root
+    counts: Tensor  # [B] int64, nodes of each row, which are its first ones
+
+    @property
+    def num_packed(self) -> int:
+        """T."""
+        return len(self.places)
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, N, ...] -> [1, T, ...]."""

@@ -19,12 +19,12 @@ class KeyHead {
  public:
   KeyHead(const Inputs& inputs, const Weights& weights, const Buffers& buffers, const Trees& trees, int64_t b,
           int64_t h)
-      : in_(inputs), w_(weights), b_(b), key_head_(h), N(trees.nodes), K(w_.heads.key_dim), V(w_.heads.value_dim) {
+      : in_(inputs), w_(weights), first_(trees.first(b)), key_head_(h), N(trees.count(b)), K(w_.heads.key_dim), V(w_.heads.value_dim) {
     row_.begin(buffers, trees, w_.heads, {w_.conv, nullptr, w_.width}, b, inputs.mixed, inputs.mixed_token);
   }
 
   void run() {
-    tree_.begin(N, row_.pending(), K, V, row_.ancestors());
+    tree_.begin(N, row_.pending(), K, V, row_.ancestors(), row_.ancestors_node());
     keys_and_queries();
     tree_.look();
     const int64_t group = w_.heads.group();
@@ -61,7 +61,7 @@ class KeyHead {
     tree_.verify({row_.state(h), K, V});
     for (int64_t i = 0; i < N; ++i) {
       row_.keep_update(i, h, tree_.update(pending + i), tree_.decay(pending + i));
-      T* out = static_cast<T*>(in_.out) + ((b_ * N + i) * w_.heads.value_heads + h) * V;
+      T* out = static_cast<T*>(in_.out) + ((first_ + i) * w_.heads.value_heads + h) * V;
       const T* gate = of_node(in_.gate, in_.gate_token, i) + h * V;
       normalize<true>(tree_.output(i), gate, w_.norm, V, static_cast<float>(w_.norm_eps), out);
     }
@@ -73,7 +73,7 @@ class KeyHead {
   }
 
   const T* of_node(const void* tensor, int64_t distance, int64_t node) const {
-    return static_cast<const T*>(tensor) + (b_ * N + node) * distance;
+    return static_cast<const T*>(tensor) + (first_ + node) * distance;
   }
 
   static HeadTree& tree() {
@@ -87,7 +87,7 @@ class KeyHead {
 
   const Inputs& in_;
   const Weights& w_;
-  const int64_t b_, key_head_, N, K, V;
+  const int64_t first_, key_head_, N, K, V;
   HeadTree& tree_ = tree();
   Row<T>& row_ = row();
 };
@@ -95,7 +95,11 @@ class KeyHead {
 template <typename T>
 void run(const Inputs& inputs, const Weights& weights, const Buffers& buffers, const Trees& trees, int num_threads) {
   for_heads(trees.batch, weights.heads.key_heads, num_threads,
-            [&](int64_t b, int64_t h) { KeyHead<T>(inputs, weights, buffers, trees, b, h).run(); });
+            [&](int64_t b, int64_t h) {
+              if (trees.count(b) > 0) KeyHead<T>(inputs, weights, buffers, trees, b, h).run();
+            });
+  const int64_t size = weights.heads.value_heads * weights.heads.value_dim, last = trees.num_packed();
+  std::fill_n(static_cast<T*>(inputs.out) + last * size, (trees.tokens - last) * size, T{});
 }
 
 }  // namespace

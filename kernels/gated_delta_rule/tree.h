@@ -28,11 +28,11 @@ inline void dot_both(const float* x, const float* y, const float* z, int64_t siz
 class HeadTree {
  public:
   // Makes room for a tree. The caller fills in keys and queries and then, for each value head, values, log decays,
-  // betas and the pending rows. `ancestors` [nodes, nodes] is true from a node's ancestors and itself. Memory is kept
-  // from tree to tree.
-  void begin(int64_t nodes, int64_t pending, int64_t key_dim, int64_t value_dim, const bool* ancestors) {
+  // betas and the pending rows. `ancestors` [nodes, nodes] as for Paths. Memory is kept from tree to tree.
+  void begin(int64_t nodes, int64_t pending, int64_t key_dim, int64_t value_dim, const bool* ancestors,
+             int64_t ancestors_node) {
     nodes_ = nodes, pending_ = pending, key_dim_ = key_dim, value_dim_ = value_dim;
-    paths_.begin(nodes, pending, ancestors);
+    paths_.begin(nodes, pending, ancestors, ancestors_node);
     keys_.resize((pending + nodes) * key_dim);
     queries_.resize(nodes * key_dim);
     updates_.resize((pending + nodes) * value_dim);

@@ -26,7 +26,7 @@ template <typename T>
 class HeadRun {
  public:
   explicit HeadRun(const Call& call)
-      : in_(call.in), w_(call.w), call_(call), N(call.trees.nodes), S(w_.heads.key_dim), P(w_.heads.value_dim) {}
+      : in_(call.in), w_(call.w), call_(call), S(w_.heads.key_dim), P(w_.heads.value_dim) {}
 
   // Heads are numbered through all rows.
   void run(int64_t first, int64_t last) {
@@ -34,6 +34,7 @@ class HeadRun {
     for (int64_t t = first; t < last; ++t) {
       const int64_t h = t % heads, place_in_group = h % w_.heads.group();
       if (t == first || h == 0) begin_row(t / heads);
+      if (N == 0) continue;  // a row of padding
       if (t == first || place_in_group == 0) begin_group(h / w_.heads.group(), place_in_group == 0);
       head(h);
     }
@@ -41,7 +42,7 @@ class HeadRun {
 
  private:
   void begin_row(int64_t b) {
-    b_ = b;
+    first_ = call_.trees.first(b), N = call_.trees.count(b);
     const Convolution convolution{w_.conv, w_.conv_bias, w_.width};
     row_.begin(call_.buffers, call_.trees, w_.heads, convolution, b, in_.mixed, in_.mixed_token);
   }
@@ -49,7 +50,7 @@ class HeadRun {
   // Several threads may have heads of a group; one of them writes the group's inputs and records.
   void begin_group(int64_t g, bool writes) {
     const int64_t b = w_.inner() + g * S, c = b + w_.heads.key_heads * S, pending = row_.pending();
-    tree_.begin(N, pending, S, P, row_.ancestors());
+    tree_.begin(N, pending, S, P, row_.ancestors(), row_.ancestors_node());
     for (int64_t j = 0; j < pending; ++j) std::copy_n(row_.key(j, g), S, tree_.b(j));
     for (int64_t i = 0; i < N; ++i) {
       row_.mix(i, b, S, tree_.b(pending + i));
@@ -83,7 +84,7 @@ class HeadRun {
     }
   }
 
-  int64_t token(int64_t node) const { return b_ * N + node; }
+  int64_t token(int64_t node) const { return first_ + node; }
 
   static GroupTree& tree() {
     thread_local GroupTree of_thread;
@@ -101,8 +102,8 @@ class HeadRun {
   const Inputs& in_;
   const Weights& w_;
   const Call& call_;
-  const int64_t N, S, P;
-  int64_t b_;
+  const int64_t S, P;
+  int64_t first_, N;
   GroupTree& tree_ = tree();
   Row<T>& row_ = row();
   std::vector<float>& x_ = x();  // [N, P], of the current head
@@ -112,10 +113,11 @@ template <typename T>
 void run(const Call& call, int num_threads) {
   const Inputs& in = call.in;
   const Weights& w = call.w;
-  const int64_t tokens = call.trees.batch * call.trees.nodes, heads = call.trees.batch * w.heads.value_heads;
+  const int64_t tokens = call.trees.num_packed(), heads = call.trees.batch * w.heads.value_heads;
   parallel_for(heads, std::max<int64_t>(1, heads / (4 * std::max(num_threads, 1))), num_threads,
                [&](int64_t first, int64_t last) { HeadRun<T>(call).run(first, last); });
   for_norms(w, tokens, num_threads, [&](int64_t token, int64_t part) { norm_part<T>(in, w, token, part); });
+  std::fill_n(static_cast<T*>(in.out) + tokens * w.inner(), (call.trees.tokens - tokens) * w.inner(), T{});
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ from specmamba.kernels.state_records.native_ops import (
     TreesStruct,
     can_extend,
     check_places,
+    check_tokens,
     extend_states,
     marshal_buffers,
     marshal_trees,
@@ -65,13 +66,13 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     ``reference.tree_verify`` is the specification.
 
     Args:
-        inputs: of N nodes per tree, float32 or bfloat16 on the CPU.
+        inputs: of N nodes per tree [B, N, ...], or packed [1, T, ...] (``Trees``), float32 or bfloat16 on the CPU.
         weights: of the layer, float32.
         buffers: of the layer; node i writes entry W - 1 + node_offset + i of conv_inputs and record node_offset + i.
         trees: of this verify. Indices are not checked.
 
     Returns:
-        [B, N, H P] in the gate's dtype.
+        [B, N, H P] in the gate's dtype, or packed [1, T, H P] with zeros behind the last node.
 
     Raises:
         ValueError: ``can_take`` is false for these operands, or shapes do not fit.
@@ -80,8 +81,7 @@ def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees
     buffers_struct = marshalled(buffers, marshal_buffers)
     require(buffers_struct is not None, "buffers have a dtype, device or layout that native code does not take")
     weights_struct = _checked_weights(inputs, weights, buffers.conv_inputs)
-    batch, nodes = inputs.mixed.shape[:2]
-    require(trees.ancestors.shape == (batch, nodes, nodes), "there are other trees than inputs")
+    check_tokens(inputs.mixed.shape[:2], trees)
     check_places(weights, weights.conv, _heads(weights), buffers, trees)
     inputs_struct, out, _kept = _marshal_inputs(inputs)
     native.mamba2_tree_verify(

@@ -7,7 +7,14 @@ from specmamba.kernels.dispatch import operator
 from specmamba.kernels.paged_attention import native_ops, torch_ops
 from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
 
-__all__ = ["Angles", "AttentionConfig", "AttentionMetadata", "LayerKV", "attend_layer"]
+__all__ = ["Angles", "AttentionConfig", "AttentionMetadata", "LayerKV", "attend_layer", "takes_packed"]
+
+
+def takes_packed(projected: Tensor, kv: LayerKV, metadata: AttentionMetadata) -> bool:
+    """Whether ``attend_layer`` takes packed projections [1, T, ...] and returns packed outputs: the native form does."""
+    if metadata.counts is None or gpu.can_launch(projected, kv.k_pool):
+        return False
+    return native_ops.can_take(projected, kv, metadata)
 
 
 @operator(
@@ -23,7 +30,7 @@ def attend_layer(
     attention mask: arXiv 2305.09781, section 4.
 
     Args:
-        projected: [B, N, (Hq + 2 Hkv) D], with a gate Hq D more, in the order queries, keys, values, gates.
+        projected: [B, N, (Hq + 2 Hkv) D], or packed (``takes_packed``), with a gate Hq D more, in the order queries, keys, values, gates.
         config: heads, scale, norm and gate of this layer.
         angles: cosines and sines, see ``rowwise.rotate``; None: queries and keys are not rotated.
         kv: the pools, in which the tokens' keys and values are stored, numbers that are not finite as 0. Query head h
@@ -31,7 +38,8 @@ def attend_layer(
         metadata: which keys each query sees; what is stored here may be among them. A query that sees none gets 0.
 
     Returns:
-        [B, N, Hq D] in projected's dtype; zeros for rows of padding in the Triton form.
+        [B, N, Hq D] in projected's dtype; zeros for rows of padding in the Triton form, and behind the last query where
+        projections are packed.
 
     Raises:
         ValueError: shapes, dtypes or devices do not belong together (native form), or the numbers of a head are not

@@ -43,8 +43,12 @@ struct Attend {
   const void* gate;       // [B * N, Hq, D], gate_query from query to query; or null: the sums as they are
   void* out;              // [B, N, Hq, D]
   VisibleKeys visible;
+  const int64_t *firsts, *counts;  // [B], of packed queries; or null: N each, row after row
   int64_t batch, queries, query_heads, key_heads, width, k_row, v_row, gate_query;
   double scale;
+
+  int64_t token(int64_t b, int64_t query) const { return (firsts == nullptr ? b * queries : firsts[b]) + query; }
+  int64_t count(int64_t b) const { return counts == nullptr ? queries : counts[b]; }
 };
 
 constexpr int64_t kTaskRows = 32;                               // of one key head: query heads, query after query
@@ -87,7 +91,7 @@ class Task {
     see();
     for (int64_t r = 0; r < rows_ + kTileRows; ++r) {
       const int64_t row = std::min(r, rows_ - 1);  // a tile's last row stands in for rows that it lacks
-      const int64_t head_of_query = (b_ * p_.queries + query(row)) * p_.query_heads + query_head(row);
+      const int64_t head_of_query = p_.token(b_, query(row)) * p_.query_heads + query_head(row);
       q_[r] = static_cast<const T*>(p_.q) + head_of_query * p_.width;
     }
     s_.weights.resize((rows_ + kTileRows) * stride_);
@@ -214,7 +218,7 @@ class Task {
         for_vectors(size, [&](int64_t d, auto lanes) __attribute__((always_inline)) { add(j, d, lanes); });
     }
     for (int i = 0; i < Rows; ++i) {
-      const int64_t token = t.b_ * p.queries + t.query(r + i), at = t.query_head(r + i) * p.width + column;
+      const int64_t token = p.token(t.b_, t.query(r + i)), at = t.query_head(r + i) * p.width + column;
       T* out = static_cast<T*>(p.out) + token * p.query_heads * p.width + at;
       const Vector total = broadcast(t.s_.totals[r + i]);
       const auto mean = [&](int64_t d) __attribute__((always_inline)) {
@@ -247,7 +251,8 @@ class Task {
 
 template <typename T>
 void attend(const Attend& p, int num_threads) {
-  const int64_t rows = p.queries * (p.query_heads / p.key_heads), parts = (rows + kTaskRows - 1) / kTaskRows;
+  const int64_t group = p.query_heads / p.key_heads;
+  const int64_t most = p.queries * group, parts = (most + kTaskRows - 1) / kTaskRows;
   int64_t length = 0;  // of the longest row: num_keys is a bound
   for (int64_t b = 0; b < p.batch; ++b) {
     length = std::max(length, p.visible.tree(b).end);
@@ -257,7 +262,8 @@ void attend(const Attend& p, int num_threads) {
   parallel_for(p.batch * p.key_heads * parts, 1, num_threads, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       const int64_t part = t % parts, head = t / parts % p.key_heads, b = t / parts / p.key_heads;
-      Task<T>(p, b, head, part * kTaskRows, std::min(rows, (part + 1) * kTaskRows)).run();
+      const int64_t rows = p.count(b) * group, begin = part * kTaskRows;
+      if (begin < rows) Task<T>(p, b, head, begin, std::min(rows, begin + kTaskRows)).run();
     }
   });
 }

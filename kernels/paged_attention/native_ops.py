@@ -24,7 +24,8 @@ _STRIDES = ["last_batch", "last_query", "seen_batch", "seen_query"]
 _VISIBLE_SIZES = ["table_row", "num_keys", "first", "sees_all", "entries", *_STRIDES]
 _VisibleKeys = struct("VisibleKeys", _VISIBLE, _VISIBLE_SIZES)
 _LAYER = ["projected", "cos", "sin", "write_slots", "k", "v", "out"]
-_Layer = struct("Layer", [*_LAYER, ("visible", _VisibleKeys)], ["batch", "queries", "rotated", "k_row", "v_row"])
+_PARTS = [*_LAYER, ("visible", _VisibleKeys), "firsts", "counts"]
+_Layer = struct("Layer", _PARTS, ["batch", "queries", "rotated", "k_row", "v_row", "tokens"])
 
 
 def can_take(projected: Tensor, kv: LayerKV, metadata: AttentionMetadata) -> bool:
@@ -32,7 +33,7 @@ def can_take(projected: Tensor, kv: LayerKV, metadata: AttentionMetadata) -> boo
     is_tree = metadata.roots is not None
     return (
         _are_alike(projected, kv)
-        and (projected.shape[1] <= MAX_QUERIES or not is_tree)
+        and (metadata.last.shape[1] <= MAX_QUERIES or not is_tree)
         and metadata.num_keys > 0
         and code() is not None
     )
@@ -53,20 +54,24 @@ def attend_layer(
     Entries of ``kv.write_slots`` and ``metadata`` are trusted.
     """
     native, marshalled_config = library.required(code()), marshalled(config, _marshal)
-    _check_layer(projected, config, kv)
-    batch, queries = projected.shape[:2]
-    cos, sin, rotated = _angles(projected, config, angles)
+    batch, queries = metadata.last.shape
+    _check_layer(projected, config, kv, batch * queries)
+    cos, sin, rotated = _angles(projected, config, angles, (batch, queries))
     visible = marshalled(metadata, _marshal_visible)
-    require(metadata.last.shape == (batch, queries), "every query needs the last position that it sees")
+    is_packed = metadata.counts is not None
+    fits = projected.shape[0] == 1 if is_packed else projected.shape[:2] == (batch, queries)
+    require(fits, "every query needs the last position that it sees")
+    of_packing = _packing(metadata)
     projected, write_slots = projected.contiguous(), kv.write_slots.contiguous()
-    out = torch.empty(batch, queries, config.num_query_heads * config.head_dim, dtype=projected.dtype)
+    out = torch.empty(*projected.shape[:2], config.num_query_heads * config.head_dim, dtype=projected.dtype)
     layer = _Layer(
         projected.data_ptr(),
         None if cos is None else cos.data_ptr(),
         None if sin is None else sin.data_ptr(),
         *(write_slots.data_ptr(), kv.k_pool.data_ptr(), kv.v_pool.data_ptr(), out.data_ptr()),
         visible,
-        *(batch, queries, rotated, kv.k_pool.stride(0), kv.v_pool.stride(0)),
+        *of_packing,
+        *(batch, queries, rotated, kv.k_pool.stride(0), kv.v_pool.stride(0), projected.shape[0] * projected.shape[1]),
     )
     native.paged_attend_layer(marshalled_config, layer, projected.dtype is torch.bfloat16, torch.get_num_threads())
     return out
@@ -89,19 +94,30 @@ def _marshal(config: AttentionConfig) -> Any:
     )
 
 
-def _check_layer(projected: Tensor, config: AttentionConfig, kv: LayerKV) -> None:
+def _packing(metadata: AttentionMetadata) -> tuple[int | None, int | None]:
+    """Addresses of the packing, or None where queries are not packed."""
+    firsts, counts = metadata.firsts, metadata.counts
+    if firsts is None or counts is None:
+        return None, None
+    for x in (firsts, counts):
+        fits = x.shape == metadata.rows.shape and x.dtype is torch.int64 and x.is_cpu and x.is_contiguous()
+        require(fits, "a packing needs contiguous int64 on the CPU for every row")
+    return firsts.data_ptr(), counts.data_ptr()
+
+
+def _check_layer(projected: Tensor, config: AttentionConfig, kv: LayerKV, num_queries: int) -> None:
     """Native code trusts these: wrong shapes would make it read other memory."""
     k_pool, v_pool, write_slots = kv
     require(_are_alike(projected, kv), "projections and pools need one dtype, and whole rows on the CPU")
-    batch, queries, width = projected.shape
+    width = projected.shape[2]
     require(k_pool.shape[1:] == v_pool.shape[1:] == config.key_shape, "keys and values do not fit the heads")
     require(width == config.projected_width, "the projections have another width")
-    is_list = write_slots.shape == (batch * queries,) and write_slots.dtype is torch.int64 and write_slots.is_cpu
+    is_list = write_slots.shape == (num_queries,) and write_slots.dtype is torch.int64 and write_slots.is_cpu
     require(is_list, "every token needs an int64 slot on the CPU")
 
 
 def _angles(
-    projected: Tensor, config: AttentionConfig, angles: Angles | None
+    projected: Tensor, config: AttentionConfig, angles: Angles | None, shape: tuple[int, int]
 ) -> tuple[Tensor | None, Tensor | None, int]:
     """Cosines and sines as native code takes them, and how many components of a head turn."""
     if angles is None:
@@ -110,7 +126,7 @@ def _angles(
     rotated = cos.shape[-1]
     require(cos.dtype is sin.dtype is projected.dtype, "projections, cos and sin differ in dtype")
     require(cos.is_cpu and sin.is_cpu, "cos and sin need to be on the CPU")
-    require(cos.shape == sin.shape == (*projected.shape[:2], 1, rotated), "cos and sin have another shape")
+    require(cos.shape == sin.shape == (*shape, 1, rotated), "cos and sin have another shape")
     require(rotated <= config.head_dim and rotated % 2 == 0, "so many components cannot rotate")
     return cos.contiguous(), sin.contiguous(), rotated
 

@@ -25,9 +25,10 @@ class GroupTree {
  public:
   // Makes room for a tree. The caller fills in b and c and then, for each head, updates, decays of pending rows and log
   // decays of nodes. `ancestors` as for Paths. Memory is kept from tree to tree.
-  void begin(int64_t nodes, int64_t pending, int64_t state_dim, int64_t head_dim, const bool* ancestors) {
+  void begin(int64_t nodes, int64_t pending, int64_t state_dim, int64_t head_dim, const bool* ancestors,
+             int64_t ancestors_node) {
     nodes_ = nodes, pending_ = pending, state_dim_ = state_dim, head_dim_ = head_dim;
-    paths_.begin(nodes, pending, ancestors);
+    paths_.begin(nodes, pending, ancestors, ancestors_node);
     b_.resize((pending + nodes) * state_dim);
     c_.resize(nodes * state_dim);
     updates_.resize((pending + nodes) * head_dim);

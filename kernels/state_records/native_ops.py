@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_int
 from functools import cache
 from pathlib import Path
@@ -145,8 +145,8 @@ BuffersStruct = struct(
 )
 TreesStruct = struct(
     "Trees",
-    ["rows", "slots", "conv_index", "num_pending", "ancestors"],
-    ["batch", "nodes", "node_offset", "ancestors_batch"],
+    ["rows", "slots", "conv_index", "num_pending", "ancestors", "firsts", "counts"],
+    ["batch", "nodes", "node_offset", "ancestors_batch", "tokens"],
 )
 RunsStruct = struct(
     "Runs",
@@ -189,7 +189,7 @@ def marshal_trees(x: Trees) -> Any:
     Raises:
         ValueError: native code cannot read a dtype, device or layout, or shapes do not fit each other.
     """
-    integers = x.rows, x.slots, x.conv_index, *(() if x.num_pending is None else (x.num_pending,))
+    integers = [x.rows, x.slots, x.conv_index, *(y for y in (x.num_pending, x.firsts, x.counts) if y is not None)]
     are_places = all(y.dtype is torch.int64 and y.is_cpu and y.is_contiguous() for y in integers)
     require(are_places, "places need contiguous int64 on the CPU")
     is_mask = x.ancestors.is_cpu and x.ancestors.dtype is torch.bool and is_contiguous_from(x.ancestors, 1)
@@ -198,9 +198,21 @@ def marshal_trees(x: Trees) -> Any:
     require(x.rows.shape == x.slots.shape == (batch,), "rows and slots need one entry per tree")
     require(x.num_pending is None or x.num_pending.shape == (batch,), "num_pending needs one entry per tree")
     require(x.ancestors.shape == (batch, nodes, nodes), "ancestors need one row and column per node")
-    pending = None if x.num_pending is None else x.num_pending.data_ptr()
-    pointers = x.rows.data_ptr(), x.slots.data_ptr(), x.conv_index.data_ptr(), pending, x.ancestors.data_ptr()
-    return TreesStruct(*pointers, batch, nodes, x.node_offset, x.ancestors.stride(0))
+    of_packing = (x.firsts, x.counts)
+    require((x.firsts is None) == (x.counts is None) == (x.num_packed is None), "a packing has firsts and counts")
+    require(all(y is None or y.shape == (batch,) for y in of_packing), "a packing needs one entry per tree")
+    tensors = x.rows, x.slots, x.conv_index, x.num_pending, x.ancestors, *of_packing
+    pointers = (None if y is None else y.data_ptr() for y in tensors)
+    tokens = batch * nodes if x.num_packed is None else x.num_packed
+    return TreesStruct(*pointers, batch, nodes, x.node_offset, x.ancestors.stride(0), tokens)
+
+
+def check_tokens(shape: Sequence[int], trees: Trees) -> None:
+    """Raise ValueError unless inputs [B, N] are the nodes of ``trees``, or [1, T] their packing."""
+    batch, nodes, _ = trees.ancestors.shape
+    is_whole = trees.num_packed is None and tuple(shape) == (batch, nodes)
+    is_packed = trees.num_packed is not None and tuple(shape) == (1, trees.num_packed)
+    require(is_whole or is_packed, "there are other trees than inputs")
 
 
 def check_places(weights: Any, conv: Tensor, heads: Heads, buffers: Buffers, trees: Trees) -> None:

@@ -26,7 +26,18 @@ struct Trees {
   const int64_t* conv_index;    // [B, N, W], entries of conv_inputs
   const int64_t* num_pending;   // [B], or null: node_offset everywhere
   const bool* ancestors;        // [B, N, N], true from each node's ancestors and itself
+  const int64_t *firsts, *counts;  // [B], place of each root and number of nodes in packed inputs; or null: N each
   int64_t batch, nodes, node_offset, ancestors_batch;
+  int64_t tokens;  // of inputs and outputs, B N where they are not packed
+
+  int64_t first(int64_t b) const { return firsts == nullptr ? b * nodes : firsts[b]; }
+  int64_t count(int64_t b) const { return counts == nullptr ? nodes : counts[b]; }
+  int64_t num_packed() const {  // tokens of nodes; those behind them are padding
+    if (counts == nullptr) return tokens;
+    int64_t total = 0;
+    for (int64_t b = 0; b < batch; ++b) total += counts[b];
+    return total;
+  }
 };
 
 // Known tokens, behind the states that they advance in place.

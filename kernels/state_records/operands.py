@@ -108,6 +108,10 @@ class Trees:
     folds: Tensor | None = (
         None  # [B] bool: fold pending records into the checkpoint first; None: no row folds. GPU only
     )
+    # Native forms take the nodes of ragged trees packed, [1, T, ...]: row b's begin at firsts[b]. Others ignore these.
+    firsts: Tensor | None = None  # [B] int64
+    counts: Tensor | None = None  # [B] int64, nodes of each tree, their sum not above T
+    num_packed: int | None = None  # T; None: inputs are [B, N, ...]
 
     @cached_property
     def placement(self) -> TreePlacement:

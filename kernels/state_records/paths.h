@@ -12,15 +12,15 @@ namespace specmamba {
 // Row j is pending record j, or node j - pending. Memory is kept from tree to tree.
 class Paths {
  public:
-  // `ancestors` [nodes, nodes] is true from a node's ancestors and itself. A node sees the pending records and its
-  // strict ancestors.
-  void begin(int64_t nodes, int64_t pending, const bool* ancestors) {
+  // `ancestors` [nodes, nodes], rows `distance` apart, is true from a node's ancestors and itself. A node sees the
+  // pending records and its strict ancestors.
+  void begin(int64_t nodes, int64_t pending, const bool* ancestors, int64_t distance) {
     pending_ = pending;
     seen_.clear();
     first_seen_.assign(1, 0);
     for (int64_t i = 0; i < nodes; ++i) {
       for (int64_t j = 0; j < pending + i; ++j)
-        if (j < pending || ancestors[i * nodes + j - pending]) seen_.push_back(j);
+        if (j < pending || ancestors[i * distance + j - pending]) seen_.push_back(j);
       first_seen_.push_back(static_cast<int64_t>(seen_.size()));
     }
     decays_.resize(pending + nodes), between_.resize(pending + nodes), log_decays_.resize(nodes);

@@ -17,20 +17,22 @@ class Row {
   void begin(const Buffers& buffers, const Trees& trees, const Heads& heads, const Convolution& convolution, int64_t b,
              const void* mixed, int64_t distance) {
     const int64_t row = trees.rows[b];
-    heads_ = heads, convolution_ = convolution, nodes_ = trees.nodes, node_offset_ = trees.node_offset;
-    mixed_ = static_cast<const T*>(mixed) + b * nodes_ * distance, distance_ = distance;
+    heads_ = heads, convolution_ = convolution, nodes_ = trees.count(b), node_offset_ = trees.node_offset;
+    mixed_ = static_cast<const T*>(mixed) + trees.first(b) * distance, distance_ = distance;
     conv_inputs_ = static_cast<T*>(buffers.conv_inputs) + row * buffers.conv_inputs_row;
     k_ = buffers.k + row * buffers.k_row;
     u_ = buffers.u + row * buffers.u_row;
     decay_ = buffers.decay + row * buffers.decay_row;
     states_ = buffers.states + trees.slots[b] * buffers.states_slot;
-    ancestors_ = trees.ancestors + b * trees.ancestors_batch;
+    ancestors_ = trees.ancestors + b * trees.ancestors_batch, ancestors_node_ = trees.nodes;
     pending_ = trees.num_pending == nullptr ? trees.node_offset : trees.num_pending[b];
-    find_taps(trees.conv_index + b * nodes_ * convolution.width);
+    find_taps(trees.conv_index + b * trees.nodes * convolution.width);
   }
 
   int64_t pending() const { return pending_; }
+  int64_t nodes() const { return nodes_; }
   const bool* ancestors() const { return ancestors_; }
+  int64_t ancestors_node() const { return ancestors_node_; }
   const float* state(int64_t head) const { return states_ + head * heads_.key_dim * heads_.value_dim; }
   float* key(int64_t record, int64_t head) const {
     return k_ + (record * heads_.key_heads + head) * heads_.key_dim;
@@ -76,7 +78,7 @@ class Row {
 
   Heads heads_;
   Convolution convolution_;
-  int64_t nodes_, node_offset_, pending_, distance_;
+  int64_t nodes_, node_offset_, pending_, distance_, ancestors_node_;
   const T* mixed_;
   T* conv_inputs_;
   float *k_, *u_, *decay_;

@@ -9,7 +9,7 @@ from torch import Tensor
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.state_pool import StatePool
-from specmamba.core import Batch, PrefillChunk
+from specmamba.core import Batch, Packing, PrefillChunk
 from specmamba.kernels import paged_attention
 from specmamba.kernels.state_records import ExtendOperands, RowSet
 
@@ -58,6 +58,7 @@ class PagedKV:
         form: paged_attention.AttentionConfig,
         cos: Tensor | None,
         sin: Tensor | None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """Compute and store keys and values of new tokens, attend to all visible keys, apply the output gate if any.
 
@@ -66,17 +67,27 @@ class PagedKV:
             projected: [B, L, (Hq + 2 Hkv [+ Hq]) D], in the order queries, keys, values, gates.
             form: norms, rotary embedding, gate and scale of this layer.
             cos, sin: [B, L, 1, rotary_dim]; None without rotary embedding.
+            packing: projections and the result are packed, [1, T, ...]; None: they are not.
 
         Returns:
             [B, L, Hq D].
         """
         kv = paged_attention.LayerKV(self.pool.k[layer], self.pool.v[layer], self.write_slots)
         angles = None if cos is None or sin is None else (cos, sin)
-        return paged_attention.attend_layer(projected, form, angles, kv, self.keys)
+        if packing is None or paged_attention.takes_packed(projected, kv, self.keys):
+            return paged_attention.attend_layer(projected, form, angles, kv, self.keys)
+        unpacked = packing.unpack(projected, self.batch_size)
+        return packing.pack(paged_attention.attend_layer(unpacked, form, angles, kv, self.keys))
 
 
 def causal_keys(
-    table: RequestTable, batch: Batch, positions: Tensor, num_keys: int, first_key: int = 0, sees_all: bool = False
+    table: RequestTable,
+    batch: Batch,
+    positions: Tensor,
+    num_keys: int,
+    first_key: int = 0,
+    sees_all: bool = False,
+    packing: Packing | None = None,
 ) -> paged_attention.AttentionMetadata:
     """Each query, at positions [B, Q], sees its row from position ``first_key`` up to itself.
 
@@ -87,6 +98,7 @@ def causal_keys(
         num_keys: bound of all keys: every query position is below it.
         first_key: 1 for a draft head, which has no entry for the first token.
         sees_all: every query is the last of all keys, so no mask is needed.
+        packing: of the queries; None: they are not packed.
     """
     return paged_attention.AttentionMetadata(
         table.kv_slots,
@@ -96,11 +108,18 @@ def causal_keys(
         first_key,
         first_row=batch.first_row,
         sees_all=sees_all and batch.is_exact,
+        firsts=None if packing is None else packing.firsts,
+        counts=None if packing is None else packing.counts,
     )
 
 
 def tree_keys(
-    table: RequestTable, batch: Batch, ancestors: Tensor, num_keys: int, first_key: int = 0
+    table: RequestTable,
+    batch: Batch,
+    ancestors: Tensor,
+    num_keys: int,
+    first_key: int = 0,
+    packing: Packing | None = None,
 ) -> paged_attention.AttentionMetadata:
     """Each query sees its row from ``first_key`` to before the root, and entries of a tree behind that.
 
@@ -111,6 +130,7 @@ def tree_keys(
             Q may be smaller than M: a draft step queries its newest entries only.
         num_keys: bound of all keys: every entry position is below it.
         first_key: 1 for a draft head, which has no entry for the first token; it does not apply to the tree.
+        packing: of the queries; None: they are not packed.
     """
     before_root = (batch.root_positions - 1)[:, None].expand(-1, ancestors.shape[1])
     return paged_attention.AttentionMetadata(
@@ -122,4 +142,6 @@ def tree_keys(
         batch.root_positions,
         ancestors,
         batch.first_row,
+        firsts=None if packing is None else packing.firsts,
+        counts=None if packing is None else packing.counts,
     )

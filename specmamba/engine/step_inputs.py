@@ -75,6 +75,8 @@ class TreeInputs:
         self.entries = torch.zeros_like(self.tokens)  # the distribution after each node
         self.places = torch.zeros(num_rows * max_nodes, dtype=torch.int64, device=device)
         self.nodes = torch.zeros_like(self.places)
+        self.firsts = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.counts = torch.zeros_like(self.firsts)
         self._draft_probs: Tensor | None = None  # [rows, E, V] float32
 
     def clear(self) -> None:
@@ -82,8 +84,8 @@ class TreeInputs:
         self.tokens.zero_()
         self.parents.fill_(-1)
         self.entries.zero_()
-        self.places.zero_()
-        self.nodes.zero_()
+        for x in (self.places, self.nodes, self.firsts, self.counts):
+            x.zero_()
 
     def write(self, tree: DraftTree) -> None:
         """Write trees; nodes and rows that they lack become padding."""
@@ -108,9 +110,9 @@ class TreeInputs:
         for buffer, numbers in columns:
             buffer[:size, :width] = torch.from_numpy(numbers)
         if kind.num_packed:
-            places, nodes = trees.padded(kind.batch_size, kind.num_nodes).packing(kind.num_packed)
-            self.places[: len(places)] = torch.from_numpy(places)
-            self.nodes[: len(nodes)] = torch.from_numpy(nodes)
+            numbers = trees.padded(kind.batch_size, kind.num_nodes).packing(kind.num_packed)
+            for buffer, found in zip((self.places, self.nodes, self.firsts, self.counts), numbers, strict=True):
+                buffer[: len(found)] = torch.from_numpy(found)
 
     def draft_probs(self, num_rows: int, num_distributions: int, vocab_size: int) -> Tensor:
         """Memory for the distributions that a draft leaves to a verify, [B, E, V] float32."""
@@ -127,7 +129,8 @@ class TreeInputs:
         parents = self.parents[:size, :num_nodes]
         packing = None
         if kind.num_packed:
-            packing = Packing(self.places[: kind.num_packed], self.nodes[: size * num_nodes])
+            of_nodes = self.places[: kind.num_packed], self.nodes[: size * num_nodes]
+            packing = Packing(*of_nodes, self.firsts[:size], self.counts[:size])
         if kind.is_chain:
             shape = replace(chain_shape(size, num_nodes, tokens.device), parents=parents, packing=packing)
         else:

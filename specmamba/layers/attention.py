@@ -39,5 +39,4 @@ class Attention:
         if self._has_rotary:
             assert context.rotary is not None
             cos, sin = context.rotary.cos, context.rotary.sin
-        projected = context.unpack(self._in(x))
-        return self._out(context.pack(context.kv.attend(self._kv_layer, projected, self._form, cos, sin)))
+        return self._out(context.kv.attend(self._kv_layer, self._in(x), self._form, cos, sin, context.packing))

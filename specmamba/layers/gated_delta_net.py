@@ -21,18 +21,22 @@ class GatedDeltaNet(RecurrentLayer[delta_net.Weights]):
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
         assert context.state is not None
-        s, heads = self._shape, self._shape.num_value_heads
-        sizes = [s.conv_channels, heads * s.value_dim, heads, heads]
-        mixed, gate, b, a = torch.split_with_sizes(context.unpack(self._in(x)), sizes, -1)
-        inputs = delta_net.Inputs(mixed, gate.unflatten(-1, (heads, -1)), b, a)
+        projected = self._in(x)
+        inputs = self._parts(projected)
         state = context.state.operands(self._state_layer)
         if delta_net.can_fuse(state, inputs, self._weights):
             out = delta_net.tree_verify(inputs, self._weights, state.buffers, state.trees)
         elif delta_net.can_extend(state, inputs, self._weights):
             out = delta_net.extend(inputs, self._weights, state)
         else:
-            out = mix(inputs, self._weights, state)
-        return self._out(context.pack(out.flatten(-2)))
+            out = context.pack(mix(self._parts(context.unpack(projected)), self._weights, state))
+        return self._out(out.flatten(-2))
+
+    def _parts(self, projected: Tensor) -> delta_net.Inputs:
+        s, heads = self._shape, self._shape.num_value_heads
+        sizes = [s.conv_channels, heads * s.value_dim, heads, heads]
+        mixed, gate, b, a = torch.split_with_sizes(projected, sizes, -1)
+        return delta_net.Inputs(mixed, gate.unflatten(-1, (heads, -1)), b, a)
 
 
 def mix(inputs: delta_net.Inputs, weights: delta_net.Weights, state: StateOperands) -> Tensor:

@@ -20,10 +20,9 @@ class Mamba2(RecurrentLayer[mamba2.Weights]):
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """[B, L, H] -> [B, L, H]."""
-        s = self._shape
-        sizes = [s.num_value_heads * s.value_dim, s.conv_channels, s.num_value_heads]
-        inputs = mamba2.Inputs(*torch.split_with_sizes(context.unpack(self._in(x)), sizes, -1))
         assert context.state is not None
+        projected = self._in(x)
+        inputs = self._parts(projected)
         state = context.state.operands(self._state_layer)
         w = self._weights
         if mamba2.can_fuse(state, inputs, w):
@@ -31,8 +30,13 @@ class Mamba2(RecurrentLayer[mamba2.Weights]):
         elif mamba2.can_extend(state, inputs, w):
             out = mamba2.extend(inputs, w, state)
         else:
-            out = mix(inputs, w, state)
-        return self._out(context.pack(out))
+            out = context.pack(mix(self._parts(context.unpack(projected)), w, state))
+        return self._out(out)
+
+    def _parts(self, projected: Tensor) -> mamba2.Inputs:
+        s = self._shape
+        sizes = [s.num_value_heads * s.value_dim, s.conv_channels, s.num_value_heads]
+        return mamba2.Inputs(*torch.split_with_sizes(projected, sizes, -1))
 
 
 def mix(inputs: mamba2.Inputs, weights: mamba2.Weights, state: StateOperands) -> Tensor:

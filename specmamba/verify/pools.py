@@ -69,9 +69,9 @@ class Pools:
         positions = batch.root_positions[:, None] + shape.depth
         if shape.is_chain:
             is_single = batch.size == num_nodes == 1  # its token sees all keys, so no mask is needed
-            keys = causal_keys(self.table, batch, positions, num_keys, sees_all=is_single)
+            keys = causal_keys(self.table, batch, positions, num_keys, sees_all=is_single, packing=shape.packing)
         else:
-            keys = tree_keys(self.table, batch, shape.ancestors, num_keys)
+            keys = tree_keys(self.table, batch, shape.ancestors, num_keys, packing=shape.packing)
         return ForwardContext(
             kv=PagedKV(self.kv, placement.kv_slots.view(-1), keys),
             state=VerifyState(self.state_buffers, placement.states),

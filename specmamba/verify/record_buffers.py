@@ -133,7 +133,10 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         if self._widened is not None:
             size = len(checkpoints)
             checkpoints = RowSet.of(range(size), index.device, torch.arange(size, device=index.device))
-        trees = state_records.Trees(rows.index, checkpoints.index, index, num_pending, offset, tree.ancestors, folds)
+        places = rows.index, checkpoints.index, index, num_pending, offset, tree.ancestors, folds
+        packing = tree.packing
+        packed = () if packing is None else (packing.firsts, packing.counts, packing.num_packed)
+        trees = state_records.Trees(*places, *packed)
         return RecordPlan(slots, tree, index, trees, checkpoints)
 
     def operands(self, layer: int, plan: RecordPlan) -> RecordOperands:

@@ -52,7 +52,9 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan(
     budget: int = PLENTY, max_nodes: int = 4, shape: CacheShape = SHAPE, weight_bytes: int = 0, **flags: Any
 ) -> MemoryPlan:
-    return plan_memory(EngineConfig(**flags), shape, CONTEXT, VOCAB, max_nodes, max_nodes, budget, weight_bytes)
+    """A plan without room for distributions, unless ``speculative_accept`` says otherwise."""
+    config = EngineConfig(**({"speculative_accept": "target"} | flags))
+    return plan_memory(config, shape, CONTEXT, VOCAB, max_nodes, max_nodes, budget, weight_bytes)
 
 
 def arrays_of(thing: object) -> Iterator[Tensor | np.ndarray[Any, Any]]:
@@ -71,10 +73,11 @@ def num_bytes(thing: object) -> int:
 class TestBytes:
     @pytest.mark.parametrize("page_size", [1, 4])
     @pytest.mark.parametrize("total_tokens", [None, 60], ids=["full contexts", "fewer"])
-    def test_planned_bytes_are_those_of_the_pools(self, page_size: int, total_tokens: int | None) -> None:
-        made = plan(
-            max_running_requests=3, page_size=page_size, max_total_tokens=total_tokens, disable_radix_cache=True
-        )
+    @pytest.mark.parametrize("accept", ["target", "rejection", "auto"])
+    def test_planned_bytes_are_those_of_the_pools(self, accept: str, page_size: int, total_tokens: int | None) -> None:
+        """And of the distributions of every node of a step, where some request may be decided under rejection."""
+        flags: dict[str, Any] = {"page_size": page_size, "max_total_tokens": total_tokens, "speculative_accept": accept}
+        made = plan(max_running_requests=3, disable_radix_cache=True, **flags)
         kv = KVPool(SHAPE, made.num_pages, page_size, CPU)
         states = StatePool(SHAPE, made.num_state_slots, CPU)
         table = RequestTable(made.num_rows, made.context_length + made.num_lookahead_slots, kv, CPU)
@@ -84,7 +87,8 @@ class TestBytes:
         assert made.state_bytes == num_bytes(states)
         pending_tokens = 4 * pending_capacity(4) * (8 + 4 * 7)  # tokens and features of the MTP drafter
         per_request = table.kv_slots.nbytes + pending_tokens + sum(x.nbytes for x in counts._tensors or ())
-        assert made.table_bytes == pytest.approx(per_request + num_bytes(kv.allocator), abs=8)
+        distributions = 0 if accept == "target" else 3 * 4 * 6 * 4 * VOCAB  # rows, nodes, distributions per node
+        assert made.table_bytes == pytest.approx(per_request + num_bytes(kv.allocator) + distributions, abs=8)
 
     @pytest.mark.parametrize("max_nodes", [1, 4, 16])
     @pytest.mark.parametrize(("kind", "buffers"), [("records", RecordBuffers), ("snapshots", SnapshotBuffers)])
@@ -104,8 +108,9 @@ class TestBytes:
     def test_bytes_of_a_draft_token_besides_its_state(self) -> None:
         """Distributions of a draft that is drawn, and a longer list of tokens and features for the head."""
         plain = plan(max_nodes=16)
-        rejecting = plan(max_nodes=16, speculative_accept="rejection")
-        assert rejecting.draft_token_bytes_per_request - plain.draft_token_bytes_per_request == 6 * 4 * VOCAB
+        for accept in ("rejection", "auto"):
+            rejecting = plan(max_nodes=16, speculative_accept=accept)
+            assert rejecting.draft_token_bytes_per_request - plain.draft_token_bytes_per_request == 6 * 4 * VOCAB
         records = 2 * SHAPE.record_bytes_per_token
         assert plain.draft_token_bytes_per_request == records + 2 * (8 + 4 * 7)
         assert plan(max_nodes=4).draft_token_bytes == 0  # the pending list has room for eight
@@ -205,7 +210,8 @@ class TestPlenty:
         """The size of the bundled demo, on a machine with 24 GiB."""
         shape = CacheShape((KVShape(3, 2, 64),), 6, StateShape(4, 4, 64, 64, 4), torch.bfloat16, 256)
         made = plan_memory(EngineConfig(), shape, 4096, 4096, 4, 4, 12 << 30, 18 << 20)
-        assert made.total_bytes < 400 << 20
+        distributions = 16 * 4 * 6 * 4 * 4096
+        assert made.total_bytes < (400 << 20) + distributions
 
 
 class TestScarcity:
@@ -303,7 +309,7 @@ CASES = st.fixed_dictionaries(
         "disable_radix_cache": st.booleans(),
         "chunked_prefill_size": st.sampled_from([4, 512]),
         "speculative_state": st.sampled_from(["records", "snapshots"]),
-        "speculative_accept": st.sampled_from(["target", "rejection"]),
+        "speculative_accept": st.sampled_from(["target", "rejection", "auto"]),
     }
 )
 SMALL: Case = {
@@ -431,7 +437,7 @@ class TestStartUpLines:
     SHAPE = CacheShape((KVShape(1, 1, 2),), 18, StateShape(16, 16, 128, 128, 4), torch.bfloat16)
 
     def lines(self, **flags: Any) -> list[str]:
-        return plan(1 << 34, 16, self.SHAPE, 3 << 30, **flags).describe_lines()
+        return plan(1 << 34, 16, self.SHAPE, 3 << 30, **({"speculative_accept": "auto"} | flags)).describe_lines()
 
     def test_records(self) -> None:
         assert self.lines() == [
@@ -442,7 +448,7 @@ class TestStartUpLines:
                 "speculation            279 MiB  records for trees of up to 16 nodes: 16.4 MiB per running request "
                 "(snapshots would take 298 MiB)"
             ),
-            "request tables         169 KiB  16 rows, and the lists of pages",
+            "request tables         769 KiB  16 rows, and the lists of pages",
             "total                  4.7 GiB  of 16.0 GiB that --mem-fraction-static allows",
             "running requests            16  at once; KV for 32 of the full 100 tokens",
             "one more draft token  16.8 MiB  1.0 MiB per running request (snapshots would take 18.6 MiB)",

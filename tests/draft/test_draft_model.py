@@ -597,7 +597,8 @@ DRAFT = CacheShape(
 
 class TestMemory:
     def test_bytes_of_a_draft_model(self) -> None:
-        shape, config = SHAPE.with_draft_model(DRAFT), EngineConfig(max_running_requests=3, max_total_tokens=200)
+        flags: dict[str, Any] = {"max_running_requests": 3, "max_total_tokens": 200, "speculative_accept": "target"}
+        shape, config = SHAPE.with_draft_model(DRAFT), EngineConfig(**flags)
         with_draft, without = (plan_memory(config, s, 100, 50, 4, 4, 1 << 30) for s in (shape, SHAPE))
         states = DraftStates(DRAFT, 3, 4, CPU)
         floats = [*vars(states._pool).values(), *vars(states._records).values()]
@@ -612,6 +613,8 @@ class TestMemory:
         more = plan_memory(config, shape, 100, 50, 17, 17, 1 << 30)
         of_both = 2 * (SHAPE.record_bytes_per_token + DRAFT.record_bytes_per_token)
         assert more.record_bytes_per_draft_token == of_both
+        drawn = plan_memory(config.model_copy(update={"speculative_accept": "auto"}), shape, 100, 50, 17, 17, 1 << 30)
+        assert drawn.record_bytes_per_draft_token == of_both + 6 * 4 * 50  # distributions
         parts = with_draft.kv_bytes + with_draft.state_bytes + with_draft.spec_bytes + with_draft.table_bytes
         assert with_draft.total_bytes == parts + with_draft.draft_bytes
 

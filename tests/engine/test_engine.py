@@ -20,6 +20,7 @@ from specmamba.draft.drafter import Drafter, chain_shape, tree_shape
 from specmamba.engine.engine import Engine
 from specmamba.engine.request import Request
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
+from specmamba.sampling_params import AcceptRule, SpeculationParams
 from specmamba.verify import step as step_module
 from specmamba.verify.acceptance import accept
 from tests.kernels.trees import path_to, random_parents
@@ -54,6 +55,11 @@ def build(model: str | None = None, mtp: int = 3, **flags: Any) -> Engine:
 
 def change(params: SamplingParams, **updates: Any) -> SamplingParams:
     return SamplingParams(**(params.model_dump() | updates))
+
+
+def ask(params: SamplingParams, rule: AcceptRule) -> SamplingParams:
+    """The same settings, and a rule of acceptance."""
+    return change(params, speculative=SpeculationParams(accept=rule))
 
 
 def run(engine: Engine, requests: Iterable[NewRequest] = (), max_steps: int = 5000) -> dict[str, list[OutputDelta]]:
@@ -238,12 +244,23 @@ class TestSeeds:
     def test_unseeded_requests_follow_the_engine(self, tiny: str) -> None:
         unseeded = change(SAMPLED, seed=None)
         requests = [(str(i), [5], unseeded) for i in range(4)]
-        first = answers(run(build(tiny, seed=1), requests))
+        flags = {"speculative_accept": "target"}
+        first = answers(run(build(tiny, seed=1, **flags), requests))
         assert len(set(first.values())) == 4  # not the same text four times
         assert answers(run(build(tiny, seed=1, mtp=0), requests)) == first
-        assert not set(first.values()) & set(answers(run(build(tiny, seed=2), requests)).values())
+        assert not set(first.values()) & set(answers(run(build(tiny, seed=2, **flags), requests)).values())
         with_seeded_between = [(f"{i}{k}", [5], unseeded if k else GREEDY) for i in range(2) for k in (0, 1)]
-        assert answers(run(build(tiny, seed=1), with_seeded_between))["01"] == first["1"]
+        assert answers(run(build(tiny, seed=1, **flags), with_seeded_between))["01"] == first["1"]
+
+    def test_unseeded_requests_follow_the_engine_and_their_drafts_unless_target_is_asked_for(self, tiny: str) -> None:
+        unseeded = change(SAMPLED, seed=None)
+        requests = [(str(i), [5], unseeded) for i in range(4)]
+        first = answers(run(build(tiny, seed=1), requests))
+        assert answers(run(build(tiny, seed=1), requests)) == first
+        plain = answers(run(build(tiny, seed=1, mtp=0), requests))
+        assert not set(first.values()) & set(plain.values())  # decided under rejection, by other random numbers
+        asking = [(name, prompt, ask(params, "target")) for name, prompt, params in requests]
+        assert answers(run(build(tiny, seed=1), asking)) == plain
 
     @pytest.mark.fast_cases(2)
     @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -67,5 +69,5 @@ def _shape(trees: HostTrees, parents: Tensor, size: int, width: int, device: tor
     shape = tree_shape(parents, 1 if is_chain else width - 1)
     if not is_ragged:
         return shape
-    places, nodes = (torch.from_numpy(x).to(device) for x in trees.packing(trees.num_nodes))
-    return TreeShape(parents, shape.ancestors, shape.depth, False, shape.max_children, Packing(places, nodes))
+    packing = Packing(*(torch.from_numpy(x).to(device) for x in trees.packing(trees.num_nodes)))
+    return replace(shape, packing=packing)

@@ -41,8 +41,8 @@ class HostTrees:
         columns = (np.pad(self.tokens, grown), np.pad(self.parents, grown, constant_values=-1))
         return HostTrees(*columns, np.pad(self.candidates, grown), np.pad(self.counts, grown[0]))
 
-    def packing(self, num_places: int) -> tuple[Ints, Ints]:
-        """Return ``Packing.places`` and ``Packing.nodes``; places after the last node repeat place 0.
+    def packing(self, num_places: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return the tensors of ``Packing``, in their order; places after the last node repeat place 0.
 
         Args:
             num_places: of the packing, at least the number of nodes.
@@ -53,7 +53,7 @@ class HostTrees:
         number = np.arange(self.num_nodes)
         places[: len(number)] = number + np.repeat(np.arange(size) * width - first, self.counts)
         nodes = first[:, None] + np.minimum(np.arange(width), np.maximum(self.counts[:, None] - 1, 0))
-        return places, np.minimum(nodes, num_places - 1).ravel()
+        return places, np.minimum(nodes, num_places - 1).ravel(), first, self.counts
 
 
 def trees_of(tokens: Ints, parents: Ints, kept: Bools, num_nodes: int) -> HostTrees:
