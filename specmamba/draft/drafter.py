@@ -23,6 +23,10 @@ class HostPendingTokens:
     is_deferred: bool
     kept: tuple[int, ...] | None = None  # tokens of each row that stay pending; None: all if deferred, or none
 
+    def of(self, places: Sequence[int]) -> HostPendingTokens:
+        """Those of the rows at these places, all of which the step runs."""
+        return HostPendingTokens(tuple(self.counts[place] for place in places), is_deferred=False)
+
     def on(self, device: torch.device) -> PendingTokens:
         """Upload them to a device."""
         is_ragged = min(self.counts) < max(self.counts)
@@ -43,6 +47,7 @@ class Drafter(ABC):
     is_capturable = False  # ``propose`` and ``observe`` never read from the device or use ``Batch.rows``
     has_pending_tokens = False  # ``prepare`` returns pending tokens
     offers = False  # has ``offer``
+    num_distributions = 0  # that drafts of a row are drawn from at the most, and one for a node without children
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftTree:

@@ -18,6 +18,7 @@ from specmamba.core import Batch, DraftTree
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, Replay, bucket_for, bucket_sizes
 from specmamba.draft.candidates import Candidates, Ints
 from specmamba.draft.drafter import Drafter, HostPendingTokens, PlainDrafts
+from specmamba.draft.sizing.sizer import DraftSize
 from specmamba.draft.sizing.trees import HostTrees
 from specmamba.engine.request import Request
 from specmamba.engine.step_inputs import Sampling, StepInputs, StepKind
@@ -56,6 +57,7 @@ class StepGraphRunner:
         """
         self.replay, self.buckets = replay, buckets
         self.inputs = StepInputs(buckets[-1], plan.max_nodes, device)
+        self._draft_inputs = StepInputs(buckets[-1], plan.max_nodes, device)  # of drafts for some of the requests
         self._pools, self._device, self._max_nodes = pools, device, plan.max_nodes
         self._max_root_position = plan.context_length
 
@@ -122,27 +124,34 @@ class StepGraphRunner:
         return self._replay(requests, pending_tokens, kind, run_step, policy, drafts, lambda: drafts)
 
     def offer(
-        self, requests: Sequence[Request], drafter: Drafter, pending_tokens: HostPendingTokens | None, num_steps: int
+        self, requests: Sequence[Request], drafter: Drafter, pending_tokens: HostPendingTokens | None, size: DraftSize
     ) -> Candidates:
-        """Replay a draft down to depth ``num_steps``; its numbers are valid until the next replay.
+        """Replay a draft; its numbers are valid until the next replay.
 
         Distributions that drafts are drawn from stay for ``run_chosen``.
+
+        Args:
+            requests: those that are drafted for.
+            drafter: a capturable one.
+            pending_tokens: of all requests of the step.
+            size: depth of the draft, and who is drafted for.
         """
-        kind = self._kind(requests, drafter, pending_tokens)._replace(num_nodes=num_steps)
+        inputs, own = self.inputs, pending_tokens
+        if size.drafted is not None and pending_tokens is not None:
+            inputs, own = self._draft_inputs, pending_tokens.of(np.flatnonzero(size.drafted).tolist())
+        kind = self._kind(requests, drafter, own, inputs)._replace(num_nodes=size.depth)
         self._pools.table.upload()
 
         def draft() -> Candidates:
-            found = drafter.offer(self.inputs.batch(kind), num_steps)
+            found = drafter.offer(inputs.batch(kind), size.depth)
             if found.draft_probs is not None:
                 _, count, vocab_size = found.draft_probs.shape
-                kept = self.inputs.trees.draft_probs(kind.batch_size, count + 1, vocab_size)
+                kept = self.inputs.trees.draft_probs(kind.batch_size, drafter.num_distributions, vocab_size)
                 kept[:, :count] = found.draft_probs
             return found
 
-        def fill() -> None:
-            self.inputs.write(requests, pending_tokens)
-
-        found: Candidates = self.replay.run(("offer", kind, drafter), draft, self.inputs.clear, fill)
+        key = "offer", kind, drafter, size.drafted is None
+        found: Candidates = self.replay.run(key, draft, inputs.clear, lambda: inputs.write(requests, own))
         return found
 
     def run_chosen(
@@ -154,14 +163,15 @@ class StepGraphRunner:
         pending_tokens: HostPendingTokens | None,
         candidates: Candidates,
         trees: HostTrees,
+        size: DraftSize,
     ) -> StepOutput:
         """Replay a step on trees that were chosen from ``candidates`` of ``offer``. Other arguments as for ``run``."""
         kind = self._kind(requests, drafter, pending_tokens)
         entries = None
         if candidates.draft_probs is not None:
             assert candidates.entries is not None
-            kind = kind._replace(num_distributions=candidates.draft_probs.shape[1] + 1)
-            entries = _chosen_entries(candidates.entries, trees)
+            kind = kind._replace(num_distributions=drafter.num_distributions, is_partial=size.drafted is not None)
+            entries = _chosen_entries(candidates.entries, trees, size, kind.num_distributions)
         kind = self._sized(kind, trees)
         return self._replay(
             requests,
@@ -244,7 +254,11 @@ class StepGraphRunner:
         return step
 
     def _kind(
-        self, requests: Sequence[Request], drafter: Drafter, pending_tokens: HostPendingTokens | None
+        self,
+        requests: Sequence[Request],
+        drafter: Drafter,
+        pending_tokens: HostPendingTokens | None,
+        inputs: StepInputs | None = None,
     ) -> StepKind:
         size = self.bucket(len(requests))
         assert size is not None
@@ -259,7 +273,7 @@ class StepGraphRunner:
         return StepKind(
             batch_size=size,
             num_nodes=drafter.num_nodes(size),
-            sampling=self.inputs.write_settings(requests),
+            sampling=(inputs or self.inputs).write_settings(requests),
             max_root_position=last,
             is_deferred=pending_tokens is not None and pending_tokens.is_deferred,
             is_forced=any(request.forced_output_ids for request in requests),
@@ -268,9 +282,13 @@ class StepGraphRunner:
         )
 
 
-def _chosen_entries(entries: Tensor, trees: HostTrees) -> Ints:
-    """The distribution that the children of each node were drawn from, [B, N]."""
-    found: Ints = np.take_along_axis(entries.numpy()[: len(trees.counts)], trees.candidates, 1)
+def _chosen_entries(entries: Tensor, trees: HostTrees, size: DraftSize, num_distributions: int) -> Ints:
+    """The distribution that the children of each node were drawn from, [B, N], among those of all drafted rows."""
+    of_drafted = entries.cpu().numpy()
+    rows = np.arange(len(trees.counts))
+    if size.drafted is not None:
+        rows = np.maximum(np.cumsum(size.drafted) - 1, 0)  # of those that are not drafted for, no entry is read
+    found: Ints = of_drafted[rows[:, None], trees.candidates] + rows[:, None] * num_distributions
     return found
 
 

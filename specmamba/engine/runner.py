@@ -116,7 +116,7 @@ class Runner:
         rows = tuple(request.held_row for request in requests)
         self.probe.start(len(rows))
         sizer = self.sizer
-        size = None if sizer is None else sizer.plan(self._sized_batch(requests, rows))
+        size = None if sizer is None else sizer.plan(self._sized_batch(requests, rows), self.drafter.must_draft(rows))
         output = self._run_captured(requests, rows, size) or self._run_directly(requests, rows, size)
         results = output.read([request.params.logprobs for request in requests])  # the one read of a step
         decided = [result.tokens for result in results]
@@ -186,15 +186,20 @@ class Runner:
         """Replay a draft, choose its trees, and replay their verify; or replay a plain step."""
         drafter, sizer = self.drafter, self.sizer
         assert sizer is not None
-        pending_tokens = drafter.prepare(rows, len(rows), drafts=size.depth > 0)
         self.draft_seconds = 0.0
         if size.depth == 0:
+            pending_tokens = drafter.prepare(rows, len(rows), drafts=False)
             return graphs.run_plain(requests, drafter, self.run_step, self.policy, pending_tokens)
         began = time.perf_counter()
-        candidates = graphs.offer(requests, drafter, pending_tokens, size.depth)
+        if size.drafted is None:
+            drafted, pending_tokens = requests, drafter.prepare(rows, len(rows))
+        else:
+            drafted = [request for request, is_drafted in zip(requests, size.drafted, strict=True) if is_drafted]
+            pending_tokens = drafter.prepare_some(rows, size.drafted.tolist())
+        candidates = graphs.offer(drafted, drafter, pending_tokens, size)
         self.draft_seconds = time.perf_counter() - began
-        trees = sizer.choose(*on_host(candidates, len(rows)), candidates.depths, candidates.ranks)
-        return graphs.run_chosen(requests, drafter, self.run_step, self.policy, pending_tokens, candidates, trees)
+        trees = sizer.choose(*on_host(candidates, len(drafted)), candidates.depths, candidates.ranks)
+        return graphs.run_chosen(requests, drafter, self.run_step, self.policy, pending_tokens, candidates, trees, size)
 
     def totals(self, batch_size: int) -> range:
         """Numbers of nodes to which verifies of chosen trees are padded."""

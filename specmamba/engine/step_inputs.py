@@ -62,6 +62,7 @@ class StepKind(NamedTuple):
     max_pending_tokens: int = 0  # of a draft head, in any row; 0: there is none
     keeps_tokens: bool = False  # some rows keep their pending tokens
     num_distributions: int = 0  # of every row, that its drafts were drawn from
+    is_partial: bool = False  # distributions are of the rows that were drafted for
 
 
 class TreeInputs:
@@ -77,7 +78,7 @@ class TreeInputs:
         self.nodes = torch.zeros_like(self.places)
         self.firsts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.counts = torch.zeros_like(self.firsts)
-        self._draft_probs: Tensor | None = None  # [rows, E, V] float32
+        self._draft_probs: dict[int, Tensor] = {}  # [rows, E, V] float32, by E
 
     def clear(self) -> None:
         """Make all nodes but the roots padding."""
@@ -100,7 +101,8 @@ class TreeInputs:
         Args:
             kind: of the step.
             trees: no wider than the step's.
-            entries: [B, N], the distribution that each node's children were drawn from; None: nothing is drawn.
+            entries: [B, N], the distribution that each node's children were drawn from, numbered through all rows;
+                None: nothing is drawn.
         """
         size, width = trees.tokens.shape
         self.clear()
@@ -116,10 +118,10 @@ class TreeInputs:
 
     def draft_probs(self, num_rows: int, num_distributions: int, vocab_size: int) -> Tensor:
         """Memory for the distributions that a draft leaves to a verify, [B, E, V] float32."""
-        if self._draft_probs is None or self._draft_probs.shape[1] < num_distributions:
+        if num_distributions not in self._draft_probs:
             shape = self.tokens.shape[0], num_distributions, vocab_size
-            self._draft_probs = torch.zeros(shape, device=self._device)
-        return self._draft_probs[:num_rows, :num_distributions]
+            self._draft_probs[num_distributions] = torch.zeros(shape, device=self._device)
+        return self._draft_probs[num_distributions][:num_rows]
 
     def read(self, kind: StepKind, root_tokens: Tensor) -> DraftTree:
         """The trees of a step of this kind, on ``root_tokens`` [B]."""
@@ -138,13 +140,14 @@ class TreeInputs:
         return DraftTree(tokens, shape, self._read_probs(kind))
 
     def _read_probs(self, kind: StepKind) -> Tensor | None:
-        if not kind.num_distributions or self._draft_probs is None:
+        if not kind.num_distributions:
             return None
-        probs = self._draft_probs[: kind.batch_size, : kind.num_distributions]
-        if kind.is_chain and kind.num_nodes <= kind.num_distributions:
-            return probs[:, : kind.num_nodes]
-        entries = self.entries[: kind.batch_size, : kind.num_nodes, None]
-        return probs.gather(1, entries.expand(-1, -1, probs.shape[2]))
+        size, num_nodes = kind.batch_size, kind.num_nodes
+        probs = self._draft_probs[kind.num_distributions]
+        if kind.is_chain and num_nodes <= kind.num_distributions and not kind.is_partial:
+            return probs[:size, :num_nodes]
+        entries = self.entries[:size, :num_nodes].reshape(-1)
+        return probs.flatten(0, 1).index_select(0, entries).unflatten(0, (size, num_nodes))
 
 
 class StepInputs:

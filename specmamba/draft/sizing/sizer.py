@@ -10,7 +10,7 @@ when drafts would pay again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -130,9 +130,17 @@ class DraftSizer:
         self.confidence.begin(row)
         self.history.begin(row, mode)
 
-    def plan(self, batch: SizedBatch) -> DraftSize:
-        """Decide what the next step of these requests drafts."""
+    def plan(self, batch: SizedBatch, must_draft: Sequence[bool]) -> DraftSize:
+        """Decide what the next step of these requests drafts.
+
+        Args:
+            batch: the requests.
+            must_draft: rows that cannot be left out of a draft.
+        """
         size = self._planned(batch)
+        if size.drafted is not None:
+            drafted = size.drafted | np.array(must_draft)
+            size = replace(size, drafted=None if drafted.all() else drafted)
         self._pending = _Pending(batch, size, self._seconds[0][len(batch.rows)], len(batch.rows))
         return size
 
@@ -216,7 +224,8 @@ class DraftSizer:
     def _kept(self, values: Floats, batch: SizedBatch, drafted: Ints, size: DraftSize, seconds: Floats) -> Bools:
         if self.forced is not None or size.is_probe:
             number = (self.forced[1] if self.forced is not None else 2) - 1
-            place = np.argsort(np.argsort(-values, axis=1, kind="stable"), axis=1)
+            order = self.bounds.ranks[: values.shape[1]] if self.forced is not None and self.bounds.width == 1 else -values
+            place = np.argsort(np.argsort(order, axis=-1, kind="stable"), axis=-1)
             result: Bools = (place < number) & (values > 0)
             return result
         others = len(batch.rows) - len(drafted)
