@@ -16,7 +16,8 @@ from specmamba.command_line import readable
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, Replay, bucket_for, bucket_sizes
-from specmamba.draft.candidates import Candidates, Ints
+from specmamba.draft.candidates import Candidates
+from specmamba.kernels.draft_sizing import Ints
 from specmamba.draft.drafter import Drafter, HostPendingTokens, PlainDrafts
 from specmamba.draft.sizing.sizer import DraftSize
 from specmamba.draft.sizing.trees import HostTrees

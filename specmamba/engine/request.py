@@ -14,7 +14,7 @@ from torch import Tensor
 from specmamba.cache.prefix.node import Node
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SpecStats, TokenLogprob
 from specmamba.errors import GrammarError
-from specmamba.draft.sizing.confidence import DRAWN, GREEDY, SAMPLED
+from specmamba.kernels.draft_sizing import DRAWN, GREEDY, SAMPLED
 from specmamba.grammar import GrammarFollower
 from specmamba.models.tokenizer import Detokenizer
 from specmamba.sampling_params import AcceptRule, SamplingParams
@@ -214,7 +214,7 @@ class Request:
 
     @property
     def mode(self) -> int:
-        """The kind of its drafts' acceptance: ``draft.sizing.confidence`` has the numbers."""
+        """The kind of its drafts' acceptance: ``kernels.draft_sizing`` has the numbers."""
         return GREEDY if self.params.is_greedy else DRAWN if self.rule == "rejection" else SAMPLED
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor
 from specmamba.cache.access import ExtendState, PagedKV
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
-from specmamba.draft.candidates import Ints
+from specmamba.kernels.draft_sizing import Ints
 from specmamba.draft.drafter import Drafter, PlainDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts, on_host
 from specmamba.draft.sizing.sizer import DraftSize, DraftSizer, SizedBatch
@@ -116,7 +116,7 @@ class Runner:
         rows = tuple(request.held_row for request in requests)
         self.probe.start(len(rows))
         sizer = self.sizer
-        size = None if sizer is None else sizer.plan(self._sized_batch(requests, rows), self.drafter.must_draft(rows))
+        size = None if sizer is None else sizer.plan(self._sized_batch(requests, rows), lambda: self.drafter.must_draft(rows))
         output = self._run_captured(requests, rows, size) or self._run_directly(requests, rows, size)
         results = output.read([request.params.logprobs for request in requests])  # the one read of a step
         decided = [result.tokens for result in results]

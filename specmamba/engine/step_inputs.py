@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specmamba.core import Batch, DraftTree, Packing, PendingTokens
 from specmamba.cuda_graphs import Columns
-from specmamba.draft.candidates import Ints
+from specmamba.kernels.draft_sizing import Ints
 from specmamba.draft.drafter import HostPendingTokens, chain_shape, tree_shape
 from specmamba.draft.sizing.trees import HostTrees
 from specmamba.engine.request import Request, forced_ahead

@@ -49,7 +49,8 @@ def build(model: str | None = None, mtp: int = 3, **flags: Any) -> Engine:
     speculation: dict[str, Any] = {"speculative_algorithm": "mtp", "speculative_num_steps": mtp}
     limits = {"context_length": 256} if model is None and "max_total_tokens" not in flags else {}
     settings: dict[str, Any] = limits | {"dtype": "float32", "device": "cpu", "max_running_requests": 8} | flags
-    settings |= speculation if mtp else {"speculative_algorithm": "none"}
+    if "speculative_algorithm" not in flags:
+        settings |= speculation if mtp else {"speculative_algorithm": "none"}
     return Engine(EngineConfig(model=model, **settings))
 
 
@@ -633,6 +634,80 @@ class TestRefusals:
         with pytest.raises(QueueFullError, match="2 requests are waiting already"):
             engine.add_request("d", [1], GREEDY)
         assert set(run(engine)) == {"a", "b", "c"}
+
+
+    @pytest.mark.parametrize("params", [SAMPLED, change(SAMPLED, seed=None), GREEDY], ids=["seed", "no seed", "greedy"])
+    def test_rejection_where_all_requests_are_decided_under_target(self, tiny: str, params: SamplingParams) -> None:
+        engine = build(tiny, speculative_accept="target")
+        words = "this server decides all requests under target .--speculative-accept."
+        with pytest.raises(RequestError, match=words) as error:
+            engine.add_request("a", [1], ask(params, "rejection"))
+        assert error.value.param == "speculative"
+        assert_idle(engine)
+        deltas = run(engine, [("a", [1], ask(params, "target"))])  # the id is free, and what it may ask for works
+        assert len(tokens_of(deltas["a"])) == params.max_tokens
+
+
+RULES: list[tuple[str, SamplingParams, str, str, str]] = [  # under auto, target, rejection; "": refused
+    ("seed", SAMPLED, "target", "target", "rejection"),
+    ("no seed", change(SAMPLED, seed=None), "rejection", "target", "rejection"),
+    ("greedy", change(GREEDY, seed=None), "target", "target", "target"),
+    ("seed, asks", ask(SAMPLED, "rejection"), "rejection", "", "rejection"),
+    ("no seed, asks", ask(change(SAMPLED, seed=None), "target"), "target", "target", "target"),
+]
+
+
+class TestRules:
+    @pytest.mark.parametrize(("setting", "column"), [("auto", 0), ("target", 1), ("rejection", 2)])
+    def test_each_request_has_the_rule_of_the_flag_of_its_seed_and_of_what_it_asks(
+        self, tiny: str, setting: str, column: int
+    ) -> None:
+        engine = build(tiny, speculative_accept=setting)
+        expected = {name: rules[column] for name, _, *rules in RULES if rules[column]}
+        for name, params, *_ in RULES:
+            if name in expected:
+                engine.add_request(name, [1, 2], params)
+        assert {name: request.rule for name, request in engine._requests.items()} == expected
+        engine.close()
+
+    def test_a_drafter_that_cannot_draw_leaves_requests_without_a_seed_under_target(self, tiny: str) -> None:
+        unseeded = change(SAMPLED, seed=None)
+        for flags in ({"mtp": 0}, {"speculative_algorithm": "ngram"}):
+            engine = build(tiny, seed=1, **flags)
+            engine.add_request("a", [1, 2], unseeded)
+            assert [request.rule for request in engine._requests.values()] == ["target"]
+            engine.close()
+
+    def test_without_drafts_both_rules_give_the_same_text(self, tiny: str) -> None:
+        plain = build(tiny, mtp=0)
+        texts = {
+            tokens_of(run(plain, [("a", [1, 2], params)])["a"])
+            for params in (SAMPLED, ask(SAMPLED, "target"), ask(SAMPLED, "rejection"))
+        }
+        assert len(texts) == 1
+
+    @pytest.mark.parametrize("flags", [{}, {"max_total_tokens": 100}], ids=["roomy", "with preemption"])
+    def test_seeded_texts_beside_requests_of_the_other_rule_are_the_plain_texts(
+        self, tiny: str, flags: dict[str, Any]
+    ) -> None:
+        """Of all kinds of settings; the others come without a seed, or ask for rejection."""
+        requests = random_requests(seed=5, count=16)
+        plain = answers(run(build(tiny, mtp=0), requests))
+        others: list[NewRequest] = []
+        for i, (name, prompt, params) in enumerate(random_requests(seed=6, count=16)):
+            sampled = change(params, temperature=params.temperature or 0.5)
+            params = ask(sampled, "rejection") if i % 2 else change(sampled, seed=None)
+            others.append((f"other-{name}", prompt, params))
+        engine = build(tiny, mtp=3, **flags)
+        mixed = [request for pair in zip(requests, others, strict=True) for request in pair]
+        found = answers(run(engine, mixed))
+        assert {name: found[name] for name, _, _ in requests} == plain
+        assert (engine.stats().num_preemptions > 0) == bool(flags)
+        if not flags:  # the rules of the others were their own: these are other texts than the target's
+            under_target = [(name, prompt, ask(params, "target")) for name, prompt, params in others]
+            seeded = {name for name, _, params in under_target if params.seed is not None}
+            alone = answers(run(build(tiny, mtp=0), under_target))
+            assert sum(found[name] != alone[name] for name in seeded) > len(seeded) // 2
 
 
 class TestOrder:

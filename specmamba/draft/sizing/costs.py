@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specmamba.draft.candidates import Floats, Ints
+from specmamba.kernels.draft_sizing import Floats, Ints
 
 LEAST_RATIO, MOST_RATIO = 0.5, 2.0
 WEIGHT_OF_ALL, WEIGHT_OF_BUCKET = 0.02, 0.05  # of a new step in the moving ratios

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specmamba.draft.candidates import Bools, Ints
+from specmamba.kernels.draft_sizing import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class HostTrees:
     parents: Ints  # [B, N]; -1 for roots and padding
     candidates: Ints  # [B, N], 1 + the candidate of each node; 0 for roots and padding
     counts: Ints  # [B], nodes of each row
+    # The arrays are those of the sizer, which the next step overwrites.
 
     @property
     def num_nodes(self) -> int:
@@ -54,24 +55,3 @@ class HostTrees:
         places[: len(number)] = number + np.repeat(np.arange(size) * width - first, self.counts)
         nodes = first[:, None] + np.minimum(np.arange(width), np.maximum(self.counts[:, None] - 1, 0))
         return places, np.minimum(nodes, num_places - 1).ravel(), first, self.counts
-
-
-def trees_of(tokens: Ints, parents: Ints, kept: Bools, num_nodes: int) -> HostTrees:
-    """Make the trees of the candidates that are kept.
-
-    Args:
-        tokens, parents: [B, C], as in ``Candidates``.
-        kept: [B, C]; a candidate's parent is kept too.
-        num_nodes: N, at least one more than any row keeps.
-    """
-    numbers = np.cumsum(kept, 1)
-    row, candidate = np.nonzero(kept)
-    node = numbers[row, candidate]
-    size = len(kept)
-    of_tokens, of_parents = np.zeros((size, num_nodes), np.int64), np.full((size, num_nodes), -1, np.int64)
-    of_candidates = np.zeros((size, num_nodes), np.int64)
-    padded = np.concatenate([np.zeros((size, 1), np.int64), numbers], 1)
-    of_tokens[row, node] = tokens[row, candidate]
-    of_parents[row, node] = padded[row, parents[row, candidate]]
-    of_candidates[row, node] = candidate + 1
-    return HostTrees(of_tokens, of_parents, of_candidates, numbers[:, -1] + 1)

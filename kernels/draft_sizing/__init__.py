@@ -1,0 +1,64 @@
+"""The sizing of drafts: calibrated probabilities of candidates, and the nodes of a batch that pay for their time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specmamba.kernels.draft_sizing import native_ops, reference
+from specmamba.kernels.draft_sizing.operands import (
+    DRAWN,
+    GREEDY,
+    LENGTH,
+    NUM_MODES,
+    SAMPLED,
+    Drafted,
+    Floats,
+    Ints,
+    Offer,
+    SizerState,
+)
+from specmamba.kernels.draft_sizing.reference import begin, calibration_error
+
+__all__ = [
+    "DRAWN",
+    "GREEDY",
+    "LENGTH",
+    "NUM_MODES",
+    "SAMPLED",
+    "Drafted",
+    "Floats",
+    "Ints",
+    "Offer",
+    "SizerState",
+    "begin",
+    "calibration_error",
+    "choose",
+    "learn",
+    "look",
+]
+
+
+def choose(state: SizerState, drafted: Drafted, offer: Offer) -> tuple[int, float]:
+    """Choose the trees of a step; see ``reference.choose``.
+
+    Raises:
+        ValueError: operands differ in shape or dtype (native form).
+    """
+    found: tuple[int, float] = _form().choose(state, drafted, offer)
+    return found
+
+
+def learn(state: SizerState, drafted: Drafted, offer: Offer, decided: Sequence[Sequence[int]]) -> None:
+    """Fit the calibration to the result of a step; see ``reference.learn``."""
+    _form().learn(state, drafted, offer, decided)
+
+
+def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:
+    """Judge drafts of every depth by kept ones; see ``reference.look``."""
+    rates: Floats = _form().look(state, rows, max_depths, draws, seconds)
+    return rates
+
+
+def _form() -> Any:
+    return reference if native_ops.code() is None else native_ops

@@ -1,0 +1,104 @@
+"""The sizing of drafts in native code (native.cpp): one call for the decisions of a step. See README.md."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_double, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specmamba.kernels.draft_sizing.operands import Drafted, Floats, Ints, Offer, SizerState
+from specmamba.kernels.native import library
+from specmamba.kernels.native.tensors import marshalled, require, struct
+
+SOURCE = Path(__file__).parent / "native.cpp"
+
+_OF_STATE = [
+    *("depths", "ranks", "weights", "offsets", "counts", "of_row", "bins", "odds"),
+    *("values_of_mode", "values_of_row", "next_of_mode", "next_of_row", "threshold"),
+]
+_OF_DRAFTED = [
+    *("rows", "modes", "max_depths", "places", "logits", "p", "kept"),
+    *("tokens", "parents", "candidates", "num_nodes"),
+]
+_State = struct("State", _OF_STATE, ["width", "max_nodes", "num_candidates", "num_depths", "num_ranks"])
+_Drafted = struct("Drafted", _OF_DRAFTED, ["stride", "tree_stride"])
+_Offer = struct(
+    "Offer",
+    ["tokens", "parents", "logp", "depths", "ranks", "seconds"],
+    [
+        *("rows", "num_candidates", "tokens_row", "parents_row", "logp_row", "depths_row", "ranks_row"),
+        *("batch", "depth", "most_nodes", "nodes_per_row"),
+    ],
+)
+
+
+def choose(state: SizerState, drafted: Drafted, offer: Offer) -> tuple[int, float]:
+    """One call. Shapes of the offer are checked, parents and places are trusted."""
+    expected = c_double()
+    total = library.required(code()).sizing_choose(*_operands(state, drafted, offer), byref(expected))
+    return total, expected.value
+
+
+def learn(state: SizerState, drafted: Drafted, offer: Offer, decided: Sequence[Sequence[int]]) -> None:
+    """One call."""
+    counts = np.array([0, *map(len, decided)])
+    tokens, first = np.array([token for path in decided for token in path]), counts.cumsum()
+    pointers = tokens.ctypes.data, first.ctypes.data
+    library.required(code()).sizing_learn(*_operands(state, drafted, offer), *pointers)
+
+
+def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:
+    """One call."""
+    depths, most = seconds.shape[0], seconds.shape[1] - 1
+    rates = np.empty(depths)
+    pointers = [x.ctypes.data for x in (rows, max_depths, seconds, rates)]
+    library.required(code()).sizing_look(
+        marshalled(state, _marshal_state), *pointers[:2], len(rows), *draws, pointers[2], depths, most, pointers[3]
+    )
+    return rates
+
+
+def _operands(state: SizerState, drafted: Drafted, offer: Offer) -> tuple[Any, Any, Any]:
+    return marshalled(state, _marshal_state), marshalled(drafted, _marshal_drafted), _marshal_offer(offer, drafted)
+
+
+def _marshal_state(x: SizerState) -> Any:
+    arrays = [getattr(x, name) for name in _OF_STATE]
+    require(all(array.flags.c_contiguous for array in arrays), "the sizer's arrays are contiguous")
+    pointers = [array.ctypes.data for array in arrays]
+    return _State(*pointers, x.width, x.max_nodes, len(x.depths), x.num_depths, x.num_ranks)
+
+
+def _marshal_drafted(x: Drafted) -> Any:
+    return _Drafted(*(getattr(x, name).ctypes.data for name in _OF_DRAFTED), x.num_candidates, x.max_nodes)
+
+
+def _marshal_offer(x: Offer, drafted: Drafted) -> Any:
+    rows, count = x.tokens.shape
+    columns: tuple[NDArray[Any], ...] = x.tokens, x.parents, x.logp, x.depths, x.ranks
+    require(all(column.shape in ((rows, count), (count,)) for column in columns), "candidates differ in shape")
+    require(all(column.strides[-1] == column.itemsize or count == 1 for column in columns), "rows are contiguous")
+    require(x.logp.dtype == np.float32 and x.tokens.dtype == x.parents.dtype == np.int64, "candidates' dtypes")
+    require(x.depths.dtype == x.ranks.dtype == np.int64 and x.seconds.dtype == np.float64, "candidates' dtypes")
+    require(rows <= x.batch_size <= drafted.max_rows and count <= drafted.num_candidates, "there are too many candidates")
+    strides = [column.strides[0] // column.itemsize if column.ndim == 2 else 0 for column in columns]
+    pointers = [column.ctypes.data for column in (*columns, x.seconds)]
+    return _Offer(*pointers, rows, count, *strides, x.batch_size, x.depth, len(x.seconds) - 1, x.nodes_per_row)
+
+
+@cache
+def code() -> ctypes.CDLL | None:
+    """The library of this operator, or None where native code cannot run."""
+    step = [POINTER(_State), POINTER(_Drafted), POINTER(_Offer)]
+    signatures = {
+        "sizing_choose": [*step, POINTER(c_double)],
+        "sizing_learn": [*step, c_void_p, c_void_p],
+        "sizing_look": [step[0], *[c_void_p] * 2, *[c_int64] * 3, c_void_p, *[c_int64] * 2, c_void_p],
+    }
+    return library.load_functions(SOURCE, signatures, {"sizing_choose": c_int64})

@@ -1,0 +1,261 @@
+"""The sizing of drafts in NumPy: the specification, and the form for machines without native code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specmamba.kernels.draft_sizing.operands import (
+    DRAWN,
+    LENGTH,
+    MAX_DEPTH,
+    MAX_RANK,
+    NUM_BINS,
+    Drafted,
+    Floats,
+    Ints,
+    Offer,
+    SizerState,
+)
+
+Bools = NDArray[np.bool_]
+LARGEST_LOGIT, LARGEST_WEIGHT, LARGEST_OFFSET, LARGEST_OF_ROW = 12.0, 4.0, 8.0, 2.5
+RATE_OF_WEIGHT, RATE_OF_ROW, LAST_COUNT = 0.01, 0.25, 400.0
+FADING = 0.999  # of old observations in the calibration error, at each new one
+WEIGHT_OF_ODDS, WEIGHT_OF_THRESHOLD = 0.05, 0.1
+SHARED = 4  # one draft of so many of a row is kept for new requests of its mode
+
+
+def begin(state: SizerState, row: int, mode: int) -> None:
+    """Start a request in a row: it is taken to be like the others of its mode."""
+    state.of_row[row] = 0.0
+    if not state.values_of_mode[mode].any():
+        state.values_of_mode[mode] = filled(state, np.zeros(0), 0, mode)
+    state.values_of_row[row] = state.values_of_mode[mode]
+    state.next_of_row[row] = 0
+
+
+def choose(state: SizerState, drafted: Drafted, offer: Offer) -> tuple[int, float]:
+    """Choose the trees of a step.
+
+    Args:
+        state: candidates are calibrated by it; their values are added to it.
+        drafted: rows, modes, bounds and places are given; the rest is written.
+        offer: the candidates.
+
+    Returns:
+        The nodes of all B rows, roots included, and their expected tokens.
+    """
+    size, count = offer.tokens.shape
+    modes = drafted.modes[:size]
+    _calibrate(state, drafted, offer)
+    values = path_values(drafted.p[:size, :count], offer.parents, offer.depth)
+    for i in range(size):
+        _remember(state, int(drafted.rows[i]), int(modes[i]), values[i], drafted.p[i, :count], offer.depth)
+    if offer.nodes_per_row:
+        kept = _fixed(state, values, offer)
+    else:
+        kept = _paying(state, values, modes == DRAWN, offer)
+    drafted.kept[:size, :count] = kept
+    _write_trees(drafted, offer, kept)
+    return int(drafted.num_nodes[: offer.batch_size].sum()), float(offer.batch_size + values[kept].sum())
+
+
+def learn(state: SizerState, drafted: Drafted, offer: Offer, decided: Sequence[Sequence[int]]) -> None:
+    """Fit the calibration to the result of a step, by observed nodes only: the kept children of accepted nodes.
+
+    Args:
+        state: is fitted.
+        drafted: as ``choose`` left it.
+        offer: as ``choose`` got it.
+        decided: for each of the B rows, accepted drafts and the target's own token.
+    """
+    size, count = offer.tokens.shape
+    depths, ranks = (np.broadcast_to(x, (size, count)) for x in (offer.depths, offer.ranks))
+    for i in range(size):
+        path, accepted = decided[drafted.places[i]], {0}
+        for c in range(count):
+            if not drafted.kept[i, c] or int(offer.parents[i, c]) not in accepted:
+                continue
+            depth = int(depths[i, c])
+            is_accepted = depth < len(path) and path[depth - 1] == int(offer.tokens[i, c])
+            if is_accepted:
+                accepted.add(c + 1)
+            _fit(state, drafted, (i, c), (depth, int(ranks[i, c])), is_accepted)
+
+
+def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:
+    """Judge drafts of every depth by kept ones.
+
+    Args:
+        state: keeps the values.
+        rows: [B].
+        max_depths: [B], deepest draft of each row.
+        draws: number of the first kept draft, and how many are looked at.
+        seconds: [D + 1, T + 1], time of a step by depth of the draft and by nodes.
+
+    Returns:
+        [D + 1], expected tokens per second by depth; 0: without drafts.
+    """
+    size, num_depths = len(rows), len(seconds)
+    tokens, times = np.zeros(num_depths), np.zeros(num_depths)
+    for number in range(draws[0], draws[0] + draws[1]):
+        values = state.values_of_row[rows, (number + rows) % LENGTH]
+        values = np.where(state.depths <= max_depths[:, None], values, 0.0)
+        for depth in range(num_depths):
+            known = capped(values[:, state.depths <= depth], state.max_nodes)
+            best, rate, _ = best_number(np.sort(known, axis=None)[::-1], size, float(size), seconds[depth])
+            took = seconds[depth, size + best]
+            tokens[depth] += rate * took
+            times[depth] += took
+    return tokens / times
+
+
+def path_values(p: Floats, parents: Ints, max_depth: int) -> Floats:
+    """Multiply probabilities [B', C] down the paths."""
+    padded = np.ones((len(p), p.shape[1] + 1))
+    for _ in range(max_depth):  # after d rounds all nodes down to depth d are right
+        padded[:, 1:] = p * np.take_along_axis(padded, parents, 1)
+    return padded[:, 1:]
+
+
+def capped(values: Floats, max_nodes: int) -> Floats:
+    """Set all but the best ``max_nodes - 1`` values of each row to 0."""
+    order = np.argsort(-values, axis=1, kind="stable")
+    place = np.empty_like(order)
+    np.put_along_axis(place, order, np.arange(values.shape[1])[None], 1)
+    return np.where(place < max_nodes - 1, values, 0.0)
+
+
+def best_number(values: Floats, num_nodes: int, tokens: float, seconds: Floats) -> tuple[int, float, float]:
+    """Find the number of nodes with the most tokens per second: the global maximum.
+
+    Args:
+        values: falling.
+        num_nodes: that a step has without them.
+        tokens: that a step is expected to bring without them.
+        seconds: [T + 1], time of a step by its nodes.
+
+    Returns:
+        How many of the values to add, the tokens per second, and the threshold between the last of them and the next.
+    """
+    values = values[values > 0][: len(seconds) - 1 - num_nodes]
+    expected = tokens + np.concatenate([[0.0], np.cumsum(values)])
+    rates = expected / seconds[num_nodes : num_nodes + len(expected)]
+    best = int(rates.argmax())
+    last = values[best - 1] if best else 1.0
+    following = values[best] if best < len(values) else 0.0
+    return best, float(rates[best]), float(last + following) / 2
+
+
+def calibration_error(state: SizerState) -> float:
+    """The expected calibration error (arXiv 1706.04599, section 2), over bins of equal width; 0 without nodes."""
+    total = state.bins[:, 0].sum()
+    return float(np.abs(state.bins[:, 1] - state.bins[:, 2]).sum() / total) if total else 0.0
+
+
+def logits_of(logp: NDArray[np.float32]) -> Floats:
+    """Log probabilities to logits, within bounds; NaN counts as impossible."""
+    finite = np.minimum(np.nan_to_num(logp.astype(np.float64), nan=-1e4, neginf=-1e4), -1e-9)
+    return np.clip(finite - np.log(-np.expm1(finite)), -LARGEST_LOGIT, LARGEST_LOGIT)
+
+
+def filled(state: SizerState, values: Floats, depth: int, mode: int) -> Floats:
+    """Values [C] of a deepest draft from those of one down to ``depth``; the rest is made of mean odds."""
+    result = np.zeros(len(state.depths))
+    result[: len(values)] = values
+    above = np.ones(1) if depth == 0 else -np.sort(-values[state.depths[: len(values)] == depth])
+    for level in range(depth + 1, state.num_depths + 1):
+        places = np.flatnonzero(state.depths == level)
+        parents = np.arange(len(places)) // state.num_ranks
+        below = above[np.minimum(parents, len(above) - 1)] * state.odds[mode, level - 1][state.ranks[places]]
+        result[places] = below
+        above = -np.sort(-below)[: state.width]
+    return result
+
+
+def _calibrate(state: SizerState, drafted: Drafted, offer: Offer) -> None:
+    """p = sigmoid(w logit(q) + b[depth, rank] + o[row]); 0 where there is no candidate."""
+    size, count = offer.tokens.shape
+    modes, rows = drafted.modes[:size], drafted.rows[:size]
+    places = np.minimum(offer.depths, MAX_DEPTH) - 1, np.minimum(offer.ranks, MAX_RANK - 1)
+    logits = logits_of(offer.logp)
+    scores = state.weights[modes][:, None] * logits + state.offsets[(modes[:, None], *places)]
+    scores = scores + state.of_row[rows][:, None]
+    exists = (offer.logp > -np.inf) & (offer.depths <= drafted.max_depths[:size, None])
+    drafted.logits[:size, :count] = logits
+    drafted.p[:size, :count] = np.where(exists, 1.0 / (1.0 + np.exp(-scores)), 0.0)
+
+
+def _remember(state: SizerState, row: int, mode: int, values: Floats, p: Floats, depth: int) -> None:
+    if len(p) <= len(state.depths):
+        places = state.depths[: len(p)] - 1, state.ranks[: len(p)]
+        state.odds[mode][places] += WEIGHT_OF_ODDS * (p - state.odds[mode][places])
+    found = filled(state, values, depth, mode)
+    state.values_of_row[row, state.next_of_row[row] % LENGTH] = found
+    state.next_of_row[row] += 1
+    if state.next_of_row[row] % SHARED == 0:
+        state.values_of_mode[mode, state.next_of_mode[mode] % LENGTH] = found
+        state.next_of_mode[mode] += 1
+
+
+def _fixed(state: SizerState, values: Floats, offer: Offer) -> Bools:
+    """The same number of nodes of every row: first those of the lowest rank, or by value where levels are wide."""
+    order = np.broadcast_to(offer.ranks, values.shape) if state.width == 1 else -values
+    place = np.argsort(np.argsort(order, axis=-1, kind="stable"), axis=-1)
+    kept: Bools = (place < offer.nodes_per_row - 1) & (values > 0)
+    return kept
+
+
+def _paying(state: SizerState, values: Floats, is_drawn: Bools, offer: Offer) -> Bools:
+    """The nodes that add more tokens than their time is worth. README.md says why drawn rows have a threshold."""
+    others = offer.batch_size - len(values)
+    seconds, size = offer.seconds[others:], len(values)
+    values = capped(values, state.max_nodes)
+    threshold = state.threshold[0]
+    kept = (values >= threshold) & (values > 0) & is_drawn[:, None]
+    number, _, best = best_number(np.sort(values, axis=None)[::-1], size, float(size), seconds)
+    state.threshold[0] += WEIGHT_OF_THRESHOLD * (best - threshold)
+    rest = np.where(is_drawn[:, None], 0.0, values)
+    if is_drawn.any():
+        drawn, gain = int(kept.sum()), float(values[kept].sum())
+        number, _, _ = best_number(np.sort(rest, axis=None)[::-1], size + drawn, size + gain, seconds)
+    kept.reshape(-1)[np.argsort(-rest, axis=None, kind="stable")[:number]] = True
+    return kept
+
+
+def _write_trees(drafted: Drafted, offer: Offer, kept: Bools) -> None:
+    size, batch = len(kept), offer.batch_size
+    drafted.tokens[:batch], drafted.candidates[:batch], drafted.parents[:batch] = 0, 0, -1
+    drafted.num_nodes[:batch] = 1
+    numbers = np.cumsum(kept, 1)
+    row, candidate = np.nonzero(kept)
+    node, place = numbers[row, candidate], drafted.places[:size][row]
+    padded = np.concatenate([np.zeros((size, 1), np.int64), numbers], 1)
+    drafted.tokens[place, node] = offer.tokens[row, candidate]
+    drafted.parents[place, node] = padded[row, offer.parents[row, candidate]]
+    drafted.candidates[place, node] = candidate + 1
+    drafted.num_nodes[drafted.places[:size]] = numbers[:, -1] + 1
+
+
+def _fit(state: SizerState, drafted: Drafted, at: tuple[int, int], node: tuple[int, int], is_accepted: bool) -> None:
+    """One step of gradient descent on the log loss; steps of offsets fall with their observations."""
+    i, c = at
+    mode, row = int(drafted.modes[i]), int(drafted.rows[i])
+    p, logit = float(drafted.p[i, c]), float(drafted.logits[i, c])
+    place = mode, min(node[0], MAX_DEPTH) - 1, min(node[1], MAX_RANK - 1)
+    error = float(is_accepted) - p
+    state.counts[place] = count = min(state.counts[place] + 1.0, LAST_COUNT)
+    # 4: one over the largest slope of sigmoid
+    state.offsets[place] = _clipped(state.offsets[place] + 4.0 * error / count, LARGEST_OFFSET)
+    step = RATE_OF_WEIGHT * error * logit / (1.0 + logit * logit / 4.0)
+    state.weights[mode] = min(max(state.weights[mode] + step, 0.0), LARGEST_WEIGHT)
+    state.of_row[row] = _clipped(state.of_row[row] + RATE_OF_ROW * error, LARGEST_OF_ROW)
+    state.bins *= FADING
+    state.bins[min(int(p * NUM_BINS), NUM_BINS - 1)] += 1.0, p, float(is_accepted)
+
+
+def _clipped(x: float, bound: float) -> float:
+    return min(max(x, -bound), bound)
