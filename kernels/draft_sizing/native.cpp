@@ -123,12 +123,12 @@ void fill(const State& s, const double* values, int64_t count, int64_t depth, in
 
 void remember(const State& s, int64_t row, int64_t mode, const double* values, const double* p, int64_t count,
               int64_t depth) {
-  for (int64_t c = 0; c < count && count <= s.candidates; ++c) {
+  for (int64_t c = 0; c < count; ++c) {
     double& odds = s.odds[(mode * s.num_depths + s.depths[c] - 1) * s.num_ranks + s.ranks[c]];
     odds += kWeightOfOdds * (p[c] - odds);
   }
   double* found = s.values_of_row + (row * kLength + s.next_of_row[row] % kLength) * s.candidates;
-  fill(s, values, std::min(count, s.candidates), depth, mode, found);
+  fill(s, values, count, depth, mode, found);
   if (++s.next_of_row[row] % kShared != 0) return;
   std::copy_n(found, s.candidates, s.values_of_mode + (mode * kLength + s.next_of_mode[mode] % kLength) * s.candidates);
   ++s.next_of_mode[mode];

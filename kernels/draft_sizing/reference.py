@@ -190,9 +190,9 @@ def _calibrate(state: SizerState, drafted: Drafted, offer: Offer) -> None:
 
 
 def _remember(state: SizerState, row: int, mode: int, values: Floats, p: Floats, depth: int) -> None:
-    if len(p) <= len(state.depths):
-        places = state.depths[: len(p)] - 1, state.ranks[: len(p)]
-        state.odds[mode][places] += WEIGHT_OF_ODDS * (p - state.odds[mode][places])
+    for c in range(len(p)):
+        place = mode, state.depths[c] - 1, state.ranks[c]
+        state.odds[place] += WEIGHT_OF_ODDS * (p[c] - state.odds[place])
     found = filled(state, values, depth, mode)
     state.values_of_row[row, state.next_of_row[row] % LENGTH] = found
     state.next_of_row[row] += 1

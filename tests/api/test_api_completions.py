@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.fake_engine import FakeEngine, Served, fake_logprob, serving, wait_un
 from tests.server.test_server import events, refused
 
 EURO = "a €!"  # its middle takes three tokens, none of which is text by itself
+USER = {"role": "user", "content": "x"}
 WHOLE_USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
 
@@ -130,6 +132,16 @@ def test_best_of_does_not_show_its_log_probabilities(served: Served) -> None:
         ({"stop_token_ids": [256]}, "stop_token_ids", "no token 256"),
         ({"return_tokens": 1}, "return_tokens", "boolean"),
         ({"speculative": "no"}, "speculative", "boolean"),
+        ({"speculative": 1}, "speculative", "boolean"),
+        ({"speculative": []}, "speculative", "object"),
+        ({"speculative": {"accept": "auto"}}, "speculative.accept", "'target' or 'rejection'"),
+        ({"speculative": {"accept": True}}, "speculative.accept", "'target' or 'rejection'"),
+        ({"speculative": {"max_depth": -1}}, "speculative.max_depth", "greater than or equal to 0"),
+        ({"speculative": {"max_depth": 64}}, "speculative.max_depth", "less than or equal to 63"),
+        ({"speculative": {"max_depth": "3"}}, "speculative.max_depth", "integer"),
+        ({"speculative": {"max_depth": True}}, "speculative.max_depth", "integer"),
+        ({"speculative": {"rule": "target"}}, "speculative.rule", "no such field"),
+        ({"speculative": {"accept": "target", "é": {}}}, "speculative.é", "no such field"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -149,6 +161,44 @@ def test_biases_and_plain_decoding_reach_the_engine(served: Served) -> None:
     params = served.engine.seen_params[-1]
     assert params.logit_bias == {7: -100.0, 0: 2.5}
     assert params.speculative is False
+    assert not params.is_drafted
+
+
+@pytest.mark.parametrize("names_that_json_allows", ["\ud800", "a" * 100_000])
+def test_an_unknown_field_of_any_name_is_refused(served: Served, names_that_json_allows: str) -> None:
+    """Also inside of an object, also if no error can contain its whole name."""
+    body = json.dumps({"prompt": "x", "speculative": {names_that_json_allows: 1}})
+    response = served.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("speculative")
+    assert len(response.content) < 5000
+
+
+@pytest.mark.parametrize(
+    ("field", "accept", "max_depth"),
+    [
+        ({"accept": "target"}, "target", None),
+        ({"accept": "rejection"}, "rejection", None),
+        ({"accept": "target", "max_depth": 2}, "target", 2),
+        ({"max_depth": 63}, None, 63),
+        ({"max_depth": 0}, None, 0),
+        ({"accept": None, "max_depth": None}, None, None),
+        ({}, None, None),
+        (True, None, None),
+        (None, None, None),
+        (False, None, 0),
+    ],
+    ids=str,
+)
+def test_how_a_request_is_drafted_for_reaches_the_engine(
+    served: Served, field: object, accept: str | None, max_depth: int | None
+) -> None:
+    """From completions and from chat."""
+    for response in (served.complete(prompt="x", speculative=field), served.chat(USER, speculative=field)):
+        assert response.status_code == 200
+        params = served.engine.seen_params[-1]
+        assert (params.accept, params.max_depth) == (accept, max_depth)
+        assert params.is_drafted == (max_depth != 0)
 
 
 # ---- echo and log-probabilities --------------------------------------------------------------------------------------
@@ -282,6 +332,38 @@ def test_choices_differ_and_repeat(demo: Served) -> None:
     texts = [choice["text"] for choice in demo.complete(**body, n=3).json()["choices"]]
     assert len(set(texts)) > 1
     assert texts == [demo.complete(**body | {"seed": 3 + i}).json()["choices"][0]["text"] for i in range(3)]
+
+
+def test_a_request_may_choose_its_rule_of_acceptance(demo: Served) -> None:
+    """The text under target is the plain one; under rejection it is another, as likely, and the same again."""
+    body: dict[str, Any] = {
+        "prompt": "def main():\n",
+        "max_tokens": 24,
+        "temperature": 1.0,
+        "seed": 3,
+        "ignore_eos": True,
+    }
+
+    def text(speculative: object) -> str:
+        answer = demo.complete(**body, speculative=speculative)
+        return str(answer.json()["choices"][0]["text"])
+
+    plain, under_rejection = text(False), text({"accept": "rejection"})
+    assert text(None) == text(True) == text({"accept": "target"}) == text({}) == plain  # it brings a seed
+    assert under_rejection == text({"accept": "rejection"}) != plain
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_rejection_is_refused_by_a_server_that_decides_all_requests_under_target(stream: bool) -> None:
+    from specmamba.config import EngineConfig
+    from specmamba.engine.engine import Engine
+
+    sizes: dict[str, Any] = {"max_running_requests": 2, "max_total_tokens": 512, "context_length": 256}
+    with serving(Engine(EngineConfig(dtype="float32", speculative_accept="target", **sizes))) as server:
+        body: dict[str, Any] = {"prompt": "x", "max_tokens": 2, "stream": stream}
+        message = refused(server.complete(**body, speculative={"accept": "rejection"}), 400, "speculative")
+        assert "--speculative-accept" in message
+        assert server.complete(**body, speculative={"accept": "target"}).status_code == 200
 
 
 def test_pieces_of_the_demo_are_its_text(demo: Served) -> None:

@@ -635,7 +635,6 @@ class TestRefusals:
             engine.add_request("d", [1], GREEDY)
         assert set(run(engine)) == {"a", "b", "c"}
 
-
     @pytest.mark.parametrize("params", [SAMPLED, change(SAMPLED, seed=None), GREEDY], ids=["seed", "no seed", "greedy"])
     def test_rejection_where_all_requests_are_decided_under_target(self, tiny: str, params: SamplingParams) -> None:
         engine = build(tiny, speculative_accept="target")
