@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,13 +15,15 @@ from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import CacheShape
 from specmamba.cache.state_pool import StatePool
 from specmamba.core import Batch, DraftTree, PrefillChunk, TreeShape, Verdict
+from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
-from specmamba.draft.drafter import Drafter, chain_shape, root_tree
+from specmamba.draft.drafter import Drafter, HostPendingTokens, chain_shape, root_tree
 from specmamba.draft.heads.children import ChildPicker, grow_chain
+from specmamba.draft.heads.tree_growth import candidates_of, grow
 from specmamba.kernels import paged_attention
 from specmamba.kernels.state_records import RowSet
 from specmamba.layers.context import ForwardContext
-from specmamba.models.base import LoadedModel
+from specmamba.models.base import LoadedModel, Target
 from specmamba.verify.record_buffers import RecordBuffers, RecordPlan
 from specmamba.verify.state_buffers import VerifyState
 
@@ -143,33 +146,41 @@ def _owner(row: int) -> str:
     return f"draft of row {row}"
 
 
-MAX_PENDING = 2  # pending tokens of a row: the root, and before it the last draft of a step that accepted all drafts
+MAX_PENDING = 8  # pending tokens of a row, its root included, before the model must run
 
 
 class ModelDrafter(Drafter):
     """Drafts chains from a model that runs the same text as the target.
 
     Keys and values of both models have the same token slots, so that a prefix that is shared for one is shared for the
-    other. In a step the model runs the root and every draft but the last, one by one; after the target's decision the
-    records of rejected drafts are dropped. If all drafts were accepted, the last one has not been run: it is run
-    together with the next root, or when the state after it is needed. A request that continues from a cached prefix
-    starts from a copy of the whole state.
+    other. In a step the model runs its *pending* tokens (decided and not run yet, the root is the last of them) and every
+    draft but the last, one by one; after the target's decision the records of rejected drafts are dropped. If all drafts
+    were accepted, the last one has not been run: it stays pending before the next root. A step that drafts nothing for a
+    row may leave all its tokens pending. A request that continues from a cached prefix starts from a copy of the whole
+    state.
     """
+
+    offers = True
+    has_pending_tokens = True
 
     def __init__(self, model: LoadedModel, plan: DraftPlan, kv_pool: KVPool, table: RequestTable) -> None:
         self.max_nodes = plan.max_nodes
+        self.num_distributions = plan.num_steps + 1
         self._model = model.target
         self._picker = ChildPicker(plan.draws_drafts)
         self._kv_pool = kv_pool.from_layer(len(kv_pool.k) - model.cache_shape.num_kv_layers)
         self._table = table
         self._device = table.kv_slots.device
-        # a step runs max_nodes - 1 tokens and perhaps a last draft of the step before; its own last draft may follow
-        self._max_records = plan.max_nodes + 1
-        self._states = DraftStates(model.cache_shape, table.num_rows, plan.max_nodes, self._device)
-        self._tokens = torch.zeros(table.num_rows + 1, MAX_PENDING, dtype=torch.int64, device=self._device)
+        # a step runs pending tokens and max_nodes - 2 drafts
+        self._max_records = plan.max_nodes + MAX_PENDING
+        most = max(plan.max_nodes, MAX_PENDING)  # tokens of one forward
+        self._states = DraftStates(model.cache_shape, table.num_rows, most, self._device)
         num_rows = table.num_rows + 1
+        self._tokens = torch.zeros(num_rows, MAX_PENDING + 2, dtype=torch.int64, device=self._device)
         self._num_pending = [1] * num_rows  # pending tokens of each row; the root is the last of them
         self._root = [0] * num_rows  # positions of the roots
+        self._depth = 0  # of the current step's drafts
+        self._stay: Sequence[bool] = ()  # the rows of the current step whose pending tokens are deferred
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
         self._states.begin(row)
@@ -181,13 +192,13 @@ class ModelDrafter(Drafter):
         self._states.load(row, features, position)
 
     def features(self, row: int, position: int) -> Tensor:
-        if self._states.is_started(row) and position > self._states.position(row):
-            self._run_last_drafts((row,))
+        if position > self._root[row] + 1 - self._num_pending[row]:
+            self._run_before_roots((row,))
         return self._states.values(row, position)
 
     def finish(self, batch: Batch) -> None:
-        """Run last drafts that were accepted and have neither KV nor state in this model yet."""
-        self._run_last_drafts(batch.rows)
+        """Run decided tokens that have neither KV nor state in this model yet."""
+        self._run_before_roots(batch.rows)
 
     def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
         """Run the known tokens that the target has run."""
@@ -195,67 +206,112 @@ class ModelDrafter(Drafter):
         with self._states.extend(chunk) as state:
             self._model.forward(chunk.tokens, ForwardContext(kv, state, chunk.positions))
 
-    def propose(self, batch: Batch) -> DraftTree:
-        self._start(batch)
+    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens:
+        """Defer the pending tokens if the step drafts nothing and there is room for another one."""
+        stays = not drafts and not any(self.must_draft(rows))
+        return self._prepared(rows, [stays] * len(rows), drafts)
 
+    def prepare_some(self, rows: Sequence[int], drafted: Sequence[bool]) -> HostPendingTokens:
+        """Defer the pending tokens of rows that are not drafted for."""
+        return self._prepared(rows, [not is_drafted for is_drafted in drafted], drafts=True)
+
+    def must_draft(self, rows: Sequence[int]) -> list[bool]:
+        """Whether a row has no room for another pending token."""
+        return [self._num_pending[row] >= MAX_PENDING for row in rows]
+
+    def propose(self, batch: Batch) -> DraftTree:
+        self._depth = self.max_nodes - 1
+        hidden = self._catch_up(batch)
+        return grow_chain(self._picker, batch, self.max_nodes, hidden, self._model.logits, self._descender(batch))
+
+    def offer(self, batch: Batch, num_steps: int) -> Candidates:
+        self._depth = num_steps
+        runner = _ModelRunner(self._model, self._descender(batch))
+        return candidates_of(grow(runner, self._picker, batch, self._catch_up(batch), (num_steps, 1, 1)))
+
+    def propose_nothing(self, batch: Batch) -> DraftTree:
+        assert batch.pending_tokens is not None
+        self._depth = 0
+        if not batch.pending_tokens.is_deferred:
+            self._catch_up(batch)
+        return root_tree(batch)
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        pending = batch.pending_tokens
+        assert pending is not None
+        kept = pending.kept if pending.kept is not None else pending.counts if pending.is_deferred else None
+        # the last of self._depth drafts has not been run
+        source = verdict.num_accepted.clamp(max=max(self._depth - 1, 0))[:, None] + torch.arange(2, device=self._device)
+        if pending.is_deferred and kept is None:
+            kept = torch.full_like(verdict.num_accepted, pending.max_count)
+        if kept is None:
+            target = torch.arange(2, device=self._device).expand_as(source)
+        else:
+            target = kept[:, None] + torch.arange(2, device=self._device)
+            source = source.where(kept[:, None] == 0, torch.arange(2, device=self._device))
+        tokens = verdict.path_tokens.gather(1, source.clamp(max=verdict.path_tokens.shape[1] - 1))
+        self._tokens[batch.row_index[:, None], target] = tokens
+
+    def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
+        for row, tokens, stays in zip(rows, decided, self._stay, strict=True):
+            self._root[row] += len(tokens)
+            if stays:
+                self._num_pending[row] += len(tokens)
+                continue
+            self._num_pending[row] = 2 if self._depth and len(tokens) > self._depth else 1
+            self._states.roll_back(row, self._root[row] + 1 - self._num_pending[row])
+
+    def _prepared(self, rows: Sequence[int], stay: Sequence[bool], drafts: bool) -> HostPendingTokens:
+        counts = tuple(self._num_pending[row] for row in rows)
+        self._stay = stay
+        kept = tuple(count * stays for count, stays in zip(counts, stay, strict=True)) if drafts and any(stay) else None
+        return HostPendingTokens(counts, is_deferred=not drafts and all(stay), kept=kept)
+
+    def _descender(self, batch: Batch) -> Callable[[Tensor, Tensor, int], Tensor]:
         def descend(token: Tensor, _: Tensor, depth: int) -> Tensor:
             positions = batch.root_positions[:, None] + depth
             return self._run(batch.rows, token, positions, batch.max_root_position + depth + 1)
 
-        hidden = self._catch_up(batch)
-        return grow_chain(self._picker, batch, self.max_nodes, hidden, self._model.logits, descend)
-
-    def propose_nothing(self, batch: Batch) -> DraftTree:
-        """Run the pending tokens all the same, so that the model's state follows the text."""
-        self._start(batch)
-        self._catch_up(batch)
-        return root_tree(batch)
-
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        num_drafts = self.max_nodes - 1
-        first_new = verdict.num_accepted.clamp(max=num_drafts - 1)[:, None] + torch.arange(
-            MAX_PENDING, device=self._device
-        )
-        batch_rows(batch).put(self._tokens, verdict.path_tokens.gather(1, first_new))
-
-    def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        for row, tokens in zip(rows, decided, strict=True):
-            self._root[row] += len(tokens)
-            self._num_pending[row] = 2 if len(tokens) == self.max_nodes else 1
-            self._states.roll_back(row, self._root[row] + 1 - self._num_pending[row])
-
-    def _start(self, batch: Batch) -> None:
-        for row in batch.rows:
-            self._states.start(row, self._root[row])
-        self._states.reserve(batch.rows, self._max_records)
+        return descend
 
     def _catch_up(self, batch: Batch) -> Tensor:
         """Run the pending tokens; return the model's hidden states after the roots, [B, 1, H]."""
-        counts = [self._num_pending[row] for row in batch.rows]
-        longest = max(counts)
+        rows, longest = batch.rows, max(self._num_pending[row] for row in batch.rows)
         tokens = batch_rows(batch).take(self._tokens)[:, :longest]
-        offsets = torch.arange(1 - longest, 1, device=self._device)
-        if min(counts) == longest:
-            positions = batch.root_positions[:, None] + offsets
-            return self._run(batch.rows, tokens, positions, batch.max_root_position + 1)[:, -1:]
-        count = torch.tensor(counts, device=self._device)[:, None]
-        behind_root = offsets + (longest - count)  # tokens are left-aligned; padding gets the root's position
-        positions = batch.root_positions[:, None] + behind_root.clamp(max=0)
-        hidden = self._run(batch.rows, tokens, positions, batch.max_root_position + 1, counts, behind_root <= 0)
-        return hidden.gather(1, (count - 1)[..., None].expand(-1, 1, hidden.shape[2]))
+        return self._run_pending(rows, tokens, batch.root_positions, [self._num_pending[row] for row in rows])
 
-    def _run_last_drafts(self, rows: Sequence[int]) -> None:
-        """Run the pending token before the root, of the rows that have one."""
-        rows = [row for row in rows if self._num_pending[row] == MAX_PENDING]
+    def _run_before_roots(self, rows: Sequence[int]) -> None:
+        """Run the pending tokens before the roots, of the rows that have some."""
+        rows = [row for row in rows if self._num_pending[row] > 1]
         if not rows:
             return
         index = torch.tensor(rows, device=self._device)
-        before_root = [self._root[row] - 1 for row in rows]
-        positions = torch.tensor(before_root, device=self._device)[:, None]
-        self._run(rows, self._tokens[index, :1], positions, max(before_root) + 1)
-        self._tokens[index, 0] = self._tokens[index, 1]
+        counts = [self._num_pending[row] - 1 for row in rows]
+        positions = torch.tensor([self._root[row] - 1 for row in rows], device=self._device)
+        self._run_pending(rows, self._tokens[index, : max(counts)], positions, counts)
+        last = torch.tensor(counts, device=self._device)
+        self._tokens[index, 0] = self._tokens[index, last]
         for row in rows:
             self._num_pending[row] = 1
+
+    def _run_pending(self, rows: Sequence[int], tokens: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
+        """Run the first ``counts[b]`` of each row's ``tokens`` [B, L], the last of them at position ``ends[b]``.
+
+        Returns:
+            Hidden states after the last of them, [B, 1, H].
+        """
+        for row in rows:
+            self._states.start(row, self._root[row] + 1 - self._num_pending[row])
+        self._states.reserve(rows, self._max_records)
+        longest = max(counts)
+        offsets, num_keys = torch.arange(1 - longest, 1, device=self._device), max(self._root[row] for row in rows) + 1
+        if min(counts) == longest:
+            return self._run(rows, tokens, ends[:, None] + offsets, num_keys)[:, -1:]
+        count = torch.tensor(counts, device=self._device)[:, None]
+        behind_end = offsets + (longest - count)  # tokens are left-aligned; padding gets the end's position
+        positions = ends[:, None] + behind_end.clamp(max=0)
+        hidden = self._run(rows, tokens, positions, num_keys, counts, behind_end <= 0)
+        return hidden.gather(1, (count - 1)[..., None].expand(-1, 1, hidden.shape[2]))
 
     def _run(
         self,
@@ -294,3 +350,22 @@ class ModelDrafter(Drafter):
         hidden = self._model.forward(tokens, ForwardContext(kv, state, positions)).hidden
         self._states.commit(plan, counts or [length] * size)
         return hidden
+
+
+@dataclass(frozen=True)
+class _ModelRunner:
+    """A draft model in the terms of ``heads.tree_growth``, which calls it for chains only."""
+
+    model: Target
+    run: Callable[[Tensor, Tensor, int], Tensor]
+
+    @property
+    def head(self) -> Target:
+        """What has logits."""
+        return self.model
+
+    def descend(
+        self, batch: Batch, tokens: Tensor, hidden: Tensor, depth: int, ancestors: Tensor | None, first_entry: int
+    ) -> Tensor:
+        """Run the model over the nodes of one depth, one for each row."""
+        return self.run(tokens, hidden, depth)

@@ -27,7 +27,7 @@ class DraftPlan:
 
 
 LARGEST_SIZED = 4, 3, 8  # steps, children of a node, nodes of sized drafts without flags
-SIZED = ("mtp", "eagle", "eagle3")
+LARGEST_CHAIN = 5, 1, 6  # of a draft model
 NOTHING = DraftPlan("none", num_steps=0, topk=0, max_nodes=1, num_lookahead_slots=1)
 
 
@@ -73,7 +73,7 @@ def _plan_of_flags(config: EngineConfig, algorithm: str) -> DraftPlan:
     steps, topk, nodes = config.num_draft_steps, config.draft_topk, config.num_draft_nodes
     width = topk
     if config.is_adaptive and not config.has_shape and algorithm != "ngram":
-        steps, topk, nodes = (5, 1, 6) if algorithm == "draft-model" else LARGEST_SIZED
+        steps, topk, nodes = LARGEST_CHAIN if algorithm == "draft-model" else LARGEST_SIZED
         width = 1
     return DraftPlan(
         algorithm="none",  # the caller says what it is
@@ -83,8 +83,8 @@ def _plan_of_flags(config: EngineConfig, algorithm: str) -> DraftPlan:
         # every step but the last runs topk nodes through the head, which writes their keys and values
         num_lookahead_slots=max(nodes, 1 + (steps - 1) * width) if algorithm != "ngram" else nodes,
         draws_drafts=config.speculative_accept != "target",
-        is_sized=config.is_adaptive and algorithm in SIZED,
-        width=width,
+        is_sized=config.is_adaptive,
+        width=width if algorithm != "ngram" else 1,
     )
 
 

@@ -66,14 +66,6 @@ class StepGraphRunner:
         """Return the batch size that a batch is padded to; None: it is too large to be captured."""
         return bucket_for(batch_size, self.buckets)
 
-    @staticmethod
-    def fits(pending_tokens: HostPendingTokens | None, drafter: Drafter) -> bool:
-        """Whether the pending tokens of a draft head can be run in a captured step.
-
-        A drafter that drafts before the step runs them there, with the shapes of the batch.
-        """
-        return pending_tokens is None or drafter.is_capturable
-
     def run(
         self,
         requests: Sequence[Request],
@@ -146,9 +138,7 @@ class StepGraphRunner:
         def draft() -> Candidates:
             found = drafter.offer(inputs.batch(kind), size.depth)
             if found.draft_probs is not None:
-                _, count, vocab_size = found.draft_probs.shape
-                kept = self.inputs.trees.draft_probs(kind.batch_size, drafter.num_distributions, vocab_size)
-                kept[:, :count] = found.draft_probs
+                self._keep_probs(drafter, kind.batch_size, found.draft_probs)
             return found
 
         key = "offer", kind, drafter, size.drafted is None
@@ -166,11 +156,16 @@ class StepGraphRunner:
         trees: HostTrees,
         size: DraftSize,
     ) -> StepOutput:
-        """Replay a step on trees that were chosen from ``candidates`` of ``offer``. Other arguments as for ``run``."""
-        kind = self._kind(requests, drafter, pending_tokens)
+        """Replay a step on trees that were chosen from ``candidates``. Other arguments as for ``run``.
+
+        A capturable drafter has offered them by ``offer``, and observes in the step; any other one observes after it.
+        """
+        kind = self._kind(requests, drafter, pending_tokens if drafter.is_capturable else None)
         entries = None
         if candidates.draft_probs is not None:
             assert candidates.entries is not None
+            if not drafter.is_capturable:
+                self._keep_probs(drafter, kind.batch_size, candidates.draft_probs)
             kind = kind._replace(num_distributions=drafter.num_distributions, is_partial=size.drafted is not None)
             entries = _chosen_entries(candidates.entries, trees, size, kind.num_distributions)
         kind = self._sized(kind, trees)
@@ -180,10 +175,16 @@ class StepGraphRunner:
             kind,
             run_step,
             policy,
-            drafter,
-            lambda: GivenDrafts(self.inputs.tree(kind), drafter),
+            drafter if drafter.is_capturable else None,
+            lambda: GivenDrafts(self.inputs.tree(kind), drafter if drafter.is_capturable else None),
             lambda: self.inputs.trees.write_chosen(kind, trees, entries),
         )
+
+    def _keep_probs(self, drafter: Drafter, num_rows: int, draft_probs: Tensor) -> None:
+        """Copy distributions to where captured steps read them."""
+        size, count, vocab_size = draft_probs.shape
+        kept = self.inputs.trees.draft_probs(num_rows, drafter.num_distributions, vocab_size)
+        kept[:size, :count] = draft_probs
 
     def totals(self, batch_size: int) -> range:
         """Numbers of nodes to which verifies of chosen trees are padded."""

@@ -14,7 +14,7 @@ from specmamba.cache.access import ExtendState, PagedKV
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.kernels.draft_sizing import Ints
-from specmamba.draft.drafter import Drafter, PlainDrafts
+from specmamba.draft.drafter import Drafter, HostPendingTokens, PlainDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts, on_host
 from specmamba.draft.sizing.sizer import DraftSize, DraftSizer, SizedBatch
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
@@ -145,13 +145,15 @@ class Runner:
     ) -> StepOutput:
         """Run a step operator by operator."""
         wants_drafts = any(request.params.is_drafted for request in requests) and (size is None or size.depth > 0)
+        pending_tokens, drafted = self._prepared(requests, rows, size, wants_drafts)
+        batch = self._whole_batch(requests, pending_tokens)
         drafts: Drafts = self.drafter if wants_drafts else PlainDrafts(self.drafter)
         if size is not None and wants_drafts:
             assert self.sizer is not None
-            drafts = SizedDrafts(self.drafter, self.sizer, size.depth)
+            own = batch if drafted is requests else self._drafted_batch(drafted, size, pending_tokens)
+            drafts = SizedDrafts(self.drafter, self.sizer, size, own)
         if any(request.follower is not None or not request.params.is_drafted for request in requests):
             drafts = ConstrainedDrafts(drafts, requests, self._constraints)
-        batch = self._prepared_batch(requests, rows, wants_drafts)
         return step(batch, drafts, self.target, self.pools, self.policy, self.probe)
 
     def _run_captured(
@@ -164,14 +166,12 @@ class Runner:
         bucket = graphs.bucket(len(requests))
         if bucket is None or any(request.params.is_special for request in requests):
             return None
-        if size is not None and drafter.is_capturable:
+        if size is not None:
             return self._run_sized(graphs, requests, rows, size)
-        pending_tokens = drafter.prepare(rows, bucket)
-        if not graphs.fits(pending_tokens, drafter):
-            return None
         if drafter.is_capturable:
+            pending_tokens = drafter.prepare(rows, bucket)
             return graphs.run(requests, drafter, self.run_step, self.policy, pending_tokens, None)
-        batch = self._batch(requests, [request.root_position for request in requests])
+        batch = self._whole_batch(requests, drafter.prepare(rows, len(rows)))
         tree = drafter.propose(batch)
         if tree.draft_probs is None:
             output = graphs.run(requests, drafter, self.run_step, self.policy, None, tree)
@@ -187,19 +187,46 @@ class Runner:
         drafter, sizer = self.drafter, self.sizer
         assert sizer is not None
         self.draft_seconds = 0.0
+        pending_tokens, drafted = self._prepared(requests, rows, size, size.depth > 0)
+        if drafter.is_capturable:
+            given = drafter, self.run_step, self.policy, pending_tokens
+            if size.depth == 0:
+                return graphs.run_plain(requests, *given)
+            began = time.perf_counter()
+            candidates = graphs.offer(drafted, drafter, pending_tokens, size)
+            self.draft_seconds = time.perf_counter() - began
+            trees = sizer.choose(*on_host(candidates, len(drafted)), candidates.depths, candidates.ranks)
+            return graphs.run_chosen(requests, *given, candidates, trees, size)
+        batch = self._whole_batch(requests, pending_tokens)
         if size.depth == 0:
-            pending_tokens = drafter.prepare(rows, len(rows), drafts=False)
-            return graphs.run_plain(requests, drafter, self.run_step, self.policy, pending_tokens)
-        began = time.perf_counter()
-        if size.drafted is None:
-            drafted, pending_tokens = requests, drafter.prepare(rows, len(rows))
+            tree = drafter.propose_nothing(batch)
+            output = graphs.run(requests, drafter, self.run_step, self.policy, None, tree)
         else:
-            drafted = [request for request, is_drafted in zip(requests, size.drafted, strict=True) if is_drafted]
-            pending_tokens = drafter.prepare_some(rows, size.drafted.tolist())
-        candidates = graphs.offer(drafted, drafter, pending_tokens, size)
-        self.draft_seconds = time.perf_counter() - began
-        trees = sizer.choose(*on_host(candidates, len(drafted)), candidates.depths, candidates.ranks)
-        return graphs.run_chosen(requests, drafter, self.run_step, self.policy, pending_tokens, candidates, trees, size)
+            began = time.perf_counter()
+            candidates = drafter.offer(self._drafted_batch(drafted, size, pending_tokens), size.depth)
+            self.draft_seconds = time.perf_counter() - began
+            trees = sizer.choose(*on_host(candidates, len(drafted)), candidates.depths, candidates.ranks)
+            given = drafter, self.run_step, self.policy, None
+            output = graphs.run_chosen(requests, *given, candidates, trees, size)
+        drafter.observe(batch, output.verdict, output.features)
+        return output
+
+    def _prepared(
+        self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None, wants_drafts: bool
+    ) -> tuple[HostPendingTokens | None, Sequence[Request]]:
+        """Prepare the drafter; returns its pending tokens, and the requests that are drafted for."""
+        if size is None or size.drafted is None or not wants_drafts:
+            return self.drafter.prepare(rows, len(rows), wants_drafts), requests
+        drafted = [request for request, is_drafted in zip(requests, size.drafted.tolist(), strict=True) if is_drafted]
+        return self.drafter.prepare_some(rows, size.drafted.tolist()), drafted
+
+    def _drafted_batch(
+        self, drafted: Sequence[Request], size: DraftSize, pending_tokens: HostPendingTokens | None
+    ) -> Batch:
+        """Build the batch of the requests that are drafted for."""
+        if pending_tokens is not None and size.drafted is not None:
+            pending_tokens = pending_tokens.of(np.flatnonzero(size.drafted).tolist())
+        return self._whole_batch(drafted, pending_tokens)
 
     def totals(self, batch_size: int) -> range:
         """Numbers of nodes to which verifies of chosen trees are padded."""
@@ -222,9 +249,8 @@ class Runner:
         most, own = self.sizer.bounds.num_steps, request.params.max_depth
         return most if own is None else min(most, own)
 
-    def _prepared_batch(self, requests: Sequence[Request], rows: tuple[int, ...], wants_drafts: bool) -> Batch:
-        """Build the batch of a step with its exact shapes, after the drafter has prepared for it."""
-        pending_tokens = self.drafter.prepare(rows, len(rows), wants_drafts)
+    def _whole_batch(self, requests: Sequence[Request], pending_tokens: HostPendingTokens | None) -> Batch:
+        """Build the batch of a step with its exact shapes."""
         num_logprobs = [request.params.logprobs for request in requests if request.params.logprobs is not None]
         batch = self._batch(requests, [request.root_position for request in requests])
         on_device: PendingTokens | None = None if pending_tokens is None else pending_tokens.on(self._device)

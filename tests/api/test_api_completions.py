@@ -336,13 +336,7 @@ def test_choices_differ_and_repeat(demo: Served) -> None:
 
 def test_a_request_may_choose_its_rule_of_acceptance(demo: Served) -> None:
     """The text under target is the plain one; under rejection it is another, as likely, and the same again."""
-    body: dict[str, Any] = {
-        "prompt": "def main():\n",
-        "max_tokens": 24,
-        "temperature": 1.0,
-        "seed": 3,
-        "ignore_eos": True,
-    }
+    body: dict[str, Any] = {"prompt": "def main():\n", "max_tokens": 24, "seed": 3, "ignore_eos": True}
 
     def text(speculative: object) -> str:
         answer = demo.complete(**body, speculative=speculative)

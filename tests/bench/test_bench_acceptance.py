@@ -104,6 +104,8 @@ def test_one_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert report["prefix_cache"] is False
     assert (report["num_steps"], report["topk"], report["num_draft_tokens"]) == (2, 1, 3)
     assert (report["model"], report["dtype"], report["algorithm"]) == ("specmamba-demo", "float32", "mtp")
+    assert report["accept"] == "auto"  # its requests bring seeds, so that both runs choose the same tokens
+    assert report["temperature"] > 0
     assert report["lossless"] == {"identical": 2, "near_tie": 0, "diverged": 0}
     assert report["output_tokens"] == 2 * 2 * 12
     histogram = report["accept_length_histogram"]
@@ -147,6 +149,7 @@ def test_several_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[st
     "flags",
     [
         ["--temperature", "0", "--speculative-accept", "rejection"],
+        ["--speculative-accept", "target"],
         ["--speculative-state", "snapshots"],
         ["--speculative-algorithm", "ngram", "--configs", "3,1", "2,2,4"],
     ],

@@ -21,7 +21,7 @@ from specmamba.errors import GrammarError
 from specmamba.grammar import GrammarFollower, GrammarMatcher, TreeMask
 from specmamba.grammar.follower import MAX_OWNERS, MEMORY_SECONDS, WaitShares
 from specmamba.grammar.mask_maker import MaskJob
-from specmamba.sampling_params import SamplingParams
+from specmamba.sampling_params import SamplingParams, SpeculationParams
 from tests.fake_engine import wait_until
 
 CPU = torch.device("cpu")
@@ -70,7 +70,9 @@ class Refuses:
         return TreeMask(bits, np.array(allowed))
 
 
-def request(matcher: Refuses | None = None, speculative: bool = True, owner: str | None = None) -> Request:
+def request(
+    matcher: Refuses | None = None, speculative: bool | SpeculationParams = True, owner: str | None = None
+) -> Request:
     params = SamplingParams(speculative=speculative)
     follower = None if matcher is None else GrammarFollower(cast(GrammarMatcher, matcher), CONSTRAINTS._maker, owner)
     return cast(Request, SimpleNamespace(params=params, follower=follower))
@@ -120,17 +122,24 @@ def test_rows_of_different_sizes_are_padded(tree: DraftTree) -> None:
     assert made.shape.max_children == 2
 
 
-def test_a_request_may_want_no_drafts(tree: DraftTree) -> None:
-    made = run(tree, request(speculative=False), request())
+@pytest.mark.parametrize("wants_none", [False, SpeculationParams(max_depth=0)], ids=["false", "max_depth 0"])
+def test_a_request_may_want_no_drafts(tree: DraftTree, wants_none: bool | SpeculationParams) -> None:
+    made = run(tree, request(speculative=wants_none), request())
     assert made.shape.parents.tolist() == [[-1] * 5, PARENTS[1][:5]]  # a node that no row needs is not verified
     assert made.allowed_tokens is None
-    alone = run(
-        DraftTree(tree.tokens[:1], tree_shape(tree.shape.parents[:1], 2)), request(Refuses(), speculative=False)
-    )
+    lone_tree = DraftTree(tree.tokens[:1], tree_shape(tree.shape.parents[:1], 2))
+    alone = run(lone_tree, request(Refuses(), speculative=wants_none))
     assert alone.tokens.tolist() == [[10]]
     assert alone.shape.is_chain
     assert alone.allowed_tokens is not None
     assert alone.allowed_tokens.tolist() == [[[100, 7]]]
+
+
+def test_a_request_that_chooses_its_rule_keeps_its_tree(tree: DraftTree) -> None:
+    chooses = request(speculative=SpeculationParams(accept="target"))
+    made = run(tree, chooses, request(speculative=SpeculationParams()))
+    assert made.tokens.tolist() == [TOKENS[0], [*TOKENS[1][:5], 20]]  # padding repeats the root
+    assert made.shape.parents.tolist() == PARENTS
 
 
 def test_a_chain_that_is_cut_stays_a_chain() -> None:

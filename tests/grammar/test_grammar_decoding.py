@@ -10,13 +10,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import cycle
+from typing import Any, get_args
 
 import pytest
 
 from specmamba import LLM, RequestOutput, SamplingParams
 from specmamba.errors import RequestError
-from specmamba.sampling_params import GrammarSpec
+from specmamba.sampling_params import AcceptRule, GrammarSpec, SpeculationParams
 from tests.grammar_schemas import check_valid, random_schema
 
 pytest.importorskip("xgrammar")
@@ -168,6 +169,29 @@ def test_acceptance_by_rejection_writes_valid_texts(llm: LLM) -> None:
         assert output.finish_reason in ("stop", "length")
         if output.finish_reason == "stop":
             check_valid(output.text, schema)
+
+
+def test_constrained_requests_of_both_rules_run_in_one_batch(llm: LLM) -> None:
+    """Those under target write their plain texts, the others valid ones; a free request of each rule is among them."""
+    params = [
+        of_schema(schema, temperature=0.9, seed=seed, speculative=SpeculationParams(accept=rule))
+        for seed, (schema, rule) in enumerate(zip(SCHEMAS, cycle(get_args(AcceptRule))))
+    ]
+    for seed, rule in enumerate(get_args(AcceptRule)):
+        params.append(SamplingParams(max_tokens=24, seed=seed, speculative=SpeculationParams(accept=rule)))
+    prompts = PROMPTS[:1] * len(params)
+    plain = run(llm, prompts, params, speculative_algorithm="none")
+    drafted = run(llm, prompts, params, **DRAFTS["tree"])
+    under_target = [place for place, own in enumerate(params) if own.accept == "target"]
+    under_rejection = [place for place, own in enumerate(params) if own.accept == "rejection"]
+    assert essence([drafted[place] for place in under_target]) == essence([plain[place] for place in under_target])
+    for place in under_rejection:
+        output, grammar = drafted[place], params[place].grammar
+        if grammar is not None and output.finish_reason == "stop":
+            check_valid(output.text, json.loads(grammar.text))
+    others = essence([drafted[place] for place in under_rejection])
+    assert others != essence([plain[place] for place in under_rejection])  # under rejection other numbers decide
+    assert sum(drafted[place].spec.num_accepted_tokens for place in under_rejection) > 0
 
 
 def test_a_dead_end_fails_that_request_and_no_other(llm: LLM) -> None:

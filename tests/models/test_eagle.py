@@ -358,10 +358,11 @@ def test_tokens_outside_the_draft_vocabulary_come_last() -> None:
     logits[:, :, 4], logits[:, :, 2] = 1.0, 0.5
     params = [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)]
     for draws, chosen in ((False, params[:1] * 2), (True, params)):
-        sampling = SamplingBatch.of(chosen, [1, 2], logits.device)
+        sampling = SamplingBatch.of(chosen, [1, 2], logits.device, ["target", "rejection"])
         positions = torch.tensor([3, 5])
         batch = Batch((0, 1), torch.arange(2), torch.tensor([1, 1]), positions, 5, sampling)
         children = ChildPicker(draws).pick(logits, 4, batch, 0)
+        assert (children.probs is not None) == draws
         assert children.tokens[0, 0, :2].tolist() == [4, 2]
         assert {*children.tokens[1, 0, :2].tolist()} == {2, 4}
         assert float(children.place_logp[:, :, :2].min()) > -2

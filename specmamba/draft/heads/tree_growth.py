@@ -26,14 +26,22 @@ from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.draft.heads.children import ChildPicker, Children
 from specmamba.kernels import sampling as sampling_ops
-from specmamba.models.base import DraftHead
 from specmamba.trees import StaticTree
+
+
+class HasLogits(Protocol):
+    """A draft head or a draft model, as growing a tree needs it."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[B, F, H] -> [B, F, V]."""
 
 
 class HeadRunner(Protocol):
     """The part of a drafter that runs its head, as growing a tree needs it."""
 
-    head: DraftHead
+    @property
+    def head(self) -> HasLogits:
+        """Gives the logits after nodes."""
 
     def descend(
         self, batch: Batch, tokens: Tensor, hidden: Tensor, depth: int, ancestors: Tensor | None, first_entry: int

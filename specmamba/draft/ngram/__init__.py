@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specmamba.cache.request_table import RequestTable
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree
+from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, chain_shape, root_tree, tree_shape
 from specmamba.draft.ngram.matching import NO_TOKEN, CorpusIndex, MatchRule, match_history
@@ -24,6 +26,7 @@ CPU = torch.device("cpu")
 WEIGHT_PER_TOKEN = 4.0  # factor of a match's weight for each further token that agrees
 MAX_MATCHES = 16  # in a request's own text, and in the corpus
 CORPUS_WEIGHT = 1 / MAX_MATCHES
+DOUBT = WEIGHT_PER_TOKEN**-9  # weight against all matches: as much as a match of 3 tokens of 12 has
 
 
 class NgramDrafter(Drafter):
@@ -33,6 +36,8 @@ class NgramDrafter(Drafter):
     into one tree per request (``merge``). All tables are on the CPU, because the host knows the tokens of every step;
     only the trees go to the device. The trees of a batch are padded to the largest; without a match a tree is its root.
     """
+
+    offers = True
 
     def __init__(
         self, plan: DraftPlan, config: EngineConfig, table: RequestTable, corpus_tokens: Tensor | None
@@ -78,6 +83,12 @@ class NgramDrafter(Drafter):
             shape = tree_shape(parents.to(device), self._max_children)
         return DraftTree(torch.cat([batch.root_tokens[:, None], tokens.to(device)], 1), shape)
 
+    def offer(self, batch: Batch, num_steps: int) -> Candidates:
+        continuations, weights = self._continuations(RowSet.of(batch.rows, CPU))
+        tokens, parents, logp = trie_levels(continuations[:, :, :num_steps], weights, num_steps, self._max_children)
+        depths = np.repeat(np.arange(1, num_steps + 1), self._max_children)
+        return Candidates(tokens, parents, logp, depths, np.tile(np.arange(self._max_children), num_steps))
+
     def propose_nothing(self, batch: Batch) -> DraftTree:
         return root_tree(batch)
 
@@ -91,6 +102,14 @@ class NgramDrafter(Drafter):
 
     def _drafts(self, rows: RowSet) -> tuple[Tensor, Tensor]:
         """Return tokens and parents of each row's drafts, as ``merge`` does."""
+        continuations, weights = self._continuations(rows)
+        if not continuations.shape[1]:
+            nothing = torch.zeros(len(rows), 0, dtype=torch.int64)
+            return nothing, nothing
+        return merge(continuations, weights, self._max_children, self.max_nodes - 1)
+
+    def _continuations(self, rows: RowSet) -> tuple[Tensor, Tensor]:
+        """Return what followed the matches of each row, and its weights, as ``merge`` takes them."""
         lengths = rows.take(self._lengths)
         history = rows.take(self._history[:, : int(lengths.amax())])
         matches = match_history(history, lengths, self._rule)
@@ -100,10 +119,7 @@ class NgramDrafter(Drafter):
             continuations = torch.cat([continuations, matches.continuations], 1)
             of_corpus = self._weight_of_length[matches.lengths] * CORPUS_WEIGHT
             weights = torch.cat([weights, of_corpus], 1)
-        if not continuations.shape[1]:
-            nothing = torch.zeros(len(rows), 0, dtype=torch.int64)
-            return nothing, nothing
-        return merge(continuations, weights, self._max_children, self.max_nodes - 1)
+        return continuations, weights
 
 
 # Factor of a node's score for each step below the root. Any factor below 1 keeps a child's score below its parent's;
@@ -142,6 +158,51 @@ def merge(continuations: Tensor, weights: Tensor, max_children: int, max_drafts:
     if max_children < min(count, max_drafts):
         score = score * _is_among_siblings(score, same, first, is_first, max_children)
     return _best_nodes(tokens, score * is_first, first, max_drafts)
+
+
+def trie_levels(
+    continuations: Tensor, weights: Tensor, num_steps: int, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge the continuations of each row into a trie, and keep the best nodes of every level.
+
+    The probability of a node, given its parent, is its share of the weights of all matches that have the parent, beside
+    ``DOUBT``: a long match leaves little doubt, a short one much, and so do matches that go on differently.
+
+    Args:
+        continuations: [B, C, S] int64; NO_TOKEN after the end of a continuation.
+        weights: [B, C] float64.
+        num_steps: levels; those that no continuation has are empty.
+        width: nodes of a level at the most.
+
+    Returns:
+        Tokens, parents and log probabilities as in ``Candidates``, [B, num_steps * width] each, level by level.
+    """
+    size, count = weights.shape
+    shape = size, num_steps, width
+    tokens, parents = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    logp = torch.full(shape, -torch.inf)
+    if not count:
+        return tokens.flatten(1), parents.flatten(1), logp.flatten(1)
+    same = continuations[:, :, None] == continuations[:, None]  # [B, C, C, S]
+    others, before = torch.arange(count), weights.sum(1, keepdim=True).expand(-1, count)
+    has_prefix = torch.ones(size, count, count, dtype=torch.bool)
+    node_of = torch.zeros(size, count, dtype=torch.int64)  # of each continuation's prefix, as ``Candidates.parents``
+    for step in range(continuations.shape[2]):
+        has_prefix = has_prefix & same[..., step]
+        support = (has_prefix.double() @ weights[..., None]).squeeze(-1)
+        is_first = has_prefix.where(others[:, None] >= others, False).sum(2) == 1
+        is_node = is_first & (continuations[..., step] != NO_TOKEN) & (node_of >= 0)
+        best, chosen = (support * is_node).sort(dim=1, descending=True, stable=True)
+        best, chosen = best[:, :width], chosen[:, :width]
+        kept = best.shape[1]
+        tokens[:, step, :kept] = continuations[..., step].gather(1, chosen).clamp(min=0)
+        parents[:, step, :kept] = node_of.gather(1, chosen).clamp(min=0)
+        logp[:, step, :kept] = (best / (before.gather(1, chosen) + DOUBT)).log()
+        numbers = torch.arange(step * width + 1, step * width + 1 + kept).where(best > 0, -1)
+        of_first = torch.full_like(node_of, -1).scatter_(1, chosen, numbers)
+        first = has_prefix.where(has_prefix, False).int().argmax(2)
+        node_of, before = of_first.gather(1, first), support
+    return tokens.flatten(1), parents.flatten(1), logp.flatten(1)
 
 
 def _is_among_siblings(score: Tensor, same: Tensor, first: Tensor, is_first: Tensor, max_children: int) -> Tensor:

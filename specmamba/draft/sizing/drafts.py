@@ -11,22 +11,22 @@ from torch import Tensor
 from specmamba.core import Batch, DraftTree, Packing, TreeShape, Verdict
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import Drafter, chain_shape, root_tree, tree_shape
-from specmamba.draft.sizing.sizer import DraftSizer
+from specmamba.draft.sizing.sizer import DraftSize, DraftSizer
 from specmamba.draft.sizing.trees import HostTrees
 
 
 class SizedDrafts:
     """A drafter's candidates, cut to trees of the size that a sizer chooses."""
 
-    def __init__(self, drafter: Drafter, sizer: DraftSizer, depth: int) -> None:
-        """Draft down to ``depth``; the sizer has planned the step."""
-        self._drafter, self._sizer, self._depth = drafter, sizer, depth
+    def __init__(self, drafter: Drafter, sizer: DraftSizer, size: DraftSize, drafted: Batch) -> None:
+        """Draft what the sizer has planned, for the requests of the batch ``drafted``."""
+        self._drafter, self._sizer, self._size, self._drafted = drafter, sizer, size, drafted
 
     def propose(self, batch: Batch) -> DraftTree:
         """Return the chosen trees."""
-        candidates = self._drafter.offer(batch, self._depth)
-        trees = self._sizer.choose(*on_host(candidates, batch.size), candidates.depths, candidates.ranks)
-        return tree_of(candidates, trees, batch)
+        candidates = self._drafter.offer(self._drafted, self._size.depth)
+        trees = self._sizer.choose(*on_host(candidates, self._drafted.size), candidates.depths, candidates.ranks)
+        return tree_of(candidates, trees, batch, self._size)
 
     def propose_nothing(self, batch: Batch) -> DraftTree:
         """Return the roots alone; the drafter's own state follows the text."""
@@ -44,21 +44,23 @@ def on_host(candidates: Candidates, num_rows: int) -> tuple[np.ndarray, np.ndarr
     return tokens, parents, logp
 
 
-def tree_of(candidates: Candidates, trees: HostTrees, batch: Batch) -> DraftTree:
+def tree_of(candidates: Candidates, trees: HostTrees, batch: Batch, size: DraftSize) -> DraftTree:
     """Put chosen trees on the device."""
     device = batch.root_tokens.device
-    size, width = trees.tokens.shape
+    num_rows, width = trees.tokens.shape
     if width == 1:
         return root_tree(batch)
-    tokens = torch.from_numpy(trees.tokens).to(device)
+    tokens = torch.from_numpy(trees.tokens.copy()).to(device)
     tokens[:, 0] = batch.root_tokens
-    parents = torch.from_numpy(trees.parents).to(device)
-    shape = _shape(trees, parents, size, width, device)
+    parents = torch.from_numpy(trees.parents.copy()).to(device)
+    shape = _shape(trees, parents, num_rows, width, device)
     probs = candidates.draft_probs
     if probs is not None:
         assert candidates.entries is not None
-        entries = candidates.entries.gather(1, torch.from_numpy(trees.candidates).to(device))
-        probs = probs[torch.arange(size, device=device)[:, None], entries]
+        places = np.arange(num_rows) if size.drafted is None else np.maximum(np.cumsum(size.drafted) - 1, 0)
+        rows = torch.from_numpy(places).to(device)[:, None]
+        entries = candidates.entries[rows, torch.from_numpy(trees.candidates).to(device)]
+        probs = probs[rows, entries]
     return DraftTree(tokens, shape, probs)
 
 

@@ -184,7 +184,8 @@ class DraftSizer:
     def _planned(self, batch: SizedBatch) -> DraftSize:
         deepest = self.bounds.num_steps
         if self.forced is not None:
-            self._predict(batch)
+            self._num_requests = 0  # times are predicted when it ends
+            self._seconds = np.ones((deepest + 1, len(batch.rows) * self.bounds.max_nodes + 1))
             return DraftSize(self.forced[0])
         self._age += 1
         self._age_of_costs += 1
