@@ -48,6 +48,11 @@ class StepRecorder(TorchDispatchMode):
         self._kept: list[Any] = []
         self._constants: dict[int, tuple[int, Tensor]] = {}  # by storage: place on the tape, and the tensor
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled by torch; its compiler, imported to say so, would take 2 s."""
+        return False
+
     def record(self, function: Callable[[], T]) -> tuple[Tape, T]:
         """Run the function. Returns its tape, and its result, whose memory the tape writes.
 

@@ -1,23 +1,38 @@
-"""Measuring the times of steps at the start: a few steps of made-up requests, through the same code as all others."""
+"""Times of steps for the sizing of drafts: from a file, or measured at the start by a few steps of made-up requests."""
 
 from __future__ import annotations
 
+import logging
+import platform
 import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from specmamba.draft.draft_plan import DraftPlan
-from specmamba.draft.sizing.costs import StepCosts, StepTimes
-from specmamba.draft.sizing.sizer import Bounds
+from specmamba.draft.sizing.cost_file import FLAG, find_costs, read_costs, write_costs
+from specmamba.draft.sizing.costs import Curve, StepCosts, StepTimes
+from specmamba.draft.sizing.sizer import Bounds, DraftSizer
+from specmamba.errors import ConfigError
+from specmamba.kernels import gpu
+from specmamba.kernels.native import levels, library
+from specmamba.models.checkpoint import digest_of_checkpoint
 from specmamba.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)
+logger = logging.getLogger("specmamba")
+SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
+CACHE_NAME = "step-costs.json"
 WARM_UPS, TIMED = 2, 3  # steps of a kind: the first is run, the second recorded
+MAX_TIMED_SECONDS = 0.2  # of all steps of a kind: slow steps are timed fewer times
 PROMPT = 4  # tokens
+GUESSED = {1: StepTimes({1: 2e-4, 2: 3e-4}, {1: 1e-3, 8: 1.5e-3})}  # where memory holds no request to time
+UNKNOWN = StepCosts(GUESSED)
 
 
 def bounds_of(plan: DraftPlan) -> Bounds:
@@ -28,65 +43,168 @@ def bounds_of(plan: DraftPlan) -> Bounds:
     return Bounds(plan.num_steps, plan.max_nodes, depths, ranks, plan.width)
 
 
-def measure_costs(engine: Engine) -> StepCosts:
-    """Time steps of an idle engine; what they leave is dropped."""
-    largest = engine.memory_plan.num_running_requests
-    sizes = [size for size in SIZES if size < largest] + [largest]
-    sizes = [size for size in sizes if size <= 16]
-    times = {}
-    number = engine._num_added
+def step_costs(engine: Engine) -> tuple[StepCosts, str]:
+    """Read or measure the times of an idle engine's steps; what measuring leaves is dropped.
+
+    Returns:
+        The times, and a line for the start-up report.
+
+    Raises:
+        ConfigError: ``--speculative-costs`` names a file that cannot be read or written, or holds no times.
+    """
+    given, key = engine.config.speculative_costs, engine_key(engine)
+    path = given if given is not None else _cache_file()
+    if path is not None:
+        try:
+            found = find_costs(read_costs(path), key)
+        except ConfigError as error:
+            if given is not None:
+                raise
+            logger.warning("%s; times are measured anew", str(error).removeprefix(f"{FLAG}: "))
+            path, found = None, None
+        if found is not None:
+            return found, f"times of steps: from {path}"
+    began = time.perf_counter()
+    costs = measure_costs(engine)
+    took = f"times of steps: measured in {time.perf_counter() - began:.1f} s"
+    if path is None:
+        return costs, took
+    if given is not None and given.exists():
+        took += f" ({given} has none of this model on this machine)"
     try:
-        for size in sizes:
-            times[size] = _times_of(engine, size)
-    finally:
-        engine._num_added = number
-        engine._spec_of.clear()
-        assert engine.runner.sizer is not None
-        engine.runner.sizer.forced = None
-        engine.flush_cache()
-    return StepCosts(times)
+        write_costs(path, read_costs(path), key, costs)
+    except ConfigError:
+        if given is not None:
+            raise
+        return costs, took
+    return costs, f"{took}, kept in {path}"
 
 
-def _times_of(engine: Engine, size: int) -> StepTimes:
-    """Time steps of ``size`` requests."""
+def engine_key(engine: Engine) -> dict[str, str]:
+    """Return what the times of an engine's steps depend on."""
+    config, plan, device = engine.config, engine.draft_plan, engine.device
+    draft = config.speculative_draft_model_path
+    on_gpu = device.type == "cuda"
+    values = {
+        "model": digest_of_checkpoint(engine.folder),
+        "dtype": str(engine.model.cache_shape.dtype).removeprefix("torch."),
+        "quantization": config.quantization,
+        "drafts": f"{plan.algorithm} {plan.num_steps} {plan.topk} {plan.width} {plan.max_nodes}",
+        "draft_model": "" if draft is None else f"{draft} {config.speculative_draft_model_quantization}",
+        "accept": config.speculative_accept,
+        "state": f"{config.speculative_state} {config.mamba_ssm_dtype}",
+        "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        "kernels": "triton" if gpu.runs_on(device) else _level_name(),
+        "threads": str(engine.num_threads),
+        "captured": str(engine.runner.graph_runner is not None),
+        "requests": str(engine.memory_plan.num_running_requests),
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def measure_costs(engine: Engine) -> StepCosts:
+    """Time steps of an idle engine."""
     sizer = engine.runner.sizer
     assert sizer is not None
-    sizer.costs = StepCosts({1: StepTimes({1: 1e-3}, {1: 1e-3})})
-    params = SamplingParams(max_tokens=engine.context_length, temperature=0.0, ignore_eos=True)
-    names = [f"cost-{i}" for i in range(size)]
-    generator = np.random.default_rng(size)
-    deepest = sizer.bounds.num_steps
+    largest = engine.memory_plan.num_running_requests
+    number = engine.num_added
+    times = {}
     try:
-        for name in names:
-            engine.add_request(name, generator.integers(0, engine.vocab_size, PROMPT).tolist(), params)
-        sizer.forced = 0, 1
-        while len(engine.scheduler.verifying) < size:
-            engine.step()
-        drafts, verifies = {}, {}
-        verifies[size] = _seconds(engine, (0, 1))[1]
-        for depth, nodes in {(1, 2), (deepest, 3), (deepest, (1 + deepest)), (deepest, sizer.bounds.max_nodes)}:
-            draft, verify = _seconds(engine, (depth, nodes))
+        for size in sorted({*SIZES, largest}):
+            if size <= largest and (found := _times_of(engine, sizer, size)) is not None:
+                times[size] = found
+    finally:
+        sizer.forced = None
+        engine.forget(number)
+    return StepCosts(times or GUESSED)
+
+
+def _times_of(engine: Engine, sizer: DraftSizer, size: int) -> StepTimes | None:
+    """Time steps of ``size`` requests; None: memory does not hold them."""
+    bounds = sizer.bounds
+    largest, deepest = bounds.max_nodes, bounds.num_steps
+    kinds = [(1, 2), (deepest, min(3, largest)), (deepest, min(1 + deepest, largest)), (deepest, largest)]
+    drafts: Curve = {}
+    verifies: Curve = {}
+    for depth, nodes in [(0, 1), *dict.fromkeys(kind for kind in kinds if size == 1 or kind[1] != 3)]:
+        found = _seconds(engine, sizer, size, (depth, nodes))
+        if found is None:
+            return None
+        draft, rest = found
+        if depth:
             drafts[depth] = min(draft, drafts.get(depth, draft))
-            verifies[size * min(nodes, sizer.bounds.max_nodes)] = verify
-        for depth in range(1, deepest):
-            share = (depth - 1) / max(deepest - 1, 1)
-            drafts.setdefault(depth, drafts[1] + share * (drafts[deepest] - drafts[1]))
-        return StepTimes(drafts, verifies)
+        verifies[size * nodes] = min(rest, verifies.get(size * nodes, rest))
+    for depth in range(2, deepest):
+        drafts[depth] = drafts[1] + (depth - 1) / (deepest - 1) * (drafts[deepest] - drafts[1])
+    return StepTimes(dict(sorted(drafts.items())), dict(sorted(verifies.items())))
+
+
+def _seconds(engine: Engine, sizer: DraftSizer, size: int, forced: tuple[int, int]) -> tuple[float, float] | None:
+    """Shortest seconds of drafts and of the rest of steps with so many nodes of every request."""
+    names = [f"cost-{i}" for i in range(size)]
+    found, spent = [], 0.0
+    try:
+        if not _start(engine, sizer, names):
+            return None
+        sizer.forced = forced
+        for i in range(WARM_UPS + TIMED):
+            began = time.perf_counter()
+            engine.step()
+            took = time.perf_counter() - began
+            if len(engine.scheduler.verifying) < size:  # they have reached the end of the context
+                break
+            if i >= WARM_UPS:
+                found.append((engine.runner.draft_seconds, took - engine.runner.draft_seconds))
+                spent += took
+            if spent > MAX_TIMED_SECONDS:
+                break
     finally:
         for name in names:
             engine.abort(name)
+    if not found:
+        return None
+    return _shortest(draft for draft, _ in found), _shortest(rest for _, rest in found)
 
 
-def _seconds(engine: Engine, forced: tuple[int, int]) -> tuple[float, float]:
-    """Median seconds of drafts and of the rest of steps of one kind."""
-    runner = engine.runner
-    assert runner.sizer is not None
-    runner.sizer.forced = forced
-    found = []
-    for i in range(WARM_UPS + TIMED):
-        began = time.perf_counter()
+def _start(engine: Engine, sizer: DraftSizer, names: Sequence[str]) -> bool:
+    """Add made-up requests and run their prompts; False: memory does not hold them all."""
+    length = min(PROMPT, engine.context_length - 1)
+    params = SamplingParams(max_tokens=engine.context_length, temperature=0.0, ignore_eos=True)
+    generator = np.random.default_rng(len(names))
+    sizer.forced = 0, 1
+    if len(names) > engine.config.max_queued_requests:
+        return False
+    for name in names:
+        engine.add_request(name, generator.integers(0, engine.vocab_size, length).tolist(), params)
+    for _ in range(2 * len(names)):
+        if len(engine.scheduler.verifying) == len(names):
+            return True
         engine.step()
-        took = time.perf_counter() - began
-        if i >= WARM_UPS:
-            found.append((runner.draft_seconds, took - runner.draft_seconds))
-    return tuple(np.median(np.array(found), 0).tolist())
+    return False
+
+
+def _shortest(seconds: Iterable[float]) -> float:
+    return max(min(seconds), 1e-9)
+
+
+def _cache_file() -> Path | None:
+    try:
+        return library.cache_folder() / CACHE_NAME
+    except levels.NativeUnavailableError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf8").splitlines()
+    except OSError:
+        return platform.processor()
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))
+    return next(found, platform.processor())
+
+
+def _level_name() -> str:
+    try:
+        return levels.chosen_level().name
+    except levels.NativeUnavailableError:
+        return "pytorch"

@@ -17,11 +17,10 @@ from specmamba.core import ANYONE, DraftView, OutputDelta, Owner, SpecStats
 from specmamba.draft import build_drafter
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
-from specmamba.draft.sizing.costs import StepCosts
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.constraints import Constraints
-from specmamba.engine.cost_measurement import bounds_of, measure_costs
+from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
 from specmamba.engine.graph_runner import build_graph_runner
 from specmamba.engine.loading import (
     keep_freed_memory,
@@ -102,17 +101,33 @@ class Engine:
         )
         with torch.inference_mode():
             graph_lines = self.runner.capture()
-        self._start_sizing()
+        graph_lines += self._start_sizing()
         for line in (*self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
 
-    def _start_sizing(self) -> None:
-        """Let a sizer decide the size of drafts, if that is the plan."""
+    def _start_sizing(self) -> list[str]:
+        """Let a sizer decide the size of drafts, if that is the plan; returns lines of the start-up report."""
+        self.runner.sizer = None
         if not self.draft_plan.is_sized:
-            return
+            return []
         num_rows = self.memory_plan.num_rows + 1
-        self.runner.sizer = DraftSizer(bounds_of(self.draft_plan), num_rows, StepCosts({}), self.runner.totals)
-        self.runner.sizer.costs = measure_costs(self)
+        sizer = DraftSizer(bounds_of(self.draft_plan), num_rows, UNKNOWN, self.runner.totals)
+        self.runner.sizer = sizer
+        sizer.costs, line = step_costs(self)
+        return [line]
+
+    @property
+    def num_added(self) -> int:
+        """Requests so far; each gets the next number, from which its seed is made."""
+        return self._num_added
+
+    def forget(self, num_added: int) -> None:
+        """Drop what requests after the first ``num_added`` left behind, as if they had never been."""
+        self._num_added = num_added
+        self._spec_of.clear()
+        self.scheduler.num_preemptions = 0
+        self.flush_cache()
+        self.cache_manager.cache.forget_figures()
 
     def add_request(
         self,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,8 +15,6 @@ from specmamba.errors import RequestError
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import Target, TargetOutput
 from specmamba.sampling_params import SamplingParams
-
-SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # of a file of weights, for its digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +104,3 @@ def _run(engine: Engine, texts: Sequence[Sequence[int]]) -> None:
     finally:
         for name in names:
             engine.abort(name)
-
-
-def digest_of_checkpoint(folder: Path) -> str:
-    """Hash a checkpoint's config and samples of its weights, as reading all weights of a large model takes too long."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as stream:
-            for i in range(SAMPLES):
-                stream.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
-                digest.update(stream.read(SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -16,9 +16,9 @@ from specmamba.draft.drafter import Drafter, NoDrafter
 from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.recorder import RankRecorder
 from specmamba.engine.engine import Engine
-from specmamba.engine.target_reader import OnStates, digest_of_checkpoint, read_target
+from specmamba.engine.target_reader import OnStates, read_target
 from specmamba.errors import ConfigError, RequestError
-from specmamba.models.checkpoint import resolve_checkpoint
+from specmamba.models.checkpoint import digest_of_checkpoint, resolve_checkpoint
 from specmamba.models.hybrid import HybridTarget
 from specmamba.sampling_params import SamplingParams
 from specmamba.verify.probe import StepProbe

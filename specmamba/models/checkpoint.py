@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import stat
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges
 MAX_TEXT_BYTES = 256 << 20  # tokenizer.json, vocabularies, merges
 MAX_JSON_BYTES = 64 << 20  # configs and the index of the shards
 MAX_JSON_VALUES = 1 << 23  # of one file; a list of three bytes takes 64 bytes of memory when it has been parsed
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # of a file of weights, for its digest
 _TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
@@ -217,3 +219,16 @@ def _download(model: str, revision: str | None) -> Path:
         raise CheckpointError(
             f"there is no folder {model}, and the hub cannot be asked for a repository of that name: {reason}"
         ) from error
+
+
+def digest_of_checkpoint(folder: Path) -> str:
+    """Hash a checkpoint's config and samples of its weights, as reading all weights of a large model takes too long."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            for i in range(SAMPLES):
+                stream.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -81,6 +81,11 @@ class MambaRadixCache:
         """Sizes now, and counts since the start."""
         return self._counters.stats(self._tree)
 
+    def forget_figures(self) -> None:
+        """Count from now on."""
+        self._counters = Counters()
+        self._counters_of.clear()
+
     def root(self, extra_key: str | None, tenant: str | None = None) -> Node:
         """Return the root of a tenant's salt. A root without children and locks may be dropped by later calls."""
         return self._tree.root(extra_key, tenant)
