@@ -72,6 +72,24 @@ class SpecStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SizingStats:
+    """What the sizing of drafts has decided since the start, and thinks now."""
+
+    num_steps: int
+    num_plain_steps: int  # without drafts
+    num_probes: int  # that drafted only to see whether drafts would pay
+    num_requests: int  # summed over the steps
+    num_nodes: int  # that were verified, roots included
+    num_draft_levels: int  # depths of all drafts, summed
+    predicted_seconds: float  # of all steps
+    measured_seconds: float
+    calibration_error: float  # of the probabilities of acceptance, 0 to 1
+    depth: int  # of drafts now; 0: off
+    gains: tuple[float, ...]  # tokens per second over plain decoding, predicted now, by depth from 0 on
+    reason: str  # a sentence for the live page
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """The log probability of a token, given the tokens before it.
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,11 +102,11 @@ class Engine:
         )
         with torch.inference_mode():
             graph_lines = self.runner.capture()
-        graph_lines += self._start_sizing()
+        graph_lines += self.start_sizing()
         for line in (*self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)
 
-    def _start_sizing(self) -> list[str]:
+    def start_sizing(self) -> list[str]:
         """Let a sizer decide the size of drafts, if that is the plan; returns lines of the start-up report."""
         self.runner.sizer = None
         if not self.draft_plan.is_sized:
@@ -280,7 +281,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Numbers of queues and pools now, and of speculation since the start."""
-        return self.scheduler.stats(self.pools, sum(self._spec_of.values(), SpecStats()))
+        sizer = self.runner.sizer
+        stats = self.scheduler.stats(self.pools, sum(self._spec_of.values(), SpecStats()))
+        return stats if sizer is None else replace(stats, sizing=sizer.stats())
 
     def stats_of(self, tenant: str | None) -> TenantStats:
         """Numbers of one tenant's requests now, and since the start."""

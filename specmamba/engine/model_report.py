@@ -163,6 +163,7 @@ def _supported(draft: DraftKind | None) -> dict[str, Any]:
         "mamba_ssm_dtype": choices("mamba_ssm_dtype"),
         "speculative_state": choices("speculative_state"),
         "speculative_accept": choices("speculative_accept"),
+        "speculative_adaptive": choices("speculative_adaptive"),
     }
 
 
@@ -243,6 +244,7 @@ def describe_engine(
         "speculative_num_steps": drafts.num_steps,
         "speculative_eagle_topk": drafts.topk,
         "speculative_num_draft_tokens": drafts.max_nodes,
+        "speculative_adaptive": drafts.is_sized,
         "speculative_state": config.speculative_state,
         "speculative_accept": config.speculative_accept,
         **describe_memory(memory),

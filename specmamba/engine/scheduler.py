@@ -14,7 +14,7 @@ from typing import Literal
 from specmamba.cache.prefix.inspection import CacheStats, RequestStats
 from specmamba.cache.prefix.node import Tokens, common_length
 from specmamba.config import EngineConfig
-from specmamba.core import SpecStats
+from specmamba.core import SizingStats, SpecStats
 from specmamba.engine.cache_manager import CacheManager
 from specmamba.engine.fair_queue import (
     PrefillTurns,
@@ -73,6 +73,7 @@ class EngineStats:
     num_preemptions: int
     spec: SpecStats
     prefix_cache: CacheStats
+    sizing: SizingStats | None = None  # None: the size of drafts is fixed
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,8 @@ def grown(
         return grow_static_tree(runner, picker, layout, batch, hidden)
 
     def descend(token: Tensor, hidden: Tensor, depth: int) -> Tensor:
-        return runner.descend(batch, token, hidden, depth, None, depth)
+        below: Tensor = runner.descend(batch, token, hidden, depth, None, depth)
+        return below
 
     return grow_chain(picker, batch, 4, hidden, head.logits, descend)
 

@@ -245,7 +245,7 @@ class TestSeeds:
     def test_unseeded_requests_follow_the_engine(self, tiny: str) -> None:
         unseeded = change(SAMPLED, seed=None)
         requests = [(str(i), [5], unseeded) for i in range(4)]
-        flags = {"speculative_accept": "target"}
+        flags: dict[str, Any] = {"speculative_accept": "target"}
         first = answers(run(build(tiny, seed=1, **flags), requests))
         assert len(set(first.values())) == 4  # not the same text four times
         assert answers(run(build(tiny, seed=1, mtp=0), requests)) == first

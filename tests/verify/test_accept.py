@@ -19,7 +19,7 @@ from specmamba.core import Batch, DraftTree, TreeShape, Verdict
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.kernels import sampling as sampling_ops
 from specmamba.kernels.sampling import reference
-from specmamba.sampling_params import SamplingBatch, SamplingParams, SpeculationParams
+from specmamba.sampling_params import AcceptRule, SamplingBatch, SamplingParams, SpeculationParams
 from specmamba.verify import acceptance as rules
 from specmamba.verify.acceptance import accept, accept_rule
 from tests.pairwise import pairwise
@@ -52,7 +52,7 @@ TARGET, DRAFT = transitions(1), 0.6 * transitions(1) + 0.8 * transitions(2)
 def batch_of(
     params: SamplingParams | list[SamplingParams],
     size: int,
-    rule: rules.AcceptRule | list[rules.AcceptRule] = "target",
+    rule: AcceptRule | list[AcceptRule] = "target",
 ) -> Batch:
     """Requests that differ in their seed, all with the token 0 as their root; ``rule`` of all, or of each."""
     each = params if isinstance(params, list) else [params] * size
@@ -121,7 +121,7 @@ def p_values(verdict: Verdict, params: SamplingParams) -> list[float]:
     pytest.mark.parametrize("setting", SETTINGS),
     pytest.mark.parametrize("tree", TREES),
 )
-def test_every_token_is_distributed_as_the_target_says(tree: str, setting: str, rule: rules.AcceptRule) -> None:
+def test_every_token_is_distributed_as_the_target_says(tree: str, setting: str, rule: AcceptRule) -> None:
     params = SETTINGS[setting]
     batch = batch_of(params, 6000, rule)
     drafts = drawn_tree(TREES[tree], batch)
@@ -136,7 +136,7 @@ def test_a_chain_is_accepted_as_often_as_theory_says() -> None:
     """arXiv 2211.17192, section 3.1, and more often than by the target's own sample."""
     params = SETTINGS["temperature 1"]
     rates = {}
-    for rule in get_args(rules.AcceptRule):
+    for rule in get_args(AcceptRule):
         batch = batch_of(params, 6000, rule)
         drafts = drawn_tree(TREES["chain"], batch)
         rates[rule] = (accept(drafts, target_logits(drafts), batch, None).num_accepted > 0).double().mean()
@@ -217,7 +217,7 @@ def test_greedy_rows_are_exact(has_probs: bool) -> None:
 
 
 def test_without_drafts_both_rules_give_the_same_text() -> None:
-    batches = [batch_of(SETTINGS["hot, top-p"], 500, rule) for rule in get_args(rules.AcceptRule)]
+    batches = [batch_of(SETTINGS["hot, top-p"], 500, rule) for rule in get_args(AcceptRule)]
     roots = DraftTree(batches[0].root_tokens[:, None], chain_shape(500, 1, CPU))
     verdicts = [accept(roots, target_logits(roots), batch, None) for batch in batches]
     assert_same(verdicts[0], verdicts[1])
@@ -227,7 +227,7 @@ def test_without_drafts_both_rules_give_the_same_text() -> None:
 # --- batches of both rules
 
 
-MIXED: list[tuple[SamplingParams, rules.AcceptRule]] = [  # rows come in this order, again and again
+MIXED: list[tuple[SamplingParams, AcceptRule]] = [  # rows come in this order, again and again
     (SamplingParams(temperature=0.0), "target"),
     (SETTINGS["temperature 1"], "rejection"),
     (SETTINGS["temperature 1"], "target"),
@@ -239,7 +239,7 @@ MIXED: list[tuple[SamplingParams, rules.AcceptRule]] = [  # rows come in this or
 ]
 
 
-def mixed_batch(of_each: list[tuple[SamplingParams, rules.AcceptRule]]) -> Batch:
+def mixed_batch(of_each: list[tuple[SamplingParams, AcceptRule]]) -> Batch:
     return batch_of([params for params, _ in of_each], len(of_each), [rule for _, rule in of_each])
 
 
@@ -265,7 +265,7 @@ def test_a_row_among_rows_of_the_other_rule_is_decided_as_among_its_own(tree: st
     drafts = drafts if has_probs else replace(drafts, draft_probs=None)
     together = accept(drafts, target_logits(drafts), batch, history)
     names = [field.name for field in fields(Verdict)]
-    for rule in get_args(rules.AcceptRule):
+    for rule in get_args(AcceptRule):
         rows = torch.tensor([row for row, (_, of_row) in enumerate(of_each) if of_row == rule])
         params = [of_each[row][0] for row in rows.tolist()]
         alone = replace(
@@ -283,7 +283,7 @@ def test_the_rule_of_each_row_decides_it() -> None:
     """Rows that are sampled are decided in another way under the other rule; greedy ones in the same."""
     others = {"target": "rejection", "rejection": "target"}
     batch = mixed_batch(MIXED * 60)
-    swapped = mixed_batch([(params, cast(rules.AcceptRule, others[rule])) for params, rule in MIXED * 60])
+    swapped = mixed_batch([(params, cast(AcceptRule, others[rule])) for params, rule in MIXED * 60])
     drafts, history = drawn_tree(TREES["bushy"], batch), history_of(batch.size)
     verdicts = [accept(drafts, target_logits(drafts), each, history) for each in (batch, swapped)]
     differ = (verdicts[0].path_tokens != verdicts[1].path_tokens).any(1).view(60, len(MIXED)).sum(0)
@@ -302,7 +302,7 @@ def test_the_rule_of_each_row_decides_it() -> None:
     ],
 )
 def test_a_batch_says_which_rows_are_decided_under_rejection(
-    of_each: list[tuple[SamplingParams, rules.AcceptRule]], rejects: list[bool] | None, all_reject: bool
+    of_each: list[tuple[SamplingParams, AcceptRule]], rejects: list[bool] | None, all_reject: bool
 ) -> None:
     sampling = mixed_batch(of_each).sampling
     assert (None if sampling.rejects is None else sampling.rejects.tolist()) == rejects
@@ -318,7 +318,7 @@ def test_a_batch_whose_rules_are_not_told_is_decided_under_target() -> None:
 GREEDY, UNSEEDED, SEEDED = SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(seed=0)
 
 
-def asks(rule: rules.AcceptRule | None, params: SamplingParams, **others: Any) -> SamplingParams:
+def asks(rule: AcceptRule | None, params: SamplingParams, **others: Any) -> SamplingParams:
     return params.model_copy(update={"speculative": SpeculationParams(accept=rule, **others)})
 
 
@@ -349,8 +349,8 @@ def asks(rule: rules.AcceptRule | None, params: SamplingParams, **others: Any) -
 def test_the_rule_of_a_request(
     params: SamplingParams,
     setting: Literal["auto", "target", "rejection"],
-    drawing: rules.AcceptRule,
-    not_drawing: rules.AcceptRule,
+    drawing: AcceptRule,
+    not_drawing: AcceptRule,
 ) -> None:
     """By --speculative-accept, and whether the drafter can draw."""
     assert accept_rule(setting, params, True) == drawing
@@ -361,7 +361,7 @@ def test_the_rule_of_a_request(
 
 
 @pytest.mark.parametrize("rule", ["target", "rejection"])
-def test_forced_tokens_overrule_the_choice(rule: rules.AcceptRule) -> None:
+def test_forced_tokens_overrule_the_choice(rule: AcceptRule) -> None:
     batch = batch_of(SETTINGS["temperature 1"], 300, rule)
     drafts = drawn_tree(TREES["bushy"], batch)
     forced = torch.full((300, 4), -1)
@@ -374,7 +374,7 @@ def test_forced_tokens_overrule_the_choice(rule: rules.AcceptRule) -> None:
 
 
 @pytest.mark.parametrize("rule", ["target", "rejection"])
-def test_penalties_come_first(rule: rules.AcceptRule) -> None:
+def test_penalties_come_first(rule: AcceptRule) -> None:
     """Nearly greedy rows whose likeliest token is the one that was said already."""
     params = SamplingParams(temperature=0.01, frequency_penalty=2.0)
     batch = batch_of(params, 50, rule)
@@ -406,7 +406,7 @@ def test_what_is_no_number_counts_where_the_path_goes() -> None:
 
 
 @pytest.mark.parametrize("rule", ["target", "rejection"])
-def test_forced_tokens_are_given_by_depth(rule: rules.AcceptRule) -> None:
+def test_forced_tokens_are_given_by_depth(rule: AcceptRule) -> None:
     forced = torch.tensor([[3, 4, 5]]).expand(20, -1)
     batch = replace(batch_of(SETTINGS["temperature 1"], 20, rule), forced_output_ids=forced)
     drafts = DraftTree(torch.tensor([[0, 3, 4]]).expand(20, -1), chain_shape(20, 3, CPU))
@@ -422,7 +422,7 @@ def test_forced_tokens_are_given_by_depth(rule: rules.AcceptRule) -> None:
     pytest.mark.parametrize("rule", ["target", "rejection"]),
     pytest.mark.parametrize("tree", TREES),
 )
-def test_synthetic_acceptance_follows_first_children(tree: str, rule: rules.AcceptRule, params: SamplingParams) -> None:
+def test_synthetic_acceptance_follows_first_children(tree: str, rule: AcceptRule, params: SamplingParams) -> None:
     batch = batch_of(params, 4000, rule)
     drafts = drawn_tree(TREES[tree], batch)
     firsts = {"chain": [0, 1, 2, 3], "star": [0, 1], "bushy": [0, 1, 4, 7], "padded": [0, 1, 3], "lopsided": [0, 1]}[
@@ -444,7 +444,7 @@ def test_synthetic_acceptance_follows_first_children(tree: str, rule: rules.Acce
 
 
 def test_synthetic_acceptance_depends_on_seed_and_position_alone() -> None:
-    batch, rejecting = (batch_of(SETTINGS["temperature 1"], 500, rule) for rule in get_args(rules.AcceptRule))
+    batch, rejecting = (batch_of(SETTINGS["temperature 1"], 500, rule) for rule in get_args(AcceptRule))
     drafts = drawn_tree(TREES["chain"], batch)
     others = replace(drafts, tokens=drafts.tokens.flip(0), draft_probs=None)
     cases = [(drafts, batch), (others, batch), (drafts, rejecting)]

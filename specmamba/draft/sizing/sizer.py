@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from specmamba.core import SizingStats
 from specmamba.draft.sizing.costs import StepCosts
 from specmamba.draft.sizing.trees import HostTrees
 from specmamba.kernels import draft_sizing
@@ -71,9 +72,9 @@ class SizerFigures:
     num_steps: int = 0
     num_plain_steps: int = 0
     num_probes: int = 0
+    num_requests: int = 0
     num_nodes: int = 0
-    num_rows: int = 0
-    sum_of_depths: int = 0
+    num_draft_levels: int = 0
     predicted_seconds: float = 0.0
     measured_seconds: float = 0.0
 
@@ -168,8 +169,8 @@ class DraftSizer:
         figures.num_plain_steps += size.depth == 0
         figures.num_probes += size.is_probe
         figures.num_nodes += self._num_nodes
-        figures.num_rows += number
-        figures.sum_of_depths += size.depth
+        figures.num_requests += number
+        figures.num_draft_levels += size.depth
         figures.predicted_seconds += self._predicted
         figures.measured_seconds += seconds + self.overhead
         if self._offer is not None and learns:
@@ -180,6 +181,22 @@ class DraftSizer:
         """Learn how long the host works on a step behind its measured time."""
         if 0 <= seconds < LONGEST_REST:
             self.overhead += WEIGHT_OF_REST * (seconds - self.overhead)
+
+    def stats(self) -> SizingStats:
+        """Return what has been decided, and what is thought now."""
+        gains = tuple(round(float(gain), 3) for gain in self.gains)
+        error = draft_sizing.calibration_error(self.state)
+        return SizingStats(**vars(self.figures), calibration_error=error, depth=self.depth, gains=gains, reason=self._reason())
+
+    def _reason(self) -> str:
+        best = int(self.gains[1:].argmax()) + 1
+        gain = f"{(float(self.gains[best]) - 1) * 100:+.0f} %"
+        requests = f"{self._num_requests} request{'s' if self._num_requests != 1 else ''}"
+        if not self._num_requests:
+            return "no step yet"
+        if self.depth:
+            return f"drafts of depth {self.depth}: depth {best} is predicted to gain {gain} with {requests}"
+        return f"off: drafts are predicted to gain {gain} at the best, depth {best}, with {requests}"
 
     def _planned(self, batch: SizedBatch) -> DraftSize:
         deepest = self.bounds.num_steps

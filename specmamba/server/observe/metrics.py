@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from specmamba.cache.prefix.inspection import without_salts
-from specmamba.core import FinishReason, OutputDelta, SpecStats
+from specmamba.core import FinishReason, OutputDelta, SizingStats, SpecStats
 from specmamba.server.observe.call_record import AbortReason, CallRecord
 from specmamba.server.observe.logs import num_dropped_lines
 from specmamba.server_config import ServerConfig
@@ -77,10 +77,34 @@ def engine_metrics(stats: EngineStats, with_salts: bool) -> Iterator[Metric]:
     preempted = "Requests that gave up their memory to older ones"
     yield CounterMetricFamily("specmamba_preemptions", preempted, value=stats.num_preemptions)
     yield from spec_counters(stats.spec)
+    if stats.sizing is not None:
+        yield from _sizing_metrics(stats.sizing)
     yield from _cache_counters(stats.prefix_cache, with_salts)
 
 
-def _counters(prefix: str, stats: CacheStats | SpecStats, texts: Mapping[str, str]) -> Iterator[Metric]:
+def _sizing_metrics(sizing: SizingStats) -> Iterator[Metric]:
+    """The counters of the sizing of drafts, and what it thinks now."""
+    counters = {
+        "num_steps": "Decoding steps",
+        "num_plain_steps": "Decoding steps without drafts",
+        "num_probes": "Decoding steps that drafted only to see whether drafts would pay",
+        "num_requests": "Requests of all decoding steps",
+        "num_nodes": "Nodes that were verified, roots included",
+        "num_draft_levels": "Depths of all drafts, summed",
+        "predicted_seconds": "Time of all decoding steps, as it was predicted",
+        "measured_seconds": "Time of all decoding steps, as it was measured",
+    }
+    yield from _counters("draft_sizing", sizing, counters)
+    gauges = {
+        "depth": ("Depth of drafts now; 0: off", sizing.depth),
+        "calibration_error": ("Error of the probabilities of acceptance, 0 to 1", sizing.calibration_error),
+        "gain": ("Tokens per second over plain decoding, predicted now for the best depth", max(sizing.gains)),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(f"specmamba_draft_sizing_{name}", text, value=value)
+
+
+def _counters(prefix: str, stats: CacheStats | SizingStats | SpecStats, texts: Mapping[str, str]) -> Iterator[Metric]:
     """One counter for each of these attributes of ``stats``, given with their help texts."""
     for name, text in texts.items():
         yield CounterMetricFamily(f"specmamba_{prefix}_{name}", text, value=getattr(stats, name))
