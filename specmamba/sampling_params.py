@@ -50,9 +50,9 @@ class SpeculationParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    accept: Annotated[AcceptRule | None, Field(description="rule of acceptance; none: as --speculative-accept says")] = (
-        None
-    )
+    accept: Annotated[
+        AcceptRule | None, Field(description="rule of acceptance; none: as --speculative-accept says")
+    ] = None
     max_depth: Annotated[
         int | None, Field(ge=0, le=63, description="deepest draft below the root; 0: no drafts; none: the server's")
     ] = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from specmamba.kernels.draft_sizing import native_ops, reference
@@ -12,11 +11,13 @@ from specmamba.kernels.draft_sizing.operands import (
     LENGTH,
     NUM_MODES,
     SAMPLED,
+    Chosen,
     Drafted,
     Floats,
     Ints,
     Offer,
     SizerState,
+    TreeArrays,
 )
 from specmamba.kernels.draft_sizing.reference import begin, calibration_error
 
@@ -26,32 +27,40 @@ __all__ = [
     "LENGTH",
     "NUM_MODES",
     "SAMPLED",
+    "Chosen",
     "Drafted",
     "Floats",
     "Ints",
     "Offer",
     "SizerState",
+    "TreeArrays",
     "begin",
     "calibration_error",
     "choose",
     "learn",
     "look",
+    "pack",
 ]
 
 
-def choose(state: SizerState, drafted: Drafted, offer: Offer) -> tuple[int, float]:
+def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     """Choose the trees of a step; see ``reference.choose``.
 
     Raises:
         ValueError: operands differ in shape or dtype (native form).
     """
-    found: tuple[int, float] = _form().choose(state, drafted, offer)
-    return found
+    chosen: Chosen = _form().choose(state, drafted, offer)
+    return chosen
 
 
-def learn(state: SizerState, drafted: Drafted, offer: Offer, decided: Sequence[Sequence[int]]) -> None:
+def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> None:
+    """Write the packing of chosen trees; see ``reference.pack``."""
+    _form().pack(trees, padded_size, width, num_places)
+
+
+def learn(state: SizerState, drafted: Drafted, offer: Offer, tokens: Ints, counts: Ints) -> None:
     """Fit the calibration to the result of a step; see ``reference.learn``."""
-    _form().learn(state, drafted, offer, decided)
+    _form().learn(state, drafted, offer, tokens, counts)
 
 
 def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:

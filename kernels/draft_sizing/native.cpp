@@ -28,8 +28,18 @@ struct Drafted {
   const int64_t *rows, *modes, *max_depths, *places;
   double *logits, *p;
   uint8_t* kept;
-  int64_t *tokens, *parents, *node_candidates, *num_nodes;
-  int64_t stride, tree_stride;  // from row to row of [B', C] and of [B, N]
+  int64_t stride;  // from row to row of [B', C]
+};
+
+// operands.TreeArrays
+struct TreeArrays {
+  int64_t *tokens, *parents, *candidates, *num_nodes, *places, *nodes, *firsts;
+  int64_t stride;  // from row to row of [B, N]
+};
+
+// operands.Chosen, but for the expected tokens
+struct Chosen {
+  int64_t num_nodes, width, is_chain;
 };
 
 // operands.Offer
@@ -39,7 +49,7 @@ struct Offer {
   const int64_t *depths, *ranks;
   const double* seconds;
   int64_t rows, candidates, tokens_row, parents_row, logp_row, depths_row, ranks_row;
-  int64_t batch, depth, most_nodes, nodes_per_row;
+  int64_t batch, padded, depth, most_nodes, nodes_per_row;
 
   int64_t depth_of(int64_t i, int64_t c) const { return depths[i * depths_row + c]; }
   int64_t rank_of(int64_t i, int64_t c) const { return ranks[i * ranks_row + c]; }
@@ -191,30 +201,32 @@ void keep_paying(const State& s, const Drafted& d, const Offer& o, std::vector<d
     d.kept[rest[k].at / o.candidates * d.stride + rest[k].at % o.candidates] = 1;
 }
 
-int64_t write_trees(const Drafted& d, const Offer& o) {
-  for (int64_t b = 0; b < o.batch; ++b) {
-    std::fill_n(d.tokens + b * d.tree_stride, d.tree_stride, 0);
-    std::fill_n(d.node_candidates + b * d.tree_stride, d.tree_stride, 0);
-    std::fill_n(d.parents + b * d.tree_stride, d.tree_stride, -1);
-    d.num_nodes[b] = 1;
+Chosen write_trees(const Drafted& d, const TreeArrays& t, const Offer& o) {
+  for (int64_t b = 0; b < o.padded; ++b) {
+    std::fill_n(t.tokens + b * t.stride, t.stride, 0);
+    std::fill_n(t.candidates + b * t.stride, t.stride, 0);
+    std::fill_n(t.parents + b * t.stride, t.stride, -1);
+    t.num_nodes[b] = b < o.batch;
   }
-  int64_t total = o.batch;
+  Chosen chosen{o.batch, 1, 1};
   static thread_local std::vector<int64_t> node_of;
   for (int64_t i = 0; i < o.rows; ++i) {
-    const int64_t at = d.places[i] * d.tree_stride;
+    const int64_t at = d.places[i] * t.stride;
     int64_t node = 0;
     node_of.assign(o.candidates + 1, 0);
     for (int64_t c = 0; c < o.candidates; ++c) {
       if (!d.kept[i * d.stride + c]) continue;
       node_of[c + 1] = ++node;
-      d.tokens[at + node] = o.tokens[i * o.tokens_row + c];
-      d.parents[at + node] = node_of[o.parent_of(i, c)];
-      d.node_candidates[at + node] = c + 1;
+      t.tokens[at + node] = o.tokens[i * o.tokens_row + c];
+      t.parents[at + node] = node_of[o.parent_of(i, c)];
+      t.candidates[at + node] = c + 1;
+      if (t.parents[at + node] != node - 1) chosen.is_chain = 0;
     }
-    d.num_nodes[d.places[i]] = node + 1;
-    total += node;
+    t.num_nodes[d.places[i]] = node + 1;
+    chosen.num_nodes += node;
+    chosen.width = std::max(chosen.width, node + 1);
   }
-  return total;
+  return chosen;
 }
 
 void fit(const State& s, const Drafted& d, int64_t i, int64_t c, int64_t depth, int64_t rank, bool is_accepted) {
@@ -235,8 +247,8 @@ void fit(const State& s, const Drafted& d, int64_t i, int64_t c, int64_t depth, 
 
 extern "C" {
 
-// Returns the nodes of all rows; *expected gets their expected tokens.
-int64_t sizing_choose(const State* s, const Drafted* d, const Offer* o, double* expected) {
+void sizing_choose(const State* s, const Drafted* d, const TreeArrays* t, const Offer* o, Chosen* chosen,
+                   double* expected) {
   static thread_local std::vector<double> values;
   calibrate(*s, *d, *o);
   values.assign(o->rows * o->candidates, 0.0);
@@ -254,20 +266,36 @@ int64_t sizing_choose(const State* s, const Drafted* d, const Offer* o, double* 
   for (int64_t i = 0; i < o->rows; ++i)
     for (int64_t c = 0; c < o->candidates; ++c)
       if (d->kept[i * d->stride + c]) *expected += values[i * o->candidates + c];
-  return write_trees(*d, *o);
+  *chosen = write_trees(*d, *t, *o);
 }
 
-// decided: the tokens of each of the batch's rows, first[b] to first[b + 1].
-void sizing_learn(const State* s, const Drafted* d, const Offer* o, const int64_t* decided, const int64_t* first) {
+// Rows [0, padded) in a layout of `width` nodes, packed into `places` tokens.
+void sizing_pack(const TreeArrays* t, int64_t padded, int64_t width, int64_t places) {
+  int64_t next = 0;
+  for (int64_t b = 0; b < padded; ++b) {
+    t->firsts[b] = next;
+    for (int64_t n = 0; n < t->num_nodes[b]; ++n) t->places[next + n] = b * width + n;
+    for (int64_t n = 0; n < width; ++n) {
+      const int64_t node = next + std::min(n, std::max<int64_t>(t->num_nodes[b] - 1, 0));
+      t->nodes[b * width + n] = std::min(node, places - 1);
+    }
+    next += t->num_nodes[b];
+  }
+  for (; next < places; ++next) t->places[next] = 0;
+}
+
+// tokens and counts of the batch's rows lie `tokens_row` and `counts_row` apart.
+void sizing_learn(const State* s, const Drafted* d, const Offer* o, const int64_t* tokens, int64_t tokens_row,
+                  const int64_t* counts, int64_t counts_row) {
   static thread_local std::vector<uint8_t> accepted;
   for (int64_t i = 0; i < o->rows; ++i) {
-    const int64_t b = d->places[i], length = first[b + 1] - first[b];
+    const int64_t *path = tokens + d->places[i] * tokens_row, length = counts[d->places[i] * counts_row];
     accepted.assign(o->candidates + 1, 0);
     accepted[0] = 1;
     for (int64_t c = 0; c < o->candidates; ++c) {
       if (!d->kept[i * d->stride + c] || !accepted[o->parent_of(i, c)]) continue;
       const int64_t depth = o->depth_of(i, c);
-      accepted[c + 1] = depth < length && decided[first[b] + depth - 1] == o->tokens[i * o->tokens_row + c];
+      accepted[c + 1] = depth <= length && path[depth - 1] == o->tokens[i * o->tokens_row + c];
       fit(*s, *d, i, c, depth, o->rank_of(i, c), accepted[c + 1]);
     }
   }

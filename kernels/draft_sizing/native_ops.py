@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import POINTER, byref, c_double, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specmamba.kernels.draft_sizing.operands import Drafted, Floats, Ints, Offer, SizerState
+from specmamba.kernels.draft_sizing.operands import Chosen, Drafted, Floats, Ints, Offer, SizerState, TreeArrays
 from specmamba.kernels.native import library
 from specmamba.kernels.native.tensors import marshalled, require, struct
 
@@ -22,35 +21,40 @@ _OF_STATE = [
     *("depths", "ranks", "weights", "offsets", "counts", "of_row", "bins", "odds"),
     *("values_of_mode", "values_of_row", "next_of_mode", "next_of_row", "threshold"),
 ]
-_OF_DRAFTED = [
-    *("rows", "modes", "max_depths", "places", "logits", "p", "kept"),
-    *("tokens", "parents", "candidates", "num_nodes"),
-]
+_OF_DRAFTED = ["rows", "modes", "max_depths", "places", "logits", "p", "kept"]
+_OF_TREES = ["tokens", "parents", "candidates", "num_nodes", "places", "nodes", "firsts"]
 _State = struct("State", _OF_STATE, ["width", "max_nodes", "num_candidates", "num_depths", "num_ranks"])
-_Drafted = struct("Drafted", _OF_DRAFTED, ["stride", "tree_stride"])
+_Drafted = struct("Drafted", _OF_DRAFTED, ["stride"])
+_Trees = struct("TreeArrays", _OF_TREES, ["stride"])
+_Chosen = struct("Chosen", [], ["num_nodes", "width", "is_chain"])
 _Offer = struct(
     "Offer",
     ["tokens", "parents", "logp", "depths", "ranks", "seconds"],
     [
         *("rows", "num_candidates", "tokens_row", "parents_row", "logp_row", "depths_row", "ranks_row"),
-        *("batch", "depth", "most_nodes", "nodes_per_row"),
+        *("batch", "padded", "depth", "most_nodes", "nodes_per_row"),
     ],
 )
 
 
-def choose(state: SizerState, drafted: Drafted, offer: Offer) -> tuple[int, float]:
+def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     """One call. Shapes of the offer are checked, parents and places are trusted."""
-    expected = c_double()
-    total = library.required(code()).sizing_choose(*_operands(state, drafted, offer), byref(expected))
-    return total, expected.value
+    expected, chosen = c_double(), _Chosen()
+    of_state, of_drafted, of_offer = _operands(state, drafted, offer)
+    trees = marshalled(drafted.trees, _marshal_trees)
+    library.required(code()).sizing_choose(of_state, of_drafted, trees, of_offer, chosen, expected)
+    return Chosen(chosen.num_nodes, chosen.width, bool(chosen.is_chain), expected.value)
 
 
-def learn(state: SizerState, drafted: Drafted, offer: Offer, decided: Sequence[Sequence[int]]) -> None:
+def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> None:
     """One call."""
-    counts = np.array([0, *map(len, decided)])
-    tokens, first = np.array([token for path in decided for token in path]), counts.cumsum()
-    pointers = tokens.ctypes.data, first.ctypes.data
-    library.required(code()).sizing_learn(*_operands(state, drafted, offer), *pointers)
+    library.required(code()).sizing_pack(marshalled(trees, _marshal_trees), padded_size, width, num_places)
+
+
+def learn(state: SizerState, drafted: Drafted, offer: Offer, tokens: Ints, counts: Ints) -> None:
+    """One call."""
+    rows = tokens.ctypes.data, tokens.strides[0] // 8, counts.ctypes.data, counts.strides[0] // 8
+    library.required(code()).sizing_learn(*_operands(state, drafted, offer), *rows)
 
 
 def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:
@@ -65,7 +69,12 @@ def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int]
 
 
 def _operands(state: SizerState, drafted: Drafted, offer: Offer) -> tuple[Any, Any, Any]:
-    return marshalled(state, _marshal_state), marshalled(drafted, _marshal_drafted), _marshal_offer(offer, drafted)
+    if len(offer.tokens) > drafted.max_rows or offer.tokens.shape[1] > drafted.num_candidates:
+        raise ValueError("there are too many candidates")
+    if offer.padded_size > len(drafted.trees.num_nodes):
+        raise ValueError("there are too many rows")
+    of_offer = marshalled(offer, _marshal_offer)
+    return marshalled(state, _marshal_state), marshalled(drafted, _marshal_drafted), of_offer
 
 
 def _marshal_state(x: SizerState) -> Any:
@@ -76,29 +85,38 @@ def _marshal_state(x: SizerState) -> Any:
 
 
 def _marshal_drafted(x: Drafted) -> Any:
-    return _Drafted(*(getattr(x, name).ctypes.data for name in _OF_DRAFTED), x.num_candidates, x.max_nodes)
+    return _Drafted(*(getattr(x, name).ctypes.data for name in _OF_DRAFTED), x.num_candidates)
 
 
-def _marshal_offer(x: Offer, drafted: Drafted) -> Any:
+def _marshal_trees(x: TreeArrays) -> Any:
+    arrays = [getattr(x, name) for name in _OF_TREES]
+    require(all(array.flags.c_contiguous and array.dtype == np.int64 for array in arrays), "trees are contiguous int64")
+    return _Trees(*(array.ctypes.data for array in arrays), x.tokens.shape[1])
+
+
+def _marshal_offer(x: Offer) -> Any:
     rows, count = x.tokens.shape
     columns: tuple[NDArray[Any], ...] = x.tokens, x.parents, x.logp, x.depths, x.ranks
     require(all(column.shape in ((rows, count), (count,)) for column in columns), "candidates differ in shape")
     require(all(column.strides[-1] == column.itemsize or count == 1 for column in columns), "rows are contiguous")
     require(x.logp.dtype == np.float32 and x.tokens.dtype == x.parents.dtype == np.int64, "candidates' dtypes")
     require(x.depths.dtype == x.ranks.dtype == np.int64 and x.seconds.dtype == np.float64, "candidates' dtypes")
-    require(rows <= x.batch_size <= drafted.max_rows and count <= drafted.num_candidates, "there are too many candidates")
+    require(rows <= x.batch_size <= x.padded_size, "there are more rows than the batch has")
     strides = [column.strides[0] // column.itemsize if column.ndim == 2 else 0 for column in columns]
     pointers = [column.ctypes.data for column in (*columns, x.seconds)]
-    return _Offer(*pointers, rows, count, *strides, x.batch_size, x.depth, len(x.seconds) - 1, x.nodes_per_row)
+    sizes = x.batch_size, x.padded_size, x.depth, len(x.seconds) - 1, x.nodes_per_row
+    return _Offer(*pointers, rows, count, *strides, *sizes)
 
 
 @cache
 def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
     step = [POINTER(_State), POINTER(_Drafted), POINTER(_Offer)]
+    chosen = POINTER(_Chosen), POINTER(c_double)
     signatures = {
-        "sizing_choose": [*step, POINTER(c_double)],
-        "sizing_learn": [*step, c_void_p, c_void_p],
+        "sizing_choose": [*step[:2], POINTER(_Trees), step[2], *chosen],
+        "sizing_pack": [POINTER(_Trees), *[c_int64] * 3],
+        "sizing_learn": [*step, c_void_p, c_int64, c_void_p, c_int64],
         "sizing_look": [step[0], *[c_void_p] * 2, *[c_int64] * 3, c_void_p, *[c_int64] * 2, c_void_p],
     }
-    return library.load_functions(SOURCE, signatures, {"sizing_choose": c_int64})
+    return library.load_functions(SOURCE, signatures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,12 +68,41 @@ class SizerState:
 
 
 @dataclass(eq=False)
+class TreeArrays:
+    """Trees of a batch, and their packing (``core.Packing``). Arrays are large enough for every step."""
+
+    tokens: Ints  # [rows, N]; those of the roots are not set
+    parents: Ints  # [rows, N]; -1 for roots and padding
+    candidates: Ints  # [rows, N], 1 + the candidate of each node; 0 for roots and padding
+    num_nodes: Ints  # [rows]; 0 for rows of padding
+    places: Ints  # [rows * N], the first T are used
+    nodes: Ints  # [rows * N], row after row of the width that the packing has
+    firsts: Ints  # [rows]
+
+    @classmethod
+    def empty(cls, num_rows: int, max_nodes: int) -> TreeArrays:
+        """Allocate zeros."""
+        wide = (np.zeros((num_rows, max_nodes), np.int64) for _ in range(3))
+        flat = (np.zeros(num_rows * max_nodes, np.int64) for _ in range(2))
+        return cls(*wide, np.zeros(num_rows, np.int64), *flat, np.zeros(num_rows, np.int64))
+
+
+class Chosen(NamedTuple):
+    """What ``choose`` has written."""
+
+    num_nodes: int  # of all rows, roots included
+    width: int  # nodes of the largest tree
+    is_chain: bool  # every node is the child of the one before it
+    expected_tokens: float
+
+
+@dataclass(eq=False)
 class Drafted:
     """One draft and what is decided of it. Arrays are large enough for every step; the first B' rows are used."""
 
     max_rows: int
     num_candidates: int  # C of the deepest draft
-    max_nodes: int
+    trees: TreeArrays
     # given
     rows: Ints = field(init=False)  # [B'], of the request table
     modes: Ints = field(init=False)
@@ -82,23 +112,17 @@ class Drafted:
     logits: Floats = field(init=False)  # [B', C]
     p: Floats = field(init=False)
     kept: Flags = field(init=False)
-    tokens: Ints = field(init=False)  # [B, N]; those of the roots are not set
-    parents: Ints = field(init=False)  # [B, N]; -1 for roots and padding
-    candidates: Ints = field(init=False)  # [B, N], 1 + the candidate of each node; 0 for roots and padding
-    num_nodes: Ints = field(init=False)  # [B]
 
     def __post_init__(self) -> None:
         size, count = self.max_rows, self.num_candidates
         self.rows, self.modes, self.max_depths, self.places = (np.zeros(size, np.int64) for _ in range(4))
         self.logits, self.p = np.zeros((size, count)), np.zeros((size, count))
         self.kept = np.zeros((size, count), np.uint8)
-        self.tokens, self.parents, self.candidates = (np.zeros((size, self.max_nodes), np.int64) for _ in range(3))
-        self.num_nodes = np.zeros(size, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Offer:
-    """The candidates of B' rows in one step, and the rules of the choice."""
+    """The candidates of B' rows in one step, and the rules of the choice. It may serve for several steps."""
 
     tokens: Ints  # [B', C']
     parents: Ints  # [B', C'], 0 for the root, 1 + c for candidate c
@@ -106,6 +130,7 @@ class Offer:
     depths: Ints  # [C'] or [B', C']
     ranks: Ints  # [C'] or [B', C']
     batch_size: int  # B, rows that are not drafted for included
+    padded_size: int  # rows of the trees, the last ones padding
     depth: int  # of the draft
     seconds: Floats  # [T + 1], time of a step by its nodes; T is the largest number
     nodes_per_row: int = 0  # take so many of every row; 0: those that pay

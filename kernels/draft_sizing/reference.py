@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,11 +11,13 @@ from specmamba.kernels.draft_sizing.operands import (
     MAX_DEPTH,
     MAX_RANK,
     NUM_BINS,
+    Chosen,
     Drafted,
     Floats,
     Ints,
     Offer,
     SizerState,
+    TreeArrays,
 )
 
 Bools = NDArray[np.bool_]
@@ -37,16 +37,13 @@ def begin(state: SizerState, row: int, mode: int) -> None:
     state.next_of_row[row] = 0
 
 
-def choose(state: SizerState, drafted: Drafted, offer: Offer) -> tuple[int, float]:
+def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     """Choose the trees of a step.
 
     Args:
         state: candidates are calibrated by it; their values are added to it.
         drafted: rows, modes, bounds and places are given; the rest is written.
         offer: the candidates.
-
-    Returns:
-        The nodes of all B rows, roots included, and their expected tokens.
     """
     size, count = offer.tokens.shape
     modes = drafted.modes[:size]
@@ -60,27 +57,51 @@ def choose(state: SizerState, drafted: Drafted, offer: Offer) -> tuple[int, floa
         kept = _paying(state, values, modes == DRAWN, offer)
     drafted.kept[:size, :count] = kept
     _write_trees(drafted, offer, kept)
-    return int(drafted.num_nodes[: offer.batch_size].sum()), float(offer.batch_size + values[kept].sum())
+    counts, numbers = drafted.trees.num_nodes[: offer.batch_size], np.arange(drafted.trees.parents.shape[1])
+    follows = (drafted.trees.parents[: offer.batch_size] == numbers - 1) | (numbers >= counts[:, None])
+    expected = float(offer.batch_size + values[kept].sum())
+    return Chosen(int(counts.sum()), int(counts.max()), bool(follows.all()), expected)
 
 
-def learn(state: SizerState, drafted: Drafted, offer: Offer, decided: Sequence[Sequence[int]]) -> None:
+def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> None:
+    """Write the packing of chosen trees.
+
+    Args:
+        trees: ``places``, ``nodes`` and ``firsts`` are written.
+        padded_size: rows, the last ones padding.
+        width: N of the layout, at least that of the largest tree.
+        num_places: T, at least the number of nodes; places behind the last node repeat place 0.
+    """
+    counts = trees.num_nodes[:padded_size]
+    first = trees.firsts[:padded_size]
+    first[:] = np.cumsum(counts) - counts
+    number = np.arange(counts.sum())
+    trees.places[:num_places] = 0
+    trees.places[: len(number)] = number + np.repeat(np.arange(padded_size) * width - first, counts)
+    nodes = first[:, None] + np.minimum(np.arange(width), np.maximum(counts[:, None] - 1, 0))
+    trees.nodes[: padded_size * width] = np.minimum(nodes, num_places - 1).ravel()
+
+
+def learn(state: SizerState, drafted: Drafted, offer: Offer, tokens: Ints, counts: Ints) -> None:
     """Fit the calibration to the result of a step, by observed nodes only: the kept children of accepted nodes.
 
     Args:
         state: is fitted.
         drafted: as ``choose`` left it.
         offer: as ``choose`` got it.
-        decided: for each of the B rows, accepted drafts and the target's own token.
+        tokens: [B, W], for each row accepted drafts, the target's own token, and padding.
+        counts: [B], accepted drafts.
     """
     size, count = offer.tokens.shape
     depths, ranks = (np.broadcast_to(x, (size, count)) for x in (offer.depths, offer.ranks))
     for i in range(size):
-        path, accepted = decided[drafted.places[i]], {0}
+        place, accepted = drafted.places[i], {0}
+        path = tokens[place, : counts[place]]
         for c in range(count):
             if not drafted.kept[i, c] or int(offer.parents[i, c]) not in accepted:
                 continue
             depth = int(depths[i, c])
-            is_accepted = depth < len(path) and path[depth - 1] == int(offer.tokens[i, c])
+            is_accepted = depth <= len(path) and int(path[depth - 1]) == int(offer.tokens[i, c])
             if is_accepted:
                 accepted.add(c + 1)
             _fit(state, drafted, (i, c), (depth, int(ranks[i, c])), is_accepted)
@@ -227,17 +248,17 @@ def _paying(state: SizerState, values: Floats, is_drawn: Bools, offer: Offer) ->
 
 
 def _write_trees(drafted: Drafted, offer: Offer, kept: Bools) -> None:
-    size, batch = len(kept), offer.batch_size
-    drafted.tokens[:batch], drafted.candidates[:batch], drafted.parents[:batch] = 0, 0, -1
-    drafted.num_nodes[:batch] = 1
+    size, rows, trees = len(kept), offer.padded_size, drafted.trees
+    trees.tokens[:rows], trees.candidates[:rows], trees.parents[:rows] = 0, 0, -1
+    trees.num_nodes[:rows] = np.arange(rows) < offer.batch_size
     numbers = np.cumsum(kept, 1)
     row, candidate = np.nonzero(kept)
     node, place = numbers[row, candidate], drafted.places[:size][row]
     padded = np.concatenate([np.zeros((size, 1), np.int64), numbers], 1)
-    drafted.tokens[place, node] = offer.tokens[row, candidate]
-    drafted.parents[place, node] = padded[row, offer.parents[row, candidate]]
-    drafted.candidates[place, node] = candidate + 1
-    drafted.num_nodes[drafted.places[:size]] = numbers[:, -1] + 1
+    trees.tokens[place, node] = offer.tokens[row, candidate]
+    trees.parents[place, node] = padded[row, offer.parents[row, candidate]]
+    trees.candidates[place, node] = candidate + 1
+    trees.num_nodes[drafted.places[:size]] = numbers[:, -1] + 1
 
 
 def _fit(state: SizerState, drafted: Drafted, at: tuple[int, int], node: tuple[int, int], is_accepted: bool) -> None:

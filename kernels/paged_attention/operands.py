@@ -68,7 +68,9 @@ class AttentionMetadata:
     sees_all: bool = False  # every query sees first..num_keys - 1, all of it
     # The native form takes the queries of ragged trees packed, [1, T, ...]: row b's begin at firsts[b].
     firsts: Tensor | None = None  # [B] int64
-    counts: Tensor | None = None  # [B] int64, queries of each row, their sum not above T; None: projections are [B, Q, ...]
+    counts: Tensor | None = (
+        None  # [B] int64, queries of each row, their sum not above T; None: projections are [B, Q, ...]
+    )
 
     @cached_property
     def indices(self) -> Tensor:

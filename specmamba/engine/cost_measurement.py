@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
 CACHE_NAME = "step-costs.json"
-WARM_UPS, TIMED = 2, 3  # steps of a kind: the first is run, the second recorded
+WARM_UPS, TIMED = 5, 4  # steps of a kind: the first is run, the second recorded
 MAX_TIMED_SECONDS = 0.2  # of all steps of a kind: slow steps are timed fewer times
 PROMPT = 4  # tokens
 GUESSED = {1: StepTimes({1: 2e-4, 2: 3e-4}, {1: 1e-3, 8: 1.5e-3})}  # where memory holds no request to time

@@ -37,6 +37,7 @@ from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, TenantStats
 from specmamba.errors import PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar
+from specmamba.kernels.draft_sizing import TreeArrays
 from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 from specmamba.sampling_params import SamplingParams
@@ -111,8 +112,10 @@ class Engine:
         self.runner.sizer = None
         if not self.draft_plan.is_sized:
             return []
-        num_rows = self.memory_plan.num_rows + 1
-        sizer = DraftSizer(bounds_of(self.draft_plan), num_rows, UNKNOWN, self.runner.totals)
+        graphs, plan = self.runner.graph_runner, self.memory_plan
+        own = TreeArrays.empty(plan.num_rows, plan.max_nodes)
+        trees = own if graphs is None else graphs.inputs.trees.arrays
+        sizer = DraftSizer(bounds_of(self.draft_plan), trees, UNKNOWN, self.runner.totals)
         self.runner.sizer = sizer
         sizer.costs, line = step_costs(self)
         return [line]

@@ -17,14 +17,13 @@ from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, Replay, bucket_for, bucket_sizes
 from specmamba.draft.candidates import Candidates
-from specmamba.kernels.draft_sizing import Ints
 from specmamba.draft.drafter import Drafter, HostPendingTokens, PlainDrafts
 from specmamba.draft.sizing.sizer import DraftSize
-from specmamba.draft.sizing.trees import HostTrees
 from specmamba.engine.request import Request
 from specmamba.engine.step_inputs import Sampling, StepInputs, StepKind
 from specmamba.errors import ConfigError
 from specmamba.kernels import gpu
+from specmamba.kernels.draft_sizing import Chosen, Ints
 from specmamba.verify.acceptance import AcceptPolicy
 from specmamba.verify.pools import Pools
 from specmamba.verify.result import StepOutput
@@ -57,7 +56,7 @@ class StepGraphRunner:
             device: of the pools.
         """
         self.replay, self.buckets = replay, buckets
-        self.inputs = StepInputs(buckets[-1], plan.max_nodes, device)
+        self.inputs = StepInputs(buckets[-1], plan.max_nodes, device, plan.num_rows)
         self._draft_inputs = StepInputs(buckets[-1], plan.max_nodes, device)  # of drafts for some of the requests
         self._pools, self._device, self._max_nodes = pools, device, plan.max_nodes
         self._max_root_position = plan.context_length
@@ -153,10 +152,12 @@ class StepGraphRunner:
         policy: AcceptPolicy,
         pending_tokens: HostPendingTokens | None,
         candidates: Candidates,
-        trees: HostTrees,
+        chosen: Chosen,
         size: DraftSize,
     ) -> StepOutput:
-        """Replay a step on trees that were chosen from ``candidates``. Other arguments as for ``run``.
+        """Replay a step on trees that were chosen from ``candidates`` and written to ``inputs.trees``.
+
+        Other arguments are as for ``run``.
 
         A capturable drafter has offered them by ``offer``, and observes in the step; any other one observes after it.
         """
@@ -167,8 +168,9 @@ class StepGraphRunner:
             if not drafter.is_capturable:
                 self._keep_probs(drafter, kind.batch_size, candidates.draft_probs)
             kind = kind._replace(num_distributions=drafter.num_distributions, is_partial=size.drafted is not None)
-            entries = _chosen_entries(candidates.entries, trees, size, kind.num_distributions)
-        kind = self._sized(kind, trees)
+            nodes = self.inputs.trees.arrays.candidates[: len(requests), : chosen.width]
+            entries = _chosen_entries(candidates.entries, nodes, size, kind.num_distributions)
+        kind = self._sized(kind, chosen)
         return self._replay(
             requests,
             pending_tokens,
@@ -177,7 +179,7 @@ class StepGraphRunner:
             policy,
             drafter if drafter.is_capturable else None,
             lambda: GivenDrafts(self.inputs.tree(kind), drafter if drafter.is_capturable else None),
-            lambda: self.inputs.trees.write_chosen(kind, trees, entries),
+            lambda: self.inputs.trees.write_chosen(kind, entries),
         )
 
     def _keep_probs(self, drafter: Drafter, num_rows: int, draft_probs: Tensor) -> None:
@@ -192,17 +194,17 @@ class StepGraphRunner:
         step = max(1, size // 4)
         return range(step, size * self._max_nodes + 1, step)
 
-    def _sized(self, kind: StepKind, trees: HostTrees) -> StepKind:
+    def _sized(self, kind: StepKind, chosen: Chosen) -> StepKind:
         """The kind of step that takes these trees."""
-        width, size, is_chain = trees.tokens.shape[1], kind.batch_size, trees.is_chain
+        width, size, is_chain = chosen.width, kind.batch_size, chosen.is_chain
         kind = kind._replace(is_chain=is_chain, max_children=1 if is_chain else self._max_nodes - 1)
         if size == 1:
             return kind._replace(num_nodes=width)
         width = next(n for n in (*NODES, self._max_nodes) if n >= width or n >= self._max_nodes)
-        if trees.num_nodes == size * width:
+        if chosen.num_nodes == size * width:
             return kind._replace(num_nodes=width)
         totals = self.totals(size)
-        total = totals[-(-trees.num_nodes // totals.step) - 1]
+        total = totals[-(-chosen.num_nodes // totals.step) - 1]
         return kind._replace(num_nodes=width, num_packed=total)
 
     def capture(self, drafter: Drafter, run_step: RunStep, policy: AcceptPolicy) -> None:
@@ -284,13 +286,13 @@ class StepGraphRunner:
         )
 
 
-def _chosen_entries(entries: Tensor, trees: HostTrees, size: DraftSize, num_distributions: int) -> Ints:
+def _chosen_entries(entries: Tensor, nodes: Ints, size: DraftSize, num_distributions: int) -> Ints:
     """The distribution that the children of each node were drawn from, [B, N], among those of all drafted rows."""
     of_drafted = entries.cpu().numpy()
-    rows = np.arange(len(trees.counts))
+    rows = np.arange(len(nodes))
     if size.drafted is not None:
         rows = np.maximum(np.cumsum(size.drafted) - 1, 0)  # of those that are not drafted for, no entry is read
-    found: Ints = of_drafted[rows[:, None], trees.candidates] + rows[:, None] * num_distributions
+    found: Ints = of_drafted[rows[:, None], nodes] + rows[:, None] * num_distributions
     return found
 
 

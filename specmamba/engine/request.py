@@ -14,8 +14,8 @@ from torch import Tensor
 from specmamba.cache.prefix.node import Node
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SpecStats, TokenLogprob
 from specmamba.errors import GrammarError
-from specmamba.kernels.draft_sizing import DRAWN, GREEDY, SAMPLED
 from specmamba.grammar import GrammarFollower
+from specmamba.kernels.draft_sizing import DRAWN, GREEDY, SAMPLED
 from specmamba.models.tokenizer import Detokenizer
 from specmamba.sampling_params import AcceptRule, SamplingParams
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from specmamba.cache.access import ExtendState, PagedKV
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
-from specmamba.kernels.draft_sizing import Ints
 from specmamba.draft.drafter import Drafter, HostPendingTokens, PlainDrafts
-from specmamba.draft.sizing.drafts import SizedDrafts, on_host
+from specmamba.draft.sizing.drafts import SizedDrafts
 from specmamba.draft.sizing.sizer import DraftSize, DraftSizer, SizedBatch
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
 from specmamba.engine.graph_runner import StepGraphRunner, capture_steps
 from specmamba.engine.request import PrefillRun, Request, forced_ahead
+from specmamba.kernels.draft_sizing import Ints
 from specmamba.kernels.state_records import RowSet
 from specmamba.layers.context import ForwardContext
 from specmamba.models.base import Target
@@ -27,7 +27,7 @@ from specmamba.sampling_params import SamplingBatch
 from specmamba.verify.acceptance import AcceptPolicy
 from specmamba.verify.pools import Pools
 from specmamba.verify.probe import StepProbe
-from specmamba.verify.result import StepOutput, StepResult, known_token_logprobs
+from specmamba.verify.result import NUM_FIGURES, StepOutput, StepResult, known_token_logprobs
 from specmamba.verify.state_buffers import VerifySlots
 from specmamba.verify.step import Drafts, GivenDrafts, step
 
@@ -116,7 +116,11 @@ class Runner:
         rows = tuple(request.held_row for request in requests)
         self.probe.start(len(rows))
         sizer = self.sizer
-        size = None if sizer is None else sizer.plan(self._sized_batch(requests, rows), lambda: self.drafter.must_draft(rows))
+        size = (
+            None
+            if sizer is None
+            else sizer.plan(self._sized_batch(requests, rows), lambda: self.drafter.must_draft(rows))
+        )
         output = self._run_captured(requests, rows, size) or self._run_directly(requests, rows, size)
         results = output.read([request.params.logprobs for request in requests])  # the one read of a step
         decided = [result.tokens for result in results]
@@ -125,7 +129,8 @@ class Runner:
         self.probe.lap("commit")
         if sizer is not None:
             learns = all(request.follower is None for request in requests)
-            sizer.observe(decided, time.perf_counter() - began, learns)
+            packed = output.packed.cpu().numpy()
+            sizer.observe(packed[:, NUM_FIGURES:], packed[:, 0], time.perf_counter() - began, learns)
         if self.on_draft is not None:
             for place in _first_of_views(requests, self.watched):
                 request = requests[place]
@@ -140,9 +145,7 @@ class Runner:
         """Capture the most frequent steps; returns the lines of the start-up report about them."""
         return capture_steps(self.graph_runner, self.drafter, self.run_step, self.policy)
 
-    def _run_directly(
-        self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None
-    ) -> StepOutput:
+    def _run_directly(self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None) -> StepOutput:
         """Run a step operator by operator."""
         wants_drafts = any(request.params.is_drafted for request in requests) and (size is None or size.depth > 0)
         pending_tokens, drafted = self._prepared(requests, rows, size, wants_drafts)
@@ -167,7 +170,7 @@ class Runner:
         if bucket is None or any(request.params.is_special for request in requests):
             return None
         if size is not None:
-            return self._run_sized(graphs, requests, rows, size)
+            return self._run_sized(graphs, bucket, requests, rows, size)
         if drafter.is_capturable:
             pending_tokens = drafter.prepare(rows, bucket)
             return graphs.run(requests, drafter, self.run_step, self.policy, pending_tokens, None)
@@ -181,7 +184,12 @@ class Runner:
         return output
 
     def _run_sized(
-        self, graphs: StepGraphRunner, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize
+        self,
+        graphs: StepGraphRunner,
+        bucket: int,
+        requests: Sequence[Request],
+        rows: tuple[int, ...],
+        size: DraftSize,
     ) -> StepOutput:
         """Replay a draft, choose its trees, and replay their verify; or replay a plain step."""
         drafter, sizer = self.drafter, self.sizer
@@ -195,8 +203,8 @@ class Runner:
             began = time.perf_counter()
             candidates = graphs.offer(drafted, drafter, pending_tokens, size)
             self.draft_seconds = time.perf_counter() - began
-            trees = sizer.choose(*on_host(candidates, len(drafted)), candidates.depths, candidates.ranks)
-            return graphs.run_chosen(requests, *given, candidates, trees, size)
+            chosen = sizer.choose(candidates, bucket)
+            return graphs.run_chosen(requests, *given, candidates, chosen, size)
         batch = self._whole_batch(requests, pending_tokens)
         if size.depth == 0:
             tree = drafter.propose_nothing(batch)
@@ -205,9 +213,9 @@ class Runner:
             began = time.perf_counter()
             candidates = drafter.offer(self._drafted_batch(drafted, size, pending_tokens), size.depth)
             self.draft_seconds = time.perf_counter() - began
-            trees = sizer.choose(*on_host(candidates, len(drafted)), candidates.depths, candidates.ranks)
+            chosen = sizer.choose(candidates, bucket)
             given = drafter, self.run_step, self.policy, None
-            output = graphs.run_chosen(requests, *given, candidates, trees, size)
+            output = graphs.run_chosen(requests, *given, candidates, chosen, size)
         drafter.observe(batch, output.verdict, output.features)
         return output
 

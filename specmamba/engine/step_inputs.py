@@ -11,10 +11,10 @@ from torch import Tensor
 
 from specmamba.core import Batch, DraftTree, Packing, PendingTokens
 from specmamba.cuda_graphs import Columns
-from specmamba.kernels.draft_sizing import Ints
 from specmamba.draft.drafter import HostPendingTokens, chain_shape, tree_shape
-from specmamba.draft.sizing.trees import HostTrees
 from specmamba.engine.request import Request, forced_ahead
+from specmamba.kernels import draft_sizing
+from specmamba.kernels.draft_sizing import Ints, TreeArrays
 from specmamba.kernels.state_records import RowSet
 from specmamba.sampling_params import AcceptRule, Penalties, SamplingBatch, SamplingParams
 from specmamba.verify.state_buffers import HostVerifySlots, VerifySlots
@@ -24,6 +24,9 @@ ROOTS = {"row": 0, "root_token": 0, "root_position": 0, "num_pending_tokens": 1,
 SLOTS = {"slot": 0, "num_pending": 0, "folds": 0}
 SETTINGS = {"seed": 0, "top_k": 0, "rejects": 0}
 FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
+
+
+ARRAYS = "tokens", "parents", "num_nodes", "places", "nodes", "firsts"  # of TreeArrays, that steps read
 
 
 class Sampling(NamedTuple):
@@ -69,24 +72,21 @@ class TreeInputs:
     """Trees that were drafted before a step, for batches that are padded to a bucket."""
 
     def __init__(self, num_rows: int, max_nodes: int, device: torch.device) -> None:
-        """Allocate the buffers of the largest bucket."""
-        self._device, self._max_nodes = device, max_nodes
-        self.tokens = torch.zeros(num_rows, max_nodes, dtype=torch.int64, device=device)
-        self.parents = torch.full_like(self.tokens, -1)
+        """Allocate the buffers of ``num_rows`` rows."""
+        self._device = device
+        self.arrays = TreeArrays.empty(num_rows, max_nodes)  # of the host; on a CPU steps read what it writes
+        given = [torch.from_numpy(getattr(self.arrays, name)) for name in ARRAYS]
+        on_device = given if device.type == "cpu" else [x.to(device) for x in given]
+        self._copies = [] if device.type == "cpu" else list(zip(on_device, given, strict=True))
+        self.tokens, self.parents, self.counts, self.places, self.nodes, self.firsts = on_device
         self.entries = torch.zeros_like(self.tokens)  # the distribution after each node
-        self.places = torch.zeros(num_rows * max_nodes, dtype=torch.int64, device=device)
-        self.nodes = torch.zeros_like(self.places)
-        self.firsts = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.counts = torch.zeros_like(self.firsts)
         self._draft_probs: dict[int, Tensor] = {}  # [rows, E, V] float32, by E
 
     def clear(self) -> None:
         """Make all nodes but the roots padding."""
-        self.tokens.zero_()
-        self.parents.fill_(-1)
-        self.entries.zero_()
-        for x in (self.places, self.nodes, self.firsts, self.counts):
+        for x in (self.tokens, self.counts, self.places, self.nodes, self.firsts, self.entries):
             x.zero_()
+        self.parents.fill_(-1)
 
     def write(self, tree: DraftTree) -> None:
         """Write trees; nodes and rows that they lack become padding."""
@@ -95,26 +95,20 @@ class TreeInputs:
         self.tokens[:size, :num_nodes] = tree.tokens
         self.parents[:size, :num_nodes] = tree.shape.parents
 
-    def write_chosen(self, kind: StepKind, trees: HostTrees, entries: Ints | None) -> None:
-        """Write chosen trees; rows that they lack become padding.
+    def write_chosen(self, kind: StepKind, entries: Ints | None) -> None:
+        """Write the trees that ``arrays`` have, for a step of this kind.
 
         Args:
-            kind: of the step.
-            trees: no wider than the step's.
+            kind: of the step; rows of the arrays behind its requests are padding.
             entries: [B, N], the distribution that each node's children were drawn from, numbered through all rows;
                 None: nothing is drawn.
         """
-        size, width = trees.tokens.shape
-        self.clear()
-        columns = [(self.tokens, trees.tokens), (self.parents, trees.parents)]
         if entries is not None:
-            columns.append((self.entries, entries))
-        for buffer, numbers in columns:
-            buffer[:size, :width] = torch.from_numpy(numbers)
+            self.entries[: len(entries), : entries.shape[1]] = torch.from_numpy(entries)
         if kind.num_packed:
-            numbers = trees.padded(kind.batch_size, kind.num_nodes).packing(kind.num_packed)
-            for buffer, found in zip((self.places, self.nodes, self.firsts, self.counts), numbers, strict=True):
-                buffer[: len(found)] = torch.from_numpy(found)
+            draft_sizing.pack(self.arrays, kind.batch_size, kind.num_nodes, kind.num_packed)
+        for to, given in self._copies:
+            to.copy_(given)
 
     def draft_probs(self, num_rows: int, num_distributions: int, vocab_size: int) -> Tensor:
         """Memory for the distributions that a draft leaves to a verify, [B, E, V] float32."""
@@ -153,21 +147,23 @@ class TreeInputs:
 class StepInputs:
     """The inputs of all kinds of steps. A step of bucket size b reads their first b rows."""
 
-    def __init__(self, num_rows: int, max_nodes: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, max_nodes: int, device: torch.device, num_trees: int | None = None) -> None:
         """Allocate the buffers of the largest bucket.
 
         Args:
             num_rows: of the largest bucket.
             max_nodes: of a tree.
             device: where steps run.
+            num_trees: rows of the largest batch, which may be too large for a bucket; None: ``num_rows``.
         """
         self.roots = Columns(ROOTS, num_rows, torch.int64, device)
         self.slots_of_rows = Columns(SLOTS, num_rows, torch.int64, device)
         self.settings = Columns(SETTINGS, num_rows, torch.int64, device)
         self.floats = Columns(FLOATS, num_rows, torch.float32, device)
-        self.trees = TreeInputs(num_rows, max_nodes, device)
+        self.trees = TreeInputs(max(num_rows, num_trees or 0), max_nodes, device)
         self.forced_output_ids = torch.full((num_rows, max_nodes), -1, dtype=torch.int64, device=device)
         self._members: tuple[int, ...] = ()  # requests whose settings were written last
+        self._written: tuple[object, object] = None, None  # what ``write`` has written last
         self._used = Sampling()  # parts of sampling that they use
 
     def clear(self) -> None:
@@ -176,7 +172,7 @@ class StepInputs:
             columns.write({})
         self.trees.clear()
         self.forced_output_ids.fill_(-1)
-        self._members = ()
+        self._members, self._written = (), (None, None)
 
     def write_settings(self, requests: Sequence[Request]) -> Sampling:
         """Write what stays the same for a request in all its steps; returns the parts of sampling that are used."""
@@ -193,7 +189,13 @@ class StepInputs:
         return self._used
 
     def write(self, requests: Sequence[Request], pending_tokens: HostPendingTokens | None) -> None:
-        """Write the batch of a step of these requests; the rows behind them become padding."""
+        """Write the batch of a step of these requests; the rows behind them become padding.
+
+        A second call for the same step, with the same objects, changes nothing.
+        """
+        if pending_tokens is not None and self._written[0] is requests and self._written[1] is pending_tokens:
+            return
+        self._written = requests, pending_tokens
         self.write_settings(requests)  # a capture has cleared them
         columns: dict[str, Sequence[int]] = {
             "row": [request.held_row for request in requests],

@@ -15,6 +15,7 @@ from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter, NoDrafter
 from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.recorder import RankRecorder
+from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.engine import Engine
 from specmamba.engine.target_reader import OnStates, read_target
 from specmamba.errors import ConfigError, RequestError
@@ -38,6 +39,7 @@ class Workbench:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._kept: dict[tuple[str, str], Drafter] = {}  # by flags and plan: drafters whose steps have been captured
+        self._sizers: dict[tuple[str, str], DraftSizer | None] = {}  # by the same: what they have learned
 
     @property
     def replays_steps(self) -> bool:
@@ -94,7 +96,12 @@ class Workbench:
         engine.model.target.read_features(engine.feature_layers)
         with torch.inference_mode():
             engine.runner.capture()
-        engine.start_sizing()
+        key = _key(plan, config)
+        if key in self._sizers:
+            engine.runner.sizer = self._sizers[key]
+        else:
+            engine.start_sizing()
+            self._sizers[key] = engine.runner.sizer
         engine.flush_cache()  # cached states have no features for this drafter
 
     def use_synthetic_acceptance(self, probability: float | None) -> None:
@@ -191,7 +198,7 @@ class Workbench:
         Where steps are captured, a drafter of the same flags and the same tree files is reused, since captured steps
         belong to one drafter.
         """
-        key = config.model_dump_json(include=DRAFT_FIELDS), repr(plan)
+        key = _key(plan, config)
         drafter = self._kept.get(key) or self._new_drafter(plan, config)
         if self.replays_steps and drafter.is_capturable:
             self._kept[key] = drafter
@@ -215,3 +222,7 @@ class Workbench:
         if self._engine.has_unfinished_requests:
             raise RequestError("requests are running: let them finish first")
         return self._engine
+
+
+def _key(plan: DraftPlan, config: EngineConfig) -> tuple[str, str]:
+    return config.model_dump_json(include=DRAFT_FIELDS), repr(plan)

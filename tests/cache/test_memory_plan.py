@@ -18,7 +18,7 @@ from torch import Tensor
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.request_table import RequestTable, TokenCounts
-from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_capacity
+from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_token_capacity
 from specmamba.cache.state_pool import StatePool
 from specmamba.command_line import aligned, readable
 from specmamba.config import EngineConfig
@@ -85,7 +85,7 @@ class TestBytes:
         counts.begin(1, [1], [2])
         assert made.kv_bytes == num_bytes(kv)
         assert made.state_bytes == num_bytes(states)
-        pending_tokens = 4 * pending_capacity(4) * (8 + 4 * 7)  # tokens and features of the MTP drafter
+        pending_tokens = 4 * pending_token_capacity(4) * (8 + 4 * 7)  # tokens and features of the MTP drafter
         per_request = table.kv_slots.nbytes + pending_tokens + sum(x.nbytes for x in counts._tensors or ())
         distributions = 0 if accept == "target" else 3 * 4 * 6 * 4 * VOCAB  # rows, nodes, distributions per node
         assert made.table_bytes == pytest.approx(per_request + num_bytes(kv.allocator) + distributions, abs=8)
@@ -112,8 +112,9 @@ class TestBytes:
             rejecting = plan(max_nodes=16, speculative_accept=accept)
             assert rejecting.draft_token_bytes_per_request - plain.draft_token_bytes_per_request == 6 * 4 * VOCAB
         records = 2 * SHAPE.record_bytes_per_token
-        assert plain.draft_token_bytes_per_request == records + 2 * (8 + 4 * 7)
-        assert plan(max_nodes=4).draft_token_bytes == 0  # the pending list has room for eight
+        entry = 8 + 4 * 7
+        assert plain.draft_token_bytes_per_request == records + 3 * entry
+        assert plan(max_nodes=4).draft_token_bytes_per_request == entry  # the list of records has room for eight
 
     def test_the_text_of_an_ngram_drafter(self) -> None:
         """Four bytes per position and row."""

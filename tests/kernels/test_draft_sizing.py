@@ -14,8 +14,10 @@ from specmamba.kernels.draft_sizing import (
     GREEDY,
     NUM_MODES,
     Drafted,
+    Ints,
     Offer,
     SizerState,
+    TreeArrays,
     begin,
     native_ops,
     reference,
@@ -34,6 +36,10 @@ def new_state(width: int = 1) -> SizerState:
     for row in range(1, ROWS + 1):
         begin(state, row, row % NUM_MODES)
     return state
+
+
+def new_drafted(state: SizerState) -> Drafted:
+    return Drafted(ROWS, len(state.depths), TreeArrays.empty(ROWS, MAX_NODES))
 
 
 def random_offer(rng: np.random.Generator, state: SizerState, size: int, **changes: Any) -> tuple[Offer, Drafted]:
@@ -55,8 +61,8 @@ def random_offer(rng: np.random.Generator, state: SizerState, size: int, **chang
     seconds = np.concatenate([np.full(batch, np.inf), 1 + np.cumsum(rng.random(batch * MAX_NODES) * 0.3)])
     tokens = rng.integers(0, 50, (size, count))
     given = {"nodes_per_row": 0} | changes
-    offer = Offer(tokens, parents, logp, depths, ranks, batch, depth, seconds, **given)
-    drafted = Drafted(ROWS, len(state.depths), MAX_NODES)
+    offer = Offer(tokens, parents, logp, depths, ranks, batch, batch + 1, depth, seconds, **given)
+    drafted = new_drafted(state)
     drafted.places[:size] = rng.permutation(batch)[:size]
     drafted.rows[:size] = 1 + rng.permutation(ROWS)[:size]
     drafted.modes[:size] = drafted.rows[:size] % NUM_MODES
@@ -64,23 +70,25 @@ def random_offer(rng: np.random.Generator, state: SizerState, size: int, **chang
     return offer, drafted
 
 
-def decided_of(rng: np.random.Generator, offer: Offer, drafted: Drafted) -> list[list[int]]:
+def decided_of(rng: np.random.Generator, offer: Offer, drafted: Drafted) -> tuple[Ints, Ints]:
     """A token path of every row, mostly along kept nodes."""
     paths = []
     for b in range(offer.batch_size):
         path, node = [], 0
         while rng.random() < 0.7:
-            children = [n for n in range(1, drafted.num_nodes[b]) if drafted.parents[b, n] == node]
+            children = [n for n in range(1, drafted.trees.num_nodes[b]) if drafted.trees.parents[b, n] == node]
             if not children:
                 break
             node = int(rng.choice(children))
-            path.append(int(drafted.tokens[b, node]))
-        paths.append([*path, 99])
-    return paths
+            path.append(int(drafted.trees.tokens[b, node]))
+        paths.append(path)
+    width = 1 + max(map(len, paths))
+    return np.array([[*path, *[99] * (width - len(path))] for path in paths]), np.array([len(path) for path in paths])
 
 
 def copies_of(drafted: Drafted) -> Drafted:
-    copy = Drafted(drafted.max_rows, drafted.num_candidates, drafted.max_nodes)
+    trees = TreeArrays.empty(*drafted.trees.tokens.shape)
+    copy = Drafted(drafted.max_rows, drafted.num_candidates, trees)
     for name in ("rows", "modes", "max_depths", "places"):
         getattr(copy, name)[:] = getattr(drafted, name)
     return copy
@@ -92,7 +100,7 @@ def assert_alike(a: object, b: object, names: list[str]) -> None:
 
 
 STATE = ["weights", "offsets", "counts", "of_row", "bins", "odds", "values_of_mode", "values_of_row", "threshold"]
-DECIDED = ["tokens", "parents", "candidates", "num_nodes", "kept", "p", "logits"]
+DECIDED = ["kept", "p", "logits"]
 
 
 @needs_native
@@ -105,12 +113,17 @@ def test_native_code_decides_and_learns_as_the_reference(width: int, nodes_per_r
         offer, drafted = random_offer(rng, states[0], int(rng.integers(1, 9)), nodes_per_row=nodes_per_row)
         other = copies_of(drafted)
         found = reference.choose(states[0], drafted, offer), native_ops.choose(states[1], other, offer)
-        assert found[0][0] == found[1][0]
-        assert math.isclose(found[0][1], found[1][1], rel_tol=1e-9)
+        assert found[0][:3] == found[1][:3]
+        assert math.isclose(found[0].expected_tokens, found[1].expected_tokens, rel_tol=1e-9)
         assert_alike(drafted, other, DECIDED)
+        assert_alike(drafted.trees, other.trees, ["tokens", "parents", "candidates", "num_nodes"])
+        width, places = found[0].width + int(rng.integers(0, 2)), found[0].num_nodes + int(rng.integers(0, 3))
+        for form, trees in zip((reference, native_ops), (drafted.trees, other.trees), strict=True):
+            form.pack(trees, offer.padded_size, min(width, MAX_NODES), places)
+        assert_alike(drafted.trees, other.trees, ["places", "nodes", "firsts"])
         decided = decided_of(rng, offer, drafted)
-        reference.learn(states[0], drafted, offer, decided)
-        native_ops.learn(states[1], other, offer, decided)
+        reference.learn(states[0], drafted, offer, *decided)
+        native_ops.learn(states[1], other, offer, *decided)
         assert_alike(*states, STATE)
         rows, bounds = np.arange(1, 6), rng.integers(0, DEPTH + 1, 5)
         seconds = np.stack(
@@ -132,9 +145,9 @@ def test_the_number_of_nodes_is_the_global_maximum(form: Any) -> None:
         drafted.modes[:], drafted.places[:4] = GREEDY, np.arange(4)
         stairs = 1 + np.floor(np.arange(len(offer.seconds)) / rng.integers(2, 7)) * rng.random()
         offer = Offer(
-            *(getattr(offer, x) for x in ("tokens", "parents", "logp", "depths", "ranks")), 4, offer.depth, stairs
+            *(getattr(offer, x) for x in ("tokens", "parents", "logp", "depths", "ranks")), 4, 4, offer.depth, stairs
         )
-        total, expected = form.choose(state, drafted, offer)
+        total, *_, expected = form.choose(state, drafted, offer)
         values = reference.path_values(drafted.p[:4, : offer.tokens.shape[1]], offer.parents, offer.depth)
         best = -np.sort(-reference.capped(values, MAX_NODES), axis=None)
         rates = [(4 + best[:k].sum()) / stairs[4 + k] for k in range((best > 0).sum() + 1) if 4 + k < len(stairs)]
@@ -150,12 +163,12 @@ def test_trees_have_the_parent_of_every_node_and_no_more_nodes_than_allowed(form
         form.choose(state, drafted, offer)
         for i in range(6):
             b, kept = drafted.places[i], np.flatnonzero(drafted.kept[i, : offer.tokens.shape[1]])
-            assert drafted.num_nodes[b] == len(kept) + 1 <= MAX_NODES
+            assert drafted.trees.num_nodes[b] == len(kept) + 1 <= MAX_NODES
             numbers = {0: 0} | {int(c) + 1: n for n, c in enumerate(kept, 1)}
             for n, c in enumerate(kept, 1):
-                assert drafted.parents[b, n] == numbers[int(offer.parents[i, c])]
-                assert drafted.tokens[b, n] == offer.tokens[i, c]
-            assert (drafted.parents[b, len(kept) + 1 :] == -1).all()
+                assert drafted.trees.parents[b, n] == numbers[int(offer.parents[i, c])]
+                assert drafted.trees.tokens[b, n] == offer.tokens[i, c]
+            assert (drafted.trees.parents[b, len(kept) + 1 :] == -1).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -169,7 +182,7 @@ def test_whether_a_drawn_node_is_kept_depends_on_nothing_below_it(form: Any) -> 
         drafted.modes[:] = DRAWN
         other, logp = copies_of(drafted), offer.logp.copy()
         logp[:, offer.depths > 1] = np.log(rng.random((3, (offer.depths > 1).sum()), np.float32))
-        parts = (offer.depths, offer.ranks, offer.batch_size, offer.depth, offer.seconds)
+        parts = (offer.depths, offer.ranks, offer.batch_size, offer.padded_size, offer.depth, offer.seconds)
         form.choose(state, drafted, offer)
         state.threshold[0] = 0.3
         form.choose(state, other, Offer(offer.tokens, offer.parents, logp, *parts))
@@ -183,15 +196,15 @@ def test_the_calibration_finds_the_rate_of_acceptance(form: Any) -> None:
     rng = np.random.default_rng(8)
     state = new_state()
     depths, ranks = state.depths[:1], state.ranks[:1]
-    drafted = Drafted(ROWS, len(state.depths), MAX_NODES)
+    drafted = new_drafted(state)
     drafted.rows[0], drafted.max_depths[0] = 1, DEPTH
     for _ in range(4000):
         q = rng.choice([0.2, 0.8])
         offer = Offer(
-            np.array([[7]]), np.array([[0]]), np.log(np.array([[q]], np.float32)), depths, ranks, 1, 1, np.ones(9), 2
+            np.array([[7]]), np.array([[0]]), np.log(np.array([[q]], np.float32)), depths, ranks, 1, 1, 1, np.ones(9), 2
         )
         form.choose(state, drafted, offer)
-        form.learn(state, drafted, offer, [[7, 1] if rng.random() < (0.1 if q < 0.5 else 0.4) else [8]])
+        form.learn(state, drafted, offer, np.array([[7]]), np.array([int(rng.random() < (0.1 if q < 0.5 else 0.4))]))
     assert reference.calibration_error(state) < 0.05
     assert abs(state.weights[0]) <= reference.LARGEST_WEIGHT
 
@@ -203,7 +216,7 @@ def test_nodes_that_were_not_verified_count_as_nothing(form: Any) -> None:
     offer, drafted = random_offer(rng, state, 2, nodes_per_row=1)
     form.choose(state, drafted, offer)
     before = state.counts.copy(), state.of_row.copy()
-    form.learn(state, drafted, offer, [[1], [1], [1]])
+    form.learn(state, drafted, offer, np.ones((3, 1), np.int64), np.zeros(3, np.int64))
     np.testing.assert_array_equal(before[0], state.counts)
     np.testing.assert_array_equal(before[1], state.of_row)
 
@@ -212,15 +225,15 @@ def test_nodes_that_were_not_verified_count_as_nothing(form: Any) -> None:
 def test_numbers_stay_bounded_over_many_steps(form: Any) -> None:
     """10,000 steps of refused and accepted nodes in turns, with impossible and certain drafts among them."""
     state = new_state()
-    drafted = Drafted(ROWS, len(state.depths), MAX_NODES)
+    drafted = new_drafted(state)
     drafted.rows[0], drafted.max_depths[0] = 1, DEPTH
     logp = np.array([[0.0]], np.float32), np.array([[-80.0]], np.float32), np.array([[np.nan]], np.float32)
     for step in range(10_000):
         offer = Offer(
-            np.array([[7]]), np.array([[0]]), logp[step % 3], state.depths[:1], state.ranks[:1], 1, 1, np.ones(9), 2
+            np.array([[7]]), np.array([[0]]), logp[step % 3], state.depths[:1], state.ranks[:1], 1, 1, 1, np.ones(9), 2
         )
         form.choose(state, drafted, offer)
-        form.learn(state, drafted, offer, [[8] if step // 1000 % 2 else [7, 8]])
+        form.learn(state, drafted, offer, np.array([[7]]), np.array([step // 1000 % 2]))
     for name in STATE:
         assert np.isfinite(getattr(state, name)).all(), name
     assert np.abs(state.of_row).max() <= reference.LARGEST_OF_ROW
@@ -231,9 +244,11 @@ def test_numbers_stay_bounded_over_many_steps(form: Any) -> None:
 def test_native_code_refuses_shapes_that_do_not_fit() -> None:
     state = new_state()
     offer, drafted = random_offer(np.random.default_rng(10), state, 2)
-    wrong = Offer(offer.tokens, offer.parents[:1], offer.logp, offer.depths, offer.ranks, 3, offer.depth, offer.seconds)
+    wrong = Offer(
+        offer.tokens, offer.parents[:1], offer.logp, offer.depths, offer.ranks, 3, 3, offer.depth, offer.seconds
+    )
     with pytest.raises(ValueError, match="differ in shape"):
         native_ops.choose(state, drafted, wrong)
-    small = Drafted(1, len(state.depths), MAX_NODES)
+    small = Drafted(1, len(state.depths), TreeArrays.empty(1, MAX_NODES))
     with pytest.raises(ValueError, match="too many candidates"):
         native_ops.choose(state, small, offer)

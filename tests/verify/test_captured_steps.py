@@ -121,11 +121,15 @@ def memory_that_stays(llm: LLM) -> dict[str, torch.Tensor]:
     """All of the pools, tables and inputs."""
     pools, graphs = llm.engine.pools, llm.engine.runner.graph_runner
     assert graphs is not None
-    found = {"table": pools.table.kv_slots, "tokens": graphs.inputs.tokens, "parents": graphs.inputs.parents}
+    inputs = graphs.inputs
+    found = {"table": pools.table.kv_slots}
     found |= {f"{name}[{i}]": x for name, side in (("k", pools.kv.k), ("v", pools.kv.v)) for i, x in enumerate(side)}
-    for owner in (pools.states, pools.state_buffers, graphs.inputs.integers, graphs.inputs.floats):
-        named = {f"{type(owner).__name__}.{key}": value for key, value in vars(owner).items()}
-        found |= {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    owners: dict[str, object] = {"states": pools.states, "state_buffers": pools.state_buffers, "trees": inputs.trees}
+    owners |= {"roots": inputs.roots, "slots": inputs.slots_of_rows, "settings": inputs.settings, "floats": inputs.floats}
+    for owner_name, owner in owners.items():
+        tensors = {key: value for key, value in vars(owner).items() if isinstance(value, torch.Tensor)}
+        assert tensors, owner_name
+        found |= {f"{owner_name}.{key}": value for key, value in tensors.items()}
     return found
 
 
@@ -215,10 +219,10 @@ def test_nodes_and_rows_that_a_tree_lacks_are_padding() -> None:
     """Also where a larger tree stood before."""
     cpu = torch.device("cpu")
     inputs = StepInputs(4, 6, cpu)
-    inputs.write_tree(DraftTree(torch.ones(4, 6, dtype=torch.int64), chain_shape(4, 6, cpu)))
-    inputs.write_tree(DraftTree(torch.tensor([[7, 8, 9]] * 2), tree_shape(torch.tensor([[-1, 0, 0]] * 2), 2)))
-    assert inputs.parents.tolist() == [[-1, 0, 0, -1, -1, -1]] * 2 + [[-1] * 6] * 2
-    assert inputs.tokens.tolist() == [[7, 8, 9, 0, 0, 0]] * 2 + [[0] * 6] * 2
+    inputs.trees.write(DraftTree(torch.ones(4, 6, dtype=torch.int64), chain_shape(4, 6, cpu)))
+    inputs.trees.write(DraftTree(torch.tensor([[7, 8, 9]] * 2), tree_shape(torch.tensor([[-1, 0, 0]] * 2), 2)))
+    assert inputs.trees.parents.tolist() == [[-1, 0, 0, -1, -1, -1]] * 2 + [[-1] * 6] * 2
+    assert inputs.trees.tokens.tolist() == [[7, 8, 9, 0, 0, 0]] * 2 + [[0] * 6] * 2
 
 
 class TestWhatIsReplayed:

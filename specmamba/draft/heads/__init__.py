@@ -12,8 +12,8 @@ from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import pending_token_capacity
 from specmamba.core import Batch, DraftTree, PendingTokens, PrefillChunk, Verdict
-from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.candidates import Candidates
+from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, HostPendingTokens, root_tree
 from specmamba.draft.heads.children import ChildPicker, grow_chain
 from specmamba.draft.heads.descent import Descent
@@ -71,7 +71,12 @@ class MTPDrafter(Drafter):
         self._device = table.kv_slots.device
         self._num_modules = max(1, min(head.num_modules, plan.num_steps))
         self.pending = PendingTokenTable(
-            table.num_rows + 1, pending_token_capacity(plan.max_nodes), head.num_modules, head.width, dtype, self._device
+            table.num_rows + 1,
+            pending_token_capacity(plan.max_nodes),
+            head.num_modules,
+            head.width,
+            dtype,
+            self._device,
         )
         self._stay: Sequence[bool] = ()  # the rows of the current step whose pending tokens are deferred
         self._window: Window | None = None  # positions and slots of the current draft

@@ -86,9 +86,7 @@ def grow_dynamic_tree(
     return _best_nodes(batch, plan, growth)
 
 
-def grow(
-    runner: HeadRunner, picker: ChildPicker, batch: Batch, hidden: Tensor, shape: tuple[int, int, int]
-) -> Growth:
+def grow(runner: HeadRunner, picker: ChildPicker, batch: Batch, hidden: Tensor, shape: tuple[int, int, int]) -> Growth:
     """Propose children, step by step.
 
     Args:

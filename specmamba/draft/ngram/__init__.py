@@ -160,9 +160,7 @@ def merge(continuations: Tensor, weights: Tensor, max_children: int, max_drafts:
     return _best_nodes(tokens, score * is_first, first, max_drafts)
 
 
-def trie_levels(
-    continuations: Tensor, weights: Tensor, num_steps: int, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def trie_levels(continuations: Tensor, weights: Tensor, num_steps: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the continuations of each row into a trie, and keep the best nodes of every level.
 
     The probability of a node, given its parent, is its share of the weights of all matches that have the parent, beside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,8 @@ from specmamba.core import Batch, DraftTree, Packing, TreeShape, Verdict
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import Drafter, chain_shape, root_tree, tree_shape
 from specmamba.draft.sizing.sizer import DraftSize, DraftSizer
-from specmamba.draft.sizing.trees import HostTrees
+from specmamba.kernels import draft_sizing
+from specmamba.kernels.draft_sizing import Chosen, Ints, TreeArrays
 
 
 class SizedDrafts:
@@ -25,8 +27,8 @@ class SizedDrafts:
     def propose(self, batch: Batch) -> DraftTree:
         """Return the chosen trees."""
         candidates = self._drafter.offer(self._drafted, self._size.depth)
-        trees = self._sizer.choose(*on_host(candidates, self._drafted.size), candidates.depths, candidates.ranks)
-        return tree_of(candidates, trees, batch, self._size)
+        chosen = self._sizer.choose(candidates, batch.size)
+        return tree_of(candidates, self._sizer.trees, chosen, batch, self._size)
 
     def propose_nothing(self, batch: Batch) -> DraftTree:
         """Return the roots alone; the drafter's own state follows the text."""
@@ -37,39 +39,36 @@ class SizedDrafts:
         self._drafter.observe(batch, verdict, features)
 
 
-def on_host(candidates: Candidates, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return tokens, parents and log probabilities of the first rows, [B, C] each."""
-    columns = candidates.tokens, candidates.parents, candidates.logp
-    tokens, parents, logp = (x[:num_rows].cpu().numpy() for x in columns)
-    return tokens, parents, logp
-
-
-def tree_of(candidates: Candidates, trees: HostTrees, batch: Batch, size: DraftSize) -> DraftTree:
+def tree_of(candidates: Candidates, arrays: TreeArrays, chosen: Chosen, batch: Batch, size: DraftSize) -> DraftTree:
     """Put chosen trees on the device."""
-    device = batch.root_tokens.device
-    num_rows, width = trees.tokens.shape
+    device, num_rows, width = batch.root_tokens.device, batch.size, chosen.width
     if width == 1:
         return root_tree(batch)
-    tokens = torch.from_numpy(trees.tokens.copy()).to(device)
+
+    def put(x: Ints) -> Tensor:
+        return torch.from_numpy(x.copy()).to(device)
+
+    tokens = put(arrays.tokens[:num_rows, :width])
     tokens[:, 0] = batch.root_tokens
-    parents = torch.from_numpy(trees.parents.copy()).to(device)
-    shape = _shape(trees, parents, num_rows, width, device)
+    shape = _shape(arrays, chosen, num_rows, put)
     probs = candidates.draft_probs
     if probs is not None:
         assert candidates.entries is not None
         places = np.arange(num_rows) if size.drafted is None else np.maximum(np.cumsum(size.drafted) - 1, 0)
-        rows = torch.from_numpy(places).to(device)[:, None]
-        entries = candidates.entries[rows, torch.from_numpy(trees.candidates).to(device)]
-        probs = probs[rows, entries]
+        rows = put(places)[:, None]
+        probs = probs[rows, candidates.entries[rows, put(arrays.candidates[:num_rows, :width])]]
     return DraftTree(tokens, shape, probs)
 
 
-def _shape(trees: HostTrees, parents: Tensor, size: int, width: int, device: torch.device) -> TreeShape:
-    is_chain, is_ragged = trees.is_chain, trees.num_nodes < size * width
-    if is_chain and not is_ragged:
-        return chain_shape(size, width, device)
-    shape = tree_shape(parents, 1 if is_chain else width - 1)
+def _shape(arrays: TreeArrays, chosen: Chosen, num_rows: int, put: Callable[[Ints], Tensor]) -> TreeShape:
+    parents, width, total = put(arrays.parents[:num_rows, : chosen.width]), chosen.width, chosen.num_nodes
+    is_ragged = total < num_rows * width
+    if chosen.is_chain and not is_ragged:
+        return chain_shape(num_rows, width, parents.device)
+    shape = tree_shape(parents, 1 if chosen.is_chain else width - 1)
     if not is_ragged:
         return shape
-    packing = Packing(*(torch.from_numpy(x).to(device) for x in trees.packing(trees.num_nodes)))
+    draft_sizing.pack(arrays, num_rows, width, total)
+    places, nodes = arrays.places[:total], arrays.nodes[: num_rows * width]
+    packing = Packing(*map(put, (places, nodes, arrays.firsts[:num_rows], arrays.num_nodes[:num_rows])))
     return replace(shape, packing=packing)

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specmamba.core import SizingStats
+from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import StepCosts
-from specmamba.draft.sizing.trees import HostTrees
 from specmamba.kernels import draft_sizing
-from specmamba.kernels.draft_sizing import LENGTH, Drafted, Floats, Ints, Offer, SizerState
+from specmamba.kernels.draft_sizing import LENGTH, Chosen, Drafted, Ints, Offer, SizerState, TreeArrays
 
 LEAST_GAIN, GAIN_OF_CHANGE = 1.02, 1.03
 STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
@@ -28,6 +28,7 @@ COST_INTERVAL = 64  # steps after which times are predicted anew
 FIRST_PROBE, LAST_PROBE = 4, 32  # steps between two probes
 PROBED_SHARE = 4  # one request of so many is probed
 WEIGHT = 0.3  # of a new look in the mean gains
+MAX_OFFERS = 256
 WEIGHT_OF_REST, LONGEST_REST = 0.02, 1.0
 
 
@@ -82,24 +83,29 @@ class SizerFigures:
 class DraftSizer:
     """Owns calibration, recent values, costs and the present depth. Not thread-safe."""
 
-    def __init__(self, bounds: Bounds, num_rows: int, costs: StepCosts, totals: Callable[[int], Sequence[int]]) -> None:
+    def __init__(
+        self, bounds: Bounds, trees: TreeArrays, costs: StepCosts, totals: Callable[[int], Sequence[int]]
+    ) -> None:
         """Start without drafts' results.
 
         Args:
             bounds: the largest draft.
-            num_rows: of the request table, row 0 included.
+            trees: chosen trees are written there.
             costs: of steps.
             totals: rising numbers of nodes to which verifies of so many requests are padded.
         """
-        self.bounds, self.costs = bounds, costs
-        self.state = SizerState(bounds.depths, bounds.ranks, bounds.width, bounds.max_nodes, num_rows)
+        self.bounds, self.costs, self.trees = bounds, costs, trees
+        num_rows = len(trees.num_nodes)
+        self.state = SizerState(bounds.depths, bounds.ranks, bounds.width, bounds.max_nodes, num_rows + 1)
         self.figures = SizerFigures()
         self.depth = 0
         self.gains = np.ones(bounds.num_steps + 1)  # of each depth over plain decoding, as it is thought now
         self.forced: tuple[int, int] | None = None  # depth, and nodes of each row: for measurements
         self.overhead = 0.0  # seconds of a step that are not in its measured time
         self._totals = totals
-        self._drafted = Drafted(num_rows, len(bounds.depths), bounds.max_nodes)
+        self._drafted = Drafted(num_rows, len(bounds.depths), trees)
+        self._offers: dict[tuple[int, ...], tuple[Candidates, Offer]] = {}  # with the present times
+        self._given: Ints | None = None  # rows of the batch that _drafted was filled for, all of them
         self._num_requests = 0
         self._seconds = np.zeros((0, 0))  # [D + 1, T + 1], of the present requests
         self._age = self._age_of_costs = self._wish_age = self._wish = 0
@@ -130,40 +136,58 @@ class DraftSizer:
         self._batch = batch
         return size
 
-    def choose(
-        self, tokens: Ints, parents: Ints, logp: NDArray[np.float32], depths: Ints, ranks: Ints
-    ) -> HostTrees:
-        """Choose the trees of the planned step from what was drafted.
+    def choose(self, candidates: Candidates, padded_size: int) -> Chosen:
+        """Choose the trees of the planned step from what was drafted, and write them to ``trees``.
 
         Args:
-            tokens, parents, logp: [B', C], of the rows that were drafted for; see ``Candidates``.
-            depths, ranks: [C] or [B', C].
+            candidates: of the rows that were drafted for, and perhaps of padding.
+            padded_size: rows of the trees, the last ones padding.
         """
+        number = self._fill()
+        offer = self._offer = self._offer_of(candidates, number, padded_size)
+        chosen = draft_sizing.choose(self.state, self._drafted, offer)
+        self._num_nodes = chosen.num_nodes
+        self._predicted = float(self._seconds[self._size.depth, chosen.num_nodes])
+        return chosen
+
+    def _fill(self) -> int:
+        """Write the rows that are drafted for to ``_drafted``; returns their number."""
         batch, size, found = self._batch, self._size, self._drafted
-        places = np.arange(len(batch.rows)) if size.drafted is None else np.flatnonzero(size.drafted)
-        number = len(places)
+        number = len(batch.rows) if size.drafted is None else int(size.drafted.sum())
+        if size.drafted is None and self._given is batch.rows:
+            return number
+        self._given = batch.rows if size.drafted is None else None
+        places = np.arange(number) if size.drafted is None else np.flatnonzero(size.drafted)
         found.places[:number], found.rows[:number] = places, batch.rows[places]
         found.modes[:number], found.max_depths[:number] = batch.modes[places], batch.max_depths[places]
-        fixed = self.forced[1] if self.forced is not None else 2 if size.is_probe else 0
-        seconds = self._seconds[size.depth]
-        offer = Offer(tokens, parents, logp, depths, ranks, len(batch.rows), size.depth, seconds, fixed)
-        self._offer = offer
-        self._num_nodes, _ = draft_sizing.choose(self.state, found, offer)
-        self._predicted = float(seconds[self._num_nodes])
-        counts = found.num_nodes[: len(batch.rows)]
-        width = int(counts.max())
-        trees = (x[: len(batch.rows), :width] for x in (found.tokens, found.parents, found.candidates))
-        return HostTrees(*trees, counts)
+        return number
 
-    def observe(self, decided: Sequence[Sequence[int]], seconds: float, learns: bool = True) -> None:
+    def _offer_of(self, candidates: Candidates, number: int, padded_size: int) -> Offer:
+        """Describe candidates for the choice; captured drafts return the same candidates in every step."""
+        size, batch_size = self._size, len(self._batch.rows)
+        fixed = self.forced[1] if self.forced is not None else 2 if size.is_probe else 0
+        key = id(candidates), number, batch_size, padded_size, size.depth, fixed
+        kept = self._offers.get(key)
+        if kept is not None and kept[0] is candidates and candidates.tokens.is_cpu:
+            return kept[1]
+        columns = *candidates.on_host(number), candidates.depths, candidates.ranks
+        sizes = batch_size, padded_size, size.depth
+        offer = Offer(*columns, *sizes, self._seconds[size.depth], fixed)
+        if len(self._offers) >= MAX_OFFERS:
+            self._offers.clear()
+        self._offers[key] = candidates, offer
+        return offer
+
+    def observe(self, tokens: Ints, num_accepted: Ints, seconds: float, learns: bool = True) -> None:
         """Learn from the result of the planned step.
 
         Args:
-            decided: for each row of the batch, accepted drafts and the target's own token.
+            tokens: [B, W], for each row of the batch accepted drafts, and more.
+            num_accepted: [B].
             seconds: that the step took, measured by the host.
             learns: whether all chosen nodes were verified.
         """
-        size, figures, number = self._size, self.figures, len(decided)
+        size, figures, number = self._size, self.figures, len(num_accepted)
         self.costs.observe(number, self._num_nodes, self._predicted - self.overhead, seconds)
         figures.num_steps += 1
         figures.num_plain_steps += size.depth == 0
@@ -174,7 +198,7 @@ class DraftSizer:
         figures.predicted_seconds += self._predicted
         figures.measured_seconds += seconds + self.overhead
         if self._offer is not None and learns:
-            draft_sizing.learn(self.state, self._drafted, self._offer, decided)
+            draft_sizing.learn(self.state, self._drafted, self._offer, tokens, num_accepted)
         self._offer = None
 
     def observe_rest(self, seconds: float) -> None:
@@ -186,7 +210,9 @@ class DraftSizer:
         """Return what has been decided, and what is thought now."""
         gains = tuple(round(float(gain), 3) for gain in self.gains)
         error = draft_sizing.calibration_error(self.state)
-        return SizingStats(**vars(self.figures), calibration_error=error, depth=self.depth, gains=gains, reason=self._reason())
+        return SizingStats(
+            **vars(self.figures), calibration_error=error, depth=self.depth, gains=gains, reason=self._reason()
+        )
 
     def _reason(self) -> str:
         best = int(self.gains[1:].argmax()) + 1
@@ -203,6 +229,7 @@ class DraftSizer:
         if self.forced is not None:
             self._num_requests = 0  # times are predicted when it ends
             self._seconds = np.ones((deepest + 1, len(batch.rows) * self.bounds.max_nodes + 1))
+            self._offers.clear()
             return DraftSize(self.forced[0])
         self._age += 1
         self._age_of_costs += 1
@@ -248,6 +275,7 @@ class DraftSizer:
         rows = [self.costs.totals(size, depth, keys, largest) for depth in range(self.bounds.num_steps + 1)]
         self._seconds = np.stack([np.concatenate([row[:size], row[to]]) for row in rows]) + self.overhead
         self._age_of_costs = 0
+        self._offers.clear()
 
     def _look(self, batch: SizedBatch, number: int, weight: float) -> None:
         """Judge every depth by some kept drafts."""
