@@ -176,7 +176,7 @@ class Packing:
 
     def unpack(self, x: Tensor, batch_size: int) -> Tensor:
         """[1, T, ...] -> [B, N, ...]; padding gets values of some node."""
-        return x[0].index_select(0, self.nodes).unflatten(0, (batch_size, -1))
+        return x[0].index_select(0, self.nodes).view(batch_size, -1, *x.shape[2:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
     step = [POINTER(_State), POINTER(_Drafted), POINTER(_Offer)]
     chosen = POINTER(_Chosen), POINTER(c_double)
-    signatures = {
+    signatures: dict[str, list[Any]] = {
         "sizing_choose": [*step[:2], POINTER(_Trees), step[2], *chosen],
         "sizing_pack": [POINTER(_Trees), *[c_int64] * 3],
         "sizing_learn": [*step, c_void_p, c_int64, c_void_p, c_int64],

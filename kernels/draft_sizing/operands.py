@@ -82,9 +82,10 @@ class TreeArrays:
     @classmethod
     def empty(cls, num_rows: int, max_nodes: int) -> TreeArrays:
         """Allocate zeros."""
-        wide = (np.zeros((num_rows, max_nodes), np.int64) for _ in range(3))
-        flat = (np.zeros(num_rows * max_nodes, np.int64) for _ in range(2))
-        return cls(*wide, np.zeros(num_rows, np.int64), *flat, np.zeros(num_rows, np.int64))
+        tokens, parents, candidates = (np.zeros((num_rows, max_nodes), np.int64) for _ in range(3))
+        places, nodes = (np.zeros(num_rows * max_nodes, np.int64) for _ in range(2))
+        num_nodes, firsts = (np.zeros(num_rows, np.int64) for _ in range(2))
+        return cls(tokens, parents, candidates, num_nodes, places, nodes, firsts)
 
 
 class Chosen(NamedTuple):

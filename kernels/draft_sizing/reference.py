@@ -139,7 +139,8 @@ def path_values(p: Floats, parents: Ints, max_depth: int) -> Floats:
     padded = np.ones((len(p), p.shape[1] + 1))
     for _ in range(max_depth):  # after d rounds all nodes down to depth d are right
         padded[:, 1:] = p * np.take_along_axis(padded, parents, 1)
-    return padded[:, 1:]
+    values: Floats = padded[:, 1:]
+    return values
 
 
 def capped(values: Floats, max_nodes: int) -> Floats:
@@ -180,7 +181,8 @@ def calibration_error(state: SizerState) -> float:
 def logits_of(logp: NDArray[np.float32]) -> Floats:
     """Log probabilities to logits, within bounds; NaN counts as impossible."""
     finite = np.minimum(np.nan_to_num(logp.astype(np.float64), nan=-1e4, neginf=-1e4), -1e-9)
-    return np.clip(finite - np.log(-np.expm1(finite)), -LARGEST_LOGIT, LARGEST_LOGIT)
+    logits: Floats = np.clip(finite - np.log(-np.expm1(finite)), -LARGEST_LOGIT, LARGEST_LOGIT)
+    return logits
 
 
 def filled(state: SizerState, values: Floats, depth: int, mode: int) -> Floats:
@@ -236,7 +238,7 @@ def _paying(state: SizerState, values: Floats, is_drawn: Bools, offer: Offer) ->
     seconds, size = offer.seconds[others:], len(values)
     values = capped(values, state.max_nodes)
     threshold = state.threshold[0]
-    kept = (values >= threshold) & (values > 0) & is_drawn[:, None]
+    kept: Bools = (values >= threshold) & (values > 0) & is_drawn[:, None]
     number, _, best = best_number(np.sort(values, axis=None)[::-1], size, float(size), seconds)
     state.threshold[0] += WEIGHT_OF_THRESHOLD * (best - threshold)
     rest = np.where(is_drawn[:, None], 0.0, values)

@@ -11,7 +11,7 @@ __all__ = ["Angles", "AttentionConfig", "AttentionMetadata", "LayerKV", "attend_
 
 
 def takes_packed(projected: Tensor, kv: LayerKV, metadata: AttentionMetadata) -> bool:
-    """Whether ``attend_layer`` takes packed projections [1, T, ...] and returns packed outputs: the native form does."""
+    """Whether ``attend_layer`` takes packed projections [1, T, ...], and its output is packed: the native form does."""
     if metadata.counts is None or gpu.can_launch(projected, kv.k_pool):
         return False
     return native_ops.can_take(projected, kv, metadata)
@@ -30,7 +30,8 @@ def attend_layer(
     attention mask: arXiv 2305.09781, section 4.
 
     Args:
-        projected: [B, N, (Hq + 2 Hkv) D], or packed (``takes_packed``), with a gate Hq D more, in the order queries, keys, values, gates.
+        projected: [B, N, (Hq + 2 Hkv) D], with a gate Hq D more, in the order queries, keys, values, gates; or packed
+            (``takes_packed``).
         config: heads, scale, norm and gate of this layer.
         angles: cosines and sines, see ``rowwise.rotate``; None: queries and keys are not rotated.
         kv: the pools, in which the tokens' keys and values are stored, numbers that are not finite as 0. Query head h

@@ -24,7 +24,7 @@ _STRIDES = ["last_batch", "last_query", "seen_batch", "seen_query"]
 _VISIBLE_SIZES = ["table_row", "num_keys", "first", "sees_all", "entries", *_STRIDES]
 _VisibleKeys = struct("VisibleKeys", _VISIBLE, _VISIBLE_SIZES)
 _LAYER = ["projected", "cos", "sin", "write_slots", "k", "v", "out"]
-_PARTS = [*_LAYER, ("visible", _VisibleKeys), "firsts", "counts"]
+_PARTS: list[str | tuple[str, type[Any]]] = [*_LAYER, ("visible", _VisibleKeys), "firsts", "counts"]
 _Layer = struct("Layer", _PARTS, ["batch", "queries", "rotated", "k_row", "v_row", "tokens"])
 
 

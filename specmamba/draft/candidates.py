@@ -15,8 +15,9 @@ Floats32 = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Nodes from which the trees of a batch are chosen. A parent comes before its children, a sibling of a lower rank
-    before those of higher ones.
+    """Nodes from which the trees of a batch are chosen.
+
+    A parent comes before its children, a sibling of a lower rank before those of higher ones.
 
     ``logp`` does not depend on a token that was drawn: then it belongs to the place among the siblings, so that whether
     a node is kept says nothing about its token.

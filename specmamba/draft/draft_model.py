@@ -152,12 +152,12 @@ MAX_PENDING = 8  # pending tokens of a row, its root included, before the model 
 class ModelDrafter(Drafter):
     """Drafts chains from a model that runs the same text as the target.
 
-    Keys and values of both models have the same token slots, so that a prefix that is shared for one is shared for the
-    other. In a step the model runs its *pending* tokens (decided and not run yet, the root is the last of them) and every
-    draft but the last, one by one; after the target's decision the records of rejected drafts are dropped. If all drafts
-    were accepted, the last one has not been run: it stays pending before the next root. A step that drafts nothing for a
-    row may leave all its tokens pending. A request that continues from a cached prefix starts from a copy of the whole
-    state.
+    Keys and values of both models have the same token slots, so that a prefix that is shared for one is shared for
+    the other. In a step the model runs its *pending* tokens (decided and not run yet, the root is the last of them) and
+    every draft but the last, one by one; after the target's decision the records of rejected drafts are dropped. If all
+    drafts were accepted, the last one has not been run: it stays pending before the next root. A step that drafts
+    nothing for a row may leave all its tokens pending. A request that continues from a cached prefix starts from a copy
+    of the whole state.
     """
 
     offers = True

@@ -39,8 +39,8 @@ class Drafter(ABC):
     """Proposes draft trees. The text is always the target's, whatever is proposed: bad drafts only cost time.
 
     A step calls ``prepare`` on the host, ``propose`` and ``observe`` for the device, and ``advance`` on the host again.
-    Where the size of drafts is decided in each step, it calls ``prepare_some`` on the host, ``offer`` with the rows that
-    are drafted for, then ``observe`` and ``advance`` with all rows.
+    Where the size of drafts is decided in each step, it calls ``prepare_some`` on the host, ``offer`` with the rows
+    that are drafted for, then ``observe`` and ``advance`` with all rows.
     """
 
     max_nodes: int  # largest number of nodes of a tree, root included

@@ -23,6 +23,7 @@ from specmamba.grammar.follower import WaitShares
 from specmamba.grammar.mask_maker import QUICK_SECONDS, MaskJob
 from specmamba.grammar.matcher import SLOW_SECONDS, scale_of, too_complex
 from specmamba.sampling_params import GrammarSpec, SamplingParams
+from specmamba.verify.step import Drafts
 
 ROOT_SECONDS, TREE_SECONDS = 0.015, 0.02  # that a step waits for the masks of roots, and of trees
 NODES_SHARE = 0.75  # of the time for trees, for their nodes; the rest is for handing over

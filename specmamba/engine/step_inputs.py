@@ -141,7 +141,7 @@ class TreeInputs:
         if kind.is_chain and num_nodes <= kind.num_distributions and not kind.is_partial:
             return probs[:size, :num_nodes]
         entries = self.entries[:size, :num_nodes].reshape(-1)
-        return probs.flatten(0, 1).index_select(0, entries).unflatten(0, (size, num_nodes))
+        return probs.flatten(0, 1).index_select(0, entries).view(size, num_nodes, -1)
 
 
 class StepInputs:

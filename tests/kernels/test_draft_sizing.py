@@ -130,7 +130,8 @@ def test_native_code_decides_and_learns_as_the_reference(width: int, nodes_per_r
             [1 + np.cumsum(rng.random(5 * MAX_NODES + 1)) * 0.1 + depth * 0.1 for depth in range(DEPTH + 1)]
         )
         rates = [
-            form.look(state, rows, bounds, (3, 4), seconds) for form, state in zip((reference, native_ops), states)
+            form.look(state, rows, bounds, (3, 4), seconds)
+            for form, state in zip((reference, native_ops), states, strict=True)
         ]
         np.testing.assert_allclose(*rates, rtol=1e-9)
 

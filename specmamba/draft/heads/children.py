@@ -27,9 +27,9 @@ class Children:
 class ChildPicker:
     """Picks children from the logits of a draft head.
 
-    Drafts are drawn for rows that are decided under ``rejection``: the request's own temperature and filters are applied
-    to the head's logits, so that the distribution is as near to the target's as the head allows. Other rows get the
-    likeliest tokens.
+    Drafts are drawn for rows that are decided under ``rejection``: the request's own temperature and filters are
+    applied to the head's logits, so that the distribution is as near to the target's as the head allows. Other rows get
+    the likeliest tokens.
     """
 
     draws: bool  # whether it draws at all

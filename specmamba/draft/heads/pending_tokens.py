@@ -83,7 +83,7 @@ class PendingTokenTable:
         self.before[0][rows.index[:, None], index] = states
 
     def advance(self, rows: Sequence[int], counts: Sequence[int], stay: Sequence[bool]) -> None:
-        """Count the tokens that ``add`` stored; the earlier ones of a row stay pending only if the step deferred them."""
+        """Count the tokens that ``add`` stored; earlier ones of a row stay pending only if the step deferred them."""
         for row, count, stays in zip(rows, counts, stay, strict=True):
             if not stays:
                 self.num_tokens[row], self.num_with_states[row] = 0, 1

@@ -1,8 +1,9 @@
 """The time of a step: a draft of some depth, and a verify of some nodes, for any number of requests.
 
-Measured are, for a few numbers of requests R, drafts D[R, depth] and the rest of a step V[R, T] with T nodes in all, the
-host's work included. Between measured points times are interpolated linearly, first over T, then over R. While the engine
-runs, a moving ratio of measured over predicted time corrects all of them, and one for each bucket of R and T the rest.
+Measured are, for a few numbers of requests R, drafts D[R, depth] and the rest of a step V[R, T] with T nodes in all,
+the host's work included. Between measured points times are interpolated linearly, first over T, then over R. While the
+engine runs, a moving ratio of measured over predicted time corrects all of them, and one for each bucket of R and T the
+rest.
 """
 
 from __future__ import annotations
