@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t kDrawn = 2, kLength = 8, kMaxDepth = 8, kMaxRank = 4, kBins = 10, kShared = 4;
+constexpr int64_t kDrawn = 2, kLength = 8, kMaxDepth = 8, kMaxRank = 4, kBins = 10, kShared = 5;
 constexpr double kLargestLogit = 12, kLargestWeight = 4, kLargestOffset = 8, kLargestOfRow = 2.5;
 constexpr double kRateOfWeight = 0.01, kRateOfRow = 0.25, kLastCount = 400, kFading = 0.999;
 constexpr double kWeightOfOdds = 0.05, kWeightOfThreshold = 0.1;
@@ -139,9 +139,11 @@ void remember(const State& s, int64_t row, int64_t mode, const double* values, c
   }
   double* found = s.values_of_row + (row * kLength + s.next_of_row[row] % kLength) * s.candidates;
   fill(s, values, count, depth, mode, found);
-  if (++s.next_of_row[row] % kShared != 0) return;
-  std::copy_n(found, s.candidates, s.values_of_mode + (mode * kLength + s.next_of_mode[mode] % kLength) * s.candidates);
-  ++s.next_of_mode[mode];
+  ++s.next_of_row[row];
+  const int64_t shared = s.next_of_mode[mode]++;
+  if (shared % kShared == 0)
+    std::copy_n(found, s.candidates,
+                s.values_of_mode + (mode * kLength + shared / kShared % kLength) * s.candidates);
 }
 
 void calibrate(const State& s, const Drafted& d, const Offer& o) {
@@ -231,12 +233,14 @@ Chosen write_trees(const Drafted& d, const TreeArrays& t, const Offer& o) {
 
 void fit(const State& s, const Drafted& d, int64_t i, int64_t c, int64_t depth, int64_t rank, bool is_accepted) {
   const int64_t mode = d.modes[i], place = offset_at(mode, depth, rank), at = i * d.stride + c;
-  const double p = d.p[at], logit = d.logits[at], error = (is_accepted ? 1.0 : 0.0) - p;
+  const double p = d.p[at], logit = d.logits[at];
+  double& of_row = s.of_row[d.rows[i]];
+  const double score = s.weights[mode] * logit + s.offsets[place] + of_row;
+  const double error = (is_accepted ? 1.0 : 0.0) - 1 / (1 + std::exp(-score));
   s.counts[place] = std::min(s.counts[place] + 1, kLastCount);
   s.offsets[place] = clipped(s.offsets[place] + 4 * error / s.counts[place], kLargestOffset);
   const double step = kRateOfWeight * error * logit / (1 + logit * logit / 4);
   s.weights[mode] = std::min(std::max(s.weights[mode] + step, 0.0), kLargestWeight);
-  double& of_row = s.of_row[d.rows[i]];
   of_row = clipped(of_row + kRateOfRow * error, kLargestOfRow);
   for (int64_t b = 0; b < 3 * kBins; ++b) s.bins[b] *= kFading;
   double* bin = s.bins + 3 * std::min(static_cast<int64_t>(p * kBins), kBins - 1);

@@ -38,7 +38,7 @@ class SizerState:
     odds: Floats = field(init=False)  # [M, D, K], mean probabilities given the parent
     values_of_mode: Floats = field(init=False)  # [M, LENGTH, C]
     values_of_row: Floats = field(init=False)  # [rows, LENGTH, C]
-    next_of_mode: Ints = field(init=False)  # [M]
+    next_of_mode: Ints = field(init=False)  # [M], drafts so far
     next_of_row: Ints = field(init=False)  # [rows]
     threshold: Floats = field(init=False)  # [1], value that a node of a drawn row must reach
 

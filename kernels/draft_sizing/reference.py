@@ -25,7 +25,7 @@ LARGEST_LOGIT, LARGEST_WEIGHT, LARGEST_OFFSET, LARGEST_OF_ROW = 12.0, 4.0, 8.0, 
 RATE_OF_WEIGHT, RATE_OF_ROW, LAST_COUNT = 0.01, 0.25, 400.0
 FADING = 0.999  # of old observations in the calibration error, at each new one
 WEIGHT_OF_ODDS, WEIGHT_OF_THRESHOLD = 0.05, 0.1
-SHARED = 4  # one draft of so many of a row is kept for new requests of its mode
+SHARED = 5  # one draft of so many is kept for new requests of its mode
 
 
 def begin(state: SizerState, row: int, mode: int) -> None:
@@ -219,9 +219,9 @@ def _remember(state: SizerState, row: int, mode: int, values: Floats, p: Floats,
     found = filled(state, values, depth, mode)
     state.values_of_row[row, state.next_of_row[row] % LENGTH] = found
     state.next_of_row[row] += 1
-    if state.next_of_row[row] % SHARED == 0:
-        state.values_of_mode[mode, state.next_of_mode[mode] % LENGTH] = found
-        state.next_of_mode[mode] += 1
+    if state.next_of_mode[mode] % SHARED == 0:
+        state.values_of_mode[mode, state.next_of_mode[mode] // SHARED % LENGTH] = found
+    state.next_of_mode[mode] += 1
 
 
 def _fixed(state: SizerState, values: Floats, offer: Offer) -> Bools:
@@ -269,7 +269,9 @@ def _fit(state: SizerState, drafted: Drafted, at: tuple[int, int], node: tuple[i
     mode, row = int(drafted.modes[i]), int(drafted.rows[i])
     p, logit = float(drafted.p[i, c]), float(drafted.logits[i, c])
     place = mode, min(node[0], MAX_DEPTH) - 1, min(node[1], MAX_RANK - 1)
-    error = float(is_accepted) - p
+    # other nodes of this step have moved the numbers: with p, many alike would move them too far
+    score = state.weights[mode] * logit + state.offsets[place] + state.of_row[row]
+    error = float(is_accepted) - 1.0 / (1.0 + float(np.exp(-score)))
     state.counts[place] = count = min(state.counts[place] + 1.0, LAST_COUNT)
     # 4: one over the largest slope of sigmoid
     state.offsets[place] = _clipped(state.offsets[place] + 4.0 * error / count, LARGEST_OFFSET)

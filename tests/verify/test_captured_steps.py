@@ -125,7 +125,12 @@ def memory_that_stays(llm: LLM) -> dict[str, torch.Tensor]:
     found = {"table": pools.table.kv_slots}
     found |= {f"{name}[{i}]": x for name, side in (("k", pools.kv.k), ("v", pools.kv.v)) for i, x in enumerate(side)}
     owners: dict[str, object] = {"states": pools.states, "state_buffers": pools.state_buffers, "trees": inputs.trees}
-    owners |= {"roots": inputs.roots, "slots": inputs.slots_of_rows, "settings": inputs.settings, "floats": inputs.floats}
+    owners |= {
+        "roots": inputs.roots,
+        "slots": inputs.slots_of_rows,
+        "settings": inputs.settings,
+        "floats": inputs.floats,
+    }
     for owner_name, owner in owners.items():
         tensors = {key: value for key, value in vars(owner).items() if isinstance(value, torch.Tensor)}
         assert tensors, owner_name

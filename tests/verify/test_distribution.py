@@ -23,7 +23,7 @@ from specmamba.core import Batch, DraftTree, Verdict
 from specmamba.draft.drafter import Drafter, tree_shape
 from specmamba.draft.heads import children
 from specmamba.engine.engine import Engine
-from specmamba.sampling_params import SamplingParams
+from specmamba.sampling_params import SamplingParams, SpeculationParams
 from specmamba.verify.acceptance import accept
 from tests.exactness import run_directly
 from tests.tiny import write_tiny_checkpoint
@@ -68,8 +68,13 @@ def build(folder: Path, num_steps: int, has_cache: bool = False, **flags: Any) -
     )
 
 
-def draw(engine: Engine, *ways: SamplingParams) -> Counter[tuple[int, int]]:
-    """The first two tokens of many requests that differ in their seed, and take turns with these settings."""
+def draw(engine: Engine, params: SamplingParams) -> Counter[tuple[int, int]]:
+    """The first two tokens of many requests that differ in their seed alone."""
+    return draw_each(engine, params)[0]
+
+
+def draw_each(engine: Engine, *ways: SamplingParams) -> list[Counter[tuple[int, int]]]:
+    """The first two tokens with each of these settings, of many requests that take turns with them."""
     outputs: dict[str, tuple[int, ...]] = {}
     for seed in range(NUM_DRAWS):
         engine.add_request(str(seed), PROMPT, ways[seed % len(ways)].model_copy(update={"seed": seed}))
@@ -77,7 +82,8 @@ def draw(engine: Engine, *ways: SamplingParams) -> Counter[tuple[int, int]]:
         for delta in engine.step():
             outputs[delta.request_id] = (*outputs.get(delta.request_id, ()), *delta.token_ids)
     assert len(outputs) == NUM_DRAWS
-    return Counter((first, second) for first, second, *_ in outputs.values())
+    pairs = [outputs[str(seed)][:2] for seed in range(NUM_DRAWS)]
+    return [Counter((first, second) for first, second in pairs[place :: len(ways)]) for place in range(len(ways))]
 
 
 def exact(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -212,6 +218,23 @@ def test_trees_under_both_rules(
     assert p_value(draws, exact_pairs(logits, params)) > FAIR
     accepted = engine.stats().spec.accepted_histogram
     assert min(accepted[0], accepted[1], accepted[2]) > NUM_DRAWS // 50  # paths of every length were taken
+
+
+@pytest.mark.fast_cases("chain")
+@pytest.mark.parametrize("tree", TREES)
+def test_both_rules_in_one_batch(folder: Path, logits: tuple[Tensor, Tensor], tree: str) -> None:
+    """Requests of each rule, each with other settings; no batch has one rule only."""
+    common: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True}
+    ways = [
+        SamplingParams(temperature=0.7, top_p=0.9, speculative=SpeculationParams(accept="target"), **common),
+        SamplingParams(temperature=1.2, top_k=9, speculative=SpeculationParams(accept="rejection"), **common),
+    ]
+    engine = build_tree(folder, tree, "auto")
+    for params, draws in zip(ways, draw_each(engine, *ways), strict=True):
+        assert draws.total() == NUM_DRAWS / 2
+        assert p_value(draws, exact_pairs(logits, params)) > FAIR
+    accepted = engine.stats().spec.accepted_histogram
+    assert min(accepted[0], accepted[1], accepted[2]) > NUM_DRAWS // 50
 
 
 def test_rejection_needs_the_distribution_that_drafts_were_drawn_from(
