@@ -50,6 +50,7 @@ class NativeReplay(Replay[T]):
         fill()
         record = self._records.get(key)
         if record is None:
+            self.num_unreplayed += 1
             return self._run_directly(key, function)
         tape, result = record
         began = time.perf_counter()

@@ -30,6 +30,7 @@ class Replay(ABC, Generic[T]):
 
     has_fixed_shapes: bool  # every run of a key has the shapes of its first run, for all inputs
     seconds = 0.0  # in replays of native calls, since the start
+    num_unreplayed = 0  # runs that called the function, since the start
 
     @abstractmethod
     def run(self, key: Hashable, function: Callable[[], T], clear: Callable[[], None], fill: Callable[[], None]) -> T:
@@ -80,6 +81,7 @@ class GraphReplay(Replay[T]):
         if key not in self._graphs:
             clear()
             self._graphs[key] = self._capture(key, function)
+            self.num_unreplayed += 1
         fill()
         graph, result = self._graphs[key]
         graph.replay()

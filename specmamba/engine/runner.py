@@ -112,7 +112,7 @@ class Runner:
         Returns:
             The result of each request, in the same order.
         """
-        began = time.perf_counter()
+        began, num_unreplayed = time.perf_counter(), self._num_unreplayed
         rows = tuple(request.held_row for request in requests)
         self.probe.start(len(rows))
         sizer = self.sizer
@@ -129,8 +129,10 @@ class Runner:
         self.probe.lap("commit")
         if sizer is not None:
             learns = all(request.follower is None for request in requests)
+            is_usual = num_unreplayed == self._num_unreplayed
             packed = output.packed.cpu().numpy()
-            sizer.observe(packed[:, NUM_FIGURES:], packed[:, 0], time.perf_counter() - began, learns)
+            seconds = time.perf_counter() - began if is_usual else None
+            sizer.observe(packed[:, NUM_FIGURES:], packed[:, 0], seconds, learns)
         if self.on_draft is not None:
             for place in _first_of_views(requests, self.watched):
                 request = requests[place]
@@ -235,6 +237,11 @@ class Runner:
         if pending_tokens is not None and size.drafted is not None:
             pending_tokens = pending_tokens.of(np.flatnonzero(size.drafted).tolist())
         return self._whole_batch(drafted, pending_tokens)
+
+    @property
+    def _num_unreplayed(self) -> int:
+        """Captured steps that were recorded instead of replayed, or run before that: they take longer."""
+        return 0 if self.graph_runner is None else self.graph_runner.replay.num_unreplayed
 
     def totals(self, batch_size: int) -> range:
         """Numbers of nodes to which verifies of chosen trees are padded."""

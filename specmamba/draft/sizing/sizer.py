@@ -178,25 +178,26 @@ class DraftSizer:
         self._offers[key] = candidates, offer
         return offer
 
-    def observe(self, tokens: Ints, num_accepted: Ints, seconds: float, learns: bool = True) -> None:
+    def observe(self, tokens: Ints, num_accepted: Ints, seconds: float | None, learns: bool = True) -> None:
         """Learn from the result of the planned step.
 
         Args:
             tokens: [B, W], for each row of the batch accepted drafts, and more.
             num_accepted: [B].
-            seconds: that the step took, measured by the host.
+            seconds: that the step took, measured by the host; None: it was no usual step.
             learns: whether all chosen nodes were verified.
         """
         size, figures, number = self._size, self.figures, len(num_accepted)
-        self.costs.observe(number, self._num_nodes, self._predicted - self.overhead, seconds)
+        if seconds is not None:
+            self.costs.observe(number, self._num_nodes, self._predicted - self.overhead, seconds)
+            figures.predicted_seconds += self._predicted
+            figures.measured_seconds += seconds + self.overhead
         figures.num_steps += 1
         figures.num_plain_steps += size.depth == 0
         figures.num_probes += size.is_probe
         figures.num_nodes += self._num_nodes
         figures.num_requests += number
         figures.num_draft_levels += size.depth
-        figures.predicted_seconds += self._predicted
-        figures.measured_seconds += seconds + self.overhead
         if self._offer is not None and learns:
             draft_sizing.learn(self.state, self._drafted, self._offer, tokens, num_accepted)
         self._offer = None
