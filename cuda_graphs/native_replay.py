@@ -58,6 +58,10 @@ class NativeReplay(Replay[T]):
         self.seconds += time.perf_counter() - began
         return result
 
+    def has_record(self, key: Hashable) -> bool:
+        """Whether a run of this key is a replay, or will never be one."""
+        return key in self._records
+
     def close(self) -> None:
         self._threads.stop()
         self._records.clear()

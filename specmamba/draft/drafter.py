@@ -47,6 +47,7 @@ class Drafter(ABC):
     is_capturable = False  # ``propose`` and ``observe`` never read from the device or use ``Batch.rows``
     has_pending_tokens = False  # ``prepare`` returns pending tokens
     offers = False  # has ``offer``
+    max_steps = 0  # depth of the deepest offer
     num_distributions = 0  # that drafts of a row are drawn from at the most, and one for a node without children
 
     @abstractmethod

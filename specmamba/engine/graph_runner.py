@@ -31,6 +31,7 @@ from specmamba.verify.state_buffers import VerifySlots
 from specmamba.verify.step import Drafts, GivenDrafts
 
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # of the widest chosen tree, padded
+PATIENCE = 16  # steps that take a larger recorded kind before their own is recorded, which takes as long as many steps
 DEFAULT_LARGEST = 64  # largest captured batch without --cuda-graph-max-bs
 RunStep = Callable[[Batch, Drafts, VerifySlots], StepOutput]
 
@@ -57,6 +58,8 @@ class StepGraphRunner:
         """
         self.replay, self.buckets = replay, buckets
         self.inputs = StepInputs(buckets[-1], plan.max_nodes, device, plan.num_rows)
+        self._wishes: dict[Hashable, int] = {}  # steps that wanted a kind before it was recorded
+        self._verifies: dict[StepKind, list[StepKind]] = {}  # of chosen trees, that were run, by all but their size
         self._draft_inputs = StepInputs(buckets[-1], plan.max_nodes, device)  # of drafts for some of the requests
         self._pools, self._device, self._max_nodes = pools, device, plan.max_nodes
         self._max_root_position = plan.context_length
@@ -132,10 +135,11 @@ class StepGraphRunner:
         if size.drafted is not None and pending_tokens is not None:
             inputs, own = self._draft_inputs, pending_tokens.of(np.flatnonzero(size.drafted).tolist())
         kind = self._kind(requests, drafter, own, inputs)._replace(num_nodes=size.depth)
+        kind = self._deeper(kind, drafter, size)
         self._pools.table.upload()
 
         def draft() -> Candidates:
-            found = drafter.offer(inputs.batch(kind), size.depth)
+            found = drafter.offer(inputs.batch(kind), kind.num_nodes)
             if found.draft_probs is not None:
                 self._keep_probs(drafter, kind.batch_size, found.draft_probs)
             return found
@@ -170,7 +174,7 @@ class StepGraphRunner:
             kind = kind._replace(num_distributions=drafter.num_distributions, is_partial=size.drafted is not None)
             nodes = self.inputs.trees.arrays.candidates[: len(requests), : chosen.width]
             entries = _chosen_entries(candidates.entries, nodes, size, kind.num_distributions)
-        kind = self._sized(kind, chosen)
+        kind = self._larger(self._sized(kind, chosen), chosen, policy, drafter)
         return self._replay(
             requests,
             pending_tokens,
@@ -193,6 +197,35 @@ class StepGraphRunner:
         size = self.bucket(batch_size) or batch_size
         step = max(1, size // 4)
         return range(step, size * self._max_nodes + 1, step)
+
+    def _deeper(self, kind: StepKind, drafter: Drafter, size: DraftSize) -> StepKind:
+        """The kind of a draft, or a deeper one that is recorded while it is not."""
+        num_steps = drafter.max_steps
+        others = [kind._replace(num_nodes=depth) for depth in range(size.depth + 1, num_steps + 1)]
+        keys = [("offer", other, drafter, size.drafted is None) for other in (kind, *others)]
+        return keys[self._patiently(keys)][1]
+
+    def _larger(self, kind: StepKind, chosen: Chosen, policy: AcceptPolicy, drafter: Drafter) -> StepKind:
+        """The kind of a verify, or a larger one that is recorded while it is not."""
+        name = drafter if drafter.is_capturable else None
+        known = self._verifies.setdefault(kind._replace(num_nodes=0, num_packed=0, is_chain=False, max_children=0), [])
+        width, total = chosen.width, chosen.num_nodes
+        others = [x for x in known if x.num_nodes >= width and num_tokens(x) >= total and x != kind and not x.is_chain]
+        others.sort(key=num_tokens)
+        found = (kind, *others)[self._patiently([(other, policy, name) for other in (kind, *others)])]
+        if found is kind and kind not in known:
+            known.append(kind)
+        return found
+
+    def _patiently(self, keys: Sequence[Hashable]) -> int:
+        """The first of several kinds of steps, or while it is not recorded and was seldom wanted, one that is."""
+        wanted, replay = keys[0], self.replay
+        if not isinstance(replay, NativeReplay) or replay.has_record(wanted):
+            return 0
+        self._wishes[wanted] = self._wishes.get(wanted, 0) + 1
+        if self._wishes[wanted] > PATIENCE:
+            return 0
+        return next((i for i, key in enumerate(keys) if replay.has_record(key)), 0)
 
     def _sized(self, kind: StepKind, chosen: Chosen) -> StepKind:
         """The kind of step that takes these trees."""
@@ -284,6 +317,11 @@ class StepGraphRunner:
             max_pending_tokens=most,
             keeps_tokens=pending_tokens is not None and pending_tokens.kept is not None,
         )
+
+
+def num_tokens(kind: StepKind) -> int:
+    """Tokens that the products of a step of this kind run on."""
+    return kind.num_packed or kind.batch_size * kind.num_nodes
 
 
 def _chosen_entries(entries: Tensor, nodes: Ints, size: DraftSize, num_distributions: int) -> Ints:

@@ -286,13 +286,20 @@ class TestWhatIsReplayed:
             assert drafters[0] is drafters[2]
             assert len({id(drafter) for drafter in drafters}) == 3
 
-    def test_ranks_are_recorded_of_steps_that_are_not(self) -> None:
-        with new_llm("chain", cuda_graph_max_bs=BUCKET) as llm:
-            recorder, kinds = llm.workbench.record_ranks(), self.counted(llm)
-            params = SamplingParams(max_tokens=5, temperature=0.0)
-            llm.generate(PROMPTS[:2], params, replay=[[5, 6, 7, 8, 9], []])
-            assert recorder.ranks.shape == (10, 3)
-            assert not kinds
+    def test_ranks_are_recorded_of_steps_on_given_roots(self) -> None:
+        """They are those of direct steps: the recorder runs the head before and after a step, which has no drafts."""
+        found = []
+        with new_llm("chain", **DIRECT) as plain, new_llm("chain", cuda_graph_max_bs=BUCKET) as llm:
+            kinds = self.counted(llm)
+            for each in (plain, llm):
+                recorder = each.workbench.record_ranks()
+                params = SamplingParams(max_tokens=5, temperature=0.0)
+                each.generate(PROMPTS[:2], params, replay=[[5, 6, 7, 8, 9], []])
+                found.append(recorder.ranks.tolist())
+        assert found[0] == found[1]
+        assert len(found[0]) == 10
+        assert {len(ranks) for ranks in found[0]} == {3}
+        assert {kind.num_nodes for kind in kinds} == {1}
 
     def test_the_table_is_told_before_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A graph reads the device's copy of the table, and nothing in it asks for news."""
@@ -411,7 +418,7 @@ class TestOnAGPU:
                     before = torch.cuda.memory_stats()["allocation.all.allocated"]
                     torch.cuda.set_sync_debug_mode("error")
                     try:
-                        outcome = inner.run(key, function, clear, fill)
+                        outcome: StepOutput = inner.run(key, function, clear, fill)
                     finally:
                         torch.cuda.set_sync_debug_mode("default")
                     grown.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)

@@ -61,6 +61,7 @@ class MTPDrafter(Drafter):
         self, head: DraftHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, dtype: torch.dtype
     ) -> None:
         self.max_nodes = plan.max_nodes
+        self.max_steps = plan.num_steps
         self.num_distributions = 2 + (plan.num_steps - 1) * plan.width
         self.head = head
         self._plan = plan

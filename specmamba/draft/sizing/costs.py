@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,8 +18,8 @@ import numpy as np
 from specmamba.kernels.draft_sizing import Floats, Ints
 
 LEAST_RATIO, MOST_RATIO = 0.5, 2.0
-WEIGHT_OF_ALL, WEIGHT_OF_BUCKET = 0.02, 0.05  # of a new step in the moving ratios
-FEW_STEPS = 8  # of a bucket, before its ratio counts
+WEIGHTS = (0.01, 0.03, 0.05)  # of a new step in the moving ratios, from the most general one
+FEW_STEPS = 8  # before a ratio counts
 Curve = dict[int, float]  # seconds by a number
 
 
@@ -37,8 +37,8 @@ class StepCosts:
     """Predicts the seconds of steps. One owner: the sizer of an engine."""
 
     times: dict[int, StepTimes]  # by number of requests
-    _ratio: float = 1.0
-    _buckets: dict[tuple[int, int], tuple[int, float]] = field(default_factory=dict)
+    # measured over predicted time: of all steps; with or without drafts, by size; of each bucket, relative to those
+    _ratios: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
 
     def totals(self, num_requests: int, depth: int, num_keys: int, max_nodes: int) -> Floats:
         """Predict steps by their number of nodes: [max_nodes + 1] seconds, infinite below ``num_requests``.
@@ -54,25 +54,34 @@ class StepCosts:
         seconds += self._mean(num_requests, lambda t: np.full(len(numbers), t.of_key)) * num_keys
         if depth:
             seconds += self._mean(num_requests, lambda t: _at(t.drafts, np.array([depth])))
-        ratios = [self.ratio(num_requests, int(number)) for number in numbers]
+        ratios = [self.ratio(num_requests, int(number), depth > 0) for number in numbers]
         return np.concatenate([np.full(num_requests, math.inf), seconds * np.array(ratios)])
 
-    def ratio(self, num_requests: int, num_nodes: int) -> float:
-        """Measured over predicted time in the bucket of a step."""
-        count, ratio = self._buckets.get(bucket_of(num_requests, num_nodes), (0, 1.0))
-        return self._ratio * (ratio if count >= FEW_STEPS else 1.0)
+    def ratio(self, num_requests: int, num_nodes: int, has_draft: bool) -> float:
+        """Measured over predicted time of such steps, as far as it is known."""
+        size, _ = bucket = bucket_of(num_requests, num_nodes)
+        ratio = 1.0
+        for key in ("all", (size, has_draft)):
+            count, found = self._ratios.get(key, (0, 1.0))
+            ratio = found if count >= FEW_STEPS else ratio
+        count, relative = self._ratios.get((bucket, has_draft), (0, 1.0))
+        return _clipped(ratio * relative if count >= FEW_STEPS else ratio)
 
-    def observe(self, num_requests: int, num_nodes: int, predicted: float, seconds: float) -> None:
+    def observe(self, num_requests: int, num_nodes: int, has_draft: bool, predicted: float, seconds: float) -> None:
         """Learn from a step; ``predicted`` as ``totals`` said. Times that no clock can mean are ignored."""
         if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(predicted) and predicted > 0):
             return
-        bucket = bucket_of(num_requests, num_nodes)
-        count, ratio = self._buckets.get(bucket, (0, 1.0))
-        known = ratio if count >= FEW_STEPS else 1.0
-        found = _clipped(self._ratio * known * seconds / predicted)
-        self._ratio = _clipped(self._ratio + WEIGHT_OF_ALL * (found / known - self._ratio))
-        relative = ratio + max(WEIGHT_OF_BUCKET, 1 / (count + 1)) * (found / self._ratio - ratio)
-        self._buckets[bucket] = count + 1, _clipped(relative)
+        size, _ = bucket = bucket_of(num_requests, num_nodes)
+        found = _clipped(self.ratio(num_requests, num_nodes, has_draft) * seconds / predicted)
+        self._move("all", found, WEIGHTS[0])
+        of_size = self._move((size, has_draft), found, WEIGHTS[1])
+        self._move((bucket, has_draft), found / of_size, WEIGHTS[2])
+
+    def _move(self, key: Hashable, found: float, weight: float) -> float:
+        count, ratio = self._ratios.get(key, (0, 1.0))
+        ratio += max(weight, 1 / (count + 1)) * (found - ratio)
+        self._ratios[key] = count + 1, ratio
+        return ratio
 
     def _mean(self, num_requests: int, of_times: Callable[[StepTimes], Floats]) -> Floats:
         """Interpolate between the measured numbers of requests."""

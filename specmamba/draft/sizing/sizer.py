@@ -26,6 +26,7 @@ STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
 INTERVAL = 4  # steps between two looks at the depth
 COST_INTERVAL = 64  # steps after which times are predicted anew
 FIRST_PROBE, LAST_PROBE = 4, 32  # steps between two probes
+FIRST_PLAIN, LAST_PLAIN = 32, 256  # steps with drafts between two without, which show what plain decoding takes
 PROBED_SHARE = 4  # one request of so many is probed
 WEIGHT = 0.3  # of a new look in the mean gains
 MAX_OFFERS = 256
@@ -110,6 +111,7 @@ class DraftSizer:
         self._seconds = np.zeros((0, 0))  # [D + 1, T + 1], of the present requests
         self._age = self._age_of_costs = self._wish_age = self._wish = 0
         self._until_probe = self._probe_interval = FIRST_PROBE
+        self._until_plain = self._plain_interval = FIRST_PLAIN
         self._next_probed = 0
         # the step between its decision and its result
         self._size, self._offer, self._num_nodes, self._predicted = DraftSize(0), None, 0, 0.0
@@ -171,7 +173,7 @@ class DraftSizer:
         if kept is not None and kept[0] is candidates and candidates.tokens.is_cpu:
             return kept[1]
         columns = *candidates.on_host(number), candidates.depths, candidates.ranks
-        sizes = batch_size, padded_size, size.depth
+        sizes = batch_size, padded_size, int(candidates.depths.max())
         offer = Offer(*columns, *sizes, self._seconds[size.depth], fixed)
         if len(self._offers) >= MAX_OFFERS:
             self._offers.clear()
@@ -189,7 +191,8 @@ class DraftSizer:
         """
         size, figures, number = self._size, self.figures, len(num_accepted)
         if seconds is not None:
-            self.costs.observe(number, self._num_nodes, self._predicted - self.overhead, seconds)
+            has_draft = size.depth > 0
+            self.costs.observe(number, self._num_nodes, has_draft, self._predicted - self.overhead, seconds)
             figures.predicted_seconds += self._predicted
             figures.measured_seconds += seconds + self.overhead
         figures.num_steps += 1
@@ -246,6 +249,11 @@ class DraftSizer:
             self._change_depth(age)
         if self.depth:
             self._until_probe = self._probe_interval = FIRST_PROBE
+            self._until_plain -= 1
+            if self._until_plain <= 0:
+                self._plain_interval = min(2 * self._plain_interval, LAST_PLAIN)
+                self._until_plain = self._plain_interval
+                return DraftSize(0)
             drafted = batch.max_depths > 0
             return DraftSize(min(self.depth, deepest), None if drafted.all() else drafted)
         self._until_probe -= 1
