@@ -109,12 +109,17 @@ def measure_costs(engine: Engine) -> StepCosts:
     largest = engine.memory_plan.num_running_requests
     number = engine.num_added
     times = {}
+    graphs = engine.runner.graph_runner
     try:
+        if graphs is not None:
+            graphs.is_patient = False
         for size in sorted({*SIZES, largest}):
             if size <= largest and (found := _times_of(engine, sizer, size)) is not None:
                 times[size] = found
     finally:
         sizer.forced = None
+        if graphs is not None:
+            graphs.is_patient = True
         engine.forget(number)
     return StepCosts(times or GUESSED)
 

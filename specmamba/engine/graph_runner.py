@@ -31,7 +31,8 @@ from specmamba.verify.state_buffers import VerifySlots
 from specmamba.verify.step import Drafts, GivenDrafts
 
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # of the widest chosen tree, padded
-PATIENCE = 16  # steps that take a larger recorded kind before their own is recorded, which takes as long as many steps
+PATIENCE = 16  # steps that take another kind before their own is recorded, which takes as long as many steps
+FEW_NODES = (2, 4)  # of a request: the sizes of those kinds, and the largest trees
 DEFAULT_LARGEST = 64  # largest captured batch without --cuda-graph-max-bs
 RunStep = Callable[[Batch, Drafts, VerifySlots], StepOutput]
 
@@ -59,7 +60,7 @@ class StepGraphRunner:
         self.replay, self.buckets = replay, buckets
         self.inputs = StepInputs(buckets[-1], plan.max_nodes, device, plan.num_rows)
         self._wishes: dict[Hashable, int] = {}  # steps that wanted a kind before it was recorded
-        self._verifies: dict[StepKind, list[StepKind]] = {}  # of chosen trees, that were run, by all but their size
+        self.is_patient = True  # a kind that was seldom wanted is not recorded yet
         self._draft_inputs = StepInputs(buckets[-1], plan.max_nodes, device)  # of drafts for some of the requests
         self._pools, self._device, self._max_nodes = pools, device, plan.max_nodes
         self._max_root_position = plan.context_length
@@ -174,7 +175,7 @@ class StepGraphRunner:
             kind = kind._replace(num_distributions=drafter.num_distributions, is_partial=size.drafted is not None)
             nodes = self.inputs.trees.arrays.candidates[: len(requests), : chosen.width]
             entries = _chosen_entries(candidates.entries, nodes, size, kind.num_distributions)
-        kind = self._larger(self._sized(kind, chosen), chosen, policy, drafter)
+        kind = self._larger(self._sized(kind, chosen), policy, drafter)
         return self._replay(
             requests,
             pending_tokens,
@@ -199,38 +200,32 @@ class StepGraphRunner:
         return range(step, size * self._max_nodes + 1, step)
 
     def _deeper(self, kind: StepKind, drafter: Drafter, size: DraftSize) -> StepKind:
-        """The kind of a draft, or a deeper one that is recorded while it is not."""
-        num_steps = drafter.max_steps
-        others = [kind._replace(num_nodes=depth) for depth in range(size.depth + 1, num_steps + 1)]
-        keys = [("offer", other, drafter, size.drafted is None) for other in (kind, *others)]
-        return keys[self._patiently(keys)][1]
+        """The kind of a draft; the deepest one while it is not recorded and was seldom wanted."""
+        deepest = kind._replace(num_nodes=drafter.max_steps)
+        keys = [("offer", x, drafter, size.drafted is None) for x in (kind, deepest)]
+        return deepest if self._waits(keys[0], keys[1]) else kind
 
-    def _larger(self, kind: StepKind, chosen: Chosen, policy: AcceptPolicy, drafter: Drafter) -> StepKind:
-        """The kind of a verify, or a larger one that is recorded while it is not."""
-        name = drafter if drafter.is_capturable else None
-        known = self._verifies.setdefault(kind._replace(num_nodes=0, num_packed=0, is_chain=False, max_children=0), [])
-        width, total = chosen.width, chosen.num_nodes
-        others = [x for x in known if x.num_nodes >= width and num_tokens(x) >= total and x != kind and not x.is_chain]
-        others.sort(key=num_tokens)
-        found = (kind, *others)[self._patiently([(other, policy, name) for other in (kind, *others)])]
-        if found is kind and kind not in known:
-            known.append(kind)
-        return found
+    def _larger(self, kind: StepKind, policy: AcceptPolicy, drafter: Drafter) -> StepKind:
+        """The kind of a verify; a larger one of few sizes while it is not recorded and was seldom wanted."""
+        name, size, most = drafter if drafter.is_capturable else None, kind.batch_size, self._max_nodes
+        nodes = next((n for n in FEW_NODES if n < most and num_tokens(kind) <= n * size), most)
+        larger = kind._replace(num_nodes=most, num_packed=nodes * size)
+        if size == 1:
+            larger = kind._replace(num_nodes=max(nodes, kind.num_nodes), num_packed=0)
+        return larger if self._waits((kind, policy, name), (larger, policy, name)) else kind
 
-    def _patiently(self, keys: Sequence[Hashable]) -> int:
-        """The first of several kinds of steps, or while it is not recorded and was seldom wanted, one that is."""
-        wanted, replay = keys[0], self.replay
-        if not isinstance(replay, NativeReplay) or replay.has_record(wanted):
-            return 0
+    def _waits(self, wanted: Hashable, other: Hashable) -> bool:
+        """Whether a step takes another kind because its own is not recorded and was seldom wanted."""
+        replay = self.replay
+        if wanted == other or not self.is_patient or not isinstance(replay, NativeReplay) or replay.has_record(wanted):
+            return False
         self._wishes[wanted] = self._wishes.get(wanted, 0) + 1
-        if self._wishes[wanted] > PATIENCE:
-            return 0
-        return next((i for i, key in enumerate(keys) if replay.has_record(key)), 0)
+        return self._wishes[wanted] <= PATIENCE
 
     def _sized(self, kind: StepKind, chosen: Chosen) -> StepKind:
         """The kind of step that takes these trees."""
-        width, size, is_chain = chosen.width, kind.batch_size, chosen.is_chain
-        kind = kind._replace(is_chain=is_chain, max_children=1 if is_chain else self._max_nodes - 1)
+        width, size = chosen.width, kind.batch_size
+        kind = kind._replace(max_children=self._max_nodes - 1)
         if size == 1:
             return kind._replace(num_nodes=width)
         width = next(n for n in (*NODES, self._max_nodes) if n >= width or n >= self._max_nodes)

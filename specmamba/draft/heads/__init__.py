@@ -129,9 +129,8 @@ class MTPDrafter(Drafter):
         return HostPendingTokens(counts, is_deferred=False, kept=kept)
 
     def must_draft(self, rows: Sequence[int]) -> list[bool]:
-        """Whether a row has no room for the tokens of another step."""
-        most = self.pending.capacity - self.max_nodes
-        return [count > most for count in self.pending.counts(rows)]
+        """Whether a row has as many pending tokens as a step can decide; captured steps run no more."""
+        return [count >= self.max_nodes for count in self.pending.counts(rows)]
 
     def prepare_pending(self, rows: Sequence[int], is_deferred: bool) -> HostPendingTokens:
         """Do the work of ``prepare`` for a caller that knows whether the pending tokens are deferred."""
