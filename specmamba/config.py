@@ -217,7 +217,7 @@ class EngineConfig(CommandLine):
             "--speculative-eagle-topk": self.speculative_eagle_topk,
             "--speculative-num-draft-tokens": self.speculative_num_draft_tokens,
             "--speculative-tree": self.speculative_tree,
-            "--speculative-accept": None if self.speculative_accept == "auto" else self.speculative_accept,
+            "--speculative-accept": "given" if self.speculative_accept == "rejection" else None,
             FORM_FLAG: None if self.speculative_draft_model_quantization == "auto" else "given",
         }
         return [flag for flag, value in given.items() if value is not None]

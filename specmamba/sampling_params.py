@@ -127,8 +127,8 @@ class SamplingParams(LogitSettings):
 
     @property
     def is_special(self) -> bool:
-        """Whether steps of this request cannot be captured: biases, a grammar, log probabilities, or no drafts."""
-        return bool(self.logit_bias or self.grammar) or self.logprobs is not None or not self.is_drafted
+        """Whether steps of this request cannot be captured: biases, a grammar or log probabilities."""
+        return bool(self.logit_bias or self.grammar) or self.logprobs is not None
 
 
 class Penalties(NamedTuple):

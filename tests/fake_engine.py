@@ -97,6 +97,7 @@ class FakeStats:
     state_total_slots: int = 4
     num_preemptions: int = 0
     spec: SpecStats = field(default_factory=SpecStats)
+    sizing: None = None  # drafts of a fixed size
     prefix_cache: CacheStats = CACHE_STATS
 
 

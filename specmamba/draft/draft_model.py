@@ -171,8 +171,6 @@ class ModelDrafter(Drafter):
         self._kv_pool = kv_pool.from_layer(len(kv_pool.k) - model.cache_shape.num_kv_layers)
         self._table = table
         self._device = table.kv_slots.device
-        # a step runs pending tokens and max_nodes - 2 drafts
-        self._max_records = plan.max_nodes + MAX_PENDING
         most = max(plan.max_nodes, MAX_PENDING)  # tokens of one forward
         self._states = DraftStates(model.cache_shape, table.num_rows, most, self._device)
         num_rows = table.num_rows + 1
@@ -278,7 +276,8 @@ class ModelDrafter(Drafter):
         """Run the pending tokens; return the model's hidden states after the roots, [B, 1, H]."""
         rows, longest = batch.rows, max(self._num_pending[row] for row in batch.rows)
         tokens = batch_rows(batch).take(self._tokens)[:, :longest]
-        return self._run_pending(rows, tokens, batch.root_positions, [self._num_pending[row] for row in rows])
+        counts = [self._num_pending[row] for row in rows]
+        return self._run_pending(rows, tokens, batch.root_positions, counts, self.max_nodes - 1)
 
     def _run_before_roots(self, rows: Sequence[int]) -> None:
         """Run the pending tokens before the roots, of the rows that have some."""
@@ -294,16 +293,20 @@ class ModelDrafter(Drafter):
         for row in rows:
             self._num_pending[row] = 1
 
-    def _run_pending(self, rows: Sequence[int], tokens: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
+    def _run_pending(
+        self, rows: Sequence[int], tokens: Tensor, ends: Tensor, counts: Sequence[int], num_drafts: int = 0
+    ) -> Tensor:
         """Run the first ``counts[b]`` of each row's ``tokens`` [B, L], the last of them at position ``ends[b]``.
+
+        There is room for the records of so many drafts behind them.
 
         Returns:
             Hidden states after the last of them, [B, 1, H].
         """
         for row in rows:
             self._states.start(row, self._root[row] + 1 - self._num_pending[row])
-        self._states.reserve(rows, self._max_records)
         longest = max(counts)
+        self._states.reserve(rows, longest + num_drafts)
         offsets, num_keys = torch.arange(1 - longest, 1, device=self._device), max(self._root[row] for row in rows) + 1
         if min(counts) == longest:
             return self._run(rows, tokens, ends[:, None] + offsets, num_keys)[:, -1:]

@@ -203,10 +203,12 @@ def restrict(requests: Sequence[Request], tree: DraftTree, constraints: Constrai
 
 
 def _drafted(parents: Sequence[int], request: Request) -> list[int]:
-    """The nodes that a request may verify: all that are no padding, or the root alone."""
-    if not request.params.is_drafted:
-        return [0]
-    return [node for node, parent in enumerate(parents) if parent >= 0 or node == 0]
+    """The nodes that a request may verify: all that are no padding, down to its largest depth."""
+    depths, most = [0] * len(parents), request.params.max_depth
+    for node, parent in enumerate(parents[1:], 1):
+        depths[node] = depths[parent] + 1
+    real = [node for node, parent in enumerate(parents) if parent >= 0 or node == 0]
+    return real if most is None else [node for node in real if depths[node] <= most]
 
 
 def _row(follower: GrammarFollower | None, real: list[int], parents: Sequence[int], is_drawn: bool) -> _Row:

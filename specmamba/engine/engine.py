@@ -102,7 +102,7 @@ class Engine:
             config, self.pools, self.memory_plan, self.device, self.num_threads
         )
         with torch.inference_mode():
-            graph_lines = self.runner.capture()
+            graph_lines = self.runner.capture(self.draft_plan.is_sized)
         graph_lines += self.start_sizing()
         for line in (*self.memory_plan.describe_lines(), *graph_lines):
             logger.info(line)

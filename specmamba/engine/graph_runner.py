@@ -228,7 +228,7 @@ class StepGraphRunner:
         kind = kind._replace(max_children=self._max_nodes - 1)
         if size == 1:
             return kind._replace(num_nodes=width)
-        width = next(n for n in (*NODES, self._max_nodes) if n >= width or n >= self._max_nodes)
+        width = min(next(n for n in NODES if n >= width), self._max_nodes)
         if chosen.num_nodes == size * width:
             return kind._replace(num_nodes=width)
         totals = self.totals(size)
@@ -360,11 +360,12 @@ def _replay(device: torch.device, pads: bool, num_threads: int) -> Replay[Any] |
 
 
 def capture_steps(
-    graphs: StepGraphRunner | None, drafter: Drafter, run_step: RunStep, policy: AcceptPolicy
+    graphs: StepGraphRunner | None, drafter: Drafter, run_step: RunStep, policy: AcceptPolicy, is_sized: bool
 ) -> list[str]:
     """Capture the most frequent steps; returns the lines of the start-up report about buckets, time and memory.
 
-    Steps of drafters that read the host are captured when they are first needed.
+    Steps of drafters that read the host, and of drafts whose size is decided in each step, are captured when they are
+    first needed.
 
     Raises:
         ConfigError: the memory beside weights and pools is too small for the graphs.
@@ -374,7 +375,7 @@ def capture_steps(
     sizes = ", ".join(map(str, graphs.buckets))
     if isinstance(graphs.replay, EagerReplay):
         return [f"steps are padded to batches of {sizes} and run operator by operator"]
-    if not isinstance(graphs.replay, GraphReplay) or not drafter.is_capturable:
+    if not isinstance(graphs.replay, GraphReplay) or not drafter.is_capturable or is_sized:
         return [f"steps are captured for batches of {sizes}, each when it is first needed"]
     start = time.perf_counter()
     try:

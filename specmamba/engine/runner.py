@@ -143,9 +143,12 @@ class Runner:
         """Run ``verify.step.step`` on this target and these pools."""
         return step(batch, drafts, self.target, self.pools, self.policy, self.probe, slots)
 
-    def capture(self) -> list[str]:
-        """Capture the most frequent steps; returns the lines of the start-up report about them."""
-        return capture_steps(self.graph_runner, self.drafter, self.run_step, self.policy)
+    def capture(self, is_sized: bool) -> list[str]:
+        """Capture the most frequent steps; returns the lines of the start-up report about them.
+
+        ``is_sized``: the size of drafts is decided in each step.
+        """
+        return capture_steps(self.graph_runner, self.drafter, self.run_step, self.policy, is_sized)
 
     def _run_directly(self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None) -> StepOutput:
         """Run a step operator by operator."""
@@ -157,7 +160,7 @@ class Runner:
             assert self.sizer is not None
             own = batch if drafted is requests else self._drafted_batch(drafted, size, pending_tokens)
             drafts = SizedDrafts(self.drafter, self.sizer, size, own)
-        if any(request.follower is not None or not request.params.is_drafted for request in requests):
+        if any(request.follower is not None or self._is_bounded(request) for request in requests):
             drafts = ConstrainedDrafts(drafts, requests, self._constraints)
         return step(batch, drafts, self.target, self.pools, self.policy, self.probe)
 
@@ -169,7 +172,7 @@ class Runner:
         if graphs is None or self.probe.is_watching or self.target.is_watched:
             return None
         bucket = graphs.bucket(len(requests))
-        if bucket is None or any(request.params.is_special for request in requests):
+        if bucket is None or any(request.params.is_special or self._is_bounded(request) for request in requests):
             return None
         if size is not None:
             return self._run_sized(graphs, bucket, requests, rows, size)
@@ -184,6 +187,10 @@ class Runner:
             output = self.run_step(batch, GivenDrafts(tree))
         drafter.observe(batch, output.verdict, output.features)
         return output
+
+    def _is_bounded(self, request: Request) -> bool:
+        """Whether the drafter may draft deeper than a request wants; a sizer knows what it wants."""
+        return request.params.max_depth is not None and self.sizer is None
 
     def _run_sized(
         self,

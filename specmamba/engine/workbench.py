@@ -95,7 +95,7 @@ class Workbench:
         engine.config, engine.draft_plan = config, plan
         engine.model.target.read_features(engine.feature_layers)
         with torch.inference_mode():
-            engine.runner.capture()
+            engine.runner.capture(plan.is_sized)
         key = _key(plan, config)
         if key in self._sizers:
             engine.runner.sizer = self._sizers[key]
@@ -122,7 +122,7 @@ class Workbench:
         if not isinstance(drafter, MTPDrafter) or not engine.draft_plan.num_steps:
             raise ConfigError("ranks are recorded from a draft head: choose auto, mtp, eagle or eagle3")
         recorder = RankRecorder(drafter, engine.draft_plan.num_steps)
-        engine.runner.drafter = recorder
+        engine.runner.drafter, engine.runner.sizer = recorder, None
         return recorder
 
     def logits_along(self, prompt: Sequence[int], tokens: Sequence[int], see: Callable[[Tensor], None]) -> None:

@@ -166,7 +166,9 @@ class Demand:
 
     def _distribution_bytes(self, max_nodes: int) -> int:
         """Bytes of the distributions in a step of one request."""
-        if self.config.speculative_accept == "target":
+        if self.config.speculative_accept == "target" or self.max_nodes == 1:
+            return 0
+        if self.config.speculative_algorithm == "ngram":  # what stands in a text is not drawn
             return 0
         return DISTRIBUTIONS_PER_NODE * 4 * self.vocab_size * max_nodes
 

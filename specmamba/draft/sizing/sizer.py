@@ -255,7 +255,9 @@ class DraftSizer:
                 self._until_plain = self._plain_interval
                 return DraftSize(0)
             drafted = batch.max_depths > 0
-            return DraftSize(min(self.depth, deepest), None if drafted.all() else drafted)
+            if not drafted.any():
+                return DraftSize(0)
+            return DraftSize(self.depth, None if drafted.all() else drafted)
         self._until_probe -= 1
         if self._until_probe > 0:
             return DraftSize(0)

@@ -21,13 +21,12 @@ from specmamba.sampling_params import (
     RepetitionPenalty,
     SamplingParams,
     Seed,
-    SpeculationParams,
     Temperature,
     TopK,
     TopP,
 )
 from specmamba.server.api.structured import StructuredRequest
-from specmamba.server.http.fields import LogitBias, Prompt, Stop, StrictModel, TokenId, only
+from specmamba.server.http.fields import LogitBias, Prompt, Speculation, Stop, StrictModel, TokenId, only
 
 NoEffect = Field(description="accepted; changes nothing")
 NotYet = Field(description="not supported yet: only the values that ask for nothing")
@@ -72,7 +71,7 @@ class GenerationRequest(StructuredRequest):
     repetition_penalty: RepetitionPenalty | None = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_IDS)] = None
     speculative: Annotated[
-        bool | SpeculationParams | None, Field(description="extension: false decodes plainly, without drafts")
+        Speculation | None, Field(description="extension: false decodes plainly, without drafts")
     ] = None
     return_tokens: Annotated[
         bool | None, Field(description="extension: list the tokens of a choice, and how deep they were drafted")

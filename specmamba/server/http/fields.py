@@ -19,11 +19,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from specmamba.sampling_params import MAX_BIASES, MAX_STOP_STRINGS, StopString
+from specmamba.sampling_params import MAX_BIASES, MAX_STOP_STRINGS, SpeculationParams, StopString
 
 # Tags begin with a bracket, which distinguishes them from field names in the location of an error.
 STRING, STRINGS, TOKENS, TOKEN_LISTS, PARTS = "(string)", "(strings)", "(tokens)", "(token lists)", "(parts)"
 MAX_PROMPTS, MAX_PARTS = 16_384, 4096
+FLAG, OBJECT = "(flag)", "(object)"
 _LONG_TEXT, _CHARACTERS_PER_TOKEN = 1 << 20, 8
 _BIASED_TOKEN = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -155,6 +156,24 @@ Stop = Annotated[
     | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag(STRINGS)],
     Discriminator(
         _kind(STRINGS), custom_error_type="stop_type", custom_error_message="must be a string or a list of strings"
+    ),
+]
+
+
+class SpeculationFields(StrictModel, SpeculationParams):
+    """How a request is drafted for."""
+
+
+def _kind_of_speculation(value: object) -> str | None:
+    return FLAG if isinstance(value, bool) else OBJECT if isinstance(value, dict | SpeculationParams) else None
+
+
+Speculation = Annotated[
+    Annotated[bool, Tag(FLAG)] | Annotated[SpeculationFields, Tag(OBJECT)],
+    Discriminator(
+        _kind_of_speculation,
+        custom_error_type="speculative_type",
+        custom_error_message="must be a boolean or a JSON object",
     ),
 ]
 
