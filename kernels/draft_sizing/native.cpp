@@ -26,6 +26,7 @@ struct State {
 // operands.Drafted
 struct Drafted {
   const int64_t *rows, *modes, *max_depths, *places;
+  int64_t *tokens, *parents;
   double *logits, *p;
   uint8_t* kept;
   int64_t stride;  // from row to row of [B', C]
@@ -260,6 +261,8 @@ void sizing_choose(const State* s, const Drafted* d, const TreeArrays* t, const 
     double* of_row = &values[i * o->candidates];
     for (int64_t c = 0; c < o->candidates; ++c) {
       const int64_t parent = o->parent_of(i, c);
+      d->tokens[i * d->stride + c] = o->tokens[i * o->tokens_row + c];
+      d->parents[i * d->stride + c] = parent;
       of_row[c] = d->p[i * d->stride + c] * (parent > 0 ? of_row[parent - 1] : 1);
     }
     remember(*s, d->rows[i], d->modes[i], of_row, d->p + i * d->stride, o->candidates, o->depth);
@@ -297,9 +300,10 @@ void sizing_learn(const State* s, const Drafted* d, const Offer* o, const int64_
     accepted.assign(o->candidates + 1, 0);
     accepted[0] = 1;
     for (int64_t c = 0; c < o->candidates; ++c) {
-      if (!d->kept[i * d->stride + c] || !accepted[o->parent_of(i, c)]) continue;
+      const int64_t at = i * d->stride + c;
+      if (!d->kept[at] || !accepted[d->parents[at]]) continue;
       const int64_t depth = o->depth_of(i, c);
-      accepted[c + 1] = depth <= length && path[depth - 1] == o->tokens[i * o->tokens_row + c];
+      accepted[c + 1] = depth <= length && path[depth - 1] == d->tokens[at];
       fit(*s, *d, i, c, depth, o->rank_of(i, c), accepted[c + 1]);
     }
   }

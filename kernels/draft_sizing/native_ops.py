@@ -21,7 +21,7 @@ _OF_STATE = [
     *("depths", "ranks", "weights", "offsets", "counts", "of_row", "bins", "odds"),
     *("values_of_mode", "values_of_row", "next_of_mode", "next_of_row", "threshold"),
 ]
-_OF_DRAFTED = ["rows", "modes", "max_depths", "places", "logits", "p", "kept"]
+_OF_DRAFTED = ["rows", "modes", "max_depths", "places", "tokens", "parents", "logits", "p", "kept"]
 _OF_TREES = ["tokens", "parents", "candidates", "num_nodes", "places", "nodes", "firsts"]
 _State = struct("State", _OF_STATE, ["width", "max_nodes", "num_candidates", "num_depths", "num_ranks"])
 _Drafted = struct("Drafted", _OF_DRAFTED, ["stride"])

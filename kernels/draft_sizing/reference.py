@@ -47,6 +47,7 @@ def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     """
     size, count = offer.tokens.shape
     modes = drafted.modes[:size]
+    drafted.tokens[:size, :count], drafted.parents[:size, :count] = offer.tokens, offer.parents
     _calibrate(state, drafted, offer)
     values = path_values(drafted.p[:size, :count], offer.parents, offer.depth)
     for i in range(size):
@@ -88,7 +89,7 @@ def learn(state: SizerState, drafted: Drafted, offer: Offer, tokens: Ints, count
     Args:
         state: is fitted.
         drafted: as ``choose`` left it.
-        offer: as ``choose`` got it.
+        offer: as ``choose`` got it; only its sizes, depths and ranks are read.
         tokens: [B, W], for each row accepted drafts, the target's own token, and padding.
         counts: [B], accepted drafts.
     """
@@ -98,10 +99,10 @@ def learn(state: SizerState, drafted: Drafted, offer: Offer, tokens: Ints, count
         place, accepted = drafted.places[i], {0}
         path = tokens[place, : counts[place]]
         for c in range(count):
-            if not drafted.kept[i, c] or int(offer.parents[i, c]) not in accepted:
+            if not drafted.kept[i, c] or int(drafted.parents[i, c]) not in accepted:
                 continue
             depth = int(depths[i, c])
-            is_accepted = depth <= len(path) and int(path[depth - 1]) == int(offer.tokens[i, c])
+            is_accepted = depth <= len(path) and int(path[depth - 1]) == int(drafted.tokens[i, c])
             if is_accepted:
                 accepted.add(c + 1)
             _fit(state, drafted, (i, c), (depth, int(ranks[i, c])), is_accepted)

@@ -323,9 +323,9 @@ class TestWhatIsReplayed:
         monkeypatch.setattr(NativeReplay, "is_available", staticmethod(lambda: False))
         with new_llm("chain") as llm:
             assert llm.engine.runner.graph_runner is None
-            assert llm.engine.runner.capture() == []
+            assert llm.engine.runner.capture(is_sized=False) == []
         with new_llm("chain", cuda_graph_max_bs=3) as llm:
-            assert llm.engine.runner.capture() == [
+            assert llm.engine.runner.capture(is_sized=False) == [
                 "steps are padded to batches of 1, 2, 3 and run operator by operator"
             ]
 
@@ -334,7 +334,7 @@ class TestWhatIsReplayed:
         with new_llm("chain", disable_cuda_graph=True) as llm:
             assert llm.engine.runner.graph_runner is None
         with new_llm("chain") as llm:
-            assert llm.engine.runner.capture() == [
+            assert llm.engine.runner.capture(is_sized=False) == [
                 "steps are captured for batches of 1, 2, 4, 5, each when it is first needed"
             ]
 
@@ -431,5 +431,5 @@ class TestOnAGPU:
 
     def test_capture_is_told(self) -> None:
         with new_llm("chain", device="cuda") as llm:
-            [line] = llm.engine.runner.capture()
+            [line] = llm.engine.runner.capture(is_sized=False)
             assert "graphs in" in line

@@ -1,7 +1,7 @@
 """Text is distributed as the target says while the size of drafts is decided in each step: trees are ragged and pruned.
 
-Chi-square tests over the next two tokens, as in ``test_distribution``. Times of steps are made up, so that drafts pay and
-what is kept depends on the probabilities of the candidates.
+Chi-square tests over the next two tokens, as in ``test_distribution``. Times of steps are made up, so that drafts pay
+and what is kept depends on the probabilities of the candidates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.verify.test_distribution import (
 
 __all__ = ["folder", "logits"]  # fixtures
 
-COMB = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 6}
+COMB: dict[str, Any] = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 6}
 LARGEST = 250  # requests of a batch
 TEMPERATURE = 1.1
 
@@ -57,7 +57,8 @@ def made_up_costs() -> MadeUpCosts:
 def build_sized(folder: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> Engine:
     monkeypatch.setattr(cost_measurement, "measure_costs", lambda _: made_up_costs())
     monkeypatch.setattr(cost_measurement, "_cache_file", lambda: None)
-    return build(folder, 0, speculative_algorithm="mtp", speculative_adaptive="auto", **COMB, **flags)
+    speculation: dict[str, Any] = {"speculative_algorithm": "mtp", "speculative_adaptive": "auto"}
+    return build(folder, 0, **speculation, **COMB, **flags)
 
 
 def params_of(rule: str) -> SamplingParams:
