@@ -40,8 +40,10 @@ class StepCosts:
     # measured over predicted time: of all steps; with or without drafts, by size; of each bucket, relative to those
     _ratios: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
 
-    def totals(self, num_requests: int, depth: int, num_keys: int, max_nodes: int) -> Floats:
+    def totals(self, num_requests: int, depth: int, num_keys: int, max_nodes: int) -> tuple[Floats, Floats]:
         """Predict steps by their number of nodes: [max_nodes + 1] seconds, infinite below ``num_requests``.
+
+        The first are those of the measurement, the second these times what the ratios say now.
 
         Args:
             num_requests: R.
@@ -55,7 +57,8 @@ class StepCosts:
         if depth:
             seconds += self._mean(num_requests, lambda t: _at(t.drafts, np.array([depth])))
         ratios = [self.ratio(num_requests, int(number), depth > 0) for number in numbers]
-        return np.concatenate([np.full(num_requests, math.inf), seconds * np.array(ratios)])
+        nothing = np.full(num_requests, math.inf)
+        return np.concatenate([nothing, seconds]), np.concatenate([nothing, seconds * np.array(ratios)])
 
     def ratio(self, num_requests: int, num_nodes: int, has_draft: bool) -> float:
         """Measured over predicted time of such steps, as far as it is known."""
@@ -67,12 +70,12 @@ class StepCosts:
         count, relative = self._ratios.get((bucket, has_draft), (0, 1.0))
         return _clipped(ratio * relative if count >= FEW_STEPS else ratio)
 
-    def observe(self, num_requests: int, num_nodes: int, has_draft: bool, predicted: float, seconds: float) -> None:
-        """Learn from a step; ``predicted`` as ``totals`` said. Times that no clock can mean are ignored."""
-        if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(predicted) and predicted > 0):
+    def observe(self, num_requests: int, num_nodes: int, has_draft: bool, base: float, seconds: float) -> None:
+        """Learn from a step; ``base`` is the first of ``totals``. Times that no clock can mean are ignored."""
+        if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(base) and base > 0):
             return
         size, _ = bucket = bucket_of(num_requests, num_nodes)
-        found = _clipped(self.ratio(num_requests, num_nodes, has_draft) * seconds / predicted)
+        found = _clipped(seconds / base)
         self._move("all", found, WEIGHTS[0])
         of_size = self._move((size, has_draft), found, WEIGHTS[1])
         self._move((bucket, has_draft), found / of_size, WEIGHTS[2])

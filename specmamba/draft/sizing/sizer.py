@@ -108,7 +108,7 @@ class DraftSizer:
         self._offers: dict[tuple[int, ...], tuple[Candidates, Offer]] = {}  # with the present times
         self._given: Ints | None = None  # rows of the batch that _drafted was filled for, all of them
         self._num_requests = 0
-        self._seconds = np.zeros((0, 0))  # [D + 1, T + 1], of the present requests
+        self._bases = self._seconds = np.zeros((0, 0))  # [D + 1, T + 1], of the present requests
         self._age = self._age_of_costs = self._wish_age = self._wish = 0
         self._until_probe = self._probe_interval = FIRST_PROBE
         self._until_plain = self._plain_interval = FIRST_PLAIN
@@ -192,7 +192,8 @@ class DraftSizer:
         size, figures, number = self._size, self.figures, len(num_accepted)
         if seconds is not None:
             has_draft = size.depth > 0
-            self.costs.observe(number, self._num_nodes, has_draft, self._predicted - self.overhead, seconds)
+            base = float(self._bases[size.depth, self._num_nodes])
+            self.costs.observe(number, self._num_nodes, has_draft, base, seconds)
             figures.predicted_seconds += self._predicted
             figures.measured_seconds += seconds + self.overhead
         figures.num_steps += 1
@@ -232,7 +233,7 @@ class DraftSizer:
         deepest = self.bounds.num_steps
         if self.forced is not None:
             self._num_requests = 0  # times are predicted when it ends
-            self._seconds = np.ones((deepest + 1, len(batch.rows) * self.bounds.max_nodes + 1))
+            self._seconds = self._bases = np.ones((deepest + 1, len(batch.rows) * self.bounds.max_nodes + 1))
             self._offers.clear()
             return DraftSize(self.forced[0])
         self._age += 1
@@ -283,8 +284,10 @@ class DraftSizer:
         numbers = np.arange(size, most + 1)
         to = np.maximum(padded[np.minimum(np.searchsorted(padded, numbers), len(padded) - 1)], size)
         keys, largest = batch.num_keys(), int(to.max())
-        rows = [self.costs.totals(size, depth, keys, largest) for depth in range(self.bounds.num_steps + 1)]
-        self._seconds = np.stack([np.concatenate([row[:size], row[to]]) for row in rows]) + self.overhead
+        found = [self.costs.totals(size, depth, keys, largest) for depth in range(self.bounds.num_steps + 1)]
+        padding = np.concatenate([np.arange(size), to])
+        self._bases = np.stack([base[padding] for base, _ in found])
+        self._seconds = np.stack([seconds[padding] for _, seconds in found]) + self.overhead
         self._age_of_costs = 0
         self._offers.clear()
 
