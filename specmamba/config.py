@@ -181,7 +181,7 @@ class EngineConfig(CommandLine):
             description="auto: each step drafts as much as pays, by measured costs and acceptance, or nothing; steps, "
             "topk and draft tokens are bounds. off: always the shape of the flags. A tree file turns it off"
         ),
-    ] = "auto"
+    ] = "off"
     speculative_costs: Annotated[
         Path | None, Field(description="file of measured times of steps: read if it exists, else measured and written")
     ] = None
