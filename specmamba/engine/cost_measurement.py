@@ -7,23 +7,26 @@ import platform
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from specmamba.cache.memory import MemoryPlan
+from specmamba.config import EngineConfig
+from specmamba.core import OutputDelta
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.sizing.cost_file import FLAG, find_costs, read_costs, write_costs
 from specmamba.draft.sizing.costs import Curve, StepCosts, StepTimes
 from specmamba.draft.sizing.sizer import Bounds, DraftSizer
+from specmamba.engine.runner import Runner
+from specmamba.engine.scheduler import Scheduler
 from specmamba.errors import ConfigError
 from specmamba.kernels import gpu
 from specmamba.kernels.native import levels, library
+from specmamba.models.base import Models
 from specmamba.models.checkpoint import digest_of_checkpoint
 from specmamba.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from specmamba.engine.engine import Engine
 
 logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
@@ -35,6 +38,38 @@ GUESSED = {1: StepTimes({1: 2e-4, 2: 3e-4}, {1: 1e-3, 8: 1.5e-3})}  # where memo
 UNKNOWN = StepCosts(GUESSED)
 
 
+class TimedEngine(Protocol):
+    """What this module needs of an engine."""
+
+    config: EngineConfig
+    device: torch.device
+    folder: Path
+    models: Models
+    draft_plan: DraftPlan
+    memory_plan: MemoryPlan
+    runner: Runner
+    scheduler: Scheduler
+    vocab_size: int
+    context_length: int
+    num_threads: int
+
+    @property
+    def num_added(self) -> int:
+        """Requests so far."""
+
+    def forget(self, num_added: int) -> None:
+        """Drop what later requests left behind."""
+
+    def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Queue a request."""
+
+    def abort(self, request_id: str) -> None:
+        """Remove a request."""
+
+    def step(self) -> list[OutputDelta]:
+        """Run one step."""
+
+
 def bounds_of(plan: DraftPlan) -> Bounds:
     """Return what a plan allows, in the sizer's terms."""
     sizes = [plan.topk * (plan.width if depth else 1) for depth in range(plan.num_steps)]
@@ -43,7 +78,7 @@ def bounds_of(plan: DraftPlan) -> Bounds:
     return Bounds(plan.num_steps, plan.max_nodes, depths, ranks, plan.width)
 
 
-def step_costs(engine: Engine) -> tuple[StepCosts, str]:
+def step_costs(engine: TimedEngine) -> tuple[StepCosts, str]:
     """Read or measure the times of an idle engine's steps; what measuring leaves is dropped.
 
     Returns:
@@ -80,14 +115,14 @@ def step_costs(engine: Engine) -> tuple[StepCosts, str]:
     return costs, f"{took}, kept in {path}"
 
 
-def engine_key(engine: Engine) -> dict[str, str]:
+def engine_key(engine: TimedEngine) -> dict[str, str]:
     """Return what the times of an engine's steps depend on."""
     config, plan, device = engine.config, engine.draft_plan, engine.device
     draft = config.speculative_draft_model_path
     on_gpu = device.type == "cuda"
     values = {
         "model": digest_of_checkpoint(engine.folder),
-        "dtype": str(engine.model.cache_shape.dtype).removeprefix("torch."),
+        "dtype": str(engine.models.target.cache_shape.dtype).removeprefix("torch."),
         "quantization": config.quantization,
         "drafts": f"{plan.algorithm} {plan.num_steps} {plan.topk} {plan.width} {plan.max_nodes}",
         "draft_model": "" if draft is None else f"{draft} {config.speculative_draft_model_quantization}",
@@ -102,7 +137,7 @@ def engine_key(engine: Engine) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def measure_costs(engine: Engine) -> StepCosts:
+def measure_costs(engine: TimedEngine) -> StepCosts:
     """Time steps of an idle engine."""
     sizer = engine.runner.sizer
     assert sizer is not None
@@ -124,7 +159,7 @@ def measure_costs(engine: Engine) -> StepCosts:
     return StepCosts(times or GUESSED)
 
 
-def _times_of(engine: Engine, sizer: DraftSizer, size: int) -> StepTimes | None:
+def _times_of(engine: TimedEngine, sizer: DraftSizer, size: int) -> StepTimes | None:
     """Time steps of ``size`` requests; None: memory does not hold them."""
     bounds = sizer.bounds
     largest, deepest = bounds.max_nodes, bounds.num_steps
@@ -144,7 +179,7 @@ def _times_of(engine: Engine, sizer: DraftSizer, size: int) -> StepTimes | None:
     return StepTimes(dict(sorted(drafts.items())), dict(sorted(verifies.items())))
 
 
-def _seconds(engine: Engine, sizer: DraftSizer, size: int, forced: tuple[int, int]) -> tuple[float, float] | None:
+def _seconds(engine: TimedEngine, sizer: DraftSizer, size: int, forced: tuple[int, int]) -> tuple[float, float] | None:
     """Shortest seconds of drafts and of the rest of steps with so many nodes of every request."""
     names = [f"cost-{i}" for i in range(size)]
     found, spent = [], 0.0
@@ -171,7 +206,7 @@ def _seconds(engine: Engine, sizer: DraftSizer, size: int, forced: tuple[int, in
     return _shortest(draft for draft, _ in found), _shortest(rest for _, rest in found)
 
 
-def _start(engine: Engine, sizer: DraftSizer, names: Sequence[str]) -> bool:
+def _start(engine: TimedEngine, sizer: DraftSizer, names: Sequence[str]) -> bool:
     """Add made-up requests and run their prompts; False: memory does not hold them all."""
     length = min(PROMPT, engine.context_length - 1)
     params = SamplingParams(max_tokens=engine.context_length, temperature=0.0, ignore_eos=True)

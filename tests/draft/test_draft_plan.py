@@ -85,7 +85,6 @@ def test_nothing_is_drawn_where_nothing_is_drafted() -> None:
         ({"num_draft_tokens": 65}, "--speculative-num-draft-tokens: "),
         ({"algorithm": "none", "eagle_topk": 2}, "--speculative-eagle-topk need a drafter"),
         ({"algorithm": "none", "accept": "rejection"}, "--speculative-accept need a drafter"),
-        ({"algorithm": "none", "accept": "target"}, "--speculative-accept need a drafter"),
         (
             {"tree": "t.json", "num_steps": 3},
             "--speculative-tree decides the whole shape: drop --speculative-num-steps",

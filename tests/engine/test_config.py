@@ -165,12 +165,14 @@ class TestAliases:
         flags = ["--speculative-tree", "tree.json", "--speculative-draft-model-quantization", "int8"]
         assert serve(*flags).drafting_flags == ["--speculative-tree", "--speculative-draft-model-quantization"]
 
-    @pytest.mark.parametrize("rule", ["target", "rejection"])
-    def test_a_rule_of_acceptance_counts_as_a_drafting_flag_and_auto_does_not(self, rule: str) -> None:
+    @pytest.mark.parametrize("rule", ["auto", "target"])
+    def test_a_rule_that_no_drafter_is_needed_for(self, rule: str) -> None:
         assert serve().speculative_accept == "auto"
-        assert serve("--speculative-accept", "auto", "--speculative-algorithm", "none").drafting_flags == []
-        assert serve("--speculative-accept", rule).drafting_flags == ["--speculative-accept"]
-        assert "need a drafter" in refusal("--speculative-accept", rule, "--speculative-algorithm", "none")
+        assert serve("--speculative-accept", rule, "--speculative-algorithm", "none").drafting_flags == []
+
+    def test_rejection_counts_as_a_drafting_flag(self) -> None:
+        assert serve("--speculative-accept", "rejection").drafting_flags == ["--speculative-accept"]
+        assert "need a drafter" in refusal("--speculative-accept", "rejection", "--speculative-algorithm", "none")
 
     def test_a_revision_of_nothing(self) -> None:
         assert "needs --speculative-draft-model-path" in refusal("--speculative-draft-model-revision", "main")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -146,9 +147,7 @@ def test_the_number_of_nodes_is_the_global_maximum(form: Any) -> None:
         offer, drafted = random_offer(rng, state, 4)
         drafted.modes[:], drafted.places[:4] = GREEDY, np.arange(4)
         stairs = 1 + np.floor(np.arange(len(offer.seconds)) / rng.integers(2, 7)) * rng.random()
-        offer = Offer(
-            *(getattr(offer, x) for x in ("tokens", "parents", "logp", "depths", "ranks")), 4, 4, offer.depth, stairs
-        )
+        offer = replace(offer, batch_size=4, padded_size=4, seconds=stairs)
         total, *_, expected = form.choose(state, drafted, offer)
         values = reference.path_values(drafted.p[:4, : offer.tokens.shape[1]], offer.parents, offer.depth)
         best = -np.sort(-reference.capped(values, MAX_NODES), axis=None)

@@ -1,0 +1,123 @@
+"""Drafts whose size is decided in each step: greedy and seeded texts are the plain ones, whatever is decided.
+
+Decisions are drawn at random: depth, requests that are drafted for, nodes of every tree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specmamba import LLM, SamplingParams
+from specmamba.config import DEMO_MODEL
+from specmamba.core import RequestOutput
+from specmamba.draft.sizing.costs import StepCosts, StepTimes
+from specmamba.draft.sizing.sizer import DraftSize, SizedBatch
+from specmamba.engine import cost_measurement
+from specmamba.sampling_params import SpeculationParams
+
+PROMPTS = [
+    "def main():\n    ",
+    "import os\n",
+    "class A:\n  def __init__(self):",
+    "The quick brown",
+    " x = [1, 2",
+    "for i",
+]
+NUM_TOKENS = 40
+WAYS: dict[str, dict[str, Any]] = {
+    "captured": {},
+    "direct": {"disable_cuda_graph": True},
+    "snapshots": {"speculative_state": "snapshots", "disable_cuda_graph": True},
+    "captured snapshots": {"speculative_state": "snapshots"},
+    "n-grams": {"speculative_algorithm": "ngram"},
+    "draft model": {"speculative_draft_model_path": str(DEMO_MODEL), "speculative_algorithm": "draft-model"},
+    "wide tree": {"speculative_num_steps": 4, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 15},
+    "pages of 16, extra buffer": {
+        "page_size": 16,
+        "mamba_radix_cache_strategy": "extra_buffer",
+        "mamba_track_interval": 8,
+    },
+    "preempted": {"max_total_tokens": 130, "page_size": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {size: StepTimes({1: 1e-4, 4: 2e-4}, {size: 1e-3, 8 * size: 2e-3}) for size in (1, 16)}
+    monkeypatch.setattr(cost_measurement, "measure_costs", lambda _: StepCosts(times))
+    monkeypatch.setattr(cost_measurement, "_cache_file", lambda: None)
+
+
+def sampling(i: int, **changes: Any) -> SamplingParams:
+    temperature = 0.0 if i % 2 else 0.8
+    return SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=i, ignore_eos=True, **changes)
+
+
+def decide_at_random(llm: LLM, seed: int) -> None:
+    sizer = llm.engine.runner.sizer
+    assert sizer is not None
+    rng = np.random.default_rng(seed)
+
+    def planned(batch: SizedBatch) -> DraftSize:
+        sizer._predict(batch)
+        shape = sizer._seconds.shape
+        sizer._seconds = 1 + np.cumsum(rng.random(shape) * rng.choice([0.05, 0.5]), axis=1)
+        depth, drafted = int(rng.integers(0, sizer.bounds.num_steps + 1)), rng.random(len(batch.rows)) < 0.7
+        if depth == 0 or not drafted.any():
+            return DraftSize(0)
+        return DraftSize(depth, None if drafted.all() else drafted)
+
+    sizer._planned = planned  # type: ignore[method-assign]
+
+
+def run(**flags: Any) -> list[RequestOutput]:
+    with LLM(dtype="float32", max_running_requests=6, **{"speculative_adaptive": "auto"} | flags) as llm:
+        if llm.engine.runner.sizer is not None:
+            decide_at_random(llm, seed=3)
+        return llm.generate(PROMPTS, [sampling(i) for i in range(len(PROMPTS))])
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[str]:
+    with LLM(dtype="float32", speculative_algorithm="none") as llm:
+        return [out.text for out in llm.generate(PROMPTS, [sampling(i) for i in range(len(PROMPTS))])]
+
+
+@pytest.mark.fast_cases("captured", "direct")
+@pytest.mark.parametrize("way", WAYS)
+def test_texts_are_the_plain_ones_whatever_is_decided(plain: list[str], way: str) -> None:
+    outputs = run(**WAYS[way])
+    assert [out.text for out in outputs] == plain
+    assert sum(out.spec.num_accepted_tokens for out in outputs) > NUM_TOKENS // 4  # there was something to get wrong
+
+
+@pytest.mark.slow
+def test_requests_may_bound_their_drafts_and_ask_for_a_rule(plain: list[str]) -> None:
+    asked = [SpeculationParams(max_depth=i % 3, accept="target") for i in range(len(PROMPTS))]
+    with LLM(dtype="float32", speculative_adaptive="auto") as llm:
+        params = [sampling(i, speculative=each) for i, each in enumerate(asked)]
+        outputs = llm.generate(PROMPTS, params)
+    assert [out.text for out in outputs] == plain
+    for out, each in zip(outputs, asked, strict=True):
+        assert not sum(out.spec.accepted_histogram[(each.max_depth or 0) + 1 :])
+
+
+def test_everything_is_given_back(plain: list[str]) -> None:
+    """Requests that end, and one that is aborted in the middle, leave no page, slot or row behind."""
+    with LLM(dtype="float32", speculative_adaptive="auto", disable_radix_cache=True) as llm:
+        engine = llm.engine
+        before = engine.stats()
+        for i, prompt in enumerate(PROMPTS):
+            engine.add_request(str(i), engine.tokenizer.encode(prompt), sampling(i))
+        for _ in range(12):
+            engine.step()
+        engine.abort("2")
+        while engine.has_unfinished_requests:
+            engine.step()
+        after = engine.stats()
+    assert (after.kv_used_tokens, after.state_used_slots) == (before.kv_used_tokens, before.state_used_slots)
+    assert after.sizing is not None
+    assert after.sizing.num_nodes >= after.sizing.num_requests > after.sizing.num_steps > 0

@@ -1,0 +1,113 @@
+"""Times of steps: predictions between measured points, ratios that follow the clock, and files that may be wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specmamba.draft.sizing.cost_file import MAX_BYTES, find_costs, read_costs, write_costs
+from specmamba.draft.sizing.costs import FEW_STEPS, StepCosts, StepTimes
+from specmamba.errors import ConfigError
+
+ENGINE = {"model": "abc", "threads": "2"}
+
+
+def costs() -> StepCosts:
+    one = StepTimes({1: 0.1, 3: 0.3}, {1: 1.0, 2: 1.2, 8: 2.4})
+    four = StepTimes({1: 0.4, 3: 0.6}, {4: 2.0, 8: 3.0, 32: 9.0}, of_key=0.01)
+    return StepCosts({1: one, 4: four})
+
+
+def test_predictions_meet_the_measured_points_and_lie_on_lines_between_them() -> None:
+    base, seconds = costs().totals(1, 0, 0, 8)
+    np.testing.assert_allclose(base[1:], [1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4])
+    np.testing.assert_array_equal(base, seconds)
+    assert math.isinf(base[0])
+    of_four, _ = costs().totals(4, 2, 100, 40)
+    assert of_four[8] == pytest.approx(3.0 + 0.5 + 100 * 0.01)
+    assert of_four[40] == pytest.approx(9.0 + 8 * 0.25 + 0.5 + 1.0)  # beyond the last point: its slope
+    of_two, _ = costs().totals(2, 0, 0, 8)
+    assert of_two[8] == pytest.approx(2.4 * 2 / 3 + 3.0 / 3)
+
+
+def test_a_slower_machine_is_followed_within_bounds() -> None:
+    known = costs()
+    for _ in range(200):
+        known.observe(1, 4, True, 1.8, 1.8 * 1.5)
+    assert known.ratio(1, 4, True) == pytest.approx(1.5, rel=0.01)
+    assert known.ratio(1, 6, True) == pytest.approx(1.5, rel=0.05)  # another number of nodes of the same kind
+    for _ in range(500):
+        known.observe(1, 4, True, 1.8, 1000.0)
+    assert known.ratio(1, 4, True) <= 2.0
+    for _ in range(500):
+        known.observe(1, 4, True, 1.8, 1e-9)
+    assert known.ratio(1, 4, True) >= 0.5
+
+
+def test_a_few_steps_say_nothing() -> None:
+    known = costs()
+    for _ in range(FEW_STEPS - 1):
+        known.observe(1, 4, True, 1.8, 3.0)
+    assert known.ratio(1, 4, True) == 1.0
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, math.nan, math.inf])
+def test_a_clock_that_jumps_is_ignored(seconds: float) -> None:
+    known = costs()
+    for _ in range(3 * FEW_STEPS):
+        known.observe(1, 4, True, 1.8, seconds)
+    assert known.ratio(1, 4, True) == 1.0
+
+
+def test_a_file_keeps_the_times_of_several_engines(tmp_path: Path) -> None:
+    path, other = tmp_path / "folder" / "costs.json", {"model": "other", "threads": "2"}
+    assert find_costs(read_costs(path), ENGINE) is None
+    write_costs(path, read_costs(path), ENGINE, costs())
+    write_costs(path, read_costs(path), other, StepCosts({1: StepTimes({1: 1.0}, {1: 2.0})}))
+    write_costs(path, read_costs(path), ENGINE, costs())
+    found = find_costs(read_costs(path), ENGINE)
+    assert found is not None
+    assert found.times == costs().times
+    assert len(read_costs(path).entries) == 2
+    assert find_costs(read_costs(path), {"model": "third"}) is None
+    assert [file.name for file in path.parent.iterdir()] == ["costs.json"]
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    times = {"draft_seconds": {"1": 0.1}, "verify_seconds": {"1": 1.0}, "seconds_per_key": 0.0} | changes
+    return {"version": 1, "entries": [{"engine": ENGINE, "times": {"1": times}}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "JSON"),
+        ("[]", "object"),
+        (json.dumps(entry(verify_seconds={"1": -1.0})), "greater than 0"),
+        (json.dumps(entry(verify_seconds={})), "at least 1 item"),
+        (json.dumps(entry(verify_seconds={"0": 1.0})), "greater than or equal to 1"),
+        (json.dumps(entry(draft_seconds={"1": 1e9})), "less than 3600"),
+        (json.dumps(entry()).replace("0.1", "NaN"), "finite|valid"),
+        (json.dumps(entry(more=1)), "not permitted"),
+        (json.dumps(entry() | {"version": 2}), "less than or equal to 1"),
+        (json.dumps({"entries": [{"engine": ENGINE}]}), "required"),
+        (" " * (MAX_BYTES + 1), "larger than"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text, "utf8")
+    with pytest.raises(ConfigError, match=problem) as refused:
+        read_costs(path)
+    assert str(refused.value).startswith(f"--speculative-costs: {path}")
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_costs(tmp_path / "file" / "costs.json", read_costs(tmp_path / "none"), ENGINE, costs())
