@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
-from specmamba.sampling_params import SamplingBatch
+from specmamba.sampling_params import AcceptRule, SamplingBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,6 +127,7 @@ class OutputDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error_code: str | None = None
+    rule: AcceptRule = "target"  # by which its drafts are accepted
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from specmamba.cache.prefix.inspection import CacheStats, Counters
-from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SpecStats, TokenLogprob
+from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SizingStats, SpecStats, TokenLogprob
 from specmamba.engine.scheduler import TenantStats
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
@@ -97,7 +97,7 @@ class FakeStats:
     state_total_slots: int = 4
     num_preemptions: int = 0
     spec: SpecStats = field(default_factory=SpecStats)
-    sizing: None = None  # drafts of a fixed size
+    sizing: SizingStats | None = None  # None: drafts of a fixed size
     prefix_cache: CacheStats = CACHE_STATS
 
 

@@ -208,6 +208,7 @@ class Request:
             finish_reason=reason,
             error=error,
             spec=self.spec,
+            rule=self.rule,
             prompt_logprobs=tuple(self.prompt_logprobs) if wants_prompt else None,
             **more,
         )

@@ -8,6 +8,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pydantic_settings import BaseSettings
 
 from specmamba.cli import COMMANDS, SUBCOMMANDS
 from specmamba.config import EngineConfig, GenerateConfig
+from specmamba.core import SizingStats
 from specmamba.server.observe.metrics import ServerMetrics
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, serving
@@ -156,7 +158,9 @@ def test_operations_has_every_flag_of_the_server_with_its_default() -> None:
 
 
 def test_operations_has_every_metric() -> None:
-    rendered = ServerMetrics().render(FakeEngine().stats()).decode()
+    sizing = SizingStats(1, 1, 0, 1, 1, 0, 0.1, 0.1, 0.0, 0, (1.0,), "off")
+    stats = replace(FakeEngine().stats(), sizing=sizing)
+    rendered = ServerMetrics().render(stats).decode()
     real = {
         name + ("_total" if kind == "counter" and not name.endswith("_total") else "")
         for name, kind in re.findall(r"^# TYPE (specmamba_\w+) (\w+)$", rendered, re.MULTILINE)

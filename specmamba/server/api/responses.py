@@ -28,6 +28,9 @@ class CompletionTokensDetails(BaseModel):
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    accept_rule: Annotated[
+        Literal["target", "rejection", "mixed"], Field(description="extension: the rule by which drafts were accepted")
+    ] = "target"
 
 
 class Usage(BaseModel):
@@ -51,6 +54,7 @@ class Usage(BaseModel):
         prompt = sum(delta.num_prompt_tokens for delta in of_prompts)
         completion = sum(delta.num_output_tokens for delta in last_deltas)
         accepted = sum(delta.spec.num_accepted_tokens for delta in last_deltas)
+        rules = {delta.rule for delta in last_deltas}
         return cls(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -61,6 +65,7 @@ class Usage(BaseModel):
             completion_tokens_details=CompletionTokensDetails(
                 accepted_prediction_tokens=accepted,
                 rejected_prediction_tokens=sum(delta.spec.num_draft_tokens for delta in last_deltas) - accepted,
+                accept_rule="mixed" if len(rules) > 1 else next(iter(rules), "target"),
             ),
         )
 
