@@ -48,6 +48,7 @@ class Drafter(ABC):
     has_pending_tokens = False  # ``prepare`` returns pending tokens
     offers = False  # has ``offer``
     max_steps = 0  # depth of the deepest offer
+    drafts_chains = False  # has ``propose_chain``
     num_distributions = 0  # that drafts of a row are drawn from at the most, and one for a node without children
 
     @abstractmethod
@@ -78,6 +79,10 @@ class Drafter(ABC):
 
     def offer(self, batch: Batch, num_steps: int) -> Candidates:
         """Return candidates down to depth ``num_steps`` for every row of the batch."""
+        raise NotImplementedError
+
+    def propose_chain(self, batch: Batch, num_nodes: int) -> DraftTree:
+        """Return a chain of ``num_nodes`` nodes, the root included, for every row of the batch."""
         raise NotImplementedError
 
     def prepare_some(self, rows: Sequence[int], drafted: Sequence[bool]) -> HostPendingTokens | None:
@@ -137,6 +142,22 @@ class PlainDrafts:
     def propose(self, batch: Batch) -> DraftTree:
         """Return the roots alone."""
         return self.drafter.propose_nothing(batch)
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        """Pass the verdict to the drafter."""
+        self.drafter.observe(batch, verdict, features)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainDrafts:
+    """A drafter in a step with a chain of a given size for every request."""
+
+    drafter: Drafter
+    num_nodes: int  # the root included
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Return the chains."""
+        return self.drafter.propose_chain(batch, self.num_nodes)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """Pass the verdict to the drafter."""

@@ -164,19 +164,26 @@ def _times_of(engine: TimedEngine, sizer: DraftSizer, size: int) -> StepTimes | 
     bounds = sizer.bounds
     largest, deepest = bounds.max_nodes, bounds.num_steps
     kinds = [(1, 2), (deepest, min(3, largest)), (deepest, min(1 + deepest, largest)), (deepest, largest)]
+    longest = min(deepest, largest - 1)
+    if engine.runner.drafter.drafts_chains:
+        kinds += [(depth, 0) for depth in sorted({1, longest})]
     drafts: Curve = {}
     verifies: Curve = {}
+    chains: Curve = {}
     for depth, nodes in [(0, 1), *dict.fromkeys(kind for kind in kinds if size == 1 or kind[1] != 3)]:
         found = _seconds(engine, sizer, size, (depth, nodes))
         if found is None:
             return None
         draft, rest = found
+        if nodes == 0:
+            chains[depth] = rest
+            continue
         if depth:
             drafts[depth] = min(draft, drafts.get(depth, draft))
         verifies[size * nodes] = min(rest, verifies.get(size * nodes, rest))
     for depth in range(2, deepest):
         drafts[depth] = drafts[1] + (depth - 1) / (deepest - 1) * (drafts[deepest] - drafts[1])
-    return StepTimes(dict(sorted(drafts.items())), dict(sorted(verifies.items())))
+    return StepTimes(dict(sorted(drafts.items())), dict(sorted(verifies.items())), chains)
 
 
 def _seconds(engine: TimedEngine, sizer: DraftSizer, size: int, forced: tuple[int, int]) -> tuple[float, float] | None:

@@ -17,7 +17,7 @@ from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, Replay, bucket_for, bucket_sizes
 from specmamba.draft.candidates import Candidates
-from specmamba.draft.drafter import Drafter, HostPendingTokens, PlainDrafts
+from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
 from specmamba.draft.sizing.sizer import DraftSize
 from specmamba.engine.request import Request
 from specmamba.engine.step_inputs import Sampling, StepInputs, StepKind
@@ -115,8 +115,30 @@ class StepGraphRunner:
         pending_tokens: HostPendingTokens | None,
     ) -> StepOutput:
         """Replay a step without drafts, in which the drafter follows the text. Arguments as for ``run``."""
-        kind = self._kind(requests, drafter, pending_tokens)._replace(num_nodes=1)
-        drafts = PlainDrafts(drafter)
+        return self._run_fixed(requests, PlainDrafts(drafter), 1, run_step, policy, pending_tokens)
+
+    def run_chains(
+        self,
+        requests: Sequence[Request],
+        drafter: Drafter,
+        run_step: RunStep,
+        policy: AcceptPolicy,
+        pending_tokens: HostPendingTokens | None,
+        num_nodes: int,
+    ) -> StepOutput:
+        """Replay a step with chains of ``num_nodes`` nodes, roots included. Other arguments as for ``run``."""
+        return self._run_fixed(requests, ChainDrafts(drafter, num_nodes), num_nodes, run_step, policy, pending_tokens)
+
+    def _run_fixed(
+        self,
+        requests: Sequence[Request],
+        drafts: PlainDrafts | ChainDrafts,
+        num_nodes: int,
+        run_step: RunStep,
+        policy: AcceptPolicy,
+        pending_tokens: HostPendingTokens | None,
+    ) -> StepOutput:
+        kind = self._kind(requests, drafts.drafter, pending_tokens)._replace(num_nodes=num_nodes)
         return self._replay(requests, pending_tokens, kind, run_step, policy, drafts, lambda: drafts)
 
     def offer(

@@ -13,7 +13,7 @@ from torch import Tensor
 from specmamba.cache.access import ExtendState, PagedKV
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
-from specmamba.draft.drafter import Drafter, HostPendingTokens, PlainDrafts
+from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
 from specmamba.draft.sizing.sizer import DraftSize, DraftSizer, SizedBatch
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
@@ -156,13 +156,18 @@ class Runner:
         pending_tokens, drafted = self._prepared(requests, rows, size, wants_drafts)
         batch = self._whole_batch(requests, pending_tokens)
         drafts: Drafts = self.drafter if wants_drafts else PlainDrafts(self.drafter)
-        if size is not None and wants_drafts:
+        sized = None
+        if size is not None and wants_drafts and size.is_chain:
+            drafts = ChainDrafts(self.drafter, size.depth + 1)
+        elif size is not None and wants_drafts:
             assert self.sizer is not None
             own = batch if drafted is requests else self._drafted_batch(drafted, size, pending_tokens)
-            drafts = SizedDrafts(self.drafter, self.sizer, size, own)
+            drafts = sized = SizedDrafts(self.drafter, self.sizer, size, own)
         if any(request.follower is not None or self._is_bounded(request) for request in requests):
             drafts = ConstrainedDrafts(drafts, requests, self._constraints)
-        return step(batch, drafts, self.target, self.pools, self.policy, self.probe)
+        output = step(batch, drafts, self.target, self.pools, self.policy, self.probe)
+        self.draft_seconds = 0.0 if sized is None else sized.seconds
+        return output
 
     def _run_captured(
         self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None
@@ -209,6 +214,8 @@ class Runner:
             given = drafter, self.run_step, self.policy, pending_tokens
             if size.depth == 0:
                 return graphs.run_plain(requests, *given)
+            if size.is_chain:
+                return graphs.run_chains(requests, *given, size.depth + 1)
             began = time.perf_counter()
             candidates = graphs.offer(drafted, drafter, pending_tokens, size)
             self.draft_seconds = time.perf_counter() - began

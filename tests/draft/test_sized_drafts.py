@@ -1,6 +1,6 @@
 """Drafts whose size is decided in each step: greedy and seeded texts are the plain ones, whatever is decided.
 
-Decisions are drawn at random: depth, requests that are drafted for, nodes of every tree.
+Decisions are drawn at random: depth, chains or chosen trees, requests that are drafted for, nodes of every tree.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def decide_at_random(llm: LLM, seed: int) -> None:
         depth, drafted = int(rng.integers(0, sizer.bounds.num_steps + 1)), rng.random(len(batch.rows)) < 0.7
         if depth == 0 or not drafted.any():
             return DraftSize(0)
-        return DraftSize(depth, None if drafted.all() else drafted)
+        if llm.engine.runner.drafter.drafts_chains and rng.random() < 0.3:
+            return DraftSize(depth, is_chain=True)
+        return DraftSize(depth, drafted=None if drafted.all() else drafted)
 
     sizer._planned = planned  # type: ignore[method-assign]
 

@@ -18,8 +18,8 @@ ENGINE = {"model": "abc", "threads": "2"}
 
 
 def costs() -> StepCosts:
-    one = StepTimes({1: 0.1, 3: 0.3}, {1: 1.0, 2: 1.2, 8: 2.4})
-    four = StepTimes({1: 0.4, 3: 0.6}, {4: 2.0, 8: 3.0, 32: 9.0}, of_key=0.01)
+    one = StepTimes({1: 0.1, 3: 0.3}, {1: 1.0, 2: 1.2, 8: 2.4}, {1: 1.2, 3: 1.6})
+    four = StepTimes({1: 0.4, 3: 0.6}, {4: 2.0, 8: 3.0, 32: 9.0}, {1: 3.0, 3: 5.0}, of_key=0.01)
     return StepCosts({1: one, 4: four})
 
 
@@ -33,6 +33,14 @@ def test_predictions_meet_the_measured_points_and_lie_on_lines_between_them() ->
     assert of_four[40] == pytest.approx(9.0 + 8 * 0.25 + 0.5 + 1.0)  # beyond the last point: its slope
     of_two, _ = costs().totals(2, 0, 0, 8)
     assert of_two[8] == pytest.approx(2.4 * 2 / 3 + 3.0 / 3)
+
+
+def test_whole_chains_have_times_of_their_own() -> None:
+    base, seconds = costs().chains(4, 100, 4)
+    np.testing.assert_allclose(base[1:], [4.0, 5.0, 6.0, 7.0])
+    np.testing.assert_array_equal(base, seconds)
+    unknown = StepCosts({1: StepTimes({1: 0.1}, {1: 1.0})})
+    assert np.isinf(unknown.chains(1, 0, 3)).all()
 
 
 def test_a_slower_machine_is_followed_within_bounds() -> None:

@@ -56,6 +56,7 @@ class MTPDrafter(Drafter):
     is_capturable = True
     has_pending_tokens = True
     offers = True
+    drafts_chains = True
 
     def __init__(
         self, head: DraftHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, dtype: torch.dtype
@@ -160,6 +161,9 @@ class MTPDrafter(Drafter):
     def offer(self, batch: Batch, num_steps: int) -> Candidates:
         width = self._plan.width
         return candidates_of(grow(self, self._picker, batch, self.catch_up(batch), (num_steps, self._plan.topk, width)))
+
+    def propose_chain(self, batch: Batch, num_nodes: int) -> DraftTree:
+        return self._grow_chain(batch, num_nodes)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         hidden = self.head.combine(features)

@@ -30,6 +30,9 @@ class TimesOfSize(_Strict):
 
     draft_seconds: Annotated[Curve, Field(description="by depth")]
     verify_seconds: Annotated[Curve, Field(description="by nodes of all requests; the rest of a step")]
+    chain_seconds: Annotated[
+        dict[Number, Seconds], Field(max_length=256, description="whole steps with a chain for every request, by depth")
+    ] = {}
     seconds_per_key: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
 
 
@@ -42,7 +45,8 @@ class CostEntry(_Strict):
     def costs(self) -> StepCosts:
         """Return the times for a sizer."""
         found = {
-            size: StepTimes(t.draft_seconds, t.verify_seconds, t.seconds_per_key) for size, t in self.times.items()
+            size: StepTimes(t.draft_seconds, t.verify_seconds, t.chain_seconds, t.seconds_per_key)
+            for size, t in self.times.items()
         }
         return StepCosts(found)
 
@@ -87,7 +91,9 @@ def write_costs(path: Path, file: CostFile, engine: Mapping[str, str], costs: St
         ConfigError: the file cannot be written.
     """
     times = {
-        size: TimesOfSize(draft_seconds=t.drafts, verify_seconds=t.verifies, seconds_per_key=t.of_key)
+        size: TimesOfSize(
+            draft_seconds=t.drafts, verify_seconds=t.verifies, chain_seconds=t.chains, seconds_per_key=t.of_key
+        )
         for size, t in costs.times.items()
     }
     others = [entry for entry in file.entries if entry.engine != dict(engine)]

@@ -29,6 +29,7 @@ class StepTimes:
 
     drafts: Curve  # by depth
     verifies: Curve  # by nodes of all requests, roots included: the rest of the step
+    chains: Curve = field(default_factory=dict)  # whole steps with a chain for every request, by depth; or nothing
     of_key: float = 0.0  # added to a verify for every key that a request's nodes see, of all requests
 
 
@@ -60,25 +61,41 @@ class StepCosts:
         nothing = np.full(num_requests, math.inf)
         return np.concatenate([nothing, seconds]), np.concatenate([nothing, seconds * np.array(ratios)])
 
-    def ratio(self, num_requests: int, num_nodes: int, has_draft: bool) -> float:
-        """Measured over predicted time of such steps, as far as it is known."""
+    def chains(self, num_requests: int, num_keys: int, max_depth: int) -> tuple[Floats, Floats]:
+        """Predict steps with a chain for every request, [max_depth + 1] seconds by depth, as ``totals`` does.
+
+        The first is infinite; all are where chains are not known.
+        """
+        if not all(t.chains for t in self.times.values()):
+            return (np.full(max_depth + 1, math.inf),) * 2
+        depths = np.arange(1, max_depth + 1)
+        seconds = self._mean(num_requests, lambda t: _at(t.chains, depths) + t.of_key * num_keys)
+        ratios = [self.ratio(num_requests, int(depth), "chain") for depth in depths]
+        nothing = np.full(1, math.inf)
+        return np.concatenate([nothing, seconds]), np.concatenate([nothing, seconds * np.array(ratios)])
+
+    def ratio(self, num_requests: int, num_nodes: int, kind: Hashable) -> float:
+        """Measured over predicted time of steps of a kind, as far as it is known; of chains by depth."""
         size, _ = bucket = bucket_of(num_requests, num_nodes)
         ratio = 1.0
-        for key in ("all", (size, has_draft)):
+        for key in ("all", (size, kind)):
             count, found = self._ratios.get(key, (0, 1.0))
             ratio = found if count >= FEW_STEPS else ratio
-        count, relative = self._ratios.get((bucket, has_draft), (0, 1.0))
+        count, relative = self._ratios.get((bucket, kind), (0, 1.0))
         return _clipped(ratio * relative if count >= FEW_STEPS else ratio)
 
-    def observe(self, num_requests: int, num_nodes: int, has_draft: bool, base: float, seconds: float) -> None:
-        """Learn from a step; ``base`` is the first of ``totals``. Times that no clock can mean are ignored."""
+    def observe(self, num_requests: int, num_nodes: int, kind: Hashable, base: float, seconds: float) -> None:
+        """Learn from a step; ``base`` is the first of ``totals`` or ``chains``. Times that no clock means are ignored.
+
+        ``kind`` and ``num_nodes`` are as for ``ratio``.
+        """
         if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(base) and base > 0):
             return
         size, _ = bucket = bucket_of(num_requests, num_nodes)
         found = _clipped(seconds / base)
         self._move("all", found, WEIGHTS[0])
-        of_size = self._move((size, has_draft), found, WEIGHTS[1])
-        self._move((bucket, has_draft), found / of_size, WEIGHTS[2])
+        of_size = self._move((size, kind), found, WEIGHTS[1])
+        self._move((bucket, kind), found / of_size, WEIGHTS[2])
 
     def _move(self, key: Hashable, found: float, weight: float) -> float:
         count, ratio = self._ratios.get(key, (0, 1.0))

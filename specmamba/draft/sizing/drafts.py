@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,10 +24,13 @@ class SizedDrafts:
     def __init__(self, drafter: Drafter, sizer: DraftSizer, size: DraftSize, drafted: Batch) -> None:
         """Draft what the sizer has planned, for the requests of the batch ``drafted``."""
         self._drafter, self._sizer, self._size, self._drafted = drafter, sizer, size, drafted
+        self.seconds = 0.0  # of the draft
 
     def propose(self, batch: Batch) -> DraftTree:
         """Return the chosen trees."""
+        began = time.perf_counter()
         candidates = self._drafter.offer(self._drafted, self._size.depth)
+        self.seconds = time.perf_counter() - began
         chosen = self._sizer.choose(candidates, batch.size)
         return tree_of(candidates, self._sizer.trees, chosen, batch, self._size)
 

@@ -19,13 +19,14 @@ from specmamba.core import SizingStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import StepCosts
 from specmamba.kernels import draft_sizing
-from specmamba.kernels.draft_sizing import LENGTH, Chosen, Drafted, Ints, Offer, SizerState, TreeArrays
+from specmamba.kernels.draft_sizing import LENGTH, Chosen, Drafted, Floats, Ints, Offer, SizerState, TreeArrays
 
 LEAST_GAIN, GAIN_OF_CHANGE = 1.02, 1.03
 STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
 INTERVAL = 4  # steps between two looks at the depth
 COST_INTERVAL = 64  # steps after which times are predicted anew
 FIRST_PROBE, LAST_PROBE = 4, 32  # steps between two probes
+TREES_BESIDE_CHAINS = 24  # steps with chains between two with chosen trees, which show what those would bring
 FIRST_PLAIN, LAST_PLAIN = 32, 256  # steps with drafts between two without, which show what plain decoding takes
 PROBED_SHARE = 4  # one request of so many is probed
 WEIGHT = 0.3  # of a new look in the mean gains
@@ -63,6 +64,7 @@ class DraftSize:
     """What a step drafts."""
 
     depth: int  # 0: nothing
+    is_chain: bool = False  # a whole chain for every request, drafted and verified in one captured step
     drafted: NDArray[np.bool_] | None = None  # [B], rows that are drafted for; None: all, or none at depth 0
     is_probe: bool = False
 
@@ -100,8 +102,10 @@ class DraftSizer:
         self.state = SizerState(bounds.depths, bounds.ranks, bounds.width, bounds.max_nodes, num_rows + 1)
         self.figures = SizerFigures()
         self.depth = 0
-        self.gains = np.ones(bounds.num_steps + 1)  # of each depth over plain decoding, as it is thought now
-        self.forced: tuple[int, int] | None = None  # depth, and nodes of each row: for measurements
+        # over plain decoding, as it is thought now: of each depth with chosen trees, then of chains of each depth
+        self.gains = np.ones(2 * (bounds.num_steps + 1))
+        self.is_chain = False
+        self.forced: tuple[int, int] | None = None  # depth, and nodes of each row, 0: a chain: for measurements
         self.overhead = 0.0  # seconds of a step that are not in its measured time
         self._totals = totals
         self._drafted = Drafted(num_rows, len(bounds.depths), trees)
@@ -112,6 +116,9 @@ class DraftSizer:
         self._age = self._age_of_costs = self._wish_age = self._wish = 0
         self._until_probe = self._probe_interval = FIRST_PROBE
         self._until_plain = self._plain_interval = FIRST_PLAIN
+        self._until_trees = TREES_BESIDE_CHAINS
+        self._chain_places = _chain_places(bounds)
+        self._chain_bases = self._chain_seconds = np.zeros(0)  # [D + 1]
         self._next_probed = 0
         # the step between its decision and its result
         self._size, self._offer, self._num_nodes, self._predicted = DraftSize(0), None, 0, 0.0
@@ -133,8 +140,9 @@ class DraftSizer:
         if size.drafted is not None:
             drafted = size.drafted | np.array(must_draft())
             size = replace(size, drafted=None if drafted.all() else drafted)
-        self._size, self._offer, self._num_nodes = size, None, len(batch.rows)
-        self._predicted = float(self._seconds[0, self._num_nodes])
+        number = len(batch.rows)
+        self._size, self._offer, self._num_nodes = size, None, number * (1 + size.depth * size.is_chain)
+        self._predicted = float(self._chain_seconds[size.depth] if size.is_chain else self._seconds[0, number])
         self._batch = batch
         return size
 
@@ -192,8 +200,11 @@ class DraftSizer:
         size, figures, number = self._size, self.figures, len(num_accepted)
         if seconds is not None:
             has_draft = size.depth > 0
-            base = float(self._bases[size.depth, self._num_nodes])
-            self.costs.observe(number, self._num_nodes, has_draft, base, seconds)
+            if size.is_chain:
+                self.costs.observe(number, size.depth, "chain", float(self._chain_bases[size.depth]), seconds)
+            else:
+                base = float(self._bases[size.depth, self._num_nodes])
+                self.costs.observe(number, self._num_nodes, has_draft, base, seconds)
             figures.predicted_seconds += self._predicted
             figures.measured_seconds += seconds + self.overhead
         figures.num_steps += 1
@@ -202,6 +213,8 @@ class DraftSizer:
         figures.num_nodes += self._num_nodes
         figures.num_requests += number
         figures.num_draft_levels += size.depth
+        if size.is_chain and learns and self.forced is None:
+            self._remember_chains(num_accepted)
         if self._offer is not None and learns:
             draft_sizing.learn(self.state, self._drafted, self._offer, tokens, num_accepted)
         self._offer = None
@@ -220,13 +233,15 @@ class DraftSizer:
         )
 
     def _reason(self) -> str:
-        best = int(self.gains[1:].argmax()) + 1
-        gain = f"{(float(self.gains[best]) - 1) * 100:+.0f} %"
+        place = int(self.gains[1:].argmax()) + 1
+        best = place % (self.bounds.num_steps + 1)
+        gain = f"{(float(self.gains[place]) - 1) * 100:+.0f} %"
         requests = f"{self._num_requests} request{'s' if self._num_requests != 1 else ''}"
         if not self._num_requests:
             return "no step yet"
         if self.depth:
-            return f"drafts of depth {self.depth}: depth {best} is predicted to gain {gain} with {requests}"
+            shape = "chains" if self.is_chain else "drafts"
+            return f"{shape} of depth {self.depth}: depth {best} is predicted to gain {gain} with {requests}"
         return f"off: drafts are predicted to gain {gain} at the best, depth {best}, with {requests}"
 
     def _planned(self, batch: SizedBatch) -> DraftSize:
@@ -234,14 +249,15 @@ class DraftSizer:
         if self.forced is not None:
             self._num_requests = 0  # times are predicted when it ends
             self._seconds = self._bases = np.ones((deepest + 1, len(batch.rows) * self.bounds.max_nodes + 1))
+            self._chain_seconds = self._chain_bases = np.ones(deepest + 1)
             self._offers.clear()
-            return DraftSize(self.forced[0])
+            return DraftSize(self.forced[0], is_chain=self.forced[1] == 0)
         self._age += 1
         self._age_of_costs += 1
         if len(batch.rows) != self._num_requests:
             self._predict(batch)
             self._look(batch, LENGTH, 1.0)
-            self.depth = self._best()
+            self.depth, self.is_chain = self._option(self._best())
         elif self._age > INTERVAL:
             if self._age_of_costs > COST_INTERVAL:
                 self._predict(batch)
@@ -258,7 +274,12 @@ class DraftSizer:
             drafted = batch.max_depths > 0
             if not drafted.any():
                 return DraftSize(0)
-            return DraftSize(self.depth, None if drafted.all() else drafted)
+            if self.is_chain and int(batch.max_depths.min()) >= self.depth:
+                self._until_trees -= 1
+                if self._until_trees > 0:
+                    return DraftSize(self.depth, is_chain=True)
+                self._until_trees = TREES_BESIDE_CHAINS
+            return DraftSize(self.depth, drafted=None if drafted.all() else drafted)
         self._until_probe -= 1
         if self._until_probe > 0:
             return DraftSize(0)
@@ -274,7 +295,7 @@ class DraftSizer:
         drafted = np.zeros(len(batch.rows), np.bool_)
         drafted[can[(self._next_probed + np.arange(number)) % len(can)]] = True
         self._next_probed += number
-        return DraftSize(1, None if drafted.all() else drafted, is_probe=True)
+        return DraftSize(1, drafted=None if drafted.all() else drafted, is_probe=True)
 
     def _predict(self, batch: SizedBatch) -> None:
         """Predict the times of steps of these requests, by depth and number of nodes."""
@@ -288,6 +309,8 @@ class DraftSizer:
         padding = np.concatenate([np.arange(size), to])
         self._bases = np.stack([base[padding] for base, _ in found])
         self._seconds = np.stack([seconds[padding] for _, seconds in found]) + self.overhead
+        self._chain_bases, chains = self.costs.chains(size, keys, self.bounds.num_steps)
+        self._chain_seconds = chains + self.overhead
         self._age_of_costs = 0
         self._offers.clear()
 
@@ -295,20 +318,54 @@ class DraftSizer:
         """Judge every depth by some kept drafts."""
         draws = self.figures.num_steps, number
         rates = draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, self._seconds)
-        self.gains += weight * (rates / rates[0] - self.gains)
+        of_all = np.concatenate([rates, self._chain_rates(batch)])
+        self.gains += weight * (of_all / rates[0] - self.gains)
         self._age = 0
+
+    def _chain_rates(self, batch: SizedBatch) -> Floats:
+        """Expected tokens per second with chains, [D + 1] by depth."""
+        rates = np.zeros(self.bounds.num_steps + 1)
+        places = self._chain_places
+        survival = self.state.values_of_row[batch.rows][:, :, places].mean(1).sum(0)
+        known = self._chain_seconds[1 : len(places) + 1]
+        rates[1 : len(places) + 1] = (len(batch.rows) + survival.cumsum()) / known
+        return rates
+
+    def _remember_chains(self, num_accepted: Ints) -> None:
+        """Keep what became of chains as values of their nodes: 1 or 0."""
+        state, depth, places = self.state, self._size.depth, self._chain_places
+        for row, mode, count in zip(self._batch.rows, self._batch.modes, num_accepted, strict=True):
+            values = state.values_of_row[row, state.next_of_row[row] % LENGTH]
+            values[:] = 0.0
+            values[places[:count]] = 1.0
+            if count == depth < len(places):
+                values[places[depth:]] = np.cumprod(state.odds[mode, depth : len(places), 0])
+            state.next_of_row[row] += 1
 
     def _best(self) -> int:
         best = int(self.gains.argmax())
         return best if self.gains[best] >= LEAST_GAIN else 0
 
+    def _option(self, place: int) -> tuple[int, bool]:
+        """The depth of an option among ``gains``, and whether it is that of chains."""
+        return place % (self.bounds.num_steps + 1), place > self.bounds.num_steps
+
     def _change_depth(self, num_steps: int) -> None:
         """Move to a depth that has been better for some steps."""
-        best, present = self._best(), float(self.gains[self.depth])
-        if best == self.depth or (best > self.depth > 0 and self.gains[best] < GAIN_OF_CHANGE * present):
+        place = self.depth + (self.bounds.num_steps + 1) * self.is_chain
+        best, present = self._best(), float(self.gains[place])
+        depth, is_chain = self._option(best)
+        is_raise = depth > self.depth
+        if best == place or (best and self.depth and self.gains[best] < GAIN_OF_CHANGE * present):
             self._wish_age = 0
             return
-        is_same = self._wish_age > 0 and (best > self.depth) == (self._wish > self.depth)
-        self._wish, self._wish_age = best, num_steps + (self._wish_age if is_same else 0)
-        if self._wish_age >= (STEPS_TO_RAISE if best > self.depth else STEPS_TO_LOWER):
-            self.depth, self._wish_age = best, 0
+        is_same = self._wish_age > 0 and is_raise == (self._wish > self.depth)
+        self._wish, self._wish_age = depth, num_steps + (self._wish_age if is_same else 0)
+        if self._wish_age >= (STEPS_TO_RAISE if is_raise else STEPS_TO_LOWER):
+            self.depth, self.is_chain, self._wish_age = depth, is_chain, 0
+
+
+def _chain_places(bounds: Bounds) -> Ints:
+    """The candidates of the first child of the first child and so on, as far as a tree is large enough."""
+    depths = range(1, min(bounds.num_steps, bounds.max_nodes - 1) + 1)
+    return np.array([int(np.flatnonzero(bounds.depths == depth)[0]) for depth in depths], np.int64)
