@@ -1,0 +1,34 @@
+"""The benchmark of adaptive sizes: a small run, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specmamba.bench import adaptive
+
+FLAGS = ["--dtype", "float32", "--num-threads", "1", "--context-length", "512", "--max-running-requests", "2"]
+SMALL = ["--rounds", "1", "--batches", "2", "--max-tokens", "16", "--temperatures", "0"]
+
+
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, costs = tmp_path / "report.json", tmp_path / "costs.json"
+    assert adaptive.main([*FLAGS, *SMALL, "--json", str(file), "--speculative-costs", str(costs)]) == 0
+    report = json.loads(file.read_text())
+    [cell] = report["cells"]
+    assert list(cell["ways"]) == list(adaptive.WAYS)
+    assert cell["ways"]["plain"]["over_plain"] == 1.0
+    assert cell["ways"]["chain of 3"]["accepted"] > 1.0
+    best = max(figures["over_plain"] for way, figures in cell["ways"].items() if way != adaptive.ADAPTIVE)
+    assert cell["over_best_fixed"] == pytest.approx(cell["ways"]["adaptive"]["over_plain"] / best, abs=0.01)
+    assert "worst:" in capsys.readouterr().out
+    assert json.loads(costs.read_text())["entries"]
+
+
+def test_flags_of_drafts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        adaptive.main([*FLAGS, *SMALL, "--speculative-num-steps", "2"])
+    assert ended.value.code == 2
+    assert "--speculative-num-steps: this benchmark chooses its own drafts" in capsys.readouterr().err
