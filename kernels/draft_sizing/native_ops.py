@@ -6,7 +6,8 @@ import ctypes
 from ctypes import POINTER, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +38,26 @@ _Offer = struct(
 )
 
 
+class _Bound(NamedTuple):
+    """The structures of a choice: an offer serves for many steps."""
+
+    state: SizerState
+    drafted: Drafted
+    structs: tuple[Any, Any, Any]  # of state, drafted and offer
+    trees: Any
+    chosen: Any
+    expected: c_double
+
+
+_BOUND: WeakKeyDictionary[Offer, _Bound] = WeakKeyDictionary()
+
+
 def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     """One call. Shapes of the offer are checked, parents and places are trusted."""
-    expected, chosen = c_double(), _Chosen()
-    of_state, of_drafted, of_offer = _operands(state, drafted, offer)
-    trees = marshalled(drafted.trees, _marshal_trees)
-    library.required(code()).sizing_choose(of_state, of_drafted, trees, of_offer, chosen, expected)
-    return Chosen(chosen.num_nodes, chosen.width, bool(chosen.is_chain), expected.value)
+    bound = _bound(state, drafted, offer)
+    (of_state, of_drafted, of_offer), chosen = bound.structs, bound.chosen
+    library.required(code()).sizing_choose(of_state, of_drafted, bound.trees, of_offer, chosen, bound.expected)
+    return Chosen(chosen.num_nodes, chosen.width, bool(chosen.is_chain), bound.expected.value)
 
 
 def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> None:
@@ -54,7 +68,7 @@ def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> No
 def learn(state: SizerState, drafted: Drafted, offer: Offer, tokens: Ints, counts: Ints) -> None:
     """One call."""
     rows = tokens.ctypes.data, tokens.strides[0] // 8, counts.ctypes.data, counts.strides[0] // 8
-    library.required(code()).sizing_learn(*_operands(state, drafted, offer), *rows)
+    library.required(code()).sizing_learn(*_bound(state, drafted, offer).structs, *rows)
 
 
 def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:
@@ -68,13 +82,17 @@ def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int]
     return rates
 
 
-def _operands(state: SizerState, drafted: Drafted, offer: Offer) -> tuple[Any, Any, Any]:
-    if len(offer.tokens) > drafted.max_rows or offer.tokens.shape[1] > drafted.num_candidates:
-        raise ValueError("there are too many candidates")
-    if offer.padded_size > len(drafted.trees.num_nodes):
-        raise ValueError("there are too many rows")
-    of_offer = marshalled(offer, _marshal_offer)
-    return marshalled(state, _marshal_state), marshalled(drafted, _marshal_drafted), of_offer
+def _bound(state: SizerState, drafted: Drafted, offer: Offer) -> _Bound:
+    bound = _BOUND.get(offer)
+    if bound is not None and bound.state is state and bound.drafted is drafted:
+        return bound
+    require(len(offer.tokens) <= drafted.max_rows, "there are too many rows")
+    require(offer.tokens.shape[1] <= drafted.num_candidates, "there are too many candidates")
+    require(offer.padded_size <= len(drafted.trees.num_nodes), "there are too many rows")
+    structs = marshalled(state, _marshal_state), marshalled(drafted, _marshal_drafted), _marshal_offer(offer)
+    trees = marshalled(drafted.trees, _marshal_trees)
+    bound = _BOUND[offer] = _Bound(state, drafted, structs, trees, _Chosen(), c_double())
+    return bound
 
 
 def _marshal_state(x: SizerState) -> Any:

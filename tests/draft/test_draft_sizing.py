@@ -251,5 +251,5 @@ def test_native_code_refuses_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="differ in shape"):
         native_ops.choose(state, drafted, wrong)
     small = Drafted(1, len(state.depths), TreeArrays.empty(1, MAX_NODES))
-    with pytest.raises(ValueError, match="too many candidates"):
+    with pytest.raises(ValueError, match="too many rows"):
         native_ops.choose(state, small, offer)
