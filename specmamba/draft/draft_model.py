@@ -306,7 +306,7 @@ class ModelDrafter(Drafter):
         for row in rows:
             self._states.start(row, self._root[row] + 1 - self._num_pending[row])
         longest = max(counts)
-        self._states.reserve(rows, longest + num_drafts)
+        self._states.reserve(rows, max(longest, 2) + num_drafts if num_drafts else longest)
         offsets, num_keys = torch.arange(1 - longest, 1, device=self._device), max(self._root[row] for row in rows) + 1
         if min(counts) == longest:
             return self._run(rows, tokens, ends[:, None] + offsets, num_keys)[:, -1:]
