@@ -305,9 +305,12 @@ class ModelDrafter(Drafter):
         """
         for row in rows:
             self._states.start(row, self._root[row] + 1 - self._num_pending[row])
-        longest = max(counts)
+        longest, last = (
+            max(counts),
+            max(self._root[row] - self._num_pending[row] + n for row, n in zip(rows, counts, strict=True)),
+        )
         self._states.reserve(rows, max(longest, 2) + num_drafts if num_drafts else longest)
-        offsets, num_keys = torch.arange(1 - longest, 1, device=self._device), max(self._root[row] for row in rows) + 1
+        offsets, num_keys = torch.arange(1 - longest, 1, device=self._device), last + 1  # a lone token sees all keys
         if min(counts) == longest:
             return self._run(rows, tokens, ends[:, None] + offsets, num_keys)[:, -1:]
         count = torch.tensor(counts, device=self._device)[:, None]
