@@ -1,6 +1,6 @@
 """Drafts whose size is decided in each step beside fixed sizes, for some numbers of requests and temperatures.
 
-    python -m specmamba.bench.adaptive [--model DIR] [--json FILE] [--batches 1 4 8 16] [--rounds 9] [any engine flag]
+    python -m specmamba.bench.adaptive [--model DIR] [--json FILE] [--batches 1,4,8,16] [--rounds 9] [any engine flag]
 
 Batches of requests decode together; all ways to draft take turns within a round, and each keeps what it has learned for
 the next one. Requests bring seeds, so all are decided under ``target``. Reported are medians over rounds of tokens per
