@@ -160,7 +160,6 @@ class ModelDrafter(Drafter):
     of the whole state.
     """
 
-    offers = True
     has_pending_tokens = True
 
     def __init__(self, model: LoadedModel, plan: DraftPlan, kv_pool: KVPool, table: RequestTable) -> None:

@@ -46,7 +46,6 @@ class Drafter(ABC):
     max_nodes: int  # largest number of nodes of a tree, root included
     is_capturable = False  # ``propose`` and ``observe`` never read from the device or use ``Batch.rows``
     has_pending_tokens = False  # ``prepare`` returns pending tokens
-    offers = False  # has ``offer``
     max_steps = 0  # depth of the deepest offer
     drafts_chains = False  # has ``propose_chain``
     num_distributions = 0  # that drafts of a row are drawn from at the most, and one for a node without children

@@ -194,18 +194,19 @@ class StepGraphRunner:
             assert candidates.entries is not None
             if not drafter.is_capturable:
                 self._keep_probs(drafter, kind.batch_size, candidates.draft_probs)
-            kind = kind._replace(num_distributions=drafter.num_distributions, is_partial=size.drafted is not None)
+            kind = kind._replace(num_distributions=drafter.num_distributions)
             nodes = self.inputs.trees.arrays.candidates[: len(requests), : chosen.width]
             entries = _chosen_entries(candidates.entries, nodes, size, kind.num_distributions)
-        kind = self._larger(self._sized(kind, chosen), policy, drafter)
+        observer = drafter if drafter.is_capturable else None
+        kind = self._larger(self._sized(kind, chosen), policy, observer)
         return self._replay(
             requests,
             pending_tokens,
             kind,
             run_step,
             policy,
-            drafter if drafter.is_capturable else None,
-            lambda: GivenDrafts(self.inputs.tree(kind), drafter if drafter.is_capturable else None),
+            observer,
+            lambda: GivenDrafts(self.inputs.tree(kind), observer),
             lambda: self.inputs.trees.write_chosen(kind, entries),
         )
 
@@ -227,9 +228,9 @@ class StepGraphRunner:
         keys = [("offer", x, drafter, size.drafted is None) for x in (kind, deepest)]
         return deepest if self._waits(keys[0], keys[1]) else kind
 
-    def _larger(self, kind: StepKind, policy: AcceptPolicy, drafter: Drafter) -> StepKind:
+    def _larger(self, kind: StepKind, policy: AcceptPolicy, name: Hashable) -> StepKind:
         """The kind of a verify; a larger one of few sizes while it is not recorded and was seldom wanted."""
-        name, size, most = drafter if drafter.is_capturable else None, kind.batch_size, self._max_nodes
+        size, most = kind.batch_size, self._max_nodes
         nodes = next((n for n in FEW_NODES if n < most and num_tokens(kind) <= n * size), most)
         larger = kind._replace(num_nodes=most, num_packed=nodes * size)
         if size == 1:
@@ -344,9 +345,7 @@ def num_tokens(kind: StepKind) -> int:
 def _chosen_entries(entries: Tensor, nodes: Ints, size: DraftSize, num_distributions: int) -> Ints:
     """The distribution that the children of each node were drawn from, [B, N], among those of all drafted rows."""
     of_drafted = entries.cpu().numpy()
-    rows = np.arange(len(nodes))
-    if size.drafted is not None:
-        rows = np.maximum(np.cumsum(size.drafted) - 1, 0)  # of those that are not drafted for, no entry is read
+    rows = size.places(len(nodes))  # of those that are not drafted for, no entry is read
     found: Ints = of_drafted[rows[:, None], nodes] + rows[:, None] * num_distributions
     return found
 

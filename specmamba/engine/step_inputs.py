@@ -65,7 +65,6 @@ class StepKind(NamedTuple):
     max_pending_tokens: int = 0  # of a draft head, in any row; 0: there is none
     keeps_tokens: bool = False  # some rows keep their pending tokens
     num_distributions: int = 0  # of every row, that its drafts were drawn from
-    is_partial: bool = False  # distributions are of the rows that were drafted for
 
 
 class TreeInputs:
@@ -138,8 +137,6 @@ class TreeInputs:
             return None
         size, num_nodes = kind.batch_size, kind.num_nodes
         probs = self._draft_probs[kind.num_distributions]
-        if kind.is_chain and num_nodes <= kind.num_distributions and not kind.is_partial:
-            return probs[:size, :num_nodes]
         entries = self.entries[:size, :num_nodes].reshape(-1)
         return probs.flatten(0, 1).index_select(0, entries).view(size, num_nodes, -1)
 

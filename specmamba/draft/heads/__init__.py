@@ -55,7 +55,6 @@ class MTPDrafter(Drafter):
 
     is_capturable = True
     has_pending_tokens = True
-    offers = True
     drafts_chains = True
 
     def __init__(

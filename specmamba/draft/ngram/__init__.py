@@ -37,8 +37,6 @@ class NgramDrafter(Drafter):
     only the trees go to the device. The trees of a batch are padded to the largest; without a match a tree is its root.
     """
 
-    offers = True
-
     def __init__(
         self, plan: DraftPlan, config: EngineConfig, table: RequestTable, corpus_tokens: Tensor | None
     ) -> None:
@@ -198,7 +196,7 @@ def trie_levels(continuations: Tensor, weights: Tensor, num_steps: int, width: i
         logp[:, step, :kept] = (best / (before.gather(1, chosen) + DOUBT)).log()
         numbers = torch.arange(step * width + 1, step * width + 1 + kept).where(best > 0, -1)
         of_first = torch.full_like(node_of, -1).scatter_(1, chosen, numbers)
-        first = has_prefix.where(has_prefix, False).int().argmax(2)
+        first = has_prefix.int().argmax(2)
         node_of, before = of_first.gather(1, first), support
     return tokens.flatten(1), parents.flatten(1), logp.flatten(1)
 

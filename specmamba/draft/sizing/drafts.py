@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,8 +57,7 @@ def tree_of(candidates: Candidates, arrays: TreeArrays, chosen: Chosen, batch: B
     probs = candidates.draft_probs
     if probs is not None:
         assert candidates.entries is not None
-        places = np.arange(num_rows) if size.drafted is None else np.maximum(np.cumsum(size.drafted) - 1, 0)
-        rows = put(places)[:, None]
+        rows = put(size.places(num_rows))[:, None]
         probs = probs[rows, candidates.entries[rows, put(arrays.candidates[:num_rows, :width])]]
     return DraftTree(tokens, shape, probs)
 

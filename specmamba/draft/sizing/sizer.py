@@ -54,10 +54,6 @@ class SizedBatch:
     max_depths: Ints  # [B], bounds of the requests
     num_keys: Callable[[], int]  # in front of the roots, of all requests
 
-    def at(self, places: Ints) -> SizedBatch:
-        """Return some of the requests."""
-        return replace(self, rows=self.rows[places], modes=self.modes[places], max_depths=self.max_depths[places])
-
 
 @dataclass(frozen=True, slots=True)
 class DraftSize:
@@ -67,6 +63,13 @@ class DraftSize:
     is_chain: bool = False  # a whole chain for every request, drafted and verified in one captured step
     drafted: NDArray[np.bool_] | None = None  # [B], rows that are drafted for; None: all, or none at depth 0
     is_probe: bool = False
+
+    def places(self, num_rows: int) -> Ints:
+        """Return the place of each row among those that are drafted for, [B]; any place for one that is not."""
+        if self.drafted is None:
+            return np.arange(num_rows)
+        found: Ints = np.maximum(np.cumsum(self.drafted) - 1, 0)
+        return found
 
 
 @dataclass
