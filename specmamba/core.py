@@ -165,6 +165,7 @@ class Packing:
     nodes: Tensor  # [B * N] int64, each node's place in the packing; any place for padding
     firsts: Tensor  # [B] int64, the place of each root
     counts: Tensor  # [B] int64, nodes of each row, which are its first ones
+    num_live: Tensor | None = None  # [1] int64, nodes of all rows; None: T
 
     @property
     def num_packed(self) -> int:
@@ -208,6 +209,7 @@ class PendingTokens:
     counts: Tensor | None  # [B] int64; None: ``max_count`` everywhere
     is_deferred: bool = False  # this step does not run them, and appends its own decided tokens
     kept: Tensor | None = None  # [B] int64, tokens in front of those that the step decides; None: all if deferred, or 0
+    packing: Packing | None = None  # of [B, max_count]; None: the head runs on padding too
 
 
 @dataclass(frozen=True, slots=True)

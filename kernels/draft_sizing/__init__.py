@@ -34,9 +34,11 @@ __all__ = [
     "Offer",
     "SizerState",
     "TreeArrays",
+    "arrange",
     "begin",
     "calibration_error",
     "choose",
+    "chosen",
     "learn",
     "look",
     "pack",
@@ -49,8 +51,25 @@ def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     Raises:
         ValueError: operands differ in shape or dtype (native form).
     """
-    chosen: Chosen = _form().choose(state, drafted, offer)
-    return chosen
+    offer.chosen = _form().choose(state, drafted, offer)
+    return offer.chosen
+
+
+def arrange(state: SizerState, drafted: Drafted, offer: Offer) -> None:
+    """Let the recorded call of ``choose`` with these operands see what was changed in the offer since.
+
+    Raises:
+        ValueError: numbers of rows do not fit (native form).
+    """
+    if native_ops.code() is not None:
+        native_ops.arrange(state, drafted, offer)
+
+
+def chosen(offer: Offer) -> Chosen:
+    """What the newest call of ``choose`` with this offer has written, or a replay of it."""
+    found = offer.chosen if native_ops.code() is None else native_ops.chosen(offer)
+    assert found is not None
+    return found
 
 
 def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> None:

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "parallel.h"  // every library exports what it includes
+#include "replayable.h"
 
 namespace {
 
@@ -34,13 +35,14 @@ struct Drafted {
 
 // operands.TreeArrays
 struct TreeArrays {
-  int64_t *tokens, *parents, *candidates, *num_nodes, *places, *nodes, *firsts;
+  int64_t *tokens, *parents, *candidates, *num_nodes, *places, *nodes, *firsts, *num_live;
   int64_t stride;  // from row to row of [B, N]
 };
 
-// operands.Chosen, but for the expected tokens
+// operands.Chosen
 struct Chosen {
   int64_t num_nodes, width, is_chain;
+  double expected;
 };
 
 // operands.Offer
@@ -211,7 +213,7 @@ Chosen write_trees(const Drafted& d, const TreeArrays& t, const Offer& o) {
     std::fill_n(t.parents + b * t.stride, t.stride, -1);
     t.num_nodes[b] = b < o.batch;
   }
-  Chosen chosen{o.batch, 1, 1};
+  Chosen chosen{o.batch, 1, 1, 0};
   static thread_local std::vector<int64_t> node_of;
   for (int64_t i = 0; i < o.rows; ++i) {
     const int64_t at = d.places[i] * t.stride;
@@ -252,8 +254,7 @@ void fit(const State& s, const Drafted& d, int64_t i, int64_t c, int64_t depth, 
 
 extern "C" {
 
-void sizing_choose(const State* s, const Drafted* d, const TreeArrays* t, const Offer* o, Chosen* chosen,
-                   double* expected) {
+void sizing_choose(const State* s, const Drafted* d, const TreeArrays* t, const Offer* o, Chosen* chosen) {
   static thread_local std::vector<double> values;
   calibrate(*s, *d, *o);
   values.assign(o->rows * o->candidates, 0.0);
@@ -269,25 +270,28 @@ void sizing_choose(const State* s, const Drafted* d, const TreeArrays* t, const 
     std::fill_n(d->kept + i * d->stride, o->candidates, 0);
   }
   o->nodes_per_row > 0 ? keep_fixed(*s, *d, *o, values) : keep_paying(*s, *d, *o, values);
-  *expected = static_cast<double>(o->batch);
+  double expected = static_cast<double>(o->batch);
   for (int64_t i = 0; i < o->rows; ++i)
     for (int64_t c = 0; c < o->candidates; ++c)
-      if (d->kept[i * d->stride + c]) *expected += values[i * o->candidates + c];
+      if (d->kept[i * d->stride + c]) expected += values[i * o->candidates + c];
   *chosen = write_trees(*d, *t, *o);
+  chosen->expected = expected;
 }
 
 // Rows [0, padded) in a layout of `width` nodes, packed into `places` tokens.
 void sizing_pack(const TreeArrays* t, int64_t padded, int64_t width, int64_t places) {
+  const int64_t total = std::accumulate(t->num_nodes, t->num_nodes + padded, int64_t{0});
   int64_t next = 0;
   for (int64_t b = 0; b < padded; ++b) {
     t->firsts[b] = next;
     for (int64_t n = 0; n < t->num_nodes[b]; ++n) t->places[next + n] = b * width + n;
     for (int64_t n = 0; n < width; ++n) {
       const int64_t node = next + std::min(n, std::max<int64_t>(t->num_nodes[b] - 1, 0));
-      t->nodes[b * width + n] = std::min(node, places - 1);
+      t->nodes[b * width + n] = std::min(node, total - 1);
     }
     next += t->num_nodes[b];
   }
+  *t->num_live = total;
   for (; next < places; ++next) t->places[next] = 0;
 }
 
@@ -338,3 +342,6 @@ void sizing_look(const State* s, const int64_t* rows, const int64_t* max_depths,
 }
 
 }  // extern "C"
+
+SPECMAMBA_REPLAYABLE(sizing_choose)
+SPECMAMBA_REPLAYABLE(sizing_pack)

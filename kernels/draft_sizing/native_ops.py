@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_int64, c_void_p
+from ctypes import POINTER, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +23,11 @@ _OF_STATE = [
     *("values_of_mode", "values_of_row", "next_of_mode", "next_of_row", "threshold"),
 ]
 _OF_DRAFTED = ["rows", "modes", "max_depths", "places", "tokens", "parents", "logits", "p", "kept"]
-_OF_TREES = ["tokens", "parents", "candidates", "num_nodes", "places", "nodes", "firsts"]
+_OF_TREES = ["tokens", "parents", "candidates", "num_nodes", "places", "nodes", "firsts", "num_live"]
 _State = struct("State", _OF_STATE, ["width", "max_nodes", "num_candidates", "num_depths", "num_ranks"])
 _Drafted = struct("Drafted", _OF_DRAFTED, ["stride"])
 _Trees = struct("TreeArrays", _OF_TREES, ["stride"])
-_Chosen = struct("Chosen", [], ["num_nodes", "width", "is_chain"])
+_Chosen = struct("Chosen", [], ["num_nodes", "width", "is_chain"], ["expected"])
 _Offer = struct(
     "Offer",
     ["tokens", "parents", "logp", "depths", "ranks", "seconds"],
@@ -39,14 +39,13 @@ _Offer = struct(
 
 
 class _Bound(NamedTuple):
-    """The structures of a choice: an offer serves for many steps."""
+    """The structures of a choice."""
 
     state: SizerState
     drafted: Drafted
     structs: tuple[Any, Any, Any]  # of state, drafted and offer
     trees: Any
     chosen: Any
-    expected: c_double
 
 
 _BOUND: WeakKeyDictionary[Offer, _Bound] = WeakKeyDictionary()
@@ -54,10 +53,29 @@ _BOUND: WeakKeyDictionary[Offer, _Bound] = WeakKeyDictionary()
 
 def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     """One call. Shapes of the offer are checked, parents and places are trusted."""
-    bound = _bound(state, drafted, offer)
-    (of_state, of_drafted, of_offer), chosen = bound.structs, bound.chosen
-    library.required(code()).sizing_choose(of_state, of_drafted, bound.trees, of_offer, chosen, bound.expected)
-    return Chosen(chosen.num_nodes, chosen.width, bool(chosen.is_chain), bound.expected.value)
+    arrange(state, drafted, offer)
+    bound = _BOUND[offer]
+    of_state, of_drafted, of_offer = bound.structs
+    library.required(code()).sizing_choose(of_state, of_drafted, bound.trees, of_offer, bound.chosen)
+    return chosen(offer)
+
+
+def arrange(state: SizerState, drafted: Drafted, offer: Offer) -> None:
+    """Write rules and numbers of rows where a recorded call reads them."""
+    require(offer.num_rows <= len(offer.tokens), "there are fewer candidates than rows")
+    require(offer.num_rows <= offer.batch_size <= offer.padded_size, "there are more rows than the batch has")
+    require(offer.padded_size <= len(drafted.trees.num_nodes), "there are too many rows")
+    require(offer.seconds.dtype == np.float64 and offer.seconds.flags.c_contiguous, "seconds are float64, side by side")
+    of_offer = _bound(state, drafted, offer).structs[2]
+    of_offer.rows, of_offer.batch, of_offer.padded = offer.num_rows, offer.batch_size, offer.padded_size
+    of_offer.depth, of_offer.nodes_per_row = offer.depth, offer.nodes_per_row
+    of_offer.seconds, of_offer.most_nodes = offer.seconds.ctypes.data, len(offer.seconds) - 1
+
+
+def chosen(offer: Offer) -> Chosen:
+    """Read what the newest call has written."""
+    found = _BOUND[offer].chosen
+    return Chosen(found.num_nodes, found.width, bool(found.is_chain), found.expected)
 
 
 def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> None:
@@ -88,10 +106,9 @@ def _bound(state: SizerState, drafted: Drafted, offer: Offer) -> _Bound:
         return bound
     require(len(offer.tokens) <= drafted.max_rows, "there are too many rows")
     require(offer.tokens.shape[1] <= drafted.num_candidates, "there are too many candidates")
-    require(offer.padded_size <= len(drafted.trees.num_nodes), "there are too many rows")
     structs = marshalled(state, _marshal_state), marshalled(drafted, _marshal_drafted), _marshal_offer(offer)
     trees = marshalled(drafted.trees, _marshal_trees)
-    bound = _BOUND[offer] = _Bound(state, drafted, structs, trees, _Chosen(), c_double())
+    bound = _BOUND[offer] = _Bound(state, drafted, structs, trees, _Chosen())
     return bound
 
 
@@ -118,21 +135,17 @@ def _marshal_offer(x: Offer) -> Any:
     require(all(column.shape in ((rows, count), (count,)) for column in columns), "candidates differ in shape")
     require(all(column.strides[-1] == column.itemsize or count == 1 for column in columns), "rows are contiguous")
     require(x.logp.dtype == np.float32 and x.tokens.dtype == x.parents.dtype == np.int64, "candidates' dtypes")
-    require(x.depths.dtype == x.ranks.dtype == np.int64 and x.seconds.dtype == np.float64, "candidates' dtypes")
-    require(rows <= x.batch_size <= x.padded_size, "there are more rows than the batch has")
+    require(x.depths.dtype == x.ranks.dtype == np.int64, "candidates' dtypes")
     strides = [column.strides[0] // column.itemsize if column.ndim == 2 else 0 for column in columns]
-    pointers = [column.ctypes.data for column in (*columns, x.seconds)]
-    sizes = x.batch_size, x.padded_size, x.depth, len(x.seconds) - 1, x.nodes_per_row
-    return _Offer(*pointers, rows, count, *strides, *sizes)
+    return _Offer(*(column.ctypes.data for column in columns), None, rows, count, *strides)  # ``arrange`` adds the rest
 
 
 @cache
 def code() -> ctypes.CDLL | None:
     """The library of this operator, or None where native code cannot run."""
     step = [POINTER(_State), POINTER(_Drafted), POINTER(_Offer)]
-    chosen = POINTER(_Chosen), POINTER(c_double)
     signatures: dict[str, list[Any]] = {
-        "sizing_choose": [*step[:2], POINTER(_Trees), step[2], *chosen],
+        "sizing_choose": [*step[:2], POINTER(_Trees), step[2], POINTER(_Chosen)],
         "sizing_pack": [POINTER(_Trees), *[c_int64] * 3],
         "sizing_learn": [*step, c_void_p, c_int64, c_void_p, c_int64],
         "sizing_look": [step[0], *[c_void_p] * 2, *[c_int64] * 3, c_void_p, *[c_int64] * 2, c_void_p],

@@ -78,6 +78,7 @@ class TreeArrays:
     places: Ints  # [rows * N], the first T are used
     nodes: Ints  # [rows * N], row after row of the width that the packing has
     firsts: Ints  # [rows]
+    num_live: Ints  # [1], nodes that are packed
 
     @classmethod
     def empty(cls, num_rows: int, max_nodes: int) -> TreeArrays:
@@ -85,7 +86,7 @@ class TreeArrays:
         tokens, parents, candidates = (np.zeros((num_rows, max_nodes), np.int64) for _ in range(3))
         places, nodes = (np.zeros(num_rows * max_nodes, np.int64) for _ in range(2))
         num_nodes, firsts = (np.zeros(num_rows, np.int64) for _ in range(2))
-        return cls(tokens, parents, candidates, num_nodes, places, nodes, firsts)
+        return cls(tokens, parents, candidates, num_nodes, places, nodes, firsts, np.zeros(1, np.int64))
 
 
 class Chosen(NamedTuple):
@@ -124,17 +125,25 @@ class Drafted:
         self.kept = np.zeros((size, count), np.uint8)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Offer:
-    """The candidates of B' rows in one step, and the rules of the choice. It may serve for several steps."""
+    """The candidates of B' rows in one step, and the rules of the choice.
 
-    tokens: Ints  # [B', C']
-    parents: Ints  # [B', C'], 0 for the root, 1 + c for candidate c
-    logp: NDArray[np.float32]  # [B', C']
-    depths: Ints  # [C'] or [B', C']
-    ranks: Ints  # [C'] or [B', C']
+    A captured step offers in the same memory every time; then rules and numbers of rows are changed between steps.
+    """
+
+    tokens: Ints  # [R, C'], of which the first B' rows are used
+    parents: Ints  # [R, C'], 0 for the root, 1 + c for candidate c
+    logp: NDArray[np.float32]  # [R, C']
+    depths: Ints  # [C'] or [R, C']
+    ranks: Ints  # [C'] or [R, C']
     batch_size: int  # B, rows that are not drafted for included
     padded_size: int  # rows of the trees, the last ones padding
     depth: int  # of the draft
     seconds: Floats  # [T + 1], time of a step by its nodes; T is the largest number
     nodes_per_row: int = 0  # take so many of every row; 0: those that pay
+    num_rows: int = -1  # B'; -1: R
+    chosen: Chosen | None = None  # what the newest call of ``choose`` has written, where it is not native
+
+    def __post_init__(self) -> None:
+        self.num_rows = len(self.tokens) if self.num_rows < 0 else self.num_rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,6 +47,7 @@ def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
         drafted: rows, modes, bounds and places are given; the rest is written.
         offer: the candidates.
     """
+    offer = _used(offer)
     size, count = offer.tokens.shape
     modes = drafted.modes[:size]
     drafted.tokens[:size, :count], drafted.parents[:size, :count] = offer.tokens, offer.parents
@@ -68,7 +71,7 @@ def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> No
     """Write the packing of chosen trees.
 
     Args:
-        trees: ``places``, ``nodes`` and ``firsts`` are written.
+        trees: ``places``, ``nodes``, ``firsts`` and ``num_live`` are written.
         padded_size: rows, the last ones padding.
         width: N of the layout, at least that of the largest tree.
         num_places: T, at least the number of nodes; places behind the last node repeat place 0.
@@ -80,7 +83,8 @@ def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> No
     trees.places[:num_places] = 0
     trees.places[: len(number)] = number + np.repeat(np.arange(padded_size) * width - first, counts)
     nodes = first[:, None] + np.minimum(np.arange(width), np.maximum(counts[:, None] - 1, 0))
-    trees.nodes[: padded_size * width] = np.minimum(nodes, num_places - 1).ravel()
+    trees.nodes[: padded_size * width] = np.minimum(nodes, len(number) - 1).ravel()
+    trees.num_live[0] = len(number)
 
 
 def learn(state: SizerState, drafted: Drafted, offer: Offer, tokens: Ints, counts: Ints) -> None:
@@ -93,6 +97,7 @@ def learn(state: SizerState, drafted: Drafted, offer: Offer, tokens: Ints, count
         tokens: [B, W], for each row accepted drafts, the target's own token, and padding.
         counts: [B], accepted drafts.
     """
+    offer = _used(offer)
     size, count = offer.tokens.shape
     depths, ranks = (np.broadcast_to(x, (size, count)) for x in (offer.depths, offer.ranks))
     for i in range(size):
@@ -198,6 +203,14 @@ def filled(state: SizerState, values: Floats, depth: int, mode: int) -> Floats:
         result[places] = below
         above = -np.sort(-below)[: state.width]
     return result
+
+
+def _used(offer: Offer) -> Offer:
+    """The offer without its unused rows."""
+    size = offer.num_rows
+    depths, ranks = (x if x.ndim == 1 else x[:size] for x in (offer.depths, offer.ranks))
+    tokens, parents = offer.tokens[:size], offer.parents[:size]
+    return replace(offer, tokens=tokens, parents=parents, logp=offer.logp[:size], depths=depths, ranks=ranks)
 
 
 def _calibrate(state: SizerState, drafted: Drafted, offer: Offer) -> None:

@@ -2,6 +2,7 @@
 #include "linear/bf16.h"
 #include "linear/int8.h"
 #include "linear/widened.h"
+#include "live.h"
 #include "replayable.h"
 
 using namespace specmamba;
@@ -23,21 +24,24 @@ void linear_pack_int8(const int8_t* weight, int8_t* packed, int64_t n, int64_t k
   pack<2>(weight, packed, n, k, num_threads);
 }
 
-// x [rows, k] times packed -> y [rows, n], all contiguous.
-void linear_multiply(const BFloat16* x, int64_t rows, const BFloat16* packed, BFloat16* y, int64_t n, int64_t k,
-                     int num_threads) {
+// x [rows, k] times packed -> y [rows, n], all contiguous; the first *live rows, or all if live is null.
+void linear_multiply(const BFloat16* x, int64_t rows, const int64_t* live, const BFloat16* packed, BFloat16* y,
+                     int64_t n, int64_t k, int num_threads) {
+  rows = live_rows(rows, live);
   if (rows > 0) multiply_bf16(x, rows, packed, y, n, k, num_threads);
 }
 
 // The same in float32.
-void linear_multiply_float(const float* x, int64_t rows, const float* packed, float* y, int64_t n, int64_t k,
-                           int num_threads) {
+void linear_multiply_float(const float* x, int64_t rows, const int64_t* live, const float* packed, float* y,
+                           int64_t n, int64_t k, int num_threads) {
+  rows = live_rows(rows, live);
   if (rows > 0) multiply(WidenedProduct<float, float>{x, packed, y, rows, n, k, k}, num_threads);
 }
 
 // The same for int8 with the scales [n] of its outputs; x and y are bfloat16 or float32.
-void linear_multiply_int8(const void* x, int64_t rows, const int8_t* packed, const float* scale, void* y, int64_t n,
-                          int64_t k, int is_bf16, int num_threads) {
+void linear_multiply_int8(const void* x, int64_t rows, const int64_t* live, const int8_t* packed, const float* scale,
+                          void* y, int64_t n, int64_t k, int is_bf16, int num_threads) {
+  rows = live_rows(rows, live);
   if (rows == 0) return;
   if (is_bf16)
     multiply_int8(static_cast<const BFloat16*>(x), rows, packed, scale, static_cast<BFloat16*>(y), n, k, num_threads);

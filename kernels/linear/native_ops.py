@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.native import library
+from specmamba.kernels.native.live import live_count
 from specmamba.kernels.native.tensors import is_native
 
 SOURCE = Path(__file__).parent / "native.cpp"
@@ -58,7 +59,8 @@ class NativeWeight(_Panels):
     def __call__(self, x: Tensor) -> Tensor:
         """[..., K] of the weight's dtype on the CPU -> [..., N]; ValueError for anything else."""
         x, y, rows = self._in_and_out(x)
-        self._multiply(x.data_ptr(), rows, self._pointer, y.data_ptr(), self._n, self._k, torch.get_num_threads())
+        operands = x.data_ptr(), rows, live_count(x.shape), self._pointer, y.data_ptr()
+        self._multiply(*operands, self._n, self._k, torch.get_num_threads())
         return y
 
 
@@ -78,7 +80,7 @@ class NativeInt8Weight(_Panels):
         x, y, rows = self._in_and_out(x)
         is_bf16 = x.dtype is torch.bfloat16
         self._multiply(
-            *(x.data_ptr(), rows, *self._pointers, y.data_ptr()),
+            *(x.data_ptr(), rows, live_count(x.shape), *self._pointers, y.data_ptr()),
             *(self._n, self._k, is_bf16, torch.get_num_threads()),
         )
         return y
@@ -103,8 +105,8 @@ def code() -> ctypes.CDLL | None:
         "linear_pack": [c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_pack_float": [c_void_p, c_void_p, c_int64, c_int64, c_int],
         "linear_pack_int8": [c_void_p, c_void_p, c_int64, c_int64, c_int],
-        "linear_multiply": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int],
-        "linear_multiply_float": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int],
-        "linear_multiply_int8": [c_void_p, c_int64, *3 * [c_void_p], c_int64, c_int64, c_int, c_int],
+        "linear_multiply": [c_void_p, c_int64, *3 * [c_void_p], c_int64, c_int64, c_int],
+        "linear_multiply_float": [c_void_p, c_int64, *3 * [c_void_p], c_int64, c_int64, c_int],
+        "linear_multiply_int8": [c_void_p, c_int64, *4 * [c_void_p], c_int64, c_int64, c_int, c_int],
     }
     return library.load_functions(SOURCE, signatures, {"linear_packed_size": c_int64})

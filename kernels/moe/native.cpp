@@ -6,6 +6,7 @@
 #include "linear/bf16.h"
 #include "linear/int8.h"
 #include "linear/widened.h"
+#include "live.h"
 #include "parallel.h"
 #include "replayable.h"
 #include "vector.h"
@@ -31,14 +32,14 @@ void pack_all(const Element* weight, Element* packed, int64_t experts, int64_t n
     pack<Inputs>(weight + e * n * k, packed + e * packed_size(n, k), n, k, num_threads);
 }
 
-// False where ends do not part the rows.
-bool find_groups(const int32_t* ends, int64_t num_experts, int64_t rows, std::vector<Group>* groups) {
+// False where ends do not part the rows; `partial`: rows behind the last end are padding.
+bool find_groups(const int32_t* ends, int64_t num_experts, int64_t rows, int partial, std::vector<Group>* groups) {
   int64_t first = 0;
   for (int64_t expert = 0; expert < num_experts; first = ends[expert++]) {
     if (ends[expert] < first) return false;
     if (ends[expert] > first) groups->push_back({expert, first, ends[expert] - first});
   }
-  return first == rows;
+  return partial ? first <= rows : first == rows;
 }
 
 // of(group) is the product of one group; all have the same n and k. A part may end in the middle of an expert.
@@ -113,9 +114,10 @@ void moe_pack_int8(const int8_t* weight, int8_t* packed, int64_t experts, int64_
   pack_all<2>(weight, packed, experts, n, k, num_threads);
 }
 
-// x [rows, k] times a router's weight in float32 or bfloat16 -> y [rows, n].
-void moe_scores(const float* x, int64_t rows, const void* weight, float* y, int64_t n, int64_t k, int is_bf16,
-                int num_threads) {
+// x [rows, k] times a router's weight in float32 or bfloat16 -> y [rows, n]; `live` as everywhere, see live.h.
+void moe_scores(const float* x, int64_t rows, const int64_t* live, const void* weight, float* y, int64_t n, int64_t k,
+                int is_bf16, int num_threads) {
+  rows = live_rows(rows, live);
   if (rows == 0) return;
   if (is_bf16)
     multiply(WidenedProduct<BFloat16, float>{x, static_cast<const BFloat16*>(weight), y, rows, n, k, k}, num_threads);
@@ -125,9 +127,9 @@ void moe_scores(const float* x, int64_t rows, const void* weight, float* y, int6
 
 // Sorts pairs by expert and copies the rows of x [tokens, row_bytes] that they need; experts [tokens, k].
 // False where there is no such expert: nothing is copied then.
-int moe_dispatch(const char* x, int64_t row_bytes, const int64_t* experts, int64_t tokens, int64_t k,
-                 int64_t num_experts, char* sorted, int64_t* places, int32_t* ends, int num_threads) {
-  const int64_t pairs = tokens * k;
+int moe_dispatch(const char* x, int64_t row_bytes, const int64_t* experts, int64_t tokens, const int64_t* live,
+                 int64_t k, int64_t num_experts, char* sorted, int64_t* places, int32_t* ends, int num_threads) {
+  const int64_t pairs = live_rows(tokens, live) * k;
   std::vector<int64_t> next(num_experts + 1);
   for (int64_t p = 0; p < pairs; ++p) {
     if (experts[p] < 0 || experts[p] >= num_experts) return 0;
@@ -144,9 +146,10 @@ int moe_dispatch(const char* x, int64_t row_bytes, const int64_t* experts, int64
 // x [rows, k], sorted, times the packed weights of their experts -> y [rows, n], all bfloat16 or all float32. False
 // where ends do not part the rows: nothing is multiplied then.
 int moe_multiply(const void* x, int64_t rows, const int32_t* ends, const void* packed, void* y, int64_t num_experts,
-                 int64_t n, int64_t k, int is_bf16, int num_threads) {
+                 int64_t n, int64_t k, int partial, int is_bf16, int num_threads) {
   std::vector<Group> groups;
-  if (!find_groups(ends, num_experts, rows, &groups)) return 0;
+  if (!find_groups(ends, num_experts, rows, partial, &groups)) return 0;
+  rows = groups.empty() ? 0 : groups.back().first + groups.back().rows;
   if (is_bf16) {
     const Bf16Inputs inputs(static_cast<const BFloat16*>(x), rows, k, num_threads);
     multiply_experts<Bf16Product>(groups, inputs, static_cast<const BFloat16*>(packed), static_cast<BFloat16*>(y), n, k,
@@ -161,9 +164,11 @@ int moe_multiply(const void* x, int64_t rows, const int32_t* ends, const void* p
 
 // The same for int8 with the scales [num_experts, n] of all outputs; x and y are bfloat16 or float32.
 int moe_multiply_int8(const void* x, int64_t rows, const int32_t* ends, const int8_t* packed, const float* scale,
-                      void* y, int64_t num_experts, int64_t n, int64_t k, int is_bf16, int num_threads) {
+                      void* y, int64_t num_experts, int64_t n, int64_t k, int partial, int is_bf16,
+                      int num_threads) {
   std::vector<Group> groups;
-  if (!find_groups(ends, num_experts, rows, &groups)) return 0;
+  if (!find_groups(ends, num_experts, rows, partial, &groups)) return 0;
+  rows = groups.empty() ? 0 : groups.back().first + groups.back().rows;
   const std::unique_ptr<int16_t[]> q(new int16_t[rows * even(k)]);
   const std::unique_ptr<float[]> x_scale(new float[rows]);
   parallel_for(rows, std::max<int64_t>(1, kInputsPart / k), num_threads, [&](int64_t row, int64_t last) {
@@ -185,8 +190,9 @@ int moe_multiply_int8(const void* x, int64_t rows, const int32_t* ends, const in
 
 // out[t] = sum_j weights[t, j] y[places[t, j]]; y [tokens * k, n] and out [tokens, n] are bfloat16 or float32.
 // False where y has no such place: nothing is summed then.
-int moe_combine(const void* y, const int64_t* places, const float* weights, void* out, int64_t tokens, int64_t k,
-                int64_t n, int is_bf16, int num_threads) {
+int moe_combine(const void* y, const int64_t* places, const float* weights, void* out, int64_t tokens,
+                const int64_t* live, int64_t k, int64_t n, int is_bf16, int num_threads) {
+  tokens = live_rows(tokens, live);
   for (int64_t p = 0; p < tokens * k; ++p)
     if (places[p] < 0 || places[p] >= tokens * k) return 0;
   if (is_bf16)

@@ -14,6 +14,7 @@ from torch import Tensor
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.moe.reference import Groups
 from specmamba.kernels.native import library
+from specmamba.kernels.native.live import is_partial, live_count
 from specmamba.kernels.native.tensors import is_native, require
 
 SOURCE = Path(__file__).parent / "native.cpp"
@@ -43,7 +44,8 @@ class NativeRouter:
         if len(x):
             weight = self._panels.data_ptr()
             threads = torch.get_num_threads()
-            self._multiply(x.data_ptr(), len(x), weight, y.data_ptr(), n, k, self._is_bf16, threads)
+            operands = x.data_ptr(), len(x), live_count(x.shape), weight, y.data_ptr()
+            self._multiply(*operands, n, k, self._is_bf16, threads)
         return y
 
 
@@ -65,7 +67,8 @@ class NativeExperts:
         x, ends = x.contiguous(), groups.ends.contiguous()
         y = x.new_empty(x.shape[0], self._size[1])
         pointers = (t.data_ptr() for t in (ends, self._packed, y))
-        arguments = x.data_ptr(), len(x), *pointers, *self._size, x.dtype is torch.bfloat16, torch.get_num_threads()
+        kind = is_partial(), x.dtype is torch.bfloat16
+        arguments = x.data_ptr(), len(x), *pointers, *self._size, *kind, torch.get_num_threads()
         require(bool(self._multiply(*arguments)), NO_PARTS)
         return y
 
@@ -90,7 +93,8 @@ class NativeInt8Experts:
         x, ends = x.contiguous(), groups.ends.contiguous()
         y = x.new_empty(x.shape[0], self._size[1])
         pointers = (t.data_ptr() for t in (ends, self._packed, self._scale, y))
-        arguments = x.data_ptr(), len(x), *pointers, *self._size, x.dtype is torch.bfloat16, torch.get_num_threads()
+        kind = is_partial(), x.dtype is torch.bfloat16
+        arguments = x.data_ptr(), len(x), *pointers, *self._size, *kind, torch.get_num_threads()
         require(bool(self._multiply(*arguments)), NO_PARTS)
         return y
 
@@ -132,7 +136,7 @@ def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Grou
     places = torch.empty(tokens * k, dtype=torch.int64)
     ends = torch.empty(num_experts, dtype=torch.int32)
     is_valid = library.required(code()).moe_dispatch(
-        *(x.data_ptr(), x.shape[1] * x.element_size(), experts.data_ptr(), tokens, k, num_experts),
+        *(x.data_ptr(), x.shape[1] * x.element_size(), experts.data_ptr(), tokens, live_count(x.shape), k, num_experts),
         *(ordered.data_ptr(), places.data_ptr(), ends.data_ptr(), torch.get_num_threads()),
     )
     require(bool(is_valid), f"a token goes to an expert that is none of 0 to {num_experts - 1}")
@@ -153,7 +157,7 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
     out = y.new_empty(tokens, y.shape[1])
     is_valid = library.required(code()).moe_combine(
         *(t.data_ptr() for t in (y, places, weights, out)),
-        *(tokens, k, y.shape[1], y.dtype is torch.bfloat16, torch.get_num_threads()),
+        *(tokens, live_count(weights.shape), k, y.shape[1], y.dtype is torch.bfloat16, torch.get_num_threads()),
     )
     require(bool(is_valid), "a token's rows are at places that there are not")
     return out
@@ -186,11 +190,11 @@ def code() -> ctypes.CDLL | None:
         "pack": [c_void_p, c_void_p, *[c_int64] * 3, c_int, c_int],
         "pack_router": [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int],
         "pack_int8": [c_void_p, c_void_p, *[c_int64] * 3, c_int],
-        "scores": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int],
-        "dispatch": [c_void_p, c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 3, c_int],
-        "multiply": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_int, c_int],
-        "multiply_int8": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
-        "combine": [*[c_void_p] * 4, *[c_int64] * 3, c_int, c_int],
+        "scores": [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_int64, c_int, c_int],
+        "dispatch": [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_int],
+        "multiply": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, *[c_int] * 3],
+        "multiply_int8": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 3],
+        "combine": [*[c_void_p] * 4, c_int64, c_void_p, c_int64, c_int64, c_int, c_int],
     }
     results = {"packed_size": c_int64} | dict.fromkeys(("dispatch", "multiply", "multiply_int8", "combine"), c_int)
     signatures = {f"moe_{name}": of for name, of in arguments.items()}

@@ -219,7 +219,9 @@ def _index_put(
 ) -> list[NativeCall]:
     if accumulate or values.dtype is not a.dtype:
         raise UnsupportedError
-    shape = torch.empty_like(a, device="meta")[tuple(slice(None) if i is None else i.to("meta") for i in indices)].shape
+    with torch._C._DisableTorchDispatch():  # a meta tensor would tell the shape too, but torch imports sympy for that
+        given = tuple(slice(None) if i is None else i for i in indices)
+        shape = torch.empty(1, dtype=torch.bool).expand(a.shape)[given].shape
     target, places = _indexed(a, indices, shape)
     return [move_call(target, values.expand(shape), places, writes_indexed=True)]
 

@@ -1,6 +1,7 @@
 // What is computed for each token on its own; see README.md and reference.py.
 #include <cmath>
 
+#include "live.h"
 #include "parallel.h"
 #include "replayable.h"
 #include "rowwise/heads.h"
@@ -27,6 +28,7 @@ struct Norm {
   const void *x, *gate;
   const float* weight;  // [heads or 1, width]
   void* y;
+  const int64_t* live;  // tokens that are no padding; null: all
   int64_t tokens, heads, width, x_stride, gate_stride, weight_stride;  // weight_stride: from head to head, or 0
   double eps;
 };
@@ -43,7 +45,8 @@ void normalize_token(const Norm& p, int64_t token) {
 
 template <typename X, typename Y, bool Gated>
 void run_norm(const Norm& p, int num_threads) {
-  for_tokens(p.tokens, p.heads * p.width, num_threads, [&](int64_t t) { normalize_token<X, Y, Gated>(p, t); });
+  for_tokens(live_rows(p.tokens, p.live), p.heads * p.width, num_threads,
+             [&](int64_t t) { normalize_token<X, Y, Gated>(p, t); });
 }
 
 template <typename T>
@@ -130,7 +133,9 @@ void rowwise_gated_rms_norm(const Norm* p, int is_bfloat16, int num_threads) {
   is_bfloat16 ? run_norm<float, BFloat16, true>(*p, num_threads) : run_norm<float, float, true>(*p, num_threads);
 }
 
-void rowwise_silu_mul(const void* gate_up, void* y, int64_t tokens, int64_t width, int is_bfloat16, int num_threads) {
+void rowwise_silu_mul(const void* gate_up, void* y, int64_t tokens, const int64_t* live, int64_t width,
+                      int is_bfloat16, int num_threads) {
+  tokens = live_rows(tokens, live);
   is_bfloat16
       ? run_silu_mul(static_cast<const BFloat16*>(gate_up), static_cast<BFloat16*>(y), tokens, width, num_threads)
       : run_silu_mul(static_cast<const float*>(gate_up), static_cast<float*>(y), tokens, width, num_threads);

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.native import library
+from specmamba.kernels.native.live import live_count
 from specmamba.kernels.native.tensors import FLOATS, is_native, require, struct, tokens_of
 from specmamba.kernels.rowwise.torch_ops import L2_EPS
 
@@ -19,7 +20,7 @@ SOURCE = Path(__file__).parent / "native.cpp"
 
 _Norm = struct(
     "Norm",
-    ["x", "gate", "weight", "y"],
+    ["x", "gate", "weight", "y", "live"],
     ["tokens", "heads", "width", "x_stride", "gate_stride", "weight_stride"],
     ["eps"],
 )
@@ -52,10 +53,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x, stride = tokens_of(x, weight.dim())
     y = torch.empty(x.shape, dtype=x.dtype)
     width, heads = x.shape[-1], weight.shape[0] if weight.dim() == 2 else 1
-    weight = weight.contiguous()
+    weight, tokens = weight.contiguous(), y.numel() // (heads * width)
+    live = live_count(y.shape) if tokens == y.shape[0] * y.shape[1] else None  # else heads count as tokens
     norm = _Norm(
-        *(x.data_ptr(), None, weight.data_ptr(), y.data_ptr()),
-        *(y.numel() // (heads * width), heads, width, stride, 0, width if weight.dim() == 2 else 0),
+        *(x.data_ptr(), None, weight.data_ptr(), y.data_ptr(), live),
+        *(tokens, heads, width, stride, 0, width if weight.dim() == 2 else 0),
         eps,
     )
     library.required(code()).rowwise_rms_norm(norm, x.dtype is torch.bfloat16, torch.get_num_threads())
@@ -70,7 +72,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     (x, x_stride), (gate, gate_stride) = tokens_of(x, 2), tokens_of(gate, 2)
     y = torch.empty(x.shape, dtype=gate.dtype)
     norm = _Norm(
-        *(x.data_ptr(), gate.data_ptr(), weight.data_ptr(), y.data_ptr()),
+        *(x.data_ptr(), gate.data_ptr(), weight.data_ptr(), y.data_ptr(), live_count(y.shape)),
         *(y.numel() // (heads * width), heads, width, x_stride, gate_stride, 0),
         eps,
     )
@@ -87,6 +89,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         gate_up.data_ptr(),
         y.data_ptr(),
         y.numel() // width,
+        live_count(y.shape),
         width,
         gate_up.dtype is torch.bfloat16,
         torch.get_num_threads(),
@@ -155,7 +158,7 @@ def code() -> ctypes.CDLL | None:
     arguments: dict[str, list[Any]] = {
         "rms_norm": [POINTER(_Norm)],
         "gated_rms_norm": [POINTER(_Norm)],
-        "silu_mul": [c_void_p, c_void_p, c_int64, c_int64],
+        "silu_mul": [c_void_p, c_void_p, c_int64, c_void_p, c_int64],
         "rotary_angles": [*[c_void_p] * 4, c_int64, c_int64, c_double],
         "rotate": [*[c_void_p] * 4, *[c_int64] * 4],
         "delta_inputs": [POINTER(_DeltaInputs)],

@@ -4,13 +4,13 @@ from torch import Tensor
 
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
-from specmamba.kernels.state_copy import torch_ops
+from specmamba.kernels.state_copy import native_ops, torch_ops
 from specmamba.kernels.state_copy.torch_ops import needed
 
 __all__ = ["compact", "needed"]
 
 
-@operator(triton=lambda buffer, *_: gpu.can_launch(buffer))
+@operator(triton=lambda buffer, *_: gpu.can_launch(buffer), native=lambda buffer, *_: native_ops.can_take(buffer))
 def compact(buffer: Tensor, rows: Tensor, source: Tensor, target: Tensor) -> None:
     """Move entries inside rows of a buffer, in all layers at once; every read happens before any write.
 
@@ -21,6 +21,8 @@ def compact(buffer: Tensor, rows: Tensor, source: Tensor, target: Tensor) -> Non
             at most 64 in the Triton form.
 
     Raises:
-        ValueError: the elements of an entry are not contiguous, or have more than 8 bytes (Triton form).
+        ValueError: the elements of an entry are not contiguous, or have more than 8 bytes (Triton form); moves differ
+            in shape or are not int64 (native form).
+        IndexError: a row or an entry is outside of the buffer (on a CPU).
     """
     torch_ops.compact(buffer, rows, source, target)

@@ -48,7 +48,7 @@ def depth(ancestors: Tensor) -> Tensor:
     return torch_ops.depth(ancestors)
 
 
-@operator(triton=_can_launch)
+@operator(triton=_can_launch, native=lambda parents, _: native_ops.can_take(parents))
 def conv_index(parents: Tensor, width: int) -> Tensor:
     """The inputs under each node's convolution kernel, oldest first.
 
@@ -87,7 +87,7 @@ def accepted_path(
     return torch_ops.accepted_path(tokens, parents, ancestors, target_tokens)
 
 
-@operator(triton=_can_launch)
+@operator(triton=_can_launch, native=lambda path, *_: native_ops.can_take(path))
 def commit_moves(path: Tensor, num_accepted: Tensor, node_offset: int, num_pending: Tensor) -> tuple[Tensor, Tensor]:
     """The entries of a row's records that an accepted path moves, for ``state_copy.compact``.
 
@@ -103,7 +103,7 @@ def commit_moves(path: Tensor, num_accepted: Tensor, node_offset: int, num_pendi
     return torch_ops.commit_moves(path, num_accepted, node_offset, num_pending)
 
 
-@operator(triton=_can_launch)
+@operator(triton=_can_launch, native=lambda path, *_: native_ops.can_take(path))
 def kv_moves(path: Tensor, num_accepted: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """The KV slots that an accepted path moves.
 

@@ -1,4 +1,4 @@
-// Ancestors and the accepted path of draft trees; see README.md and reference.py.
+// Draft trees; see README.md and reference.py.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -48,7 +48,52 @@ void tree_accepted_path(const int64_t* tokens, const int64_t* parents, const int
   }
 }
 
+// parents [batch, nodes], parents_batch apart -> index [batch, nodes, width].
+void tree_conv_index(const int64_t* parents, int64_t* index, int64_t batch, int64_t nodes, int64_t width,
+                     int64_t parents_batch) {
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t i = 0; i < nodes; ++i) {
+      int64_t* out = index + (b * nodes + i) * width;
+      int64_t at = i;
+      for (int64_t w = width - 1; w >= 0; --w) {
+        out[w] = at;
+        if (at < 0) {
+          --at;
+        } else {
+          const int64_t parent = parents[b * parents_batch + at];
+          at = parent < at ? std::max<int64_t>(parent, -1) : -1;
+        }
+      }
+    }
+}
+
+// path [batch, nodes] -> source, target [batch, nodes].
+void tree_commit_moves(const int64_t* path, const int64_t* num_accepted, const int64_t* num_pending, int64_t* source,
+                       int64_t* target, int64_t node_offset, int64_t batch, int64_t nodes) {
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t i = 0; i < nodes; ++i) {
+      const int64_t taken = i <= num_accepted[b] ? i : 0;
+      source[b * nodes + i] = node_offset + path[b * nodes + taken];
+      target[b * nodes + i] = num_pending[b] + taken;
+    }
+}
+
+// path, slots [batch, nodes] -> source, target [batch, nodes].
+void tree_kv_moves(const int64_t* path, const int64_t* num_accepted, const int64_t* slots, int64_t* source,
+                   int64_t* target, int64_t batch, int64_t nodes) {
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t i = 0; i < nodes; ++i) {
+      const int64_t at = b * nodes + i, node = path[at];
+      const bool is_accepted = i <= num_accepted[b];
+      source[at] = is_accepted ? slots[b * nodes + (0 <= node && node < nodes ? node : 0)] : 0;
+      target[at] = is_accepted ? slots[at] : 0;
+    }
+}
+
 }  // extern "C"
 
+SPECMAMBA_REPLAYABLE(tree_conv_index)
+SPECMAMBA_REPLAYABLE(tree_commit_moves)
+SPECMAMBA_REPLAYABLE(tree_kv_moves)
 SPECMAMBA_REPLAYABLE(tree_accepted_path)
 SPECMAMBA_REPLAYABLE(tree_ancestors)

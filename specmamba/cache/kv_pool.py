@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specmamba.cache.shapes import CacheShape
+from specmamba.kernels import state_copy
 
 Pages = NDArray[np.int64]
 NO_PAGES: Pages = np.empty(0, dtype=np.int64)
@@ -157,8 +158,13 @@ class KVPool:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy tokens from slots ``source`` [T] to ``target`` [T], in all layers; all reads come before all writes."""
+        if not source.is_cpu:
+            for group in self._groups:
+                group[:, target] = group[:, source]
+            return
+        only_row = torch.zeros(1, dtype=torch.int64)
         for group in self._groups:
-            group[:, target] = group[:, source]
+            state_copy.compact(group[:, None], only_row, source[None], target[None])
 
 
 ALIGNMENT = 64  # bytes of a cache line, and of the widest vector

@@ -19,7 +19,7 @@ from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, HostPendingTokens, chain_shape, root_tree
 from specmamba.draft.heads.children import ChildPicker, grow_chain
-from specmamba.draft.heads.tree_growth import candidates_of, grow
+from specmamba.draft.heads.tree_growth import offer_comb
 from specmamba.kernels import paged_attention
 from specmamba.kernels.state_records import RowSet
 from specmamba.layers.context import ForwardContext
@@ -224,7 +224,7 @@ class ModelDrafter(Drafter):
     def offer(self, batch: Batch, num_steps: int) -> Candidates:
         self._depth = num_steps
         runner = _ModelRunner(self._model, self._descender(batch))
-        return candidates_of(grow(runner, self._picker, batch, self._catch_up(batch), (num_steps, 1, 1)))
+        return offer_comb(runner, self._picker, batch, self._catch_up(batch), num_steps, 1)
 
     def propose_nothing(self, batch: Batch) -> DraftTree:
         assert batch.pending_tokens is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -31,9 +31,12 @@ from specmamba.sampling_params import SamplingParams
 logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
 CACHE_NAME = "step-costs.json"
-WARM_UPS, TIMED = 5, 4  # steps of a kind: the first is run, the second recorded
-MAX_TIMED_SECONDS = 0.2  # of all steps of a kind: slow steps are timed fewer times
-PROMPT = 4  # tokens
+ROUNDS, TIMED, MAX_STEPS = 3, 3, 6  # all kinds take turns; steps of a kind in a turn, and with those that are recorded
+MAX_TIMED_SECONDS = 0.1  # of all steps of a kind: slow steps are timed fewer times
+PROMPT, LONG_PROMPT = 4, 512  # tokens
+SLOW_STEP = 0.02  # seconds of a plain step with which a long prompt would take long
+LEAST_SECONDS = 1e-9
+Kind = tuple[int, int]
 GUESSED = {1: StepTimes({1: 2e-4, 2: 3e-4}, {1: 1e-3, 8: 1.5e-3})}  # where memory holds no request to time
 UNKNOWN = StepCosts(GUESSED)
 
@@ -143,79 +146,109 @@ def measure_costs(engine: TimedEngine) -> StepCosts:
     assert sizer is not None
     largest = engine.memory_plan.num_running_requests
     number = engine.num_added
-    times = {}
-    graphs = engine.runner.graph_runner
+    times, of_key = {}, {}
     try:
-        if graphs is not None:
-            graphs.is_patient = False
         for size in sorted({*SIZES, largest}):
             if size <= largest and (found := _times_of(engine, sizer, size)) is not None:
                 times[size] = found
+        if 1 in times:
+            of_key = _seconds_of_key(engine, sizer, times[1])
     finally:
         sizer.forced = None
-        if graphs is not None:
-            graphs.is_patient = True
         engine.forget(number)
-    return StepCosts(times or GUESSED)
+    return StepCosts(times or GUESSED, of_key)
 
 
 def _times_of(engine: TimedEngine, sizer: DraftSizer, size: int) -> StepTimes | None:
     """Time steps of ``size`` requests; None: memory does not hold them."""
     bounds = sizer.bounds
     largest, deepest = bounds.max_nodes, bounds.num_steps
-    kinds = [(1, 2), (deepest, min(3, largest)), (deepest, min(1 + deepest, largest)), (deepest, largest)]
     longest = min(deepest, largest - 1)
+    kinds = [(0, 1), (1, 2), (deepest, 2), (deepest, 1 + longest), (deepest, largest)]
     if engine.runner.drafter.drafts_chains:
-        kinds += [(depth, 0) for depth in sorted({1, longest})]
-    drafts: Curve = {}
-    verifies: Curve = {}
-    chains: Curve = {}
-    for depth, nodes in [(0, 1), *dict.fromkeys(kind for kind in kinds if size == 1 or kind[1] != 3)]:
-        found = _seconds(engine, sizer, size, (depth, nodes))
-        if found is None:
-            return None
-        draft, rest = found
-        if nodes == 0:
-            chains[depth] = rest
-            continue
-        if depth:
-            drafts[depth] = min(draft, drafts.get(depth, draft))
-        verifies[size * nodes] = min(rest, verifies.get(size * nodes, rest))
+        kinds += [(1, 0), (longest, 0)]
+    kinds = [*dict.fromkeys(kinds)]
+    found = _seconds(engine, sizer, size, kinds, PROMPT)
+    return None if found is None else _separated(found, size, bounds)
+
+
+def _separated(found: dict[Kind, float], size: int, bounds: Bounds) -> StepTimes:
+    """Part the times of whole steps into drafts and verifies; only their sums are known of steps that draft.
+
+    A second node of every request is taken to cost what each of the next ones does.
+    """
+    deepest, longest = bounds.num_steps, min(bounds.num_steps, bounds.max_nodes - 1)
+    plain, second, chain = found[0, 1], found[deepest, 2], found[deepest, 1 + longest]
+    of_second = min(max((chain - second) / max(longest - 1, 1), 0.0), max(found[1, 2] - plain, 0.0))
+    drafts = {depth: max(found[depth, 2] - plain - of_second, LEAST_SECONDS) for depth in sorted({1, deepest})}
     for depth in range(2, deepest):
         drafts[depth] = drafts[1] + (depth - 1) / (deepest - 1) * (drafts[deepest] - drafts[1])
-    return StepTimes(dict(sorted(drafts.items())), dict(sorted(verifies.items())), chains)
+    verifies = {size: plain, 2 * size: plain + of_second}
+    for depth, nodes in found:
+        if depth == deepest and nodes > 2:
+            verifies[nodes * size] = max(found[depth, nodes] - drafts[deepest], plain)
+    chains = {depth: seconds for (depth, nodes), seconds in found.items() if nodes == 0}
+    return StepTimes(dict(sorted(drafts.items())), verifies, chains)
 
 
-def _seconds(engine: TimedEngine, sizer: DraftSizer, size: int, forced: tuple[int, int]) -> tuple[float, float] | None:
-    """Shortest seconds of drafts and of the rest of steps with so many nodes of every request."""
+def _seconds_of_key(engine: TimedEngine, sizer: DraftSizer, times: StepTimes) -> Curve:
+    """Time steps of one request behind a longer prompt; empty where that would take long, or memory is too small."""
+    length = min(LONG_PROMPT, engine.context_length // 2)
+    largest, deepest = sizer.bounds.max_nodes, sizer.bounds.num_steps
+    kinds = [(0, 1), (deepest, largest)]
+    if times.verifies[1] > SLOW_STEP or length <= 2 * PROMPT:
+        return {}
+    near, far = (_seconds(engine, sizer, 1, kinds, prompt) for prompt in (PROMPT, length))
+    if near is None or far is None:
+        return {}
+    return {kind[1]: max((far[kind] - near[kind]) / (length - PROMPT), 0.0) for kind in kinds}
+
+
+def _seconds(
+    engine: TimedEngine, sizer: DraftSizer, size: int, kinds: Sequence[Kind], prompt: int
+) -> dict[Kind, float] | None:
+    """Shortest seconds of steps of each kind, which take turns; None: memory does not hold so many requests.
+
+    Args:
+        engine: is idle.
+        sizer: of the engine.
+        size: requests.
+        kinds: depth of a draft, and nodes of every request; 0 nodes: chains.
+        prompt: tokens of a request.
+    """
     names = [f"cost-{i}" for i in range(size)]
-    found, spent = [], 0.0
+    found: dict[Kind, list[float]] = {kind: [] for kind in kinds}
     try:
-        if not _start(engine, sizer, names):
+        if not _start(engine, sizer, names, prompt):
             return None
-        sizer.forced = forced
-        for i in range(WARM_UPS + TIMED):
-            began = time.perf_counter()
-            engine.step()
-            took = time.perf_counter() - began
-            if len(engine.scheduler.verifying) < size:  # they have reached the end of the context
-                break
-            if i >= WARM_UPS:
-                found.append((engine.runner.draft_seconds, took - engine.runner.draft_seconds))
-                spent += took
-            if spent > MAX_TIMED_SECONDS:
-                break
+        for _ in range(ROUNDS):
+            for kind, seconds in found.items():
+                if sum(seconds) > MAX_TIMED_SECONDS:
+                    continue
+                sizer.forced = kind
+                for _ in range(MAX_STEPS):
+                    engine.step()
+                    if len(engine.scheduler.verifying) < size:  # they have reached the end of the context
+                        return _shortest(found)
+                    if sizer.last_seconds is not None:
+                        seconds.append(sizer.last_seconds)
+                    if len(seconds) % TIMED == 0 and sizer.last_seconds is not None:
+                        break
     finally:
         for name in names:
             engine.abort(name)
-    if not found:
+    return _shortest(found)
+
+
+def _shortest(found: dict[Kind, list[float]]) -> dict[Kind, float] | None:
+    if not all(found.values()):
         return None
-    return _shortest(draft for draft, _ in found), _shortest(rest for _, rest in found)
+    return {kind: max(min(seconds), LEAST_SECONDS) for kind, seconds in found.items()}
 
 
-def _start(engine: TimedEngine, sizer: DraftSizer, names: Sequence[str]) -> bool:
+def _start(engine: TimedEngine, sizer: DraftSizer, names: Sequence[str], prompt: int) -> bool:
     """Add made-up requests and run their prompts; False: memory does not hold them all."""
-    length = min(PROMPT, engine.context_length - 1)
+    length = min(prompt, engine.context_length - 1)
     params = SamplingParams(max_tokens=engine.context_length, temperature=0.0, ignore_eos=True)
     generator = np.random.default_rng(len(names))
     sizer.forced = 0, 1
@@ -223,15 +256,11 @@ def _start(engine: TimedEngine, sizer: DraftSizer, names: Sequence[str]) -> bool
         return False
     for name in names:
         engine.add_request(name, generator.integers(0, engine.vocab_size, length).tolist(), params)
-    for _ in range(2 * len(names)):
+    for _ in range(2 * len(names) + length):
         if len(engine.scheduler.verifying) == len(names):
             return True
         engine.step()
     return False
-
-
-def _shortest(seconds: Iterable[float]) -> float:
-    return max(min(seconds), 1e-9)
 
 
 def _cache_file() -> Path | None:

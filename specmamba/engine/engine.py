@@ -20,9 +20,9 @@ from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.cache_manager import build_cache_manager
+from specmamba.engine.captured_steps import build_graph_runner
 from specmamba.engine.constraints import Constraints
 from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
-from specmamba.engine.graph_runner import build_graph_runner
 from specmamba.engine.loading import (
     keep_freed_memory,
     load_models,
@@ -220,8 +220,10 @@ class Engine:
         if (yielding := self.scheduler.must_yield()) is not None:  # one a step: each costs a copy of a state
             self.preempt(yielding)
             deltas += self._admit()
-        runs = self.scheduler.next_runs()
+        runs, began = self.scheduler.next_runs(), time.perf_counter()
         deltas += self._extend(runs) if runs else []
+        if (sizer := self.runner.sizer) is not None:
+            sizer.beside = time.perf_counter() - began if runs else 0.0
         ready = self.constraints.ready(self.scheduler.verifying, is_idle=not runs)
         deltas += [self._fail(request) for request in ready if request.grammar_error is not None]
         batch = sorted((r for r in ready if r.grammar_error is None), key=lambda request: request.held_row)
@@ -232,8 +234,8 @@ class Engine:
         if ended:
             self._end(ended)
         deltas += advanced
-        if batch and self.runner.sizer is not None:
-            self.runner.sizer.observe_rest(time.perf_counter() - stepped)
+        if batch and sizer is not None:
+            sizer.observe_rest(time.perf_counter() - stepped)
         return deltas
 
     def _admit(self) -> list[OutputDelta]:

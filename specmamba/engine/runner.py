@@ -16,8 +16,9 @@ from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
 from specmamba.draft.sizing.sizer import DraftSize, DraftSizer, SizedBatch
+from specmamba.engine.captured_steps import capture_steps
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
-from specmamba.engine.graph_runner import StepGraphRunner, capture_steps
+from specmamba.engine.graph_runner import StepCall, StepGraphRunner
 from specmamba.engine.request import PrefillRun, Request, forced_ahead
 from specmamba.kernels.draft_sizing import Ints
 from specmamba.kernels.state_records import RowSet
@@ -52,7 +53,6 @@ class Runner:
         self._device, self._constraints = device, constraints
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
         self.sizer: DraftSizer | None = None  # decides the size of drafts in each step; None: the drafter does
-        self.draft_seconds = 0.0  # of the newest draft
         self._sized: tuple[tuple[int, ...], tuple[Ints, Ints, Ints]] | None = None
 
     def admit(self, request: Request) -> None:
@@ -156,18 +156,15 @@ class Runner:
         pending_tokens, drafted = self._prepared(requests, rows, size, wants_drafts)
         batch = self._whole_batch(requests, pending_tokens)
         drafts: Drafts = self.drafter if wants_drafts else PlainDrafts(self.drafter)
-        sized = None
         if size is not None and wants_drafts and size.is_chain:
             drafts = ChainDrafts(self.drafter, size.depth + 1)
         elif size is not None and wants_drafts:
             assert self.sizer is not None
             own = batch if drafted is requests else self._drafted_batch(drafted, size, pending_tokens)
-            drafts = sized = SizedDrafts(self.drafter, self.sizer, size, own)
+            drafts = SizedDrafts(self.drafter, self.sizer, size, own)
         if any(request.follower is not None or self._is_bounded(request) for request in requests):
             drafts = ConstrainedDrafts(drafts, requests, self._constraints)
-        output = step(batch, drafts, self.target, self.pools, self.policy, self.probe)
-        self.draft_seconds = 0.0 if sized is None else sized.seconds
-        return output
+        return step(batch, drafts, self.target, self.pools, self.policy, self.probe)
 
     def _run_captured(
         self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None
@@ -182,16 +179,18 @@ class Runner:
         if size is not None:
             return self._run_sized(graphs, bucket, requests, rows, size)
         if drafter.is_capturable:
-            pending_tokens = drafter.prepare(rows, bucket)
-            return graphs.run(requests, drafter, self.run_step, self.policy, pending_tokens, None)
+            return graphs.run(self._call(requests, drafter.prepare(rows, bucket)))
         batch = self._whole_batch(requests, drafter.prepare(rows, len(rows)))
         tree = drafter.propose(batch)
         if tree.draft_probs is None:
-            output = graphs.run(requests, drafter, self.run_step, self.policy, None, tree)
+            output = graphs.run_given(self._call(requests), tree)
         else:
             output = self.run_step(batch, GivenDrafts(tree))
         drafter.observe(batch, output.verdict, output.features)
         return output
+
+    def _call(self, requests: Sequence[Request], pending_tokens: HostPendingTokens | None = None) -> StepCall:
+        return StepCall(requests, self.drafter, self.run_step, self.policy, pending_tokens)
 
     def _is_bounded(self, request: Request) -> bool:
         """Whether the drafter may draft deeper than a request wants; a sizer knows what it wants."""
@@ -205,33 +204,40 @@ class Runner:
         rows: tuple[int, ...],
         size: DraftSize,
     ) -> StepOutput:
-        """Replay a draft, choose its trees, and replay their verify; or replay a plain step."""
+        """Replay a step of the planned size."""
         drafter, sizer = self.drafter, self.sizer
         assert sizer is not None
-        self.draft_seconds = 0.0
         pending_tokens, drafted = self._prepared(requests, rows, size, size.depth > 0)
-        if drafter.is_capturable:
-            given = drafter, self.run_step, self.policy, pending_tokens
-            if size.depth == 0:
-                return graphs.run_plain(requests, *given)
-            if size.is_chain:
-                return graphs.run_chains(requests, *given, size.depth + 1)
-            began = time.perf_counter()
-            candidates = graphs.offer(drafted, drafter, pending_tokens, size)
-            self.draft_seconds = time.perf_counter() - began
-            chosen = sizer.choose(candidates, bucket)
-            return graphs.run_chosen(requests, *given, candidates, chosen, size)
+        if not drafter.is_capturable:
+            return self._run_on_host_drafts(graphs, requests, drafted, size, pending_tokens)
+        call = self._call(requests, pending_tokens)
+        if size.depth == 0:
+            return graphs.run_fixed(call, PlainDrafts(drafter), 1)
+        if size.is_chain:
+            return graphs.run_fixed(call, ChainDrafts(drafter, size.depth + 1), size.depth + 1)
+        if size.drafted is None and graphs.calls_host:
+            return graphs.run_sized(call, sizer, size.depth)
+        candidates = graphs.offer(call, drafted, size)
+        return graphs.run_chosen(call, candidates, sizer.choose(candidates, bucket), size)
+
+    def _run_on_host_drafts(
+        self,
+        graphs: StepGraphRunner,
+        requests: Sequence[Request],
+        drafted: Sequence[Request],
+        size: DraftSize,
+        pending_tokens: HostPendingTokens | None,
+    ) -> StepOutput:
+        """Draft by a drafter that no captured step has in it, and replay the verify."""
+        drafter, sizer, call = self.drafter, self.sizer, self._call(requests)
+        assert sizer is not None
         batch = self._whole_batch(requests, pending_tokens)
         if size.depth == 0:
-            tree = drafter.propose_nothing(batch)
-            output = graphs.run(requests, drafter, self.run_step, self.policy, None, tree)
+            output = graphs.run_given(call, drafter.propose_nothing(batch))
         else:
-            began = time.perf_counter()
             candidates = drafter.offer(self._drafted_batch(drafted, size, pending_tokens), size.depth)
-            self.draft_seconds = time.perf_counter() - began
-            chosen = sizer.choose(candidates, bucket)
-            given = drafter, self.run_step, self.policy, None
-            output = graphs.run_chosen(requests, *given, candidates, chosen, size)
+            chosen = sizer.choose(candidates, graphs.bucket(len(requests)) or len(requests))
+            output = graphs.run_chosen(call, candidates, chosen, size)
         drafter.observe(batch, output.verdict, output.features)
         return output
 

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specmamba.cache.shapes import pending_token_capacity
 from specmamba.core import Batch, DraftTree, Packing, PendingTokens
 from specmamba.cuda_graphs import Columns
+from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import HostPendingTokens, chain_shape, tree_shape
 from specmamba.engine.request import Request, forced_ahead
 from specmamba.kernels import draft_sizing
@@ -26,7 +28,8 @@ SETTINGS = {"seed": 0, "top_k": 0, "rejects": 0}
 FLOATS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
 
 
-ARRAYS = "tokens", "parents", "num_nodes", "places", "nodes", "firsts"  # of TreeArrays, that steps read
+# of TreeArrays, that steps read
+ARRAYS = "tokens", "parents", "candidates", "num_nodes", "places", "nodes", "firsts", "num_live"
 
 
 class Sampling(NamedTuple):
@@ -65,6 +68,7 @@ class StepKind(NamedTuple):
     max_pending_tokens: int = 0  # of a draft head, in any row; 0: there is none
     keeps_tokens: bool = False  # some rows keep their pending tokens
     num_distributions: int = 0  # of every row, that its drafts were drawn from
+    depth: int = 0  # of drafts whose trees the step itself chooses; 0: it does not
 
 
 class TreeInputs:
@@ -77,13 +81,14 @@ class TreeInputs:
         given = [torch.from_numpy(getattr(self.arrays, name)) for name in ARRAYS]
         on_device = given if device.type == "cpu" else [x.to(device) for x in given]
         self._copies = [] if device.type == "cpu" else list(zip(on_device, given, strict=True))
-        self.tokens, self.parents, self.counts, self.places, self.nodes, self.firsts = on_device
+        self.tokens, self.parents, self._candidates, *packed = on_device
+        self.counts, self.places, self.nodes, self.firsts, self.num_live = packed
         self.entries = torch.zeros_like(self.tokens)  # the distribution after each node
         self._draft_probs: dict[int, Tensor] = {}  # [rows, E, V] float32, by E
 
     def clear(self) -> None:
         """Make all nodes but the roots padding."""
-        for x in (self.tokens, self.counts, self.places, self.nodes, self.firsts, self.entries):
+        for x in (self.tokens, self.counts, self.places, self.nodes, self.firsts, self.num_live, self.entries):
             x.zero_()
         self.parents.fill_(-1)
 
@@ -116,6 +121,18 @@ class TreeInputs:
             self._draft_probs[num_distributions] = torch.zeros(shape, device=self._device)
         return self._draft_probs[num_distributions][:num_rows]
 
+    def read_chosen(self, kind: StepKind, root_tokens: Tensor, candidates: Candidates) -> DraftTree:
+        """Pack the trees that were just chosen from ``candidates``, in a step that runs on the CPU; see ``read``."""
+        draft_sizing.pack(self.arrays, kind.batch_size, kind.num_nodes, kind.num_packed)
+        tree, probs = self.read(kind, root_tokens), candidates.draft_probs
+        if probs is None:
+            return tree
+        assert candidates.entries is not None
+        entries = candidates.entries.gather(1, self._candidates[: kind.batch_size, : kind.num_nodes])
+        entries = entries + torch.arange(kind.batch_size)[:, None] * probs.shape[1]
+        found = probs.flatten(0, 1).index_select(0, entries.view(-1)).view(*entries.shape, -1)
+        return replace(tree, draft_probs=found)
+
     def read(self, kind: StepKind, root_tokens: Tensor) -> DraftTree:
         """The trees of a step of this kind, on ``root_tokens`` [B]."""
         size, num_nodes = kind.batch_size, kind.num_nodes
@@ -125,7 +142,7 @@ class TreeInputs:
         packing = None
         if kind.num_packed:
             of_nodes = self.places[: kind.num_packed], self.nodes[: size * num_nodes]
-            packing = Packing(*of_nodes, self.firsts[:size], self.counts[:size])
+            packing = Packing(*of_nodes, self.firsts[:size], self.counts[:size], self.num_live)
         if kind.is_chain:
             shape = replace(chain_shape(size, num_nodes, tokens.device), parents=parents, packing=packing)
         else:
@@ -139,6 +156,34 @@ class TreeInputs:
         probs = self._draft_probs[kind.num_distributions]
         entries = self.entries[:size, :num_nodes].reshape(-1)
         return probs.flatten(0, 1).index_select(0, entries).view(size, num_nodes, -1)
+
+
+class PackedInputs:
+    """The packing of rows with different numbers of tokens, in memory that captured steps of a CPU read."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        """``width``: tokens of a row at the most."""
+        self._arrays = TreeArrays.empty(num_rows, width)
+        columns = (getattr(self._arrays, name) for name in ("places", "nodes", "firsts", "num_nodes", "num_live"))
+        self._places, self._nodes, self._firsts, self._counts, self._num_live = map(torch.from_numpy, columns)
+
+    def clear(self) -> None:
+        """Make every row padding."""
+        for x in (self._places, self._nodes, self._firsts, self._counts, self._num_live):
+            x.zero_()
+
+    def write(self, counts: Sequence[int], num_rows: int, width: int) -> None:
+        """Pack so many tokens of each of ``num_rows`` rows, in a layout of ``width`` tokens a row; others have none."""
+        self._arrays.num_nodes[: len(counts)] = counts
+        self._arrays.num_nodes[len(counts) : num_rows] = 0
+        draft_sizing.pack(self._arrays, num_rows, width, num_rows * width)
+
+    def read(self, num_rows: int, width: int) -> Packing:
+        """The packing of the first rows, in such a layout."""
+        size = num_rows * width
+        return Packing(
+            self._places[:size], self._nodes[:size], self._firsts[:num_rows], self._counts[:num_rows], self._num_live
+        )
 
 
 class StepInputs:
@@ -158,9 +203,10 @@ class StepInputs:
         self.settings = Columns(SETTINGS, num_rows, torch.int64, device)
         self.floats = Columns(FLOATS, num_rows, torch.float32, device)
         self.trees = TreeInputs(max(num_rows, num_trees or 0), max_nodes, device)
+        self._pending = None if device.type != "cpu" else PackedInputs(num_rows, pending_token_capacity(max_nodes))
         self.forced_output_ids = torch.full((num_rows, max_nodes), -1, dtype=torch.int64, device=device)
         self._members: tuple[int, ...] = ()  # requests whose settings were written last
-        self._written: tuple[object, object] = None, None  # what ``write`` has written last
+        self._written: tuple[object, object, object] = None, None, None  # what ``write`` has written last
         self._used = Sampling()  # parts of sampling that they use
 
     def clear(self) -> None:
@@ -169,7 +215,9 @@ class StepInputs:
             columns.write({})
         self.trees.clear()
         self.forced_output_ids.fill_(-1)
-        self._members, self._written = (), (None, None)
+        if self._pending is not None:
+            self._pending.clear()
+        self._members, self._written = (), (None, None, None)
 
     def write_settings(self, requests: Sequence[Request]) -> Sampling:
         """Write what stays the same for a request in all its steps; returns the parts of sampling that are used."""
@@ -185,14 +233,16 @@ class StepInputs:
             self._members, self._used = members, Sampling.of(params, rules)
         return self._used
 
-    def write(self, requests: Sequence[Request], pending_tokens: HostPendingTokens | None) -> None:
-        """Write the batch of a step of these requests; the rows behind them become padding.
+    def write(self, requests: Sequence[Request], pending_tokens: HostPendingTokens | None, kind: StepKind) -> None:
+        """Write the batch of a step of this kind and of these requests; the rows behind them become padding.
 
         A second call for the same step, with the same objects, changes nothing.
         """
-        if pending_tokens is not None and self._written[0] is requests and self._written[1] is pending_tokens:
+        written, layout = self._written, (kind.batch_size, kind.max_pending_tokens)
+        is_same = written[0] is requests and written[1] is pending_tokens and written[2] == layout
+        if pending_tokens is not None and is_same:
             return
-        self._written = requests, pending_tokens
+        self._written = requests, pending_tokens, layout
         self.write_settings(requests)  # a capture has cleared them
         columns: dict[str, Sequence[int]] = {
             "row": [request.held_row for request in requests],
@@ -202,6 +252,8 @@ class StepInputs:
         if pending_tokens is not None:
             columns["num_pending_tokens"] = pending_tokens.counts
             columns["num_kept_tokens"] = pending_tokens.kept or ()
+            if self._pending is not None and not pending_tokens.is_deferred:
+                self._pending.write(pending_tokens.counts, kind.batch_size, kind.max_pending_tokens)
         self.roots.write(columns)
         if any(request.forced_output_ids for request in requests):
             self.forced_output_ids.fill_(-1)
@@ -221,8 +273,9 @@ class StepInputs:
         pending_tokens = None
         if kind.max_pending_tokens:
             kept = column("num_kept_tokens", size) if kind.keeps_tokens else None
-            counts = column("num_pending_tokens", size)
-            pending_tokens = PendingTokens(kind.max_pending_tokens, counts, kind.is_deferred, kept)
+            counts, most = column("num_pending_tokens", size), kind.max_pending_tokens
+            packing = None if self._pending is None or kind.is_deferred else self._pending.read(size, most)
+            pending_tokens = PendingTokens(most, counts, kind.is_deferred, kept, packing)
         return Batch(
             rows=(),
             row_index=column("row", size),

@@ -1,5 +1,6 @@
 """The context that one forward passes to all layers."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from specmamba.cache.access import PagedKV
 from specmamba.core import Packing
+from specmamba.kernels.native.live import live_rows
 from specmamba.kernels.state_records import StateOperands
 from specmamba.layers.primitives import RotaryAngles
 
@@ -44,3 +46,8 @@ class LayerContext:
     def unpack(self, x: Tensor) -> Tensor:
         """Invert ``pack``; what was padding gets values of some token."""
         return x if self.packing is None else self.packing.unpack(x, self.kv.batch_size)
+
+
+def without_padding(packing: Packing | None) -> AbstractContextManager[None]:
+    """Inside, native products leave out what is behind the last packed token."""
+    return nullcontext() if packing is None else live_rows(packing.num_packed, packing.num_live)

@@ -54,12 +54,14 @@ class EagleHead:
 
     def forward(self, tokens: Tensor, hidden: Tensor, context: ForwardContext, module: int = 0) -> Tensor:
         """Run the head over tokens [B, L] and hidden states [B, L, H'] of the positions before: [B, L, H']."""
+        angles = self._rotary.angles(context.positions, hidden.dtype)
+        layer_context = LayerContext(context.kv, None, angles, context.packing)
+        tokens, hidden = layer_context.pack(tokens), layer_context.pack(hidden)
         x = self._fc(torch.cat([F.embedding(tokens, self._embedding), hidden], -1))
-        layer_context = LayerContext(context.kv, None, self._rotary.angles(context.positions, x.dtype))
         x = x + self._attention(x, layer_context)
         for block in self._blocks:
             x = block(x, layer_context)
-        return x
+        return layer_context.unpack(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head, the head's own or the target's, to [..., H']: [..., V]."""
@@ -181,13 +183,15 @@ class Eagle3Head:
 
     def forward(self, tokens: Tensor, hidden: Tensor, context: ForwardContext, module: int = 0) -> Tensor:
         """Run the head over tokens [B, L] and hidden states [B, L, H'] of the positions before: [B, L, H']."""
+        angles = self._rotary.angles(context.positions, hidden.dtype)
+        layer_context = LayerContext(context.kv, None, angles, context.packing)
+        tokens, hidden = layer_context.pack(tokens), layer_context.pack(hidden)
         pair = self._input_norm(torch.stack([F.embedding(tokens, self._embedding), hidden], 2))
         residual = pair[:, :, 1] if self._adds_normed else hidden
-        layer_context = LayerContext(context.kv, None, self._rotary.angles(context.positions, hidden.dtype))
         x = residual + self._attention(pair.flatten(2), layer_context)
         for block in self._blocks:
             x = block(x, layer_context)
-        return x
+        return layer_context.unpack(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply norm and output head to [..., H']: [..., V], -inf for tokens outside of the draft vocabulary."""

@@ -142,13 +142,13 @@ class MTPHead:
     def forward(self, tokens: Tensor, hidden: Tensor, context: ForwardContext, module: int = 0) -> Tensor:
         """Run one module over tokens [B, L] and hidden states [B, L, H] of the positions before: [B, L, H]."""
         parts = self._modules[module]
-        inputs = torch.stack([self._target.embed(tokens), hidden], 2)
+        rotary = None if self._target.rotary is None else self._target.rotary.angles(context.positions, hidden.dtype)
+        layer_context = LayerContext(context.kv, None, rotary, context.packing)
+        inputs = torch.stack([self._target.embed(layer_context.pack(tokens)), layer_context.pack(hidden)], 2)
         x = parts.fc(parts.input_norm(inputs).flatten(2))
-        rotary = None if self._target.rotary is None else self._target.rotary.angles(context.positions, x.dtype)
-        layer_context = LayerContext(context.kv, None, rotary)
         for block in parts.blocks:
             x = block(x, layer_context)
-        return parts.norm(x)
+        return layer_context.unpack(parts.norm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head to [..., H]: [..., V]."""

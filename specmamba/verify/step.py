@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from specmamba.core import Batch, DraftTree, Verdict
+from specmamba.layers.context import without_padding
 from specmamba.models.base import Target
 from specmamba.verify.acceptance import AcceptPolicy, accept
 from specmamba.verify.pools import Pools
@@ -72,9 +73,11 @@ def step(
     tree = drafts.propose(batch)
     probe.lap("draft")
     placement = pools.place(batch, tree, slots)
-    hidden, features = target.forward(tree.tokens, pools.context(batch, tree, placement))
-    logits = target.logits(hidden)
-    if (packing := tree.shape.packing) is not None:
+    packing = tree.shape.packing
+    with without_padding(packing):
+        hidden, features = target.forward(tree.tokens, pools.context(batch, tree, placement))
+        logits = target.logits(hidden)
+    if packing is not None:
         logits = packing.unpack(logits, batch.size)
     probe.show(logits)
     verdict = accept(tree, logits, batch, pools.history(batch), *policy)

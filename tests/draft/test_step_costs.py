@@ -19,8 +19,8 @@ ENGINE = {"model": "abc", "threads": "2"}
 
 def costs() -> StepCosts:
     one = StepTimes({1: 0.1, 3: 0.3}, {1: 1.0, 2: 1.2, 8: 2.4}, {1: 1.2, 3: 1.6})
-    four = StepTimes({1: 0.4, 3: 0.6}, {4: 2.0, 8: 3.0, 32: 9.0}, {1: 3.0, 3: 5.0}, of_key=0.01)
-    return StepCosts({1: one, 4: four})
+    four = StepTimes({1: 0.4, 3: 0.6}, {4: 2.0, 8: 3.0, 32: 9.0}, {1: 3.0, 3: 5.0})
+    return StepCosts({1: one, 4: four}, {1: 0.01, 5: 0.03})
 
 
 def test_predictions_meet_the_measured_points_and_lie_on_lines_between_them() -> None:
@@ -29,15 +29,16 @@ def test_predictions_meet_the_measured_points_and_lie_on_lines_between_them() ->
     np.testing.assert_array_equal(base, seconds)
     assert math.isinf(base[0])
     of_four, _ = costs().totals(4, 2, 100, 40)
-    assert of_four[8] == pytest.approx(3.0 + 0.5 + 100 * 0.01)
-    assert of_four[40] == pytest.approx(9.0 + 8 * 0.25 + 0.5 + 1.0)  # beyond the last point: its slope
+    assert of_four[4] == pytest.approx(2.0 + 0.5 + 100 * 0.01)
+    assert of_four[8] == pytest.approx(3.0 + 0.5 + 100 * 0.015)  # two nodes of every request see the keys
+    assert of_four[40] == pytest.approx(9.0 + 8 * 0.25 + 0.5 + 100 * 0.055)  # beyond the last point: its slope
     of_two, _ = costs().totals(2, 0, 0, 8)
     assert of_two[8] == pytest.approx(2.4 * 2 / 3 + 3.0 / 3)
 
 
 def test_whole_chains_have_times_of_their_own() -> None:
     base, seconds = costs().chains(4, 100, 4)
-    np.testing.assert_allclose(base[1:], [4.0, 5.0, 6.0, 7.0])
+    np.testing.assert_allclose(base[1:], [3.0 + 1.5, 4.0 + 2.0, 5.0 + 2.5, 6.0 + 3.0])
     np.testing.assert_array_equal(base, seconds)
     unknown = StepCosts({1: StepTimes({1: 0.1}, {1: 1.0})})
     assert np.isinf(unknown.chains(1, 0, 3)).all()
@@ -64,6 +65,14 @@ def test_a_few_steps_say_nothing() -> None:
     assert known.ratio(1, 4, True) == 1.0
 
 
+def test_one_slow_step_moves_a_ratio_little() -> None:
+    known = costs()
+    for _ in range(4 * FEW_STEPS):
+        known.observe(1, 4, True, 1.8, 1.8)
+    known.observe(1, 4, True, 1.8, 1.8 * 100)
+    assert 1.0 < known.ratio(1, 4, True) < 1.03
+
+
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, math.nan, math.inf])
 def test_a_clock_that_jumps_is_ignored(seconds: float) -> None:
     known = costs()
@@ -87,7 +96,7 @@ def test_a_file_keeps_the_times_of_several_engines(tmp_path: Path) -> None:
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    times = {"draft_seconds": {"1": 0.1}, "verify_seconds": {"1": 1.0}, "seconds_per_key": 0.0} | changes
+    times = {"draft_seconds": {"1": 0.1}, "verify_seconds": {"1": 1.0}} | changes
     return {"version": 1, "entries": [{"engine": ENGINE, "times": {"1": times}}]}
 
 

@@ -11,7 +11,7 @@ from specmamba.cache.access import PagedKV, batch_rows, causal_keys, tree_keys
 from specmamba.cache.kv_pool import KVPool
 from specmamba.cache.request_table import RequestTable
 from specmamba.cache.shapes import pending_token_capacity
-from specmamba.core import Batch, DraftTree, PendingTokens, PrefillChunk, Verdict
+from specmamba.core import Batch, DraftTree, Packing, PendingTokens, PrefillChunk, Verdict
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import Drafter, HostPendingTokens, root_tree
@@ -24,9 +24,10 @@ from specmamba.draft.heads.tree_growth import (
     grow,
     grow_dynamic_tree,
     grow_static_tree,
+    offer_comb,
 )
 from specmamba.kernels import paged_attention
-from specmamba.layers.context import ForwardContext
+from specmamba.layers.context import ForwardContext, without_padding
 from specmamba.models.base import DraftHead
 from specmamba.sampling_params import SamplingBatch, SamplingParams
 from specmamba.trees import StaticTree
@@ -158,8 +159,10 @@ class MTPDrafter(Drafter):
         return root_tree(batch)
 
     def offer(self, batch: Batch, num_steps: int) -> Candidates:
-        width = self._plan.width
-        return candidates_of(grow(self, self._picker, batch, self.catch_up(batch), (num_steps, self._plan.topk, width)))
+        topk, width, hidden = self._plan.topk, self._plan.width, self.catch_up(batch)
+        if width == 1:
+            return offer_comb(self, self._picker, batch, hidden, num_steps, topk)
+        return candidates_of(grow(self, self._picker, batch, hidden, (num_steps, topk, width)))
 
     def propose_chain(self, batch: Batch, num_nodes: int) -> DraftTree:
         return self._grow_chain(batch, num_nodes)
@@ -256,8 +259,10 @@ class MTPDrafter(Drafter):
                 hidden = torch.cat([hidden[:, :1], outputs[-1][:, :-1]], 1)
             first_key = FIRST_KEY + module
             sees_all = tokens.numel() == 1 and num_keys > first_key  # the only token is the last key
-            keys = causal_keys(self._table, batch, positions, num_keys, first_key, sees_all=sees_all)
-            outputs.append(self._forward(tokens, hidden, positions, slots, keys, module))
+            packing = pending_tokens.packing
+            keys = causal_keys(self._table, batch, positions, num_keys, first_key, sees_all, packing)
+            with without_padding(packing):
+                outputs.append(self._forward(tokens, hidden, positions, slots, keys, module, packing))
         return outputs
 
     def _complete(self, batch: Batch) -> None:
@@ -294,6 +299,7 @@ class MTPDrafter(Drafter):
         slots: Tensor,
         keys: paged_attention.AttentionMetadata,
         module: int = 0,
+        packing: Packing | None = None,
     ) -> Tensor:
         kv = PagedKV(self._kv_pool, slots.reshape(-1), keys)
-        return self.head.forward(tokens, hidden, ForwardContext(kv, None, positions), module)
+        return self.head.forward(tokens, hidden, ForwardContext(kv, None, positions, packing), module)

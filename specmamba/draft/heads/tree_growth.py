@@ -14,6 +14,7 @@ This value bounds the values of all nodes below it, so none that depends on the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.drafter import chain_shape, tree_shape
 from specmamba.draft.heads.children import ChildPicker, Children
 from specmamba.kernels import sampling as sampling_ops
+from specmamba.kernels.draft_sizing import Ints
 from specmamba.trees import StaticTree
 
 
@@ -105,22 +107,55 @@ def grow(runner: HeadRunner, picker: ChildPicker, batch: Batch, hidden: Tensor, 
     ancestors = torch.ones(size, 1, 1, dtype=torch.bool, device=device)  # mask of the entries; entry 0 is the root
     for depth in range(1, num_steps):
         last, num_before = steps[-1], 1 + sum(step.tokens.shape[1] for step in steps[:-1])
-        if width == 1:  # the first child has the highest value
-            best, num_entries = root, depth
-            hidden = runner.descend(batch, last.tokens[:, :1], hidden, depth, None, depth)
-        else:
-            best = last.value.sort(dim=-1, descending=True, stable=True).indices[:, :width].sort(-1).values
-            above = best // topk  # index of the parent among the nodes of the step before
-            hidden = hidden.gather(1, above[..., None].expand(-1, -1, hidden.shape[2]))
-            num_entries = ancestors.shape[2]
-            ancestors = _add_entries(ancestors, num_entries - expanded[-1].shape[1] + above)
-            tokens = last.tokens.gather(1, best)
-            hidden = runner.descend(batch, tokens, hidden, depth, ancestors[:, num_entries:], num_entries)
+        best = last.value.sort(dim=-1, descending=True, stable=True).indices[:, :width].sort(-1).values
+        above = best // topk  # index of the parent among the nodes of the step before
+        hidden = hidden.gather(1, above[..., None].expand(-1, -1, hidden.shape[2]))
+        num_entries = ancestors.shape[2]
+        ancestors = _add_entries(ancestors, num_entries - expanded[-1].shape[1] + above)
+        tokens = last.tokens.gather(1, best)
+        hidden = runner.descend(batch, tokens, hidden, depth, ancestors[:, num_entries:], num_entries)
         children = picker.pick(runner.head.logits(hidden), topk, batch, num_entries)
         steps.append(_offers(children, last.path_logp.gather(1, best), last.value.gather(1, best), num_before + best))
         expanded.append(num_before + best)
         probs.append(children.probs)
     return Growth(steps, topk, torch.cat(expanded, 1), [p for p in probs if p is not None])
+
+
+def offer_comb(
+    runner: HeadRunner, picker: ChildPicker, batch: Batch, hidden: Tensor, num_steps: int, topk: int
+) -> Candidates:
+    """Offer ``topk`` children of the root, of its first child, of that one's first child, and so on.
+
+    Args:
+        runner: runs the head.
+        picker: picks children.
+        batch: the roots.
+        hidden: [B, 1, H], the head's states after the roots.
+        num_steps: depth of the deepest children.
+        topk: children of a node.
+    """
+    levels: list[Children] = []
+    for depth in range(num_steps):
+        if depth:
+            hidden = runner.descend(batch, levels[-1].tokens[:, 0, :1], hidden, depth, None, depth)
+        levels.append(picker.pick(runner.head.logits(hidden), topk, batch, depth))
+    tokens = torch.cat([level.tokens[:, 0] for level in levels], 1)
+    logp = torch.cat([level.place_logp[:, 0] for level in levels], 1)
+    parents, entries, depths, ranks = _comb(num_steps, topk, batch.root_tokens.device)
+    probs = [level.probs for level in levels if level.probs is not None]
+    parents = parents.expand(batch.size, -1)
+    if not probs:
+        return Candidates(tokens, parents, logp, depths, ranks)
+    return Candidates(tokens, parents, logp, depths, ranks, torch.cat(probs, 1), entries.expand(batch.size, -1))
+
+
+@cache
+def _comb(num_steps: int, topk: int, device: torch.device) -> tuple[Tensor, Tensor, Ints, Ints]:
+    """Parents [1, C] and entries [1, 1 + C] of ``Candidates``, depths and ranks; they must not be changed."""
+    depths, ranks = np.repeat(np.arange(1, num_steps + 1), topk), np.tile(np.arange(topk), num_steps)
+    parents = np.where(depths == 1, 0, (depths - 2) * topk + 1)
+    entries = np.concatenate([[0], np.where((ranks == 0) & (depths < num_steps), depths, 0)])
+    return torch.from_numpy(parents[None]).to(device), torch.from_numpy(entries[None]).to(device), depths, ranks
 
 
 def candidates_of(growth: Growth) -> Candidates:

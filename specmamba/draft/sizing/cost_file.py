@@ -33,7 +33,6 @@ class TimesOfSize(_Strict):
     chain_seconds: Annotated[
         dict[Number, Seconds], Field(max_length=256, description="whole steps with a chain for every request, by depth")
     ] = {}
-    seconds_per_key: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
 
 
 class CostEntry(_Strict):
@@ -41,14 +40,15 @@ class CostEntry(_Strict):
 
     engine: Annotated[dict[str, str], Field(description="model, machine and flags that times depend on")]
     times: Annotated[dict[Number, TimesOfSize], Field(min_length=1, max_length=64, description="by requests")]
+    key_seconds: Annotated[
+        dict[Number, Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]],
+        Field(max_length=256, description="added for every key in front of a request's root, by the request's nodes"),
+    ] = {}
 
     def costs(self) -> StepCosts:
         """Return the times for a sizer."""
-        found = {
-            size: StepTimes(t.draft_seconds, t.verify_seconds, t.chain_seconds, t.seconds_per_key)
-            for size, t in self.times.items()
-        }
-        return StepCosts(found)
+        found = {size: StepTimes(t.draft_seconds, t.verify_seconds, t.chain_seconds) for size, t in self.times.items()}
+        return StepCosts(found, dict(self.key_seconds))
 
 
 class CostFile(_Strict):
@@ -91,13 +91,11 @@ def write_costs(path: Path, file: CostFile, engine: Mapping[str, str], costs: St
         ConfigError: the file cannot be written.
     """
     times = {
-        size: TimesOfSize(
-            draft_seconds=t.drafts, verify_seconds=t.verifies, chain_seconds=t.chains, seconds_per_key=t.of_key
-        )
+        size: TimesOfSize(draft_seconds=t.drafts, verify_seconds=t.verifies, chain_seconds=t.chains)
         for size, t in costs.times.items()
     }
     others = [entry for entry in file.entries if entry.engine != dict(engine)]
-    entries = (*others[1 - MAX_ENTRIES :], CostEntry(engine=dict(engine), times=times))
+    entries = (*others[1 - MAX_ENTRIES :], CostEntry(engine=dict(engine), times=times, key_seconds=costs.of_key))
     text = json.dumps(CostFile(entries=entries).model_dump(), indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

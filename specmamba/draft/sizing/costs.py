@@ -1,9 +1,10 @@
 """The time of a step: a draft of some depth, and a verify of some nodes, for any number of requests.
 
 Measured are, for a few numbers of requests R, drafts D[R, depth] and the rest of a step V[R, T] with T nodes in all,
-the host's work included. Between measured points times are interpolated linearly, first over T, then over R. While the
-engine runs, a moving ratio of measured over predicted time corrects all of them, and one for each bucket of R and T the
-rest.
+the host's work included, and what keys in front of the roots add. Between measured points times are interpolated
+linearly, first over T, then over R. While the engine runs, a moving ratio of measured over predicted time corrects all
+of them, and one for each bucket of R and T the rest. A step that takes far longer than others moves a ratio no more
+than one that takes a little longer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from specmamba.kernels.draft_sizing import Floats, Ints
 LEAST_RATIO, MOST_RATIO = 0.5, 2.0
 WEIGHTS = (0.01, 0.03, 0.05)  # of a new step in the moving ratios, from the most general one
 FEW_STEPS = 8  # before a ratio counts
+FARTHEST = 1.25  # from a ratio, of a step that moves it
 Curve = dict[int, float]  # seconds by a number
 
 
@@ -30,7 +32,6 @@ class StepTimes:
     drafts: Curve  # by depth
     verifies: Curve  # by nodes of all requests, roots included: the rest of the step
     chains: Curve = field(default_factory=dict)  # whole steps with a chain for every request, by depth; or nothing
-    of_key: float = 0.0  # added to a verify for every key that a request's nodes see, of all requests
 
 
 @dataclass
@@ -38,6 +39,8 @@ class StepCosts:
     """Predicts the seconds of steps. One owner: the sizer of an engine."""
 
     times: dict[int, StepTimes]  # by number of requests
+    # seconds that a verify takes longer for every key in front of a request's root, by the request's nodes; or nothing
+    of_key: Curve = field(default_factory=dict)
     # measured over predicted time: of all steps; with or without drafts, by size; of each bucket, relative to those
     _ratios: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
 
@@ -54,7 +57,7 @@ class StepCosts:
         """
         numbers = np.arange(num_requests, max_nodes + 1)
         seconds = self._mean(num_requests, lambda t: _at(t.verifies, numbers))
-        seconds += self._mean(num_requests, lambda t: np.full(len(numbers), t.of_key)) * num_keys
+        seconds += self._of_key(numbers / num_requests) * num_keys
         if depth:
             seconds += self._mean(num_requests, lambda t: _at(t.drafts, np.array([depth])))
         ratios = [self.ratio(num_requests, int(number), depth > 0) for number in numbers]
@@ -69,7 +72,8 @@ class StepCosts:
         if not all(t.chains for t in self.times.values()):
             return (np.full(max_depth + 1, math.inf),) * 2
         depths = np.arange(1, max_depth + 1)
-        seconds = self._mean(num_requests, lambda t: _at(t.chains, depths) + t.of_key * num_keys)
+        seconds = self._mean(num_requests, lambda t: _at(t.chains, depths))
+        seconds += self._of_key(depths + 1) * num_keys
         ratios = [self.ratio(num_requests, int(depth), "chain") for depth in depths]
         nothing = np.full(1, math.inf)
         return np.concatenate([nothing, seconds]), np.concatenate([nothing, seconds * np.array(ratios)])
@@ -99,9 +103,14 @@ class StepCosts:
 
     def _move(self, key: Hashable, found: float, weight: float) -> float:
         count, ratio = self._ratios.get(key, (0, 1.0))
-        ratio += max(weight, 1 / (count + 1)) * (found - ratio)
+        near = min(max(found, ratio / FARTHEST), ratio * FARTHEST) if count >= FEW_STEPS else found
+        ratio += max(weight, 1 / (count + 1)) * (near - ratio)
         self._ratios[key] = count + 1, ratio
         return ratio
+
+    def _of_key(self, numbers: Floats | Ints) -> Floats:
+        """Seconds of a key by the nodes that see it."""
+        return np.maximum(_at(self.of_key, numbers), 0.0) if self.of_key else np.zeros(len(numbers))
 
     def _mean(self, num_requests: int, of_times: Callable[[StepTimes], Floats]) -> Floats:
         """Interpolate between the measured numbers of requests."""
@@ -120,7 +129,7 @@ def bucket_of(num_requests: int, num_nodes: int) -> tuple[int, int]:
     return size, -(-8 * num_nodes // num_requests) // max(1, 8 // size)
 
 
-def _at(curve: Curve, numbers: Ints) -> Floats:
+def _at(curve: Curve, numbers: Ints | Floats) -> Floats:
     """Interpolate linearly; beyond the last point with the slope of the last piece, never falling."""
     xs = np.array(sorted(curve), dtype=float)
     ys = np.maximum.accumulate(np.array([curve[int(x)] for x in xs]))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,13 +22,10 @@ class SizedDrafts:
     def __init__(self, drafter: Drafter, sizer: DraftSizer, size: DraftSize, drafted: Batch) -> None:
         """Draft what the sizer has planned, for the requests of the batch ``drafted``."""
         self._drafter, self._sizer, self._size, self._drafted = drafter, sizer, size, drafted
-        self.seconds = 0.0  # of the draft
 
     def propose(self, batch: Batch) -> DraftTree:
         """Return the chosen trees."""
-        began = time.perf_counter()
         candidates = self._drafter.offer(self._drafted, self._size.depth)
-        self.seconds = time.perf_counter() - began
         chosen = self._sizer.choose(candidates, batch.size)
         return tree_of(candidates, self._sizer.trees, chosen, batch, self._size)
 
@@ -40,6 +36,27 @@ class SizedDrafts:
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """Pass the verdict to the drafter."""
         self._drafter.observe(batch, verdict, features)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftsInStep:
+    """Drafts of a captured step that chooses its trees itself, without the host between draft and verify."""
+
+    drafter: Drafter
+    sizer: DraftSizer
+    depth: int
+    key: Hashable  # of the step
+    read: Callable[[Candidates], DraftTree]  # the chosen trees
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Return the chosen trees."""
+        candidates = self.drafter.offer(batch, self.depth)
+        self.sizer.choose(candidates, batch.size, self.key)
+        return self.read(candidates)
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        """Pass the verdict to the drafter."""
+        self.drafter.observe(batch, verdict, features)
 
 
 def tree_of(candidates: Candidates, arrays: TreeArrays, chosen: Chosen, batch: Batch, size: DraftSize) -> DraftTree:

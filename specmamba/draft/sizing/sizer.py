@@ -9,7 +9,7 @@ double, so that it is seen when drafts would pay again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,8 +30,7 @@ TREES_BESIDE_CHAINS = 24  # steps with chains between two with chosen trees, whi
 FIRST_PLAIN, LAST_PLAIN = 32, 256  # steps with drafts between two without, which show what plain decoding takes
 PROBED_SHARE = 4  # one request of so many is probed
 WEIGHT = 0.3  # of a new look in the mean gains
-MAX_OFFERS = 256
-WEIGHT_OF_REST, LONGEST_REST = 0.02, 1.0
+WEIGHT_OF_REST, LONGEST_REST, WEIGHT_OF_BESIDE = 0.02, 1.0, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +109,12 @@ class DraftSizer:
         self.is_chain = False
         self.forced: tuple[int, int] | None = None  # depth, and nodes of each row, 0: a chain: for measurements
         self.overhead = 0.0  # seconds of a step that are not in its measured time
+        self.beside = 0.0  # seconds that prompts took just before the step, whatever it drafts
+        self.last_seconds: float | None = None  # of the newest step
+        self._mean_beside = 0.0
         self._totals = totals
         self._drafted = Drafted(num_rows, len(bounds.depths), trees)
-        self._offers: dict[tuple[int, ...], tuple[Candidates, Offer]] = {}  # with the present times
+        self._offers: dict[Hashable, Offer] = {}  # of captured steps, which read them again
         self._given: Ints | None = None  # rows of the batch that _drafted was filled for, all of them
         self._num_requests = 0
         self._bases = self._seconds = np.zeros((0, 0))  # [D + 1, T + 1], of the present requests
@@ -149,19 +151,42 @@ class DraftSizer:
         self._batch = batch
         return size
 
-    def choose(self, candidates: Candidates, padded_size: int) -> Chosen:
+    def prepare(self, key: Hashable, padded_size: int) -> None:
+        """Get ready for a captured step that chooses, if it has been recorded.
+
+        Args:
+            key: of the step, as ``choose`` got it.
+            padded_size: rows of the trees, the last ones padding.
+        """
+        offer = self._offer = self._offers.get(key)
+        if offer is not None:
+            self._set_rules(offer, self._fill(), padded_size)
+            draft_sizing.arrange(self.state, self._drafted, offer)
+
+    def choose(self, candidates: Candidates, padded_size: int, key: Hashable = None) -> Chosen:
         """Choose the trees of the planned step from what was drafted, and write them to ``trees``.
 
         Args:
             candidates: of the rows that were drafted for, and perhaps of padding.
             padded_size: rows of the trees, the last ones padding.
+            key: of a captured step that calls this, and later repeats it after ``prepare``; None: there is none.
         """
-        number = self._fill()
-        offer = self._offer = self._offer_of(candidates, number, padded_size)
-        chosen = draft_sizing.choose(self.state, self._drafted, offer)
-        self._num_nodes = chosen.num_nodes
-        self._predicted = float(self._seconds[self._size.depth, chosen.num_nodes])
-        return chosen
+        number, size = self._fill(), self._size
+        columns = *candidates.on_host(len(candidates.tokens)), candidates.depths, candidates.ranks
+        offer = Offer(*columns, len(self._batch.rows), padded_size, size.depth, self._seconds[size.depth])
+        self._set_rules(offer, number, padded_size)
+        self._offer = offer
+        if key is not None:
+            self._offers[key] = offer
+        return draft_sizing.choose(self.state, self._drafted, offer)
+
+    def _set_rules(self, offer: Offer, number: int, padded_size: int) -> None:
+        """Let an offer of ``number`` rows be that of the planned step."""
+        size = self._size
+        offer.num_rows, offer.batch_size, offer.padded_size = number, len(self._batch.rows), padded_size
+        seconds = self._seconds[size.depth]
+        offer.seconds = seconds + self.beside if self.beside else seconds
+        offer.nodes_per_row = self.forced[1] if self.forced is not None else 2 if size.is_probe else 0
 
     def _fill(self) -> int:
         """Write the rows that are drafted for to ``_drafted``; returns their number."""
@@ -175,22 +200,6 @@ class DraftSizer:
         found.modes[:number], found.max_depths[:number] = batch.modes[places], batch.max_depths[places]
         return number
 
-    def _offer_of(self, candidates: Candidates, number: int, padded_size: int) -> Offer:
-        """Describe candidates for the choice; captured drafts return the same candidates in every step."""
-        size, batch_size = self._size, len(self._batch.rows)
-        fixed = self.forced[1] if self.forced is not None else 2 if size.is_probe else 0
-        key = id(candidates), number, batch_size, padded_size, size.depth, fixed
-        kept = self._offers.get(key)
-        if kept is not None and kept[0] is candidates and candidates.tokens.is_cpu:
-            return kept[1]
-        columns = *candidates.on_host(number), candidates.depths, candidates.ranks
-        sizes = batch_size, padded_size, int(candidates.depths.max())
-        offer = Offer(*columns, *sizes, self._seconds[size.depth], fixed)
-        if len(self._offers) >= MAX_OFFERS:
-            self._offers.clear()
-        self._offers[key] = candidates, offer
-        return offer
-
     def observe(self, tokens: Ints, num_accepted: Ints, seconds: float | None, learns: bool = True) -> None:
         """Learn from the result of the planned step.
 
@@ -201,6 +210,10 @@ class DraftSizer:
             learns: whether all chosen nodes were verified.
         """
         size, figures, number = self._size, self.figures, len(num_accepted)
+        self.last_seconds = seconds
+        if self._offer is not None:
+            self._num_nodes = draft_sizing.chosen(self._offer).num_nodes
+            self._predicted = float(self._seconds[size.depth, self._num_nodes])
         if seconds is not None:
             has_draft = size.depth > 0
             if size.is_chain:
@@ -253,10 +266,10 @@ class DraftSizer:
             self._num_requests = 0  # times are predicted when it ends
             self._seconds = self._bases = np.ones((deepest + 1, len(batch.rows) * self.bounds.max_nodes + 1))
             self._chain_seconds = self._chain_bases = np.ones(deepest + 1)
-            self._offers.clear()
             return DraftSize(self.forced[0], is_chain=self.forced[1] == 0)
         self._age += 1
         self._age_of_costs += 1
+        self._mean_beside += WEIGHT_OF_BESIDE * (self.beside - self._mean_beside)
         if len(batch.rows) != self._num_requests:
             self._predict(batch)
             self._look(batch, LENGTH, 1.0)
@@ -315,12 +328,12 @@ class DraftSizer:
         self._chain_bases, chains = self.costs.chains(size, keys, self.bounds.num_steps)
         self._chain_seconds = chains + self.overhead
         self._age_of_costs = 0
-        self._offers.clear()
 
     def _look(self, batch: SizedBatch, number: int, weight: float) -> None:
         """Judge every depth by some kept drafts."""
         draws = self.figures.num_steps, number
-        rates = draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, self._seconds)
+        seconds = self._seconds + self._mean_beside
+        rates = draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, seconds)
         of_all = np.concatenate([rates, self._chain_rates(batch)])
         self.gains += weight * (of_all / rates[0] - self.gains)
         self._age = 0
@@ -330,7 +343,7 @@ class DraftSizer:
         rates = np.zeros(self.bounds.num_steps + 1)
         places = self._chain_places
         survival = self.state.values_of_row[batch.rows][:, :, places].mean(1).sum(0)
-        known = self._chain_seconds[1 : len(places) + 1]
+        known = self._chain_seconds[1 : len(places) + 1] + self._mean_beside
         rates[1 : len(places) + 1] = (len(batch.rows) + survival.cumsum()) / known
         return rates
 

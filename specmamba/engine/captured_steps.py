@@ -1,0 +1,82 @@
+"""Whether steps are captured, and the capture of the most frequent ones at the start."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from specmamba.cache.memory import MemoryPlan
+from specmamba.command_line import readable
+from specmamba.config import EngineConfig
+from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, Replay, bucket_sizes
+from specmamba.draft.drafter import Drafter
+from specmamba.engine.graph_runner import RunStep, StepCall, StepGraphRunner
+from specmamba.errors import ConfigError
+from specmamba.kernels import gpu
+from specmamba.verify.acceptance import AcceptPolicy
+from specmamba.verify.pools import Pools
+
+DEFAULT_LARGEST = 64  # largest captured batch without --cuda-graph-max-bs
+
+
+def build_graph_runner(
+    config: EngineConfig, pools: Pools, plan: MemoryPlan, device: torch.device, num_threads: int
+) -> StepGraphRunner | None:
+    """Build the graph runner; None where no step is captured: with the flag, and without native code on a CPU.
+
+    ``num_threads``: of replays on a CPU.
+
+    Raises:
+        ConfigError: a GPU without Triton; only Triton kernels can be captured.
+    """
+    if config.disable_cuda_graph:
+        return None
+    replay = _replay(device, config.cuda_graph_max_bs is not None, num_threads)
+    if replay is None:
+        return None
+    largest = min(config.cuda_graph_max_bs or DEFAULT_LARGEST, plan.num_running_requests)
+    return StepGraphRunner(replay, bucket_sizes(largest), pools, plan, device)
+
+
+def _replay(device: torch.device, pads: bool, num_threads: int) -> Replay[Any] | None:
+    if device.type == "cpu":
+        return NativeReplay(num_threads) if NativeReplay.is_available() else EagerReplay() if pads else None
+    if not gpu.runs_on(device):
+        raise ConfigError(
+            "steps can only be captured with the kernels in Triton: pip install 'specmamba[gpu]' and leave "
+            "SPECMAMBA_TRITON alone, or give --disable-cuda-graph"
+        )
+    return GraphReplay(device)
+
+
+def capture_steps(
+    graphs: StepGraphRunner | None, drafter: Drafter, run_step: RunStep, policy: AcceptPolicy, is_sized: bool
+) -> list[str]:
+    """Capture the most frequent steps; returns the lines of the start-up report about buckets, time and memory.
+
+    Steps of drafters that read the host, and of drafts whose size is decided in each step, are captured when they are
+    first needed.
+
+    Raises:
+        ConfigError: the memory beside weights and pools is too small for the graphs.
+    """
+    if graphs is None:
+        return []
+    sizes = ", ".join(map(str, graphs.buckets))
+    if isinstance(graphs.replay, EagerReplay):
+        return [f"steps are padded to batches of {sizes} and run operator by operator"]
+    if not isinstance(graphs.replay, GraphReplay) or not drafter.is_capturable or is_sized:
+        return [f"steps are captured for batches of {sizes}, each when it is first needed"]
+    start = time.perf_counter()
+    try:
+        graphs.capture(StepCall((), drafter, run_step, policy))
+    except torch.cuda.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the memory beside weights and pools is too small to capture steps for batches of {sizes}: lower "
+            "--cuda-graph-max-bs or --mem-fraction-static, or give --disable-cuda-graph"
+        ) from error
+    costs = graphs.replay.costs.values()
+    took = f"{len(costs)} graphs in {time.perf_counter() - start:.1f} s, {readable(sum(c.num_bytes for c in costs))}"
+    return [f"steps are captured for batches of {sizes}: {took}"]
