@@ -108,7 +108,8 @@ void cap(double* values, int64_t count, int64_t max_nodes) {
   for (int64_t i = max_nodes - 1; i < count; ++i) values[order[i].at] = 0;
 }
 
-void fill(const State& s, const double* values, int64_t count, int64_t depth, int64_t mode, double* result) {
+void fill(const State& s, const double* values, int64_t count, int64_t depth, int64_t mode, double of_row,
+          double* result) {
   static thread_local std::vector<double> above, level;
   std::fill_n(result, s.candidates, 0.0);
   std::copy_n(values, count, result);
@@ -119,13 +120,15 @@ void fill(const State& s, const double* values, int64_t count, int64_t depth, in
       if (s.depths[c] == depth) above.push_back(values[c]);
     std::sort(above.rbegin(), above.rend());
   }
+  const double against = std::exp(-of_row);
   int64_t c = 0;
   for (int64_t d = depth + 1; d <= s.num_depths; ++d) {
     while (c < s.candidates && s.depths[c] < d) ++c;
     level.clear();
     for (int64_t i = 0; c < s.candidates && s.depths[c] == d; ++i, ++c) {
       const int64_t parent = std::min<int64_t>(i / s.num_ranks, static_cast<int64_t>(above.size()) - 1);
-      result[c] = above[parent] * s.odds[(mode * s.num_depths + d - 1) * s.num_ranks + s.ranks[c]];
+      const double odds = s.odds[(mode * s.num_depths + d - 1) * s.num_ranks + s.ranks[c]];
+      result[c] = above[parent] * (odds / (odds + (1 - odds) * against));
       level.push_back(result[c]);
     }
     std::sort(level.rbegin(), level.rend());
@@ -141,7 +144,7 @@ void remember(const State& s, int64_t row, int64_t mode, const double* values, c
     odds += kWeightOfOdds * (p[c] - odds);
   }
   double* found = s.values_of_row + (row * kLength + s.next_of_row[row] % kLength) * s.candidates;
-  fill(s, values, count, depth, mode, found);
+  fill(s, values, count, depth, mode, s.of_row[row], found);
   ++s.next_of_row[row];
   const int64_t shared = s.next_of_mode[mode]++;
   if (shared % kShared == 0)

@@ -34,7 +34,7 @@ def begin(state: SizerState, row: int, mode: int) -> None:
     """Start a request in a row: it is taken to be like the others of its mode."""
     state.of_row[row] = 0.0
     if not state.values_of_mode[mode].any():
-        state.values_of_mode[mode] = filled(state, np.zeros(0), 0, mode)
+        state.values_of_mode[mode] = filled(state, np.zeros(0), 0, mode, 0.0)
     state.values_of_row[row] = state.values_of_mode[mode]
     state.next_of_row[row] = 0
 
@@ -191,15 +191,20 @@ def logits_of(logp: NDArray[np.float32]) -> Floats:
     return logits
 
 
-def filled(state: SizerState, values: Floats, depth: int, mode: int) -> Floats:
-    """Values [C] of a deepest draft from those of one down to ``depth``; the rest is made of mean odds."""
+def filled(state: SizerState, values: Floats, depth: int, mode: int, of_row: float) -> Floats:
+    """Values [C] of a deepest draft from those of one down to ``depth``; the rest is made of mean odds.
+
+    ``of_row`` is the offset of the request, by which its odds differ from the mean ones.
+    """
     result = np.zeros(len(state.depths))
     result[: len(values)] = values
     above = np.ones(1) if depth == 0 else -np.sort(-values[state.depths[: len(values)] == depth])
     for level in range(depth + 1, state.num_depths + 1):
         places = np.flatnonzero(state.depths == level)
         parents = np.arange(len(places)) // state.num_ranks
-        below = above[np.minimum(parents, len(above) - 1)] * state.odds[mode, level - 1][state.ranks[places]]
+        odds = state.odds[mode, level - 1][state.ranks[places]]
+        odds = odds / (odds + (1.0 - odds) * np.exp(-of_row))
+        below = above[np.minimum(parents, len(above) - 1)] * odds
         result[places] = below
         above = -np.sort(-below)[: state.width]
     return result
@@ -230,7 +235,7 @@ def _remember(state: SizerState, row: int, mode: int, values: Floats, p: Floats,
     for c in range(len(p)):
         place = mode, state.depths[c] - 1, state.ranks[c]
         state.odds[place] += WEIGHT_OF_ODDS * (p[c] - state.odds[place])
-    found = filled(state, values, depth, mode)
+    found = filled(state, values, depth, mode, float(state.of_row[row]))
     state.values_of_row[row, state.next_of_row[row] % LENGTH] = found
     state.next_of_row[row] += 1
     if state.next_of_mode[mode] % SHARED == 0:

@@ -14,6 +14,7 @@ from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.ngram import NgramDrafter
 from specmamba.draft.ngram.matching import read_corpus
 from specmamba.models.base import Models
+from specmamba.models.hybrid import num_attention_layers
 
 
 def build_drafter(
@@ -39,4 +40,5 @@ def build_drafter(
         return ModelDrafter(models.draft, plan, kv_pool, table)
     head = models.target.draft_head
     assert head is not None
-    return MTPDrafter(head, plan, kv_pool, table, models.target.cache_shape.dtype)
+    own_kv = kv_pool.from_layer(num_attention_layers(models.target.target))
+    return MTPDrafter(head, plan, kv_pool, table, models.target.cache_shape.dtype, own_kv)

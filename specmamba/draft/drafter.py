@@ -63,13 +63,17 @@ class Drafter(ABC):
         self.propose(batch)
         return root_tree(batch)
 
-    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens | None:
+    def prepare(
+        self, rows: Sequence[int], batch_size: int, drafts: bool = True, keeps_up: bool = True
+    ) -> HostPendingTokens | None:
         """Begin a step.
 
         Args:
             rows: of the batch, without padding.
             batch_size: rows with padding.
             drafts: whether ``propose`` follows; False: ``propose_nothing``.
+            keeps_up: whether the drafter's state must follow the text; False: it may leave out old tokens where nothing
+                is drafted.
 
         Returns:
             The pending tokens that the step runs or defers; None if the drafter has none.

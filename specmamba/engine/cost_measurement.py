@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from specmamba.sampling_params import SamplingParams
 logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
 CACHE_NAME = "step-costs.json"
-ROUNDS, TIMED, MAX_STEPS = 3, 3, 6  # all kinds take turns; steps of a kind in a turn, and with those that are recorded
+ROUNDS, TIMED, MAX_STEPS = 5, 4, 7  # all kinds take turns; steps of a kind in a turn, and with those that are recorded
 MAX_TIMED_SECONDS = 0.1  # of all steps of a kind: slow steps are timed fewer times
 PROMPT, LONG_PROMPT = 4, 512  # tokens
 SLOW_STEP = 0.02  # seconds of a plain step with which a long prompt would take long
@@ -207,7 +208,7 @@ def _seconds_of_key(engine: TimedEngine, sizer: DraftSizer, times: StepTimes) ->
 def _seconds(
     engine: TimedEngine, sizer: DraftSizer, size: int, kinds: Sequence[Kind], prompt: int
 ) -> dict[Kind, float] | None:
-    """Shortest seconds of steps of each kind, which take turns; None: memory does not hold so many requests.
+    """Median seconds of steps of each kind, which take turns; None: memory does not hold so many requests.
 
     Args:
         engine: is idle.
@@ -229,7 +230,7 @@ def _seconds(
                 for _ in range(MAX_STEPS):
                     engine.step()
                     if len(engine.scheduler.verifying) < size:  # they have reached the end of the context
-                        return _shortest(found)
+                        return _medians(found)
                     if sizer.last_seconds is not None:
                         seconds.append(sizer.last_seconds)
                     if len(seconds) % TIMED == 0 and sizer.last_seconds is not None:
@@ -237,13 +238,13 @@ def _seconds(
     finally:
         for name in names:
             engine.abort(name)
-    return _shortest(found)
+    return _medians(found)
 
 
-def _shortest(found: dict[Kind, list[float]]) -> dict[Kind, float] | None:
+def _medians(found: dict[Kind, list[float]]) -> dict[Kind, float] | None:
     if not all(found.values()):
         return None
-    return {kind: max(min(seconds), LEAST_SECONDS) for kind, seconds in found.items()}
+    return {kind: max(statistics.median(seconds), LEAST_SECONDS) for kind, seconds in found.items()}
 
 
 def _start(engine: TimedEngine, sizer: DraftSizer, names: Sequence[str], prompt: int) -> bool:

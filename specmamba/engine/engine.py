@@ -220,10 +220,8 @@ class Engine:
         if (yielding := self.scheduler.must_yield()) is not None:  # one a step: each costs a copy of a state
             self.preempt(yielding)
             deltas += self._admit()
-        runs, began = self.scheduler.next_runs(), time.perf_counter()
+        runs = self.scheduler.next_runs()
         deltas += self._extend(runs) if runs else []
-        if (sizer := self.runner.sizer) is not None:
-            sizer.beside = time.perf_counter() - began if runs else 0.0
         ready = self.constraints.ready(self.scheduler.verifying, is_idle=not runs)
         deltas += [self._fail(request) for request in ready if request.grammar_error is not None]
         batch = sorted((r for r in ready if r.grammar_error is None), key=lambda request: request.held_row)
@@ -234,8 +232,8 @@ class Engine:
         if ended:
             self._end(ended)
         deltas += advanced
-        if batch and sizer is not None:
-            sizer.observe_rest(time.perf_counter() - stepped)
+        if batch and self.runner.sizer is not None:
+            self.runner.sizer.observe_rest(time.perf_counter() - stepped)
         return deltas
 
     def _admit(self) -> list[OutputDelta]:

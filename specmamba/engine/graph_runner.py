@@ -17,7 +17,8 @@ from specmamba.cuda_graphs import GraphReplay, Replay, bucket_for
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
 from specmamba.draft.sizing.drafts import DraftsInStep
-from specmamba.draft.sizing.sizer import DraftSize, DraftSizer
+from specmamba.draft.sizing.schedule import DraftSize
+from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.request import Request
 from specmamba.engine.step_inputs import Sampling, StepInputs, StepKind
 from specmamba.kernels import gpu

@@ -15,7 +15,8 @@ from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
-from specmamba.draft.sizing.sizer import DraftSize, DraftSizer, SizedBatch
+from specmamba.draft.sizing.schedule import DraftSize
+from specmamba.draft.sizing.sizer import DraftSizer, SizedBatch
 from specmamba.engine.captured_steps import capture_steps
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
 from specmamba.engine.graph_runner import StepCall, StepGraphRunner
@@ -246,7 +247,8 @@ class Runner:
     ) -> tuple[HostPendingTokens | None, Sequence[Request]]:
         """Prepare the drafter; returns its pending tokens, and the requests that are drafted for."""
         if size is None or size.drafted is None or not wants_drafts:
-            return self.drafter.prepare(rows, len(rows), wants_drafts), requests
+            keeps_up = size is None or size.keeps_up
+            return self.drafter.prepare(rows, len(rows), wants_drafts, keeps_up), requests
         drafted = [request for request, is_drafted in zip(requests, size.drafted.tolist(), strict=True) if is_drafted]
         return self.drafter.prepare_some(rows, size.drafted.tolist()), drafted
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specmamba.errors import ConfigError, UnsupportedModelError
+from specmamba.layers.attention import Attention
 from specmamba.layers.context import ForwardContext, LayerContext
 from specmamba.layers.feed_forward import MoE
 from specmamba.layers.primitives import Linear, RMSNorm, Rotary
@@ -153,6 +154,12 @@ class MTPHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head to [..., H]: [..., V]."""
         return self._output(hidden)
+
+
+def num_attention_layers(target: Target) -> int:
+    """How many layers of a target have keys and values; those of a head lie behind them in the KV pool."""
+    assert isinstance(target, HybridTarget)
+    return sum(isinstance(layer, Attention) for block in target.blocks for _, layer in block.layers)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from specmamba import LLM, SamplingParams
 from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
 from specmamba.draft.sizing.costs import StepCosts, StepTimes
-from specmamba.draft.sizing.sizer import DraftSize, SizedBatch
+from specmamba.draft.sizing.schedule import DraftSize
+from specmamba.draft.sizing.sizer import SizedBatch
 from specmamba.engine import cost_measurement
 from specmamba.sampling_params import SpeculationParams
 

@@ -32,6 +32,7 @@ from specmamba.models.base import DraftHead
 from specmamba.sampling_params import SamplingBatch, SamplingParams
 from specmamba.trees import StaticTree
 
+NUM_KEPT = 4  # pending tokens that stay where old ones are dropped
 FIRST_KEY = 1  # entry t needs the hidden state of position t-1, so the first token has none; module d starts d later
 
 
@@ -41,6 +42,8 @@ class MTPDrafter(Drafter):
     While it drafts, the head makes its KV entries from its own hidden states. For accepted tokens they are made again
     from the target's states, together with the entry of the new root, in the first forward of the next draft: the
     decided tokens stay *pending* until then. Steps whose tree is the root alone may defer their pending tokens further.
+    Where drafts have long not paid, old pending tokens are dropped: the head never sees them, which costs acceptance
+    when it returns, and no text.
 
     A head may have several modules (DeepSeek-V3, arXiv 2412.19437, section 2.2). Module d mod D proposes the children
     at depth d of a draft (d = 0: the root's). Each module has an entry of its own for every position t from
@@ -59,8 +62,24 @@ class MTPDrafter(Drafter):
     drafts_chains = True
 
     def __init__(
-        self, head: DraftHead, plan: DraftPlan, kv_pool: KVPool, table: RequestTable, dtype: torch.dtype
+        self,
+        head: DraftHead,
+        plan: DraftPlan,
+        kv_pool: KVPool,
+        table: RequestTable,
+        dtype: torch.dtype,
+        own_kv: KVPool | None = None,
     ) -> None:
+        """Make a drafter.
+
+        Args:
+            head: drafts.
+            plan: shapes of drafts.
+            kv_pool: has the head's entries.
+            table: of requests.
+            dtype: of hidden states.
+            own_kv: the part of ``kv_pool`` that is the head's alone; None: its pending tokens are never dropped.
+        """
         self.max_nodes = plan.max_nodes
         self.max_steps = plan.num_steps
         self.num_distributions = 2 + (plan.num_steps - 1) * plan.width
@@ -68,7 +87,7 @@ class MTPDrafter(Drafter):
         self._plan = plan
         self._picker = ChildPicker(plan.draws_drafts)
         self._layouts: dict[tuple[StaticTree, bool], StaticLayout] = {}
-        self._kv_pool = kv_pool
+        self._kv_pool, self._own_kv = kv_pool, own_kv
         self._table = table
         self._device = table.kv_slots.device
         self._num_modules = max(1, min(head.num_modules, plan.num_steps))
@@ -117,9 +136,14 @@ class MTPDrafter(Drafter):
         trees = self._plan.trees
         return self.max_nodes if trees is None else trees.for_batch(batch_size).num_nodes
 
-    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens:
+    def prepare(
+        self, rows: Sequence[int], batch_size: int, drafts: bool = True, keeps_up: bool = True
+    ) -> HostPendingTokens:
         """Defer the pending tokens if the step drafts nothing and there is room for those that it decides."""
         guesses = drafts and self.num_nodes(batch_size) > 1
+        if not guesses and not keeps_up and self._own_kv is not None:
+            self._drop_old(rows, self._own_kv)
+            return self.prepare_pending(rows, is_deferred=True)
         return self.prepare_pending(rows, is_deferred=not guesses and not any(self.must_draft(rows)))
 
     def prepare_some(self, rows: Sequence[int], drafted: Sequence[bool]) -> HostPendingTokens:
@@ -264,6 +288,19 @@ class MTPDrafter(Drafter):
             with without_padding(packing):
                 outputs.append(self._forward(tokens, hidden, positions, slots, keys, module, packing))
         return outputs
+
+    def _drop_old(self, rows: Sequence[int], own_kv: KVPool) -> None:
+        """Drop old pending tokens of rows without room for more. Their entries become zeros: nobody else's are left."""
+        full = [row for row in rows if self.pending.num_tokens[row] >= self.pending.capacity]
+        for count in {self.pending.num_tokens[row] for row in full}:
+            alike = [row for row in full if self.pending.num_tokens[row] == count]
+            index = torch.tensor(alike, device=self._device)
+            self.pending.drop_oldest(alike, index, NUM_KEPT)
+            last = torch.tensor([self.pending.root[row] - NUM_KEPT for row in alike], device=self._device)
+            positions = last[:, None] - torch.arange(count - NUM_KEPT, device=self._device)
+            slots = self._table.slots_at(index, positions).flatten()
+            for kv in (*own_kv.k, *own_kv.v):
+                kv[slots] = 0
 
     def _complete(self, batch: Batch) -> None:
         """Make the entries of all pending tokens and store the modules' states; the tokens stay pending."""

@@ -90,6 +90,17 @@ class PendingTokenTable:
             self.num_tokens[row] += count
             self.root[row] += count
 
+    def drop_oldest(self, rows: Sequence[int], index: Tensor, num_kept: int) -> None:
+        """Keep the newest ``num_kept`` pending tokens of rows that have one number of them, more than these.
+
+        ``index``: the rows, on the device.
+        """
+        first = self.num_tokens[rows[0]] - num_kept
+        for column in (self.tokens, *self.before):
+            column[index, :num_kept] = column[index, first : first + num_kept]
+        for row in rows:
+            self.num_tokens[row], self.num_with_states[row] = num_kept, 1
+
     def store_module_states(self, batch: Batch, outputs: Sequence[Tensor]) -> None:
         """Store the outputs of all modules for all pending tokens, [B, longest, H] each, as states before the next."""
         counts = self.counts(batch.rows)

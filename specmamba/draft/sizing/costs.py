@@ -2,9 +2,12 @@
 
 Measured are, for a few numbers of requests R, drafts D[R, depth] and the rest of a step V[R, T] with T nodes in all,
 the host's work included, and what keys in front of the roots add. Between measured points times are interpolated
-linearly, first over T, then over R. While the engine runs, a moving ratio of measured over predicted time corrects all
-of them, and one for each bucket of R and T the rest. A step that takes far longer than others moves a ratio no more
-than one that takes a little longer.
+linearly, first over T, then over R.
+
+While the engine runs, moving ratios of measured over predicted time correct them: one of all steps, which follows the
+speed of the machine, one of each kind of steps, and one of each bucket of R and T. So what other work on a machine does
+to the steps that are made now, is expected of the others too. A step that takes far longer than others moves a ratio no
+more than one that takes a little longer.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ import numpy as np
 from specmamba.kernels.draft_sizing import Floats, Ints
 
 LEAST_RATIO, MOST_RATIO = 0.5, 2.0
-WEIGHTS = (0.01, 0.03, 0.05)  # of a new step in the moving ratios, from the most general one
-FEW_STEPS = 8  # before a ratio counts
-FARTHEST = 1.25  # from a ratio, of a step that moves it
+LARGEST_FACTOR = math.log(4.0)
+WEIGHTS = (0.08, 0.02, 0.04)  # of a new step in the speed of the machine, and in the factors of its kind and bucket
+FEW_STEPS = 8  # before a factor counts
+FARTHEST = math.log(1.25)  # a step that is farther from what was expected counts as this far
 Curve = dict[int, float]  # seconds by a number
 
 
@@ -41,28 +45,35 @@ class StepCosts:
     times: dict[int, StepTimes]  # by number of requests
     # seconds that a verify takes longer for every key in front of a request's root, by the request's nodes; or nothing
     of_key: Curve = field(default_factory=dict)
-    # measured over predicted time: of all steps; with or without drafts, by size; of each bucket, relative to those
-    _ratios: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
+    # logarithms of measured over predicted time, whose sum counts: of all steps, which follows the machine's speed;
+    # of a kind of steps by size; of a bucket of it
+    _speed: float = 0.0
+    _factors: dict[Hashable, tuple[int, float]] = field(default_factory=dict)  # observed steps, logarithm
 
-    def totals(self, num_requests: int, depth: int, num_keys: int, max_nodes: int) -> tuple[Floats, Floats]:
-        """Predict steps by their number of nodes: [max_nodes + 1] seconds, infinite below ``num_requests``.
+    def totals(self, num_requests: int, max_depth: int, num_keys: int, max_nodes: int) -> list[tuple[Floats, Floats]]:
+        """Predict steps by depth from 0 on and by nodes: [max_nodes + 1] seconds each, infinite below ``num_requests``.
 
         The first are those of the measurement, the second these times what the ratios say now.
 
         Args:
             num_requests: R.
-            depth: of the draft; 0: there is none.
+            max_depth: of drafts; 0: there is none.
             num_keys: in front of the roots, summed over the requests.
             max_nodes: of all requests.
         """
         numbers = np.arange(num_requests, max_nodes + 1)
-        seconds = self._mean(num_requests, lambda t: _at(t.verifies, numbers))
-        seconds += self._of_key(numbers / num_requests) * num_keys
-        if depth:
-            seconds += self._mean(num_requests, lambda t: _at(t.drafts, np.array([depth])))
-        ratios = [self.ratio(num_requests, int(number), depth > 0) for number in numbers]
+        verify = self._mean(num_requests, lambda t: _at(t.verifies, numbers))
+        verify += self._of_key(numbers / num_requests) * num_keys
+        drafts = np.array([0.0])
+        if max_depth:
+            drafts = np.append(drafts, self._mean(num_requests, lambda t: _at(t.drafts, np.arange(1, max_depth + 1))))
+        ratios = [np.array([self.ratio(num_requests, n, drafts) for n in numbers.tolist()]) for drafts in (False, True)]
         nothing = np.full(num_requests, math.inf)
-        return np.concatenate([nothing, seconds]), np.concatenate([nothing, seconds * np.array(ratios)])
+        found = []
+        for depth, seconds in enumerate(drafts.tolist()):
+            base = np.concatenate([nothing, verify + seconds])
+            found.append((base, np.concatenate([nothing, (verify + seconds) * ratios[depth > 0]])))
+        return found
 
     def chains(self, num_requests: int, num_keys: int, max_depth: int) -> tuple[Floats, Floats]:
         """Predict steps with a chain for every request, [max_depth + 1] seconds by depth, as ``totals`` does.
@@ -81,12 +92,11 @@ class StepCosts:
     def ratio(self, num_requests: int, num_nodes: int, kind: Hashable) -> float:
         """Measured over predicted time of steps of a kind, as far as it is known; of chains by depth."""
         size, _ = bucket = bucket_of(num_requests, num_nodes)
-        ratio = 1.0
-        for key in ("all", (size, kind)):
-            count, found = self._ratios.get(key, (0, 1.0))
-            ratio = found if count >= FEW_STEPS else ratio
-        count, relative = self._ratios.get((bucket, kind), (0, 1.0))
-        return _clipped(ratio * relative if count >= FEW_STEPS else ratio)
+        total = self._speed
+        for key in ((size, kind), (bucket, kind)):
+            count, found = self._factors.get(key, (0, 0.0))
+            total += found if count >= FEW_STEPS else 0.0
+        return min(max(math.exp(total), LEAST_RATIO), MOST_RATIO)
 
     def observe(self, num_requests: int, num_nodes: int, kind: Hashable, base: float, seconds: float) -> None:
         """Learn from a step; ``base`` is the first of ``totals`` or ``chains``. Times that no clock means are ignored.
@@ -96,17 +106,23 @@ class StepCosts:
         if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(base) and base > 0):
             return
         size, _ = bucket = bucket_of(num_requests, num_nodes)
-        found = _clipped(seconds / base)
-        self._move("all", found, WEIGHTS[0])
-        of_size = self._move((size, kind), found, WEIGHTS[1])
-        self._move((bucket, kind), found / of_size, WEIGHTS[2])
+        found = min(max(math.log(seconds / base), -LARGEST_FACTOR), LARGEST_FACTOR)
+        (count, of_size), (_, of_bucket) = (self._factors.get(key, (0, 0.0)) for key in ((size, kind), (bucket, kind)))
+        rest = found - self._speed - of_size - of_bucket
+        if count >= FEW_STEPS:
+            rest = min(max(rest, -FARTHEST), FARTHEST)
+        if count >= FEW_STEPS or not self._factors:  # else the kind's own part is not known yet
+            self._speed += WEIGHTS[0] * rest
+            rest -= WEIGHTS[0] * rest
+        rest -= self._move((size, kind), rest, WEIGHTS[1])
+        self._move((bucket, kind), rest, WEIGHTS[2])
 
-    def _move(self, key: Hashable, found: float, weight: float) -> float:
-        count, ratio = self._ratios.get(key, (0, 1.0))
-        near = min(max(found, ratio / FARTHEST), ratio * FARTHEST) if count >= FEW_STEPS else found
-        ratio += max(weight, 1 / (count + 1)) * (near - ratio)
-        self._ratios[key] = count + 1, ratio
-        return ratio
+    def _move(self, key: Hashable, rest: float, weight: float) -> float:
+        """Move a factor towards what is not explained; returns by how much."""
+        count, factor = self._factors.get(key, (0, 0.0))
+        moved = max(weight, 1 / (count + 1)) * rest
+        self._factors[key] = count + 1, factor + moved
+        return moved
 
     def _of_key(self, numbers: Floats | Ints) -> Floats:
         """Seconds of a key by the nodes that see it."""
@@ -140,7 +156,3 @@ def _at(curve: Curve, numbers: Ints | Floats) -> Floats:
         first = (ys[1] - ys[0]) / (xs[1] - xs[0])
         found = found - np.minimum(np.maximum(xs[0] - numbers, 0) * first, ys[0] * 0.9)
     return found
-
-
-def _clipped(ratio: float) -> float:
-    return min(max(ratio, LEAST_RATIO), MOST_RATIO)

@@ -13,24 +13,20 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specmamba.core import SizingStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import StepCosts
+from specmamba.draft.sizing.schedule import DraftSchedule, DraftSize
 from specmamba.kernels import draft_sizing
 from specmamba.kernels.draft_sizing import LENGTH, Chosen, Drafted, Floats, Ints, Offer, SizerState, TreeArrays
 
-LEAST_GAIN, GAIN_OF_CHANGE = 1.02, 1.03
-STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
-INTERVAL = 4  # steps between two looks at the depth
+INTERVAL, INTERVAL_OFF = 4, 16  # steps between two looks at the depth
 COST_INTERVAL = 64  # steps after which times are predicted anew
-FIRST_PROBE, LAST_PROBE = 4, 32  # steps between two probes
-TREES_BESIDE_CHAINS = 24  # steps with chains between two with chosen trees, which show what those would bring
-FIRST_PLAIN, LAST_PLAIN = 32, 256  # steps with drafts between two without, which show what plain decoding takes
-PROBED_SHARE = 4  # one request of so many is probed
-WEIGHT = 0.3  # of a new look in the mean gains
-WEIGHT_OF_REST, LONGEST_REST, WEIGHT_OF_BESIDE = 0.02, 1.0, 0.1
+FIRST_DRAFTS = 24  # steps with requests of a mode that draft to see what that brings
+PLAIN_INTERVAL = 4  # of a long row of plain steps one of so many is learned from
+COLD = 2  # steps after a change of kind that take longer than later ones
+WEIGHT_OF_REST, LONGEST_REST = 0.02, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +48,6 @@ class SizedBatch:
     modes: Ints  # [B]; see ``kernels.draft_sizing``
     max_depths: Ints  # [B], bounds of the requests
     num_keys: Callable[[], int]  # in front of the roots, of all requests
-
-
-@dataclass(frozen=True, slots=True)
-class DraftSize:
-    """What a step drafts."""
-
-    depth: int  # 0: nothing
-    is_chain: bool = False  # a whole chain for every request, drafted and verified in one captured step
-    drafted: NDArray[np.bool_] | None = None  # [B], rows that are drafted for; None: all, or none at depth 0
-    is_probe: bool = False
-
-    def places(self, num_rows: int) -> Ints:
-        """Return the place of each row among those that are drafted for, [B]; any place for one that is not."""
-        if self.drafted is None:
-            return np.arange(num_rows)
-        found: Ints = np.maximum(np.cumsum(self.drafted) - 1, 0)
-        return found
 
 
 @dataclass
@@ -103,28 +82,21 @@ class DraftSizer:
         num_rows = len(trees.num_nodes)
         self.state = SizerState(bounds.depths, bounds.ranks, bounds.width, bounds.max_nodes, num_rows + 1)
         self.figures = SizerFigures()
-        self.depth = 0
-        # over plain decoding, as it is thought now: of each depth with chosen trees, then of chains of each depth
-        self.gains = np.ones(2 * (bounds.num_steps + 1))
-        self.is_chain = False
+        self.schedule = DraftSchedule(bounds.num_steps)
         self.forced: tuple[int, int] | None = None  # depth, and nodes of each row, 0: a chain: for measurements
         self.overhead = 0.0  # seconds of a step that are not in its measured time
-        self.beside = 0.0  # seconds that prompts took just before the step, whatever it drafts
         self.last_seconds: float | None = None  # of the newest step
-        self._mean_beside = 0.0
         self._totals = totals
         self._drafted = Drafted(num_rows, len(bounds.depths), trees)
         self._offers: dict[Hashable, Offer] = {}  # of captured steps, which read them again
         self._given: Ints | None = None  # rows of the batch that _drafted was filled for, all of them
         self._num_requests = 0
         self._bases = self._seconds = np.zeros((0, 0))  # [D + 1, T + 1], of the present requests
-        self._age = self._age_of_costs = self._wish_age = self._wish = 0
-        self._until_probe = self._probe_interval = FIRST_PROBE
-        self._until_plain = self._plain_interval = FIRST_PLAIN
-        self._until_trees = TREES_BESIDE_CHAINS
+        self._age = self._age_of_costs = 0
+        self._num_drafts = np.zeros(draft_sizing.NUM_MODES, np.int64)  # steps so far, by mode, at most FIRST_DRAFTS
+        self._kind, self._num_alike = (0, False), 0  # depth and form of the newest steps, and how many there are
         self._chain_places = _chain_places(bounds)
         self._chain_bases = self._chain_seconds = np.zeros(0)  # [D + 1]
-        self._next_probed = 0
         # the step between its decision and its result
         self._size, self._offer, self._num_nodes, self._predicted = DraftSize(0), None, 0, 0.0
 
@@ -133,6 +105,7 @@ class DraftSizer:
     def begin(self, row: int, mode: int) -> None:
         """Start a request in this row."""
         draft_sizing.begin(self.state, row, mode)
+        self.schedule.expect_news()
 
     def plan(self, batch: SizedBatch, must_draft: Callable[[], Sequence[bool]]) -> DraftSize:
         """Decide what the next step of these requests drafts.
@@ -184,8 +157,7 @@ class DraftSizer:
         """Let an offer of ``number`` rows be that of the planned step."""
         size = self._size
         offer.num_rows, offer.batch_size, offer.padded_size = number, len(self._batch.rows), padded_size
-        seconds = self._seconds[size.depth]
-        offer.seconds = seconds + self.beside if self.beside else seconds
+        offer.seconds = self._seconds[size.depth]
         offer.nodes_per_row = self.forced[1] if self.forced is not None else 2 if size.is_probe else 0
 
     def _fill(self) -> int:
@@ -214,7 +186,12 @@ class DraftSizer:
         if self._offer is not None:
             self._num_nodes = draft_sizing.chosen(self._offer).num_nodes
             self._predicted = float(self._seconds[size.depth, self._num_nodes])
-        if seconds is not None:
+        kind = size.depth, size.is_chain
+        self._num_alike = self._num_alike + 1 if kind == self._kind else 1
+        self._kind = kind
+        # plain steps without end teach little
+        is_new = size.depth > 0 or self._num_alike % PLAIN_INTERVAL == 0 or self._num_alike < 2 * PLAIN_INTERVAL
+        if seconds is not None and is_new and self._num_alike > COLD and self.forced is None:
             has_draft = size.depth > 0
             if size.is_chain:
                 self.costs.observe(number, size.depth, "chain", float(self._chain_bases[size.depth]), seconds)
@@ -242,23 +219,13 @@ class DraftSizer:
 
     def stats(self) -> SizingStats:
         """Return what has been decided, and what is thought now."""
-        gains = tuple(round(float(gain), 3) for gain in self.gains)
+        schedule = self.schedule
+        gains = tuple(round(float(gain), 3) for gain in schedule.gains)
         error = draft_sizing.calibration_error(self.state)
+        reason = schedule.reason(self._num_requests)
         return SizingStats(
-            **vars(self.figures), calibration_error=error, depth=self.depth, gains=gains, reason=self._reason()
+            **vars(self.figures), calibration_error=error, depth=schedule.depth, gains=gains, reason=reason
         )
-
-    def _reason(self) -> str:
-        place = int(self.gains[1:].argmax()) + 1
-        best = place % (self.bounds.num_steps + 1)
-        gain = f"{(float(self.gains[place]) - 1) * 100:+.0f} %"
-        requests = f"{self._num_requests} request{'s' if self._num_requests != 1 else ''}"
-        if not self._num_requests:
-            return "no step yet"
-        if self.depth:
-            shape = "chains" if self.is_chain else "drafts"
-            return f"{shape} of depth {self.depth}: depth {best} is predicted to gain {gain} with {requests}"
-        return f"off: drafts are predicted to gain {gain} at the best, depth {best}, with {requests}"
 
     def _planned(self, batch: SizedBatch) -> DraftSize:
         deepest = self.bounds.num_steps
@@ -269,49 +236,20 @@ class DraftSizer:
             return DraftSize(self.forced[0], is_chain=self.forced[1] == 0)
         self._age += 1
         self._age_of_costs += 1
-        self._mean_beside += WEIGHT_OF_BESIDE * (self.beside - self._mean_beside)
         if len(batch.rows) != self._num_requests:
             self._predict(batch)
-            self._look(batch, LENGTH, 1.0)
-            self.depth, self.is_chain = self._option(self._best())
-        elif self._age > INTERVAL:
+            self._age = -1
+        if int(self._num_drafts[batch.modes].min()) < FIRST_DRAFTS and int(batch.max_depths.min()) > 0:
+            self._num_drafts[batch.modes] += 1
+            return DraftSize(deepest)  # little is known of such requests
+        if self._age < 0:
+            self.schedule.restart(self._rates(batch, LENGTH))
+        elif self._age > (INTERVAL if self.schedule.depth else INTERVAL_OFF):
             if self._age_of_costs > COST_INTERVAL:
                 self._predict(batch)
             age = self._age - 1
-            self._look(batch, 2, WEIGHT)
-            self._change_depth(age)
-        if self.depth:
-            self._until_probe = self._probe_interval = FIRST_PROBE
-            self._until_plain -= 1
-            if self._until_plain <= 0:
-                self._plain_interval = min(2 * self._plain_interval, LAST_PLAIN)
-                self._until_plain = self._plain_interval
-                return DraftSize(0)
-            drafted = batch.max_depths > 0
-            if not drafted.any():
-                return DraftSize(0)
-            if self.is_chain and int(batch.max_depths.min()) >= self.depth:
-                self._until_trees -= 1
-                if self._until_trees > 0:
-                    return DraftSize(self.depth, is_chain=True)
-                self._until_trees = TREES_BESIDE_CHAINS
-            return DraftSize(self.depth, drafted=None if drafted.all() else drafted)
-        self._until_probe -= 1
-        if self._until_probe > 0:
-            return DraftSize(0)
-        self._probe_interval = min(2 * self._probe_interval, LAST_PROBE)
-        self._until_probe = self._probe_interval
-        return self._probe(batch)
-
-    def _probe(self, batch: SizedBatch) -> DraftSize:
-        can = np.flatnonzero(batch.max_depths > 0)
-        if not len(can):
-            return DraftSize(0)
-        number = -(-len(can) // PROBED_SHARE)
-        drafted = np.zeros(len(batch.rows), np.bool_)
-        drafted[can[(self._next_probed + np.arange(number)) % len(can)]] = True
-        self._next_probed += number
-        return DraftSize(1, drafted=None if drafted.all() else drafted, is_probe=True)
+            self.schedule.judge(self._rates(batch, 2), age)
+        return self.schedule.next(batch.max_depths)
 
     def _predict(self, batch: SizedBatch) -> None:
         """Predict the times of steps of these requests, by depth and number of nodes."""
@@ -321,7 +259,7 @@ class DraftSizer:
         numbers = np.arange(size, most + 1)
         to = np.maximum(padded[np.minimum(np.searchsorted(padded, numbers), len(padded) - 1)], size)
         keys, largest = batch.num_keys(), int(to.max())
-        found = [self.costs.totals(size, depth, keys, largest) for depth in range(self.bounds.num_steps + 1)]
+        found = self.costs.totals(size, self.bounds.num_steps, keys, largest)
         padding = np.concatenate([np.arange(size), to])
         self._bases = np.stack([base[padding] for base, _ in found])
         self._seconds = np.stack([seconds[padding] for _, seconds in found]) + self.overhead
@@ -329,21 +267,18 @@ class DraftSizer:
         self._chain_seconds = chains + self.overhead
         self._age_of_costs = 0
 
-    def _look(self, batch: SizedBatch, number: int, weight: float) -> None:
-        """Judge every depth by some kept drafts."""
-        draws = self.figures.num_steps, number
-        seconds = self._seconds + self._mean_beside
-        rates = draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, seconds)
-        of_all = np.concatenate([rates, self._chain_rates(batch)])
-        self.gains += weight * (of_all / rates[0] - self.gains)
-        self._age = 0
+    def _rates(self, batch: SizedBatch, number: int) -> Floats:
+        """Judge every option of the schedule by some kept drafts: expected tokens per second."""
+        draws, self._age = (self.figures.num_steps, number), 0
+        rates = draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, self._seconds)
+        return np.concatenate([rates, self._chain_rates(batch)])
 
     def _chain_rates(self, batch: SizedBatch) -> Floats:
         """Expected tokens per second with chains, [D + 1] by depth."""
         rates = np.zeros(self.bounds.num_steps + 1)
         places = self._chain_places
         survival = self.state.values_of_row[batch.rows][:, :, places].mean(1).sum(0)
-        known = self._chain_seconds[1 : len(places) + 1] + self._mean_beside
+        known = self._chain_seconds[1 : len(places) + 1]
         rates[1 : len(places) + 1] = (len(batch.rows) + survival.cumsum()) / known
         return rates
 
@@ -357,28 +292,6 @@ class DraftSizer:
             if count == depth < len(places):
                 values[places[depth:]] = np.cumprod(state.odds[mode, depth : len(places), 0])
             state.next_of_row[row] += 1
-
-    def _best(self) -> int:
-        best = int(self.gains.argmax())
-        return best if self.gains[best] >= LEAST_GAIN else 0
-
-    def _option(self, place: int) -> tuple[int, bool]:
-        """The depth of an option among ``gains``, and whether it is that of chains."""
-        return place % (self.bounds.num_steps + 1), place > self.bounds.num_steps
-
-    def _change_depth(self, num_steps: int) -> None:
-        """Move to a depth that has been better for some steps."""
-        place = self.depth + (self.bounds.num_steps + 1) * self.is_chain
-        best, present = self._best(), float(self.gains[place])
-        depth, is_chain = self._option(best)
-        is_raise = depth > self.depth
-        if best == place or (best and self.depth and self.gains[best] < GAIN_OF_CHANGE * present):
-            self._wish_age = 0
-            return
-        is_same = self._wish_age > 0 and is_raise == (self._wish > self.depth)
-        self._wish, self._wish_age = depth, num_steps + (self._wish_age if is_same else 0)
-        if self._wish_age >= (STEPS_TO_RAISE if is_raise else STEPS_TO_LOWER):
-            self.depth, self.is_chain, self._wish_age = depth, is_chain, 0
 
 
 def _chain_places(bounds: Bounds) -> Ints:

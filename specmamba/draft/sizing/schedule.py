@@ -1,0 +1,142 @@
+"""When drafts change: their present depth and form, probes while nothing is drafted, and tries of other options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specmamba.kernels.draft_sizing import Floats, Ints
+
+LEAST_GAIN, GAIN_OF_CHANGE = 1.02, 1.03
+STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
+FIRST_PROBE, LAST_PROBE = 8, 64  # steps between two probes
+LONG_INTERVAL = 32  # between probes, from which on drafts have not paid for long
+PROBED_SHARE = 4  # one request of so many is probed
+TREES_BESIDE_CHAINS = 96  # steps with chains before some with chosen trees, which show what those would bring
+FIRST_PLAIN, LAST_PLAIN = 48, 384  # steps with drafts before some without, which show what plain decoding takes
+STRETCH = 5  # steps of another kind in a row, to see what they bring or take
+WEIGHT = 0.3  # of a new look in the mean gains
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSize:
+    """What a step drafts."""
+
+    depth: int  # 0: nothing
+    is_chain: bool = False  # a whole chain for every request, without a choice
+    drafted: NDArray[np.bool_] | None = None  # [B], rows that are drafted for; None: all, or none at depth 0
+    is_probe: bool = False
+    keeps_up: bool = True  # the drafter's state follows the text where nothing is drafted
+
+    def places(self, num_rows: int) -> Ints:
+        """Return the place of each row among those that are drafted for, [B]; any place for one that is not."""
+        if self.drafted is None:
+            return np.arange(num_rows)
+        found: Ints = np.maximum(np.cumsum(self.drafted) - 1, 0)
+        return found
+
+
+NOTHING, NOTHING_FOR_LONG = DraftSize(0), DraftSize(0, keeps_up=False)
+
+
+class DraftSchedule:
+    """Owns the present depth and form of drafts. The options are depths with chosen trees, then depths with chains."""
+
+    def __init__(self, num_steps: int) -> None:
+        """``num_steps``: D, of the deepest draft."""
+        self.num_steps = num_steps
+        # [2 (D + 1)], tokens per second of each option over plain decoding, as it is thought now
+        self.gains: Floats = np.ones(2 * (num_steps + 1))
+        self.depth, self.is_chain = 0, False
+        self._wish_age = self._wish = 0
+        self._until_probe = self._probe_interval = FIRST_PROBE
+        self._until_plain = self._plain_interval = FIRST_PLAIN
+        self._until_trees = TREES_BESIDE_CHAINS
+        self._next_probed = 0
+
+    def restart(self, rates: Floats) -> None:
+        """Take the best option at once: the batch is another one. ``rates`` are tokens per second of the options."""
+        self.gains = rates / rates[0]
+        self.depth, self.is_chain = self.option(self._best())
+        self._wish_age = 0
+
+    def expect_news(self) -> None:
+        """Probe soon where nothing is drafted: there are other requests."""
+        self._until_probe = min(self._until_probe, FIRST_PROBE)
+
+    def judge(self, rates: Floats, num_steps: int) -> None:
+        """Move to an option that has been better for some steps; ``num_steps`` passed since the last call."""
+        self.gains += WEIGHT * (rates / rates[0] - self.gains)
+        place = self.depth + (self.num_steps + 1) * self.is_chain
+        best, present = self._best(), float(self.gains[place])
+        depth, is_chain = self.option(best)
+        is_raise = depth > self.depth
+        if best == place or (best and self.depth and self.gains[best] < GAIN_OF_CHANGE * present):
+            self._wish_age = 0
+            return
+        is_same = self._wish_age > 0 and is_raise == (self._wish > self.depth)
+        self._wish, self._wish_age = depth, num_steps + (self._wish_age if is_same else 0)
+        if self._wish_age >= (STEPS_TO_RAISE if is_raise else STEPS_TO_LOWER):
+            self.depth, self.is_chain, self._wish_age = depth, is_chain, 0
+
+    def next(self, max_depths: Ints) -> DraftSize:
+        """Return what the next step drafts; ``max_depths`` [B] are bounds of its requests."""
+        if not self.depth:
+            return self._off(max_depths)
+        self._until_probe = self._probe_interval = FIRST_PROBE
+        self._until_plain -= 1
+        if self._until_plain <= 0:
+            if self._until_plain <= -STRETCH:
+                self._plain_interval = min(2 * self._plain_interval, LAST_PLAIN)
+                self._until_plain = self._plain_interval
+            return NOTHING
+        least = int(max_depths.min())
+        if self.is_chain and least >= self.depth:
+            self._until_trees -= 1
+            if self._until_trees > 0:
+                return DraftSize(self.depth, is_chain=True)
+            if self._until_trees <= -STRETCH:
+                self._until_trees = TREES_BESIDE_CHAINS
+            return DraftSize(self.num_steps)
+        if least > 0:
+            return DraftSize(self.depth)
+        drafted = max_depths > 0
+        return DraftSize(self.depth, drafted=drafted) if drafted.any() else NOTHING
+
+    def option(self, place: int) -> tuple[int, bool]:
+        """The depth of an option among ``gains``, and whether it is that of chains."""
+        return place % (self.num_steps + 1), place > self.num_steps
+
+    def reason(self, num_requests: int) -> str:
+        """A sentence about the present decision."""
+        if not num_requests:
+            return "no step yet"
+        place = int(self.gains[1:].argmax()) + 1
+        best, _ = self.option(place)
+        gain = f"{(float(self.gains[place]) - 1) * 100:+.0f} %"
+        requests = f"{num_requests} request{'s' if num_requests != 1 else ''}"
+        if self.depth:
+            shape = "chains" if self.is_chain else "drafts"
+            return f"{shape} of depth {self.depth}: depth {best} is predicted to gain {gain} with {requests}"
+        return f"off: drafts are predicted to gain {gain} at the best, depth {best}, with {requests}"
+
+    def _best(self) -> int:
+        best = int(self.gains.argmax())
+        return best if self.gains[best] >= LEAST_GAIN else 0
+
+    def _off(self, max_depths: Ints) -> DraftSize:
+        self._until_probe -= 1
+        if self._until_probe > 0:
+            return NOTHING if self._probe_interval < LONG_INTERVAL else NOTHING_FOR_LONG
+        self._probe_interval = min(2 * self._probe_interval, LAST_PROBE)
+        self._until_probe = self._probe_interval
+        can = np.flatnonzero(max_depths > 0)
+        if not len(can):
+            return NOTHING
+        number = -(-len(can) // PROBED_SHARE)
+        drafted = np.zeros(len(max_depths), np.bool_)
+        drafted[can[(self._next_probed + np.arange(number)) % len(can)]] = True
+        self._next_probed += number
+        return DraftSize(1, drafted=None if drafted.all() else drafted, is_probe=True)
