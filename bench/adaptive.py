@@ -1,11 +1,13 @@
 """Drafts whose size is decided in each step beside fixed sizes, for some numbers of requests and temperatures.
 
-    python -m specmamba.bench.adaptive [--model DIR] [--json FILE] [--batches 1,4,8,16] [--rounds 9] [any engine flag]
+    python -m specmamba.bench.adaptive [--model DIR] [--json FILE] [--batches 1,4,8,16] [--rounds 9] [--replay]
+        [any engine flag]
 
 Batches of requests decode together; all ways to draft take turns within a round, and each keeps what it has learned for
-the next one. Requests bring seeds, so all are decided under ``target``. Reported are medians over rounds of tokens per
-second over those of plain decoding in the same round, and the worst cells: adaptive over the best fixed size, and over
-plain.
+the next one. Requests bring seeds, so all are decided under ``target``; with ``--replay`` there are also cells whose
+text is given: what follows the bundled prompts in their source. Reported are medians over rounds of tokens per second
+over those of plain decoding in the same round; the worst cells, adaptive over the best fixed size and over plain; and
+the mix, the geometric mean over all cells of each way.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pydantic import Field
 
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, Report, put_out, run_command
-from specmamba.measure.prompts import bundled_texts, model_name
+from specmamba.measure.prompts import bundled_texts, encode_with_continuation, model_name
 from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, versions
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
 KEPT_FLAGS = {"speculative_state", "speculative_costs"} | {
     f"speculative_draft_model_{name}" for name in ("path", "revision", "quantization")
 }
-Cell = tuple[int, float]  # requests, temperature
+Cell = tuple[int, float, bool]  # requests, temperature, whether the text is given
 
 
 class AdaptiveBenchConfig(JsonOption):
@@ -47,8 +49,9 @@ class AdaptiveBenchConfig(JsonOption):
     disable_radix_cache: NoRadixCache = True
     rounds: Annotated[Count, Field(description="rounds of all ways; medians over them are reported")] = 9
     batches: Annotated[tuple[Count, ...], Field(description="requests at a time")] = (1, 4, 8, 16)
-    max_tokens: Annotated[int, Field(ge=16, description="new tokens of a request")] = 96
+    max_tokens: Annotated[int, Field(ge=16, description="new tokens of a request")] = 192
     temperatures: Annotated[tuple[float, ...], Field(description="sampling temperatures; 0 is greedy")] = (0.0, 0.8)
+    replay: Annotated[bool, Field(description="also time texts that are given")] = False
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,7 +77,8 @@ def run(config: AdaptiveBenchConfig) -> dict[str, Any]:
         described = llm.engine.describe()
         if described["speculative_algorithm"] == "none":
             raise ConfigError("this checkpoint has no draft head: there is nothing whose size could be decided")
-        cells = [time_cell(llm, config, (size, t)) for size in config.batches for t in config.temperatures]
+        kinds = [(t, False) for t in config.temperatures] + ([(0.0, True)] if config.replay else [])
+        cells = [time_cell(llm, config, (size, *kind)) for size in config.batches for kind in kinds]
     return {
         "model": model_name(described),
         "dtype": config.dtype,
@@ -84,6 +88,7 @@ def run(config: AdaptiveBenchConfig) -> dict[str, Any]:
         "cells": cells,
         "worst_over_fixed": min(cell["over_best_fixed"] for cell in cells),
         "worst_over_plain": min(cell["ways"][ADAPTIVE]["over_plain"] for cell in cells),
+        "mix": {way: round(statistics.geometric_mean(c["ways"][way]["over_plain"] for c in cells), 3) for way in WAYS},
     }
 
 
@@ -97,7 +102,7 @@ def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell) -> dict[str, An
             if number:
                 speeds[way].append(speed)
                 lengths[way].append(length)
-    print(f"{cell[0]} requests at temperature {cell[1]:g} done", file=sys.stderr)
+    print(f"{cell[0]} requests, {_text(*cell[1:])} done", file=sys.stderr)
     ways: dict[str, dict[str, Any]] = {}
     for way, found in speeds.items():
         ratios = [speed / plain for speed, plain in zip(found, speeds[PLAIN], strict=True)]
@@ -109,7 +114,11 @@ def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell) -> dict[str, An
         }
     best = max(figures["over_plain"] for way, figures in ways.items() if way != ADAPTIVE)
     over = round(ways[ADAPTIVE]["over_plain"] / best, 3)
-    return {"requests": cell[0], "temperature": cell[1], "over_best_fixed": over, "ways": ways}
+    return {"requests": cell[0], "text": _text(*cell[1:]), "over_best_fixed": over, "ways": ways}
+
+
+def _text(temperature: float, is_given: bool) -> str:
+    return "given" if is_given else f"T {temperature:g}"
 
 
 def time_way(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, way: str, number: int) -> tuple[float, float]:
@@ -117,12 +126,16 @@ def time_way(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, way: str, number
     from specmamba import SamplingParams
     from specmamba.measure.full_batch import Job, run_full_batch
 
-    size, temperature = cell
+    size, temperature, is_given = cell
     llm.workbench.use_drafts(**WAYS[way])
     params = SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=number, ignore_eos=True)
-    texts, encode = bundled_texts(), llm.engine.tokenizer.encode
-    prompts = [tuple(encode(texts[(i + number) % len(texts)].text)) for i in range(size)]
-    stretch = run_full_batch(llm, [Job(prompt, params) for prompt in prompts])
+    texts = [text for text in bundled_texts() if text.continuation]
+    rows = [texts[(i + number) % len(texts)] for i in range(size)]
+    pairs = [encode_with_continuation(text, llm.engine.tokenizer) for text in rows]
+    jobs = [
+        Job(tuple(prompt), params, tuple(follows[: config.max_tokens]) if is_given else ()) for prompt, follows in pairs
+    ]
+    stretch = run_full_batch(llm, jobs)
     return stretch.num_tokens / stretch.seconds, stretch.num_tokens / stretch.num_steps / size
 
 
@@ -131,13 +144,14 @@ def print_report(report: Report) -> None:
     page = Page()
     page.lines(f"{report['model']}, {report['dtype']}", report["machine"])
     rows = [
-        (f"{cell['requests']}", f"{cell['temperature']:g}", *_columns(cell), f"{cell['over_best_fixed']:.3f}")
+        (f"{cell['requests']}", cell["text"], *_columns(cell), f"{cell['over_best_fixed']:.3f}")
         for cell in report["cells"]
     ]
     names = [f"{way} (range)" if way == ADAPTIVE else way for way in WAYS if way != PLAIN]
-    page.table(("requests", "T", *names, "adaptive over best"), rows)
+    page.table(("requests", "text", *names, "adaptive over best"), rows)
     page.lines(
-        f"worst: {report['worst_over_fixed']:.3f} of the best, {report['worst_over_plain']:.3f} of plain decoding"
+        f"worst: {report['worst_over_fixed']:.3f} of the best, {report['worst_over_plain']:.3f} of plain decoding",
+        "mix of all cells: " + ", ".join(f"{way} {mean:.3f}" for way, mean in report["mix"].items()),
     )
 
 

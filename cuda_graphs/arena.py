@@ -15,13 +15,13 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._blocks: list[torch.UntypedStorage] = []
+        self._blocks: list[tuple[int, torch.UntypedStorage]] = []  # with their bytes
         self._places: set[int] = set()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(block.nbytes() for block in self._blocks)
+        return sum(size for size, _ in self._blocks)
 
     def like(self, x: Tensor) -> Tensor:
         """An uninitialised tensor with the shape, strides and dtype of x, in a block."""
@@ -37,11 +37,13 @@ class Arena:
 
     def _take(self, num_bytes: int) -> torch.UntypedStorage:
         """The smallest free block that is large enough and not twice too large; a new one where there is none."""
-        fitting = [b for b in self._blocks if num_bytes <= b.nbytes() <= 2 * num_bytes + ALIGNMENT and _is_free(b)]
+        largest = 2 * num_bytes + ALIGNMENT
+        fitting = [pair for pair in self._blocks if num_bytes <= pair[0] <= largest and _is_free(pair[1])]
         if fitting:
-            return min(fitting, key=lambda block: block.nbytes())
-        block = torch.UntypedStorage(max(ALIGNMENT, -(-num_bytes // ALIGNMENT) * ALIGNMENT))
-        self._blocks.append(block)
+            return min(fitting, key=lambda pair: pair[0])[1]
+        size = max(ALIGNMENT, -(-num_bytes // ALIGNMENT) * ALIGNMENT)
+        block = torch.UntypedStorage(size)
+        self._blocks.append((size, block))
         self._places.add(block.data_ptr())
         return block
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -79,7 +80,7 @@ class StepRecorder(TorchDispatchMode):
         name = func.name()
         if reads_host(name, args):
             raise NotRecordableError(f"{name} reads the device")
-        if func._can_decompose():
+        if _decomposes(func):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -89,13 +90,13 @@ class StepRecorder(TorchDispatchMode):
         return self._run(func, name, args, kwargs)
 
     def _run(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        written = [x for x in _written(func, args, kwargs) if isinstance(x, Tensor)]
+        given = _tensors_in([*args, *kwargs.values()])
+        written = _tensors_in(_written(func, args, kwargs)) if func._schema.is_mutable else []
         for x in written:
             self._restore(x.data_ptr())
         result = func(*args, **kwargs)
         storages = {_storage(x) for x in given}
-        fresh = [x for x in tree_leaves(result) if isinstance(x, Tensor) and _storage(x) not in storages]
+        fresh = [x for x in _tensors_in([result]) if _storage(x) not in storages]
         if not written and not fresh:
             return result  # views
         if not written and (name in FILLED or all(_storage(x) in self._constants for x in given)):
@@ -140,6 +141,22 @@ class StepRecorder(TorchDispatchMode):
                 with torch._C._DisableTorchDispatch():  # the copy is no part of the record
                     self._calls[place] = self._keep(move_call(x, x.clone()))
                 return
+
+
+@cache
+def _decomposes(func: Any) -> bool:
+    return bool(func._can_decompose())
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among values and in lists of them."""
+    found: list[Tensor] = []
+    for x in values:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            found += _tensors_in(x)
+    return found
 
 
 def _storage(x: Tensor) -> int:

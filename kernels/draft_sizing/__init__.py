@@ -19,7 +19,7 @@ from specmamba.kernels.draft_sizing.operands import (
     SizerState,
     TreeArrays,
 )
-from specmamba.kernels.draft_sizing.reference import begin, calibration_error
+from specmamba.kernels.draft_sizing.reference import WEIGHT_OF_ODDS, begin, calibration_error
 
 __all__ = [
     "DRAWN",
@@ -27,6 +27,7 @@ __all__ = [
     "LENGTH",
     "NUM_MODES",
     "SAMPLED",
+    "WEIGHT_OF_ODDS",
     "Chosen",
     "Drafted",
     "Floats",

@@ -19,7 +19,7 @@ from specmamba.core import OutputDelta
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.sizing.cost_file import FLAG, find_costs, read_costs, write_costs
 from specmamba.draft.sizing.costs import Curve, StepCosts, StepTimes
-from specmamba.draft.sizing.sizer import Bounds, DraftSizer
+from specmamba.draft.sizing.sizer import WARM_SECONDS, Bounds, DraftSizer
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import Scheduler
 from specmamba.errors import ConfigError
@@ -32,7 +32,7 @@ from specmamba.sampling_params import SamplingParams
 logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
 CACHE_NAME = "step-costs.json"
-ROUNDS, TIMED, MAX_STEPS = 5, 4, 7  # all kinds take turns; steps of a kind in a turn, and with those that are recorded
+ROUNDS, TIMED = 3, 4  # all kinds take turns; timed steps of a kind in a turn
 MAX_TIMED_SECONDS = 0.1  # of all steps of a kind: slow steps are timed fewer times
 PROMPT, LONG_PROMPT = 4, 512  # tokens
 SLOW_STEP = 0.02  # seconds of a plain step with which a long prompt would take long
@@ -226,15 +226,15 @@ def _seconds(
             for kind, seconds in found.items():
                 if sum(seconds) > MAX_TIMED_SECONDS:
                     continue
-                sizer.forced = kind
-                for _ in range(MAX_STEPS):
+                sizer.forced, num_timed, began = kind, 0, time.perf_counter()
+                while num_timed < TIMED:
+                    is_warm = time.perf_counter() - began > WARM_SECONDS
                     engine.step()
                     if len(engine.scheduler.verifying) < size:  # they have reached the end of the context
                         return _medians(found)
-                    if sizer.last_seconds is not None:
+                    if sizer.last_seconds is not None and is_warm:
                         seconds.append(sizer.last_seconds)
-                    if len(seconds) % TIMED == 0 and sizer.last_seconds is not None:
-                        break
+                        num_timed += 1
     finally:
         for name in names:
             engine.abort(name)

@@ -30,6 +30,7 @@ from specmamba.verify.state_buffers import VerifySlots
 from specmamba.verify.step import Drafts, GivenDrafts
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # nodes of the largest chosen tree, padded, on a GPU
+PROBED_NODES = 2  # of a request, the root included
 RunStep = Callable[[Batch, Drafts, VerifySlots], StepOutput]
 
 
@@ -42,6 +43,7 @@ class StepCall:
     run_step: RunStep  # ``verify.step.step`` on the engine's target and pools
     policy: AcceptPolicy  # that ``run_step`` follows
     pending_tokens: HostPendingTokens | None = None  # as the drafter prepared them
+    is_sized: bool = False  # one of many kinds of steps for different sizes of drafts
 
 
 class StepGraphRunner:
@@ -101,7 +103,10 @@ class StepGraphRunner:
 
     def run_fixed(self, call: StepCall, drafts: PlainDrafts | ChainDrafts, num_nodes: int) -> StepOutput:
         """Replay a step without drafts, or with chains of ``num_nodes`` nodes, roots included."""
-        return self._replay(call, self._kind(call)._replace(num_nodes=num_nodes), drafts, lambda: drafts)
+        kind = self._kind(call)._replace(num_nodes=num_nodes)
+        if call.pending_tokens is not None and max(call.pending_tokens.counts) <= num_nodes:
+            kind = kind._replace(max_pending_tokens=num_nodes)  # what a step decides, the next one runs
+        return self._replay(call, kind, drafts, lambda: drafts)
 
     def run_sized(self, call: StepCall, sizer: DraftSizer, depth: int) -> StepOutput:
         """Replay a step that drafts for all requests, chooses trees by ``sizer``, and verifies them."""
@@ -130,7 +135,7 @@ class StepGraphRunner:
         inputs, own, drafter = self.inputs, call.pending_tokens, call.drafter
         if size.drafted is not None and own is not None:
             inputs, own = self._draft_inputs, own.of(np.flatnonzero(size.drafted).tolist())
-        call = StepCall(drafted, drafter, call.run_step, call.policy, own)
+        call = StepCall(drafted, drafter, call.run_step, call.policy, own, call.is_sized)
         kind = self._kind(call, inputs)._replace(num_nodes=size.depth)
         self._pools.table.upload()
 
@@ -184,11 +189,12 @@ class StepGraphRunner:
         kept[:size, :count] = draft_probs
 
     def _chosen_kind(self, kind: StepKind, chosen: Chosen) -> StepKind:
-        """The kind of step that takes these trees. Where padding costs no products, there is one."""
+        """The kind of step that takes these trees. Where padding costs no products, there are two."""
         size, most = kind.batch_size, self._max_nodes
         kind = kind._replace(max_children=most - 1)
         if self.calls_host:
-            return kind._replace(num_nodes=most, num_packed=size * most)
+            width = min(PROBED_NODES, most) if chosen.width <= PROBED_NODES else most
+            return kind._replace(num_nodes=width, num_packed=size * width)
         if size == 1:
             return kind._replace(num_nodes=chosen.width)
         width = min(next(n for n in WIDTHS if n >= chosen.width), most)
@@ -245,10 +251,15 @@ class StepGraphRunner:
             most = drafter.max_nodes
             if not pending_tokens.is_deferred and max(pending_tokens.counts) > most:
                 most = pending_token_capacity(most)
+        sampling = (inputs or self.inputs).write_settings(requests)
+        if (
+            call.is_sized and not sampling.is_drawn
+        ):  # greedy rows take steps that sample, so that there are half as many
+            sampling = sampling._replace(is_drawn=True)
         return StepKind(
             batch_size=size,
             num_nodes=drafter.num_nodes(size),
-            sampling=(inputs or self.inputs).write_settings(requests),
+            sampling=sampling,
             max_root_position=last,
             is_deferred=pending_tokens is not None and pending_tokens.is_deferred,
             is_forced=any(request.forced_output_ids for request in requests),

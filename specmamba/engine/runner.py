@@ -15,7 +15,7 @@ from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
-from specmamba.draft.sizing.schedule import DraftSize
+from specmamba.draft.sizing.schedule import NOTHING_FOR_LONG, DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer, SizedBatch
 from specmamba.engine.captured_steps import capture_steps
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
@@ -54,6 +54,7 @@ class Runner:
         self._device, self._constraints = device, constraints
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
         self.sizer: DraftSizer | None = None  # decides the size of drafts in each step; None: the drafter does
+        self._catches_up = False  # the drafter runs tokens in a step without drafts, which it seldom does
         self._sized: tuple[tuple[int, ...], tuple[Ints, Ints, Ints]] | None = None
 
     def admit(self, request: Request) -> None:
@@ -116,12 +117,11 @@ class Runner:
         began, num_unreplayed = time.perf_counter(), self._num_unreplayed
         rows = tuple(request.held_row for request in requests)
         self.probe.start(len(rows))
-        sizer = self.sizer
-        size = (
-            None
-            if sizer is None
-            else sizer.plan(self._sized_batch(requests, rows), lambda: self.drafter.must_draft(rows))
-        )
+        sizer, size = self.sizer, None
+        if sizer is not None and sizer.coasts(rows):
+            sizer, size = None, NOTHING_FOR_LONG
+        elif sizer is not None:
+            size = sizer.plan(self._sized_batch(requests, rows), lambda: self.drafter.must_draft(rows))
         output = self._run_captured(requests, rows, size) or self._run_directly(requests, rows, size)
         results = output.read([request.params.logprobs for request in requests])  # the one read of a step
         decided = [result.tokens for result in results]
@@ -130,7 +130,7 @@ class Runner:
         self.probe.lap("commit")
         if sizer is not None:
             learns = all(request.follower is None for request in requests)
-            is_usual = num_unreplayed == self._num_unreplayed
+            is_usual = num_unreplayed == self._num_unreplayed and not self._catches_up
             packed = output.packed.cpu().numpy()
             seconds = time.perf_counter() - began if is_usual else None
             sizer.observe(packed[:, NUM_FIGURES:], packed[:, 0], seconds, learns)
@@ -191,7 +191,7 @@ class Runner:
         return output
 
     def _call(self, requests: Sequence[Request], pending_tokens: HostPendingTokens | None = None) -> StepCall:
-        return StepCall(requests, self.drafter, self.run_step, self.policy, pending_tokens)
+        return StepCall(requests, self.drafter, self.run_step, self.policy, pending_tokens, self.sizer is not None)
 
     def _is_bounded(self, request: Request) -> bool:
         """Whether the drafter may draft deeper than a request wants; a sizer knows what it wants."""
@@ -248,7 +248,10 @@ class Runner:
         """Prepare the drafter; returns its pending tokens, and the requests that are drafted for."""
         if size is None or size.drafted is None or not wants_drafts:
             keeps_up = size is None or size.keeps_up
-            return self.drafter.prepare(rows, len(rows), wants_drafts, keeps_up), requests
+            pending_tokens = self.drafter.prepare(rows, len(rows), wants_drafts, keeps_up)
+            self._catches_up = not wants_drafts and pending_tokens is not None and not pending_tokens.is_deferred
+            return pending_tokens, requests
+        self._catches_up = False
         drafted = [request for request, is_drafted in zip(requests, size.drafted.tolist(), strict=True) if is_drafted]
         return self.drafter.prepare_some(rows, size.drafted.tolist()), drafted
 

@@ -24,7 +24,7 @@ from specmamba.kernels.draft_sizing import Floats, Ints
 LEAST_RATIO, MOST_RATIO = 0.5, 2.0
 LARGEST_FACTOR = math.log(4.0)
 WEIGHTS = (0.08, 0.02, 0.04)  # of a new step in the speed of the machine, and in the factors of its kind and bucket
-FEW_STEPS = 8  # before a factor counts
+FEW_STEPS = 5  # before a factor counts
 FARTHEST = math.log(1.25)  # a step that is farther from what was expected counts as this far
 Curve = dict[int, float]  # seconds by a number
 

@@ -14,9 +14,9 @@ STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
 FIRST_PROBE, LAST_PROBE = 8, 64  # steps between two probes
 LONG_INTERVAL = 32  # between probes, from which on drafts have not paid for long
 PROBED_SHARE = 4  # one request of so many is probed
-TREES_BESIDE_CHAINS = 96  # steps with chains before some with chosen trees, which show what those would bring
-FIRST_PLAIN, LAST_PLAIN = 48, 384  # steps with drafts before some without, which show what plain decoding takes
-STRETCH = 5  # steps of another kind in a row, to see what they bring or take
+TREES_BESIDE_CHAINS = 192  # steps with chains before some with chosen trees, which show what those would bring
+FIRST_PLAIN, LAST_PLAIN = 32, 512  # steps with drafts before some without, which show what plain decoding takes
+LEAST_STRETCH, LONGEST_STRETCH = 3, 40  # steps of another kind in a row, to see what they bring or take
 WEIGHT = 0.3  # of a new look in the mean gains
 
 
@@ -55,6 +55,11 @@ class DraftSchedule:
         self._until_plain = self._plain_interval = FIRST_PLAIN
         self._until_trees = TREES_BESIDE_CHAINS
         self._next_probed = 0
+        self._stretch = LEAST_STRETCH
+
+    def set_stretch(self, num_steps: float) -> None:
+        """Set how many steps of another kind are made in a row."""
+        self._stretch = round(min(max(num_steps, LEAST_STRETCH), LONGEST_STRETCH))
 
     def restart(self, rates: Floats) -> None:
         """Take the best option at once: the batch is another one. ``rates`` are tokens per second of the options."""
@@ -65,6 +70,12 @@ class DraftSchedule:
     def expect_news(self) -> None:
         """Probe soon where nothing is drafted: there are other requests."""
         self._until_probe = min(self._until_probe, FIRST_PROBE)
+
+    def coast(self, num_steps: int) -> int:
+        """Skip as many of these steps as there are before the next probe; returns their number."""
+        skipped = min(num_steps, self._until_probe - 1)
+        self._until_probe -= skipped
+        return skipped
 
     def judge(self, rates: Floats, num_steps: int) -> None:
         """Move to an option that has been better for some steps; ``num_steps`` passed since the last call."""
@@ -88,7 +99,7 @@ class DraftSchedule:
         self._until_probe = self._probe_interval = FIRST_PROBE
         self._until_plain -= 1
         if self._until_plain <= 0:
-            if self._until_plain <= -STRETCH:
+            if self._until_plain <= -self._stretch:
                 self._plain_interval = min(2 * self._plain_interval, LAST_PLAIN)
                 self._until_plain = self._plain_interval
             return NOTHING
@@ -97,7 +108,7 @@ class DraftSchedule:
             self._until_trees -= 1
             if self._until_trees > 0:
                 return DraftSize(self.depth, is_chain=True)
-            if self._until_trees <= -STRETCH:
+            if self._until_trees <= -self._stretch:
                 self._until_trees = TREES_BESIDE_CHAINS
             return DraftSize(self.num_steps)
         if least > 0:

@@ -19,13 +19,24 @@ from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import StepCosts
 from specmamba.draft.sizing.schedule import DraftSchedule, DraftSize
 from specmamba.kernels import draft_sizing
-from specmamba.kernels.draft_sizing import LENGTH, Chosen, Drafted, Floats, Ints, Offer, SizerState, TreeArrays
+from specmamba.kernels.draft_sizing import (
+    LENGTH,
+    WEIGHT_OF_ODDS,
+    Chosen,
+    Drafted,
+    Floats,
+    Ints,
+    Offer,
+    SizerState,
+    TreeArrays,
+)
 
 INTERVAL, INTERVAL_OFF = 4, 16  # steps between two looks at the depth
 COST_INTERVAL = 64  # steps after which times are predicted anew
 FIRST_DRAFTS = 24  # steps with requests of a mode that draft to see what that brings
-PLAIN_INTERVAL = 4  # of a long row of plain steps one of so many is learned from
-COLD = 2  # steps after a change of kind that take longer than later ones
+COAST = 7  # steps without a decision after a plain one, where drafts have not paid for long
+WARM_SECONDS = 0.008  # after a change of kind in which steps take longer than later ones
+STRETCH_SECONDS = 0.02  # of another kind, to see what it brings or takes
 WEIGHT_OF_REST, LONGEST_REST = 0.02, 1.0
 
 
@@ -63,6 +74,15 @@ class SizerFigures:
     predicted_seconds: float = 0.0
     measured_seconds: float = 0.0
 
+    def add(self, size: DraftSize, num_requests: int, num_nodes: int) -> None:
+        """Count a step."""
+        self.num_steps += 1
+        self.num_plain_steps += size.depth == 0
+        self.num_probes += size.is_probe
+        self.num_nodes += num_nodes
+        self.num_requests += num_requests
+        self.num_draft_levels += size.depth
+
 
 class DraftSizer:
     """Owns calibration, recent values, costs and the present depth. Not thread-safe."""
@@ -92,10 +112,13 @@ class DraftSizer:
         self._given: Ints | None = None  # rows of the batch that _drafted was filled for, all of them
         self._num_requests = 0
         self._bases = self._seconds = np.zeros((0, 0))  # [D + 1, T + 1], of the present requests
-        self._age = self._age_of_costs = 0
+        self._age = self._age_of_costs = self._coasting = 0
+        self._coast_rows: tuple[int, ...] = ()
         self._num_drafts = np.zeros(draft_sizing.NUM_MODES, np.int64)  # steps so far, by mode, at most FIRST_DRAFTS
-        self._kind, self._num_alike = (0, False), 0  # depth and form of the newest steps, and how many there are
+        # depth and form of the newest steps, how many there are, and the seconds of those that were timed
+        self._kind, self._num_alike, self._warm_seconds = (0, False), 0, 0.0
         self._chain_places = _chain_places(bounds)
+        self._is_option = _options(bounds.num_steps)
         self._chain_bases = self._chain_seconds = np.zeros(0)  # [D + 1]
         # the step between its decision and its result
         self._size, self._offer, self._num_nodes, self._predicted = DraftSize(0), None, 0, 0.0
@@ -106,6 +129,18 @@ class DraftSizer:
         """Start a request in this row."""
         draft_sizing.begin(self.state, row, mode)
         self.schedule.expect_news()
+        self._coasting = 0
+
+    def coasts(self, rows: Sequence[int]) -> bool:
+        """Whether the next step drafts nothing, as those before it, without ``plan`` and ``observe``."""
+        if self._coasting <= 0 or rows != self._coast_rows:
+            return False
+        self._coasting -= 1
+        self._warm_seconds += self._predicted
+        self._age += 1
+        self._age_of_costs += 1
+        self.figures.add(DraftSize(0), len(rows), len(rows))
+        return True
 
     def plan(self, batch: SizedBatch, must_draft: Callable[[], Sequence[bool]]) -> DraftSize:
         """Decide what the next step of these requests drafts.
@@ -122,6 +157,8 @@ class DraftSizer:
         self._size, self._offer, self._num_nodes = size, None, number * (1 + size.depth * size.is_chain)
         self._predicted = float(self._chain_seconds[size.depth] if size.is_chain else self._seconds[0, number])
         self._batch = batch
+        self._coasting = 0 if size.keeps_up else self.schedule.coast(COAST)
+        self._coast_rows = tuple(batch.rows.tolist()) if self._coasting else ()
         return size
 
     def prepare(self, key: Hashable, padded_size: int) -> None:
@@ -187,11 +224,11 @@ class DraftSizer:
             self._num_nodes = draft_sizing.chosen(self._offer).num_nodes
             self._predicted = float(self._seconds[size.depth, self._num_nodes])
         kind = size.depth, size.is_chain
-        self._num_alike = self._num_alike + 1 if kind == self._kind else 1
-        self._kind = kind
-        # plain steps without end teach little
-        is_new = size.depth > 0 or self._num_alike % PLAIN_INTERVAL == 0 or self._num_alike < 2 * PLAIN_INTERVAL
-        if seconds is not None and is_new and self._num_alike > COLD and self.forced is None:
+        if kind != self._kind:
+            self._kind, self._num_alike, self._warm_seconds = kind, 0, 0.0
+        self._num_alike += 1
+        is_warm, self._warm_seconds = self._warm_seconds > WARM_SECONDS, self._warm_seconds + (seconds or 0.0)
+        if seconds is not None and is_warm and self.forced is None:
             has_draft = size.depth > 0
             if size.is_chain:
                 self.costs.observe(number, size.depth, "chain", float(self._chain_bases[size.depth]), seconds)
@@ -200,12 +237,7 @@ class DraftSizer:
                 self.costs.observe(number, self._num_nodes, has_draft, base, seconds)
             figures.predicted_seconds += self._predicted
             figures.measured_seconds += seconds + self.overhead
-        figures.num_steps += 1
-        figures.num_plain_steps += size.depth == 0
-        figures.num_probes += size.is_probe
-        figures.num_nodes += self._num_nodes
-        figures.num_requests += number
-        figures.num_draft_levels += size.depth
+        figures.add(size, number, self._num_nodes)
         if size.is_chain and learns and self.forced is None:
             self._remember_chains(num_accepted)
         if self._offer is not None and learns:
@@ -266,12 +298,13 @@ class DraftSizer:
         self._chain_bases, chains = self.costs.chains(size, keys, self.bounds.num_steps)
         self._chain_seconds = chains + self.overhead
         self._age_of_costs = 0
+        self.schedule.set_stretch(STRETCH_SECONDS / float(self._seconds[0, size]))
 
     def _rates(self, batch: SizedBatch, number: int) -> Floats:
         """Judge every option of the schedule by some kept drafts: expected tokens per second."""
         draws, self._age = (self.figures.num_steps, number), 0
         rates = draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, self._seconds)
-        return np.concatenate([rates, self._chain_rates(batch)])
+        return np.concatenate([rates, self._chain_rates(batch)]) * self._is_option
 
     def _chain_rates(self, batch: SizedBatch) -> Floats:
         """Expected tokens per second with chains, [D + 1] by depth."""
@@ -286,12 +319,23 @@ class DraftSizer:
         """Keep what became of chains as values of their nodes: 1 or 0."""
         state, depth, places = self.state, self._size.depth, self._chain_places
         for row, mode, count in zip(self._batch.rows, self._batch.modes, num_accepted, strict=True):
+            odds = state.odds[mode, :, 0]
+            odds[:count] += WEIGHT_OF_ODDS * (1.0 - odds[:count])
+            if count < depth:
+                odds[count] -= WEIGHT_OF_ODDS * odds[count]
             values = state.values_of_row[row, state.next_of_row[row] % LENGTH]
             values[:] = 0.0
             values[places[:count]] = 1.0
             if count == depth < len(places):
-                values[places[depth:]] = np.cumprod(state.odds[mode, depth : len(places), 0])
+                values[places[depth:]] = np.cumprod(odds[depth : len(places)])
             state.next_of_row[row] += 1
+
+
+def _options(num_steps: int) -> Floats:
+    """1 for depths that are powers of two, and for the deepest: each kind of step takes long to record. [2 (D + 1)]."""
+    depths = np.arange(num_steps + 1)
+    of_depth = ((depths & (depths - 1)) == 0) | (depths == num_steps)
+    return np.tile(of_depth.astype(np.float64), 2)
 
 
 def _chain_places(bounds: Bounds) -> Ints:
