@@ -290,7 +290,7 @@ class MTPDrafter(Drafter):
         return outputs
 
     def _drop_old(self, rows: Sequence[int], own_kv: KVPool) -> None:
-        """Drop old pending tokens of rows without room for more. Their entries become zeros: nobody else's are left."""
+        """Drop old pending tokens of rows without room for more. Their entries become zeros, not those of others."""
         full = [row for row in rows if self.pending.num_tokens[row] >= self.pending.capacity]
         for count in {self.pending.num_tokens[row] for row in full}:
             alike = [row for row in full if self.pending.num_tokens[row] == count]
