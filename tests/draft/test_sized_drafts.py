@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from specmamba import LLM, SamplingParams
 from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
+from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.sizing.costs import StepCosts, StepTimes
-from specmamba.draft.sizing.schedule import DraftSize
+from specmamba.draft.sizing.schedule import NOTHING_FOR_LONG, DraftSize
 from specmamba.draft.sizing.sizer import SizedBatch
 from specmamba.engine import cost_measurement
 from specmamba.sampling_params import SpeculationParams
@@ -95,6 +97,37 @@ def test_texts_are_the_plain_ones_whatever_is_decided(plain: list[str], way: str
     outputs = run(**WAYS[way])
     assert [out.text for out in outputs] == plain
     assert sum(out.spec.num_accepted_tokens for out in outputs) > NUM_TOKENS // 4  # there was something to get wrong
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_old_pending_tokens_are_dropped_and_drafts_come_back(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True) for _ in PROMPTS[:3]]
+    with LLM(dtype="float32", speculative_algorithm="none") as llm:
+        plain = [out.text for out in llm.generate(PROMPTS[:3], params)]
+    with LLM(dtype="float32", speculative_adaptive="auto", disable_cuda_graph=not captured) as llm:
+        sizer, drafter = llm.engine.runner.sizer, llm.engine.runner.drafter
+        assert sizer is not None
+        assert isinstance(drafter, MTPDrafter)
+        sizes = iter([NOTHING_FOR_LONG] * 60 + [DraftSize(3)] * 60)
+        monkeypatch.setattr(sizer, "_planned", lambda batch: (sizer._predict(batch), next(sizes))[1])
+        monkeypatch.setattr(sizer, "coasts", lambda _: False)
+        for i, prompt in enumerate(PROMPTS[:3]):
+            llm.engine.add_request(str(i), llm.engine.tokenizer.encode(prompt), params[i])
+        texts, num_pending = dict.fromkeys("012", ""), []
+        while llm.engine.has_unfinished_requests:
+            for delta in llm.engine.step():
+                texts[delta.request_id] += delta.text
+            rows = [request.held_row for request in llm.engine.scheduler.verifying]
+            num_pending += [max(drafter.pending.counts(rows), default=0)]
+            if len(num_pending) == 50:
+                own_kv, slots = drafter._own_kv, llm.engine.pools.table
+                assert own_kv is not None
+                dropped = slots.slots_at(torch.tensor(rows[:1]), torch.tensor([[20]]))[0]
+                assert all(float(kv[dropped].abs().sum()) == 0 for kv in (*own_kv.k, *own_kv.v))
+        spec = llm.engine.stats().spec
+    assert [texts[name] for name in "012"] == plain
+    assert max(num_pending) == drafter.pending.capacity  # nothing was run before drafts came back
+    assert spec.num_accepted_tokens > 20
 
 
 @pytest.mark.slow

@@ -50,9 +50,9 @@ def test_padding_between_nodes_is_its_own_ancestor_only() -> None:
 
 @NODES
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
-def test_conv_index(nodes: int, width: int) -> None:
+def test_conv_index(form: str, nodes: int, width: int) -> None:
     parents = batch_of_parents(SHAPES, nodes, seed=nodes)
-    index = torch_ops.conv_index(parents, width)
+    index = (native_ops if form == "native" else torch_ops).conv_index(parents, width)
     assert index.dtype == torch.int64
     assert index.shape == (*parents.shape, width)
     assert torch.equal(index, reference.conv_index(parents, width))
@@ -152,14 +152,17 @@ def test_a_parent_behind_its_node_counts_as_none(parent: int) -> None:
 
 
 @NODES
-def test_moves_of_an_accepted_path(nodes: int) -> None:
+def test_moves_of_an_accepted_path(form: str, nodes: int) -> None:
     parents = batch_of_parents(SHAPES, nodes, seed=nodes)
     tokens, target_tokens = guesses(parents, 2, seed=nodes)
     path, num_accepted, _, _ = torch_ops.accepted_path(tokens, parents, mask_of(parents), target_tokens)
     num_pending, slots = torch.arange(len(parents)) % 4, torch.arange(parents.numel()).view_as(parents) + 5
-    for moves, right in (
-        (torch_ops.commit_moves, reference.commit_moves(path, num_accepted, 9, num_pending)),
-        (torch_ops.kv_moves, reference.kv_moves(path, num_accepted, slots)),
+    ops = native_ops if form == "native" else torch_ops
+    for found, right in (
+        (
+            ops.commit_moves(path, num_accepted, 9, num_pending),
+            reference.commit_moves(path, num_accepted, 9, num_pending),
+        ),
+        (ops.kv_moves(path, num_accepted, slots), reference.kv_moves(path, num_accepted, slots)),
     ):
-        operands = (9, num_pending) if moves is torch_ops.commit_moves else (slots,)
-        assert all(torch.equal(x, y) for x, y in zip(moves(path, num_accepted, *operands), right, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
