@@ -109,7 +109,12 @@ def test_old_pending_tokens_are_dropped_and_drafts_come_back(captured: bool, mon
         assert sizer is not None
         assert isinstance(drafter, MTPDrafter)
         sizes = iter([NOTHING_FOR_LONG] * 60 + [DraftSize(3)] * 60)
-        monkeypatch.setattr(sizer, "_planned", lambda batch: (sizer._predict(batch), next(sizes))[1])
+
+        def planned(batch: SizedBatch) -> DraftSize:
+            sizer._predict(batch)
+            return next(sizes)
+
+        monkeypatch.setattr(sizer, "_planned", planned)
         monkeypatch.setattr(sizer, "coasts", lambda _: False)
         for i, prompt in enumerate(PROMPTS[:3]):
             llm.engine.add_request(str(i), llm.engine.tokenizer.encode(prompt), params[i])

@@ -1,4 +1,9 @@
-"""When drafts change: their present depth and form, probes while nothing is drafted, and tries of other options."""
+"""When drafts change: their present depth and form, probes while nothing is drafted, and tries of other options.
+
+A deeper draft is made after a predicted gain of 3 % for 8 steps, a shallower one after 3 steps; when the number of
+requests changes, at once. Below a gain of 2 % over plain decoding nothing is drafted. Then a quarter of the requests at
+the most is drafted for at depth 1 now and then, at intervals that double, so that it is seen when drafts pay again.
+"""
 
 from __future__ import annotations
 

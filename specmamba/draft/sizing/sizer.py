@@ -1,10 +1,7 @@
 """Decides in every step whether to draft, how deep, for which requests, and how many nodes the verify takes.
 
 Before a draft, each depth is judged by the candidates of recent drafts: expected tokens over predicted time, with the
-best number of nodes (``kernels/draft_sizing``). A deeper draft is made after a predicted gain of 3 % for 8 steps, a
-shallower one after 3 steps; when the number of requests changes, at once. Below a gain of 2 % over plain decoding
-nothing is drafted. Then a quarter of the requests at the most is drafted for at depth 1 now and then, at intervals that
-double, so that it is seen when drafts would pay again.
+best number of nodes (``kernels/draft_sizing``). ``DraftSchedule`` follows these rates.
 """
 
 from __future__ import annotations
