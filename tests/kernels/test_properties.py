@@ -180,11 +180,11 @@ def test_folds(count: int) -> None:
 
 
 @each_tier
-def test_compaction(count: int) -> None:
+def test_compaction(form: str, count: int) -> None:
     def check(batch: int, moves: int, capacity: int, layers: int, seed: int) -> None:
         capacity, rows = max(moves, capacity), torch.randperm(12, generator=torch.Generator().manual_seed(seed))[:batch]
         moved = test_state_copy.random_moves(batch, moves, capacity, seed)
-        test_state_copy.check(test_state_copy.make_buffer(layers, 12, capacity, 3), rows.tolist(), *moved)
+        test_state_copy.check(form, test_state_copy.make_buffer(layers, 12, capacity, 3), rows.tolist(), *moved)
 
     hold(count, check, batch=sizes, moves=sizes, capacity=sizes, layers=sizes, seed=seeds)
 
