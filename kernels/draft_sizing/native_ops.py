@@ -102,7 +102,8 @@ def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int]
 
 def _bound(state: SizerState, drafted: Drafted, offer: Offer) -> _Bound:
     bound = _BOUND.get(offer)
-    if bound is not None and bound.state is state and bound.drafted is drafted:
+    if bound is not None:
+        require(bound.state is state and bound.drafted is drafted, "the offer belongs to another sizer")
         return bound
     require(len(offer.tokens) <= drafted.max_rows, "there are too many rows")
     require(offer.tokens.shape[1] <= drafted.num_candidates, "there are too many candidates")

@@ -59,7 +59,7 @@ class NativeWeight(_Panels):
     def __call__(self, x: Tensor) -> Tensor:
         """[..., K] of the weight's dtype on the CPU -> [..., N]; ValueError for anything else."""
         x, y, rows = self._in_and_out(x)
-        operands = x.data_ptr(), rows, live_count(x.shape), self._pointer, y.data_ptr()
+        operands = x.data_ptr(), rows, live_count(x.shape, rows), self._pointer, y.data_ptr()
         self._multiply(*operands, self._n, self._k, torch.get_num_threads())
         return y
 
@@ -80,7 +80,7 @@ class NativeInt8Weight(_Panels):
         x, y, rows = self._in_and_out(x)
         is_bf16 = x.dtype is torch.bfloat16
         self._multiply(
-            *(x.data_ptr(), rows, live_count(x.shape), *self._pointers, y.data_ptr()),
+            *(x.data_ptr(), rows, live_count(x.shape, rows), *self._pointers, y.data_ptr()),
             *(self._n, self._k, is_bf16, torch.get_num_threads()),
         )
         return y

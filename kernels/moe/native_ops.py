@@ -44,7 +44,7 @@ class NativeRouter:
         if len(x):
             weight = self._panels.data_ptr()
             threads = torch.get_num_threads()
-            operands = x.data_ptr(), len(x), live_count(x.shape), weight, y.data_ptr()
+            operands = x.data_ptr(), len(x), live_count(x.shape, len(x)), weight, y.data_ptr()
             self._multiply(*operands, n, k, self._is_bf16, threads)
         return y
 
@@ -136,7 +136,15 @@ def dispatch(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Grou
     places = torch.empty(tokens * k, dtype=torch.int64)
     ends = torch.empty(num_experts, dtype=torch.int32)
     is_valid = library.required(code()).moe_dispatch(
-        *(x.data_ptr(), x.shape[1] * x.element_size(), experts.data_ptr(), tokens, live_count(x.shape), k, num_experts),
+        *(
+            x.data_ptr(),
+            x.shape[1] * x.element_size(),
+            experts.data_ptr(),
+            tokens,
+            live_count(x.shape, tokens),
+            k,
+            num_experts,
+        ),
         *(ordered.data_ptr(), places.data_ptr(), ends.data_ptr(), torch.get_num_threads()),
     )
     require(bool(is_valid), f"a token goes to an expert that is none of 0 to {num_experts - 1}")
@@ -157,7 +165,7 @@ def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
     out = y.new_empty(tokens, y.shape[1])
     is_valid = library.required(code()).moe_combine(
         *(t.data_ptr() for t in (y, places, weights, out)),
-        *(tokens, live_count(weights.shape), k, y.shape[1], y.dtype is torch.bfloat16, torch.get_num_threads()),
+        *(tokens, live_count(weights.shape, tokens), k, y.shape[1], y.dtype is torch.bfloat16, torch.get_num_threads()),
     )
     require(bool(is_valid), "a token's rows are at places that there are not")
     return out

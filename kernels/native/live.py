@@ -41,12 +41,14 @@ def live_rows(num_rows: int, count: Tensor | None) -> Iterator[None]:
         _SCOPE.num_rows, _SCOPE.address = before
 
 
-def live_count(shape: Sequence[int]) -> int | None:
+def live_count(shape: Sequence[int], num_rows: int) -> int | None:
     """The address of the number of rows that are no padding, of an operand of this shape; None: all are.
 
     Packed operands are [1, T, ...], or [T, K] where experts take them; those of trees side by side are [B, N, ...].
+    ``num_rows`` are the rows that the operator works on: heads may be rows of their own.
     """
-    num_rows = _SCOPE.num_rows
+    if num_rows != _SCOPE.num_rows:
+        return None
     is_packed = shape[0] == num_rows if len(shape) == 2 else len(shape) > 2 and (shape[0], shape[1]) == (1, num_rows)
     return _SCOPE.address if is_packed else None
 

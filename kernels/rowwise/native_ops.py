@@ -54,9 +54,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype)
     width, heads = x.shape[-1], weight.shape[0] if weight.dim() == 2 else 1
     weight, tokens = weight.contiguous(), y.numel() // (heads * width)
-    live = live_count(y.shape) if tokens == y.shape[0] * y.shape[1] else None  # else heads count as tokens
     norm = _Norm(
-        *(x.data_ptr(), None, weight.data_ptr(), y.data_ptr(), live),
+        *(x.data_ptr(), None, weight.data_ptr(), y.data_ptr(), live_count(y.shape, tokens)),
         *(tokens, heads, width, stride, 0, width if weight.dim() == 2 else 0),
         eps,
     )
@@ -71,9 +70,10 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     weight = weight.contiguous()
     (x, x_stride), (gate, gate_stride) = tokens_of(x, 2), tokens_of(gate, 2)
     y = torch.empty(x.shape, dtype=gate.dtype)
+    tokens = y.numel() // (heads * width)
     norm = _Norm(
-        *(x.data_ptr(), gate.data_ptr(), weight.data_ptr(), y.data_ptr(), live_count(y.shape)),
-        *(y.numel() // (heads * width), heads, width, x_stride, gate_stride, 0),
+        *(x.data_ptr(), gate.data_ptr(), weight.data_ptr(), y.data_ptr(), live_count(y.shape, tokens)),
+        *(tokens, heads, width, x_stride, gate_stride, 0),
         eps,
     )
     library.required(code()).rowwise_gated_rms_norm(norm, gate.dtype is torch.bfloat16, torch.get_num_threads())
@@ -89,7 +89,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         gate_up.data_ptr(),
         y.data_ptr(),
         y.numel() // width,
-        live_count(y.shape),
+        live_count(y.shape, y.numel() // width),
         width,
         gate_up.dtype is torch.bfloat16,
         torch.get_num_threads(),

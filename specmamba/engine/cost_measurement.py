@@ -31,8 +31,8 @@ from specmamba.sampling_params import SamplingParams
 
 logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
-CACHE_NAME = "step-costs.json"
-ROUNDS, TIMED = 3, 4  # all kinds take turns; timed steps of a kind in a turn
+CACHE_NAME = "step-costs-2.json"  # with another number where times are measured in another way
+ROUNDS, TIMED, MAX_STEPS = 3, 4, 200  # all kinds take turns; timed steps of a kind in a turn, and all its steps
 MAX_TIMED_SECONDS = 0.1  # of all steps of a kind: slow steps are timed fewer times
 PROMPT, LONG_PROMPT = 4, 512  # tokens
 SLOW_STEP = 0.02  # seconds of a plain step with which a long prompt would take long
@@ -227,7 +227,9 @@ def _seconds(
                 if sum(seconds) > MAX_TIMED_SECONDS:
                     continue
                 sizer.forced, num_timed, began = kind, 0, time.perf_counter()
-                while num_timed < TIMED:
+                for _ in range(MAX_STEPS):
+                    if num_timed == TIMED:
+                        break
                     is_warm = time.perf_counter() - began > WARM_SECONDS
                     engine.step()
                     if len(engine.scheduler.verifying) < size:  # they have reached the end of the context

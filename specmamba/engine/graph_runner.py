@@ -200,8 +200,8 @@ class StepGraphRunner:
         width = min(next(n for n in WIDTHS if n >= chosen.width), most)
         if chosen.num_nodes == size * width:
             return kind._replace(num_nodes=width)
-        totals = self.totals(size)
-        return kind._replace(num_nodes=width, num_packed=totals[-(-chosen.num_nodes // totals.step) - 1])
+        step = self.totals(size).step
+        return kind._replace(num_nodes=width, num_packed=min(-(-chosen.num_nodes // step) * step, size * width))
 
     def _replay(
         self,

@@ -55,7 +55,7 @@ class Runner:
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
         self.sizer: DraftSizer | None = None  # decides the size of drafts in each step; None: the drafter does
         self._catches_up = False  # the drafter runs tokens in a step without drafts, which it seldom does
-        self._sized: tuple[tuple[int, ...], tuple[Ints, Ints, Ints]] | None = None
+        self._sized: tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[Ints, Ints, Ints]] | None = None
 
     def admit(self, request: Request) -> None:
         """Prepare the drafter for a request in its new row; its first ``num_run`` tokens are cached."""
@@ -278,10 +278,10 @@ class Runner:
     def _sized_batch(self, requests: Sequence[Request], rows: tuple[int, ...]) -> SizedBatch:
         """What the sizer sees of a batch; made again when its members change."""
         members = tuple([request.sequence_number for request in requests])
-        if self._sized is None or self._sized[0] != members:
+        if self._sized is None or self._sized[0] != (members, rows):
             depths = [self._depth_bound(request) for request in requests]
             modes = [request.mode for request in requests]
-            self._sized = members, (np.array(rows), np.array(modes), np.array(depths))
+            self._sized = (members, rows), (np.array(rows), np.array(modes), np.array(depths))
         return SizedBatch(*self._sized[1], lambda: sum(request.root_position for request in requests))
 
     def _depth_bound(self, request: Request) -> int:

@@ -96,6 +96,8 @@ class PendingTokenTable:
         ``index``: the rows, on the device.
         """
         first = self.num_tokens[rows[0]] - num_kept
+        for before in self.before[1:]:  # modules have not run these tokens: their states before the first are not known
+            before[index, first] = 0
         for column in (self.tokens, *self.before):
             column[index, :num_kept] = column[index, first : first + num_kept]
         for row in rows:

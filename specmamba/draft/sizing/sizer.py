@@ -112,8 +112,8 @@ class DraftSizer:
         self._age = self._age_of_costs = self._coasting = 0
         self._coast_rows: tuple[int, ...] = ()
         self._num_drafts = np.zeros(draft_sizing.NUM_MODES, np.int64)  # steps so far, by mode, at most FIRST_DRAFTS
-        # depth and form of the newest steps, how many there are, and the seconds of those that were timed
-        self._kind, self._num_alike, self._warm_seconds = (0, False), 0, 0.0
+        # depth and form of the newest steps, and the seconds of those that were timed
+        self._kind, self._warm_seconds = (0, False), 0.0
         self._chain_places = _chain_places(bounds)
         self._is_option = _options(bounds.num_steps)
         self._chain_bases = self._chain_seconds = np.zeros(0)  # [D + 1]
@@ -222,8 +222,7 @@ class DraftSizer:
             self._predicted = float(self._seconds[size.depth, self._num_nodes])
         kind = size.depth, size.is_chain
         if kind != self._kind:
-            self._kind, self._num_alike, self._warm_seconds = kind, 0, 0.0
-        self._num_alike += 1
+            self._kind, self._warm_seconds = kind, 0.0
         is_warm, self._warm_seconds = self._warm_seconds > WARM_SECONDS, self._warm_seconds + (seconds or 0.0)
         if seconds is not None and is_warm and self.forced is None:
             has_draft = size.depth > 0
