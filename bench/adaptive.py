@@ -26,6 +26,7 @@ from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, v
 
 if TYPE_CHECKING:
     from specmamba import LLM
+    from specmamba.measure.full_batch import Job
 
 PROG = "python -m specmamba.bench.adaptive"
 PLAIN, ADAPTIVE = "plain", "adaptive"
@@ -97,8 +98,9 @@ def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell) -> dict[str, An
     speeds: dict[str, list[float]] = defaultdict(list)
     lengths: dict[str, list[float]] = defaultdict(list)
     for number in range(config.rounds + 1):
+        jobs = jobs_of(llm, config, cell, number)
         for way in WAYS:
-            speed, length = time_way(llm, config, cell, way, number)
+            speed, length = time_way(llm, jobs, way)
             if number:
                 speeds[way].append(speed)
                 lengths[way].append(length)
@@ -121,22 +123,28 @@ def _text(temperature: float, is_given: bool) -> str:
     return "given" if is_given else f"T {temperature:g}"
 
 
-def time_way(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, way: str, number: int) -> tuple[float, float]:
-    """Run one batch; returns tokens per second, and tokens per step and request."""
+def jobs_of(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, number: int) -> list[Job]:
+    """The requests of a round."""
     from specmamba import SamplingParams
-    from specmamba.measure.full_batch import Job, run_full_batch
+    from specmamba.measure.full_batch import Job
 
     size, temperature, is_given = cell
-    llm.workbench.use_drafts(**WAYS[way])
     params = SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=number, ignore_eos=True)
     texts = [text for text in bundled_texts() if text.continuation]
     rows = [texts[(i + number) % len(texts)] for i in range(size)]
     pairs = [encode_with_continuation(text, llm.engine.tokenizer) for text in rows]
-    jobs = [
+    return [
         Job(tuple(prompt), params, tuple(follows[: config.max_tokens]) if is_given else ()) for prompt, follows in pairs
     ]
+
+
+def time_way(llm: LLM, jobs: list[Job], way: str) -> tuple[float, float]:
+    """Run one batch; returns tokens per second, and tokens per step and request."""
+    from specmamba.measure.full_batch import run_full_batch
+
+    llm.workbench.use_drafts(**WAYS[way])
     stretch = run_full_batch(llm, jobs)
-    return stretch.num_tokens / stretch.seconds, stretch.num_tokens / stretch.num_steps / size
+    return stretch.num_tokens / stretch.seconds, stretch.num_tokens / stretch.num_steps / len(jobs)
 
 
 def print_report(report: Report) -> None:

@@ -158,7 +158,7 @@ class KVPool:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy tokens from slots ``source`` [T] to ``target`` [T], in all layers; all reads come before all writes."""
-        if not source.is_cpu:
+        if not source.is_cpu:  # a row's moves are too many for the form in Triton
             for group in self._groups:
                 group[:, target] = group[:, source]
             return

@@ -306,10 +306,8 @@ class ModelDrafter(Drafter):
         """
         for row in rows:
             self._states.start(row, self._root[row] + 1 - self._num_pending[row])
-        longest, last = (
-            max(counts),
-            max(self._root[row] - self._num_pending[row] + n for row, n in zip(rows, counts, strict=True)),
-        )
+        longest = max(counts)
+        last = max(self._root[row] - self._num_pending[row] + n for row, n in zip(rows, counts, strict=True))
         self._states.reserve(rows, max(longest, 2) + num_drafts if num_drafts else longest)
         offsets, num_keys = torch.arange(1 - longest, 1, device=self._device), last + 1  # a lone token sees all keys
         if min(counts) == longest:

@@ -137,14 +137,10 @@ class NoDrafter(Drafter):
 
 
 @dataclass(frozen=True, slots=True)
-class PlainDrafts:
-    """A drafter in a step without drafts: its state follows the text."""
+class DrafterInStep:
+    """A drafter that drafts in some way of its own in a step, and observes it."""
 
     drafter: Drafter
-
-    def propose(self, batch: Batch) -> DraftTree:
-        """Return the roots alone."""
-        return self.drafter.propose_nothing(batch)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """Pass the verdict to the drafter."""
@@ -152,19 +148,23 @@ class PlainDrafts:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainDrafts:
+class PlainDrafts(DrafterInStep):
+    """A drafter in a step without drafts: its state follows the text."""
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Return the roots alone."""
+        return self.drafter.propose_nothing(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainDrafts(DrafterInStep):
     """A drafter in a step with a chain of a given size for every request."""
 
-    drafter: Drafter
     num_nodes: int  # the root included
 
     def propose(self, batch: Batch) -> DraftTree:
         """Return the chains."""
         return self.drafter.propose_chain(batch, self.num_nodes)
-
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        """Pass the verdict to the drafter."""
-        self.drafter.observe(batch, verdict, features)
 
 
 def root_tree(batch: Batch) -> DraftTree:

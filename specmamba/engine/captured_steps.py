@@ -11,11 +11,9 @@ from specmamba.cache.memory import MemoryPlan
 from specmamba.command_line import readable
 from specmamba.config import EngineConfig
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, Replay, bucket_sizes
-from specmamba.draft.drafter import Drafter
-from specmamba.engine.graph_runner import RunStep, StepCall, StepGraphRunner
+from specmamba.engine.graph_runner import StepCall, StepGraphRunner
 from specmamba.errors import ConfigError
 from specmamba.kernels import gpu
-from specmamba.verify.acceptance import AcceptPolicy
 from specmamba.verify.pools import Pools
 
 DEFAULT_LARGEST = 64  # largest captured batch without --cuda-graph-max-bs
@@ -51,13 +49,11 @@ def _replay(device: torch.device, pads: bool, num_threads: int) -> Replay[Any] |
     return GraphReplay(device)
 
 
-def capture_steps(
-    graphs: StepGraphRunner | None, drafter: Drafter, run_step: RunStep, policy: AcceptPolicy, is_sized: bool
-) -> list[str]:
+def capture_steps(graphs: StepGraphRunner | None, call: StepCall, is_sized: bool) -> list[str]:
     """Capture the most frequent steps; returns the lines of the start-up report about buckets, time and memory.
 
     Steps of drafters that read the host, and of drafts whose size is decided in each step, are captured when they are
-    first needed.
+    first needed. ``call`` has no requests.
 
     Raises:
         ConfigError: the memory beside weights and pools is too small for the graphs.
@@ -67,11 +63,11 @@ def capture_steps(
     sizes = ", ".join(map(str, graphs.buckets))
     if isinstance(graphs.replay, EagerReplay):
         return [f"steps are padded to batches of {sizes} and run operator by operator"]
-    if not isinstance(graphs.replay, GraphReplay) or not drafter.is_capturable or is_sized:
+    if not isinstance(graphs.replay, GraphReplay) or not call.drafter.is_capturable or is_sized:
         return [f"steps are captured for batches of {sizes}, each when it is first needed"]
     start = time.perf_counter()
     try:
-        graphs.capture(StepCall((), drafter, run_step, policy))
+        graphs.capture(call)
     except torch.cuda.OutOfMemoryError as error:
         raise ConfigError(
             f"the memory beside weights and pools is too small to capture steps for batches of {sizes}: lower "

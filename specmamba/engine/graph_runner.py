@@ -98,8 +98,9 @@ class StepGraphRunner:
         num_nodes = min(gpu.next_power_of_2(tree.shape.num_nodes), kind.num_nodes)
         is_chain = tree.shape.is_chain and tree.shape.num_nodes == num_nodes
         kind = kind._replace(num_nodes=num_nodes, is_chain=is_chain, max_children=tree.shape.max_children)
-        drafts = lambda: GivenDrafts(self.inputs.tree(kind))  # noqa: E731
-        return self._replay(call, kind, None, drafts, lambda: self.inputs.trees.write(tree))
+        return self._replay(
+            call, kind, None, lambda: GivenDrafts(self.inputs.tree(kind)), lambda: self.inputs.trees.write(tree)
+        )
 
     def run_fixed(self, call: StepCall, drafts: PlainDrafts | ChainDrafts, num_nodes: int) -> StepOutput:
         """Replay a step without drafts, or with chains of ``num_nodes`` nodes, roots included."""
@@ -149,13 +150,14 @@ class StepGraphRunner:
         found: Candidates = self.replay.run(key, draft, inputs.clear, lambda: inputs.write(drafted, own, kind))
         return found
 
-    def run_chosen(self, call: StepCall, candidates: Candidates, chosen: Chosen, size: DraftSize) -> StepOutput:
-        """Replay a step on trees that were chosen from ``candidates`` and written to ``inputs.trees``.
+    def run_chosen(self, call: StepCall, candidates: Candidates, sizer: DraftSizer, size: DraftSize) -> StepOutput:
+        """Choose trees from ``candidates``, and replay a step on them.
 
         A capturable drafter has offered them by ``offer``, and observes in the step; any other one observes after it.
         """
         drafter = call.drafter
         kind, entries = self._kind(call), None
+        chosen = sizer.choose(candidates, kind.batch_size)
         if candidates.draft_probs is not None:
             assert candidates.entries is not None
             if not drafter.is_capturable:
@@ -165,8 +167,13 @@ class StepGraphRunner:
             entries = _chosen_entries(candidates.entries, nodes, size, kind.num_distributions)
         observer = drafter if drafter.is_capturable else None
         kind = self._chosen_kind(kind, chosen)
-        drafts = lambda: GivenDrafts(self.inputs.tree(kind), observer)  # noqa: E731
-        return self._replay(call, kind, observer, drafts, lambda: self.inputs.trees.write_chosen(kind, entries))
+        return self._replay(
+            call,
+            kind,
+            observer,
+            lambda: GivenDrafts(self.inputs.tree(kind), observer),
+            lambda: self.inputs.trees.write_chosen(kind, entries),
+        )
 
     def capture(self, call: StepCall) -> None:
         """Capture the most frequent steps, on padding rows only: every bucket, greedy and with a temperature."""
@@ -252,9 +259,7 @@ class StepGraphRunner:
             if not pending_tokens.is_deferred and max(pending_tokens.counts) > most:
                 most = pending_token_capacity(most)
         sampling = (inputs or self.inputs).write_settings(requests)
-        if (
-            call.is_sized and not sampling.is_drawn
-        ):  # greedy rows take steps that sample, so that there are half as many
+        if call.is_sized:  # greedy rows take steps that sample, so that there are half as many kinds
             sampling = sampling._replace(is_drawn=True)
         return StepKind(
             batch_size=size,

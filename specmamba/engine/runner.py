@@ -149,7 +149,7 @@ class Runner:
 
         ``is_sized``: the size of drafts is decided in each step.
         """
-        return capture_steps(self.graph_runner, self.drafter, self.run_step, self.policy, is_sized)
+        return capture_steps(self.graph_runner, self._call(()), is_sized)
 
     def _run_directly(self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None) -> StepOutput:
         """Run a step operator by operator."""
@@ -178,7 +178,7 @@ class Runner:
         if bucket is None or any(request.params.is_special or self._is_bounded(request) for request in requests):
             return None
         if size is not None:
-            return self._run_sized(graphs, bucket, requests, rows, size)
+            return self._run_sized(graphs, requests, rows, size)
         if drafter.is_capturable:
             return graphs.run(self._call(requests, drafter.prepare(rows, bucket)))
         batch = self._whole_batch(requests, drafter.prepare(rows, len(rows)))
@@ -198,12 +198,7 @@ class Runner:
         return request.params.max_depth is not None and self.sizer is None
 
     def _run_sized(
-        self,
-        graphs: StepGraphRunner,
-        bucket: int,
-        requests: Sequence[Request],
-        rows: tuple[int, ...],
-        size: DraftSize,
+        self, graphs: StepGraphRunner, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize
     ) -> StepOutput:
         """Replay a step of the planned size."""
         drafter, sizer = self.drafter, self.sizer
@@ -218,8 +213,7 @@ class Runner:
             return graphs.run_fixed(call, ChainDrafts(drafter, size.depth + 1), size.depth + 1)
         if size.drafted is None and graphs.calls_host:
             return graphs.run_sized(call, sizer, size.depth)
-        candidates = graphs.offer(call, drafted, size)
-        return graphs.run_chosen(call, candidates, sizer.choose(candidates, bucket), size)
+        return graphs.run_chosen(call, graphs.offer(call, drafted, size), sizer, size)
 
     def _run_on_host_drafts(
         self,
@@ -237,8 +231,7 @@ class Runner:
             output = graphs.run_given(call, drafter.propose_nothing(batch))
         else:
             candidates = drafter.offer(self._drafted_batch(drafted, size, pending_tokens), size.depth)
-            chosen = sizer.choose(candidates, graphs.bucket(len(requests)) or len(requests))
-            output = graphs.run_chosen(call, candidates, chosen, size)
+            output = graphs.run_chosen(call, candidates, sizer, size)
         drafter.observe(batch, output.verdict, output.features)
         return output
 

@@ -130,8 +130,7 @@ class TreeInputs:
         assert candidates.entries is not None
         entries = candidates.entries.gather(1, self._candidates[: kind.batch_size, : kind.num_nodes])
         entries = entries + torch.arange(kind.batch_size)[:, None] * probs.shape[1]
-        found = probs.flatten(0, 1).index_select(0, entries.view(-1)).view(*entries.shape, -1)
-        return replace(tree, draft_probs=found)
+        return replace(tree, draft_probs=_of_nodes(probs, entries))
 
     def read(self, kind: StepKind, root_tokens: Tensor) -> DraftTree:
         """The trees of a step of this kind, on ``root_tokens`` [B]."""
@@ -152,10 +151,13 @@ class TreeInputs:
     def _read_probs(self, kind: StepKind) -> Tensor | None:
         if not kind.num_distributions:
             return None
-        size, num_nodes = kind.batch_size, kind.num_nodes
-        probs = self._draft_probs[kind.num_distributions]
-        entries = self.entries[:size, :num_nodes].reshape(-1)
-        return probs.flatten(0, 1).index_select(0, entries).view(size, num_nodes, -1)
+        entries = self.entries[: kind.batch_size, : kind.num_nodes]
+        return _of_nodes(self._draft_probs[kind.num_distributions], entries)
+
+
+def _of_nodes(probs: Tensor, entries: Tensor) -> Tensor:
+    """Distributions [B, N, V] of nodes: those of ``probs`` [rows, E, V] at ``entries`` [B, N], over all rows."""
+    return probs.flatten(0, 1).index_select(0, entries.reshape(-1)).view(*entries.shape, -1)
 
 
 class PackedInputs:

@@ -1,4 +1,4 @@
-"""Drafts whose size is decided between draft and verify, for steps that are not captured."""
+"""Drafts whose size is decided between draft and verify."""
 
 from __future__ import annotations
 
@@ -8,42 +8,34 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specmamba.core import Batch, DraftTree, Packing, TreeShape, Verdict
+from specmamba.core import Batch, DraftTree, Packing, TreeShape
 from specmamba.draft.candidates import Candidates
-from specmamba.draft.drafter import Drafter, chain_shape, root_tree, tree_shape
+from specmamba.draft.drafter import DrafterInStep, chain_shape, root_tree, tree_shape
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.kernels import draft_sizing
 from specmamba.kernels.draft_sizing import Chosen, Ints, TreeArrays
 
 
-class SizedDrafts:
+@dataclass(frozen=True, slots=True)
+class SizedDrafts(DrafterInStep):
     """A drafter's candidates, cut to trees of the size that a sizer chooses."""
 
-    def __init__(self, drafter: Drafter, sizer: DraftSizer, size: DraftSize, drafted: Batch) -> None:
-        """Draft what the sizer has planned, for the requests of the batch ``drafted``."""
-        self._drafter, self._sizer, self._size, self._drafted = drafter, sizer, size, drafted
+    sizer: DraftSizer
+    size: DraftSize  # that the sizer has planned
+    drafted: Batch  # requests that are drafted for
 
     def propose(self, batch: Batch) -> DraftTree:
         """Return the chosen trees."""
-        candidates = self._drafter.offer(self._drafted, self._size.depth)
-        chosen = self._sizer.choose(candidates, batch.size)
-        return tree_of(candidates, self._sizer.trees, chosen, batch, self._size)
-
-    def propose_nothing(self, batch: Batch) -> DraftTree:
-        """Return the roots alone; the drafter's own state follows the text."""
-        return self._drafter.propose_nothing(batch)
-
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        """Pass the verdict to the drafter."""
-        self._drafter.observe(batch, verdict, features)
+        candidates = self.drafter.offer(self.drafted, self.size.depth)
+        chosen = self.sizer.choose(candidates, batch.size)
+        return tree_of(candidates, self.sizer.trees, chosen, batch, self.size)
 
 
 @dataclass(frozen=True, slots=True)
-class DraftsInStep:
+class DraftsInStep(DrafterInStep):
     """Drafts of a captured step that chooses its trees itself, without the host between draft and verify."""
 
-    drafter: Drafter
     sizer: DraftSizer
     depth: int
     key: Hashable  # of the step
@@ -54,10 +46,6 @@ class DraftsInStep:
         candidates = self.drafter.offer(batch, self.depth)
         self.sizer.choose(candidates, batch.size, self.key)
         return self.read(candidates)
-
-    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
-        """Pass the verdict to the drafter."""
-        self.drafter.observe(batch, verdict, features)
 
 
 def tree_of(candidates: Candidates, arrays: TreeArrays, chosen: Chosen, batch: Batch, size: DraftSize) -> DraftTree:

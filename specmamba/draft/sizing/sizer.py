@@ -167,7 +167,7 @@ class DraftSizer:
         """
         offer = self._offer = self._offers.get(key)
         if offer is not None:
-            self._set_rules(offer, self._fill(), padded_size)
+            self._set_rules(offer, padded_size)
             draft_sizing.arrange(self.state, self._drafted, offer)
 
     def choose(self, candidates: Candidates, padded_size: int, key: Hashable = None) -> Chosen:
@@ -178,19 +178,19 @@ class DraftSizer:
             padded_size: rows of the trees, the last ones padding.
             key: of a captured step that calls this, and later repeats it after ``prepare``; None: there is none.
         """
-        number, size = self._fill(), self._size
+        size = self._size
         columns = *candidates.on_host(len(candidates.tokens)), candidates.depths, candidates.ranks
         offer = Offer(*columns, len(self._batch.rows), padded_size, size.depth, self._seconds[size.depth])
-        self._set_rules(offer, number, padded_size)
+        self._set_rules(offer, padded_size)
         self._offer = offer
         if key is not None:
             self._offers[key] = offer
         return draft_sizing.choose(self.state, self._drafted, offer)
 
-    def _set_rules(self, offer: Offer, number: int, padded_size: int) -> None:
-        """Let an offer of ``number`` rows be that of the planned step."""
+    def _set_rules(self, offer: Offer, padded_size: int) -> None:
+        """Let an offer be that of the planned step."""
         size = self._size
-        offer.num_rows, offer.batch_size, offer.padded_size = number, len(self._batch.rows), padded_size
+        offer.num_rows, offer.batch_size, offer.padded_size = self._fill(), len(self._batch.rows), padded_size
         offer.seconds = self._seconds[size.depth]
         offer.nodes_per_row = self.forced[1] if self.forced is not None else 2 if size.is_probe else 0
 
@@ -225,12 +225,11 @@ class DraftSizer:
             self._kind, self._warm_seconds = kind, 0.0
         is_warm, self._warm_seconds = self._warm_seconds > WARM_SECONDS, self._warm_seconds + (seconds or 0.0)
         if seconds is not None and is_warm and self.forced is None:
-            has_draft = size.depth > 0
             if size.is_chain:
                 self.costs.observe(number, size.depth, "chain", float(self._chain_bases[size.depth]), seconds)
             else:
                 base = float(self._bases[size.depth, self._num_nodes])
-                self.costs.observe(number, self._num_nodes, has_draft, base, seconds)
+                self.costs.observe(number, self._num_nodes, size.depth > 0, base, seconds)
             figures.predicted_seconds += self._predicted
             figures.measured_seconds += seconds + self.overhead
         figures.add(size, number, self._num_nodes)
