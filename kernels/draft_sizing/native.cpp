@@ -347,4 +347,5 @@ void sizing_look(const State* s, const int64_t* rows, const int64_t* max_depths,
 }  // extern "C"
 
 SPECMAMBA_REPLAYABLE(sizing_choose)
+SPECMAMBA_REPLAYABLE(sizing_learn)
 SPECMAMBA_REPLAYABLE(sizing_pack)

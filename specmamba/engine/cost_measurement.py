@@ -19,7 +19,8 @@ from specmamba.core import OutputDelta
 from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.sizing.cost_file import FLAG, find_costs, read_costs, write_costs
 from specmamba.draft.sizing.costs import Curve, StepCosts, StepTimes
-from specmamba.draft.sizing.sizer import WARM_SECONDS, Bounds, DraftSizer
+from specmamba.draft.sizing.rounds import Bounds
+from specmamba.draft.sizing.sizer import WARM_SECONDS, DraftSizer
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import Scheduler
 from specmamba.errors import ConfigError

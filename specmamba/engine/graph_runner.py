@@ -16,7 +16,7 @@ from specmamba.core import Batch, DraftTree
 from specmamba.cuda_graphs import GraphReplay, Replay, bucket_for
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
-from specmamba.draft.sizing.drafts import DraftsInStep
+from specmamba.draft.sizing.drafts import DraftsInStep, first_chains
 from specmamba.draft.sizing.schedule import DraftSize
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.request import Request
@@ -109,19 +109,28 @@ class StepGraphRunner:
             kind = kind._replace(max_pending_tokens=num_nodes)  # what a step decides, the next one runs
         return self._replay(call, kind, drafts, lambda: drafts)
 
-    def run_sized(self, call: StepCall, sizer: DraftSizer, depth: int) -> StepOutput:
-        """Replay a step that drafts for all requests, chooses trees by ``sizer``, and verifies them."""
-        kind, drafter = self._kind(call), call.drafter
-        size = kind.batch_size
-        num_nodes = min(self._max_nodes, 1 + int((sizer.bounds.depths <= depth).sum()))
-        kind = kind._replace(num_nodes=num_nodes, num_packed=size * num_nodes, max_children=num_nodes - 1, depth=depth)
+    def run_sized(self, call: StepCall, sizer: DraftSizer, size: DraftSize) -> StepOutput:
+        """Replay a step that drafts for all requests, chooses trees by ``sizer``, verifies them, and learns from them.
+
+        A step with chains verifies all nodes of the chains, whatever is chosen.
+        """
+        kind, drafter, depth = self._kind(call), call.drafter, size.depth
+        bucket = kind.batch_size
+        if size.is_chain:
+            kind = kind._replace(num_nodes=depth + 1, is_chain=True, depth=depth)
+        else:
+            num_nodes = min(self._max_nodes, 1 + int((sizer.bounds.depths <= depth).sum()))
+            packed = bucket * num_nodes
+            kind = kind._replace(num_nodes=num_nodes, num_packed=packed, max_children=num_nodes - 1, depth=depth)
         key = kind, call.policy, drafter, sizer
 
         def read(candidates: Candidates) -> DraftTree:
-            return self.inputs.trees.read_chosen(kind, self.inputs.roots.read("root_token", size), candidates)
+            if size.is_chain:
+                return first_chains(candidates, self.inputs.batch(kind), depth)
+            return self.inputs.trees.read_chosen(kind, self.inputs.roots.read("root_token", bucket), candidates)
 
         drafts = DraftsInStep(drafter, sizer, depth, key, read)
-        return self._replay(call, kind, (drafter, sizer), lambda: drafts, lambda: sizer.prepare(key, size))
+        return self._replay(call, kind, (drafter, sizer), lambda: drafts, lambda: sizer.prepare(key, bucket))
 
     def offer(self, call: StepCall, drafted: Sequence[Request], size: DraftSize) -> Candidates:
         """Replay a draft of a capturable drafter; its numbers are valid until the next replay.

@@ -15,8 +15,9 @@ from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
-from specmamba.draft.sizing.schedule import NOTHING_FOR_LONG, DraftSize
-from specmamba.draft.sizing.sizer import DraftSizer, SizedBatch
+from specmamba.draft.sizing.rounds import SizedBatch
+from specmamba.draft.sizing.schedule import DraftSize
+from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.captured_steps import capture_steps
 from specmamba.engine.constraints import ConstrainedDrafts, Constraints
 from specmamba.engine.graph_runner import StepCall, StepGraphRunner
@@ -118,10 +119,8 @@ class Runner:
         rows = tuple(request.held_row for request in requests)
         self.probe.start(len(rows))
         sizer, size = self.sizer, None
-        if sizer is not None and sizer.coasts(rows):
-            sizer, size = None, NOTHING_FOR_LONG
-        elif sizer is not None:
-            size = sizer.plan(self._sized_batch(requests, rows), lambda: self.drafter.must_draft(rows))
+        if sizer is not None:
+            size = sizer.again(rows) or self._plan(sizer, requests, rows)
         output = self._run_captured(requests, rows, size) or self._run_directly(requests, rows, size)
         results = output.read([request.params.logprobs for request in requests])  # the one read of a step
         decided = [result.tokens for result in results]
@@ -130,10 +129,12 @@ class Runner:
         self.probe.lap("commit")
         if sizer is not None:
             learns = all(request.follower is None for request in requests)
+            if learns and sizer.learns_on_host:
+                packed = output.packed.cpu().numpy()
+                sizer.learn(packed[:, NUM_FIGURES:], packed[:, 0])
             is_usual = num_unreplayed == self._num_unreplayed and not self._catches_up
-            packed = output.packed.cpu().numpy()
             seconds = time.perf_counter() - began if is_usual else None
-            sizer.observe(packed[:, NUM_FIGURES:], packed[:, 0], seconds, learns)
+            sizer.observe([len(tokens) - 1 for tokens in decided] if learns else None, seconds)
         if self.on_draft is not None:
             for place in _first_of_views(requests, self.watched):
                 request = requests[place]
@@ -209,10 +210,10 @@ class Runner:
         call = self._call(requests, pending_tokens)
         if size.depth == 0:
             return graphs.run_fixed(call, PlainDrafts(drafter), 1)
+        if size.drafted is None and graphs.calls_host and (sizer.bounds.width == 1 or not size.is_chain):
+            return graphs.run_sized(call, sizer, size)
         if size.is_chain:
             return graphs.run_fixed(call, ChainDrafts(drafter, size.depth + 1), size.depth + 1)
-        if size.drafted is None and graphs.calls_host:
-            return graphs.run_sized(call, sizer, size.depth)
         return graphs.run_chosen(call, graphs.offer(call, drafted, size), sizer, size)
 
     def _run_on_host_drafts(
@@ -267,6 +268,9 @@ class Runner:
         if graphs is None or graphs.bucket(batch_size) is None:
             return range(1, batch_size * self.drafter.max_nodes + 1)
         return graphs.totals(batch_size)
+
+    def _plan(self, sizer: DraftSizer, requests: Sequence[Request], rows: tuple[int, ...]) -> DraftSize:
+        return sizer.plan(self._sized_batch(requests, rows), rows, lambda: self.drafter.must_draft(rows))
 
     def _sized_batch(self, requests: Sequence[Request], rows: tuple[int, ...]) -> SizedBatch:
         """What the sizer sees of a batch; made again when its members change."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
-from specmamba.draft.sizing.schedule import LAST_PROBE, DraftSchedule, DraftSize
+from specmamba.draft.sizing.schedule import LAST_PROBE, MOST_INTERVAL, DraftSchedule, DraftSize
 
 NUM_STEPS = 3
 ANY = np.full(8, NUM_STEPS)
@@ -13,6 +15,16 @@ ANY = np.full(8, NUM_STEPS)
 
 def rates(*of_depth: float, chains: tuple[float, ...] = ()) -> np.ndarray:
     return np.array([*of_depth, 0.0, *chains, *[0.0] * (NUM_STEPS - len(chains))])
+
+
+def steps_of(schedule: DraftSchedule, number: int) -> list[DraftSize]:
+    """What each of the next steps drafts, at least ``number``."""
+    sizes: list[DraftSize] = []
+    while len(sizes) < number:
+        size, count = schedule.next(ANY)
+        assert count >= 1
+        sizes += [size] * count
+    return sizes
 
 
 def test_the_best_option_is_taken_at_once_for_another_batch() -> None:
@@ -37,6 +49,18 @@ def test_a_change_waits_until_the_gain_has_lasted(better: int, num_steps: int) -
     assert schedule.depth == better
 
 
+def test_one_look_changes_nothing() -> None:
+    """The steps before a look have not shown what it shows."""
+    schedule, found = DraftSchedule(NUM_STEPS), rates(10, 12, 14, 12)
+    schedule.restart(found)
+    found[1] = 100
+    schedule.judge(found, 16)
+    assert schedule.depth == 2
+    assert schedule.next(ANY)[1] < 8  # the next decision comes soon
+    schedule.judge(found, 4)
+    assert schedule.depth == 1
+
+
 def test_a_small_gain_changes_nothing() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 12, 14, 12))
@@ -47,11 +71,12 @@ def test_a_small_gain_changes_nothing() -> None:
 
 def test_probes_take_a_quarter_in_turns_at_intervals_that_double() -> None:
     schedule = DraftSchedule(NUM_STEPS)
-    schedule.restart(rates(10, 9, 8, 7))
-    sizes = [schedule.next(ANY) for _ in range(500)]
+    schedule.restart(rates(10, 5, 4, 3))
+    sizes = steps_of(schedule, 2000)
     probes = [i for i, size in enumerate(sizes) if size.is_probe]
-    gaps = np.diff(probes)
-    assert gaps.tolist() == [min(16 << i, LAST_PROBE) for i in range(len(gaps))]
+    tried = {i for i, size in enumerate(sizes) if size.depth and not size.is_probe}
+    gaps = [later - first - len(tried & set(range(first, later))) for first, later in pairwise(probes)]
+    assert gaps == [min(16 << i, LAST_PROBE) for i in range(len(gaps))]
     masks = [sizes[i].drafted for i in probes[:4]]
     assert all(
         mask is not None and mask.sum() == 2 and sizes[i].depth == 1 for i, mask in zip(probes, masks, strict=False)
@@ -64,36 +89,46 @@ def test_probes_take_a_quarter_in_turns_at_intervals_that_double() -> None:
 def test_other_requests_are_probed_soon() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 9, 8, 7))
-    for _ in range(400):
-        schedule.next(ANY)
+    steps_of(schedule, 500)
     schedule.expect_news()
-    assert any(schedule.next(ANY).is_probe for _ in range(8))
+    assert any(size.is_probe for size in steps_of(schedule, 64))
 
 
-def test_steps_that_are_skipped_end_before_the_next_probe() -> None:
+@pytest.mark.parametrize(
+    ("found", "of_tries"),
+    [
+        (rates(10, 11, 12, 13, chains=(12, 13, 20)), lambda size: not size.depth),
+        (rates(10, 11, 12, 13, chains=(12, 13, 20)), lambda size: size == DraftSize(3)),
+        (rates(10, 7, 6, 5), lambda size: size.depth > 0 and not size.is_probe),
+    ],
+)
+def test_other_options_are_tried_and_lose_little_time(found: np.ndarray, of_tries) -> None:  # type: ignore[no-untyped-def]
+    """Tried are plain steps beside drafts, trees beside chains, and drafts where nothing is drafted."""
     schedule = DraftSchedule(NUM_STEPS)
-    schedule.restart(rates(10, 9, 8, 7))
-    assert schedule.coast(100) == 7
-    assert schedule.coast(100) == 0
-    assert schedule.next(ANY).is_probe
+    schedule.restart(found)
+    schedule.set_stretch(10)
+    steps_of(schedule, MOST_INTERVAL)
+    sizes = steps_of(schedule, 4 * MOST_INTERVAL)
+    tried = sum(map(of_tries, sizes))
+    best = schedule.gains.max()
+    option = next(size for size in sizes if of_tries(size))
+    loss = 1 - schedule.gains[option.depth + (NUM_STEPS + 1) * option.is_chain] / best
+    assert tried >= 10
+    assert 0.3 * 0.005 < tried * loss / len(sizes) < 1.2 * 0.005
 
 
-def test_drafts_make_way_for_plain_steps_and_chains_for_trees_now_and_then() -> None:
+def test_an_option_that_is_thought_bad_is_tried_soon_at_first() -> None:
     schedule = DraftSchedule(NUM_STEPS)
-    schedule.restart(rates(10, 11, 12, 13, chains=(12, 13, 20)))
-    schedule.set_stretch(4)
-    sizes = [schedule.next(ANY) for _ in range(1000)]
-    plain = [i for i, size in enumerate(sizes) if not size.depth]
-    trees = [i for i, size in enumerate(sizes) if size == DraftSize(3)]
-    assert len(plain) % 5 == 0
-    assert 10 <= len(plain) <= 30
-    assert 10 <= len(trees) <= 40
+    schedule.restart(rates(10, 11, 12, 40))
+    schedule.set_stretch(10)
+    sizes = steps_of(schedule, 600)
+    assert sum(not size.depth for size in sizes) == 40
 
 
 def test_requests_that_want_no_drafts_get_none() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 11, 12, 13))
-    size = schedule.next(np.array([3, 0, 1]))
+    size, _ = schedule.next(np.array([3, 0, 1]))
     assert size.drafted is not None
     assert size.drafted.tolist() == [True, False, True]
-    assert schedule.next(np.zeros(3, np.int64)).depth == 0
+    assert schedule.next(np.zeros(3, np.int64))[0].depth == 0

@@ -16,8 +16,8 @@ from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
 from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.sizing.costs import StepCosts, StepTimes
+from specmamba.draft.sizing.rounds import SizedBatch
 from specmamba.draft.sizing.schedule import NOTHING_FOR_LONG, DraftSize
-from specmamba.draft.sizing.sizer import SizedBatch
 from specmamba.engine import cost_measurement
 from specmamba.sampling_params import SpeculationParams
 
@@ -64,16 +64,17 @@ def decide_at_random(llm: LLM, seed: int) -> None:
     assert sizer is not None
     rng = np.random.default_rng(seed)
 
-    def planned(batch: SizedBatch) -> DraftSize:
+    def planned(batch: SizedBatch) -> tuple[DraftSize, int]:
         sizer._predict(batch)
         shape = sizer._seconds.shape
         sizer._seconds = 1 + np.cumsum(rng.random(shape) * rng.choice([0.05, 0.5]), axis=1)
         depth, drafted = int(rng.integers(0, sizer.bounds.num_steps + 1)), rng.random(len(batch.rows)) < 0.7
+        number = int(rng.integers(1, 4))
         if depth == 0 or not drafted.any():
-            return DraftSize(0)
+            return DraftSize(0, keeps_up=bool(rng.integers(0, 2))), number
         if llm.engine.runner.drafter.drafts_chains and rng.random() < 0.3:
-            return DraftSize(depth, is_chain=True)
-        return DraftSize(depth, drafted=None if drafted.all() else drafted)
+            return DraftSize(depth, is_chain=True), number
+        return DraftSize(depth, drafted=None if drafted.all() else drafted), number
 
     sizer._planned = planned  # type: ignore[method-assign]
 
@@ -110,12 +111,11 @@ def test_old_pending_tokens_are_dropped_and_drafts_come_back(captured: bool, mon
         assert isinstance(drafter, MTPDrafter)
         sizes = iter([NOTHING_FOR_LONG] * 60 + [DraftSize(3)] * 60)
 
-        def planned(batch: SizedBatch) -> DraftSize:
+        def planned(batch: SizedBatch) -> tuple[DraftSize, int]:
             sizer._predict(batch)
-            return next(sizes)
+            return next(sizes), 1
 
         monkeypatch.setattr(sizer, "_planned", planned)
-        monkeypatch.setattr(sizer, "coasts", lambda _: False)
         for i, prompt in enumerate(PROMPTS[:3]):
             llm.engine.add_request(str(i), llm.engine.tokenizer.encode(prompt), params[i])
         texts, num_pending = dict.fromkeys("012", ""), []
@@ -133,6 +133,52 @@ def test_old_pending_tokens_are_dropped_and_drafts_come_back(captured: bool, mon
     assert [texts[name] for name in "012"] == plain
     assert max(num_pending) == drafter.pending.capacity  # nothing was run before drafts came back
     assert spec.num_accepted_tokens > 20
+
+
+def learned(**flags: Any) -> tuple[list[str], Any]:
+    """Texts of trees that are chosen by fixed costs, and what the sizer knows after them."""
+    with LLM(dtype="float32", speculative_adaptive="auto", **flags) as llm:
+        sizer = llm.engine.runner.sizer
+        assert sizer is not None
+
+        def planned(batch: SizedBatch) -> tuple[DraftSize, int]:
+            sizer._predict(batch)
+            sizer._seconds = 1 + np.cumsum(np.full_like(sizer._seconds, 0.1), axis=1)  # no clock has a say
+            return DraftSize(sizer.bounds.num_steps), 3
+
+        sizer._planned = planned  # type: ignore[method-assign]
+        texts = [llm.generate(prompt, sampling(i))[0].text for i, prompt in enumerate(PROMPTS[:4])]
+        return texts, sizer
+
+
+def test_captured_steps_learn_what_direct_ones_do() -> None:
+    (texts, captured), (also, direct) = learned(), learned(disable_cuda_graph=True)
+    assert texts == also
+    assert captured.figures.num_nodes == direct.figures.num_nodes
+    assert captured.figures.num_nodes > captured.figures.num_requests  # some nodes were chosen
+    for name in ("weights", "offsets", "counts", "bins", "odds", "values_of_row", "next_of_row"):
+        np.testing.assert_allclose(getattr(captured.state, name), getattr(direct.state, name), rtol=1e-3, atol=1e-4)
+
+
+def test_chains_of_captured_steps_are_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain's first children are observed as those of trees are: calibration and kept values move."""
+    with LLM(dtype="float32", speculative_adaptive="auto") as llm:
+        sizer = llm.engine.runner.sizer
+        assert sizer is not None
+
+        def planned(batch: SizedBatch) -> tuple[DraftSize, int]:
+            sizer._predict(batch)
+            return DraftSize(2, is_chain=True), 5
+
+        monkeypatch.setattr(sizer, "_planned", planned)
+        before = sizer.state.bins[:, 0].sum()
+        output = llm.generate(PROMPTS[0], sampling(0))[0]
+        bins = sizer.state.bins - before
+    spec = output.spec
+    observed = sum(count * min(accepted + 1, 2) for accepted, count in enumerate(spec.accepted_histogram))
+    assert bins[:, 2].sum() == pytest.approx(spec.num_accepted_tokens, rel=0.1)  # older ones fade
+    assert bins[:, 0].sum() == pytest.approx(observed, rel=0.1)
+    assert sizer.figures.num_nodes == 3 * sizer.figures.num_steps
 
 
 @pytest.mark.slow

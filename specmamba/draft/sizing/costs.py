@@ -98,30 +98,39 @@ class StepCosts:
             total += found if count >= FEW_STEPS else 0.0
         return min(max(math.exp(total), LEAST_RATIO), MOST_RATIO)
 
-    def observe(self, num_requests: int, num_nodes: int, kind: Hashable, base: float, seconds: float) -> None:
-        """Learn from a step; ``base`` is the first of ``totals`` or ``chains``. Times that no clock means are ignored.
+    def observe(
+        self, num_requests: int, num_nodes: int, kind: Hashable, base: float, seconds: float, num_steps: int = 1
+    ) -> None:
+        """Learn from steps. Times that no clock means are ignored.
 
-        ``kind`` and ``num_nodes`` are as for ``ratio``.
+        Args:
+            num_requests: of each step.
+            num_nodes: as for ``ratio``.
+            kind: as for ``ratio``.
+            base: what ``totals`` or ``chains`` say first.
+            seconds: of one of the steps that stands for all of them.
+            num_steps: how many there were.
         """
         if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(base) and base > 0):
             return
         size, _ = bucket = bucket_of(num_requests, num_nodes)
         found = min(max(math.log(seconds / base), -LARGEST_FACTOR), LARGEST_FACTOR)
-        (count, of_size), (_, of_bucket) = (self._factors.get(key, (0, 0.0)) for key in ((size, kind), (bucket, kind)))
-        rest = found - self._speed - of_size - of_bucket
+        (count, of_size), (_, in_bucket) = (self._factors.get(key, (0, 0.0)) for key in ((size, kind), (bucket, kind)))
+        rest = found - self._speed - of_size - in_bucket
         if count >= FEW_STEPS:
             rest = min(max(rest, -FARTHEST), FARTHEST)
+        of_speed, of_kind, of_bucket = (1.0 - (1.0 - weight) ** num_steps for weight in WEIGHTS)
         if count >= FEW_STEPS or not self._factors:  # else the kind's own part is not known yet
-            self._speed += WEIGHTS[0] * rest
-            rest -= WEIGHTS[0] * rest
-        rest -= self._move((size, kind), rest, WEIGHTS[1])
-        self._move((bucket, kind), rest, WEIGHTS[2])
+            self._speed += of_speed * rest
+            rest -= of_speed * rest
+        rest -= self._move((size, kind), rest, of_kind, num_steps)
+        self._move((bucket, kind), rest, of_bucket, num_steps)
 
-    def _move(self, key: Hashable, rest: float, weight: float) -> float:
+    def _move(self, key: Hashable, rest: float, weight: float, num_steps: int) -> float:
         """Move a factor towards what is not explained; returns by how much."""
         count, factor = self._factors.get(key, (0, 0.0))
-        moved = max(weight, 1 / (count + 1)) * rest
-        self._factors[key] = count + 1, factor + moved
+        moved = max(weight, num_steps / (count + num_steps)) * rest
+        self._factors[key] = count + num_steps, factor + moved
         return moved
 
     def _of_key(self, numbers: Floats | Ints) -> Floats:

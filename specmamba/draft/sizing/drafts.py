@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specmamba.core import Batch, DraftTree, Packing, TreeShape
+from specmamba.core import Batch, DraftTree, Packing, TreeShape, Verdict
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.drafter import DrafterInStep, chain_shape, root_tree, tree_shape
 from specmamba.draft.sizing.schedule import DraftSize
@@ -34,18 +34,33 @@ class SizedDrafts(DrafterInStep):
 
 @dataclass(frozen=True, slots=True)
 class DraftsInStep(DrafterInStep):
-    """Drafts of a captured step that chooses its trees itself, without the host between draft and verify."""
+    """Drafts of a captured step that chooses its trees itself and learns from them, without the host in its middle."""
 
     sizer: DraftSizer
     depth: int
     key: Hashable  # of the step
-    read: Callable[[Candidates], DraftTree]  # the chosen trees
+    read: Callable[[Candidates], DraftTree]  # the chosen trees, or chains
 
     def propose(self, batch: Batch) -> DraftTree:
         """Return the chosen trees."""
         candidates = self.drafter.offer(batch, self.depth)
         self.sizer.choose(candidates, batch.size, self.key)
         return self.read(candidates)
+
+    def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
+        """Pass the verdict to the drafter and to the sizer."""
+        self.drafter.observe(batch, verdict, features)
+        self.sizer.learn_in_step(self.key, verdict.path_tokens.numpy(), verdict.num_accepted.numpy())
+
+
+def first_chains(candidates: Candidates, batch: Batch, depth: int) -> DraftTree:
+    """The chains of first children among the candidates of a comb: ``topk`` children of each node of the chain."""
+    topk = candidates.tokens.shape[1] // depth
+    tokens = torch.cat([batch.root_tokens[:, None], candidates.tokens[:, ::topk]], 1)
+    probs = candidates.draft_probs
+    if probs is not None:  # the last node has no children, its row is not used
+        probs = torch.cat([probs, probs[:, -1:]], 1)
+    return DraftTree(tokens, chain_shape(batch.size, depth + 1, tokens.device), probs)
 
 
 def tree_of(candidates: Candidates, arrays: TreeArrays, chosen: Chosen, batch: Batch, size: DraftSize) -> DraftTree:

@@ -3,6 +3,9 @@
 A deeper draft is made after a predicted gain of 3 % for 8 steps, a shallower one after 3 steps; when the number of
 requests changes, at once. Below a gain of 2 % over plain decoding nothing is drafted. Then a quarter of the requests at
 the most is drafted for at depth 1 now and then, at intervals that double, so that it is seen when drafts pay again.
+
+What another option takes and brings is seen by trying it for some steps, at intervals that double until each kind of
+try loses half a percent of the time: the worse an option is thought to be, the seldomer it is tried.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from specmamba.kernels.draft_sizing import Floats, Ints
 
 LEAST_GAIN, GAIN_OF_CHANGE = 1.02, 1.03
 STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
-FIRST_PROBE, LAST_PROBE = 8, 64  # steps between two probes
+FIRST_PROBE, LAST_PROBE = 8, 256  # steps between two probes
 LONG_INTERVAL = 32  # between probes, from which on drafts have not paid for long
 PROBED_SHARE = 4  # one request of so many is probed
-TREES_BESIDE_CHAINS = 192  # steps with chains before some with chosen trees, which show what those would bring
-FIRST_PLAIN, LAST_PLAIN = 32, 512  # steps with drafts before some without, which show what plain decoding takes
-LEAST_STRETCH, LONGEST_STRETCH = 3, 40  # steps of another kind in a row, to see what they bring or take
+ROUND, SHORT_ROUND, ROUND_OFF = 8, 4, 16  # steps of one decision: usually, while a change is near, and off
+SHARE_OF_TRIES, LEAST_LOSS = 0.005, 0.01  # of the time of all steps, and of a tried step's
+MOST_INTERVAL = 8192  # steps between two tries
+FIRST_TRIES = {"plain": 32, "trees": 128, "drafts": 256}  # steps before the first one
+LEAST_STRETCH, LONGEST_STRETCH = 3, 40  # steps of a try
 WEIGHT = 0.3  # of a new look in the mean gains
 
 
@@ -57,69 +62,60 @@ class DraftSchedule:
         self.depth, self.is_chain = 0, False
         self._wish_age = self._wish = 0
         self._until_probe = self._probe_interval = FIRST_PROBE
-        self._until_plain = self._plain_interval = FIRST_PLAIN
-        self._until_trees = TREES_BESIDE_CHAINS
         self._next_probed = 0
         self._stretch = LEAST_STRETCH
+        self._until_try, self._try_interval = dict(FIRST_TRIES), dict(FIRST_TRIES)
+        self._tried, self._num_tries = 0, 0  # option that is tried, and for how many more steps
 
     def set_stretch(self, num_steps: float) -> None:
-        """Set how many steps of another kind are made in a row."""
+        """Set how many steps a try has."""
         self._stretch = round(min(max(num_steps, LEAST_STRETCH), LONGEST_STRETCH))
 
     def restart(self, rates: Floats) -> None:
         """Take the best option at once: the batch is another one. ``rates`` are tokens per second of the options."""
         self.gains = rates / rates[0]
         self.depth, self.is_chain = self.option(self._best())
-        self._wish_age = 0
+        self._wish_age = self._num_tries = 0
 
     def expect_news(self) -> None:
         """Probe soon where nothing is drafted: there are other requests."""
         self._until_probe = min(self._until_probe, FIRST_PROBE)
 
-    def coast(self, num_steps: int) -> int:
-        """Skip as many of these steps as there are before the next probe; returns their number."""
-        skipped = min(num_steps, self._until_probe - 1)
-        self._until_probe -= skipped
-        return skipped
-
     def judge(self, rates: Floats, num_steps: int) -> None:
         """Move to an option that has been better for some steps; ``num_steps`` passed since the last call."""
         self.gains += WEIGHT * (rates / rates[0] - self.gains)
-        place = self.depth + (self.num_steps + 1) * self.is_chain
-        best, present = self._best(), float(self.gains[place])
+        place, best = self._place, self._best()
         depth, is_chain = self.option(best)
         is_raise = depth > self.depth
-        if best == place or (best and self.depth and self.gains[best] < GAIN_OF_CHANGE * present):
+        if best == place or (best and self.depth and self.gains[best] < GAIN_OF_CHANGE * self.gains[place]):
             self._wish_age = 0
             return
         is_same = self._wish_age > 0 and is_raise == (self._wish > self.depth)
-        self._wish, self._wish_age = depth, num_steps + (self._wish_age if is_same else 0)
+        self._wish, self._wish_age = depth, self._wish_age + num_steps if is_same else 1
         if self._wish_age >= (STEPS_TO_RAISE if is_raise else STEPS_TO_LOWER):
             self.depth, self.is_chain, self._wish_age = depth, is_chain, 0
 
-    def next(self, max_depths: Ints) -> DraftSize:
-        """Return what the next step drafts; ``max_depths`` [B] are bounds of its requests."""
-        if not self.depth:
-            return self._off(max_depths)
-        self._until_probe = self._probe_interval = FIRST_PROBE
-        self._until_plain -= 1
-        if self._until_plain <= 0:
-            if self._until_plain <= -self._stretch:
-                self._plain_interval = min(2 * self._plain_interval, LAST_PLAIN)
-                self._until_plain = self._plain_interval
-            return NOTHING
-        least = int(max_depths.min())
-        if self.is_chain and least >= self.depth:
-            self._until_trees -= 1
-            if self._until_trees > 0:
-                return DraftSize(self.depth, is_chain=True)
-            if self._until_trees <= -self._stretch:
-                self._until_trees = TREES_BESIDE_CHAINS
-            return DraftSize(self.num_steps)
-        if least > 0:
-            return DraftSize(self.depth)
-        drafted = max_depths > 0
-        return DraftSize(self.depth, drafted=drafted) if drafted.any() else NOTHING
+    def next(self, max_depths: Ints) -> tuple[DraftSize, int]:
+        """Return what the next steps draft, and their number; ``max_depths`` [B] are bounds of the requests."""
+        if self._num_tries <= 0:
+            self._start_try()
+        if self._num_tries > 0:
+            number = min(ROUND, self._num_tries)
+            self._num_tries -= number
+            return _within(max_depths, *self.option(self._tried)), number
+        if self.depth:
+            number = SHORT_ROUND if self._wish_age else ROUND
+            self._until_probe = self._probe_interval = FIRST_PROBE
+            self._pass("plain", number)
+            if self.is_chain:
+                self._pass("trees", number)
+            return _within(max_depths, self.depth, self.is_chain), number
+        if self._until_probe <= 1:
+            return self._probe(max_depths), 1
+        number = min(ROUND_OFF, self._until_probe - 1)
+        self._until_probe -= number
+        self._pass("drafts", number)
+        return NOTHING if self._probe_interval < LONG_INTERVAL else NOTHING_FOR_LONG, number
 
     def option(self, place: int) -> tuple[int, bool]:
         """The depth of an option among ``gains``, and whether it is that of chains."""
@@ -138,14 +134,30 @@ class DraftSchedule:
             return f"{shape} of depth {self.depth}: depth {best} is predicted to gain {gain} with {requests}"
         return f"off: drafts are predicted to gain {gain} at the best, depth {best}, with {requests}"
 
+    @property
+    def _place(self) -> int:
+        return self.depth + (self.num_steps + 1) * self.is_chain
+
     def _best(self) -> int:
         best = int(self.gains.argmax())
         return best if self.gains[best] >= LEAST_GAIN else 0
 
-    def _off(self, max_depths: Ints) -> DraftSize:
-        self._until_probe -= 1
-        if self._until_probe > 0:
-            return NOTHING if self._probe_interval < LONG_INTERVAL else NOTHING_FOR_LONG
+    def _pass(self, name: str, num_steps: int) -> None:
+        self._until_try[name] -= num_steps
+
+    def _start_try(self) -> None:
+        """Begin a try that is due: of plain steps, of the deepest trees instead of chains, or of drafts where off."""
+        places = {"plain": 0, "trees": self.num_steps} if self.depth else {"drafts": int(self.gains[1:].argmax()) + 1}
+        for name, place in places.items():
+            if self._until_try[name] > 0:
+                continue
+            loss = max(1.0 - float(self.gains[place] / self.gains[self._place]), LEAST_LOSS)
+            most = max(min(self._stretch * loss / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_TRIES[name])
+            self._try_interval[name] = self._until_try[name] = min(2 * self._try_interval[name], round(most))
+            self._tried, self._num_tries = place, self._stretch
+            return
+
+    def _probe(self, max_depths: Ints) -> DraftSize:
         self._probe_interval = min(2 * self._probe_interval, LAST_PROBE)
         self._until_probe = self._probe_interval
         can = np.flatnonzero(max_depths > 0)
@@ -156,3 +168,14 @@ class DraftSchedule:
         drafted[can[(self._next_probed + np.arange(number)) % len(can)]] = True
         self._next_probed += number
         return DraftSize(1, drafted=None if drafted.all() else drafted, is_probe=True)
+
+
+def _within(max_depths: Ints, depth: int, is_chain: bool) -> DraftSize:
+    """A draft of an option, within the bounds of the requests."""
+    least = int(max_depths.min())
+    if not depth:
+        return NOTHING
+    if least > 0:
+        return DraftSize(depth, is_chain and least >= depth)
+    drafted = max_depths > 0
+    return DraftSize(depth, drafted=drafted) if drafted.any() else NOTHING

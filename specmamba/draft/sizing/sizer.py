@@ -1,20 +1,23 @@
-"""Decides in every step whether to draft, how deep, for which requests, and how many nodes the verify takes.
+"""Decides whether to draft, how deep, for which requests, and how many nodes the verify takes.
 
 Before a draft, each depth is judged by the candidates of recent drafts: expected tokens over predicted time, with the
-best number of nodes (``kernels/draft_sizing``). ``DraftSchedule`` follows these rates.
+best number of nodes (``kernels/draft_sizing``). ``DraftSchedule`` follows these rates. A decision holds for a round of
+a few steps; the nodes are chosen in every step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from specmamba.core import SizingStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import StepCosts
-from specmamba.draft.sizing.schedule import DraftSchedule, DraftSize
+from specmamba.draft.sizing.rounds import Bounds, Round, SizedBatch, SizerFigures
+from specmamba.draft.sizing.schedule import ROUND, SHORT_ROUND, DraftSchedule, DraftSize
 from specmamba.kernels import draft_sizing
 from specmamba.kernels.draft_sizing import (
     LENGTH,
@@ -28,57 +31,12 @@ from specmamba.kernels.draft_sizing import (
     TreeArrays,
 )
 
-INTERVAL, INTERVAL_OFF = 4, 16  # steps between two looks at the depth
 COST_INTERVAL = 64  # steps after which times are predicted anew
 FIRST_DRAFTS = 24  # steps with requests of a mode that draft to see what that brings
-COAST = 7  # steps without a decision after a plain one, where drafts have not paid for long
+DRAWS = 16  # kept drafts that are looked at, of all requests
 WARM_SECONDS = 0.008  # after a change of kind in which steps take longer than later ones
 STRETCH_SECONDS = 0.02  # of another kind, to see what it brings or takes
 WEIGHT_OF_REST, LONGEST_REST = 0.02, 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The largest draft."""
-
-    num_steps: int
-    max_nodes: int  # of a tree, the root included
-    depths: Ints  # [C], of the candidates of the deepest draft, level by level
-    ranks: Ints  # [C]
-    width: int  # nodes of a level that have children
-
-
-@dataclass(frozen=True, slots=True)
-class SizedBatch:
-    """The requests of a step, as the sizer sees them."""
-
-    rows: Ints  # [B]
-    modes: Ints  # [B]; see ``kernels.draft_sizing``
-    max_depths: Ints  # [B], bounds of the requests
-    num_keys: Callable[[], int]  # in front of the roots, of all requests
-
-
-@dataclass
-class SizerFigures:
-    """What has been decided since the start."""
-
-    num_steps: int = 0
-    num_plain_steps: int = 0
-    num_probes: int = 0
-    num_requests: int = 0
-    num_nodes: int = 0
-    num_draft_levels: int = 0
-    predicted_seconds: float = 0.0
-    measured_seconds: float = 0.0
-
-    def add(self, size: DraftSize, num_requests: int, num_nodes: int) -> None:
-        """Count a step."""
-        self.num_steps += 1
-        self.num_plain_steps += size.depth == 0
-        self.num_probes += size.is_probe
-        self.num_nodes += num_nodes
-        self.num_requests += num_requests
-        self.num_draft_levels += size.depth
 
 
 class DraftSizer:
@@ -103,59 +61,55 @@ class DraftSizer:
         self.forced: tuple[int, int] | None = None  # depth, and nodes of each row, 0: a chain: for measurements
         self.overhead = 0.0  # seconds of a step that are not in its measured time
         self.last_seconds: float | None = None  # of the newest step
+        self.learns_on_host = False  # ``learn`` follows the planned step
         self._totals = totals
         self._drafted = Drafted(num_rows, len(bounds.depths), trees)
         self._offers: dict[Hashable, Offer] = {}  # of captured steps, which read them again
         self._given: Ints | None = None  # rows of the batch that _drafted was filled for, all of them
         self._num_requests = 0
         self._bases = self._seconds = np.zeros((0, 0))  # [D + 1, T + 1], of the present requests
-        self._age = self._age_of_costs = self._coasting = 0
-        self._coast_rows: tuple[int, ...] = ()
+        self._age = self._age_of_costs = 0  # steps so far when rates were last judged, -1: never; and times predicted
         self._num_drafts = np.zeros(draft_sizing.NUM_MODES, np.int64)  # steps so far, by mode, at most FIRST_DRAFTS
         # depth and form of the newest steps, and the seconds of those that were timed
         self._kind, self._warm_seconds = (0, False), 0.0
-        self._chain_places = _chain_places(bounds)
+        self._chain_places = bounds.chain_places
         self._is_option = _options(bounds.num_steps)
         self._chain_bases = self._chain_seconds = np.zeros(0)  # [D + 1]
-        # the step between its decision and its result
-        self._size, self._offer, self._num_nodes, self._predicted = DraftSize(0), None, 0, 0.0
-
-    _offer: Offer | None
+        self._round: Round | None = None
+        self._offer: Offer | None = None  # of the planned step
+        self._arranged: Offer | None = None  # by the rules of the present round
 
     def begin(self, row: int, mode: int) -> None:
         """Start a request in this row."""
         draft_sizing.begin(self.state, row, mode)
         self.schedule.expect_news()
-        self._coasting = 0
+        if self._round is not None:
+            self._round.num_left = 0
 
-    def coasts(self, rows: Sequence[int]) -> bool:
-        """Whether the next step drafts nothing, as those before it, without ``plan`` and ``observe``."""
-        if self._coasting <= 0 or rows != self._coast_rows:
-            return False
-        self._coasting -= 1
-        self._warm_seconds += self._predicted
-        self._age += 1
-        self._age_of_costs += 1
-        self.figures.add(DraftSize(0), len(rows), len(rows))
-        return True
+    def again(self, rows: tuple[int, ...]) -> DraftSize | None:
+        """Return what the next step of these rows drafts, if that has been decided; None: ``plan`` decides."""
+        now = self._round
+        if now is None or now.num_left <= 0 or now.rows != rows or now.forced != self.forced:
+            return None
+        now.num_left -= 1
+        return now.size
 
-    def plan(self, batch: SizedBatch, must_draft: Callable[[], Sequence[bool]]) -> DraftSize:
-        """Decide what the next step of these requests drafts.
+    def plan(self, batch: SizedBatch, rows: tuple[int, ...], must_draft: Callable[[], Sequence[bool]]) -> DraftSize:
+        """Decide what the next steps of these requests draft.
 
         Args:
             batch: the requests.
+            rows: those of the batch.
             must_draft: rows that cannot be left out of a draft.
         """
-        size = self._planned(batch)
+        self._end_round()
+        size, number = self._planned(batch)
         if size.drafted is not None:
             drafted = size.drafted | np.array(must_draft())
-            size = replace(size, drafted=None if drafted.all() else drafted)
-        number = len(batch.rows)
-        self._size, self._offer, self._num_nodes = size, None, number * (1 + size.depth * size.is_chain)
-        self._predicted = float(self._chain_seconds[size.depth] if size.is_chain else self._seconds[0, number])
-        self._batch = batch
-        self._coasting = 0 if size.keeps_up else self.schedule.coast(COAST)
-        self._coast_rows = tuple(batch.rows.tolist()) if self._coasting else ()
+            size, number = replace(size, drafted=None if drafted.all() else drafted), 1
+        self._round = Round(batch, rows, size, number - 1, self.forced)
+        self._offer = self._arranged = None
+        self.learns_on_host = False
         return size
 
     def prepare(self, key: Hashable, padded_size: int) -> None:
@@ -166,9 +120,10 @@ class DraftSizer:
             padded_size: rows of the trees, the last ones padding.
         """
         offer = self._offer = self._offers.get(key)
-        if offer is not None:
+        if offer is not None and offer is not self._arranged:
             self._set_rules(offer, padded_size)
             draft_sizing.arrange(self.state, self._drafted, offer)
+            self._arranged = offer
 
     def choose(self, candidates: Candidates, padded_size: int, key: Hashable = None) -> Chosen:
         """Choose the trees of the planned step from what was drafted, and write them to ``trees``.
@@ -176,68 +131,51 @@ class DraftSizer:
         Args:
             candidates: of the rows that were drafted for, and perhaps of padding.
             padded_size: rows of the trees, the last ones padding.
-            key: of a captured step that calls this, and later repeats it after ``prepare``; None: there is none.
+            key: of a captured step that calls this and ``learn_in_step``, and later repeats both after ``prepare``;
+                None: there is none.
         """
-        size = self._size
+        now = self._present
         columns = *candidates.on_host(len(candidates.tokens)), candidates.depths, candidates.ranks
-        offer = Offer(*columns, len(self._batch.rows), padded_size, size.depth, self._seconds[size.depth])
+        offer = Offer(*columns, len(now.batch.rows), padded_size, now.size.depth, self._seconds[now.size.depth])
         self._set_rules(offer, padded_size)
-        self._offer = offer
+        self._offer, self.learns_on_host = offer, key is None
         if key is not None:
             self._offers[key] = offer
         return draft_sizing.choose(self.state, self._drafted, offer)
 
-    def _set_rules(self, offer: Offer, padded_size: int) -> None:
-        """Let an offer be that of the planned step."""
-        size = self._size
-        offer.num_rows, offer.batch_size, offer.padded_size = self._fill(), len(self._batch.rows), padded_size
-        offer.seconds = self._seconds[size.depth]
-        offer.nodes_per_row = self.forced[1] if self.forced is not None else 2 if size.is_probe else 0
+    def learn_in_step(self, key: Hashable, tokens: Ints, num_accepted: Ints) -> None:
+        """Learn from the result of a captured step that chose by this key; arguments as for ``learn``."""
+        draft_sizing.learn(self.state, self._drafted, self._offers[key], tokens, num_accepted)
 
-    def _fill(self) -> int:
-        """Write the rows that are drafted for to ``_drafted``; returns their number."""
-        batch, size, found = self._batch, self._size, self._drafted
-        number = len(batch.rows) if size.drafted is None else int(size.drafted.sum())
-        if size.drafted is None and self._given is batch.rows:
-            return number
-        self._given = batch.rows if size.drafted is None else None
-        places = np.arange(number) if size.drafted is None else np.flatnonzero(size.drafted)
-        found.places[:number], found.rows[:number] = places, batch.rows[places]
-        found.modes[:number], found.max_depths[:number] = batch.modes[places], batch.max_depths[places]
-        return number
-
-    def observe(self, tokens: Ints, num_accepted: Ints, seconds: float | None, learns: bool = True) -> None:
-        """Learn from the result of the planned step.
+    def learn(self, tokens: Ints, num_accepted: Ints) -> None:
+        """Learn from the result of a step whose trees the host has chosen, if all of their nodes were verified.
 
         Args:
             tokens: [B, W], for each row of the batch accepted drafts, and more.
             num_accepted: [B].
-            seconds: that the step took, measured by the host; None: it was no usual step.
-            learns: whether all chosen nodes were verified.
         """
-        size, figures, number = self._size, self.figures, len(num_accepted)
+        assert self._offer is not None
+        draft_sizing.learn(self.state, self._drafted, self._offer, tokens, num_accepted)
+
+    def observe(self, num_accepted: Sequence[int] | None, seconds: float | None) -> None:
+        """End the planned step.
+
+        Args:
+            num_accepted: [B]; None: not all drafted nodes were verified.
+            seconds: that the step took, measured by the host; None: it was no usual step.
+        """
+        now, offer = self._present, self._offer
+        number, size = len(now.rows), now.size
         self.last_seconds = seconds
-        if self._offer is not None:
-            self._num_nodes = draft_sizing.chosen(self._offer).num_nodes
-            self._predicted = float(self._seconds[size.depth, self._num_nodes])
-        kind = size.depth, size.is_chain
-        if kind != self._kind:
-            self._kind, self._warm_seconds = kind, 0.0
-        is_warm, self._warm_seconds = self._warm_seconds > WARM_SECONDS, self._warm_seconds + (seconds or 0.0)
-        if seconds is not None and is_warm and self.forced is None:
-            if size.is_chain:
-                self.costs.observe(number, size.depth, "chain", float(self._chain_bases[size.depth]), seconds)
-            else:
-                base = float(self._bases[size.depth, self._num_nodes])
-                self.costs.observe(number, self._num_nodes, size.depth > 0, base, seconds)
-            figures.predicted_seconds += self._predicted
-            figures.measured_seconds += seconds + self.overhead
-        figures.add(size, number, self._num_nodes)
-        if size.is_chain and learns and self.forced is None:
-            self._remember_chains(num_accepted)
-        if self._offer is not None and learns:
-            draft_sizing.learn(self.state, self._drafted, self._offer, tokens, num_accepted)
-        self._offer = None
+        if size.is_chain:
+            num_nodes = number * (1 + size.depth)
+            if offer is None and num_accepted is not None:
+                now.num_accepted.append(num_accepted)
+        else:
+            num_nodes = number if offer is None else draft_sizing.chosen(offer).num_nodes
+        now.seconds.append(seconds)
+        now.num_nodes.append(num_nodes)
+        self.figures.add(size, number, num_nodes)
 
     def observe_rest(self, seconds: float) -> None:
         """Learn how long the host works on a step behind its measured time."""
@@ -254,28 +192,92 @@ class DraftSizer:
             **vars(self.figures), calibration_error=error, depth=schedule.depth, gains=gains, reason=reason
         )
 
-    def _planned(self, batch: SizedBatch) -> DraftSize:
+    @property
+    def _present(self) -> Round:
+        assert self._round is not None
+        return self._round
+
+    def _set_rules(self, offer: Offer, padded_size: int) -> None:
+        """Let an offer be that of the planned step."""
+        now, size = self._present, self._present.size
+        offer.num_rows, offer.batch_size, offer.padded_size = self._fill(now), len(now.rows), padded_size
+        offer.seconds = self._seconds[size.depth]
+        offer.nodes_per_row = self.forced[1] if self.forced is not None else 2 if size.is_probe else 0
+        if size.is_chain:
+            offer.nodes_per_row = size.depth + 1
+
+    def _fill(self, now: Round) -> int:
+        """Write the rows that are drafted for to ``_drafted``; returns their number."""
+        batch, size, found = now.batch, now.size, self._drafted
+        number = len(batch.rows) if size.drafted is None else int(size.drafted.sum())
+        if size.drafted is None and self._given is batch.rows:
+            return number
+        self._given = batch.rows if size.drafted is None else None
+        places = np.arange(number) if size.drafted is None else np.flatnonzero(size.drafted)
+        found.places[:number], found.rows[:number] = places, batch.rows[places]
+        found.modes[:number], found.max_depths[:number] = batch.modes[places], batch.max_depths[places]
+        return number
+
+    def _end_round(self) -> None:
+        """Learn from the steps of the present round."""
+        done, self._round = self._round, None
+        if done is None or not done.seconds:
+            return
+        kind = done.size.depth, done.size.is_chain
+        if kind != self._kind:
+            self._kind, self._warm_seconds = kind, 0.0
+        steps = []
+        for seconds, num_nodes in zip(done.seconds, done.num_nodes, strict=True):
+            if seconds is not None and self._warm_seconds > WARM_SECONDS:
+                steps.append((seconds, num_nodes))
+            self._warm_seconds += seconds or 0.0
+        if done.forced is None:
+            if steps and len(done.rows) == self._num_requests:
+                self._learn_times(done, steps)
+            if done.num_accepted:
+                self._remember_chains(done)
+
+    def _learn_times(self, done: Round, steps: Sequence[tuple[float, int]]) -> None:
+        """Learn from measured seconds, and the nodes of the steps that took them."""
+        depth, number = done.size.depth, len(done.rows)
+        numbers = [num_nodes for _, num_nodes in steps]
+        if done.size.is_chain:
+            base, predicted = [float(self._chain_bases[depth])] * len(steps), self._chain_seconds[depth] * len(steps)
+        else:
+            base, predicted = self._bases[depth, numbers].tolist(), self._seconds[depth, numbers].sum()
+        if not math.isfinite(predicted):
+            return
+        # the middle one is not moved by a step that other work on the machine has held up
+        found = sorted((seconds / of, of, num_nodes) for (seconds, num_nodes), of in zip(steps, base, strict=True))
+        ratio, of, num_nodes = found[len(found) // 2]
+        key = (depth, "chain") if done.size.is_chain else (num_nodes, depth > 0)
+        self.costs.observe(number, *key, of, ratio * of, len(steps))
+        self.figures.predicted_seconds += float(predicted)
+        self.figures.measured_seconds += sum(seconds for seconds, _ in steps) + self.overhead * len(steps)
+
+    def _planned(self, batch: SizedBatch) -> tuple[DraftSize, int]:
+        """What the next steps draft, and their number."""
         deepest = self.bounds.num_steps
         if self.forced is not None:
             self._num_requests = 0  # times are predicted when it ends
             self._seconds = self._bases = np.ones((deepest + 1, len(batch.rows) * self.bounds.max_nodes + 1))
             self._chain_seconds = self._chain_bases = np.ones(deepest + 1)
-            return DraftSize(self.forced[0], is_chain=self.forced[1] == 0)
-        self._age += 1
-        self._age_of_costs += 1
+            return DraftSize(self.forced[0], is_chain=self.forced[1] == 0), ROUND
         if len(batch.rows) != self._num_requests:
             self._predict(batch)
             self._age = -1
         if int(self._num_drafts[batch.modes].min()) < FIRST_DRAFTS and int(batch.max_depths.min()) > 0:
-            self._num_drafts[batch.modes] += 1
-            return DraftSize(deepest)  # little is known of such requests
+            self._num_drafts[batch.modes] += ROUND
+            return DraftSize(deepest), ROUND  # little is known of such requests
+        now = self.figures.num_steps
         if self._age < 0:
-            self.schedule.restart(self._rates(batch, LENGTH))
-        elif self._age > (INTERVAL if self.schedule.depth else INTERVAL_OFF):
-            if self._age_of_costs > COST_INTERVAL:
+            self.schedule.restart(self._rates(batch))
+            self._age = now
+        elif now - self._age >= SHORT_ROUND:
+            if now - self._age_of_costs > COST_INTERVAL:
                 self._predict(batch)
-            age = self._age - 1
-            self.schedule.judge(self._rates(batch, 2), age)
+            self.schedule.judge(self._rates(batch), now - self._age)
+            self._age = now
         return self.schedule.next(batch.max_depths)
 
     def _predict(self, batch: SizedBatch) -> None:
@@ -292,12 +294,12 @@ class DraftSizer:
         self._seconds = np.stack([seconds[padding] for _, seconds in found]) + self.overhead
         self._chain_bases, chains = self.costs.chains(size, keys, self.bounds.num_steps)
         self._chain_seconds = chains + self.overhead
-        self._age_of_costs = 0
+        self._age_of_costs = self.figures.num_steps
         self.schedule.set_stretch(STRETCH_SECONDS / float(self._seconds[0, size]))
 
-    def _rates(self, batch: SizedBatch, number: int) -> Floats:
+    def _rates(self, batch: SizedBatch) -> Floats:
         """Judge every option of the schedule by some kept drafts: expected tokens per second."""
-        draws, self._age = (self.figures.num_steps, number), 0
+        draws = self.figures.num_steps, min(max(DRAWS // len(batch.rows), 1), LENGTH)
         rates = draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, self._seconds)
         return np.concatenate([rates, self._chain_rates(batch)]) * self._is_option
 
@@ -310,19 +312,19 @@ class DraftSizer:
         rates[1 : len(places) + 1] = (len(batch.rows) + survival.cumsum()) / known
         return rates
 
-    def _remember_chains(self, num_accepted: Ints) -> None:
-        """Keep what became of chains as values of their nodes: 1 or 0."""
-        state, depth, places = self.state, self._size.depth, self._chain_places
-        for row, mode, count in zip(self._batch.rows, self._batch.modes, num_accepted, strict=True):
-            odds = state.odds[mode, :, 0]
-            odds[:count] += WEIGHT_OF_ODDS * (1.0 - odds[:count])
-            if count < depth:
-                odds[count] -= WEIGHT_OF_ODDS * odds[count]
+    def _remember_chains(self, done: Round) -> None:
+        """Keep what became of chains as one more kept draft of each request: the share of steps that reached a node."""
+        state, depth, places = self.state, done.size.depth, self._chain_places
+        counts = np.array(done.num_accepted)  # [steps, B]
+        reached = (counts[..., None] > np.arange(depth)).mean(0)  # [B, depth]
+        for row, mode, shares in zip(done.batch.rows, done.batch.modes, reached, strict=True):
+            odds, above = state.odds[mode, :, 0], np.concatenate([[1.0], shares[:-1]])
+            weight = WEIGHT_OF_ODDS * len(counts) * above
+            odds[:depth] += np.minimum(weight, 1.0) * (shares / np.maximum(above, 1e-9) - odds[:depth])
             values = state.values_of_row[row, state.next_of_row[row] % LENGTH]
             values[:] = 0.0
-            values[places[:count]] = 1.0
-            if count == depth < len(places):
-                values[places[depth:]] = np.cumprod(odds[depth : len(places)])
+            values[places[:depth]] = shares[: len(places)]
+            values[places[depth:]] = shares[-1] * np.cumprod(odds[depth : len(places)])
             state.next_of_row[row] += 1
 
 
@@ -331,9 +333,3 @@ def _options(num_steps: int) -> Floats:
     depths = np.arange(num_steps + 1)
     of_depth = ((depths & (depths - 1)) == 0) | (depths == num_steps)
     return np.tile(of_depth.astype(np.float64), 2)
-
-
-def _chain_places(bounds: Bounds) -> Ints:
-    """The candidates of the first child of the first child and so on, as far as a tree is large enough."""
-    depths = range(1, min(bounds.num_steps, bounds.max_nodes - 1) + 1)
-    return np.array([int(np.flatnonzero(bounds.depths == depth)[0]) for depth in depths], np.int64)
