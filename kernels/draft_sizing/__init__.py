@@ -78,9 +78,9 @@ def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> No
     _form().pack(trees, padded_size, width, num_places)
 
 
-def learn(state: SizerState, drafted: Drafted, offer: Offer, tokens: Ints, counts: Ints) -> None:
+def learn(state: SizerState, drafted: Drafted, offer: Offer, paths: Ints, counts: Ints) -> None:
     """Fit the calibration to the result of a step; see ``reference.learn``."""
-    _form().learn(state, drafted, offer, tokens, counts)
+    _form().learn(state, drafted, offer, paths, counts)
 
 
 def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:

@@ -27,7 +27,7 @@ struct State {
 // operands.Drafted
 struct Drafted {
   const int64_t *rows, *modes, *max_depths, *places;
-  int64_t *tokens, *parents;
+  int64_t* parents;
   double *logits, *p;
   uint8_t* kept;
   int64_t stride;  // from row to row of [B', C]
@@ -265,7 +265,6 @@ void sizing_choose(const State* s, const Drafted* d, const TreeArrays* t, const 
     double* of_row = &values[i * o->candidates];
     for (int64_t c = 0; c < o->candidates; ++c) {
       const int64_t parent = o->parent_of(i, c);
-      d->tokens[i * d->stride + c] = o->tokens[i * o->tokens_row + c];
       d->parents[i * d->stride + c] = parent;
       of_row[c] = d->p[i * d->stride + c] * (parent > 0 ? of_row[parent - 1] : 1);
     }
@@ -298,20 +297,19 @@ void sizing_pack(const TreeArrays* t, int64_t padded, int64_t width, int64_t pla
   for (; next < places; ++next) t->places[next] = 0;
 }
 
-// tokens and counts of the batch's rows lie `tokens_row` and `counts_row` apart.
-void sizing_learn(const State* s, const Drafted* d, const Offer* o, const int64_t* tokens, int64_t tokens_row,
-                  const int64_t* counts, int64_t counts_row) {
+// Nodes and counts of the batch's rows lie `paths_row` and `counts_row` apart.
+void sizing_learn(const State* s, const Drafted* d, const Offer* o, const TreeArrays* t, const int64_t* paths,
+                  int64_t paths_row, const int64_t* counts, int64_t counts_row) {
   static thread_local std::vector<uint8_t> accepted;
   for (int64_t i = 0; i < o->rows; ++i) {
-    const int64_t *path = tokens + d->places[i] * tokens_row, length = counts[d->places[i] * counts_row];
+    const int64_t place = d->places[i], *path = paths + place * paths_row, length = counts[place * counts_row];
     accepted.assign(o->candidates + 1, 0);
     accepted[0] = 1;
+    for (int64_t n = 1; n <= length; ++n) accepted[t->candidates[place * t->stride + path[n]]] = 1;
     for (int64_t c = 0; c < o->candidates; ++c) {
       const int64_t at = i * d->stride + c;
-      if (!d->kept[at] || !accepted[d->parents[at]]) continue;
-      const int64_t depth = o->depth_of(i, c);
-      accepted[c + 1] = depth <= length && path[depth - 1] == d->tokens[at];
-      fit(*s, *d, i, c, depth, o->rank_of(i, c), accepted[c + 1]);
+      if (d->kept[at] && accepted[d->parents[at]])
+        fit(*s, *d, i, c, o->depth_of(i, c), o->rank_of(i, c), accepted[c + 1]);
     }
   }
 }

@@ -22,7 +22,7 @@ _OF_STATE = [
     *("depths", "ranks", "weights", "offsets", "counts", "of_row", "bins", "odds"),
     *("values_of_mode", "values_of_row", "next_of_mode", "next_of_row", "threshold"),
 ]
-_OF_DRAFTED = ["rows", "modes", "max_depths", "places", "tokens", "parents", "logits", "p", "kept"]
+_OF_DRAFTED = ["rows", "modes", "max_depths", "places", "parents", "logits", "p", "kept"]
 _OF_TREES = ["tokens", "parents", "candidates", "num_nodes", "places", "nodes", "firsts", "num_live"]
 _State = struct("State", _OF_STATE, ["width", "max_nodes", "num_candidates", "num_depths", "num_ranks"])
 _Drafted = struct("Drafted", _OF_DRAFTED, ["stride"])
@@ -83,10 +83,11 @@ def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> No
     library.required(code()).sizing_pack(marshalled(trees, _marshal_trees), padded_size, width, num_places)
 
 
-def learn(state: SizerState, drafted: Drafted, offer: Offer, tokens: Ints, counts: Ints) -> None:
+def learn(state: SizerState, drafted: Drafted, offer: Offer, paths: Ints, counts: Ints) -> None:
     """One call."""
-    rows = tokens.ctypes.data, tokens.strides[0] // 8, counts.ctypes.data, counts.strides[0] // 8
-    library.required(code()).sizing_learn(*_bound(state, drafted, offer).structs, *rows)
+    bound = _bound(state, drafted, offer)
+    rows = paths.ctypes.data, paths.strides[0] // 8, counts.ctypes.data, counts.strides[0] // 8
+    library.required(code()).sizing_learn(*bound.structs, bound.trees, *rows)
 
 
 def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:
@@ -148,7 +149,7 @@ def code() -> ctypes.CDLL | None:
     signatures: dict[str, list[Any]] = {
         "sizing_choose": [*step[:2], POINTER(_Trees), step[2], POINTER(_Chosen)],
         "sizing_pack": [POINTER(_Trees), *[c_int64] * 3],
-        "sizing_learn": [*step, c_void_p, c_int64, c_void_p, c_int64],
+        "sizing_learn": [*step, POINTER(_Trees), c_void_p, c_int64, c_void_p, c_int64],
         "sizing_look": [step[0], *[c_void_p] * 2, *[c_int64] * 3, c_void_p, *[c_int64] * 2, c_void_p],
     }
     return library.load_functions(SOURCE, signatures)

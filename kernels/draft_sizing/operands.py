@@ -110,9 +110,8 @@ class Drafted:
     modes: Ints = field(init=False)
     max_depths: Ints = field(init=False)
     places: Ints = field(init=False)  # [B'], in the batch
-    # decided. Copies of the candidates, whose own memory the verify may use again
-    tokens: Ints = field(init=False)  # [B', C]
-    parents: Ints = field(init=False)
+    # decided
+    parents: Ints = field(init=False)  # [B', C], a copy of the candidates', whose memory the verify may use again
     logits: Floats = field(init=False)  # [B', C]
     p: Floats = field(init=False)
     kept: Flags = field(init=False)
@@ -120,7 +119,7 @@ class Drafted:
     def __post_init__(self) -> None:
         size, count = self.max_rows, self.num_candidates
         self.rows, self.modes, self.max_depths, self.places = (np.zeros(size, np.int64) for _ in range(4))
-        self.tokens, self.parents = (np.zeros((size, count), np.int64) for _ in range(2))
+        self.parents = np.zeros((size, count), np.int64)
         self.logits, self.p = np.zeros((size, count)), np.zeros((size, count))
         self.kept = np.zeros((size, count), np.uint8)
 

@@ -50,7 +50,7 @@ def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     offer = _used(offer)
     size, count = offer.tokens.shape
     modes = drafted.modes[:size]
-    drafted.tokens[:size, :count], drafted.parents[:size, :count] = offer.tokens, offer.parents
+    drafted.parents[:size, :count] = offer.parents
     _calibrate(state, drafted, offer)
     values = path_values(drafted.p[:size, :count], offer.parents, offer.depth)
     for i in range(size):
@@ -87,30 +87,26 @@ def pack(trees: TreeArrays, padded_size: int, width: int, num_places: int) -> No
     trees.num_live[0] = len(number)
 
 
-def learn(state: SizerState, drafted: Drafted, offer: Offer, tokens: Ints, counts: Ints) -> None:
+def learn(state: SizerState, drafted: Drafted, offer: Offer, paths: Ints, counts: Ints) -> None:
     """Fit the calibration to the result of a step, by observed nodes only: the kept children of accepted nodes.
 
     Args:
         state: is fitted.
-        drafted: as ``choose`` left it.
+        drafted: as ``choose`` left it, with its trees.
         offer: as ``choose`` got it; only its sizes, depths and ranks are read.
-        tokens: [B, W], for each row accepted drafts, the target's own token, and padding.
-        counts: [B], accepted drafts.
+        paths: [B, W], for each row of the batch the root, the accepted nodes, and padding.
+        counts: [B], accepted nodes, the root not counted.
     """
     offer = _used(offer)
     size, count = offer.tokens.shape
     depths, ranks = (np.broadcast_to(x, (size, count)) for x in (offer.depths, offer.ranks))
     for i in range(size):
-        place, accepted = drafted.places[i], {0}
-        path = tokens[place, : counts[place]]
+        place = drafted.places[i]
+        path = paths[place, 1 : counts[place] + 1]
+        accepted = {0, *(int(c) for c in drafted.trees.candidates[place, path])}  # 1 + the candidate of each node
         for c in range(count):
-            if not drafted.kept[i, c] or int(drafted.parents[i, c]) not in accepted:
-                continue
-            depth = int(depths[i, c])
-            is_accepted = depth <= len(path) and int(path[depth - 1]) == int(drafted.tokens[i, c])
-            if is_accepted:
-                accepted.add(c + 1)
-            _fit(state, drafted, (i, c), (depth, int(ranks[i, c])), is_accepted)
+            if drafted.kept[i, c] and int(drafted.parents[i, c]) in accepted:
+                _fit(state, drafted, (i, c), (int(depths[i, c]), int(ranks[i, c])), c + 1 in accepted)
 
 
 def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:

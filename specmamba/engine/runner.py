@@ -30,7 +30,7 @@ from specmamba.sampling_params import SamplingBatch
 from specmamba.verify.acceptance import AcceptPolicy
 from specmamba.verify.pools import Pools
 from specmamba.verify.probe import StepProbe
-from specmamba.verify.result import NUM_FIGURES, StepOutput, StepResult, known_token_logprobs
+from specmamba.verify.result import StepOutput, StepResult, known_token_logprobs
 from specmamba.verify.state_buffers import VerifySlots
 from specmamba.verify.step import Drafts, GivenDrafts, step
 
@@ -130,8 +130,7 @@ class Runner:
         if sizer is not None:
             learns = all(request.follower is None for request in requests)
             if learns and sizer.learns_on_host:
-                packed = output.packed.cpu().numpy()
-                sizer.learn(packed[:, NUM_FIGURES:], packed[:, 0])
+                sizer.learn(output.verdict.path.cpu().numpy(), output.verdict.num_accepted.cpu().numpy())
             is_usual = num_unreplayed == self._num_unreplayed and not self._catches_up
             seconds = time.perf_counter() - began if is_usual else None
             sizer.observe([len(tokens) - 1 for tokens in decided] if learns else None, seconds)

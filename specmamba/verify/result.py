@@ -12,7 +12,6 @@ from specmamba.core import DraftTree, DraftView, TokenLogprob, Verdict
 from specmamba.kernels import sampling as sampling_ops
 
 MAX_LOGITS = 1 << 24  # logits of known tokens that are computed at a time
-NUM_FIGURES = 3  # of a row of ``StepOutput.packed``, before its tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,19 +72,21 @@ def random_offer(rng: np.random.Generator, state: SizerState, size: int, **chang
 
 
 def decided_of(rng: np.random.Generator, offer: Offer, drafted: Drafted) -> tuple[Ints, Ints]:
-    """A token path of every row, mostly along kept nodes."""
+    """A path of every row along chosen nodes, behind its root, and how many are accepted."""
     paths = []
     for b in range(offer.batch_size):
-        path, node = [], 0
+        path, node = [0], 0
         while rng.random() < 0.7:
             children = [n for n in range(1, drafted.trees.num_nodes[b]) if drafted.trees.parents[b, n] == node]
             if not children:
                 break
             node = int(rng.choice(children))
-            path.append(int(drafted.trees.tokens[b, node]))
+            path.append(node)
         paths.append(path)
     width = 1 + max(map(len, paths))
-    return np.array([[*path, *[99] * (width - len(path))] for path in paths]), np.array([len(path) for path in paths])
+    return np.array([[*path, *[-1] * (width - len(path))] for path in paths]), np.array(
+        [len(path) - 1 for path in paths]
+    )
 
 
 def copies_of(drafted: Drafted) -> Drafted:
@@ -205,7 +207,7 @@ def test_the_calibration_finds_the_rate_of_acceptance(form: Any) -> None:
             np.array([[7]]), np.array([[0]]), np.log(np.array([[q]], np.float32)), depths, ranks, 1, 1, 1, np.ones(9), 2
         )
         form.choose(state, drafted, offer)
-        form.learn(state, drafted, offer, np.array([[7]]), np.array([int(rng.random() < (0.1 if q < 0.5 else 0.4))]))
+        form.learn(state, drafted, offer, np.array([[0, 1]]), np.array([int(rng.random() < (0.1 if q < 0.5 else 0.4))]))
     assert reference.calibration_error(state) < 0.05
     assert abs(state.weights[0]) <= reference.LARGEST_WEIGHT
 
@@ -234,7 +236,7 @@ def test_numbers_stay_bounded_over_many_steps(form: Any) -> None:
             np.array([[7]]), np.array([[0]]), logp[step % 3], state.depths[:1], state.ranks[:1], 1, 1, 1, np.ones(9), 2
         )
         form.choose(state, drafted, offer)
-        form.learn(state, drafted, offer, np.array([[7]]), np.array([step // 1000 % 2]))
+        form.learn(state, drafted, offer, np.array([[0, 1]]), np.array([step // 1000 % 2]))
     for name in STATE:
         assert np.isfinite(getattr(state, name)).all(), name
     assert np.abs(state.of_row).max() <= reference.LARGEST_OF_ROW

@@ -50,7 +50,7 @@ class DraftsInStep(DrafterInStep):
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:
         """Pass the verdict to the drafter and to the sizer."""
         self.drafter.observe(batch, verdict, features)
-        self.sizer.learn_in_step(self.key, verdict.path_tokens.numpy(), verdict.num_accepted.numpy())
+        self.sizer.learn_in_step(self.key, verdict.path.numpy(), verdict.num_accepted.numpy())
 
 
 def first_chains(candidates: Candidates, batch: Batch, depth: int) -> DraftTree:

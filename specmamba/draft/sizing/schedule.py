@@ -123,8 +123,6 @@ class DraftSchedule:
 
     def reason(self, num_requests: int) -> str:
         """A sentence about the present decision."""
-        if not num_requests:
-            return "no step yet"
         place = int(self.gains[1:].argmax()) + 1
         best, _ = self.option(place)
         gain = f"{(float(self.gains[place]) - 1) * 100:+.0f} %"

@@ -143,19 +143,19 @@ class DraftSizer:
             self._offers[key] = offer
         return draft_sizing.choose(self.state, self._drafted, offer)
 
-    def learn_in_step(self, key: Hashable, tokens: Ints, num_accepted: Ints) -> None:
+    def learn_in_step(self, key: Hashable, paths: Ints, num_accepted: Ints) -> None:
         """Learn from the result of a captured step that chose by this key; arguments as for ``learn``."""
-        draft_sizing.learn(self.state, self._drafted, self._offers[key], tokens, num_accepted)
+        draft_sizing.learn(self.state, self._drafted, self._offers[key], paths, num_accepted)
 
-    def learn(self, tokens: Ints, num_accepted: Ints) -> None:
+    def learn(self, paths: Ints, num_accepted: Ints) -> None:
         """Learn from the result of a step whose trees the host has chosen, if all of their nodes were verified.
 
         Args:
-            tokens: [B, W], for each row of the batch accepted drafts, and more.
+            paths: [B, W], for each row of the batch the root, the accepted nodes, and padding.
             num_accepted: [B].
         """
         assert self._offer is not None
-        draft_sizing.learn(self.state, self._drafted, self._offer, tokens, num_accepted)
+        draft_sizing.learn(self.state, self._drafted, self._offer, paths, num_accepted)
 
     def observe(self, num_accepted: Sequence[int] | None, seconds: float | None) -> None:
         """End the planned step.
@@ -187,7 +187,8 @@ class DraftSizer:
         schedule = self.schedule
         gains = tuple(round(float(gain), 3) for gain in schedule.gains)
         error = draft_sizing.calibration_error(self.state)
-        reason = schedule.reason(self._num_requests)
+        is_judged = self._num_requests and self._age >= 0
+        reason = schedule.reason(self._num_requests) if is_judged else "no draft has been judged yet"
         return SizingStats(
             **vars(self.figures), calibration_error=error, depth=schedule.depth, gains=gains, reason=reason
         )
