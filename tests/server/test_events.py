@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from specmamba.cache.prefix import MambaRadixCache
 from specmamba.cache.prefix.inspection import OutlineNode, View
-from specmamba.core import DraftView, OutputDelta
+from specmamba.core import DraftView, OutputDelta, SizingStats
 from specmamba.engine.thread import EngineThread
 from specmamba.server.api.service import Service
 from specmamba.server.page import feed as live_feed
@@ -27,6 +28,20 @@ from tests.radix import World, array
 
 DRAFT = DraftView("cmpl-1-0", tokens=(65, 66, 67, 228), parents=(-1, 0, 0, 1), path=(0, 1), bonus=68)
 PLAIN = DraftView("cmpl-2-0", tokens=(65,), parents=(-1,), path=(0,), bonus=66)
+SIZING = SizingStats(
+    num_steps=100,
+    num_plain_steps=20,
+    num_probes=4,
+    num_requests=200,
+    num_nodes=700,
+    num_draft_levels=160,
+    predicted_seconds=2.0,
+    measured_seconds=2.5,
+    calibration_error=0.0312,
+    depth=2,
+    gains=(1.0, 1.21, 1.38, 0.0, 0.86, 0.0, 1.18, 1.4, 0.0, 0.0),
+    reason="drafts of depth 2: depth 2 is predicted to gain +40 % with 2 requests",
+)
 Event = tuple[str, dict[str, Any]]
 
 
@@ -40,6 +55,7 @@ class WatchedEngine(FakeEngine):
         self.pools = SimpleNamespace(state_buffers=None)
         self.watching: list[bool] = []
         self.views: list[DraftView] = []
+        self.sizing: SizingStats | None = None
         self.is_stuck, self.go_on = threading.Event(), threading.Event()
 
     def watch_drafts(self, views: Sequence[View]) -> None:
@@ -48,6 +64,9 @@ class WatchedEngine(FakeEngine):
     def last_drafts(self) -> tuple[DraftView, ...]:
         views, self.views = tuple(self.views), []
         return views
+
+    def stats(self) -> Any:
+        return replace(super().stats(), sizing=self.sizing)
 
     def step(self) -> list[OutputDelta]:
         if self.is_stuck.is_set():
@@ -120,6 +139,21 @@ class TestEvents:
             bound, total = stats["latency"][histogram]["buckets"][-1]
             assert (bound, total) == (None, count)
         assert stats["latency"]["first_token"]["sum"] > 0
+
+    def test_the_size_of_drafts_where_it_is_decided(self, server: Served) -> None:
+        with listening(server) as events:
+            assert first(events, "stats")["sizing"] is None
+            server.engine.sizing = SIZING
+            stats = next(event for name, event in events if name == "stats" and event["sizing"])
+        assert stats["sizing"] == asdict(SIZING) | {"gains": list(SIZING.gains)}
+
+    def test_a_tenant_does_not_see_what_the_requests_of_all_decide(self) -> None:
+        engine = WatchedEngine()
+        engine.sizing = SIZING
+        with serving(engine, api_key="key", admin_key="operator") as server:
+            for key, is_shown in (("key", False), ("operator", True)):
+                with listening(server, Authorization=f"Bearer {key}") as events:
+                    assert bool(first(events, "stats")["sizing"]) is is_shown
 
     def test_drafts_with_texts(self, server: Served) -> None:
         with listening(server) as events:

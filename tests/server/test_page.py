@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +21,7 @@ from specmamba.engine.engine import Engine
 from specmamba.sampling_params import SamplingParams
 from specmamba.server.page import feed as live_feed
 from tests.fake_engine import Served, serving, wait_until
-from tests.server.test_events import WatchedEngine
+from tests.server.test_events import SIZING, WatchedEngine, first, listening
 
 pytestmark = pytest.mark.slow
 
@@ -204,6 +206,91 @@ def test_it_fits_in_light_and_dark(page: Page, server: Served, tmp_path: Path) -
         assert (background < ink) == (scheme == "dark")
         assert page.evaluate("getComputedStyle(document.querySelector('.pill i')).animationName") == "none"
         picture(page, tmp_path, f"page-{width}-{scheme}")
+
+
+@contextmanager
+def sized_page(browser: Browser, width: int = 1280) -> Iterator[tuple[Page, WatchedEngine]]:
+    """The page of a server whose drafts follow the load; the engine says what is decided."""
+    engine = WatchedEngine()
+    engine.sizing = replace(SIZING, num_steps=0, depth=0, gains=(1.0,) * 10, reason="no step yet")
+    with serving(engine) as server, browser.new_context(viewport={"width": width, "height": 844}) as context:
+        page = context.new_page()
+        watch = Watch(page, server.url)
+        page.goto(server.url)
+        page.wait_for_selector(".sizing")
+        yield page, engine
+        assert watch.wrongs == []
+
+
+def test_why_drafts_have_their_size(browser: Browser) -> None:
+    with sized_page(browser) as (page, engine):
+        assert page.inner_text(".sizing .reason") == "no step yet"
+        assert page.inner_text("#sizing-title").strip() == "Size of drafts"
+        assert "No draft has been judged yet" in page.inner_text(".sizing")
+        figures = page.locator(".sizing .figures dd")
+        assert figures.all_inner_texts() == ["–", "–", "–", "–", "0.031"]
+
+        engine.sizing = SIZING
+        page.wait_for_selector(".gains")
+        assert page.inner_text("#sizing-title").split("\n") == ["Size of drafts", "on, depth 2"]
+        assert page.inner_text(".sizing .reason") == SIZING.reason
+        rows = [row.split() for row in page.locator(".gains tbody tr").all_inner_texts()]
+        # depth 3 is no option, and there are no chains of depth 4
+        assert [" ".join(row) for row in rows] == ["1 +21 % +18 %", "2 now +38 % +40 %", "4 -14 % –"]
+        assert page.inner_text(".gains [aria-current] th") == "2 now"
+        middle = "e => [e.parentElement, e].map(box => box.getBoundingClientRect()).map(b => (b.left + b.right) / 2)"
+        for place, is_right in ((".gain", True), (".loss", False)):
+            track, bar = page.locator(f".gains {place} i").first.evaluate(middle)
+            assert (bar > track) is is_right
+
+        engine.sizing = None
+        page.wait_for_selector(".sizing", state="detached")
+
+
+def test_figures_of_sizes_are_those_of_the_newest_steps(browser: Browser) -> None:
+    first_look = replace(SIZING, num_steps=110, num_requests=220, num_nodes=720, predicted_seconds=2.1)
+    second = replace(
+        SIZING,
+        num_steps=150,
+        num_plain_steps=45,
+        num_probes=7,
+        num_requests=300,
+        num_nodes=950,
+        predicted_seconds=3.0,
+        measured_seconds=3.25,
+        depth=0,
+        reason="off: drafts are predicted to gain +1 % at the best, depth 1, with 2 requests",
+    )
+    # at 3.5 s the window of two seconds begins at 1 s and ends idle: the figures stay those that it had at 2 s
+    looks = [(0, SIZING), (1, first_look), (2, second), (3.5, second)]
+    with serving(WatchedEngine()) as server, browser.new_context() as context:
+        with listening(server) as events:
+            stats = first(events, "stats")
+        told = [stats | {"time": time, "sizing": asdict(sizing)} for time, sizing in looks]
+        body = "".join(f"event: stats\ndata: {json.dumps(event)}\n\n" for event in told)
+        page = context.new_page()
+        page.route("**/events", lambda route: route.abort())
+        page.route("**/events", lambda route: route.fulfill(body=body, content_type="text/event-stream"), times=1)
+        page.goto(server.url)
+        page.wait_for_function("() => document.querySelector('#sizing-title')?.innerText.endsWith('off')")
+        wanted = ["2.5", "50 %", "6 %", "75 %", "0.031"]
+        assert page.locator(".sizing .figures dd").all_inner_texts() == wanted
+        assert page.inner_text(".sizing .reason") == second.reason
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_sizes_fit_in_light_and_dark(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
+    with sized_page(browser, width) as (page, engine):
+        engine.sizing = SIZING
+        page.emulate_media(color_scheme=cast("Any", scheme), reduced_motion="reduce")
+        page.wait_for_selector(".gains")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        script = (
+            "all => all.map(e => e.getBoundingClientRect().right - e.closest('.halves').getBoundingClientRect().right)"
+        )
+        assert max(page.eval_on_selector_all(".halves, .halves *", script)) <= 0.5
+        page.locator(".sizing").screenshot(path=tmp_path / f"sizing-{width}-{scheme}.png")
 
 
 def test_a_chosen_theme_stays(page: Page) -> None:

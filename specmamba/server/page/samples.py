@@ -78,6 +78,7 @@ def stats_event(sample: Sample, metrics: ServerMetrics, now: float) -> dict[str,
             "records": _pool(sample.num_pending, 0, sample.num_records),
         },
         "spec": _spec(stats.spec),
+        "sizing": None if stats.sizing is None else asdict(stats.sizing),
         "cache": asdict(stats.prefix_cache),
         "latency": {
             "first_token": _histogram(metrics.time_to_first_token),
@@ -87,7 +88,7 @@ def stats_event(sample: Sample, metrics: ServerMetrics, now: float) -> dict[str,
 
 
 def tenant_stats_event(stats: TenantStats, now: float) -> dict[str, Any]:
-    """``stats_event`` with the figures of one tenant: its requests, its drafts, its hits; all others are 0."""
+    """``stats_event`` with the figures of one tenant: its requests, its drafts, its hits; all others are 0 or null."""
     hits = asdict(stats.requests)
     return {
         "time": now,
@@ -96,6 +97,7 @@ def tenant_stats_event(stats: TenantStats, now: float) -> dict[str, Any]:
         "preemptions": 0,
         "pools": {name: _pool(0, 0, 0) for name in ("kv", "states", "records")},
         "spec": _spec(stats.spec),
+        "sizing": None,  # it depends on the requests of all
         "cache": dict.fromkeys(_SIZES, 0) | hits,
         "latency": {name: {"sum": 0.0, "buckets": []} for name in ("first_token", "inter_token")},
     }

@@ -6,6 +6,7 @@ import { Feed } from "./feed.js";
 import { Playground } from "./playground.js";
 import { Pools } from "./pools.js";
 import { RadixTree } from "./radix.js";
+import { Sizing } from "./sizing.js";
 import { Tiles } from "./tiles.js";
 import { html, render, useEffect, useRef, useState } from "./ui.js";
 
@@ -108,6 +109,7 @@ function App() {
         <${Pools} stats=${feed.stats} />
         <${Accepted} stats=${feed.stats} />
       </div>
+      <${Sizing} sizing=${feed.stats?.sizing} recent=${feed.history.sizing} />
       <${Charts} history=${feed.history} version=${feed.history.version} theme=${theme.seen} />
       <${RadixTree} tree=${feed.tree} stats=${feed.stats} />
     </main>`;

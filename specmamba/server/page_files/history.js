@@ -17,6 +17,7 @@ export class History {
     this.firstToken = [];
     this.interToken = [];
     this.interTokenHigh = [];
+    this.sizing = null; // of the newest window that ended with steps
   }
 
   add(stats) {
@@ -26,6 +27,8 @@ export class History {
     this._samples.push(stats);
     while (this._samples.length > 2 && this._samples[1].time <= stats.time - WINDOW_S) this._samples.shift();
     this._push(this._samples[0], stats);
+    const hasSteps = stats.sizing?.num_steps > last?.sizing?.num_steps; // a window that ends idle has ever fewer
+    if (hasSteps) this.sizing = sized(this._samples[0].sizing, stats.sizing);
     this.version += 1;
   }
 
@@ -55,6 +58,19 @@ export class History {
     const { time, accept, throughput, firstToken, interToken, interTokenHigh } = this;
     return [time, accept, throughput, firstToken, interToken, interTokenHigh, ...this.perPosition];
   }
+}
+
+/** Means and shares of the steps between two samples. */
+function sized(before, now) {
+  if (!before) return null;
+  const since = (name) => now[name] - before[name];
+  const [steps, predicted] = [since("num_steps"), since("predicted_seconds")];
+  return {
+    nodes: since("num_nodes") / since("num_requests"),
+    plain: since("num_plain_steps") / steps,
+    probes: since("num_probes") / steps,
+    time: predicted > 0 ? since("measured_seconds") / predicted : null, // the first steps of a kind are not timed
+  };
 }
 
 /** The difference of two histograms: counts at or below each bound, and the sum. */

@@ -15,6 +15,12 @@ export const number = (value, digits = 0) =>
 
 export const percent = (value) => (value == null ? NONE : `${number(100 * value)} %`);
 
+/** A ratio as what it adds: 1.38 is "+38 %". */
+export const change = (ratio) =>
+  ratio == null || !Number.isFinite(ratio)
+    ? NONE
+    : `${(100 * (ratio - 1)).toLocaleString("en", { maximumFractionDigits: 0, signDisplay: "exceptZero" })} %`;
+
 export function duration(seconds) {
   if (seconds == null || !Number.isFinite(seconds)) return NONE;
   if (seconds < 0.00995) return `${number(1000 * seconds, 1)} ms`;
