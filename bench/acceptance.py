@@ -1,7 +1,7 @@
 """Acceptance length and speed-up of drafts, and whether the text stays the same.
 
-    specmamba bench acceptance [--configs 1,1 3,1 4,4,8 | --sweep steps=1,2,3 topk=1,4 nodes=8] [--replay]
-                               [--prompts FILE] [--json FILE] [--plot FILE.png] [any engine flag]
+    specmamba bench acceptance [--configs 1,1 3,1 4,4,8 | --sweep steps=1,2,3 topk=1,4 nodes=8] [--adaptive]
+                               [--replay] [--prompts FILE] [--json FILE] [--plot FILE.png] [any engine flag]
 
 One engine runs every prompt plain and with each draft shape, in turns, so that a slow minute of the machine affects all
 of them. specmamba/measure/acceptance/figures.py defines every figure, judge.py says how texts are compared, and
@@ -9,6 +9,9 @@ specmamba/measure/prompts.py what a file of prompts looks like.
 
 With ``--replay`` the output is not chosen but taken from the text that follows each prompt in its source: acceptance on
 real text, which does not loop. Nothing is sampled then.
+
+With ``--adaptive`` drafts whose size is decided in each step take turns with the others, as an engine with these flags
+and ``--speculative-adaptive auto`` would make them. What is learned stays from round to round.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(config: AcceptanceBenchConfig) -> int:
     report = measure_and_report(config)
     put_out(config, report)
-    return 1 if any(one["lossless"] and one["lossless"]["diverged"] for one in report["configurations"]) else 0
+    found = [*report["configurations"], *([report["adaptive"]] if config.adaptive else [])]
+    return 1 if any(one["lossless"] and one["lossless"]["diverged"] for one in found) else 0
 
 
 def join_lists(arguments: list[str]) -> list[str]:
@@ -54,7 +58,7 @@ def join_lists(arguments: list[str]) -> list[str]:
 
 
 def measure_and_report(config: AcceptanceBenchConfig) -> dict[str, Any]:
-    """Measure all figures: {"configurations": [...], "notes": [...], "plain": {...}}. Raises SpecmambaError."""
+    """Measure all figures, as ``full_report`` describes them. Raises SpecmambaError."""
     texts = texts_of(config)
     variants, notes = variants_of(config)
     from specmamba.measure.acceptance.figures import full_report
@@ -68,13 +72,14 @@ def measure_and_report(config: AcceptanceBenchConfig) -> dict[str, Any]:
 
 
 def put_out(config: AcceptanceBenchConfig, report: dict[str, Any]) -> None:
-    """Print the table, write JSON and picture. A single configuration is the whole JSON object."""
+    """Print the table, write JSON and picture. A single configuration, without others, is the whole JSON object."""
     from specmamba.measure.acceptance.tables import plot_report, print_report
 
     print_report(report)
     found = report["configurations"]
     if config.json is not None:
-        write_json(config.json, found[0] if len(found) == 1 else {"configurations": found})
+        whole = {"configurations": found} | ({"adaptive": report["adaptive"]} if config.adaptive else {})
+        write_json(config.json, found[0] if len(found) == len(whole) == 1 else whole)
     if config.plot is not None:
         plot_report(config.plot, report)
 

@@ -11,6 +11,7 @@
   time, so most of that drift is not in ``speedup_deviation_percent``.
 - ``dropped_share``: of the sampled tokens, those behind an end of text; acceptance is not recorded on them.
 - ``cost_model``: predicted over measured time of the steps that the costs were fitted to.
+- ``sizing``: with ``--speculative-costs``, the times of steps in that file, by number of requests. Null without it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from specmamba.errors import ConfigError
 from specmamba.measure.full_batch import Job, Stretch, accept_length, run_full_batch
 from specmamba.measure.prompts import PLAIN, WITHOUT_SHAPE, model_name, sampling_name
 from specmamba.measure.report import distinct_4gram_ratio, machine, versions
-from specmamba.tune.costs import BatchCost, Sample, level_widths
+from specmamba.tune.costs import BatchCost, Sample, is_chain, level_widths
 from specmamba.tune.options import TreeTunerConfig
 from specmamba.tune.search import Acceptance, Choice, Ranks
 from specmamba.tune.texts import Text, dropped_share
@@ -169,8 +170,9 @@ def full_report(
     costs: Mapping[int, tuple[BatchCost, Sequence[Sample]]],
     choices: Sequence[Choice],
     contests: Mapping[int, Mapping[str, ContestFigures]],
+    sizing: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Compute the report, a JSON object."""
+    """Compute the report, a JSON object; ``sizing`` is that of ``step_times``."""
     acceptance = Acceptance.of(ranks, config.max_rank)
     return {
         **_settings(config, llm),
@@ -183,6 +185,7 @@ def full_report(
             "num_samples": acceptance.num_samples.tolist(),
         },
         "costs": {str(size): _cost_report(cost, samples) for size, (cost, samples) in costs.items()},
+        "sizing": sizing,
         "results": [_result(choice, contests[choice.batch_size]) for choice in choices],
     }
 
@@ -230,7 +233,8 @@ def _cost_report(cost: BatchCost, samples: Sequence[Sample]) -> dict[str, Any]:
         "median_error_percent": 100 * statistics.median(map(abs, errors)),
         "worst_error_percent": 100 * max(map(abs, errors)),
     }
-    return {**cost.as_json(), "cost_model": model, "measured": measured}
+    chains = {sample.tree.num_nodes - 1: cost.step(sample.tree).draft for sample in samples if is_chain(sample.tree)}
+    return {**cost.as_json(), "chain_draft_ms": chains, "cost_model": model, "measured": measured}
 
 
 def _result(choice: Choice, contests: Mapping[str, ContestFigures]) -> dict[str, Any]:

@@ -57,6 +57,11 @@ def _tuning_problem(config: TreeTunerConfig) -> str | None:
     given = ["--" + name.replace("_", "-") for name in SHAPE_FLAGS if getattr(config, name) is not None]
     if given:
         return f"the shape of the drafts is what is tuned: drop {', '.join(given)}"
+    if config.speculative_adaptive == "auto":
+        return (
+            "--speculative-adaptive auto: the trees of a file have fixed sizes: drop it; --speculative-costs FILE "
+            "measures what it starts from"
+        )
     if config.speculative_algorithm not in ("auto", "mtp", "eagle", "eagle3"):
         return (
             f"--speculative-algorithm {config.speculative_algorithm}: only the trees of a draft head can be tuned: "

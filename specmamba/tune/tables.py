@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def print_report(report: Mapping[str, Any]) -> None:
     )
     console.print(_acceptance_table(report))
     console.print(_cost_table(report))
+    if report["sizing"] is not None:
+        console.print(_sizing_table(report["sizing"]["times"]))
     console.print(_tree_table(report))
     if any(len(result["contestants"]) > 1 for result in report["results"]):
         console.print(_contest_table(report))
@@ -59,6 +62,7 @@ def _cost_table(report: Mapping[str, Any]) -> Any:
         "batch",
         "plain step",
         "verify of nodes",
+        "draft of a chain by depth",
         "first part of a draft",
         "level of a draft by width",
         "model error",
@@ -72,6 +76,7 @@ def _cost_table(report: Mapping[str, Any]) -> Any:
             size,
             f"{cost['plain_step_ms']:.1f}",
             _curve(verify),
+            _curve({depth: ms for depth, ms in cost["chain_draft_ms"].items() if int(depth)}),
             f"{base.get('tree', base['chain']):.1f}",
             _curve(cost["draft_level_ms"]),
             f"{model['median_error_percent']:.0f} / {model['worst_error_percent']:.0f} %",
@@ -79,8 +84,16 @@ def _cost_table(report: Mapping[str, Any]) -> Any:
     return table
 
 
-def _curve(values: Mapping[int, float]) -> str:
-    return ", ".join(f"{x}: {ms:.1f}" for x, ms in values.items()) or "-"
+def _sizing_table(times: Mapping[str, Any]) -> Any:
+    columns = "requests", "draft by depth", "rest of the step by nodes of all requests", "whole step of chains by depth"
+    table = _table("times of steps for --speculative-adaptive auto, in ms", *columns)
+    for size, own in times.items():
+        table.add_row(size, *(_curve(own[name], 2) for name in ("draft_ms", "verify_ms", "chain_step_ms")))
+    return table
+
+
+def _curve(values: Mapping[int, float], digits: int = 1) -> str:
+    return ", ".join(f"{x}: {ms:.{digits}f}" for x, ms in values.items()) or "-"
 
 
 def _tree_table(report: Mapping[str, Any]) -> Any:
@@ -127,6 +140,8 @@ def _remarks(report: Mapping[str, Any]) -> list[str]:
         f"wrote {report['tree_file']}: use it with --speculative-tree {report['tree_file']}",
         f"the trees were checked on {report['check_text']}",
     ]
+    if report["sizing"] is not None:
+        lines += _about_sizing(report["sizing"])
     if report["dropped_share"]:
         lines.append(
             f"acceptance was not recorded behind an end of text, so {report['dropped_share']:.0%} of the tokens were "
@@ -136,6 +151,28 @@ def _remarks(report: Mapping[str, Any]) -> list[str]:
         lines += _about_result(result)
     lines += _about_costs(report["costs"])
     return lines + looping_warning(report["distinct_4gram_ratio"], report["replay"])
+
+
+def _about_sizing(sizing: Mapping[str, Any]) -> list[str]:
+    """Say for which server the file of times holds."""
+    file, plan = sizing["file"], sizing["drafts"]
+    found = "wrote times of steps to" if sizing["is_new"] else "read times of steps of an earlier run from"
+    flags = " ".join([*sizing["flags"], f"--speculative-adaptive auto --speculative-costs {file}"])
+    bounds = (
+        f"{plan['algorithm']} drafts of at most {plan['num_steps']} steps, topk {plan['topk']} and "
+        f"{plan['num_draft_tokens']} nodes, {sizing['num_running_requests']} requests, {sizing['threads']} threads"
+    )
+    lines = [
+        f"{found} {file}: with the model of this run, specmamba serve {flags} starts from them",
+        f"they hold for {bounds}: with others, or on another machine, a server measures its own",
+    ]
+    curves = [list(times["chain_step_ms"].values()) for times in sizing["times"].values()]
+    if any(before > STEADY * after for curve in curves for before, after in pairwise(curve)):
+        lines.append(
+            f"warning: {file}: steps with a longer chain took less time; something else ran here: delete it, and "
+            "tune again on an idle machine"
+        )
+    return lines
 
 
 def _about_result(result: Mapping[str, Any]) -> list[str]:

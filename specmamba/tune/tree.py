@@ -1,7 +1,7 @@
 """The fastest static draft tree for each batch size, by measurement.
 
     specmamba tune tree [--out tree.json] [--batch-sizes 1,2,4,8] [--max-nodes 16] [--compare] [--replay]
-                        [--json FILE] [--plot FILE.png] [any engine flag]
+                        [--speculative-costs FILE] [--json FILE] [--plot FILE.png] [any engine flag]
 
 1. Texts are sampled at ``--temperature`` (or taken from the prompts' continuations, ``--replay``) and replayed once,
    to record how the draft head ranks every token of the text, 1 to ``--max-depth`` places ahead (texts.py).
@@ -12,15 +12,21 @@
    turns with plain decoding, and with the usual dynamic drafts if ``--compare`` is given, to compare predicted and
    measured figures (figures.py).
 
+With ``--speculative-costs FILE`` an engine is started first, as ``serve --speculative-adaptive auto`` would start it
+with these flags; it writes its times of steps to the file, or finds them there, and they are printed. They do not
+replace the costs of 2, which are of static trees up to ``--max-nodes``, by shape; the file's are of small trees, chosen
+in each step.
+
 Speeds are those of full batches that decode, without prefill. Predictions are for new text. The acceptance is that of
 ``--speculative-accept target``, under which a node's acceptance does not depend on the other nodes of the tree.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +45,8 @@ if TYPE_CHECKING:
     from specmamba.tune.texts import Text
 
 PROG = "specmamba tune tree"
+# not repeated in a report, which goes to other machines
+UNNAMED = {"model", "revision", "speculative_draft_model_path", "speculative_draft_model_revision", "speculative_costs"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,6 +69,7 @@ def tune(config: TreeTunerConfig, sources: Sequence[PromptText]) -> dict[str, An
     from specmamba.tune.texts import collect_texts, record_ranks
 
     depth = min(config.max_depth, config.max_nodes - 1)
+    sizing = None if config.speculative_costs is None else step_times(config, config.speculative_costs)
     with start_engine(config) as llm:
         say("sampling texts" if not config.replay else "reading texts")
         texts = collect_texts(config, llm, sources)
@@ -74,7 +83,77 @@ def tune(config: TreeTunerConfig, sources: Sequence[PromptText]) -> dict[str, An
         file = tree_file(choices, provenance(config, llm))
         write_trees(config.out, file)
         contests = check(config, llm, texts, choices)
-        return full_report(config, llm, texts, ranks, costs, choices, contests)
+        return full_report(config, llm, texts, ranks, costs, choices, contests, sizing)
+
+
+def step_times(config: TreeTunerConfig, path: Path) -> dict[str, Any] | None:
+    """Start an engine as a server with adaptive sizes would: it reads its times of steps from a file, or writes them.
+
+    Times are looked up by the plan of drafts and what memory allows, which differ for the engine that tunes.
+
+    Returns:
+        The times and what they hold for, for the report; None: there is no draft to size.
+
+    Raises:
+        ConfigError: the file cannot be read or written, or holds no times.
+    """
+    from specmamba import LLM
+    from specmamba.config import EngineConfig
+
+    given = config.model_dump(include=config.model_fields_set & set(EngineConfig.model_fields))
+    say(f"times of steps for {path}")
+    before = _identity(path)
+    with LLM(**given | {"speculative_adaptive": "auto"}) as llm:
+        found = _sizing_report(llm)
+    del llm
+    gc.collect()  # the tuner's engine needs the memory of this one
+    files = {"file": path.name, "is_new": _identity(path) != before, "flags": _flags_given(given)}
+    return None if found is None else files | found
+
+
+def _sizing_report(llm: LLM) -> dict[str, Any] | None:
+    sizer, plan = llm.engine.runner.sizer, llm.engine.draft_plan
+    if sizer is None:
+        return None
+    drafts = {"num_steps": plan.num_steps, "topk": plan.topk, "num_draft_tokens": plan.max_nodes}
+    return {
+        "drafts": {"algorithm": plan.algorithm, **drafts},
+        "num_running_requests": llm.engine.memory_plan.num_running_requests,
+        "threads": llm.engine.num_threads,
+        "times": {
+            str(size): {
+                "draft_ms": _in_ms(times.drafts),
+                "verify_ms": _in_ms(times.verifies),
+                "chain_step_ms": _in_ms(times.chains),
+            }
+            for size, times in sizer.costs.times.items()
+        },
+    }
+
+
+def _in_ms(seconds: Mapping[int, float]) -> dict[str, float]:
+    return {str(x): 1e3 * value for x, value in seconds.items()}
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What differs for a file that has been written again; None: there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _flags_given(given: Mapping[str, Any]) -> list[str]:
+    """Flags of a command line, without those that name files and models."""
+    flags = []
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif value is not None and name not in UNNAMED:
+            flags.append(f"{flag} {value}")
+    return flags
 
 
 def write_trees(path: Path, file: TreeFile) -> None:

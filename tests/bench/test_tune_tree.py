@@ -391,6 +391,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert set(result["contestants"]) == {"plain"}
     printed = capsys.readouterr()
     assert "predicted -> measured" in printed.out
+    assert "draft of a chain" in printed.out
+    assert report["sizing"] is None
+    assert list(report["costs"]["2"]["chain_draft_ms"]) == ["0", "1", "2"]
     assert "measured in turns" not in printed.out
     assert "batch size 2" in printed.err
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -450,6 +453,8 @@ def test_replayed_texts_and_dynamic_drafts_beside_the_tree(
         (["--speculative-algorithm", "none"], "only the trees of a draft head"),
         (["--speculative-num-steps", "4"], "drop --speculative-num-steps"),
         (["--speculative-tree", "tree.json"], "drop --speculative-tree"),
+        (["--speculative-adaptive", "auto"], "--speculative-costs FILE measures what it starts from"),
+        (["--speculative-costs", "."], "--speculative-costs: . cannot be read: Is a directory"),
         (["--batch-sizes", "1,32"], "raise --max-running-requests"),
         (["--batch-sizes", "0"], "--batch-sizes"),
         (["--batch-sizes", "1,two"], "--batch-sizes"),

@@ -19,6 +19,14 @@
   diverged (judge.py). Null if texts cannot be compared. ``differences`` lists all prompts whose text differs.
 - ``distinct_4gram_ratio``: mean over outputs. Text that repeats itself is easy to draft.
 
+``adaptive``, with ``--adaptive``, has the same counts and comparison of texts, and figures of whole calls, prefill
+included, since phases are timed in steps that are not captured, and sizes follow the times of those that are:
+
+- ``end_to_end_tokens_per_second``, ``end_to_end_speedup``: medians over rounds, of whole calls.
+- ``over_best_fixed``: median over rounds of the ratio to the fixed shape with the largest ``end_to_end_speedup``.
+- ``nodes_per_request``, ``draft_depth``, ``plain_share``: means over steps: verified nodes of a request, the root
+  included; depth of the draft; share of steps without one. ``num_steps``, ``topk``, ``num_draft_tokens`` are bounds.
+
 Counts of tokens and steps are of all rounds together; a round repeats the texts of the one before.
 """
 
@@ -26,6 +34,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,15 +64,19 @@ def full_report(
         notes: about prompts and shapes that were left out.
 
     Returns:
-        ``configurations``: one object each, as in the JSON file; ``plain``: the figures of plain decoding.
+        ``configurations``: one object each, as in the JSON file; ``plain``: the figures of plain decoding;
+        ``adaptive``: those of adaptive sizes, if they were run.
     """
     notes = [*notes, *_notes(config)]
     shared = _settings(config, description, tasks, result)
     plain = result.samples[PLAIN]
+    fixed = [variant for variant in result.variants if not variant.is_adaptive]
     configurations = [
-        shared | _figures(variant, plain, result, config.batch_size) | {"notes": notes} for variant in result.variants
+        shared | _figures(variant, plain, result, config.batch_size) | {"notes": notes} for variant in fixed
     ]
-    return {"configurations": configurations, "plain": _plain_figures(plain, config.batch_size), "notes": notes}
+    adaptive = [_adaptive_figures(variant, fixed, result) for variant in result.variants if variant.is_adaptive]
+    report = {"configurations": configurations, "plain": _plain_figures(plain, config.batch_size), "notes": notes}
+    return report | ({"adaptive": shared | adaptive[0] | {"notes": notes}} if adaptive else {})
 
 
 def _settings(
@@ -96,13 +109,39 @@ def _settings(
 def _figures(variant: Variant, plain: Rounds, result: Result, batch_size: int) -> dict[str, Any]:
     rounds = result.samples[variant.name]
     return {
+        **_texts(variant, result),
+        **_speeds(plain, rounds, batch_size),
+        **_step_times(plain, rounds),
+    }
+
+
+def _texts(variant: Variant, result: Result) -> dict[str, Any]:
+    return {
         "num_steps": variant.num_steps,
         "topk": variant.topk,
         "num_draft_tokens": variant.num_draft_tokens,
-        **_acceptance(rounds, variant.num_steps),
+        **_acceptance(result.samples[variant.name], variant.num_steps),
         **_lossless(result, variant),
-        **_speeds(plain, rounds, batch_size),
-        **_step_times(plain, rounds),
+    }
+
+
+def _adaptive_figures(variant: Variant, fixed: Sequence[Variant], result: Result) -> dict[str, Any]:
+    rounds, plain = result.samples[variant.name], result.samples[PLAIN]
+    speedups = {one.name: statistics.median(_whole_ratios(result.samples[one.name], plain)) for one in fixed}
+    best = max(speedups, key=lambda name: speedups[name])
+    sizes = sum((sample.sizes for samples in rounds for sample in samples), Counter[str]())
+    over_plain, over_best = (_whole_ratios(rounds, result.samples[name]) for name in (PLAIN, best))
+    return {
+        **_texts(variant, result),
+        "nodes_per_request": round(sizes["num_nodes"] / sizes["num_requests"], 3),
+        "draft_depth": round(sizes["num_draft_levels"] / sizes["num_steps"], 3),
+        "plain_share": round(sizes["num_plain_steps"] / sizes["num_steps"], 3),
+        "end_to_end_tokens_per_second": round(statistics.median(map(_whole_speed, rounds)), 2),
+        "end_to_end_speedup": round(statistics.median(over_plain), 3),
+        "end_to_end_speedup_range": [round(min(over_plain), 3), round(max(over_plain), 3)],
+        "best_fixed": best,
+        "over_best_fixed": round(statistics.median(over_best), 3),
+        "over_best_fixed_range": [round(min(over_best), 3), round(max(over_best), 3)],
     }
 
 
@@ -153,7 +192,7 @@ def _as_json(difference: Difference) -> dict[str, Any]:
 
 def _speeds(plain: Rounds, rounds: Rounds, batch_size: int) -> dict[str, Any]:
     slow, fast = [[_tokens_per_second(samples, batch_size) for samples in each] for each in (plain, rounds)]
-    whole = [_whole_speed(b) / _whole_speed(a) for a, b in zip(plain, rounds, strict=True)]
+    whole = _whole_ratios(rounds, plain)
     ratios = [b / a for a, b in zip(slow, fast, strict=True)]
     return {
         "plain_tokens_per_second": round(statistics.median(slow), 2),
@@ -169,6 +208,11 @@ def _tokens_per_second(samples: Sequence[Sample], batch_size: int) -> float:
     num_steps = sum(output.spec.num_verify_steps for sample in samples for output in sample.outputs)
     step_ms = sum(_mean_ms([samples]))
     return batch_size * _num_tokens(samples) / num_steps / step_ms * 1e3
+
+
+def _whole_ratios(rounds: Rounds, others: Rounds) -> list[float]:
+    """Speeds of whole calls over those of others in the same round."""
+    return [_whole_speed(own) / _whole_speed(other) for own, other in zip(rounds, others, strict=True)]
 
 
 def _whole_speed(samples: Sequence[Sample]) -> float:

@@ -23,6 +23,8 @@ AXES = {
 }
 # all flags of drafting but the state backend, which an engine cannot change
 DRAFT_FIELDS = [n for n in EngineConfig.model_fields if n.startswith("speculative_") and n != "speculative_state"]
+ADAPTIVE = "adaptive"
+ROOM = 7, 1, 8  # steps, topk, nodes: a chain as large as the trees that are decided on without flags
 
 
 class AcceptanceBenchConfig(TextOptions):
@@ -40,6 +42,9 @@ class AcceptanceBenchConfig(TextOptions):
         str | None,
         Field(description="all shapes of a product: steps=1,2,3 topk=1,4 nodes=8,16 (nodes: of trees, topk above 1)"),
     ] = None
+    adaptive: Annotated[
+        bool, Field(description="also run drafts whose size is decided in each step, in turns with the shapes")
+    ] = False
     synthetic_acceptance: Annotated[
         float | None,
         Field(ge=0, le=1, description="cost study: accept a first child with this probability; the text is worthless"),
@@ -58,6 +63,8 @@ class AcceptanceBenchConfig(TextOptions):
                 f"--batch-size {self.batch_size}: only {self.max_running_requests} requests run together; "
                 "raise --max-running-requests"
             )
+        if problem := _adaptive_problem(self):
+            raise ValueError(problem)
         return self
 
     @property
@@ -68,6 +75,17 @@ class AcceptanceBenchConfig(TextOptions):
         return self.temperature == 0 or self.speculative_accept != "rejection"
 
 
+def _adaptive_problem(config: AcceptanceBenchConfig) -> str | None:
+    """What is wrong with the flags of adaptive sizes, as a sentence that says what to change; None: nothing."""
+    if config.speculative_adaptive == "auto":
+        return "--speculative-adaptive auto: the shapes here are fixed; give --adaptive instead, which adds its row"
+    if config.adaptive and config.speculative_tree is not None:
+        return "--adaptive: no size is decided with --speculative-tree: drop one"
+    if config.adaptive and config.synthetic_acceptance is not None:
+        return "--adaptive decides by the acceptance that --synthetic-acceptance makes up: drop one"
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A way to draft: its shape, and all ``speculative_*`` flags that choose it."""
@@ -76,10 +94,11 @@ class Variant:
     topk: int
     num_draft_tokens: int
     flags: dict[str, Any] = field(compare=False)
+    is_adaptive: bool = False  # the shape is the largest one
 
     @property
     def name(self) -> str:
-        return f"{self.num_steps},{self.topk},{self.num_draft_tokens}"
+        return ADAPTIVE if self.is_adaptive else f"{self.num_steps},{self.topk},{self.num_draft_tokens}"
 
 
 def variants_of(config: AcceptanceBenchConfig) -> tuple[list[Variant], list[str]]:
@@ -88,6 +107,18 @@ def variants_of(config: AcceptanceBenchConfig) -> tuple[list[Variant], list[str]
     Raises:
         ConfigError: a list or an axis cannot be read, or a listed shape or all of a product are impossible.
     """
+    variants, notes = _fixed_variants(config)
+    return [*variants, *([_adaptive(config)] if config.adaptive else [])], notes
+
+
+def _adaptive(config: AcceptanceBenchConfig) -> Variant:
+    """What an engine with these flags would decide on. Flags of a shape are bounds; without, ``ROOM`` is enough."""
+    is_bounded = config.has_shape or config.speculative_algorithm == "ngram"
+    shape = (config.num_draft_steps, config.draft_topk, config.num_draft_nodes) if is_bounded else ROOM
+    return Variant(*shape, _draft_flags(config) | {"speculative_adaptive": "auto"}, is_adaptive=True)
+
+
+def _fixed_variants(config: AcceptanceBenchConfig) -> tuple[list[Variant], list[str]]:
     if config.sweep is not None:
         return _sweep(config, config.sweep)
     if config.configs is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from specmamba import LLM, RequestOutput, SamplingParams
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, RequestError
 from specmamba.measure.acceptance.judge import Difference, Judge
-from specmamba.measure.acceptance.options import AcceptanceBenchConfig, Variant
+from specmamba.measure.acceptance.options import ADAPTIVE, AcceptanceBenchConfig, Variant
 from specmamba.measure.prompts import PLAIN, PLAIN_FLAGS, PromptText, encode_prompt, encode_with_continuation, seed_of
 from specmamba.measure.report import progress_bar
 
 WARM_UP_TOKENS = 8
+SIZES = "num_steps", "num_plain_steps", "num_requests", "num_nodes", "num_draft_levels"  # of ``SizingStats``
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Sample:
     outputs: tuple[RequestOutput, ...]
     steps: tuple[tuple[float, float, float], ...]  # seconds of draft, verify and commit of every step of a full batch
     seconds: float  # of the whole call, prefill included
+    sizes: Counter[str] = field(default_factory=Counter)  # what was decided, ``SIZES``; empty for fixed shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +144,16 @@ def measure(config: AcceptanceBenchConfig, llm: LLM, tasks: Sequence[Task], vari
         ConfigError: no step had ``--batch-size`` requests.
         RequestError: the model's numbers are not finite for one of the prompts.
     """
+    variants = [_with_bounds(llm, variant) if variant.is_adaptive else variant for variant in variants]
     batches = [tasks[i : i + config.batch_size] for i in range(0, len(tasks), config.batch_size)]
     contestants: list[Variant | None] = [None, *variants]
     samples: dict[str, list[list[Sample]]] = {name_of(contestant): [] for contestant in contestants}
     llm.workbench.clock.is_on = True
     with progress_bar("prompts, in all ways", config.rounds * len(batches) * len(contestants)) as advance:
         for contestant in contestants:
-            run_batch(config, llm, contestant, [_shortened(task) for task in batches[0]])
+            # with adaptive sizes there are many kinds of steps to record: those warm up with whole texts
+            is_long = contestant is not None and contestant.is_adaptive
+            run_batch(config, llm, contestant, [task if is_long else _shortened(task) for task in batches[0]])
         for number in range(config.rounds):
             for name in samples:
                 samples[name].append([])
@@ -156,8 +162,8 @@ def measure(config: AcceptanceBenchConfig, llm: LLM, tasks: Sequence[Task], vari
                 for contestant in contestants[first:] + contestants[:first]:
                     samples[name_of(contestant)][-1].append(run_batch(config, llm, contestant, batch))
                     advance()
-            for rounds in samples.values():
-                require_full_batches(config.batch_size, rounds[-1])
+            for name in samples.keys() - {ADAPTIVE}:  # whose steps are not timed
+                require_full_batches(config.batch_size, samples[name][-1])
     differences = compare_texts(config, llm, tasks, samples) if config.texts_can_be_compared else None
     return Result(tuple(variants), samples, differences, llm.engine.num_threads)
 
@@ -167,18 +173,30 @@ def name_of(contestant: Variant | None) -> str:
     return PLAIN if contestant is None else contestant.name
 
 
+def _with_bounds(llm: LLM, variant: Variant) -> Variant:
+    """The adaptive variant with its largest draft, which the engine knows; it measures times of steps here, if ever."""
+    llm.workbench.use_drafts(**variant.flags)
+    plan = llm.engine.draft_plan
+    return replace(variant, num_steps=plan.num_steps, topk=plan.topk, num_draft_tokens=plan.max_nodes)
+
+
 def run_batch(config: AcceptanceBenchConfig, llm: LLM, contestant: Variant | None, batch: Sequence[Task]) -> Sample:
     """Run a batch in one way; the workbench keeps the settings of that way.
+
+    No step is captured while phases are timed: where steps are captured, the batch runs again for the time. Adaptive
+    sizes follow the times of steps, so they only run like that.
 
     Raises:
         RequestError: the model's numbers are not finite.
     """
-    bench = llm.workbench
+    bench, is_adaptive = llm.workbench, contestant is not None and contestant.is_adaptive
     bench.use_drafts(**(PLAIN_FLAGS if contestant is None else contestant.flags))
     bench.use_synthetic_acceptance(None if contestant is None else config.synthetic_acceptance)
     bench.clock.reset()
-    outputs, elapsed = _timed(config, llm, batch)
-    if bench.replays_steps:  # no step is captured while the phases are timed: run again for the time
+    before = _sizes(llm)
+    if not is_adaptive:
+        outputs, elapsed = _timed(config, llm, batch)
+    if is_adaptive or bench.replays_steps:
         bench.clock.is_on = False
         llm.flush_cache()
         outputs, elapsed = _timed(config, llm, batch)
@@ -189,7 +207,13 @@ def run_batch(config: AcceptanceBenchConfig, llm: LLM, contestant: Variant | Non
     laps = bench.clock.seconds
     steps = zip(bench.clock.rows, laps["draft"], laps["verify"], laps["commit"], strict=True)
     full = tuple((draft, verify, commit) for rows, draft, verify, commit in steps if rows == config.batch_size)
-    return Sample(tuple(outputs), full, elapsed)
+    return Sample(tuple(outputs), full, elapsed, _sizes(llm) - before)
+
+
+def _sizes(llm: LLM) -> Counter[str]:
+    """What has been decided so far."""
+    sizing = llm.engine.stats().sizing
+    return Counter() if sizing is None else Counter({name: getattr(sizing, name) for name in SIZES})
 
 
 def _timed(config: AcceptanceBenchConfig, llm: LLM, batch: Sequence[Task]) -> tuple[list[RequestOutput], float]:

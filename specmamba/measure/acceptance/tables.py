@@ -60,6 +60,9 @@ def _table(report: Mapping[str, Any]) -> Table:
     table.add_row(*_plain_cells(report["plain"]), end_section=True)
     for figures in report["configurations"]:
         table.add_row(*_cells(figures))
+    if "adaptive" in report:
+        table.add_section()
+        table.add_row(*_adaptive_cells(report["adaptive"]))
     return table
 
 
@@ -82,8 +85,15 @@ def _cells(figures: Figures) -> list[str]:
     ]
 
 
+def _adaptive_cells(figures: Figures) -> list[str]:
+    length, whole = f"{figures['accept_length']:.2f}", f"{figures['end_to_end_speedup']:.2f}"
+    return [shape_name(figures), length, "", "", whole, "", "", "", "", _share(figures), _verdict(figures)]
+
+
 def shape_name(figures: Figures) -> str:
     """The shape of the drafts in the notation of published tables: (steps, topk, nodes)."""
+    if "nodes_per_request" in figures:
+        return "adaptive"
     return f"({figures['num_steps']}, {figures['topk']}, {figures['num_draft_tokens']})"
 
 
@@ -114,11 +124,13 @@ def _print_histogram(console: Console, figures: Figures) -> None:
 
 
 def _remarks(report: Mapping[str, Any]) -> list[str]:
-    configurations = report["configurations"]
+    configurations = [*report["configurations"], *([report["adaptive"]] if "adaptive" in report else [])]
     lines = [f"note: {note}" for note in report["notes"]]
     lines += _about_near_ties(configurations)
     for figures in configurations:
         lines += _about_divergences(figures)
+    if "adaptive" in report:
+        lines += _about_sizes(report["adaptive"])
     run = configurations[0]
     if run["synthetic_acceptance"] is None:
         lines += looping_warning(min(f["distinct_4gram_ratio"] for f in configurations), run["replay"])
@@ -153,6 +165,23 @@ def _about_divergences(figures: Figures) -> list[str]:
     if len(diverged) > MAX_SHOWN:
         lines.append(f"diverged: {shape_name(figures)}: {len(diverged) - MAX_SHOWN} more, all in --json FILE")
     return lines
+
+
+def _about_sizes(figures: Figures) -> list[str]:
+    """Say what was decided, and what it brought."""
+    (low, high), (worst, best) = figures["end_to_end_speedup_range"], figures["over_best_fixed_range"]
+    bounds = f"({figures['num_steps']}, {figures['topk']}, {figures['num_draft_tokens']})"
+    fixed = f"({figures['best_fixed'].replace(',', ', ')})"
+    sizes = (
+        f"{figures['nodes_per_request']:.2f} nodes per request and step, drafts {figures['draft_depth']:.2f} deep, "
+        f"{figures['plain_share']:.0%} of the steps plain"
+    )
+    speeds = (
+        f"{figures['end_to_end_tokens_per_second']:.1f} tokens/s, {figures['end_to_end_speedup']:.2f} of plain "
+        f"({low:.2f}-{high:.2f}), {figures['over_best_fixed']:.2f} of {fixed}, the best fixed shape "
+        f"({worst:.2f}-{best:.2f})"
+    )
+    return [f"adaptive, at most {bounds}: {sizes}", f"adaptive, whole calls: {speeds}"]
 
 
 def _token(token: int | None) -> str:
