@@ -1,21 +1,27 @@
-"""Drafts whose size is decided in each step beside fixed sizes, for some numbers of requests and temperatures.
+"""Drafts whose size is decided in each step beside fixed sizes, for some numbers of requests and kinds of text.
 
-    python -m specmamba.bench.adaptive [--model DIR] [--json FILE] [--batches 1,4,8,16] [--rounds 9] [--replay]
-        [any engine flag]
+    python -m specmamba.bench.adaptive [--model DIR | --family NAME] [--json FILE] [--batches 1,4,8,16] [--rounds 9]
+        [--temperatures 0,0.8] [--replay] [--synthetic-acceptance 0.1,0.5,0.9] [any engine flag]
 
 Batches of requests decode together; all ways to draft take turns within a round, and each keeps what it has learned for
 the next one. Requests bring seeds, so all are decided under ``target``; with ``--replay`` there are also cells whose
-text is given: what follows the bundled prompts in their source. Reported are medians over rounds of tokens per second
-over those of plain decoding in the same round; the worst cells, adaptive over the best fixed size and over plain; and
-the mix, the geometric mean over all cells of each way.
+text is given: what follows the bundled prompts in their source. With ``--synthetic-acceptance`` there are cells in
+which a first child is accepted with a given probability: they show where drafts begin to pay. ``--family`` takes a
+checkpoint of ``specmamba.bench.families``, with random weights and n-grams as drafts.
+
+Reported are medians over rounds of tokens per second over those of plain decoding in the same round; the share of steps
+of the adaptive way that drafted; the worst cells, adaptive over the best fixed size and over plain; and the mix, the
+geometric mean over all cells of each way.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import tempfile
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -38,10 +44,28 @@ WAYS: dict[str, dict[str, Any]] = {
     "tree of 8": {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 8},
     ADAPTIVE: {"speculative_adaptive": "auto"},
 }
-KEPT_FLAGS = {"speculative_state", "speculative_costs"} | {
+KEPT_FLAGS = {"speculative_state", "speculative_costs", "speculative_algorithm"} | {
     f"speculative_draft_model_{name}" for name in ("path", "revision", "quantization")
 }
-Cell = tuple[int, float, bool]  # requests, temperature, whether the text is given
+
+
+class Cell(NamedTuple):
+    """What all ways are timed with."""
+
+    requests: int
+    temperature: float = 0.0
+    is_given: bool = False  # the text is given
+    synthetic: float | None = None  # probability with which a first child is accepted
+
+    @property
+    def text(self) -> str:
+        """Where the text comes from."""
+        if self.synthetic is not None:
+            return f"accepted {self.synthetic:g}"
+        return "given" if self.is_given else f"T {self.temperature:g}"
+
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class AdaptiveBenchConfig(JsonOption):
@@ -53,6 +77,19 @@ class AdaptiveBenchConfig(JsonOption):
     max_tokens: Annotated[int, Field(ge=16, description="new tokens of a request")] = 192
     temperatures: Annotated[tuple[float, ...], Field(description="sampling temperatures; 0 is greedy")] = (0.0, 0.8)
     replay: Annotated[bool, Field(description="also time texts that are given")] = False
+    synthetic_acceptance: Annotated[
+        tuple[Probability, ...], Field(description="also time drafts that are accepted with these probabilities")
+    ] = ()
+    family: Annotated[
+        str | None, Field(description="a family of specmamba.bench.families instead of --model; drafts are n-grams")
+    ] = None
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All cells, by requests."""
+        kinds = [Cell(1, temperature) for temperature in self.temperatures]
+        kinds += [Cell(1, is_given=True)] * self.replay + [Cell(1, synthetic=p) for p in self.synthetic_acceptance]
+        return [kind._replace(requests=size) for size in self.batches for kind in kinds]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,23 +103,37 @@ def run(config: AdaptiveBenchConfig) -> dict[str, Any]:
     Raises:
         ConfigError: flags of drafts were given, or the model has no draft head.
     """
-    from specmamba import LLM
-    from specmamba.config import EngineConfig
+    from specmamba.bench.families.shapes import SHAPES, write_family
 
     given = {name for name in config.model_fields_set if name.startswith("speculative_")} - KEPT_FLAGS
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
         raise ConfigError(f"{names}: this benchmark chooses its own drafts: {', '.join(WAYS)}")
-    flags = config.model_dump(include=set(EngineConfig.model_fields))
-    with LLM(**{**flags, **WAYS[ADAPTIVE]}) as llm:
+    if config.family is None:
+        return _run(config, {})
+    if config.family not in SHAPES:
+        raise ConfigError(f"--family {config.family}: there are {', '.join(SHAPES)}")
+    with tempfile.TemporaryDirectory(prefix="specmamba-family-") as folder:
+        write_family(config.family, Path(folder))
+        report = _run(config, {"model": folder, "speculative_algorithm": "ngram"})
+    return report | {"model": config.family}
+
+
+def _run(config: AdaptiveBenchConfig, changes: dict[str, Any]) -> dict[str, Any]:
+    """Run all rounds, with some flags changed."""
+    from specmamba import LLM
+    from specmamba.config import EngineConfig
+
+    flags = config.model_dump(include=set(EngineConfig.model_fields)) | changes
+    with LLM(**flags | WAYS[ADAPTIVE]) as llm:
         described = llm.engine.describe()
         if described["speculative_algorithm"] == "none":
             raise ConfigError("this checkpoint has no draft head: there is nothing whose size could be decided")
-        kinds = [(t, False) for t in config.temperatures] + ([(0.0, True)] if config.replay else [])
-        cells = [time_cell(llm, config, (size, *kind)) for size in config.batches for kind in kinds]
+        cells = [time_cell(llm, config, cell, flags["speculative_algorithm"]) for cell in config.cells]
     return {
         "model": model_name(described),
-        "dtype": config.dtype,
+        "drafts": described["speculative_algorithm"],
+        "dtype": described["dtype"],
         "machine": machine(),
         "versions": versions(("specmamba", "torch")),
         "rounds": config.rounds,
@@ -93,18 +144,20 @@ def run(config: AdaptiveBenchConfig) -> dict[str, Any]:
     }
 
 
-def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell) -> dict[str, Any]:
+def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, algorithm: str) -> dict[str, Any]:
     """Run all ways in turns; the first round, which records steps, does not count."""
     speeds: dict[str, list[float]] = defaultdict(list)
     lengths: dict[str, list[float]] = defaultdict(list)
+    drafted: list[float] = []
     for number in range(config.rounds + 1):
         jobs = jobs_of(llm, config, cell, number)
         for way in WAYS:
-            speed, length = time_way(llm, jobs, way)
+            speed, length, share = time_way(llm, jobs, {"speculative_algorithm": algorithm} | WAYS[way], cell)
             if number:
                 speeds[way].append(speed)
                 lengths[way].append(length)
-    print(f"{cell[0]} requests, {_text(*cell[1:])} done", file=sys.stderr)
+                drafted += [] if share is None else [share]
+    print(f"{cell.requests} requests, {cell.text} done", file=sys.stderr)
     ways: dict[str, dict[str, Any]] = {}
     for way, found in speeds.items():
         ratios = [speed / plain for speed, plain in zip(found, speeds[PLAIN], strict=True)]
@@ -114,13 +167,10 @@ def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell) -> dict[str, An
             "range": [round(min(ratios), 3), round(max(ratios), 3)],
             "accepted": round(statistics.median(lengths[way]), 2),
         }
+    ways[ADAPTIVE]["drafted"] = round(statistics.mean(drafted), 3)
     best = max(figures["over_plain"] for way, figures in ways.items() if way != ADAPTIVE)
     over = round(ways[ADAPTIVE]["over_plain"] / best, 3)
-    return {"requests": cell[0], "text": _text(*cell[1:]), "over_best_fixed": over, "ways": ways}
-
-
-def _text(temperature: float, is_given: bool) -> str:
-    return "given" if is_given else f"T {temperature:g}"
+    return {"requests": cell.requests, "text": cell.text, "over_best_fixed": over, "ways": ways}
 
 
 def jobs_of(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, number: int) -> list[Job]:
@@ -128,35 +178,51 @@ def jobs_of(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, number: int) -> l
     from specmamba import SamplingParams
     from specmamba.measure.full_batch import Job
 
-    size, temperature, is_given = cell
-    params = SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=number, ignore_eos=True)
+    params = SamplingParams(max_tokens=config.max_tokens, temperature=cell.temperature, seed=number, ignore_eos=True)
     texts = [text for text in bundled_texts() if text.continuation]
-    rows = [texts[(i + number) % len(texts)] for i in range(size)]
+    rows = [texts[(i + number) % len(texts)] for i in range(cell.requests)]
     pairs = [encode_with_continuation(text, llm.engine.tokenizer) for text in rows]
     return [
-        Job(tuple(prompt), params, tuple(follows[: config.max_tokens]) if is_given else ()) for prompt, follows in pairs
+        Job(tuple(prompt), params, tuple(follows[: config.max_tokens]) if cell.is_given else ())
+        for prompt, follows in pairs
     ]
 
 
-def time_way(llm: LLM, jobs: list[Job], way: str) -> tuple[float, float]:
-    """Run one batch; returns tokens per second, and tokens per step and request."""
+def time_way(llm: LLM, jobs: list[Job], flags: dict[str, Any], cell: Cell) -> tuple[float, float, float | None]:
+    """Run one batch.
+
+    Returns:
+        Tokens per second, tokens per step and request, and the share of steps that drafted, where that is decided.
+    """
     from specmamba.measure.full_batch import run_full_batch
 
-    llm.workbench.use_drafts(**WAYS[way])
+    llm.workbench.use_drafts(**flags)
+    llm.workbench.use_synthetic_acceptance(cell.synthetic)
+    before = llm.engine.stats().sizing
     stretch = run_full_batch(llm, jobs)
-    return stretch.num_tokens / stretch.seconds, stretch.num_tokens / stretch.num_steps / len(jobs)
+    after, share = llm.engine.stats().sizing, None
+    if before is not None and after is not None:
+        num_plain = after.num_plain_steps - before.num_plain_steps
+        share = 1.0 - num_plain / max(after.num_steps - before.num_steps, 1)
+    return stretch.num_tokens / stretch.seconds, stretch.num_tokens / stretch.num_steps / len(jobs), share
 
 
 def print_report(report: Report) -> None:
     """Print the table of cells."""
     page = Page()
-    page.lines(f"{report['model']}, {report['dtype']}", report["machine"])
+    page.lines(f"{report['model']}, {report['drafts']}, {report['dtype']}", report["machine"])
     rows = [
-        (f"{cell['requests']}", cell["text"], *_columns(cell), f"{cell['over_best_fixed']:.3f}")
+        (
+            f"{cell['requests']}",
+            cell["text"],
+            *_columns(cell),
+            f"{cell['over_best_fixed']:.3f}",
+            f"{cell['ways'][ADAPTIVE]['drafted'] * 100:.0f} %",
+        )
         for cell in report["cells"]
     ]
     names = [f"{way} (range)" if way == ADAPTIVE else way for way in WAYS if way != PLAIN]
-    page.table(("requests", "text", *names, "adaptive over best"), rows)
+    page.table(("requests", "text", *names, "adaptive over best", "drafted"), rows)
     page.lines(
         f"worst: {report['worst_over_fixed']:.3f} of the best, {report['worst_over_plain']:.3f} of plain decoding",
         "mix of all cells: " + ", ".join(f"{way} {mean:.3f}" for way, mean in report["mix"].items()),

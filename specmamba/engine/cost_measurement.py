@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from specmamba.sampling_params import SamplingParams
 
 logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
-CACHE_NAME = "step-costs-2.json"  # with another number where times are measured in another way
+CACHE_NAME = "step-costs-3.json"  # with another number where times are measured in another way
 ROUNDS, TIMED, MAX_STEPS = 3, 4, 200  # all kinds take turns; timed steps of a kind in a turn, and all its steps
 MAX_TIMED_SECONDS = 0.1  # of all steps of a kind: slow steps are timed fewer times
 PROMPT, LONG_PROMPT = 4, 512  # tokens
@@ -209,7 +208,7 @@ def _seconds_of_key(engine: TimedEngine, sizer: DraftSizer, times: StepTimes) ->
 def _seconds(
     engine: TimedEngine, sizer: DraftSizer, size: int, kinds: Sequence[Kind], prompt: int
 ) -> dict[Kind, float] | None:
-    """Median seconds of steps of each kind, which take turns; None: memory does not hold so many requests.
+    """Typical seconds of steps of each kind, which take turns; None: memory does not hold so many requests.
 
     Args:
         engine: is idle.
@@ -234,20 +233,21 @@ def _seconds(
                     is_warm = time.perf_counter() - began > WARM_SECONDS
                     engine.step()
                     if len(engine.scheduler.verifying) < size:  # they have reached the end of the context
-                        return _medians(found)
+                        return _typical(found)
                     if sizer.last_seconds is not None and is_warm:
                         seconds.append(sizer.last_seconds)
                         num_timed += 1
     finally:
         for name in names:
             engine.abort(name)
-    return _medians(found)
+    return _typical(found)
 
 
-def _medians(found: dict[Kind, list[float]]) -> dict[Kind, float] | None:
+def _typical(found: dict[Kind, list[float]]) -> dict[Kind, float] | None:
+    """The lower quartiles: other work on the machine only adds to a time."""
     if not all(found.values()):
         return None
-    return {kind: max(statistics.median(seconds), LEAST_SECONDS) for kind, seconds in found.items()}
+    return {kind: max(sorted(seconds)[len(seconds) // 4], LEAST_SECONDS) for kind, seconds in found.items()}
 
 
 def _start(engine: TimedEngine, sizer: DraftSizer, names: Sequence[str], prompt: int) -> bool:

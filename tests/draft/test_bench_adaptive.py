@@ -27,6 +27,24 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(costs.read_text())["entries"]
 
 
+def test_cells_of_given_text_and_given_acceptance(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    more = ["--replay", "--synthetic-acceptance", "0,1", "--json", str(file)]
+    assert adaptive.main([*FLAGS, *SMALL, "--speculative-costs", str(tmp_path / "costs.json"), *more]) == 0
+    cells = {cell["text"]: cell["ways"] for cell in json.loads(file.read_text())["cells"]}
+    assert list(cells) == ["T 0", "given", "accepted 0", "accepted 1"]
+    assert [cells[f"accepted {p}"]["chain of 3"]["accepted"] for p in (0, 1)] == [1.0, 4.0]
+    assert cells["accepted 0"][adaptive.ADAPTIVE]["accepted"] == 1.0
+    assert all(0 <= ways[adaptive.ADAPTIVE]["drafted"] <= 1 for ways in cells.values())
+
+
+def test_an_unknown_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        adaptive.main([*FLAGS, *SMALL, "--family", "gpt2"])
+    assert ended.value.code == 2
+    assert "--family gpt2: there are qwen3_5" in capsys.readouterr().err
+
+
 def test_flags_of_drafts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         adaptive.main([*FLAGS, *SMALL, "--speculative-num-steps", "2"])
