@@ -10,8 +10,8 @@ which a first child is accepted with a given probability: they show where drafts
 checkpoint of ``specmamba.bench.families``, with random weights and n-grams as drafts.
 
 Reported are medians over rounds of tokens per second over those of plain decoding in the same round; the share of steps
-of the adaptive way that drafted; the worst cells, adaptive over the best fixed size and over plain; and the mix, the
-geometric mean over all cells of each way.
+of the adaptive way that drafted, and of its time that decisions took; the worst cells, adaptive over the best fixed
+size and over plain; and the mix, the geometric mean over all cells of each way.
 """
 
 from __future__ import annotations
@@ -149,25 +149,29 @@ def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, algorithm: str)
     speeds: dict[str, list[float]] = defaultdict(list)
     lengths: dict[str, list[float]] = defaultdict(list)
     drafted: list[float] = []
+    decided: list[float] = []
     for number in range(config.rounds + 1):
         jobs = jobs_of(llm, config, cell, number)
         for way in WAYS:
-            speed, length, share = time_way(llm, jobs, {"speculative_algorithm": algorithm} | WAYS[way], cell)
+            found = time_way(llm, jobs, {"speculative_algorithm": algorithm} | WAYS[way], cell)
             if number:
-                speeds[way].append(speed)
-                lengths[way].append(length)
-                drafted += [] if share is None else [share]
+                speeds[way].append(found.speed)
+                lengths[way].append(found.length)
+                if way == ADAPTIVE:
+                    drafted.append(found.drafted)
+                    decided.append(found.decided)
     print(f"{cell.requests} requests, {cell.text} done", file=sys.stderr)
     ways: dict[str, dict[str, Any]] = {}
-    for way, found in speeds.items():
-        ratios = [speed / plain for speed, plain in zip(found, speeds[PLAIN], strict=True)]
+    for way, of_way in speeds.items():
+        ratios = [speed / plain for speed, plain in zip(of_way, speeds[PLAIN], strict=True)]
         ways[way] = {
-            "tokens_per_second": round(statistics.median(found), 1),
+            "tokens_per_second": round(statistics.median(of_way), 1),
             "over_plain": round(statistics.median(ratios), 3),
             "range": [round(min(ratios), 3), round(max(ratios), 3)],
             "accepted": round(statistics.median(lengths[way]), 2),
         }
-    ways[ADAPTIVE]["drafted"] = round(statistics.mean(drafted), 3)
+    shares = {"drafted": round(statistics.mean(drafted), 3), "decided": round(statistics.median(decided), 5)}
+    ways[ADAPTIVE] |= shares
     best = max(figures["over_plain"] for way, figures in ways.items() if way != ADAPTIVE)
     over = round(ways[ADAPTIVE]["over_plain"] / best, 3)
     return {"requests": cell.requests, "text": cell.text, "over_best_fixed": over, "ways": ways}
@@ -188,23 +192,30 @@ def jobs_of(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, number: int) -> l
     ]
 
 
-def time_way(llm: LLM, jobs: list[Job], flags: dict[str, Any], cell: Cell) -> tuple[float, float, float | None]:
-    """Run one batch.
+class Timed(NamedTuple):
+    """One batch in one way."""
 
-    Returns:
-        Tokens per second, tokens per step and request, and the share of steps that drafted, where that is decided.
-    """
+    speed: float  # tokens per second
+    length: float  # tokens per step and request
+    drafted: float = 0.0  # share of steps that drafted, where that is decided
+    decided: float = 0.0  # share of the time that decisions took
+
+
+def time_way(llm: LLM, jobs: list[Job], flags: dict[str, Any], cell: Cell) -> Timed:
+    """Run one batch."""
     from specmamba.measure.full_batch import run_full_batch
 
     llm.workbench.use_drafts(**flags)
     llm.workbench.use_synthetic_acceptance(cell.synthetic)
     before = llm.engine.stats().sizing
     stretch = run_full_batch(llm, jobs)
-    after, share = llm.engine.stats().sizing, None
-    if before is not None and after is not None:
-        num_plain = after.num_plain_steps - before.num_plain_steps
-        share = 1.0 - num_plain / max(after.num_steps - before.num_steps, 1)
-    return stretch.num_tokens / stretch.seconds, stretch.num_tokens / stretch.num_steps / len(jobs), share
+    after = llm.engine.stats().sizing
+    speeds = stretch.num_tokens / stretch.seconds, stretch.num_tokens / stretch.num_steps / len(jobs)
+    if before is None or after is None:
+        return Timed(*speeds)
+    num_plain = after.num_plain_steps - before.num_plain_steps
+    share = 1.0 - num_plain / max(after.num_steps - before.num_steps, 1)
+    return Timed(*speeds, share, (after.decision_seconds - before.decision_seconds) / stretch.seconds)
 
 
 def print_report(report: Report) -> None:
@@ -218,11 +229,12 @@ def print_report(report: Report) -> None:
             *_columns(cell),
             f"{cell['over_best_fixed']:.3f}",
             f"{cell['ways'][ADAPTIVE]['drafted'] * 100:.0f} %",
+            f"{cell['ways'][ADAPTIVE]['decided'] * 100:.2f} %",
         )
         for cell in report["cells"]
     ]
     names = [f"{way} (range)" if way == ADAPTIVE else way for way in WAYS if way != PLAIN]
-    page.table(("requests", "text", *names, "adaptive over best", "drafted"), rows)
+    page.table(("requests", "text", *names, "over the best", "drafted", "deciding"), rows)
     page.lines(
         f"worst: {report['worst_over_fixed']:.3f} of the best, {report['worst_over_plain']:.3f} of plain decoding",
         "mix of all cells: " + ", ".join(f"{way} {mean:.3f}" for way, mean in report["mix"].items()),

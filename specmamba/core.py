@@ -83,6 +83,7 @@ class SizingStats:
     num_draft_levels: int  # depths of all drafts, summed
     predicted_seconds: float  # of all steps
     measured_seconds: float
+    decision_seconds: float  # that all decisions took
     calibration_error: float  # of the probabilities of acceptance, 0 to 1
     depth: int  # of drafts now; 0: off
     gains: tuple[float, ...]  # tokens per second over plain decoding, predicted now, by depth from 0 on

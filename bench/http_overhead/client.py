@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from specmamba.errors import SpecmambaError
 
@@ -84,6 +87,42 @@ class Connection(asyncio.Protocol):
         return self._bytes.endswith(_LAST_CHUNK) if self._end < 0 else len(self._bytes) >= self._end
 
 
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    """The bytes of an answer, head included, and when they arrived: times, and how many bytes there were then."""
+
+    data: bytes
+    times: tuple[float, ...]
+    sizes: tuple[int, ...]
+
+    def arrived_at(self, end: int) -> float:
+        """When the first ``end`` bytes were there."""
+        return self.times[bisect_left(self.sizes, end)]
+
+
+class TimedConnection(Connection):
+    """A connection that keeps the time of everything that arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pieces: list[tuple[float, int]] = []
+
+    def data_received(self, data: bytes) -> None:
+        self._pieces.append((time.perf_counter(), len(data)))
+        super().data_received(data)
+
+    async def ask_timed(self, request: bytes) -> TimedAnswer:
+        """As ``ask``, with times."""
+        self._pieces = []
+        data = await self.ask(request)
+        sizes = accumulate(length for _, length in self._pieces)
+        return TimedAnswer(data, tuple(at for at, _ in self._pieces), tuple(sizes))
+
+
+ConnectionT = TypeVar("ConnectionT", bound=Connection)
+AnswerT = TypeVar("AnswerT")
+
+
 def request_bytes(host: str, body: Mapping[str, Any]) -> bytes:
     """The bytes of a POST request with a JSON body to the completions of ``host`` ("address:port")."""
     data = json.dumps(body).encode()
@@ -112,18 +151,32 @@ def num_tokens(answer: bytes) -> int:
 
 async def ask_all(address: tuple[str, int], requests: Sequence[Sequence[bytes]]) -> list[bytes]:
     """Send requests on one connection per inner sequence, all at once; on a connection one after the other."""
-    loop = asyncio.get_running_loop()
-    connections = [(await loop.create_connection(Connection, *address))[1] for _ in requests]
+    answers = await _on_connections(Connection, Connection.ask, address, requests)
+    return [answer for of_one in answers for answer in of_one]
 
-    async def client(connection: Connection, own: Sequence[bytes]) -> list[bytes]:
-        return [await connection.ask(request) for request in own]
+
+async def ask_all_timed(address: tuple[str, int], requests: Sequence[Sequence[bytes]]) -> list[list[TimedAnswer]]:
+    """As ``ask_all``, with times; the answers of each connection in a list of its own."""
+    return await _on_connections(TimedConnection, TimedConnection.ask_timed, address, requests)
+
+
+async def _on_connections(
+    kind: type[ConnectionT],
+    ask: Callable[[ConnectionT, bytes], Awaitable[AnswerT]],
+    address: tuple[str, int],
+    requests: Sequence[Sequence[bytes]],
+) -> list[list[AnswerT]]:
+    loop = asyncio.get_running_loop()
+    connections = [(await loop.create_connection(kind, *address))[1] for _ in requests]
+
+    async def client(connection: ConnectionT, own: Sequence[bytes]) -> list[AnswerT]:
+        return [await ask(connection, request) for request in own]
 
     try:
-        answers = await asyncio.gather(*map(client, connections, requests))
+        return await asyncio.gather(*map(client, connections, requests))
     finally:
         for connection in connections:
             connection.close()
-    return [answer for of_one in answers for answer in of_one]
 
 
 def _content_length(head: bytes) -> int | None:

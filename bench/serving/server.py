@@ -24,6 +24,7 @@ SERVE = (sys.executable, "-m", "specmamba", "serve")
 READY = "specmamba: ready at "
 _POLL_S = 0.05
 _LOG_BYTES = 1 << 16  # read from the end of the log
+_NOTED_LINES = 6  # of the log
 _END_TIMEOUT_S = 15.0
 
 
@@ -44,7 +45,7 @@ class StartedServer:
                 if found := line.partition(self._ready)[2].split():
                     return found[0]
             time.sleep(_POLL_S)
-        raise SpecmambaError(f"the server was not ready after {timeout_s:g} s (--startup-timeout)")
+        raise self._error(f"the server was not ready after {timeout_s:g} s (--startup-timeout)")
 
     def check(self, grace_s: float = 0.0) -> None:
         """Raise SpecmambaError, with the last line of its log, when the server has ended or ends within ``grace_s``."""
@@ -52,7 +53,7 @@ class StartedServer:
             status = self._process.wait(grace_s)
             lines = [line for line in self._lines() if line.strip()]
             words = lines[-1] if lines else "it said nothing"
-            raise SpecmambaError(f"the server ended with status {status}: {words}")
+            raise self._error(f"the server ended with status {status}: {words}")
 
     def end(self) -> None:
         """Terminate the process, and kill it when it does not react."""
@@ -62,6 +63,12 @@ class StartedServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _error(self, message: str) -> SpecmambaError:
+        """An error with the last lines of the log as a note, for callers that show more than its message."""
+        error = SpecmambaError(message)
+        error.add_note("\n".join(self._lines()[-_NOTED_LINES:]))
+        return error
 
     def _lines(self) -> list[str]:
         # The server writes through the same file description, so the position in the file must stay as it is.

@@ -63,9 +63,9 @@ class ServerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def check(self) -> None:
-        """Raise SpecmambaError if the server has ended."""
-        self._server.check()
+    def check(self, grace_s: float = 0.0) -> None:
+        """Raise SpecmambaError if the server has ended or ends within ``grace_s``."""
+        self._server.check(grace_s)
 
     def get(self, path: str) -> dict[str, Any]:
         return self._ask("GET", path)

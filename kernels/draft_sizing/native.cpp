@@ -1,5 +1,6 @@
 // The sizing of drafts: one call for the decisions of a step; README.md describes it, reference.py specifies it.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <numeric>
@@ -20,7 +21,7 @@ struct State {
   const int64_t *depths, *ranks;
   double *weights, *offsets, *counts, *of_row, *bins, *odds, *values_of_mode, *values_of_row;
   int64_t *next_of_mode, *next_of_row;
-  double* threshold;
+  double *threshold, *seconds;
   int64_t width, max_nodes, candidates, num_depths, num_ranks;
 };
 
@@ -64,6 +65,18 @@ struct Valued {
   int64_t at;
 };
 bool is_better(const Valued& a, const Valued& b) { return a.value != b.value ? a.value > b.value : a.at < b.at; }
+
+// Adds the time of its life to a sum of seconds.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double* sum) : sum_(sum) {}
+  ~Stopwatch() { *sum_ += std::chrono::duration<double>(Clock::now() - began_).count(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double* sum_;
+  Clock::time_point began_ = Clock::now();
+};
 
 double clipped(double x, double bound) { return std::min(std::max(x, -bound), bound); }
 
@@ -259,6 +272,7 @@ extern "C" {
 
 void sizing_choose(const State* s, const Drafted* d, const TreeArrays* t, const Offer* o, Chosen* chosen) {
   static thread_local std::vector<double> values;
+  const Stopwatch watch(s->seconds);
   calibrate(*s, *d, *o);
   values.assign(o->rows * o->candidates, 0.0);
   for (int64_t i = 0; i < o->rows; ++i) {
@@ -301,6 +315,7 @@ void sizing_pack(const TreeArrays* t, int64_t padded, int64_t width, int64_t pla
 void sizing_learn(const State* s, const Drafted* d, const Offer* o, const TreeArrays* t, const int64_t* paths,
                   int64_t paths_row, const int64_t* counts, int64_t counts_row) {
   static thread_local std::vector<uint8_t> accepted;
+  const Stopwatch watch(s->seconds);
   for (int64_t i = 0; i < o->rows; ++i) {
     const int64_t place = d->places[i], *path = paths + place * paths_row, length = counts[place * counts_row];
     accepted.assign(o->candidates + 1, 0);

@@ -41,6 +41,7 @@ class SizerState:
     next_of_mode: Ints = field(init=False)  # [M], drafts so far
     next_of_row: Ints = field(init=False)  # [rows]
     threshold: Floats = field(init=False)  # [1], value that a node of a drawn row must reach
+    seconds: Floats = field(init=False)  # [1], time of all choices and of what was learned from them
 
     def __post_init__(self) -> None:
         self.weights = np.ones(NUM_MODES)
@@ -54,7 +55,7 @@ class SizerState:
         self.values_of_row = np.zeros((self.num_rows, LENGTH, len(self.depths)))
         self.next_of_mode = np.zeros(NUM_MODES, np.int64)
         self.next_of_row = np.zeros(self.num_rows, np.int64)
-        self.threshold = np.full(1, FIRST_THRESHOLD)
+        self.threshold, self.seconds = np.full(1, FIRST_THRESHOLD), np.zeros(1)
 
     @property
     def num_depths(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -47,7 +48,7 @@ def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
         drafted: rows, modes, bounds and places are given; the rest is written.
         offer: the candidates.
     """
-    offer = _used(offer)
+    began, offer = time.perf_counter(), _used(offer)
     size, count = offer.tokens.shape
     modes = drafted.modes[:size]
     drafted.parents[:size, :count] = offer.parents
@@ -64,6 +65,7 @@ def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     counts, numbers = drafted.trees.num_nodes[: offer.batch_size], np.arange(drafted.trees.parents.shape[1])
     follows = (drafted.trees.parents[: offer.batch_size] == numbers - 1) | (numbers >= counts[:, None])
     expected = float(offer.batch_size + values[kept].sum())
+    state.seconds += time.perf_counter() - began
     return Chosen(int(counts.sum()), int(counts.max()), bool(follows.all()), expected)
 
 
@@ -97,7 +99,7 @@ def learn(state: SizerState, drafted: Drafted, offer: Offer, paths: Ints, counts
         paths: [B, W], for each row of the batch the root, the accepted nodes, and padding.
         counts: [B], accepted nodes, the root not counted.
     """
-    offer = _used(offer)
+    began, offer = time.perf_counter(), _used(offer)
     size, count = offer.tokens.shape
     depths, ranks = (np.broadcast_to(x, (size, count)) for x in (offer.depths, offer.ranks))
     for i in range(size):
@@ -107,6 +109,7 @@ def learn(state: SizerState, drafted: Drafted, offer: Offer, paths: Ints, counts
         for c in range(count):
             if drafted.kept[i, c] and int(drafted.parents[i, c]) in accepted:
                 _fit(state, drafted, (i, c), (int(depths[i, c]), int(ranks[i, c])), c + 1 in accepted)
+    state.seconds += time.perf_counter() - began
 
 
 def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:

@@ -158,7 +158,7 @@ def test_operations_has_every_flag_of_the_server_with_its_default() -> None:
 
 
 def test_operations_has_every_metric() -> None:
-    sizing = SizingStats(1, 1, 0, 1, 1, 0, 0.1, 0.1, 0.0, 0, (1.0,), "off")
+    sizing = SizingStats(1, 1, 0, 1, 1, 0, 0.1, 0.1, 0.1, 0.0, 0, (1.0,), "off")
     stats = replace(FakeEngine().stats(), sizing=sizing)
     rendered = ServerMetrics().render(stats).decode()
     real = {

@@ -37,6 +37,7 @@ SIZING = SizingStats(
     num_draft_levels=160,
     predicted_seconds=2.0,
     measured_seconds=2.5,
+    decision_seconds=0.01,
     calibration_error=0.0312,
     depth=2,
     gains=(1.0, 1.21, 1.38, 0.0, 0.86, 0.0, 1.18, 1.4, 0.0, 0.0),

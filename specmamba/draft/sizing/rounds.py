@@ -65,6 +65,7 @@ class SizerFigures:
     num_draft_levels: int = 0
     predicted_seconds: float = 0.0
     measured_seconds: float = 0.0
+    decision_seconds: float = 0.0  # of the host between steps; ``SizerState.seconds`` has the rest
 
     def add(self, size: DraftSize, num_requests: int, num_nodes: int) -> None:
         """Count a step."""

@@ -8,6 +8,7 @@ a few steps; the nodes are chosen in every step.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
@@ -102,6 +103,7 @@ class DraftSizer:
             rows: those of the batch.
             must_draft: rows that cannot be left out of a draft.
         """
+        began = time.perf_counter()
         self._end_round()
         size, number = self._planned(batch)
         if size.drafted is not None:
@@ -110,6 +112,7 @@ class DraftSizer:
         self._round = Round(batch, rows, size, number - 1, self.forced)
         self._offer = self._arranged = None
         self.learns_on_host = False
+        self.figures.decision_seconds += time.perf_counter() - began
         return size
 
     def prepare(self, key: Hashable, padded_size: int) -> None:
@@ -189,9 +192,8 @@ class DraftSizer:
         error = draft_sizing.calibration_error(self.state)
         is_judged = self._num_requests and self._age >= 0
         reason = schedule.reason(self._num_requests) if is_judged else "no draft has been judged yet"
-        return SizingStats(
-            **vars(self.figures), calibration_error=error, depth=schedule.depth, gains=gains, reason=reason
-        )
+        figures = replace(self.figures, decision_seconds=self.figures.decision_seconds + float(self.state.seconds[0]))
+        return SizingStats(**vars(figures), calibration_error=error, depth=schedule.depth, gains=gains, reason=reason)
 
     @property
     def _present(self) -> Round:
@@ -251,8 +253,10 @@ class DraftSizer:
         # the middle one is not moved by a step that other work on the machine has held up
         found = sorted((seconds / of, of, num_nodes) for (seconds, num_nodes), of in zip(steps, base, strict=True))
         ratio, of, num_nodes = found[len(found) // 2]
-        key = (depth, "chain") if done.size.is_chain else (num_nodes, depth > 0)
-        self.costs.observe(number, *key, of, ratio * of, len(steps))
+        if done.size.is_chain:
+            self.costs.observe(number, depth, "chain", of, ratio * of, len(steps))
+        else:
+            self.costs.observe(number, num_nodes, depth > 0, of, ratio * of, len(steps))
         self.figures.predicted_seconds += float(predicted)
         self.figures.measured_seconds += sum(seconds for seconds, _ in steps) + self.overhead * len(steps)
 

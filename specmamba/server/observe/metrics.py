@@ -93,6 +93,7 @@ def _sizing_metrics(sizing: SizingStats) -> Iterator[Metric]:
         "num_draft_levels": "Depths of all drafts, summed",
         "predicted_seconds": "Time of all decoding steps, as it was predicted",
         "measured_seconds": "Time of all decoding steps, as it was measured",
+        "decision_seconds": "Time of all decisions about the size of drafts",
     }
     yield from _counters("draft_sizing", sizing, counters)
     gauges = {
