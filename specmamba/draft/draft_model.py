@@ -203,9 +203,7 @@ class ModelDrafter(Drafter):
         with self._states.extend(chunk) as state:
             self._model.forward(chunk.tokens, ForwardContext(kv, state, chunk.positions))
 
-    def prepare(
-        self, rows: Sequence[int], batch_size: int, drafts: bool = True, keeps_up: bool = True
-    ) -> HostPendingTokens:
+    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens:
         """Defer the pending tokens if the step drafts nothing and there is room for another one."""
         stays = not drafts and not any(self.must_draft(rows))
         return self._prepared(rows, [stays] * len(rows), drafts)

@@ -48,6 +48,7 @@ class Drafter(ABC):
     has_pending_tokens = False  # ``prepare`` returns pending tokens
     max_steps = 0  # depth of the deepest offer
     drafts_chains = False  # has ``propose_chain``
+    can_skip = False  # has ``skip``
     num_distributions = 0  # that drafts of a row are drawn from at the most, and one for a node without children
 
     @abstractmethod
@@ -63,17 +64,13 @@ class Drafter(ABC):
         self.propose(batch)
         return root_tree(batch)
 
-    def prepare(
-        self, rows: Sequence[int], batch_size: int, drafts: bool = True, keeps_up: bool = True
-    ) -> HostPendingTokens | None:
+    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens | None:
         """Begin a step.
 
         Args:
             rows: of the batch, without padding.
             batch_size: rows with padding.
             drafts: whether ``propose`` follows; False: ``propose_nothing``.
-            keeps_up: whether the drafter's state must follow the text; False: it may leave out old tokens where nothing
-                is drafted.
 
         Returns:
             The pending tokens that the step runs or defers; None if the drafter has none.
@@ -124,6 +121,10 @@ class Drafter(ABC):
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """End the step; ``decided`` are the tokens after each root: accepted drafts and the target's own token."""
+
+    def skip(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
+        """Note a step that the drafter had no part in, not even ``prepare``; what it missed may cost acceptance."""
+        raise NotImplementedError
 
 
 class NoDrafter(Drafter):

@@ -51,9 +51,7 @@ class RankRecorder(Drafter):
     def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
         self.mtp.extend(chunk, features)
 
-    def prepare(
-        self, rows: Sequence[int], batch_size: int, drafts: bool = True, keeps_up: bool = True
-    ) -> HostPendingTokens:
+    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens:
         return self.mtp.prepare_pending(rows, is_deferred=False)
 
     def observe(self, batch: Batch, verdict: Verdict, features: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from specmamba.cache.access import ExtendState, PagedKV
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
-from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, PlainDrafts
+from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, NoDrafter, PlainDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
 from specmamba.draft.sizing.rounds import SizedBatch
 from specmamba.draft.sizing.schedule import DraftSize
@@ -53,6 +53,7 @@ class Runner:
         self.on_draft: Callable[[DraftView], None] | None = None  # gets the first draft of each view in every step
         self.watched: tuple[View, ...] = ()
         self._device, self._constraints = device, constraints
+        self._nobody = NoDrafter()  # in steps that the drafter skips
         self._sampling: tuple[tuple[int, ...], SamplingBatch] | None = None
         self.sizer: DraftSizer | None = None  # decides the size of drafts in each step; None: the drafter does
         self._catches_up = False  # the drafter runs tokens in a step without drafts, which it seldom does
@@ -121,11 +122,13 @@ class Runner:
         sizer, size = self.sizer, None
         if sizer is not None:
             size = sizer.again(rows) or self._plan(sizer, requests, rows)
-        output = self._run_captured(requests, rows, size) or self._run_directly(requests, rows, size)
+        skips = size is not None and not size.keeps_up and self.drafter.can_skip
+        drafter = self._nobody if skips else self.drafter
+        output = self._run_captured(requests, rows, size, drafter) or self._run_directly(requests, rows, size, drafter)
         results = output.read([request.params.logprobs for request in requests])  # the one read of a step
         decided = [result.tokens for result in results]
         self.pools.advance([len(tokens) - 1 for tokens in decided])
-        self.drafter.advance(rows, decided)
+        self.drafter.skip(rows, decided) if skips else self.drafter.advance(rows, decided)
         self.probe.lap("commit")
         if sizer is not None:
             learns = all(request.follower is None for request in requests)
@@ -151,12 +154,14 @@ class Runner:
         """
         return capture_steps(self.graph_runner, self._call(()), is_sized)
 
-    def _run_directly(self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None) -> StepOutput:
+    def _run_directly(
+        self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None, drafter: Drafter
+    ) -> StepOutput:
         """Run a step operator by operator."""
         wants_drafts = any(request.params.is_drafted for request in requests) and (size is None or size.depth > 0)
-        pending_tokens, drafted = self._prepared(requests, rows, size, wants_drafts)
+        pending_tokens, drafted = self._prepared(requests, rows, size, wants_drafts, drafter)
         batch = self._whole_batch(requests, pending_tokens)
-        drafts: Drafts = self.drafter if wants_drafts else PlainDrafts(self.drafter)
+        drafts: Drafts = drafter if wants_drafts else PlainDrafts(drafter)
         if size is not None and wants_drafts and size.is_chain:
             drafts = ChainDrafts(self.drafter, size.depth + 1)
         elif size is not None and wants_drafts:
@@ -168,19 +173,19 @@ class Runner:
         return step(batch, drafts, self.target, self.pools, self.policy, self.probe)
 
     def _run_captured(
-        self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None
+        self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None, drafter: Drafter
     ) -> StepOutput | None:
         """Run these requests through a captured step; None: no captured step fits, and nothing has been run."""
-        graphs, drafter = self.graph_runner, self.drafter
+        graphs = self.graph_runner
         if graphs is None or self.probe.is_watching or self.target.is_watched:
             return None
         bucket = graphs.bucket(len(requests))
         if bucket is None or any(request.params.is_special or self._is_bounded(request) for request in requests):
             return None
-        if size is not None:
+        if size is not None and drafter is self.drafter:
             return self._run_sized(graphs, requests, rows, size)
         if drafter.is_capturable:
-            return graphs.run(self._call(requests, drafter.prepare(rows, bucket)))
+            return graphs.run(replace(self._call(requests, drafter.prepare(rows, bucket)), drafter=drafter))
         batch = self._whole_batch(requests, drafter.prepare(rows, len(rows)))
         tree = drafter.propose(batch)
         if tree.draft_probs is None:
@@ -203,7 +208,7 @@ class Runner:
         """Replay a step of the planned size."""
         drafter, sizer = self.drafter, self.sizer
         assert sizer is not None
-        pending_tokens, drafted = self._prepared(requests, rows, size, size.depth > 0)
+        pending_tokens, drafted = self._prepared(requests, rows, size, size.depth > 0, drafter)
         if not drafter.is_capturable:
             return self._run_on_host_drafts(graphs, requests, drafted, size, pending_tokens)
         call = self._call(requests, pending_tokens)
@@ -236,17 +241,21 @@ class Runner:
         return output
 
     def _prepared(
-        self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None, wants_drafts: bool
+        self,
+        requests: Sequence[Request],
+        rows: tuple[int, ...],
+        size: DraftSize | None,
+        wants_drafts: bool,
+        drafter: Drafter,
     ) -> tuple[HostPendingTokens | None, Sequence[Request]]:
         """Prepare the drafter; returns its pending tokens, and the requests that are drafted for."""
         if size is None or size.drafted is None or not wants_drafts:
-            keeps_up = size is None or size.keeps_up
-            pending_tokens = self.drafter.prepare(rows, len(rows), wants_drafts, keeps_up)
+            pending_tokens = drafter.prepare(rows, len(rows), wants_drafts)
             self._catches_up = not wants_drafts and pending_tokens is not None and not pending_tokens.is_deferred
             return pending_tokens, requests
         self._catches_up = False
         drafted = [request for request, is_drafted in zip(requests, size.drafted.tolist(), strict=True) if is_drafted]
-        return self.drafter.prepare_some(rows, size.drafted.tolist()), drafted
+        return drafter.prepare_some(rows, size.drafted.tolist()), drafted
 
     def _drafted_batch(
         self, drafted: Sequence[Request], size: DraftSize, pending_tokens: HostPendingTokens | None

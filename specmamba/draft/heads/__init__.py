@@ -32,7 +32,6 @@ from specmamba.models.base import DraftHead
 from specmamba.sampling_params import SamplingBatch, SamplingParams
 from specmamba.trees import StaticTree
 
-NUM_KEPT = 4  # pending tokens that stay where old ones are dropped
 FIRST_KEY = 1  # entry t needs the hidden state of position t-1, so the first token has none; module d starts d later
 
 
@@ -42,8 +41,8 @@ class MTPDrafter(Drafter):
     While it drafts, the head makes its KV entries from its own hidden states. For accepted tokens they are made again
     from the target's states, together with the entry of the new root, in the first forward of the next draft: the
     decided tokens stay *pending* until then. Steps whose tree is the root alone may defer their pending tokens further.
-    Where drafts have long not paid, old pending tokens are dropped: the head never sees them, which costs acceptance
-    when it returns, and no text.
+    Tokens of steps that it skips, because drafts have long not paid, it never sees: that costs a little acceptance when
+    it returns.
 
     A head may have several modules (DeepSeek-V3, arXiv 2412.19437, section 2.2). Module d mod D proposes the children
     at depth d of a draft (d = 0: the root's). Each module has an entry of its own for every position t from
@@ -78,7 +77,7 @@ class MTPDrafter(Drafter):
             kv_pool: has the head's entries.
             table: of requests.
             dtype: of hidden states.
-            own_kv: the part of ``kv_pool`` that is the head's alone; None: its pending tokens are never dropped.
+            own_kv: the part of ``kv_pool`` that is the head's alone; None: it cannot skip steps.
         """
         self.max_nodes = plan.max_nodes
         self.max_steps = plan.num_steps
@@ -88,6 +87,7 @@ class MTPDrafter(Drafter):
         self._picker = ChildPicker(plan.draws_drafts)
         self._layouts: dict[tuple[StaticTree, bool], StaticLayout] = {}
         self._kv_pool, self._own_kv = kv_pool, own_kv
+        self.can_skip = own_kv is not None
         self._table = table
         self._device = table.kv_slots.device
         self._num_modules = max(1, min(head.num_modules, plan.num_steps))
@@ -100,10 +100,12 @@ class MTPDrafter(Drafter):
             self._device,
         )
         self._stay: Sequence[bool] = ()  # the rows of the current step whose pending tokens are deferred
+        self._skipped: dict[int, tuple[int, int]] = {}  # by row: first position without an entry, and the root's token
         self._window: Window | None = None  # positions and slots of the current draft
         self._descent: Descent | None = None  # states of the current draft; None for heads of one module
 
     def begin(self, row: int, tokens: Sequence[int]) -> None:
+        self._skipped.pop(row, None)
         self.pending.begin(row, tokens)
 
     def resume(self, row: int, features: Tensor, position: int) -> None:
@@ -111,6 +113,7 @@ class MTPDrafter(Drafter):
         self.pending.resume(row, features)
 
     def features(self, row: int, position: int) -> Tensor | None:
+        self._return_to([row])
         # before the first draft of a row, the first column holds the states at the end of the newest prefill chunk
         column = max(0, self.pending.num_tokens[row] - 1 - (self.pending.root[row] - position))
         if self._num_modules > 1 and column >= self.pending.num_with_states[row]:
@@ -119,6 +122,7 @@ class MTPDrafter(Drafter):
 
     def finish(self, batch: Batch) -> None:
         """Make the entries of all pending tokens, because others may share them and no further draft makes them."""
+        self._return_to(batch.rows)
         self._complete(batch)
 
     def extend(self, chunk: PrefillChunk, features: Tensor) -> None:
@@ -136,14 +140,10 @@ class MTPDrafter(Drafter):
         trees = self._plan.trees
         return self.max_nodes if trees is None else trees.for_batch(batch_size).num_nodes
 
-    def prepare(
-        self, rows: Sequence[int], batch_size: int, drafts: bool = True, keeps_up: bool = True
-    ) -> HostPendingTokens:
+    def prepare(self, rows: Sequence[int], batch_size: int, drafts: bool = True) -> HostPendingTokens:
         """Defer the pending tokens if the step drafts nothing and there is room for those that it decides."""
         guesses = drafts and self.num_nodes(batch_size) > 1
-        if not guesses and not keeps_up and self._own_kv is not None:
-            self._drop_old(rows, self._own_kv)
-            return self.prepare_pending(rows, is_deferred=True)
+        self._return_to(rows)
         return self.prepare_pending(rows, is_deferred=not guesses and not any(self.must_draft(rows)))
 
     def prepare_some(self, rows: Sequence[int], drafted: Sequence[bool]) -> HostPendingTokens:
@@ -155,6 +155,7 @@ class MTPDrafter(Drafter):
 
     def must_draft(self, rows: Sequence[int]) -> list[bool]:
         """Whether a row has as many pending tokens as a step can decide; captured steps run no more."""
+        self._return_to(rows)
         return [count >= self.max_nodes for count in self.pending.counts(rows)]
 
     def prepare_pending(self, rows: Sequence[int], is_deferred: bool) -> HostPendingTokens:
@@ -198,6 +199,13 @@ class MTPDrafter(Drafter):
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
         self.pending.advance(rows, [len(tokens) for tokens in decided], self._stay)
+
+    def skip(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
+        root, num_tokens = self.pending.root, self.pending.num_tokens
+        for row, tokens in zip(rows, decided, strict=True):
+            first, _ = self._skipped.get(row) or (root[row] - num_tokens[row] + 1, 0)
+            self._skipped[row] = first, tokens[-1]
+            root[row] += len(tokens)
 
     def catch_up(self, batch: Batch, num_entries: int | None = None) -> Tensor:
         """Run the head over the pending tokens.
@@ -289,17 +297,17 @@ class MTPDrafter(Drafter):
                 outputs.append(self._forward(tokens, hidden, positions, slots, keys, module, packing))
         return outputs
 
-    def _drop_old(self, rows: Sequence[int], own_kv: KVPool) -> None:
-        """Drop old pending tokens of rows without room for more. Their entries become zeros, not those of others."""
-        full = [row for row in rows if self.pending.num_tokens[row] >= self.pending.capacity]
-        for count in {self.pending.num_tokens[row] for row in full}:
-            alike = [row for row in full if self.pending.num_tokens[row] == count]
-            index = torch.tensor(alike, device=self._device)
-            self.pending.drop_oldest(alike, index, NUM_KEPT)
-            last = torch.tensor([self.pending.root[row] - NUM_KEPT for row in alike], device=self._device)
-            positions = last[:, None] - torch.arange(count - NUM_KEPT, device=self._device)
-            slots = self._table.slots_at(index, positions).flatten()
-            for kv in (*own_kv.k, *own_kv.v):
+    def _return_to(self, rows: Sequence[int]) -> None:
+        """Go on after skipped steps. Entries of tokens that were not seen become zeros, not those of other requests."""
+        if not self._skipped:
+            return
+        for row in [row for row in rows if row in self._skipped]:
+            first, root_token = self._skipped.pop(row)
+            self.pending.restart(row, root_token)
+            positions = torch.arange(first, self.pending.root[row], device=self._device)[None]
+            slots = self._table.slots_at(torch.tensor([row], device=self._device), positions).flatten()
+            assert self._own_kv is not None
+            for kv in (*self._own_kv.k, *self._own_kv.v):
                 kv[slots] = 0
 
     def _complete(self, batch: Batch) -> None:

@@ -49,8 +49,7 @@ class PendingTokenTable:
         """Start a request in this row; ``tokens`` are all its known tokens, root included."""
         for before in self.before:
             before[row].zero_()
-        self.tokens[row, 0] = tokens[-1]
-        self.num_tokens[row] = self.num_with_states[row] = 1
+        self.restart(row, tokens[-1])
         self.root[row] = len(tokens) - 1
 
     def resume(self, row: int, states: Tensor) -> None:
@@ -90,18 +89,12 @@ class PendingTokenTable:
             self.num_tokens[row] += count
             self.root[row] += count
 
-    def drop_oldest(self, rows: Sequence[int], index: Tensor, num_kept: int) -> None:
-        """Keep the newest ``num_kept`` pending tokens of rows that have one number of them, more than these.
-
-        ``index``: the rows, on the device.
-        """
-        first = self.num_tokens[rows[0]] - num_kept
-        for before in self.before[1:]:  # modules have not run these tokens: their states before the first are not known
-            before[index, first] = 0
-        for column in (self.tokens, *self.before):
-            column[index, :num_kept] = column[index, first : first + num_kept]
-        for row in rows:
-            self.num_tokens[row], self.num_with_states[row] = num_kept, 1
+    def restart(self, row: int, root_token: int) -> None:
+        """Leave the root alone pending; the states before it are not known and become zeros."""
+        for before in self.before:
+            before[row, 0] = 0
+        self.tokens[row, 0] = root_token
+        self.num_tokens[row] = self.num_with_states[row] = 1
 
     def store_module_states(self, batch: Batch, outputs: Sequence[Tensor]) -> None:
         """Store the outputs of all modules for all pending tokens, [B, longest, H] each, as states before the next."""

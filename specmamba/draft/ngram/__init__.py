@@ -37,6 +37,8 @@ class NgramDrafter(Drafter):
     only the trees go to the device. The trees of a batch are padded to the largest; without a match a tree is its root.
     """
 
+    can_skip = True
+
     def __init__(
         self, plan: DraftPlan, config: EngineConfig, table: RequestTable, corpus_tokens: Tensor | None
     ) -> None:
@@ -91,12 +93,14 @@ class NgramDrafter(Drafter):
         return root_tree(batch)
 
     def advance(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
-        index, counts = torch.tensor(rows), torch.tensor([len(tokens) for tokens in decided])
-        of_row = index.repeat_interleave(counts)
-        step = torch.cat([torch.arange(len(tokens)) for tokens in decided])
-        new = torch.tensor([token for tokens in decided for token in tokens], dtype=torch.int32)
-        self._history[of_row, self._lengths[of_row] + step] = new
-        self._lengths[index] += counts
+        history, lengths = self._history.numpy(), self._lengths.numpy()
+        for row, tokens in zip(rows, decided, strict=True):
+            end = int(lengths[row]) + len(tokens)
+            history[row, lengths[row] : end] = tokens
+            lengths[row] = end
+
+    def skip(self, rows: Sequence[int], decided: Sequence[Sequence[int]]) -> None:
+        self.advance(rows, decided)
 
     def _drafts(self, rows: RowSet) -> tuple[Tensor, Tensor]:
         """Return tokens and parents of each row's drafts, as ``merge`` does."""

@@ -20,7 +20,8 @@ from specmamba.kernels.draft_sizing import Floats, Ints
 LEAST_GAIN, GAIN_OF_CHANGE = 1.02, 1.03
 STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
 FIRST_PROBE, LAST_PROBE = 8, 256  # steps between two probes
-LONG_INTERVAL = 32  # between probes, from which on drafts have not paid for long
+LONG_INTERVAL = 32  # between probes, from which on drafts have not paid for long: the drafter skips steps
+STEPS_BEFORE_PROBE = 6  # in which the drafter follows the text again
 PROBED_SHARE = 4  # one request of so many is probed
 ROUND, SHORT_ROUND, ROUND_OFF = 8, 4, 16  # steps of one decision: usually, while a change is near, and off
 SHARE_OF_TRIES, LEAST_LOSS = 0.005, 0.01  # of the time of all steps, and of a tried step's
@@ -38,7 +39,7 @@ class DraftSize:
     is_chain: bool = False  # a whole chain for every request, without a choice
     drafted: NDArray[np.bool_] | None = None  # [B], rows that are drafted for; None: all, or none at depth 0
     is_probe: bool = False
-    keeps_up: bool = True  # the drafter's state follows the text where nothing is drafted
+    keeps_up: bool = True  # the drafter's state follows the text; False: it may skip the step
 
     def places(self, num_rows: int) -> Ints:
         """Return the place of each row among those that are drafted for, [B]; any place for one that is not."""
@@ -112,10 +113,12 @@ class DraftSchedule:
             return _within(max_depths, self.depth, self.is_chain), number
         if self._until_probe <= 1:
             return self._probe(max_depths), 1
-        number = min(ROUND_OFF, self._until_probe - 1)
+        number = self._until_probe - 1
+        skips = self._probe_interval >= LONG_INTERVAL and number > STEPS_BEFORE_PROBE
+        number = min(ROUND_OFF, number - STEPS_BEFORE_PROBE * skips)
         self._until_probe -= number
         self._pass("drafts", number)
-        return NOTHING if self._probe_interval < LONG_INTERVAL else NOTHING_FOR_LONG, number
+        return NOTHING_FOR_LONG if skips else NOTHING, number
 
     def option(self, place: int) -> tuple[int, bool]:
         """The depth of an option among ``gains``, and whether it is that of chains."""

@@ -18,7 +18,7 @@ from specmamba.core import SizingStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import StepCosts
 from specmamba.draft.sizing.rounds import Bounds, Round, SizedBatch, SizerFigures
-from specmamba.draft.sizing.schedule import ROUND, SHORT_ROUND, DraftSchedule, DraftSize
+from specmamba.draft.sizing.schedule import NOTHING_FOR_LONG, ROUND, SHORT_ROUND, DraftSchedule, DraftSize
 from specmamba.kernels import draft_sizing
 from specmamba.kernels.draft_sizing import (
     LENGTH,
@@ -267,7 +267,8 @@ class DraftSizer:
             self._num_requests = 0  # times are predicted when it ends
             self._seconds = self._bases = np.ones((deepest + 1, len(batch.rows) * self.bounds.max_nodes + 1))
             self._chain_seconds = self._chain_bases = np.ones(deepest + 1)
-            return DraftSize(self.forced[0], is_chain=self.forced[1] == 0), ROUND
+            depth, nodes = self.forced
+            return DraftSize(depth, is_chain=nodes == 0) if depth else NOTHING_FOR_LONG, ROUND
         if len(batch.rows) != self._num_requests:
             self._predict(batch)
             self._age = -1
