@@ -17,6 +17,7 @@ from specmamba.kernels.draft_sizing.operands import (
     Ints,
     Offer,
     SizerState,
+    Times,
     TreeArrays,
 )
 from specmamba.kernels.draft_sizing.reference import WEIGHT_OF_ODDS, begin, calibration_error
@@ -34,6 +35,7 @@ __all__ = [
     "Ints",
     "Offer",
     "SizerState",
+    "Times",
     "TreeArrays",
     "arrange",
     "begin",
@@ -83,9 +85,9 @@ def learn(state: SizerState, drafted: Drafted, offer: Offer, paths: Ints, counts
     _form().learn(state, drafted, offer, paths, counts)
 
 
-def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:
+def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], times: Times) -> Floats:
     """Judge drafts of every depth by kept ones; see ``reference.look``."""
-    rates: Floats = _form().look(state, rows, max_depths, draws, seconds)
+    rates: Floats = _form().look(state, rows, max_depths, draws, times)
     return rates
 
 

@@ -329,13 +329,14 @@ void sizing_learn(const State* s, const Drafted* d, const Offer* o, const TreeAr
   }
 }
 
-// seconds [depths, most + 1]; rates [depths].
+// seconds [depths, most + 1], places [num_places], chains [depths]; rates [2 * depths].
 void sizing_look(const State* s, const int64_t* rows, const int64_t* max_depths, int64_t size, int64_t first,
-                 int64_t number, const double* seconds, int64_t depths, int64_t most, double* rates) {
+                 int64_t number, const double* seconds, int64_t depths, int64_t most, const int64_t* places,
+                 int64_t num_places, const double* chains, double* rates) {
   static thread_local std::vector<Valued> pool;
   static thread_local std::vector<double> values, times;
   times.assign(depths, 0.0);
-  std::fill_n(rates, depths, 0.0);
+  std::fill_n(rates, 2 * depths, 0.0);
   for (int64_t n = first; n < first + number; ++n)
     for (int64_t depth = 0; depth < depths; ++depth) {
       pool.clear();
@@ -355,6 +356,13 @@ void sizing_look(const State* s, const int64_t* rows, const int64_t* max_depths,
       rates[depth] += best.rate * took, times[depth] += took;
     }
   for (int64_t depth = 0; depth < depths; ++depth) rates[depth] /= times[depth];
+  double tokens = static_cast<double>(size);
+  for (int64_t depth = 1; depth <= num_places; ++depth) {
+    for (int64_t b = 0; b < size; ++b)
+      for (int64_t n = 0; n < kLength; ++n)
+        tokens += s->values_of_row[(rows[b] * kLength + n) * s->candidates + places[depth - 1]] / kLength;
+    rates[depths + depth] = tokens / chains[depth];
+  }
 }
 
 }  // extern "C"

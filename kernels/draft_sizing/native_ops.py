@@ -12,7 +12,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from specmamba.kernels.draft_sizing.operands import Chosen, Drafted, Floats, Ints, Offer, SizerState, TreeArrays
+from specmamba.kernels.draft_sizing.operands import (
+    Chosen,
+    Drafted,
+    Floats,
+    Ints,
+    Offer,
+    SizerState,
+    Times,
+    TreeArrays,
+)
 from specmamba.kernels.native import library
 from specmamba.kernels.native.tensors import marshalled, require, struct
 
@@ -90,14 +99,17 @@ def learn(state: SizerState, drafted: Drafted, offer: Offer, paths: Ints, counts
     library.required(code()).sizing_learn(*bound.structs, bound.trees, *rows)
 
 
-def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:
+def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], times: Times) -> Floats:
     """One call."""
+    seconds, places, chains = times
     depths, most = seconds.shape[0], seconds.shape[1] - 1
-    rates = np.empty(depths)
-    pointers = [x.ctypes.data for x in (rows, max_depths, seconds, rates)]
+    rates = np.empty(2 * depths)
+    of_rows, of_trees, of_chains = (rows, max_depths), seconds.ctypes.data, (places.ctypes.data, len(places))
+    pointers = [x.ctypes.data for x in of_rows]
     library.required(code()).sizing_look(
-        marshalled(state, _marshal_state), *pointers[:2], len(rows), *draws, pointers[2], depths, most, pointers[3]
-    )
+        marshalled(state, _marshal_state), *pointers, len(rows), *draws, of_trees, depths, most,
+        *of_chains, chains.ctypes.data, rates.ctypes.data,
+    )  # fmt: skip
     return rates
 
 
@@ -150,6 +162,15 @@ def code() -> ctypes.CDLL | None:
         "sizing_choose": [*step[:2], POINTER(_Trees), step[2], POINTER(_Chosen)],
         "sizing_pack": [POINTER(_Trees), *[c_int64] * 3],
         "sizing_learn": [*step, POINTER(_Trees), c_void_p, c_int64, c_void_p, c_int64],
-        "sizing_look": [step[0], *[c_void_p] * 2, *[c_int64] * 3, c_void_p, *[c_int64] * 2, c_void_p],
+        "sizing_look": [
+            step[0],
+            *[c_void_p] * 2,
+            *[c_int64] * 3,
+            c_void_p,
+            *[c_int64] * 2,
+            c_void_p,
+            c_int64,
+            *[c_void_p] * 2,
+        ],
     }
     return library.load_functions(SOURCE, signatures)

@@ -99,6 +99,14 @@ class Chosen(NamedTuple):
     expected_tokens: float
 
 
+class Times(NamedTuple):
+    """Predicted seconds of steps."""
+
+    trees: Floats  # [D + 1, T + 1], by depth of the draft and by nodes
+    places: Ints  # [D'], the candidates of a chain
+    chains: Floats  # [D + 1], steps with a chain for every request, by depth; infinite where they are not known
+
+
 @dataclass(eq=False)
 class Drafted:
     """One draft and what is decided of it. Arrays are large enough for every step; the first B' rows are used."""

@@ -20,6 +20,7 @@ from specmamba.kernels.draft_sizing.operands import (
     Ints,
     Offer,
     SizerState,
+    Times,
     TreeArrays,
 )
 
@@ -112,31 +113,34 @@ def learn(state: SizerState, drafted: Drafted, offer: Offer, paths: Ints, counts
     state.seconds += time.perf_counter() - began
 
 
-def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], seconds: Floats) -> Floats:
+def look(state: SizerState, rows: Ints, max_depths: Ints, draws: tuple[int, int], times: Times) -> Floats:
     """Judge drafts of every depth by kept ones.
 
     Args:
         state: keeps the values.
         rows: [B].
         max_depths: [B], deepest draft of each row.
-        draws: number of the first kept draft, and how many are looked at.
-        seconds: [D + 1, T + 1], time of a step by depth of the draft and by nodes.
+        draws: number of the first kept draft, and how many are looked at; for chains all are.
+        times: of steps.
 
     Returns:
-        [D + 1], expected tokens per second by depth; 0: without drafts.
+        [2 (D + 1)], expected tokens per second by depth, 0: without drafts; first of chosen trees, then of chains.
     """
-    size, num_depths = len(rows), len(seconds)
-    tokens, times = np.zeros(num_depths), np.zeros(num_depths)
+    size, num_depths = len(rows), len(times.trees)
+    tokens, seconds = np.zeros(num_depths), np.zeros(num_depths)
     for number in range(draws[0], draws[0] + draws[1]):
         values = state.values_of_row[rows, (number + rows) % LENGTH]
         values = np.where(state.depths <= max_depths[:, None], values, 0.0)
         for depth in range(num_depths):
             known = capped(values[:, state.depths <= depth], state.max_nodes)
-            best, rate, _ = best_number(np.sort(known, axis=None)[::-1], size, float(size), seconds[depth])
-            took = seconds[depth, size + best]
+            best, rate, _ = best_number(np.sort(known, axis=None)[::-1], size, float(size), times.trees[depth])
+            took = times.trees[depth, size + best]
             tokens[depth] += rate * took
-            times[depth] += took
-    return tokens / times
+            seconds[depth] += took
+    of_chains, count = np.zeros(num_depths), len(times.places)
+    survival = state.values_of_row[rows][:, :, times.places].mean(1).sum(0)
+    of_chains[1 : count + 1] = (size + survival.cumsum()) / times.chains[1 : count + 1]
+    return np.concatenate([tokens / seconds, of_chains])
 
 
 def path_values(p: Floats, parents: Ints, max_depth: int) -> Floats:

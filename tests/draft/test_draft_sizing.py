@@ -18,6 +18,7 @@ from specmamba.kernels.draft_sizing import (
     Ints,
     Offer,
     SizerState,
+    Times,
     TreeArrays,
     begin,
     native_ops,
@@ -133,11 +134,27 @@ def test_native_code_decides_and_learns_as_the_reference(width: int, nodes_per_r
         seconds = np.stack(
             [1 + np.cumsum(rng.random(5 * MAX_NODES + 1)) * 0.1 + depth * 0.1 for depth in range(DEPTH + 1)]
         )
+        places = np.array([int(np.flatnonzero(states[0].depths == depth)[0]) for depth in range(1, DEPTH)])
+        chains = np.array([np.inf, *(1 + rng.random(DEPTH - 1)), np.inf])
         rates = [
-            form.look(state, rows, bounds, (3, 4), seconds)
+            form.look(state, rows, bounds, (3, 4), Times(seconds, places, chains))
             for form, state in zip((reference, native_ops), states, strict=True)
         ]
         np.testing.assert_allclose(rates[0], rates[1], rtol=1e-9)
+        assert (rates[0] > 0).tolist() == [True] * (DEPTH + 1) + [False] + [True] * (DEPTH - 1) + [False]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_chain_is_judged_by_the_mean_of_all_kept_drafts(form: Any) -> None:
+    state = new_state()
+    values = np.linspace(0.1, 0.8, 8)[:, None] ** state.depths
+    state.values_of_row[2] = values
+    times = Times(
+        np.ones((DEPTH + 1, MAX_NODES + 1)), np.array([0, RANKS]), np.array([np.inf, 2.0, 4.0, np.inf, np.inf])
+    )
+    rates = form.look(state, np.array([2]), np.array([DEPTH]), (0, 1), times)
+    first, second = values[:, [0, RANKS]].mean(0)
+    np.testing.assert_allclose(rates[DEPTH + 1 :], [0, (1 + first) / 2, (1 + first + second) / 4, 0, 0])
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -67,7 +67,7 @@ class StepCosts:
         drafts = np.array([0.0])
         if max_depth:
             drafts = np.append(drafts, self._mean(num_requests, lambda t: _at(t.drafts, np.arange(1, max_depth + 1))))
-        ratios = [np.array([self.ratio(num_requests, n, drafts) for n in numbers.tolist()]) for drafts in (False, True)]
+        ratios = [self._ratios(num_requests, numbers, drafts) for drafts in (False, True)]
         nothing = np.full(num_requests, math.inf)
         found = []
         for depth, seconds in enumerate(drafts.tolist()):
@@ -97,6 +97,15 @@ class StepCosts:
             count, found = self._factors.get(key, (0, 0.0))
             total += found if count >= FEW_STEPS else 0.0
         return min(max(math.exp(total), LEAST_RATIO), MOST_RATIO)
+
+    def _ratios(self, num_requests: int, numbers: Ints, kind: Hashable) -> Floats:
+        """Those of some numbers of nodes, computed once for each bucket."""
+        found: dict[tuple[int, int], float] = {}
+        for number in numbers.tolist():
+            bucket = bucket_of(num_requests, number)
+            if bucket not in found:
+                found[bucket] = self.ratio(num_requests, number, kind)
+        return np.array([found[bucket_of(num_requests, number)] for number in numbers.tolist()])
 
     def observe(
         self, num_requests: int, num_nodes: int, kind: Hashable, base: float, seconds: float, num_steps: int = 1

@@ -23,7 +23,8 @@ FIRST_PROBE, LAST_PROBE = 8, 256  # steps between two probes
 LONG_INTERVAL = 32  # between probes, from which on drafts have not paid for long: the drafter skips steps
 STEPS_BEFORE_PROBE = 6  # in which the drafter follows the text again
 PROBED_SHARE = 4  # one request of so many is probed
-ROUND, SHORT_ROUND, ROUND_OFF = 8, 4, 16  # steps of one decision: usually, while a change is near, and off
+# steps of one decision: usually, while a change is near, and where drafts have long not paid
+ROUND, SHORT_ROUND, LONG_ROUND = 16, 4, 64
 SHARE_OF_TRIES, LEAST_LOSS = 0.005, 0.01  # of the time of all steps, and of a tried step's
 MOST_INTERVAL = 8192  # steps between two tries
 FIRST_TRIES = {"plain": 32, "trees": 128, "drafts": 256}  # steps before the first one
@@ -115,7 +116,7 @@ class DraftSchedule:
             return self._probe(max_depths), 1
         number = self._until_probe - 1
         skips = self._probe_interval >= LONG_INTERVAL and number > STEPS_BEFORE_PROBE
-        number = min(ROUND_OFF, number - STEPS_BEFORE_PROBE * skips)
+        number = min(LONG_ROUND, number - STEPS_BEFORE_PROBE) if skips else min(ROUND, number)
         self._until_probe -= number
         self._pass("drafts", number)
         return NOTHING_FOR_LONG if skips else NOTHING, number

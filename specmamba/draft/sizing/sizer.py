@@ -29,10 +29,11 @@ from specmamba.kernels.draft_sizing import (
     Ints,
     Offer,
     SizerState,
+    Times,
     TreeArrays,
 )
 
-COST_INTERVAL = 64  # steps after which times are predicted anew
+COST_INTERVAL = 128  # steps after which times are predicted anew
 FIRST_DRAFTS = 24  # steps with requests of a mode that draft to see what that brings
 DRAWS = 16  # kept drafts that are looked at, of all requests
 WARM_SECONDS = 0.008  # after a change of kind in which steps take longer than later ones
@@ -68,14 +69,17 @@ class DraftSizer:
         self._offers: dict[Hashable, Offer] = {}  # of captured steps, which read them again
         self._given: Ints | None = None  # rows of the batch that _drafted was filled for, all of them
         self._num_requests = 0
-        self._bases = self._seconds = np.zeros((0, 0))  # [D + 1, T + 1], of the present requests
+        # predicted for the present requests, by depth and nodes: as measured at the start, and as it is thought now
+        self._bases: list[list[float]] = []
+        self._seconds = np.zeros((0, 0))
+        self._chain_bases, self._chain_seconds = [0.0], np.zeros(1)
         self._age = self._age_of_costs = 0  # steps so far when rates were last judged, -1: never; and times predicted
+        self._is_news = False  # since rates were judged
         self._num_drafts = np.zeros(draft_sizing.NUM_MODES, np.int64)  # steps so far, by mode, at most FIRST_DRAFTS
         # depth and form of the newest steps, and the seconds of those that were timed
         self._kind, self._warm_seconds = (0, False), 0.0
         self._chain_places = bounds.chain_places
         self._is_option = _options(bounds.num_steps)
-        self._chain_bases = self._chain_seconds = np.zeros(0)  # [D + 1]
         self._round: Round | None = None
         self._offer: Offer | None = None  # of the planned step
         self._arranged: Offer | None = None  # by the rules of the present round
@@ -176,6 +180,7 @@ class DraftSizer:
                 now.num_accepted.append(num_accepted)
         else:
             num_nodes = number if offer is None else draft_sizing.chosen(offer).num_nodes
+        self._is_news |= size.depth > 0
         now.seconds.append(seconds)
         now.num_nodes.append(num_nodes)
         self.figures.add(size, number, num_nodes)
@@ -243,30 +248,31 @@ class DraftSizer:
     def _learn_times(self, done: Round, steps: Sequence[tuple[float, int]]) -> None:
         """Learn from measured seconds, and the nodes of the steps that took them."""
         depth, number = done.size.depth, len(done.rows)
-        numbers = [num_nodes for _, num_nodes in steps]
         if done.size.is_chain:
-            base, predicted = [float(self._chain_bases[depth])] * len(steps), self._chain_seconds[depth] * len(steps)
+            bases = [self._chain_bases[depth]] * len(steps)
+            predicted = self._chain_seconds[depth].item() * len(steps)
         else:
-            base, predicted = self._bases[depth, numbers].tolist(), self._seconds[depth, numbers].sum()
+            of_depth = self._seconds[depth]
+            bases = [self._bases[depth][num_nodes] for _, num_nodes in steps]
+            predicted = sum([of_depth.item(num_nodes) for _, num_nodes in steps])
         if not math.isfinite(predicted):
             return
         # the middle one is not moved by a step that other work on the machine has held up
-        found = sorted((seconds / of, of, num_nodes) for (seconds, num_nodes), of in zip(steps, base, strict=True))
+        found = sorted([(seconds / of, of, num_nodes) for (seconds, num_nodes), of in zip(steps, bases, strict=True)])
         ratio, of, num_nodes = found[len(found) // 2]
         if done.size.is_chain:
             self.costs.observe(number, depth, "chain", of, ratio * of, len(steps))
         else:
             self.costs.observe(number, num_nodes, depth > 0, of, ratio * of, len(steps))
-        self.figures.predicted_seconds += float(predicted)
-        self.figures.measured_seconds += sum(seconds for seconds, _ in steps) + self.overhead * len(steps)
+        self.figures.predicted_seconds += predicted
+        self.figures.measured_seconds += sum([seconds for seconds, _ in steps]) + self.overhead * len(steps)
 
     def _planned(self, batch: SizedBatch) -> tuple[DraftSize, int]:
         """What the next steps draft, and their number."""
         deepest = self.bounds.num_steps
         if self.forced is not None:
             self._num_requests = 0  # times are predicted when it ends
-            self._seconds = self._bases = np.ones((deepest + 1, len(batch.rows) * self.bounds.max_nodes + 1))
-            self._chain_seconds = self._chain_bases = np.ones(deepest + 1)
+            self._seconds = np.ones((deepest + 1, len(batch.rows) * self.bounds.max_nodes + 1))
             depth, nodes = self.forced
             return DraftSize(depth, is_chain=nodes == 0) if depth else NOTHING_FOR_LONG, ROUND
         if len(batch.rows) != self._num_requests:
@@ -282,8 +288,9 @@ class DraftSizer:
         elif now - self._age >= SHORT_ROUND:
             if now - self._age_of_costs > COST_INTERVAL:
                 self._predict(batch)
-            self.schedule.judge(self._rates(batch), now - self._age)
-            self._age = now
+            if self._is_news:
+                self.schedule.judge(self._rates(batch), now - self._age)
+            self._age, self._is_news = now, False
         return self.schedule.next(batch.max_depths)
 
     def _predict(self, batch: SizedBatch) -> None:
@@ -296,27 +303,18 @@ class DraftSizer:
         keys, largest = batch.num_keys(), int(to.max())
         found = self.costs.totals(size, self.bounds.num_steps, keys, largest)
         padding = np.concatenate([np.arange(size), to])
-        self._bases = np.stack([base[padding] for base, _ in found])
+        self._bases = [base[padding].tolist() for base, _ in found]
         self._seconds = np.stack([seconds[padding] for _, seconds in found]) + self.overhead
-        self._chain_bases, chains = self.costs.chains(size, keys, self.bounds.num_steps)
-        self._chain_seconds = chains + self.overhead
-        self._age_of_costs = self.figures.num_steps
+        bases, chains = self.costs.chains(size, keys, self.bounds.num_steps)
+        self._chain_bases, self._chain_seconds = bases.tolist(), chains + self.overhead
+        self._age_of_costs, self._is_news = self.figures.num_steps, True
         self.schedule.set_stretch(STRETCH_SECONDS / float(self._seconds[0, size]))
 
     def _rates(self, batch: SizedBatch) -> Floats:
         """Judge every option of the schedule by some kept drafts: expected tokens per second."""
         draws = self.figures.num_steps, min(max(DRAWS // len(batch.rows), 1), LENGTH)
-        rates = draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, self._seconds)
-        return np.concatenate([rates, self._chain_rates(batch)]) * self._is_option
-
-    def _chain_rates(self, batch: SizedBatch) -> Floats:
-        """Expected tokens per second with chains, [D + 1] by depth."""
-        rates = np.zeros(self.bounds.num_steps + 1)
-        places = self._chain_places
-        survival = self.state.values_of_row[batch.rows][:, :, places].mean(1).sum(0)
-        known = self._chain_seconds[1 : len(places) + 1]
-        rates[1 : len(places) + 1] = (len(batch.rows) + survival.cumsum()) / known
-        return rates
+        times = Times(self._seconds, self._chain_places, self._chain_seconds)
+        return draft_sizing.look(self.state, batch.rows, batch.max_depths, draws, times) * self._is_option
 
     def _remember_chains(self, done: Round) -> None:
         """Keep what became of chains as one more kept draft of each request: the share of steps that reached a node."""
