@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specmamba.draft.sizing.cost_file import MAX_BYTES, find_costs, read_costs, write_costs
-from specmamba.draft.sizing.costs import FEW_STEPS, StepCosts, StepTimes
+from specmamba.draft.sizing.costs import StepCosts, StepTimes
 from specmamba.errors import ConfigError
 
 ENGINE = {"model": "abc", "threads": "2"}
@@ -50,40 +50,41 @@ def test_a_slower_machine_is_followed_within_bounds() -> None:
         known.observe(1, 4, True, 1.8, 1.8 * 1.5)
     assert known.ratio(1, 4, True) == pytest.approx(1.5, rel=0.01)
     assert known.ratio(1, 6, True) == pytest.approx(1.5, rel=0.05)  # another number of nodes of the same kind
+    assert known.ratio(1, 1, False) == pytest.approx(1.5, rel=0.05)  # steps that are not made
     for _ in range(500):
         known.observe(1, 4, True, 1.8, 1000.0)
-    assert known.ratio(1, 4, True) <= 2.0
-    for _ in range(500):
+    assert known.ratio(1, 4, True) == 2.0
+    for _ in range(1000):
         known.observe(1, 4, True, 1.8, 1e-9)
-    assert known.ratio(1, 4, True) >= 0.5
+    assert known.ratio(1, 4, True) == 0.5
 
 
-def test_a_few_steps_of_a_kind_say_nothing_of_it() -> None:
+def test_a_difference_between_kinds_is_found_though_the_machine_drifts() -> None:
+    """Drafts take 1.5 of what was measured, plain steps what was measured; the machine's speed walks up and down."""
+    known, rng, speed = costs(), np.random.default_rng(2), 0.0
+    for _ in range(60):
+        for kind, base, factor, num_nodes in ((False, 1.0, 1.0, 1), (True, 1.8, 1.5, 4)):
+            for _ in range(int(rng.integers(1, 30))):
+                speed = 0.98 * speed + 0.02 * rng.normal()
+                known.observe(1, num_nodes, kind, base, base * factor * math.exp(speed + 0.05 * rng.normal()), 8)
+    assert known.ratio(1, 4, True) / known.ratio(1, 1, False) == pytest.approx(1.5, rel=0.08)
+
+
+def test_a_machine_that_slows_down_moves_no_factor_of_a_kind() -> None:
     known = costs()
-    for _ in range(100):
-        known.observe(1, 1, False, 1.0, 1.0)
-    for _ in range(FEW_STEPS - 1):
-        known.observe(1, 4, True, 1.8, 3.0)
-    assert known.ratio(1, 4, True) == pytest.approx(1.0)
-    known.observe(1, 4, True, 1.8, 3.0)
-    assert known.ratio(1, 4, True) == pytest.approx(3.0 / 1.8, rel=0.02)
-    assert known.ratio(1, 1, False) == pytest.approx(1.0, rel=0.02)
-
-
-def test_a_slower_machine_is_expected_to_slow_down_steps_that_are_not_made() -> None:
-    known = costs()
-    for _ in range(100):
-        known.observe(1, 1, False, 1.0, 1.0)
-        known.observe(1, 4, True, 1.8, 2.7)
+    for _ in range(10):
+        known.observe(1, 1, False, 1.0, 1.0, 8)
+        known.observe(1, 4, True, 1.8, 2.7, 8)
+    before = known.ratio(1, 4, True) / known.ratio(1, 1, False)
     for _ in range(40):
-        known.observe(1, 1, False, 1.0, 1.8)
-    assert known.ratio(1, 1, False) == pytest.approx(1.8, rel=0.05)
-    assert known.ratio(1, 4, True) > 1.5 * 1.3
+        known.observe(1, 4, True, 1.8, 2.7 * 1.3)
+    assert known.ratio(1, 4, True) == pytest.approx(1.5 * 1.3, rel=0.05)
+    assert known.ratio(1, 4, True) / known.ratio(1, 1, False) == pytest.approx(before, rel=0.01)
 
 
 def test_one_slow_step_moves_a_ratio_little() -> None:
     known = costs()
-    for _ in range(4 * FEW_STEPS):
+    for _ in range(20):
         known.observe(1, 4, True, 1.8, 1.8)
     known.observe(1, 4, True, 1.8, 1.8 * 100)
     assert 1.0 < known.ratio(1, 4, True) < 1.05
@@ -92,7 +93,7 @@ def test_one_slow_step_moves_a_ratio_little() -> None:
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, math.nan, math.inf])
 def test_a_clock_that_jumps_is_ignored(seconds: float) -> None:
     known = costs()
-    for _ in range(3 * FEW_STEPS):
+    for _ in range(15):
         known.observe(1, 4, True, 1.8, seconds)
     assert known.ratio(1, 4, True) == 1.0
 

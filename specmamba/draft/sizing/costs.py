@@ -5,9 +5,10 @@ the host's work included, and what keys in front of the roots add. Between measu
 linearly, first over T, then over R.
 
 While the engine runs, moving ratios of measured over predicted time correct them: one of all steps, which follows the
-speed of the machine, one of each kind of steps, and one of each bucket of R and T. So what other work on a machine does
-to the steps that are made now, is expected of the others too. A step that takes far longer than others moves a ratio no
-more than one that takes a little longer.
+speed of the machine, one of each kind of steps, and one of each bucket of R and T. While steps of one kind follow each
+other, a difference is the machine's, and what other work does to these steps is expected of the others too. When the
+kind changes, the difference from the steps before is the kind's. A step that takes far longer than others moves a ratio
+no more than one that takes a little longer.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from specmamba.kernels.draft_sizing import Floats, Ints
 
 LEAST_RATIO, MOST_RATIO = 0.5, 2.0
 LARGEST_FACTOR = math.log(4.0)
-WEIGHTS = (0.08, 0.02, 0.04)  # of a new step in the speed of the machine, and in the factors of its kind and bucket
-FEW_STEPS = 5  # before a factor counts
+# of a new step in the speed of the machine: after steps of the same bucket, of another bucket and of another kind
+OF_SPEED = (0.08, 0.04, 0.01)
+LEAST_WEIGHT = 0.25  # of a change in the factor of what it leads to
 FARTHEST = math.log(1.25)  # a step that is farther from what was expected counts as this far
 Curve = dict[int, float]  # seconds by a number
 
@@ -48,7 +50,8 @@ class StepCosts:
     # logarithms of measured over predicted time, whose sum counts: of all steps, which follows the machine's speed;
     # of a kind of steps by size; of a bucket of it
     _speed: float = 0.0
-    _factors: dict[Hashable, tuple[int, float]] = field(default_factory=dict)  # observed steps, logarithm
+    _factors: dict[Hashable, tuple[int, float]] = field(default_factory=dict)  # observed changes to it, logarithm
+    _last: tuple[Hashable, Hashable] | None = None  # kind and bucket of the newest steps
 
     def totals(self, num_requests: int, max_depth: int, num_keys: int, max_nodes: int) -> list[tuple[Floats, Floats]]:
         """Predict steps by depth from 0 on and by nodes: [max_nodes + 1] seconds each, infinite below ``num_requests``.
@@ -94,8 +97,7 @@ class StepCosts:
         size, _ = bucket = bucket_of(num_requests, num_nodes)
         total = self._speed
         for key in ((size, kind), (bucket, kind)):
-            count, found = self._factors.get(key, (0, 0.0))
-            total += found if count >= FEW_STEPS else 0.0
+            total += self._factors.get(key, (0, 0.0))[1]
         return min(max(math.exp(total), LEAST_RATIO), MOST_RATIO)
 
     def _ratios(self, num_requests: int, numbers: Ints, kind: Hashable) -> Floats:
@@ -123,23 +125,30 @@ class StepCosts:
         if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(base) and base > 0):
             return
         size, _ = bucket = bucket_of(num_requests, num_nodes)
-        found = min(max(math.log(seconds / base), -LARGEST_FACTOR), LARGEST_FACTOR)
-        (count, of_size), (_, in_bucket) = (self._factors.get(key, (0, 0.0)) for key in ((size, kind), (bucket, kind)))
-        rest = found - self._speed - of_size - in_bucket
-        if count >= FEW_STEPS:
-            rest = min(max(rest, -FARTHEST), FARTHEST)
-        of_speed, of_kind, of_bucket = (1.0 - (1.0 - weight) ** num_steps for weight in WEIGHTS)
-        if count >= FEW_STEPS or not self._factors:  # else the kind's own part is not known yet
-            self._speed += of_speed * rest
-            rest -= of_speed * rest
-        rest -= self._move((size, kind), rest, of_kind, num_steps)
-        self._move((bucket, kind), rest, of_bucket, num_steps)
+        of_kind, of_bucket = (size, kind), (bucket, kind)
+        factors = [self._factors.get(key, (0, 0.0)) for key in (of_kind, of_bucket)]
+        rest = min(max(math.log(seconds / base), -LARGEST_FACTOR), LARGEST_FACTOR) - self._speed
+        rest -= factors[0][1] + factors[1][1]
+        last, self._last = self._last, (of_kind, of_bucket)
+        if last is None:
+            self._speed += rest
+            return
+        is_new = last[0] != of_kind and factors[0][0] == 0
+        rest = rest if is_new else min(max(rest, -FARTHEST), FARTHEST)
+        weight = OF_SPEED[(last[0] != of_kind) + (last[1] != of_bucket)]
+        moved = (1.0 - (1.0 - weight) ** num_steps) * rest
+        self._speed += moved
+        rest -= moved
+        if last[0] != of_kind:
+            rest -= self._move(of_kind, rest)
+        if last[1] != of_bucket:
+            self._move(of_bucket, rest)
 
-    def _move(self, key: Hashable, rest: float, weight: float, num_steps: int) -> float:
+    def _move(self, key: Hashable, rest: float) -> float:
         """Move a factor towards what is not explained; returns by how much."""
         count, factor = self._factors.get(key, (0, 0.0))
-        moved = max(weight, num_steps / (count + num_steps)) * rest
-        self._factors[key] = count + num_steps, factor + moved
+        moved = max(LEAST_WEIGHT, 1 / (count + 1)) * rest
+        self._factors[key] = count + 1, factor + moved
         return moved
 
     def _of_key(self, numbers: Floats | Ints) -> Floats:
