@@ -4,10 +4,11 @@
         [--temperatures 0,0.8] [--replay] [--synthetic-acceptance 0.1,0.5,0.9] [any engine flag]
 
 Batches of requests decode together; all ways to draft take turns within a round, and each keeps what it has learned for
-the next one. Requests bring seeds, so all are decided under ``target``; with ``--replay`` there are also cells whose
-text is given: what follows the bundled prompts in their source. With ``--synthetic-acceptance`` there are cells in
-which a first child is accepted with a given probability: they show where drafts begin to pay. ``--family`` takes a
-checkpoint of ``specmamba.bench.families``, with random weights and n-grams as drafts.
+the next one. Three rounds before them, in which kinds of steps are first run and recorded, do not count. Requests bring
+seeds, so all are decided under ``target``; with ``--replay`` there are also cells whose text is given: what follows the
+bundled prompts in their source. With ``--synthetic-acceptance`` there are cells in which a first child is accepted with
+a given probability: they show where drafts begin to pay. ``--family`` takes a checkpoint of
+``specmamba.bench.families``, with random weights and n-grams as drafts.
 
 Reported are medians over rounds of tokens per second over those of plain decoding in the same round; the share of steps
 of the adaptive way that drafted, and of its time that decisions took; the worst cells, adaptive over the best fixed
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 PROG = "python -m specmamba.bench.adaptive"
 PLAIN, ADAPTIVE = "plain", "adaptive"
+WARM_ROUNDS = 3
 WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {"speculative_algorithm": "none"},
     "chain of 1": {"speculative_num_steps": 1},
@@ -145,16 +147,16 @@ def _run(config: AdaptiveBenchConfig, changes: dict[str, Any]) -> dict[str, Any]
 
 
 def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, algorithm: str) -> dict[str, Any]:
-    """Run all ways in turns; the first round, which records steps, does not count."""
+    """Run all ways in turns; the first rounds, in which steps are recorded, do not count."""
     speeds: dict[str, list[float]] = defaultdict(list)
     lengths: dict[str, list[float]] = defaultdict(list)
     drafted: list[float] = []
     decided: list[float] = []
-    for number in range(config.rounds + 1):
+    for number in range(config.rounds + WARM_ROUNDS):
         jobs = jobs_of(llm, config, cell, number)
         for way in WAYS:
             found = time_way(llm, jobs, {"speculative_algorithm": algorithm} | WAYS[way], cell)
-            if number:
+            if number >= WARM_ROUNDS:
                 speeds[way].append(found.speed)
                 lengths[way].append(found.length)
                 if way == ADAPTIVE:

@@ -147,7 +147,8 @@ def measure_costs(engine: TimedEngine) -> StepCosts:
     assert sizer is not None
     largest = engine.memory_plan.num_running_requests
     number = engine.num_added
-    times, of_key = {}, {}
+    times: dict[int, StepTimes] = {}
+    of_key: tuple[Curve, Curve] = {}, {}
     try:
         for size in sorted({*SIZES, largest}):
             if size <= largest and (found := _times_of(engine, sizer, size)) is not None:
@@ -157,7 +158,7 @@ def measure_costs(engine: TimedEngine) -> StepCosts:
     finally:
         sizer.forced = None
         engine.forget(number)
-    return StepCosts(times or GUESSED, of_key)
+    return StepCosts(times or GUESSED, *of_key)
 
 
 def _times_of(engine: TimedEngine, sizer: DraftSizer, size: int) -> StepTimes | None:
@@ -192,17 +193,24 @@ def _separated(found: dict[Kind, float], size: int, bounds: Bounds) -> StepTimes
     return StepTimes(dict(sorted(drafts.items())), verifies, chains)
 
 
-def _seconds_of_key(engine: TimedEngine, sizer: DraftSizer, times: StepTimes) -> Curve:
-    """Time steps of one request behind a longer prompt; empty where that would take long, or memory is too small."""
+def _seconds_of_key(engine: TimedEngine, sizer: DraftSizer, times: StepTimes) -> tuple[Curve, Curve]:
+    """Time steps of one request behind a longer prompt; empty where that would take long, or memory is too small.
+
+    Returns:
+        Seconds of a key by nodes: of chosen trees, and of chains.
+    """
     length = min(LONG_PROMPT, engine.context_length // 2)
     largest, deepest = sizer.bounds.max_nodes, sizer.bounds.num_steps
-    kinds = [(0, 1), (deepest, largest)]
+    longest, plain = min(deepest, largest - 1), (0, 1)
+    kinds = [plain, (deepest, largest)] + [(longest, 0)] * engine.runner.drafter.drafts_chains
     if times.verifies[1] > SLOW_STEP or length <= 2 * PROMPT:
-        return {}
+        return {}, {}
     near, far = (_seconds(engine, sizer, 1, kinds, prompt) for prompt in (PROMPT, length))
     if near is None or far is None:
-        return {}
-    return {kind[1]: max((far[kind] - near[kind]) / (length - PROMPT), 0.0) for kind in kinds}
+        return {}, {}
+    found = {kind: max((far[kind] - near[kind]) / (length - PROMPT), 0.0) for kind in kinds}
+    of_chains = {1: found[plain], longest + 1: found[longest, 0]} if (longest, 0) in found else {}
+    return {1: found[plain], largest: found[deepest, largest]}, of_chains
 
 
 def _seconds(

@@ -35,20 +35,24 @@ class TimesOfSize(_Strict):
     ] = {}
 
 
+OfKey = Annotated[
+    dict[Number, Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]],
+    Field(max_length=256, description="added for every key in front of a request's root, by the request's nodes"),
+]
+
+
 class CostEntry(_Strict):
     """The times of one engine."""
 
     engine: Annotated[dict[str, str], Field(description="model, machine and flags that times depend on")]
     times: Annotated[dict[Number, TimesOfSize], Field(min_length=1, max_length=64, description="by requests")]
-    key_seconds: Annotated[
-        dict[Number, Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]],
-        Field(max_length=256, description="added for every key in front of a request's root, by the request's nodes"),
-    ] = {}
+    key_seconds: OfKey = {}
+    key_seconds_of_chains: OfKey = {}
 
     def costs(self) -> StepCosts:
         """Return the times for a sizer."""
         found = {size: StepTimes(t.draft_seconds, t.verify_seconds, t.chain_seconds) for size, t in self.times.items()}
-        return StepCosts(found, dict(self.key_seconds))
+        return StepCosts(found, dict(self.key_seconds), dict(self.key_seconds_of_chains))
 
 
 class CostFile(_Strict):
@@ -95,7 +99,8 @@ def write_costs(path: Path, file: CostFile, engine: Mapping[str, str], costs: St
         for size, t in costs.times.items()
     }
     others = [entry for entry in file.entries if entry.engine != dict(engine)]
-    entries = (*others[1 - MAX_ENTRIES :], CostEntry(engine=dict(engine), times=times, key_seconds=costs.of_key))
+    of_keys = {"key_seconds": costs.of_key, "key_seconds_of_chains": costs.of_key_in_chain}
+    entries = (*others[1 - MAX_ENTRIES :], CostEntry(engine=dict(engine), times=times, **of_keys))
     text = json.dumps(CostFile(entries=entries).model_dump(), indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,6 +47,7 @@ class StepCosts:
     times: dict[int, StepTimes]  # by number of requests
     # seconds that a verify takes longer for every key in front of a request's root, by the request's nodes; or nothing
     of_key: Curve = field(default_factory=dict)
+    of_key_in_chain: Curve = field(default_factory=dict)  # the same of whole chains
     # logarithms of measured over predicted time, whose sum counts: of all steps, which follows the machine's speed;
     # of a kind of steps by size; of a bucket of it
     _speed: float = 0.0
@@ -66,7 +67,7 @@ class StepCosts:
         """
         numbers = np.arange(num_requests, max_nodes + 1)
         verify = self._mean(num_requests, lambda t: _at(t.verifies, numbers))
-        verify += self._of_key(numbers / num_requests) * num_keys
+        verify += self._of_key(numbers / num_requests, self.of_key) * num_keys
         drafts = np.array([0.0])
         if max_depth:
             drafts = np.append(drafts, self._mean(num_requests, lambda t: _at(t.drafts, np.arange(1, max_depth + 1))))
@@ -87,7 +88,7 @@ class StepCosts:
             return (np.full(max_depth + 1, math.inf),) * 2
         depths = np.arange(1, max_depth + 1)
         seconds = self._mean(num_requests, lambda t: _at(t.chains, depths))
-        seconds += self._of_key(depths + 1) * num_keys
+        seconds += self._of_key(depths + 1, self.of_key_in_chain) * num_keys
         ratios = [self.ratio(num_requests, int(depth), "chain") for depth in depths]
         nothing = np.full(1, math.inf)
         return np.concatenate([nothing, seconds]), np.concatenate([nothing, seconds * np.array(ratios)])
@@ -151,9 +152,9 @@ class StepCosts:
         self._factors[key] = count + 1, factor + moved
         return moved
 
-    def _of_key(self, numbers: Floats | Ints) -> Floats:
+    def _of_key(self, numbers: Floats | Ints, curve: Curve) -> Floats:
         """Seconds of a key by the nodes that see it."""
-        return np.maximum(_at(self.of_key, numbers), 0.0) if self.of_key else np.zeros(len(numbers))
+        return np.maximum(_at(curve, numbers), 0.0) if curve else np.zeros(len(numbers))
 
     def _mean(self, num_requests: int, of_times: Callable[[StepTimes], Floats]) -> Floats:
         """Interpolate between the measured numbers of requests."""
