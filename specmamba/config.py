@@ -6,7 +6,7 @@ These classes are the command line, the environment, the TOML file and the keywo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -178,10 +178,11 @@ class EngineConfig(CommandLine):
     speculative_adaptive: Annotated[
         Literal["auto", "off"],
         Field(
-            description="auto: each step drafts as much as pays, by measured costs and acceptance, or nothing; steps, "
-            "topk and draft tokens are bounds. off: always the shape of the flags. A tree file turns it off"
+            description="auto: drafts as large as pays, by measured costs and acceptance, or none; steps, topk and "
+            "draft tokens are bounds. off: always the shape of the flags; so are trees of a file, and drafts on a GPU "
+            "unless auto is given"
         ),
-    ] = "off"
+    ] = "auto"
     speculative_costs: Annotated[
         Path | None, Field(description="file of measured times of steps: read if it exists, else measured and written")
     ] = None
@@ -221,6 +222,11 @@ class EngineConfig(CommandLine):
             FORM_FLAG: None if self.speculative_draft_model_quantization == "auto" else "given",
         }
         return [flag for flag, value in given.items() if value is not None]
+
+    def on_device(self, device_type: str) -> Self:
+        """Return the flags for a device. On a GPU sizes of drafts are fixed by default: not measured there yet."""
+        is_given = "speculative_adaptive" in self.model_fields_set
+        return self if device_type != "cuda" or is_given else self.model_copy(update={"speculative_adaptive": "off"})
 
     @property
     def is_adaptive(self) -> bool:

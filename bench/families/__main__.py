@@ -33,6 +33,7 @@ PROG = "python -m specmamba.bench.families"
 NAMES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "falcon_h1", "granite_hybrid", "nemotron_h", "mamba2")
 NUM_NODES = 4
 CHAIN_FLAGS: dict[str, Any] = {
+    "speculative_adaptive": "off",
     "speculative_algorithm": "ngram",
     "speculative_num_draft_tokens": NUM_NODES,
     "speculative_num_steps": NUM_NODES - 1,

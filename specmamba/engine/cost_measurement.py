@@ -19,7 +19,7 @@ from specmamba.draft.draft_plan import DraftPlan
 from specmamba.draft.sizing.cost_file import FLAG, find_costs, read_costs, write_costs
 from specmamba.draft.sizing.costs import Curve, StepCosts, StepTimes
 from specmamba.draft.sizing.rounds import Bounds
-from specmamba.draft.sizing.sizer import WARM_SECONDS, DraftSizer
+from specmamba.draft.sizing.sizer import WARM_SECONDS, DraftSizer, chain_depths
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import Scheduler
 from specmamba.errors import ConfigError
@@ -168,7 +168,7 @@ def _times_of(engine: TimedEngine, sizer: DraftSizer, size: int) -> StepTimes | 
     longest = min(deepest, largest - 1)
     kinds = [(0, 1), (1, 2), (deepest, 2), (deepest, 1 + longest), (deepest, largest)]
     if engine.runner.drafter.drafts_chains:
-        kinds += [(1, 0), (longest, 0)]
+        kinds += [(depth, 0) for depth in chain_depths(longest)]
     kinds = [*dict.fromkeys(kinds)]
     found = _seconds(engine, sizer, size, kinds, PROMPT)
     return None if found is None else _separated(found, size, bounds)

@@ -60,8 +60,8 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config = config
         self.device = resolve_device(config.device)
+        self.config = config = config.on_device(self.device.type)
         self.folder = folder = resolve_checkpoint(config.model_path, config.revision)
         budget = int(free_memory(self.device) * config.mem_fraction_static)
         require_target(folder)

@@ -56,6 +56,7 @@ def model_info(config: EngineConfig) -> dict[str, Any]:
         ConfigError: the draft does not fit the target, or the flags ask for what is not there.
     """
     device = resolve_device(config.device)
+    config = config.on_device(device.type)
     folder = resolve_checkpoint(config.model_path, config.revision)
     require_target(folder)
     without = config.model_copy(update={"speculative_algorithm": "none", "speculative_draft_model_path": None})

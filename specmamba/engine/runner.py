@@ -185,7 +185,7 @@ class Runner:
         if size is not None and drafter is self.drafter:
             return self._run_sized(graphs, requests, rows, size)
         if drafter.is_capturable:
-            return graphs.run(replace(self._call(requests, drafter.prepare(rows, bucket)), drafter=drafter))
+            return graphs.run(self._call(requests, drafter.prepare(rows, bucket), drafter))
         batch = self._whole_batch(requests, drafter.prepare(rows, len(rows)))
         tree = drafter.propose(batch)
         if tree.draft_probs is None:
@@ -195,8 +195,14 @@ class Runner:
         drafter.observe(batch, output.verdict, output.features)
         return output
 
-    def _call(self, requests: Sequence[Request], pending_tokens: HostPendingTokens | None = None) -> StepCall:
-        return StepCall(requests, self.drafter, self.run_step, self.policy, pending_tokens, self.sizer is not None)
+    def _call(
+        self,
+        requests: Sequence[Request],
+        pending_tokens: HostPendingTokens | None = None,
+        drafter: Drafter | None = None,
+    ) -> StepCall:
+        drafter = drafter or self.drafter
+        return StepCall(requests, drafter, self.run_step, self.policy, pending_tokens, self.sizer is not None)
 
     def _is_bounded(self, request: Request) -> bool:
         """Whether the drafter may draft deeper than a request wants; a sizer knows what it wants."""

@@ -62,7 +62,8 @@ class Workbench:
 
         Args:
             flags: ``speculative_*`` fields of the configuration, without the state backend; fields that are not given
-                get their defaults, except those of the loaded draft.
+                get their defaults, except those of the loaded draft, and the size of drafts is fixed unless
+                ``speculative_adaptive="auto"`` is given.
 
         Raises:
             ConfigError: the flags contradict each other, the checkpoint, or what this engine has memory for.
@@ -77,7 +78,7 @@ class Workbench:
         if any(flags[name] != loaded[name] for name in flags.keys() & LOADED_FIELDS):
             raise ConfigError("the draft that this engine was started with stays: start another one for another draft")
         defaults = {name: EngineConfig.model_fields[name].default for name in DRAFT_FIELDS}
-        defaults |= {"speculative_costs": engine.config.speculative_costs}
+        defaults |= {"speculative_adaptive": "off", "speculative_costs": engine.config.speculative_costs}
         ours = defaults | (loaded if wants_draft else {}) | {k: v for k, v in flags.items() if k not in loaded}
         try:
             config = EngineConfig(**{**engine.config.model_dump(), **ours}).model_copy(update=loaded)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
@@ -53,8 +53,13 @@ with warnings.catch_warnings():
             return None if path is None else checked_file(path)
 
 
+FixedDrafts = Annotated[Literal["auto", "off"], Field(description="auto: sizes of drafts follow cost and acceptance")]
+
+
 class JsonOption(EngineConfig, JsonFile):
-    """The engine's flags and ``--json``."""
+    """The engine's flags and ``--json``. Drafts have fixed sizes, unless a tool or its user says otherwise."""
+
+    speculative_adaptive: FixedDrafts = "off"
 
 
 class ReportOptions(JsonOption):

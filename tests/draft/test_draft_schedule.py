@@ -98,12 +98,12 @@ def test_other_requests_are_probed_soon() -> None:
     ("found", "of_tries"),
     [
         (rates(10, 11, 12, 13, chains=(12, 13, 20)), lambda size: not size.depth),
-        (rates(10, 11, 12, 13, chains=(12, 13, 20)), lambda size: size == DraftSize(3)),
+        (rates(10, 11, 18, 13, chains=(12, 13, 20)), lambda size: size == DraftSize(2)),
         (rates(10, 7, 6, 5), lambda size: size.depth > 0 and not size.is_probe),
     ],
 )
 def test_other_options_are_tried_and_lose_little_time(found: np.ndarray, of_tries) -> None:  # type: ignore[no-untyped-def]
-    """Tried are plain steps beside drafts, trees beside chains, and drafts where nothing is drafted."""
+    """Tried are plain steps beside drafts, options that are nearly as good, and drafts where nothing is drafted."""
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(found)
     schedule.set_stretch(10)
@@ -115,6 +115,17 @@ def test_other_options_are_tried_and_lose_little_time(found: np.ndarray, of_trie
     loss = 1 - schedule.gains[option.depth + (NUM_STEPS + 1) * option.is_chain] / best
     assert tried >= 10
     assert 0.3 * 0.005 < tried * loss / len(sizes) < 1.2 * 0.005
+
+
+def test_options_that_are_nearly_as_good_are_tried_in_turns() -> None:
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(rates(10, 17, 5, 18, chains=(16, 20, 19)))
+    schedule.set_stretch(10)
+    tried = [(size.depth, size.is_chain) for size in steps_of(schedule, 20_000) if size.depth]
+    others = [option for option in tried if option != (2, True)]
+    counts = {option: others.count(option) for option in dict.fromkeys(others)}
+    assert counts.keys() == {(1, False), (3, False), (1, True), (3, True)}
+    assert max(counts.values()) <= 2 * min(counts.values())
 
 
 def test_an_option_that_is_thought_bad_is_tried_soon_at_first() -> None:

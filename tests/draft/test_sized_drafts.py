@@ -15,11 +15,10 @@ from specmamba import LLM, SamplingParams
 from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
 from specmamba.draft.heads import MTPDrafter
-from specmamba.draft.sizing.costs import StepCosts, StepTimes
 from specmamba.draft.sizing.rounds import SizedBatch
 from specmamba.draft.sizing.schedule import NOTHING_FOR_LONG, DraftSize
-from specmamba.engine import cost_measurement
 from specmamba.sampling_params import SpeculationParams
+from tests.decisions import decide_at_random, without_measurement
 
 PROMPTS = [
     "def main():\n    ",
@@ -49,34 +48,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {size: StepTimes({1: 1e-4, 4: 2e-4}, {size: 1e-3, 8 * size: 2e-3}) for size in (1, 16)}
-    monkeypatch.setattr(cost_measurement, "measure_costs", lambda _: StepCosts(times))
-    monkeypatch.setattr(cost_measurement, "_cache_file", lambda: None)
+    without_measurement(monkeypatch)
 
 
 def sampling(i: int, **changes: Any) -> SamplingParams:
     temperature = 0.0 if i % 2 else 0.8
     return SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=i, ignore_eos=True, **changes)
-
-
-def decide_at_random(llm: LLM, seed: int) -> None:
-    sizer = llm.engine.runner.sizer
-    assert sizer is not None
-    rng = np.random.default_rng(seed)
-
-    def planned(batch: SizedBatch) -> tuple[DraftSize, int]:
-        sizer._predict(batch)
-        shape = sizer._seconds.shape
-        sizer._seconds = 1 + np.cumsum(rng.random(shape) * rng.choice([0.05, 0.5]), axis=1)
-        depth, drafted = int(rng.integers(0, sizer.bounds.num_steps + 1)), rng.random(len(batch.rows)) < 0.7
-        number = int(rng.integers(1, 4))
-        if depth == 0 or not drafted.any():
-            return DraftSize(0, keeps_up=bool(rng.integers(0, 2))), number
-        if llm.engine.runner.drafter.drafts_chains and rng.random() < 0.3:
-            return DraftSize(depth, is_chain=True), number
-        return DraftSize(depth, drafted=None if drafted.all() else drafted), number
-
-    sizer._planned = planned  # type: ignore[method-assign]
 
 
 def run(**flags: Any) -> list[RequestOutput]:

@@ -386,6 +386,18 @@ class TestPython:
         assert "Value error" not in message
 
 
+@pytest.mark.parametrize(
+    ("given", "device", "is_adaptive"),
+    [({}, "cpu", True), ({}, "cuda", False), ({"speculative_adaptive": "auto"}, "cuda", True)]
+    + [({"speculative_adaptive": "off"}, device, False) for device in ("cpu", "cuda")],
+)
+def test_sizes_of_drafts_follow_the_load_on_a_cpu_and_where_asked_for(
+    given: dict[str, str], device: str, is_adaptive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPECMAMBA_SPECULATIVE_ADAPTIVE", raising=False)
+    assert EngineConfig(**given).on_device(device).is_adaptive == is_adaptive
+
+
 def test_shapes_of_a_cache_in_bytes() -> None:
     """The figures that ``--help`` readers plan with: state and records in float32, windows and KV in the dtype."""
     import torch

@@ -23,6 +23,7 @@ from specmamba.draft.heads import MTPDrafter
 from specmamba.draft.ngram import NgramDrafter
 from specmamba.draft.ngram.matching import read_corpus
 from specmamba.models.base import DraftHead
+from tests.decisions import decide_at_random, without_measurement
 from tests.exactness import assert_same_greedy_texts
 from tests.families import FAMILIES
 from tests.heads import write_head
@@ -34,7 +35,7 @@ NUM_TOKENS = 24
 MEMORY: dict[str, Any] = {"context_length": 96, "max_total_tokens": 2048, "max_running_requests": 4}
 TREE: dict[str, Any] = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 7}
 NOISE = 0.01  # of a draft model's weights: it guesses right mostly, and not always
-DRAFTERS = ("plain", "chain", "tree", "ngram", "draft-model")
+DRAFTERS = ("plain", "chain", "tree", "ngram", "draft-model", "adaptive")
 # "replayed": three requests in a bucket of four, on inputs that stay, with the shapes that a captured step has
 STATES = ("records", "snapshots", "records replayed")
 IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
@@ -73,6 +74,8 @@ class Family:
         if drafter == "draft-model":
             return {"speculative_algorithm": drafter, "speculative_draft_model_path": str(self.draft_model)}
         shape = TREE if drafter == "tree" else {"speculative_num_steps": 3}
+        if drafter == "adaptive":  # with decisions at random
+            shape = {"speculative_adaptive": "auto"}
         if self.has_mtp:
             return {"speculative_algorithm": "mtp", **shape}
         algorithm, head = ("eagle3", self.eagle3) if drafter == "tree" else ("eagle", self.eagle)
@@ -140,13 +143,18 @@ def answer(llm: LLM, prompt: list[int]) -> RequestOutput:
     return llm.generate(prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))[0]
 
 
-@pytest.mark.fast_cases(15)  # every family and every drafter at least twice
+@pytest.mark.fast_cases(18)  # every family and every drafter at least twice
 @pytest.mark.parametrize(("family", "drafter", "state"), CASES, indirect=["family"])
-def test_text_is_that_of_plain_decoding(family: Family, drafter: str, state: str, tmp_path: Path) -> None:
+def test_text_is_that_of_plain_decoding(
+    family: Family, drafter: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_measurement(monkeypatch)
     backend, _, replayed = state.partition(" ")
     flags = family.flags(drafter) | ({"cuda_graph_max_bs": 4} if replayed else {"disable_cuda_graph": True})
     with LLM(model=str(family.folder), speculative_state=backend, **flags, **MEMORY) as llm:
         family.teach(llm, tmp_path)
+        if drafter == "adaptive":
+            decide_at_random(llm, seed=4)
         graphs = llm.engine.runner.graph_runner
         if graphs is not None and isinstance(graphs.replay, EagerReplay):  # without native code nothing is captured
             graphs.replay = EagerReplay(has_fixed_shapes=True)

@@ -27,7 +27,8 @@ PROBED_SHARE = 4  # one request of so many is probed
 ROUND, SHORT_ROUND, LONG_ROUND = 16, 4, 64
 SHARE_OF_TRIES, LEAST_LOSS = 0.005, 0.01  # of the time of all steps, and of a tried step's
 MOST_INTERVAL = 8192  # steps between two tries
-FIRST_TRIES = {"plain": 32, "trees": 128, "drafts": 64}  # steps before the first one
+FIRST_TRIES = {"plain": 32, "other": 64}  # steps before the first one
+NEAR = 0.8  # options whose rate is at least this share of the present one's are tried in turns
 LEAST_STRETCH, LONGEST_STRETCH = 3, 40  # steps of a try
 WEIGHT = 0.3  # of a new look in the mean gains
 
@@ -67,6 +68,7 @@ class DraftSchedule:
         self._next_probed = 0
         self._stretch = LEAST_STRETCH
         self._until_try, self._try_interval = dict(FIRST_TRIES), dict(FIRST_TRIES)
+        self._newest_other = 0
         self._tried, self._num_tries = 0, 0  # option that is tried, and for how many more steps
 
     def set_stretch(self, num_steps: float) -> None:
@@ -108,9 +110,7 @@ class DraftSchedule:
         if self.depth:
             number = SHORT_ROUND if self._wish_age else ROUND
             self._until_probe = self._probe_interval = FIRST_PROBE
-            self._pass("plain", number)
-            if self.is_chain:
-                self._pass("trees", number)
+            self._pass(number)
             return _within(max_depths, self.depth, self.is_chain), number
         if self._until_probe <= 1:
             return self._probe(max_depths), 1
@@ -118,7 +118,7 @@ class DraftSchedule:
         skips = self._probe_interval >= LONG_INTERVAL and number > STEPS_BEFORE_PROBE
         number = min(LONG_ROUND, number - STEPS_BEFORE_PROBE) if skips else min(ROUND, number)
         self._until_probe -= number
-        self._pass("drafts", number)
+        self._pass(number)
         return NOTHING_FOR_LONG if skips else NOTHING, number
 
     def option(self, place: int) -> tuple[int, bool]:
@@ -144,20 +144,33 @@ class DraftSchedule:
         best = int(self.gains.argmax())
         return best if self.gains[best] >= LEAST_GAIN else 0
 
-    def _pass(self, name: str, num_steps: int) -> None:
-        self._until_try[name] -= num_steps
+    def _pass(self, num_steps: int) -> None:
+        self._until_try["other"] -= num_steps
+        if self.depth:
+            self._until_try["plain"] -= num_steps
 
     def _start_try(self) -> None:
-        """Begin a try that is due: of plain steps, of the deepest trees instead of chains, or of drafts where off."""
-        places = {"plain": 0, "trees": self.num_steps} if self.depth else {"drafts": int(self.gains[1:].argmax()) + 1}
-        for name, place in places.items():
-            if self._until_try[name] > 0:
+        """Begin a try that is due: of plain steps where there are drafts, or of another option."""
+        for name, until in self._until_try.items():
+            if until > 0:
+                continue
+            place = 0 if name == "plain" else self._another()
+            if place == self._place:
                 continue
             loss = max(1.0 - float(self.gains[place] / self.gains[self._place]), LEAST_LOSS)
             most = max(min(self._stretch * loss / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_TRIES[name])
             self._try_interval[name] = self._until_try[name] = min(2 * self._try_interval[name], round(most))
             self._tried, self._num_tries = place, self._stretch
             return
+
+    def _another(self) -> int:
+        """The next option that is nearly as good as the present one; the best one if there is none where off."""
+        near = np.flatnonzero(self.gains >= NEAR * self.gains[self._place])
+        others = [place for place in near.tolist() if place not in (0, self._place)]
+        if not others:
+            return self._place or int(self.gains[1:].argmax()) + 1
+        self._newest_other = next((place for place in others if place > self._newest_other), others[0])
+        return self._newest_other
 
     def _probe(self, max_depths: Ints) -> DraftSize:
         self._probe_interval = min(2 * self._probe_interval, LAST_PROBE)

@@ -36,6 +36,7 @@ from specmamba.kernels.draft_sizing import (
 COST_INTERVAL = 128  # steps after which times are predicted anew
 FIRST_DRAFTS = 24  # steps with requests of a mode that draft to see what that brings
 DRAWS = 16  # kept drafts that are looked at, of all requests
+ALL_DEPTHS = 4  # of chains, which cost more by steps where products take another tile of rows
 WARM_SECONDS = 0.008  # after a change of kind in which steps take longer than later ones
 STRETCH_SECONDS = 0.02  # of another kind, to see what it brings or takes
 WEIGHT_OF_REST, LONGEST_REST = 0.02, 1.0
@@ -333,7 +334,13 @@ class DraftSizer:
 
 
 def _options(num_steps: int) -> Floats:
-    """1 for depths that are powers of two, and for the deepest: each kind of step takes long to record. [2 (D + 1)]."""
-    depths = np.arange(num_steps + 1)
-    of_depth = ((depths & (depths - 1)) == 0) | (depths == num_steps)
-    return np.tile(of_depth.astype(np.float64), 2)
+    """1 for what is drafted: [2 (D + 1)], by depth, of chosen trees and of chains. Each kind takes long to record."""
+    depths, found = np.arange(num_steps + 1), np.zeros((2, num_steps + 1))
+    found[:, ((depths & (depths - 1)) == 0) | (depths == num_steps)] = 1.0
+    found[1, chain_depths(num_steps)] = 1.0
+    return found.ravel()
+
+
+def chain_depths(num_steps: int) -> list[int]:
+    """Depths of chains that are drafted: all up to 4, then powers of two, and the deepest."""
+    return [d for d in range(1, num_steps + 1) if d <= ALL_DEPTHS or d & (d - 1) == 0 or d == num_steps]
