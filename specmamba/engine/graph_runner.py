@@ -104,9 +104,7 @@ class StepGraphRunner:
 
     def run_fixed(self, call: StepCall, drafts: PlainDrafts | ChainDrafts, num_nodes: int) -> StepOutput:
         """Replay a step without drafts, or with chains of ``num_nodes`` nodes, roots included."""
-        kind = self._kind(call)._replace(num_nodes=num_nodes)
-        if call.pending_tokens is not None and max(call.pending_tokens.counts) <= num_nodes:
-            kind = kind._replace(max_pending_tokens=num_nodes)  # what a step decides, the next one runs
+        kind = _with_own_pending_tokens(self._kind(call)._replace(num_nodes=num_nodes), call)
         return self._replay(call, kind, drafts, lambda: drafts)
 
     def run_sized(self, call: StepCall, sizer: DraftSizer, size: DraftSize) -> StepOutput:
@@ -117,7 +115,7 @@ class StepGraphRunner:
         kind, drafter, depth = self._kind(call), call.drafter, size.depth
         bucket = kind.batch_size
         if size.is_chain:
-            kind = kind._replace(num_nodes=depth + 1, is_chain=True, depth=depth)
+            kind = _with_own_pending_tokens(kind._replace(num_nodes=depth + 1, is_chain=True, depth=depth), call)
         else:
             num_nodes = min(self._max_nodes, 1 + int((sizer.bounds.depths <= depth).sum()))
             packed = bucket * num_nodes
@@ -280,6 +278,14 @@ class StepGraphRunner:
             max_pending_tokens=most,
             keeps_tokens=pending_tokens is not None and pending_tokens.kept is not None,
         )
+
+
+def _with_own_pending_tokens(kind: StepKind, call: StepCall) -> StepKind:
+    """A kind with room for as many pending tokens as its steps decide, where no row has more of them."""
+    pending = call.pending_tokens
+    if pending is None or max(pending.counts) > kind.num_nodes:
+        return kind
+    return kind._replace(max_pending_tokens=kind.num_nodes)
 
 
 def _chosen_entries(entries: Tensor, nodes: Ints, size: DraftSize, num_distributions: int) -> Ints:
