@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kDrawn = 2, kLength = 8, kMaxDepth = 8, kMaxRank = 4, kBins = 10, kShared = 5;
 constexpr double kLargestLogit = 12, kLargestWeight = 4, kLargestOffset = 8, kLargestOfRow = 2.5;
 constexpr double kRateOfWeight = 0.01, kRateOfRow = 0.25, kLastCount = 400, kFading = 0.999;
-constexpr double kWeightOfOdds = 0.05, kWeightOfThreshold = 0.1;
+constexpr double kWeightOfOdds = 0.05, kWeightOfThreshold = 0.1, kShareBelow = 0.5;
 
 // operands.SizerState
 struct State {
@@ -87,6 +87,12 @@ double logit_of(float given) {
   return clipped(logp - std::log(-std::expm1(logp)), kLargestLogit);
 }
 
+// The logit of a probability, not beyond those of 1 and 99 %.
+double bounded_logit(double p) {
+  p = std::min(std::max(p, 0.01), 0.99);
+  return std::log(p / (1 - p));
+}
+
 int64_t offset_at(int64_t mode, int64_t depth, int64_t rank) {
   return (mode * kMaxDepth + std::min(depth, kMaxDepth) - 1) * kMaxRank + std::min(rank, kMaxRank - 1);
 }
@@ -121,7 +127,7 @@ void cap(double* values, int64_t count, int64_t max_nodes) {
   for (int64_t i = max_nodes - 1; i < count; ++i) values[order[i].at] = 0;
 }
 
-void fill(const State& s, const double* values, int64_t count, int64_t depth, int64_t mode, double of_row,
+void fill(const State& s, const double* values, int64_t count, int64_t depth, int64_t mode, double shift,
           double* result) {
   static thread_local std::vector<double> above, level;
   std::fill_n(result, s.candidates, 0.0);
@@ -133,7 +139,7 @@ void fill(const State& s, const double* values, int64_t count, int64_t depth, in
       if (s.depths[c] == depth) above.push_back(values[c]);
     std::sort(above.rbegin(), above.rend());
   }
-  const double against = std::exp(-of_row);
+  const double against = std::exp(-shift);
   int64_t c = 0;
   for (int64_t d = depth + 1; d <= s.num_depths; ++d) {
     while (c < s.candidates && s.depths[c] < d) ++c;
@@ -157,7 +163,10 @@ void remember(const State& s, int64_t row, int64_t mode, const double* values, c
     odds += kWeightOfOdds * (p[c] - odds);
   }
   double* found = s.values_of_row + (row * kLength + s.next_of_row[row] % kLength) * s.candidates;
-  fill(s, values, count, depth, mode, s.of_row[row], found);
+  const int64_t last = std::find(s.depths, s.depths + count, depth) - s.depths;
+  const double usual = s.odds[(mode * s.num_depths + depth - 1) * s.num_ranks + s.ranks[last]];
+  const double above = bounded_logit(p[last]) - bounded_logit(usual);
+  fill(s, values, count, depth, mode, s.of_row[row] + kShareBelow * above, found);
   ++s.next_of_row[row];
   const int64_t shared = s.next_of_mode[mode]++;
   if (shared % kShared == 0)

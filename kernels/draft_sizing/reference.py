@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ LARGEST_LOGIT, LARGEST_WEIGHT, LARGEST_OFFSET, LARGEST_OF_ROW = 12.0, 4.0, 8.0, 
 RATE_OF_WEIGHT, RATE_OF_ROW, LAST_COUNT = 0.01, 0.25, 400.0
 FADING = 0.999  # of old observations in the calibration error, at each new one
 WEIGHT_OF_ODDS, WEIGHT_OF_THRESHOLD = 0.05, 0.1
+SHARE_BELOW = 0.5  # of how much likelier the last level is than usual, in the levels below it
 SHARED = 5  # one draft of so many is kept for new requests of its mode
 
 
@@ -194,10 +196,16 @@ def logits_of(logp: NDArray[np.float32]) -> Floats:
     return logits
 
 
-def filled(state: SizerState, values: Floats, depth: int, mode: int, of_row: float) -> Floats:
+def bounded_logit(p: float) -> float:
+    """The logit of a probability, not beyond those of 1 and 99 %."""
+    p = min(max(p, 0.01), 0.99)
+    return math.log(p / (1.0 - p))
+
+
+def filled(state: SizerState, values: Floats, depth: int, mode: int, shift: float) -> Floats:
     """Values [C] of a deepest draft from those of one down to ``depth``; the rest is made of mean odds.
 
-    ``of_row`` is the offset of the request, by which its odds differ from the mean ones.
+    ``shift``: by how much the logits of this draft's probabilities differ from those of the mean ones.
     """
     result = np.zeros(len(state.depths))
     result[: len(values)] = values
@@ -206,7 +214,7 @@ def filled(state: SizerState, values: Floats, depth: int, mode: int, of_row: flo
         places = np.flatnonzero(state.depths == level)
         parents = np.arange(len(places)) // state.num_ranks
         odds = state.odds[mode, level - 1][state.ranks[places]]
-        odds = odds / (odds + (1.0 - odds) * np.exp(-of_row))
+        odds = odds / (odds + (1.0 - odds) * np.exp(-shift))
         below = above[np.minimum(parents, len(above) - 1)] * odds
         result[places] = below
         above = -np.sort(-below)[: state.width]
@@ -238,7 +246,9 @@ def _remember(state: SizerState, row: int, mode: int, values: Floats, p: Floats,
     for c in range(len(p)):
         place = mode, state.depths[c] - 1, state.ranks[c]
         state.odds[place] += WEIGHT_OF_ODDS * (p[c] - state.odds[place])
-    found = filled(state, values, depth, mode, float(state.of_row[row]))
+    last = int(np.flatnonzero(state.depths[: len(p)] == depth)[0])
+    above = bounded_logit(float(p[last])) - bounded_logit(float(state.odds[mode, depth - 1, state.ranks[last]]))
+    found = filled(state, values, depth, mode, float(state.of_row[row]) + SHARE_BELOW * above)
     state.values_of_row[row, state.next_of_row[row] % LENGTH] = found
     state.next_of_row[row] += 1
     if state.next_of_mode[mode] % SHARED == 0:

@@ -23,6 +23,7 @@ def steps_of(schedule: DraftSchedule, number: int) -> list[DraftSize]:
     while len(sizes) < number:
         size, count = schedule.next(ANY)
         assert count >= 1
+        schedule.passed(count)
         sizes += [size] * count
     return sizes
 
@@ -134,6 +135,21 @@ def test_an_option_that_is_thought_bad_is_tried_soon_at_first() -> None:
     schedule.set_stretch(10)
     sizes = steps_of(schedule, 600)
     assert sum(not size.depth for size in sizes) == 40
+
+
+def test_a_try_that_is_cut_short_comes_again_soon() -> None:
+    """Batches change all the time while requests come and go: only steps that were made count."""
+    schedule, found = DraftSchedule(NUM_STEPS), rates(10, 11, 12, 40)
+    schedule.set_stretch(10)
+    num_tries = 0
+    for _ in range(200):
+        schedule.restart(found)
+        size, _ = schedule.next(ANY)
+        schedule.passed(1)
+        num_tries += not size.depth
+    assert 2 <= num_tries <= 8
+    sizes = steps_of(schedule, 60)
+    assert sum(not size.depth for size in sizes) == 10
 
 
 def test_requests_that_want_no_drafts_get_none() -> None:

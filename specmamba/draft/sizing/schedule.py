@@ -69,7 +69,8 @@ class DraftSchedule:
         self._stretch = LEAST_STRETCH
         self._until_try, self._try_interval = dict(FIRST_TRIES), dict(FIRST_TRIES)
         self._newest_other = 0
-        self._tried, self._num_tries = 0, 0  # option that is tried, and for how many more steps
+        self._trying, self._tried, self._num_tries = "plain", 0, 0  # a try, its option, and its steps that are left
+        self._counted: tuple[str, ...] = ()  # what the steps of the newest ``next`` count for
 
     def set_stretch(self, num_steps: float) -> None:
         """Set how many steps a try has."""
@@ -79,6 +80,8 @@ class DraftSchedule:
         """Take the best option at once: the batch is another one. ``rates`` are tokens per second of the options."""
         self.gains = rates / rates[0]
         self.depth, self.is_chain = self.option(self._best())
+        if self._num_tries > 0:  # it was cut short
+            self._until_try[self._trying] = min(self._until_try[self._trying], FIRST_TRIES[self._trying])
         self._wish_age = self._num_tries = 0
 
     def expect_news(self) -> None:
@@ -100,26 +103,37 @@ class DraftSchedule:
             self.depth, self.is_chain, self._wish_age = depth, is_chain, 0
 
     def next(self, max_depths: Ints) -> tuple[DraftSize, int]:
-        """Return what the next steps draft, and their number; ``max_depths`` [B] are bounds of the requests."""
+        """Return what the next steps draft, and for how many at the most; ``passed`` tells how many there were.
+
+        ``max_depths`` [B] are bounds of the requests.
+        """
         if self._num_tries <= 0:
             self._start_try()
         if self._num_tries > 0:
-            number = min(ROUND, self._num_tries)
-            self._num_tries -= number
-            return _within(max_depths, *self.option(self._tried)), number
+            self._counted = ("try",)
+            return _within(max_depths, *self.option(self._tried)), min(ROUND, self._num_tries)
         if self.depth:
-            number = SHORT_ROUND if self._wish_age else ROUND
             self._until_probe = self._probe_interval = FIRST_PROBE
-            self._pass(number)
-            return _within(max_depths, self.depth, self.is_chain), number
+            self._counted = "plain", "other"
+            return _within(max_depths, self.depth, self.is_chain), SHORT_ROUND if self._wish_age else ROUND
         if self._until_probe <= 1:
+            self._counted = ()
             return self._probe(max_depths), 1
+        self._counted = "probe", "other"
         number = self._until_probe - 1
-        skips = self._probe_interval >= LONG_INTERVAL and number > STEPS_BEFORE_PROBE
-        number = min(LONG_ROUND, number - STEPS_BEFORE_PROBE) if skips else min(ROUND, number)
-        self._until_probe -= number
-        self._pass(number)
-        return NOTHING_FOR_LONG if skips else NOTHING, number
+        if self._probe_interval < LONG_INTERVAL or number <= STEPS_BEFORE_PROBE:
+            return NOTHING, min(ROUND, number)
+        return NOTHING_FOR_LONG, min(LONG_ROUND, number - STEPS_BEFORE_PROBE)
+
+    def passed(self, num_steps: int) -> None:
+        """Count steps that were made as the newest ``next`` said."""
+        for name in self._counted:
+            if name == "try":
+                self._num_tries -= num_steps
+            elif name == "probe":
+                self._until_probe -= num_steps
+            else:
+                self._until_try[name] -= num_steps
 
     def option(self, place: int) -> tuple[int, bool]:
         """The depth of an option among ``gains``, and whether it is that of chains."""
@@ -144,11 +158,6 @@ class DraftSchedule:
         best = int(self.gains.argmax())
         return best if self.gains[best] >= LEAST_GAIN else 0
 
-    def _pass(self, num_steps: int) -> None:
-        self._until_try["other"] -= num_steps
-        if self.depth:
-            self._until_try["plain"] -= num_steps
-
     def _start_try(self) -> None:
         """Begin a try that is due: of plain steps where there are drafts, or of another option."""
         for name, until in self._until_try.items():
@@ -160,7 +169,7 @@ class DraftSchedule:
             loss = max(1.0 - float(self.gains[place] / self.gains[self._place]), LEAST_LOSS)
             most = max(min(self._stretch * loss / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_TRIES[name])
             self._try_interval[name] = self._until_try[name] = min(2 * self._try_interval[name], round(most))
-            self._tried, self._num_tries = place, self._stretch
+            self._trying, self._tried, self._num_tries = name, place, self._stretch
             return
 
     def _another(self) -> int:

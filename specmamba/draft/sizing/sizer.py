@@ -241,6 +241,7 @@ class DraftSizer:
                 steps.append((seconds, num_nodes))
             self._warm_seconds += seconds or 0.0
         if done.forced is None:
+            self.schedule.passed(len(done.seconds))
             if steps and len(done.rows) == self._num_requests:
                 self._learn_times(done, steps)
             if done.num_accepted:
