@@ -29,7 +29,7 @@ from pydantic import Field
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.prompts import bundled_texts, encode_with_continuation, model_name
-from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, versions
+from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, refuse_draft_flags, versions
 
 if TYPE_CHECKING:
     from specmamba import LLM
@@ -107,10 +107,7 @@ def run(config: AdaptiveBenchConfig) -> dict[str, Any]:
     """
     from specmamba.bench.families.shapes import SHAPES, write_family
 
-    given = {name for name in config.model_fields_set if name.startswith("speculative_")} - KEPT_FLAGS
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
-        raise ConfigError(f"{names}: this benchmark chooses its own drafts: {', '.join(WAYS)}")
+    refuse_draft_flags(config, KEPT_FLAGS, f"chooses its own drafts: {', '.join(WAYS)}")
     if config.family is None:
         return _run(config, {})
     if config.family not in SHAPES:

@@ -19,7 +19,7 @@ from pydantic import Field
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, Report, put_out, run_command
 from specmamba.measure.prompts import bundled_texts, model_name
-from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, versions
+from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, refuse_draft_flags, versions
 
 if TYPE_CHECKING:
     from specmamba import LLM
@@ -62,10 +62,7 @@ def run(config: HostTimeConfig) -> dict[str, Any]:
     from specmamba import LLM
     from specmamba.config import EngineConfig
 
-    given = {name for name in config.model_fields_set if name.startswith("speculative_")} - KEPT_FLAGS
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
-        raise ConfigError(f"{names}: this benchmark times its own drafts: {', '.join(DRAFTS)}")
+    refuse_draft_flags(config, KEPT_FLAGS, f"times its own drafts: {', '.join(DRAFTS)}")
     flags = config.model_dump(include=set(EngineConfig.model_fields))
     stretches: dict[Setting, list[Stretch]] = defaultdict(list)
     with LLM(**{**flags, **TREE}) as llm:

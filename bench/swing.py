@@ -35,7 +35,16 @@ from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, SpecmambaError
 from specmamba.measure.command import Page, Report, in_turns, put_out, run_command
 from specmamba.measure.prompts import model_name
-from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, progress_bar, require, versions
+from specmamba.measure.report import (
+    Count,
+    JsonOption,
+    NoRadixCache,
+    machine,
+    progress_bar,
+    refuse_draft_flags,
+    require,
+    versions,
+)
 from specmamba.measure.settling import Arrival, full_steps, steps_of, tokens_by_step
 from specmamba.measure.swings import CODE, NOISE, TOLERANCE, WINDOW, Load, Phase, Played, phase_report
 from specmamba.sampling_params import Temperature
@@ -106,10 +115,7 @@ def run(config: SwingConfig) -> dict[str, Any]:
 
 def _check(config: SwingConfig) -> None:
     """Raise ConfigError when flags do not fit."""
-    given = {name for name in config.model_fields_set if name.startswith("speculative_")} - KEPT_FLAGS
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
-        raise ConfigError(f"{names}: this benchmark chooses its own drafts: {', '.join(SERVED)}")
+    refuse_draft_flags(config, KEPT_FLAGS, f"chooses its own drafts: {', '.join(SERVED)}")
     if max(config.clients) > config.max_running_requests:
         raise ConfigError(f"--clients {max(config.clients)} needs as many --max-running-requests")
 

@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -60,6 +60,19 @@ class JsonOption(EngineConfig, JsonFile):
     """The engine's flags and ``--json``. Drafts have fixed sizes, unless a tool or its user says otherwise."""
 
     speculative_adaptive: FixedDrafts = "off"
+
+
+def refuse_draft_flags(config: JsonOption, kept: Collection[str], instead: str) -> None:
+    """Refuse flags of drafts, but for ``kept`` ones, in a command that sets them itself.
+
+    Raises:
+        ConfigError: some were given; it says that the command drafts ``instead``.
+    """
+    own = {"speculative_adaptive"} if config.speculative_adaptive == "off" else set()
+    given = {name for name in config.model_fields_set if name.startswith("speculative_")} - set(kept) - own
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+        raise ConfigError(f"{names}: this benchmark {instead}")
 
 
 class ReportOptions(JsonOption):

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -68,6 +68,9 @@ class TrainDraftConfig(EngineConfig):
     ] = None
     max_steps: Annotated[int | None, Field(ge=1, description="length in optimizer steps")] = None
     save_every: Annotated[int, Field(ge=1, description="steps between two saves of the state to resume from")] = 200
+    speculative_adaptive: Annotated[
+        Literal["auto", "off"], Field(description="sizes of drafts in the report: those that the head is trained for")
+    ] = "off"
     report_prompts: Annotated[int, Field(ge=1, description="held-out texts of the report at the end")] = 8
 
     @model_validator(mode="after")

@@ -562,6 +562,7 @@ def test_a_server_that_ends_during_a_level(prompts: Path, tmp_path: Path) -> Non
 
 
 def test_the_engine_gets_the_flags_that_were_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECMAMBA_SPECULATIVE_ADAPTIVE", raising=False)
     monkeypatch.setenv("SPECMAMBA_PAGE_SIZE", "16")
     config = ServingBenchConfig(model="a b", speculative_tree=Path("t.json"), num_requests=5)
     assert sorted(serving_server.engine_flags(config)) == [

@@ -121,6 +121,7 @@ def test_adaptive_sizes_need_a_draft_head(tmp_path: Path, capsys: pytest.Capture
 def test_a_server_starts_from_what_the_tuner_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("SPECMAMBA_SPECULATIVE_ADAPTIVE", raising=False)
     monkeypatch.chdir(tmp_path)
     small = ["--batch-sizes", "1", "--max-nodes", "3", "--rounds", "1", "--num-prompts", "2", "--max-tokens", "16"]
     files = ["--json", "report.json", "--speculative-costs", "times.json"]
