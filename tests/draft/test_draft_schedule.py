@@ -99,7 +99,7 @@ def test_other_requests_are_probed_soon() -> None:
     ("found", "of_tries"),
     [
         (rates(10, 11, 12, 13, chains=(12, 13, 20)), lambda size: not size.depth),
-        (rates(10, 11, 18, 13, chains=(12, 13, 20)), lambda size: size == DraftSize(2)),
+        (rates(10, 11, 19.4, 13, chains=(12, 13, 20)), lambda size: size == DraftSize(2)),
         (rates(10, 7, 6, 5), lambda size: size.depth > 0 and not size.is_probe),
     ],
 )
@@ -115,12 +115,12 @@ def test_other_options_are_tried_and_lose_little_time(found: np.ndarray, of_trie
     option = next(size for size in sizes if of_tries(size))
     loss = 1 - schedule.gains[option.depth + (NUM_STEPS + 1) * option.is_chain] / best
     assert tried >= 10
-    assert 0.3 * 0.005 < tried * loss / len(sizes) < 1.2 * 0.005
+    assert 0.2 * 0.005 < tried * loss / len(sizes) < 1.2 * 0.005
 
 
 def test_options_that_are_nearly_as_good_are_tried_in_turns() -> None:
     schedule = DraftSchedule(NUM_STEPS)
-    schedule.restart(rates(10, 17, 5, 18, chains=(16, 20, 19)))
+    schedule.restart(rates(10, 19.2, 5, 19.4, chains=(19.1, 20, 19.3)))
     schedule.set_stretch(10)
     tried = [(size.depth, size.is_chain) for size in steps_of(schedule, 20_000) if size.depth]
     others = [option for option in tried if option != (2, True)]
@@ -133,7 +133,7 @@ def test_an_option_that_is_thought_bad_is_tried_soon_at_first() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 11, 12, 40))
     schedule.set_stretch(10)
-    sizes = steps_of(schedule, 600)
+    sizes = steps_of(schedule, 1200)
     assert sum(not size.depth for size in sizes) == 40
 
 
@@ -142,13 +142,13 @@ def test_a_try_that_is_cut_short_comes_again_soon() -> None:
     schedule, found = DraftSchedule(NUM_STEPS), rates(10, 11, 12, 40)
     schedule.set_stretch(10)
     num_tries = 0
-    for _ in range(200):
+    for _ in range(400):
         schedule.restart(found)
         size, _ = schedule.next(ANY)
         schedule.passed(1)
         num_tries += not size.depth
     assert 2 <= num_tries <= 8
-    sizes = steps_of(schedule, 60)
+    sizes = steps_of(schedule, 120)
     assert sum(not size.depth for size in sizes) == 10
 
 

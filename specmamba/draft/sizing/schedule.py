@@ -27,8 +27,8 @@ PROBED_SHARE = 4  # one request of so many is probed
 ROUND, SHORT_ROUND, LONG_ROUND = 16, 4, 64
 SHARE_OF_TRIES, LEAST_LOSS = 0.005, 0.01  # of the time of all steps, and of a tried step's
 MOST_INTERVAL = 8192  # steps between two tries
-FIRST_TRIES = {"plain": 32, "other": 64}  # steps before the first one
-NEAR = 0.8  # options whose rate is at least this share of the present one's are tried in turns
+FIRST_TRIES = {"plain": 64, "other": 256}  # steps before the first one
+NEAR = 0.95  # options whose rate is at least this share of the present one's are tried in turns
 LEAST_STRETCH, LONGEST_STRETCH = 3, 40  # steps of a try
 WEIGHT = 0.3  # of a new look in the mean gains
 
