@@ -30,7 +30,7 @@ LARGEST_LOGIT, LARGEST_WEIGHT, LARGEST_OFFSET, LARGEST_OF_ROW = 12.0, 4.0, 8.0, 
 RATE_OF_WEIGHT, RATE_OF_ROW, LAST_COUNT = 0.01, 0.25, 400.0
 FADING = 0.999  # of old observations in the calibration error, at each new one
 WEIGHT_OF_ODDS, WEIGHT_OF_THRESHOLD = 0.05, 0.1
-SHARE_BELOW = 0.5  # of how much likelier the last level is than usual, in the levels below it
+SHARE_BELOW = 1.0  # of how much likelier the last level is than usual, in the levels below it
 SHARED = 5  # one draft of so many is kept for new requests of its mode
 
 
