@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int64_t kDrawn = 2, kLength = 8, kMaxDepth = 8, kMaxRank = 4, kBins = 10, kShared = 5;
+constexpr int64_t kDrawn = 2, kLength = 8, kMaxDepth = 8, kMaxRank = 4, kBins = 10, kShared = 2;
 constexpr double kLargestLogit = 12, kLargestWeight = 4, kLargestOffset = 8, kLargestOfRow = 2.5;
 constexpr double kRateOfWeight = 0.01, kRateOfRow = 0.25, kLastCount = 400, kFading = 0.999;
 constexpr double kWeightOfOdds = 0.05, kWeightOfThreshold = 0.1, kShareBelow = 1.0;
@@ -20,7 +20,7 @@ constexpr double kWeightOfOdds = 0.05, kWeightOfThreshold = 0.1, kShareBelow = 1
 struct State {
   const int64_t *depths, *ranks;
   double *weights, *offsets, *counts, *of_row, *bins, *odds, *values_of_mode, *values_of_row;
-  int64_t *next_of_mode, *next_of_row;
+  int64_t *next_of_mode, *shared_of_mode, *next_of_row;
   double *threshold, *seconds;
   int64_t width, max_nodes, candidates, num_depths, num_ranks;
 };
@@ -157,7 +157,7 @@ void fill(const State& s, const double* values, int64_t count, int64_t depth, in
 }
 
 void remember(const State& s, int64_t row, int64_t mode, const double* values, const double* p, int64_t count,
-              int64_t depth) {
+              int64_t depth, int64_t rows) {
   for (int64_t c = 0; c < count; ++c) {
     double& odds = s.odds[(mode * s.num_depths + s.depths[c] - 1) * s.num_ranks + s.ranks[c]];
     odds += kWeightOfOdds * (p[c] - odds);
@@ -168,10 +168,9 @@ void remember(const State& s, int64_t row, int64_t mode, const double* values, c
   const double above = bounded_logit(p[last]) - bounded_logit(usual);
   fill(s, values, count, depth, mode, s.of_row[row] + kShareBelow * above, found);
   ++s.next_of_row[row];
-  const int64_t shared = s.next_of_mode[mode]++;
-  if (shared % kShared == 0)
+  if (++s.next_of_mode[mode] % std::max<int64_t>(rows / kShared, 1) == 0)
     std::copy_n(found, s.candidates,
-                s.values_of_mode + (mode * kLength + shared / kShared % kLength) * s.candidates);
+                s.values_of_mode + (mode * kLength + s.shared_of_mode[mode]++ % kLength) * s.candidates);
 }
 
 void calibrate(const State& s, const Drafted& d, const Offer& o) {
@@ -291,7 +290,8 @@ void sizing_choose(const State* s, const Drafted* d, const TreeArrays* t, const 
       d->parents[i * d->stride + c] = parent;
       of_row[c] = d->p[i * d->stride + c] * (parent > 0 ? of_row[parent - 1] : 1);
     }
-    remember(*s, d->rows[i], d->modes[i], of_row, d->p + i * d->stride, o->candidates, o->depth);
+    remember(*s, d->rows[i], d->modes[i], of_row, d->p + i * d->stride, o->candidates, o->depth,
+             o->rows);
     std::fill_n(d->kept + i * d->stride, o->candidates, 0);
   }
   o->nodes_per_row > 0 ? keep_fixed(*s, *d, *o, values) : keep_paying(*s, *d, *o, values);

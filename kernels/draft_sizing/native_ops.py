@@ -29,7 +29,7 @@ SOURCE = Path(__file__).parent / "native.cpp"
 
 _OF_STATE = [
     *("depths", "ranks", "weights", "offsets", "counts", "of_row", "bins", "odds"),
-    *("values_of_mode", "values_of_row", "next_of_mode", "next_of_row", "threshold", "seconds"),
+    *("values_of_mode", "values_of_row", "next_of_mode", "shared_of_mode", "next_of_row", "threshold", "seconds"),
 ]
 _OF_DRAFTED = ["rows", "modes", "max_depths", "places", "parents", "logits", "p", "kept"]
 _OF_TREES = ["tokens", "parents", "candidates", "num_nodes", "places", "nodes", "firsts", "num_live"]

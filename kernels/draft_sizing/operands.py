@@ -39,6 +39,7 @@ class SizerState:
     values_of_mode: Floats = field(init=False)  # [M, LENGTH, C]
     values_of_row: Floats = field(init=False)  # [rows, LENGTH, C]
     next_of_mode: Ints = field(init=False)  # [M], drafts so far
+    shared_of_mode: Ints = field(init=False)  # [M], of these those that were kept for the mode
     next_of_row: Ints = field(init=False)  # [rows]
     threshold: Floats = field(init=False)  # [1], value that a node of a drawn row must reach
     seconds: Floats = field(init=False)  # [1], time of all choices and of what was learned from them
@@ -53,7 +54,7 @@ class SizerState:
         self.odds = np.tile(np.array(FIRST_ODDS)[ranks], (NUM_MODES, self.num_depths, 1))
         self.values_of_mode = np.zeros((NUM_MODES, LENGTH, len(self.depths)))
         self.values_of_row = np.zeros((self.num_rows, LENGTH, len(self.depths)))
-        self.next_of_mode = np.zeros(NUM_MODES, np.int64)
+        self.next_of_mode, self.shared_of_mode = (np.zeros(NUM_MODES, np.int64) for _ in range(2))
         self.next_of_row = np.zeros(self.num_rows, np.int64)
         self.threshold, self.seconds = np.full(1, FIRST_THRESHOLD), np.zeros(1)
 

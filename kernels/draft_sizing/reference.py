@@ -31,7 +31,7 @@ RATE_OF_WEIGHT, RATE_OF_ROW, LAST_COUNT = 0.01, 0.25, 400.0
 FADING = 0.999  # of old observations in the calibration error, at each new one
 WEIGHT_OF_ODDS, WEIGHT_OF_THRESHOLD = 0.05, 0.1
 SHARE_BELOW = 1.0  # of how much likelier the last level is than usual, in the levels below it
-SHARED = 5  # one draft of so many is kept for new requests of its mode
+SHARED = 2  # of so many drafts in a step one is kept for new requests of its mode
 
 
 def begin(state: SizerState, row: int, mode: int) -> None:
@@ -58,7 +58,9 @@ def choose(state: SizerState, drafted: Drafted, offer: Offer) -> Chosen:
     _calibrate(state, drafted, offer)
     values = path_values(drafted.p[:size, :count], offer.parents, offer.depth)
     for i in range(size):
-        _remember(state, int(drafted.rows[i]), int(modes[i]), values[i], drafted.p[i, :count], offer.depth)
+        is_shared = (int(state.next_of_mode[modes[i]]) + 1) % max(size // SHARED, 1) == 0
+        place = int(drafted.rows[i]), int(modes[i]), is_shared
+        _remember(state, place, values[i], drafted.p[i, :count], offer.depth)
     if offer.nodes_per_row:
         kept = _fixed(state, values, offer)
     else:
@@ -242,7 +244,9 @@ def _calibrate(state: SizerState, drafted: Drafted, offer: Offer) -> None:
     drafted.p[:size, :count] = np.where(exists, 1.0 / (1.0 + np.exp(-scores)), 0.0)
 
 
-def _remember(state: SizerState, row: int, mode: int, values: Floats, p: Floats, depth: int) -> None:
+def _remember(state: SizerState, of: tuple[int, int, bool], values: Floats, p: Floats, depth: int) -> None:
+    """Keep a draft of a row and mode, and whether it is kept for the mode too."""
+    row, mode, is_shared = of
     for c in range(len(p)):
         place = mode, state.depths[c] - 1, state.ranks[c]
         state.odds[place] += WEIGHT_OF_ODDS * (p[c] - state.odds[place])
@@ -251,9 +255,10 @@ def _remember(state: SizerState, row: int, mode: int, values: Floats, p: Floats,
     found = filled(state, values, depth, mode, float(state.of_row[row]) + SHARE_BELOW * above)
     state.values_of_row[row, state.next_of_row[row] % LENGTH] = found
     state.next_of_row[row] += 1
-    if state.next_of_mode[mode] % SHARED == 0:
-        state.values_of_mode[mode, state.next_of_mode[mode] // SHARED % LENGTH] = found
     state.next_of_mode[mode] += 1
+    if is_shared:
+        state.values_of_mode[mode, state.shared_of_mode[mode] % LENGTH] = found
+        state.shared_of_mode[mode] += 1
 
 
 def _fixed(state: SizerState, values: Floats, offer: Offer) -> Bools:

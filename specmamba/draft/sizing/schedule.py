@@ -27,9 +27,10 @@ PROBED_SHARE = 4  # one request of so many is probed
 ROUND, SHORT_ROUND, LONG_ROUND = 16, 4, 64
 SHARE_OF_TRIES, LEAST_LOSS = 0.005, 0.01  # of the time of all steps, and of a tried step's
 MOST_INTERVAL = 8192  # steps between two tries
-FIRST_TRIES = {"plain": 64, "other": 256}  # steps before the first one
+FIRST_TRIES = {"plain": 64, "other": 128}  # steps before the first one
 NEAR = 0.95  # options whose rate is at least this share of the present one's are tried in turns
-LEAST_STRETCH, LONGEST_STRETCH = 3, 40  # steps of a try
+LEAST_STRETCH, LONGEST_STRETCH, LONGEST_IF_OFF = 3, 40, 12  # steps of a try
+NEWS_INTERVAL = 32  # between probes at the most when there are other requests
 WEIGHT = 0.3  # of a new look in the mean gains
 
 
@@ -87,6 +88,7 @@ class DraftSchedule:
     def expect_news(self) -> None:
         """Probe soon where nothing is drafted: there are other requests."""
         self._until_probe = min(self._until_probe, FIRST_PROBE)
+        self._probe_interval = min(self._probe_interval, NEWS_INTERVAL)
 
     def judge(self, rates: Floats, num_steps: int) -> None:
         """Move to an option that has been better for some steps; ``num_steps`` passed since the last call."""
@@ -167,9 +169,10 @@ class DraftSchedule:
             if place == self._place:
                 continue
             loss = max(1.0 - float(self.gains[place] / self.gains[self._place]), LEAST_LOSS)
-            most = max(min(self._stretch * loss / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_TRIES[name])
+            number = self._stretch if self.depth else min(self._stretch, LONGEST_IF_OFF)
+            most = max(min(number * loss / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_TRIES[name])
             self._try_interval[name] = self._until_try[name] = min(2 * self._try_interval[name], round(most))
-            self._trying, self._tried, self._num_tries = name, place, self._stretch
+            self._trying, self._tried, self._num_tries = name, place, number
             return
 
     def _another(self) -> int:
