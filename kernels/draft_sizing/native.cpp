@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kDrawn = 2, kLength = 8, kMaxDepth = 8, kMaxRank = 4, kBins = 10, kShared = 2;
 constexpr double kLargestLogit = 12, kLargestWeight = 4, kLargestOffset = 8, kLargestOfRow = 2.5;
-constexpr double kRateOfWeight = 0.01, kRateOfRow = 0.25, kLastCount = 400, kFading = 0.999;
+constexpr double kRateOfWeight = 0.01, kRateOfRow = 0.25, kLastCount = 100, kFading = 0.999;
 constexpr double kWeightOfOdds = 0.05, kWeightOfThreshold = 0.1, kShareBelow = 1.0;
 
 // operands.SizerState

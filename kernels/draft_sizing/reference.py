@@ -27,7 +27,7 @@ from specmamba.kernels.draft_sizing.operands import (
 
 Bools = NDArray[np.bool_]
 LARGEST_LOGIT, LARGEST_WEIGHT, LARGEST_OFFSET, LARGEST_OF_ROW = 12.0, 4.0, 8.0, 2.5
-RATE_OF_WEIGHT, RATE_OF_ROW, LAST_COUNT = 0.01, 0.25, 400.0
+RATE_OF_WEIGHT, RATE_OF_ROW, LAST_COUNT = 0.01, 0.25, 100.0
 FADING = 0.999  # of old observations in the calibration error, at each new one
 WEIGHT_OF_ODDS, WEIGHT_OF_THRESHOLD = 0.05, 0.1
 SHARE_BELOW = 1.0  # of how much likelier the last level is than usual, in the levels below it
