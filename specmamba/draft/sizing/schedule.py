@@ -30,7 +30,8 @@ MOST_INTERVAL = 8192  # steps between two tries
 FIRST_TRIES = {"plain": 64, "other": 128}  # steps before the first one
 NEAR = 0.95  # options whose rate is at least this share of the present one's are tried in turns
 LEAST_STRETCH, LONGEST_STRETCH, LONGEST_IF_OFF = 3, 40, 12  # steps of a try
-NEWS_INTERVAL = 32  # between probes at the most when there are other requests
+# between probes at the most when there are other requests, and the share of them from which on that counts
+NEWS_INTERVAL, ENOUGH_NEWS = 64, 0.5
 WEIGHT = 0.3  # of a new look in the mean gains
 
 
@@ -66,7 +67,7 @@ class DraftSchedule:
         self.depth, self.is_chain = 0, False
         self._wish_age = self._wish = 0
         self._until_probe = self._probe_interval = FIRST_PROBE
-        self._next_probed = 0
+        self._next_probed, self._news = 0, 0.0
         self._stretch = LEAST_STRETCH
         self._until_try, self._try_interval = dict(FIRST_TRIES), dict(FIRST_TRIES)
         self._newest_other = 0
@@ -85,10 +86,13 @@ class DraftSchedule:
             self._until_try[self._trying] = min(self._until_try[self._trying], FIRST_TRIES[self._trying])
         self._wish_age = self._num_tries = 0
 
-    def expect_news(self) -> None:
-        """Probe soon where nothing is drafted: there are other requests."""
-        self._until_probe = min(self._until_probe, FIRST_PROBE)
-        self._probe_interval = min(self._probe_interval, NEWS_INTERVAL)
+    def expect_news(self, share: float) -> None:
+        """Probe soon where nothing is drafted: this share of the requests, and those before them, are other ones."""
+        self._news += share
+        if self._news >= ENOUGH_NEWS:
+            self._news = 0.0
+            self._until_probe = min(self._until_probe, FIRST_PROBE)
+            self._probe_interval = min(self._probe_interval, NEWS_INTERVAL)
 
     def judge(self, rates: Floats, num_steps: int) -> None:
         """Move to an option that has been better for some steps; ``num_steps`` passed since the last call."""

@@ -88,7 +88,7 @@ class DraftSizer:
     def begin(self, row: int, mode: int) -> None:
         """Start a request in this row."""
         draft_sizing.begin(self.state, row, mode)
-        self.schedule.expect_news()
+        self.schedule.expect_news(1 / max(self._num_requests, 1))
         if self._round is not None:
             self._round.num_left = 0
 
