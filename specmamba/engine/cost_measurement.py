@@ -32,7 +32,7 @@ from specmamba.sampling_params import SamplingParams
 logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
 CACHE_NAME = "step-costs-3.json"  # with another number where times are measured in another way
-ROUNDS, TIMED, MAX_STEPS = 3, 4, 200  # all kinds take turns; timed steps of a kind in a turn, and all its steps
+ROUNDS, TIMED, MAX_STEPS = 2, 4, 200  # all kinds take turns; timed steps of a kind in a turn, and all its steps
 MAX_TIMED_SECONDS = 0.1  # of all steps of a kind: slow steps are timed fewer times
 PROMPT, LONG_PROMPT = 4, 512  # tokens
 SLOW_STEP = 0.02  # seconds of a plain step with which a long prompt would take long

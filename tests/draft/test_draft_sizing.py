@@ -134,10 +134,10 @@ def test_native_code_decides_and_learns_as_the_reference(width: int, nodes_per_r
         seconds = np.stack(
             [1 + np.cumsum(rng.random(5 * MAX_NODES + 1)) * 0.1 + depth * 0.1 for depth in range(DEPTH + 1)]
         )
-        places = np.array([int(np.flatnonzero(states[0].depths == depth)[0]) for depth in range(1, DEPTH)])
+        of_chain = np.array([int(np.flatnonzero(states[0].depths == depth)[0]) for depth in range(1, DEPTH)])
         chains = np.array([np.inf, *(1 + rng.random(DEPTH - 1)), np.inf])
         rates = [
-            form.look(state, rows, bounds, (3, 4), Times(seconds, places, chains))
+            form.look(state, rows, bounds, (3, 4), Times(seconds, of_chain, chains))
             for form, state in zip((reference, native_ops), states, strict=True)
         ]
         np.testing.assert_allclose(rates[0], rates[1], rtol=1e-9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -392,7 +393,7 @@ class TestPython:
     + [({"speculative_adaptive": "off"}, device, False) for device in ("cpu", "cuda")],
 )
 def test_sizes_of_drafts_follow_the_load_on_a_cpu_and_where_asked_for(
-    given: dict[str, str], device: str, is_adaptive: bool, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], device: str, is_adaptive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SPECMAMBA_SPECULATIVE_ADAPTIVE", raising=False)
     assert EngineConfig(**given).on_device(device).is_adaptive == is_adaptive

@@ -81,7 +81,9 @@ def test_a_call_is_a_span_with_its_figures(traced: Traced, stream: bool) -> None
     assert {name: span.attributes[name] for name in wanted} == wanted
     assert span.attributes["gen_ai.response.id"] in response.text
     assert 0 < span.attributes["gen_ai.response.time_to_first_chunk"] <= (span.end_time - span.start_time) / 1e9
-    said = [str(value) for name, value in span.attributes.items() if name != "gen_ai.response.id"]  # may have any digits
+    said = [
+        str(value) for name, value in span.attributes.items() if name != "gen_ai.response.id"
+    ]  # may have any digits
     assert not any(CANARY in value or "def" in value for value in said)
 
 
