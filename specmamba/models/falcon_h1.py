@@ -47,11 +47,12 @@ class Sum:
     """Two layers in parallel: both get the same input, and their outputs are added."""
 
     def __init__(self, first: Layer, second: Layer) -> None:
-        self._first, self._second = first, second
+        self.parts = first, second
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """Add the outputs of both layers for [B, L, H]."""
-        return self._first(x, context) + self._second(x, context)
+        first, second = self.parts
+        return first(x, context) + second(x, context)
 
 
 class FalconWeights(Weights):

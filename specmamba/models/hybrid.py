@@ -159,7 +159,8 @@ class MTPHead:
 def num_attention_layers(target: Target) -> int:
     """How many layers of a target have keys and values; those of a head lie behind them in the KV pool."""
     assert isinstance(target, HybridTarget)
-    return sum(isinstance(layer, Attention) for block in target.blocks for _, layer in block.layers)
+    layers = [layer for block in target.blocks for _, layer in block.layers]
+    return sum(isinstance(part, Attention) for layer in layers for part in getattr(layer, "parts", (layer,)))
 
 
 @contextmanager

@@ -169,17 +169,17 @@ def test_text_is_that_of_plain_decoding(
         outputs = llm.generate(PROMPTS, params)
         family.check(outputs)
         if drafter != "plain":
-            check_variety(outputs)
+            check_variety(outputs, 1 if drafter == "adaptive" else 2)
         if graphs is not None and isinstance(graphs.replay, NativeReplay):
             assert graphs.replay.tapes  # the steps were replayed
 
 
-def check_variety(outputs: list[RequestOutput]) -> None:
-    """Some drafts were rejected at once, some accepted, some more than one deep."""
+def check_variety(outputs: list[RequestOutput], deepest: int) -> None:
+    """Some drafts were rejected at once, some accepted, some as deep as ``deepest``."""
     by_depth = [0] * 8
     for output in outputs:
         for depth, count in enumerate(output.spec.accepted_histogram):
             by_depth[depth] += count
     assert by_depth[0]
     assert by_depth[1]
-    assert sum(by_depth[2:])
+    assert sum(by_depth[deepest:])
