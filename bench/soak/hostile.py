@@ -147,9 +147,10 @@ async def _good_clients(address: Address, seconds: float) -> Heard:
 
 
 async def _good_client(address: Address, until: float, heard: Heard, number: int) -> None:
+    """Ask at least once, and again until the given time."""
     body = {"prompt": _PROMPT, "max_tokens": 64, "temperature": 0.8, "seed": number, "ignore_eos": True, "stream": True}
     request = post(address, "/v1/completions", json.dumps(body).encode(), GOOD_KEY, "Connection: close")
-    while time.monotonic() < until:
+    while True:
         try:
             async with asyncio.timeout(30), connected(address) as wire:
                 answer, asked_at = b"", time.perf_counter()
@@ -164,6 +165,8 @@ async def _good_client(address: Address, until: float, heard: Heard, number: int
         except (SpecmambaError, OSError) as error:
             heard.failures.append(f"{type(error).__name__}: {error}"[:300])
             await asyncio.sleep(0.1)
+        if time.monotonic() >= until:
+            return
 
 
 async def _end_in_the_middle(server: ServerProcess, attack: Attack) -> tuple[float, int]:
