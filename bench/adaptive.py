@@ -1,10 +1,10 @@
 """Drafts whose size is decided in each step beside fixed sizes, for some numbers of requests and kinds of text.
 
     python -m specmamba.bench.adaptive [--model DIR | --family NAME] [--json FILE] [--batches 1,4,8,16] [--rounds 9]
-        [--temperatures 0,0.8] [--replay] [--synthetic-acceptance 0.1,0.5,0.9] [any engine flag]
+        [--warm-rounds 3] [--temperatures 0,0.8] [--replay] [--synthetic-acceptance 0.1,0.5,0.9] [any engine flag]
 
 Batches of requests decode together; all ways to draft take turns within a round, and each keeps what it has learned for
-the next one. Three rounds before them, in which kinds of steps are first run and recorded, do not count. Requests bring
+the next one. Some rounds before them, in which kinds of steps are first run and recorded, do not count. Requests bring
 seeds, so all are decided under ``target``; with ``--replay`` there are also cells whose text is given: what follows the
 bundled prompts in their source. With ``--synthetic-acceptance`` there are cells in which a first child is accepted with
 a given probability: they show where drafts begin to pay. ``--family`` takes a checkpoint of
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 PROG = "python -m specmamba.bench.adaptive"
 PLAIN, ADAPTIVE = "plain", "adaptive"
-WARM_ROUNDS = 3
 WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {"speculative_algorithm": "none"},
     "chain of 1": {"speculative_num_steps": 1},
@@ -75,6 +74,7 @@ class AdaptiveBenchConfig(JsonOption):
 
     disable_radix_cache: NoRadixCache = True
     rounds: Annotated[Count, Field(description="rounds of all ways; medians over them are reported")] = 9
+    warm_rounds: Annotated[Count, Field(description="rounds of a cell before them, which do not count")] = 3
     batches: Annotated[tuple[Count, ...], Field(description="requests at a time")] = (1, 4, 8, 16)
     max_tokens: Annotated[int, Field(ge=16, description="new tokens of a request")] = 192
     temperatures: Annotated[tuple[float, ...], Field(description="sampling temperatures; 0 is greedy")] = (0.0, 0.8)
@@ -149,11 +149,11 @@ def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, algorithm: str)
     lengths: dict[str, list[float]] = defaultdict(list)
     drafted: list[float] = []
     decided: list[float] = []
-    for number in range(config.rounds + WARM_ROUNDS):
+    for number in range(config.rounds + config.warm_rounds):
         jobs = jobs_of(llm, config, cell, number)
         for way in WAYS:
             found = time_way(llm, jobs, {"speculative_algorithm": algorithm} | WAYS[way], cell)
-            if number >= WARM_ROUNDS:
+            if number >= config.warm_rounds:
                 speeds[way].append(found.speed)
                 lengths[way].append(found.length)
                 if way == ADAPTIVE:
