@@ -10,8 +10,9 @@ from torch import Tensor
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.linear import native_ops, torch_ops
+from specmamba.kernels.linear.quantized import QuantizedMatrix
 
-__all__ = ["PackedWeight", "WeightForm", "copies", "has_fast_int8", "pack"]
+__all__ = ["PackedWeight", "QuantizedMatrix", "WeightForm", "copies", "has_fast_int8", "pack"]
 
 WeightForm = Literal["plain", "int8"]  # as stored; a signed byte per weight and a scale per output
 

@@ -1,4 +1,4 @@
-"""The folder and the config of a Hugging Face checkpoint. Safetensors only, and no code from a checkpoint is run."""
+"""The folder and the config of a checkpoint. Safetensors and GGUF only, and no code from a checkpoint is run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GGUF_FILE = "model.gguf"  # a link, in a folder that was made for a GGUF file
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 # Several times the sizes in the largest published checkpoints.
@@ -28,17 +29,18 @@ _TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"
 
 
 def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "--revision") -> Path:
-    """Find the folder of a checkpoint: ``model`` itself, or a download of the hub repository of that name.
+    """Find the folder of a checkpoint: ``model`` itself, a download from the hub, or one made for a GGUF file.
 
     Args:
-        model: a folder or a hub id.
+        model: a folder, a GGUF file or a hub id.
         revision: branch, tag or commit on the hub.
         revision_flag: the name of the flag, for messages.
 
     Raises:
         ConfigError: a revision is given for a local folder.
         CheckpointError: ``model`` is neither a folder nor a hub id, the hub or the repository cannot be reached, or
-            there are no safetensors in it, or a file is too large.
+            there are no safetensors in it, or a file is too large, or a GGUF file is damaged.
+        UnsupportedModelError: a GGUF file is of a kind that is not supported.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -47,12 +49,21 @@ def resolve_checkpoint(model: str, revision: str | None, revision_flag: str = "-
                 f"{revision_flag} names a version on the hub, but {folder} is a local folder: leave it out"
             )
     elif folder.exists():
-        raise CheckpointError(f"{folder} is a file: give the folder of the checkpoint (with its config.json)")
+        folder = _folder_of_file(folder)
     else:
         folder = _download(model, revision)
     require_safetensors(folder)
     require_bounded_folder(folder)
     return folder
+
+
+def _folder_of_file(file: Path) -> Path:
+    """The folder that stands for a GGUF file. Raises CheckpointError for other files."""
+    from specmamba.models.gguf.folder import folder_of, is_gguf
+
+    if not is_gguf(file):
+        raise CheckpointError(f"{file} is neither a GGUF file nor a checkpoint's folder (with its config.json)")
+    return folder_of(file)
 
 
 def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -188,12 +199,12 @@ def _require_few_values(file: Path) -> None:
 
 def require_safetensors(folder: Path) -> None:
     """Raise CheckpointError for a folder without safetensors; the message names a pickle file, if there is one."""
-    if (folder / SINGLE_FILE).exists() or (folder / INDEX_FILE).exists():
+    if any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE, GGUF_FILE)):
         return
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern))
     refused = f"; {pickles[0]} is refused, since loading a pickle runs code from it" if pickles else ""
     raise CheckpointError(
-        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{refused}: specmamba reads safetensors only"
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{refused}: specmamba reads safetensors and GGUF only"
     )
 
 
@@ -224,7 +235,7 @@ def _download(model: str, revision: str | None) -> Path:
 def digest_of_checkpoint(folder: Path) -> str:
     """Hash a checkpoint's config and samples of its weights, as reading all weights of a large model takes too long."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted((*folder.glob("*.safetensors"), *folder.glob(GGUF_FILE))):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as stream:

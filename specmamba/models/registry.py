@@ -12,7 +12,7 @@ import torch
 from specmamba.errors import ConfigError
 from specmamba.models import falcon_h1, granite_hybrid, mamba2_family, nemotron_h, qwen
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.checkpoint import read_config, read_eos_token_ids, text_config
+from specmamba.models.checkpoint import GGUF_FILE, read_config, read_eos_token_ids, text_config
 from specmamba.models.tensor_reader import ShapeReader, TensorReader
 
 if TYPE_CHECKING:
@@ -55,10 +55,18 @@ def load_model(folder: Path, options: LoadOptions) -> LoadedModel:
     text = text_config(config)
     # A multimodal config has this field for the whole model, and its text part may lack it.
     text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
-    reader_class = ShapeReader if options.device.type == "meta" else TensorReader
-    with reader_class(folder, family.renames) as reader:
+    with _open_reader(folder, family, text, options.device.type != "meta") as reader:
         loaded = family.load(text, reader, options)
     return replace(loaded, architecture=architecture, eos_token_ids=read_eos_token_ids(folder, config))
+
+
+def _open_reader(folder: Path, family: Family, text: PretrainedConfig, has_values: bool) -> TensorReader:
+    """Open the tensors of a checkpoint, by the names that the family's loader asks for."""
+    if (folder / GGUF_FILE).exists():
+        from specmamba.models.gguf.reader import GgufReader
+
+        return GgufReader(folder / GGUF_FILE, text, has_values)
+    return (TensorReader if has_values else ShapeReader)(folder, family.renames)
 
 
 def choose_dtype(folder: Path, name: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The tensors of a safetensors checkpoint, by name: with their values, or as shapes alone."""
+"""The tensors of a safetensors checkpoint by name, quantized matrices decoded: with their values, or shapes alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from specmamba.errors import CheckpointError
+from specmamba.kernels.linear import QuantizedMatrix
 from specmamba.models.checkpoint import INDEX_FILE, SINGLE_FILE, read_json, require_file, require_safetensors
+from specmamba.models.quantized.config import read_storage
+from specmamba.models.quantized.decode import decode
+from specmamba.models.quantized.parts import CODES, group_parts, is_of_activations
 
 FLOAT_TYPES = ("F32", "BF16", "F16")
 MAX_HEADER_BYTES = 64 << 20  # of a safetensors file; safetensors has a limit of its own, 100 MB
@@ -35,11 +39,13 @@ class TensorReader:
     """The tensors of a checkpoint folder by name. The reader records which ones the model took.
 
     ``renames`` are (stored prefix, name prefix) pairs; the first that matches is applied, so that one model class
-    reads checkpoints with differently nested names.
+    reads checkpoints with differently nested names. A quantized matrix has one name, that of its weight, whatever
+    tensors it is stored in.
 
     Raises:
         CheckpointError: a file is missing, truncated or damaged, the index does not match the shards or names
-            files outside of the folder, or two tensors get the same name.
+            files outside of the folder, two tensors get the same name, or parts of a quantized matrix are missing.
+        UnsupportedModelError: the config names a way to quantize that is not known.
     """
 
     def __init__(self, folder: Path, renames: Sequence[tuple[str, str]] = ()) -> None:
@@ -51,7 +57,12 @@ class TensorReader:
             single = folder / SINGLE_FILE
             for tensor in self._open(single) if single.exists() else self._open_shards():
                 self._add(_renamed(tensor.stored_name, renames), tensor)
+            self._storage = read_storage(folder)
+            self._parts = group_parts(tuple(self._tensors))
             self._stack = self._stack.pop_all()  # no error: the files stay open
+        hidden = {part for parts in self._parts.values() for part in parts.values()}
+        hidden.update(filter(is_of_activations, self._tensors))
+        self._names = (*(name for name in self._tensors if name not in hidden), *self._parts)
 
     def __enter__(self) -> TensorReader:
         return self
@@ -77,28 +88,39 @@ class TensorReader:
             raise CheckpointError(f"{tensor.stored_name} cannot be read from {tensor.file}: {error}") from None
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self._tensors)
+        """Of all tensors and quantized matrices, without the parts of these and scales of activations."""
+        return self._names
 
     def has(self, name: str) -> bool:
-        return name in self._tensors
+        """Whether there is a tensor or a quantized matrix of this name."""
+        return name in self._parts or name in self._tensors
 
     def stored(self, name: str) -> StoredTensor:
-        """File, shape and type of a tensor, without loading it.
+        """File, shape and type of a tensor, without loading it; of a quantized matrix, those of its codes.
 
         Raises:
             CheckpointError: there is no such tensor.
         """
+        parts = self._parts.get(name, {})
         try:
-            return self._tensors[name]
+            return self._tensors[next((parts[role] for role in CODES if role in parts), name)]
         except KeyError:
             raise CheckpointError(f"{self._folder} lacks the tensor {name}") from None
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Load one tensor, in the type it is stored in and in memory of its own, and mark it as used.
+
+        Args:
+            name: of the tensor.
+            shape: that it should have.
+            dtype: of a matrix that is stored quantized.
 
         Raises:
             CheckpointError: the tensor is missing, has another shape, is not of a float type, or cannot be read.
         """
+        if name in self._parts:
+            matrix = self.take_quantized(name, shape)
+            return matrix.dequantize(dtype) if isinstance(matrix, QuantizedMatrix) else matrix.to(dtype)
         tensor = self.stored(name)
         if tensor.shape != tuple(shape):
             raise CheckpointError(
@@ -107,11 +129,17 @@ class TensorReader:
             )
         if tensor.dtype not in FLOAT_TYPES:
             raise CheckpointError(
-                f"{tensor.stored_name} is stored as {tensor.dtype} in {tensor.file}: "
-                f"use a checkpoint that is not quantised (specmamba reads {', '.join(FLOAT_TYPES)})"
+                f"{tensor.stored_name} is stored as {tensor.dtype} in {tensor.file}, and there are no scales beside it "
+                f"(without scales, specmamba reads {', '.join(FLOAT_TYPES)})"
             )
         self._taken.add(name)
         return self._read(tensor)
+
+    def take_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | Tensor:
+        """Load a matrix that is stored in parts, and mark them as used; see ``decode``. Raises CheckpointError."""
+        self._taken.update(self._parts[name].values())
+        parts = {role: self._read(self._tensors[part]) for role, part in self._parts[name].items()}
+        return decode(name, parts, shape, self._storage)
 
     def _read(self, tensor: StoredTensor) -> Tensor:
         from safetensors import SafetensorError
@@ -131,7 +159,7 @@ class TensorReader:
         left = [
             tensor.stored_name
             for name, tensor in self._tensors.items()
-            if name not in self._taken and not name.startswith(ignore)
+            if not (name in self._taken or name.startswith(ignore) or is_of_activations(name))
         ]
         if left:
             more = f" and {len(left) - 5} more" if len(left) > 5 else ""
@@ -185,6 +213,11 @@ class ShapeReader(TensorReader):
 
     def _read(self, tensor: StoredTensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
+
+    def take_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | Tensor:
+        """A matrix of the shape that is asked for: whether its parts fit is seen when they are read."""
+        self._taken.update(self._parts[name].values())
+        return torch.empty(shape, device="meta")
 
 
 def have_same_values(x: Tensor, y: Tensor, guess: bool) -> bool:

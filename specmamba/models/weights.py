@@ -40,7 +40,8 @@ class Weights:
         """
         if min(shape) < 1:
             raise CheckpointError(f"config.json: its sizes give {name} the shape {list(shape)}, without elements")
-        tensor = self.reader.take(name, shape).to(self.options.device, dtype or self.options.dtype)
+        dtype = dtype or self.options.dtype
+        tensor = self.reader.take(name, shape, dtype).to(self.options.device, dtype)
         self.num_parameters += tensor.numel()
         self.num_bytes += tensor.nbytes
         return tensor

@@ -235,7 +235,7 @@ class TestResolve:
             resolve_checkpoint(str(DEMO_MODEL), "main")
 
     def test_file(self) -> None:
-        with pytest.raises(CheckpointError, match="is a file"):
+        with pytest.raises(CheckpointError, match="neither a GGUF file nor"):
             resolve_checkpoint(str(DEMO_MODEL / "config.json"), None)
 
     @pytest.mark.parametrize("model", ["/no/such/folder", "./none", "a/b/c", "two words", ""])
@@ -261,7 +261,7 @@ class TestResolve:
         assert resolve_checkpoint("a/good", "v1") == DEMO_MODEL
         assert (asked["model"], asked["revision"]) == ("a/good", "v1")
         assert not any(pattern.endswith((".py", ".bin", "*")) for pattern in asked["allow_patterns"])
-        with pytest.raises(CheckpointError, match="reads safetensors only"):
+        with pytest.raises(CheckpointError, match="reads safetensors and GGUF only"):
             resolve_checkpoint("a/pickle", None)
 
 

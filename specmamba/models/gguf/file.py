@@ -1,0 +1,197 @@
+"""The header of a GGUF file, checked, and the names and transforms that transformers knows for its architecture."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from specmamba.errors import CheckpointError, UnsupportedModelError
+from specmamba.models.checkpoint import require_file
+from specmamba.models.gguf.blocks import BLOCK_TYPES
+
+MAGIC = b"GGUF"
+FLOAT_TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's number
+# What the parts of a multi-token-prediction block are called, which transformers does not load: ours, and what the
+# file has added to the weights.
+NEXT_TOKEN_PARTS = {
+    "nextn.eh_proj.weight": ("mtp.fc.weight", 0.0),
+    "nextn.enorm.weight": ("mtp.pre_fc_norm_embedding.weight", 1.0),
+    "nextn.hnorm.weight": ("mtp.pre_fc_norm_hidden.weight", 1.0),
+    "nextn.shared_head_norm.weight": ("mtp.norm.weight", 1.0),
+}
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies in the file."""
+
+    shape: tuple[int, ...]
+    kind: int  # ggml's number of its type
+    begin: int  # in bytes
+    num_bytes: int
+
+
+class Header(NamedTuple):
+    """What stands in front of the weights."""
+
+    architecture: str
+    tensors: dict[str, Stored]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the model should run: that of half the size, where there is one, as norms are always float32."""
+        kinds = {tensor.kind for tensor in self.tensors.values()}
+        if kinds == {0}:
+            return torch.float32
+        return torch.float16 if kinds <= {0, 1} else torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of the model, and what it is made of."""
+
+    name: str  # as the model's own checkpoints call it
+    sources: tuple[str, ...]  # of the file; several are joined
+    operations: tuple[Any, ...]  # of transformers, one after the other
+
+
+def is_gguf(file: Path) -> bool:
+    """Whether this is a file that begins like GGUF, or is called so."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(4) == MAGIC or file.suffix == ".gguf"
+
+
+def read_header(file: Path) -> Header:
+    """Read the table of tensors.
+
+    Raises:
+        CheckpointError: the file is truncated or damaged, or has tensors of unknown types.
+        UnsupportedModelError: this version of transformers has no reader.
+    """
+    header: Header = _guarded(file, lambda reader: _read_header(file, reader))
+    return header
+
+
+def _read_header(file: Path, reader: Any) -> Header:
+    size, data = file.stat().st_size, reader._mapped(str(file))
+    metadata, number, at = reader._read_metadata(data, str(file))
+    entries, end = reader._read_tensor_table(data, number, at)
+    alignment = metadata.get("general.alignment", 32)
+    begin = -(-end // alignment) * alignment
+    found = {}
+    for name, shape, number, offset in entries:
+        kind = _block_of(file, name, number)
+        if not shape or min(shape) < 1 or prod(shape) > 64 * size or shape[-1] % kind[0]:
+            raise CheckpointError(f"{file}: {name} has the shape {list(shape)}, of blocks of {kind[0]} weights")
+        num_bytes = prod(shape) // kind[0] * kind[1]
+        if begin + offset + num_bytes > size:
+            raise CheckpointError(f"{file} is truncated: it ends before {name} does")
+        if name in found:
+            raise CheckpointError(f"{file} has two tensors named {name}")
+        found[name] = Stored(shape, number, begin + offset, num_bytes)
+    return Header(metadata["general.architecture"], found)
+
+
+def _block_of(file: Path, name: str, number: int) -> tuple[int, int]:
+    """Weights and bytes of a block of ggml's type of this number."""
+    from transformers.integrations.gguf.dequant import GGML_BLOCK
+
+    if number in FLOAT_TYPES:
+        return 1, FLOAT_TYPES[number].itemsize
+    if number in BLOCK_TYPES:
+        return BLOCK_TYPES[number].num_weights, BLOCK_TYPES[number].num_bytes
+    if number not in GGML_BLOCK:
+        raise CheckpointError(f"{file}: {name} is stored in ggml's type {number}, which is not supported")
+    weights, num_bytes = GGML_BLOCK[number]
+    return weights, num_bytes
+
+
+def read_metadata(file: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Read the metadata, and the names of all tensors. Raises as ``read_header`` does."""
+    found: tuple[dict[str, Any], tuple[str, ...]] = _guarded(file, lambda reader: reader.read_gguf_metadata(str(file)))
+    return found
+
+
+def model_tensors(names: Sequence[str], architecture: str, config: Any) -> list[GgufTensor]:
+    """The tensors of the model that a file with these tensors holds.
+
+    Args:
+        names: of the file's tensors.
+        architecture: of the file.
+        config: of the model, as transformers has it.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.integrations.gguf.utils import get_gguf_conversion_mapping
+
+    mapping = deepcopy(get_gguf_conversion_mapping(architecture, config))
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    sources: dict[str, list[str]] = {}
+    operations: dict[str, tuple[Any, ...]] = {}
+    for stored in names:
+        own = _of_next_token(stored, config.num_hidden_layers)
+        if own is not None:
+            name, offset = own
+            converter = None if offset == 0.0 else next(c for c in converters if "norm" in c.target_patterns[0])
+        else:
+            as_layer, prefix = _as_first_layer(stored, config.num_hidden_layers)
+            name, pattern = rename_source_key(as_layer, renamings, converters)
+            name = name if prefix is None else name.replace("model.layers.0.", prefix, 1)
+            converter = by_pattern.get(pattern)
+        sources.setdefault(name, []).append(stored)
+        operations[name] = () if converter is None else tuple(converter.operations)
+    return [GgufTensor(name, tuple(found), operations[name]) for name, found in sources.items()]
+
+
+def _of_next_token(stored: str, num_layers: int) -> tuple[str, float] | None:
+    """Name and offset of a part of the block that predicts one more token; None: it is another tensor."""
+    prefix, _, rest = stored.partition(".nextn.")
+    if not rest:
+        return None
+    if prefix != f"blk.{num_layers}" or f"nextn.{rest}" not in NEXT_TOKEN_PARTS:
+        raise UnsupportedModelError(f"{stored}: this part of a multi-token-prediction block is not supported")
+    return NEXT_TOKEN_PARTS[f"nextn.{rest}"]
+
+
+def _as_first_layer(stored: str, num_layers: int) -> tuple[str, str | None]:
+    """A layer of the multi-token-prediction block, called like the first layer; and the prefix it should have."""
+    if not stored.startswith("blk."):
+        return stored, None
+    layer, _, rest = stored.removeprefix("blk.").partition(".")
+    if not layer.isdecimal() or int(layer) < num_layers:
+        return stored, None
+    return f"blk.0.{rest}", f"mtp.layers.{int(layer) - num_layers}."
+
+
+def _guarded(file: Path, read: Callable[[Any], Any]) -> Any:
+    """Read with transformers' reader. What damage makes it raise becomes a CheckpointError."""
+    try:
+        from transformers.integrations.gguf import reader
+    except ImportError:
+        raise UnsupportedModelError(
+            "this version of transformers does not read GGUF: install transformers 5.23"
+        ) from None
+    try:
+        require_file(file)
+        return read(reader)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, OverflowError, MemoryError, IndexError, KeyError, TypeError, struct.error) as error:
+        raise CheckpointError(f"{file} is truncated, damaged or not a GGUF file: {error}") from None
+
+
+def require_architecture(file: Path, metadata: Mapping[str, Any], known: Sequence[str]) -> str:
+    """The file's architecture. Raises UnsupportedModelError where it is not one of those."""
+    architecture = metadata.get("general.architecture")
+    if architecture not in known:
+        raise UnsupportedModelError(f"{file} is a {architecture!r} model; of GGUF files, {', '.join(known)} are read")
+    return str(architecture)

@@ -1,0 +1,88 @@
+"""What a checkpoint's folder has beside its weights, made from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from specmamba.errors import CheckpointError
+from specmamba.models.checkpoint import GGUF_FILE
+from specmamba.models.gguf.file import is_gguf, read_header, read_metadata, require_architecture
+
+__all__ = ["folder_of", "is_gguf"]
+
+SAMPLE_BYTES = 1 << 20  # of the file, for its digest
+VERSION = "1"  # of what is written
+
+
+def folder_of(file: Path) -> Path:
+    """Find or make a folder with the config and the tokenizer of a GGUF file, and a link to the file.
+
+    Raises:
+        CheckpointError: the file is truncated or damaged.
+        UnsupportedModelError: its architecture, or a type of its tensors, is not known.
+    """
+    folder = cache_folder() / _digest(file)
+    if (folder / GGUF_FILE).resolve() == file.resolve() and (folder / "config.json").exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        _write(file, made)
+        with suppress(OSError):  # another process has made the same
+            shutil.rmtree(folder, ignore_errors=True)
+            made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where such folders lie."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "specmamba" / "gguf"
+
+
+def _digest(file: Path) -> str:
+    """Of the place of a file, its size, and its header, which comes first."""
+    status = file.stat()
+    with file.open("rb") as opened:
+        sample = opened.read(SAMPLE_BYTES)
+    text = f"{VERSION} {file.resolve()} {status.st_size} {status.st_mtime_ns} ".encode()
+    return hashlib.sha256(text + sample).hexdigest()[:32]
+
+
+def _write(file: Path, folder: Path) -> None:
+    """Write config, tokenizer and link."""
+    from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS, get_gguf_config
+
+    header = read_header(file)
+    metadata, names = read_metadata(file)
+    architecture = require_architecture(file, metadata, sorted(GGUF_CONFIG_ARCHS))
+    try:
+        config: dict[str, Any] = get_gguf_config(metadata, names)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{file}: its metadata do not describe a {architecture} model: {error!r}") from None
+    config["mtp_num_hidden_layers"] = metadata.get(f"{architecture}.nextn_predict_layers", 0)
+    config["dtype"] = str(header.dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config))
+    _write_tokenizer(file, folder)
+    (folder / GGUF_FILE).symlink_to(file.resolve())
+
+
+def _write_tokenizer(file: Path, folder: Path) -> None:
+    """Let transformers make the tokenizer, and save it."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        tokenizer.save_pretrained(folder)
+    # What the metadata hold reaches several libraries, which raise exceptions of any type.
+    except Exception as error:
+        raise CheckpointError(f"{file}: no tokenizer can be made of its metadata: {error!r}") from error

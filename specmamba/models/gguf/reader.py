@@ -1,0 +1,139 @@
+"""The tensors of a GGUF file by the names of the model's own checkpoints, with llama.cpp's transforms undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmamba.errors import CheckpointError
+from specmamba.kernels.linear import QuantizedMatrix
+from specmamba.models.gguf.blocks import BLOCK_TYPES, to_matrix
+from specmamba.models.gguf.file import FLOAT_TYPES, GgufTensor, model_tensors, read_header
+from specmamba.models.gguf.file import Stored as StoredInFile
+from specmamba.models.tensor_reader import StoredTensor, TensorReader
+
+STORED_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+Stored = Tensor | QuantizedMatrix
+
+
+class GgufReader(TensorReader):
+    """As its base class, for a GGUF file."""
+
+    def __init__(self, file: Path, config: Any, has_values: bool = True) -> None:
+        """Read the table of tensors.
+
+        Args:
+            file: GGUF.
+            config: of the model, as transformers has it.
+            has_values: False: tensors have shapes without values.
+
+        Raises:
+            CheckpointError, UnsupportedModelError: as for ``read_header``; or shapes do not fit the config.
+        """
+        header = read_header(file)
+        self._infos = header.tensors
+        self._file, self._folder, self._stack = file, file.parent, ExitStack()
+        self._data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)  # pages are read at use
+        self._has_values = has_values
+        self._made = {x.name: x for x in model_tensors(tuple(self._infos), header.architecture, config)}
+        self._taken: set[str] = set()
+        self._tensors, self._parts = {}, {}
+        for name, made in self._made.items():
+            kinds = [self._infos[source].kind for source in made.sources]
+            dtype = torch.promote_types(*(FLOAT_TYPES.get(kind, torch.float32) for kind in (kinds * 2)[:2]))
+            shapes = [torch.empty(self._infos[source].shape, device="meta") for source in made.sources]
+            shape = tuple(_transform(name, made.operations, shapes).shape)
+            self._tensors[name] = StoredTensor(", ".join(made.sources), file, shape, STORED_NAMES[dtype])
+            if not FLOAT_TYPES.keys() >= set(kinds):
+                self._parts[name] = {"weight": name}
+        self._names = tuple(self._tensors)
+
+    def take_quantized(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """Load a matrix that is stored in blocks. Raises CheckpointError."""
+        stored = self._tensors[name].shape
+        if stored != tuple(shape):
+            raise CheckpointError(f"{name} has the shape {list(stored)} in {self._file}, but should have {list(shape)}")
+        self._taken.add(name)
+        if not self._has_values:
+            return torch.empty(shape, device="meta")
+        return self._load(self._made[name])
+
+    def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        """Load some rows of a matrix: [rows, width], also without values. Raises CheckpointError."""
+        found = self._load(self._made[name])
+        return (found if isinstance(found, Tensor) else found.dequantize(torch.float32))[list(rows)]
+
+    def _read(self, tensor: StoredTensor) -> Tensor:
+        made = next(each for each in self._made.values() if ", ".join(each.sources) == tensor.stored_name)
+        if not self._has_values:
+            return torch.empty(tensor.shape, device="meta")
+        found = self._load(made)
+        assert isinstance(found, Tensor)
+        return found
+
+    def _load(self, made: GgufTensor) -> Stored:
+        """Read a tensor in memory of its own, and undo what llama.cpp's converter did to it."""
+        found: Stored = _transform(made.name, made.operations, [self._load_source(source) for source in made.sources])
+        return found
+
+    def _load_source(self, source: str) -> Stored:
+        info = self._infos[source]
+        data = self._data[info.begin : info.begin + info.num_bytes].clone()
+        if info.kind in FLOAT_TYPES:
+            return data.view(FLOAT_TYPES[info.kind]).view(info.shape)
+        kind = BLOCK_TYPES.get(info.kind)
+        found = _other_blocks(data, info) if kind is None else to_matrix(data, kind, info.shape)
+        numbers = found if isinstance(found, Tensor) else found.scale
+        if not bool(numbers.isfinite().all()):
+            raise CheckpointError(f"{self._file}: {source} has scales that are NaN or infinite")
+        return found
+
+
+def _other_blocks(data: Tensor, info: StoredInFile) -> Tensor:
+    """Types without a decoder here, as float32."""
+    from transformers.integrations.gguf.kernels import dequantize_blocks
+
+    width = info.shape[-1]
+    rows = prod(info.shape) // width
+    found: Tensor = dequantize_blocks(data.view(rows, -1), info.kind, rows, width, torch.float32)
+    return found.view(info.shape)
+
+
+def _transform(name: str, operations: Sequence[Any], tensors: Sequence[Stored]) -> Any:
+    """Apply transformers' operations; what they move within groups of codes is dequantized."""
+    from transformers.integrations.gguf import gguf_conversion_mapping as known
+
+    (found, *others) = tensors
+    if others and not any(isinstance(operation, known.ConcatenateRows) for operation in operations):
+        raise CheckpointError(f"{name} is stored {len(tensors)} times")
+    for operation in operations:
+        if isinstance(operation, known.ConcatenateRows):
+            found = _joined((found, *others), operation.dim)
+        elif isinstance(found, QuantizedMatrix) and isinstance(operation, known.PermuteRows):
+            found = found.with_rows(_rows_of(operation, found.shape[0]))
+        elif isinstance(found, QuantizedMatrix) and isinstance(operation, known.PermuteInputFeatures):
+            found = found.with_columns(operation.permutation)
+        else:
+            dense = found if isinstance(found, Tensor) else found.dequantize(torch.float32)
+            found = operation.convert({"x": dense}, ["x"], ["x"])["x"]
+    return found
+
+
+def _joined(tensors: Sequence[Stored], dim: int) -> Stored:
+    """One after the other along a dimension that is not the last; dequantized where codes are of several types."""
+    matrices = [x for x in tensors if isinstance(x, QuantizedMatrix)]
+    if len(matrices) == len(tensors) and all(x.is_like(matrices[0]) for x in matrices):
+        return QuantizedMatrix.cat(matrices, dim)
+    return torch.cat([x if isinstance(x, Tensor) else x.dequantize(torch.float32) for x in tensors], dim)
+
+
+def _rows_of(operation: Any, num_rows: int) -> Tensor:
+    """The rows that a ``PermuteRows`` puts at each place."""
+    kept = torch.arange(num_rows - len(operation.permutation))
+    return torch.cat([kept, operation.permutation + len(kept)])

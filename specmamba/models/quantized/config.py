@@ -1,0 +1,62 @@
+"""What a checkpoint's config says about how its matrices are quantized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specmamba.errors import CheckpointError, UnsupportedModelError
+from specmamba.models.checkpoint import read_json
+from specmamba.models.quantized.decode import Storage
+
+METHODS = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8")
+MODELOPT_FILE = "hf_quant_config.json"
+MAX_BLOCK = 1 << 16
+
+
+def read_storage(folder: Path) -> Storage:
+    """Read how the matrices of a checkpoint are stored.
+
+    Raises:
+        UnsupportedModelError: the config names a method that is not known.
+        CheckpointError: a file is damaged, or a value is none.
+    """
+    config = _quantization_config(folder)
+    method = config.get("quant_method")
+    if method is None:
+        return Storage()
+    known = str(method).lower().replace("_", "-").replace("intel/", "")
+    if known not in METHODS:
+        raise UnsupportedModelError(
+            f"{folder} is quantized by the method {method!r}; specmamba reads {', '.join(METHODS)}"
+        )
+    packing = str(config.get("packing_format", config.get("checkpoint_format", "")))
+    return Storage(block=_block(folder, config), zero_offset=0 if "gptq_v2" in packing else 1)
+
+
+def _quantization_config(folder: Path) -> dict[str, Any]:
+    """The part of config.json, of its text part, or the file that ModelOpt writes; {} if there is none."""
+    file = folder / "config.json"
+    config = read_json(file) if file.exists() else {}
+    text = config.get("text_config")
+    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if found is None and (folder / MODELOPT_FILE).exists():
+        found = {"quant_method": "modelopt"}
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: quantization_config should be an object, but is {found!r}")
+    return found
+
+
+def _block(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
+    """Outputs and inputs of a block of FP8."""
+    found = config.get("weight_block_size")
+    if found is None:
+        groups = config.get("config_groups")
+        weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if groups else []
+        structures = [each.get("block_structure") for each in weights if isinstance(each, dict)]
+        found = next((each for each in structures if each), [128, 128])
+    if not (isinstance(found, list) and len(found) == 2 and all(type(n) is int and 0 < n <= MAX_BLOCK for n in found)):
+        raise CheckpointError(f"{folder / 'config.json'}: a block of weights should be two sizes, but is {found!r}")
+    return found[0], found[1]

@@ -1,0 +1,149 @@
+"""GGUF files of Qwen3.5 checkpoints, written with the format's own library as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+from safetensors.torch import load_file
+from torch import Tensor
+
+F32 = GGMLQuantizationType.F32
+LAYERS = (
+    ("self_attn.q_proj", "attn_q"),
+    ("self_attn.k_proj", "attn_k"),
+    ("self_attn.v_proj", "attn_v"),
+    ("self_attn.o_proj", "attn_output"),
+    ("self_attn.q_norm", "attn_q_norm"),
+    ("self_attn.k_norm", "attn_k_norm"),
+    ("linear_attn.in_proj_qkv", "attn_qkv"),
+    ("linear_attn.in_proj_z", "attn_gate"),
+    ("linear_attn.in_proj_a", "ssm_alpha"),
+    ("linear_attn.in_proj_b", "ssm_beta"),
+    ("linear_attn.conv1d", "ssm_conv1d"),
+    ("linear_attn.norm", "ssm_norm"),
+    ("linear_attn.out_proj", "ssm_out"),
+    ("linear_attn.A_log", "ssm_a"),
+    ("linear_attn.dt_bias", "ssm_dt.bias"),
+    ("input_layernorm", "attn_norm"),
+    ("post_attention_layernorm", "post_attention_norm"),
+    ("mlp.gate_proj", "ffn_gate"),
+    ("mlp.up_proj", "ffn_up"),
+    ("mlp.down_proj", "ffn_down"),
+)
+OTHERS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "lm_head.weight": "output.weight",
+    "model.norm.weight": "output_norm.weight",
+    "mtp.fc.weight": "blk.{}.nextn.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "blk.{}.nextn.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "blk.{}.nextn.hnorm.weight",
+    "mtp.norm.weight": "blk.{}.nextn.shared_head_norm.weight",
+}
+TypeOf = Callable[[str, tuple[int, ...]], GGMLQuantizationType]
+
+
+def write_gguf(folder: Path, file: Path, type_of: TypeOf = lambda name, shape: F32) -> Path:
+    """Convert the checkpoint in ``folder``; ``type_of``: of each matrix whose rows are whole blocks."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    writer = GGUFWriter(file, "qwen35")
+    write_metadata(writer, config, has_mtp="mtp.fc.weight" in tensors)
+    write_tokens(writer, json.loads((folder / "tokenizer.json").read_text()))
+    for name, tensor in tensors.items():
+        stored = name_of(name, config["num_hidden_layers"])
+        values = converted(name, tensor.float(), config)
+        kind = type_of(stored, tuple(values.shape)) if values.dim() == 2 and values.shape[1] % 32 == 0 else F32
+        data: Any = quantize(np.ascontiguousarray(values.numpy()), kind)
+        writer.add_tensor(stored, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def name_of(name: str, num_layers: int) -> str:
+    """What llama.cpp calls a tensor."""
+    if name in OTHERS:
+        return OTHERS[name].format(num_layers)
+    found = re.fullmatch(r"(model|mtp)\.layers\.(\d+)\.(.*)", name)
+    assert found is not None, name
+    layer, rest = int(found[2]) + (num_layers if found[1] == "mtp" else 0), found[3]
+    for ours, theirs in LAYERS:
+        if rest == ours or rest.startswith(f"{ours}."):
+            return f"blk.{layer}.{theirs}{rest.removeprefix(ours)}"
+    raise AssertionError(name)
+
+
+def converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
+    """The values that llama.cpp's converter writes."""
+    keys, dim = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    each, first = config["linear_num_value_heads"] // keys, 2 * keys * config["linear_key_head_dim"]
+
+    def tiled(x: Tensor, size: int) -> Tensor:
+        return x.unflatten(0, (keys, each, size)).transpose(0, 1).flatten(0, 2)
+
+    if (name.endswith("norm.weight") and "linear_attn" not in name) or "pre_fc_norm" in name:
+        return x + 1
+    if name.endswith("A_log"):
+        return tiled(-x.exp(), 1)
+    if name.endswith(("dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
+        return tiled(x, 1)
+    if name.endswith("in_proj_z.weight"):
+        return tiled(x, dim)
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        x = x.squeeze(1) if "conv1d" in name else x
+        return torch.cat([x[:first], tiled(x[first:], dim)])
+    if name.endswith("linear_attn.out_proj.weight"):
+        return tiled(x.t(), dim).t()
+    return x
+
+
+def write_metadata(writer: GGUFWriter, config: dict[str, Any], has_mtp: bool) -> None:
+    """What llama.cpp's converter says about the model."""
+    head_dim, rope = config["head_dim"], config["rope_parameters"]
+    value_heads = config["linear_num_value_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"] + has_mtp)
+    if has_mtp:
+        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_uint32("qwen35.full_attention_interval", config["layer_types"].index("full_attention") + 1)
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(value_heads)
+    writer.add_ssm_inner_size(value_heads * config["linear_value_head_dim"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    rotary = int(head_dim * rope["partial_rotary_factor"])
+    writer.add_rope_dimension_count(rotary)
+    writer.add_rope_dimension_sections([*rope.get("mrope_section", [rotary // 2, 0, 0]), 0])
+
+
+def write_tokens(writer: GGUFWriter, tokenizer: dict[str, Any]) -> None:
+    """The vocabulary of a byte-level tokenizer."""
+    added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    pieces = {number: piece for piece, number in tokenizer["model"]["vocab"].items()} | added
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen35")
+    writer.add_token_list([pieces[number] for number in sorted(pieces)])
+    writer.add_token_types([3 if number in added else 1 for number in sorted(pieces)])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    )
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{{ messages[0]['content'] }}")

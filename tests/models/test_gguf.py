@@ -1,0 +1,167 @@
+"""GGUF files as checkpoints: the same tensors, the same text, the same drafts; and damaged files."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from specmamba import LLM, SamplingParams
+from specmamba.errors import CheckpointError, UnsupportedModelError
+from specmamba.models.checkpoint import resolve_checkpoint
+from specmamba.models.gguf import folder
+from specmamba.models.gguf.reader import GgufReader
+from tests.gguf_files import converted, name_of, write_gguf
+from tests.tiny import FULL, LINEAR, write_tiny_checkpoint
+
+F32, Q8_0 = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0
+SIZES: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "layer_types": [LINEAR, FULL, LINEAR, FULL],
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+PROMPTS = ([5, 9, 200, 31, 77], [1000, 3, 2, 8, 8, 8, 90])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), 3, **SIZES)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "cache_folder", lambda: tmp_path / "cache")
+
+
+def texts(model: Path, **flags: object) -> list[tuple[int, ...]]:
+    with LLM(model=str(model), dtype="float32", max_running_requests=2, **flags) as llm:
+        outputs = llm.generate(
+            [list(p) for p in PROMPTS], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        )
+    return [(*output.token_ids, *output.spec.accepted_histogram) for output in outputs]
+
+
+def test_text_and_drafts_are_those_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    file = write_gguf(checkpoint, tmp_path / "tiny.gguf")
+    assert texts(file, speculative_num_steps=3) == texts(checkpoint, speculative_num_steps=3)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", "MXFP4"])
+def test_tensors(checkpoint: Path, tmp_path: Path, kind: str) -> None:
+    """Every tensor, converted again, is what the file holds, by the format's own library."""
+    number = GGMLQuantizationType[kind]
+    file = write_gguf(checkpoint, tmp_path / "tiny.gguf", lambda name, shape: number)
+    stored = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+    config = json.loads((checkpoint / "config.json").read_text())
+    made = resolve_checkpoint(str(file), None)
+    with GgufReader(file, AutoConfig.from_pretrained(made)) as reader:
+        for name, original in load_file(checkpoint / "model.safetensors").items():
+            tensor = stored[name_of(name, config["num_hidden_layers"])]
+            expected = dequantize(tensor.data, tensor.tensor_type)
+            found = converted(name, reader.take(name, tuple(original.shape)).float(), config)
+            assert np.array_equal(found.numpy(), expected) or np.allclose(found.numpy(), expected, atol=1e-6, rtol=1e-6)
+            if tensor.tensor_type == number and "norm" not in name:
+                assert np.array_equal(found.numpy(), expected)
+        reader.finish()
+    with GgufReader(file, AutoConfig.from_pretrained(made), has_values=False) as shapes:
+        for name, original in load_file(checkpoint / "model.safetensors").items():
+            assert shapes.take(name, tuple(original.shape)).shape == original.shape
+
+
+def test_quantized_file_runs_with_drafts(checkpoint: Path, tmp_path: Path) -> None:
+    """Speculative text is that of plain decoding."""
+    file = write_gguf(checkpoint, tmp_path / "tiny.gguf", lambda name, shape: Q8_0)
+    drafted, plain = texts(file, speculative_num_steps=2), texts(file, speculative_algorithm="none")
+    assert [text[:24] for text in drafted] == [text[:24] for text in plain]
+    assert any(sum(text[25:]) for text in drafted)
+
+
+def test_folder_is_made_once(checkpoint: Path, tmp_path: Path) -> None:
+    """And again when the file has changed."""
+    file = write_gguf(checkpoint, tmp_path / "tiny.gguf")
+    first = resolve_checkpoint(str(file), None)
+    assert resolve_checkpoint(str(file), None) == first
+    write_gguf(checkpoint, file, lambda name, shape: Q8_0)
+    assert resolve_checkpoint(str(file), None) != first
+    assert {x.name for x in first.iterdir()} >= {"config.json", "tokenizer.json", "model.gguf"}
+
+
+class TestDamage:
+    @pytest.fixture
+    def file(self, checkpoint: Path, tmp_path: Path) -> Path:
+        return write_gguf(checkpoint, tmp_path / "tiny.gguf", lambda name, shape: Q8_0)
+
+    def test_other_files(self, tmp_path: Path) -> None:
+        other = tmp_path / "notes.txt"
+        other.write_text("no model")
+        with pytest.raises(CheckpointError, match="neither a GGUF file nor a checkpoint's folder"):
+            resolve_checkpoint(str(other), None)
+
+    def test_wrong_magic(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.gguf"
+        file.write_bytes(b"GGML" + bytes(100))
+        with pytest.raises(CheckpointError, match="not a GGUF file"):
+            resolve_checkpoint(str(file), None)
+
+    def test_truncated_anywhere(self, file: Path) -> None:
+        whole = file.read_bytes()
+        for cut in {4, 5, 23, 24, len(whole) - 1, *random.Random(0).sample(range(len(whole)), 30)}:
+            file.write_bytes(whole[:cut])
+            with pytest.raises(CheckpointError, match="truncated"):
+                resolve_checkpoint(str(file), None)
+
+    @pytest.mark.parametrize("at", [8, 16])
+    @pytest.mark.parametrize("count", [1 << 40, 1 << 63, (1 << 64) - 1])
+    def test_huge_counts(self, file: Path, at: int, count: int) -> None:
+        """Of tensors, and of metadata."""
+        whole = bytearray(file.read_bytes())
+        whole[at : at + 8] = struct.pack("<Q", count)
+        file.write_bytes(whole)
+        with pytest.raises(CheckpointError, match="truncated, damaged or not a GGUF file"):
+            resolve_checkpoint(str(file), None)
+
+    def test_damaged_header_never_crashes(self, file: Path) -> None:
+        whole = file.read_bytes()
+        end, rng, num_refused = whole.index(b"tokenizer.ggml.merges"), random.Random(1), 0
+        for _ in range(150):
+            damaged = bytearray(whole)
+            for _ in range(rng.randint(1, 4)):
+                damaged[rng.randrange(4, 1200 if rng.random() < 0.7 else end)] = rng.randrange(256)
+            file.write_bytes(damaged)
+            try:
+                resolve_checkpoint(str(file), None)
+            except (CheckpointError, UnsupportedModelError):
+                num_refused += 1
+        assert num_refused > 50
+
+    def test_another_architecture(self, file: Path) -> None:
+        file.write_bytes(file.read_bytes().replace(b"qwen35", b"llama4"))
+        with pytest.raises(UnsupportedModelError, match=r"'llama4' model; of GGUF files, lfm2, qwen35, qwen35moe are"):
+            resolve_checkpoint(str(file), None)
+
+    def test_scales_that_are_none(self, file: Path) -> None:
+        made = resolve_checkpoint(str(file), None)
+        tensor = next(t for t in GGUFReader(file).tensors if t.name == "output.weight")
+        whole = bytearray(file.read_bytes())
+        whole[tensor.data_offset : tensor.data_offset + 2] = np.float16(np.inf).tobytes()
+        file.write_bytes(whole)
+        with (
+            GgufReader(file, AutoConfig.from_pretrained(made)) as reader,
+            pytest.raises(CheckpointError, match=r"output\.weight has scales that are NaN or infinite"),
+        ):
+            reader.take("lm_head.weight", (4096, 64), torch.float32)
