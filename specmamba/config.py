@@ -59,7 +59,7 @@ class EngineConfig(CommandLine):
 
     model: Annotated[
         str | None,
-        Field(min_length=1, description="folder or hub id of a Hugging Face checkpoint; none: the bundled demo"),
+        Field(min_length=1, description="folder or hub id of a checkpoint, or a GGUF file; none: the bundled demo"),
     ] = None
     revision: Annotated[str | None, Field(description="branch, tag or commit, when --model is a hub id")] = None
     dtype: Annotated[

@@ -33,7 +33,7 @@ def print_info(info: Info) -> None:
     """Print a table in sections, then the memory plan."""
     from rich.console import Console
 
-    table = section_table((_model(info), _memory(info), _drafting(info), _choices(info)))
+    table = section_table((_model(info), _stored(info), _memory(info), _drafting(info), _choices(info)))
     console = Console(highlight=False)
     console.print(table, markup=False)
     memory = info["memory"]
@@ -66,6 +66,10 @@ def _memory(info: Info) -> Iterator[Row]:
     sizes, quantization = info["bytes"], info["quantization"]
     form = info["dtype"] if quantization == "none" else f"{info['dtype']}, matrices {quantization}"
     yield "weights", f"{readable(sizes['weights'])} ({form})"
+    yield (
+        "read per step",
+        f"{readable(sizes['weights_per_step'])} of weights, {readable(sizes['state_per_slot'])} of state",
+    )
     yield "state", f"{readable(sizes['state_per_slot'])} per slot (recurrent states {info['mamba_ssm_dtype']})"
     yield (
         "record",
@@ -77,6 +81,19 @@ def _memory(info: Info) -> Iterator[Row]:
         yield "drafting adds", f"{slot} per slot, {token} of KV per token"
     records, snapshots = readable(sizes["records_per_request"]), readable(sizes["snapshots_per_request"])
     yield "running request", f"{records} of records (or {snapshots} of snapshots)"
+
+
+def _stored(info: Info) -> Iterator[Row]:
+    """What the checkpoint stores, by kind of layer."""
+    runs_as = info["dtype"] if info["quantization"] == "none" else info["quantization"]
+    found: dict[str, list[str]] = {}
+    for each in info["stored"]:
+        found.setdefault(each["layers"], []).append(f"{each['form']} ({readable(each['num_bytes'])})")
+    for layers, forms in found.items():
+        yield f"stored {layers}", ", ".join(forms)
+    yield "matrices run as", runs_as
+    if info["ignored"]:
+        yield "not used", ", ".join(f"{name} ({number})" for name, number in info["ignored"].items())
 
 
 def _drafting(info: Info) -> Iterator[Row]:

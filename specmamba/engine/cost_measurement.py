@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from specmamba.cache.memory import MemoryPlan
+from specmamba.checkpoints.checkpoint import digest_of_checkpoint
 from specmamba.config import EngineConfig
 from specmamba.core import OutputDelta
 from specmamba.draft.draft_plan import DraftPlan
@@ -26,7 +27,6 @@ from specmamba.errors import ConfigError
 from specmamba.kernels import gpu
 from specmamba.kernels.native import levels, library
 from specmamba.models.base import Models
-from specmamba.models.checkpoint import digest_of_checkpoint
 from specmamba.sampling_params import SamplingParams
 
 logger = logging.getLogger("specmamba")

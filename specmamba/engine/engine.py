@@ -13,12 +13,14 @@ import torch
 
 from specmamba.cache.memory import free_memory, plan_memory
 from specmamba.cache.prefix.inspection import View
+from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.config import EngineConfig
 from specmamba.core import ANYONE, DraftView, OutputDelta, Owner, SpecStats
 from specmamba.draft import build_drafter
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
 from specmamba.draft.sizing.sizer import DraftSizer
+from specmamba.engine.acceptance_watch import AcceptanceWatch
 from specmamba.engine.cache_manager import build_cache_manager
 from specmamba.engine.captured_steps import build_graph_runner
 from specmamba.engine.constraints import Constraints
@@ -38,7 +40,6 @@ from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, 
 from specmamba.errors import PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.kernels.draft_sizing import TreeArrays
-from specmamba.models.checkpoint import resolve_checkpoint
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 from specmamba.sampling_params import SamplingParams
 from specmamba.verify.acceptance import AcceptPolicy, accept_rule
@@ -95,6 +96,7 @@ class Engine:
         self._num_added = 0
         self._views: deque[DraftView] = deque(maxlen=MAX_VIEWS)
         self._spec_of: dict[str | None, SpecStats] = {}  # by tenant
+        self._watch = AcceptanceWatch(self.draft_plan.algorithm)
         self.num_threads = set_threads(config, self.device, weight_bytes)  # of captured steps on a CPU
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -355,6 +357,7 @@ class Engine:
         request.spec = request.spec.after_step(result.num_drafted, count - 1)
         tenant = request.owner.tenant
         self._spec_of[tenant] = self._spec_of.get(tenant, SpecStats()).after_step(result.num_drafted, count - 1)
+        self._watch.observe(result.num_drafted, len(result.tokens) - 1)
         tokens = result.tokens[:count]
         request.output.extend(tokens)
         previous, request.num_run = request.num_run, request.root_position

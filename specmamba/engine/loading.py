@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
+from specmamba.checkpoints.checkpoint import read_architecture, resolve_checkpoint
 from specmamba.config import EngineConfig
 from specmamba.draft.draft_plan import plan_drafts
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
 from specmamba.kernels import gpu, linear
 from specmamba.kernels.linear import WeightForm
 from specmamba.models.base import LoadedModel, LoadOptions, Models
-from specmamba.models.checkpoint import read_architecture, resolve_checkpoint
 from specmamba.models.draft_heads import is_draft_head, load_draft_head
 from specmamba.models.registry import ARCHITECTURES, choose_dtype, load_model
 from specmamba.models.tokenizer import Tokenizer, has_tokenizer

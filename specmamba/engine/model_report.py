@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +14,8 @@ import torch
 
 from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.shapes import pending_capacity
+from specmamba.checkpoints.checkpoint import resolve_checkpoint
+from specmamba.checkpoints.files import read_json
 from specmamba.config import EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.engine.loading import load_models, require_target, resolve_device
@@ -23,8 +25,8 @@ from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import MLP, GatedMLP, MoE
 from specmamba.layers.gated_delta_net import GatedDeltaNet
 from specmamba.layers.mamba2 import Mamba2
+from specmamba.layers.primitives import Linear
 from specmamba.models.base import DraftKind, LoadedModel, Models
-from specmamba.models.checkpoint import read_json, resolve_checkpoint
 from specmamba.models.tokenizer import Tokenizer
 
 # The names of layers, in the order in which they are listed.
@@ -80,6 +82,8 @@ def model_info(config: EngineConfig) -> dict[str, Any]:
         "mamba_ssm_dtype": _name(alone.cache_shape.state_dtype),
         "device": str(device),
         "bytes": _bytes(alone, used, plan),
+        "stored": [asdict(matrices) for matrices in found.target.stored.matrices],
+        "ignored": dict(found.target.stored.ignored),
         "memory": _memory(config, used, plan, device),
         "draft": _draft(config, found, alone),
         "drafts_with": _drafts_with(plan, used.target.cache_shape.folds_in_verify),
@@ -93,6 +97,7 @@ def _bytes(alone: LoadedModel, models: Models, plan: DraftPlan) -> dict[str, int
     shape, both = alone.cache_shape, models.target.cache_shape
     return {
         "weights": alone.weight_bytes,
+        "weights_per_step": sum(_read_bytes(alone.target, set())),
         "state_per_slot": shape.state_bytes_per_slot,
         "record_per_token": shape.record_bytes_per_token,
         "snapshot_per_node": shape.snapshot_bytes(1),
@@ -194,13 +199,32 @@ def _walk(part: object, seen: set[int]) -> Iterator[object]:
     seen.add(id(part))
     if type(part) in KINDS:
         yield part
-    elif isinstance(part, list | tuple):
-        for item in part:
-            yield from _walk(item, seen)
+        return
+    for below in _below(part):
+        yield from _walk(below, seen)
+
+
+def _below(part: object) -> Iterator[object]:
+    """What a part of a model consists of."""
+    if isinstance(part, list | tuple):
+        yield from part
     elif type(part).__module__.startswith("specmamba."):
-        slots = getattr(type(part), "__slots__", ())
-        for value in (*getattr(part, "__dict__", {}).values(), *(getattr(part, name) for name in slots)):
-            yield from _walk(value, seen)
+        yield from getattr(part, "__dict__", {}).values()
+        yield from (getattr(part, name) for name in getattr(type(part), "__slots__", ()))
+
+
+def _read_bytes(part: object, seen: set[int]) -> Iterator[int]:
+    """Bytes of the matrices that a decode step of one request reads."""
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    if isinstance(part, Linear):
+        yield part.nbytes
+        return
+    if isinstance(part, MoE):
+        yield part.expert_bytes_per_token
+    for below in _below(part):
+        yield from _read_bytes(below, seen)
 
 
 def _name(dtype: torch.dtype) -> str:

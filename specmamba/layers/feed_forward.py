@@ -7,6 +7,7 @@ that all experts are one product (MegaBlocks, arXiv 2211.15841).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +20,14 @@ from specmamba.kernels.native import library
 from specmamba.layers.context import LayerContext
 from specmamba.layers.primitives import Linear
 
-Router = Callable[[Tensor], Routing]  # tokens [T, H] -> k experts for each, chosen in float32
+
+class Router(Protocol):
+    """Chooses the experts of each token."""
+
+    k: int  # experts of a token
+
+    def __call__(self, x: Tensor, /) -> Routing:
+        """Route tokens [T, H] to k experts each."""
 
 
 class GatedMLP:
@@ -57,11 +65,11 @@ class SoftmaxRouter:
 
     def __init__(self, weight: Tensor, k: int, renormalise: bool) -> None:
         """weight: [E, H]; renormalise: the weights of a token's experts sum to 1."""
-        self._scores, self._k, self._renormalise = moe.pack_router(weight), k, renormalise
+        self._scores, self.k, self._renormalise = moe.pack_router(weight), k, renormalise
 
     def __call__(self, x: Tensor) -> Routing:
         """Route tokens [T, H] to k experts each."""
-        return moe.softmax_routing(self._scores(x), self._k, self._renormalise)
+        return moe.softmax_routing(self._scores(x), self.k, self._renormalise)
 
 
 class TopKSoftmaxRouter:
@@ -69,11 +77,11 @@ class TopKSoftmaxRouter:
 
     def __init__(self, weight: Tensor, k: int) -> None:
         """weight: [E, H]."""
-        self._scores, self._k = moe.pack_router(weight), k
+        self._scores, self.k = moe.pack_router(weight), k
 
     def __call__(self, x: Tensor) -> Routing:
         """Route tokens [T, H] to k experts each."""
-        return moe.topk_softmax_routing(self._scores(x), self._k)
+        return moe.topk_softmax_routing(self._scores(x), self.k)
 
 
 class SigmoidRouter:
@@ -99,7 +107,7 @@ class SigmoidRouter:
             renormalise: the weights of a token's experts sum to 1 before they are scaled.
             scale: factor of the weights.
         """
-        self._scores, self._bias, self._k = moe.pack_router(weight), bias.float(), k
+        self._scores, self._bias, self.k = moe.pack_router(weight), bias.float(), k
         self._num_groups, self._topk_groups = num_groups, topk_groups
         self._renormalise, self._scale = renormalise, scale
 
@@ -108,7 +116,7 @@ class SigmoidRouter:
         return moe.sigmoid_routing(
             self._scores(x),
             self._bias,
-            self._k,
+            self.k,
             num_groups=self._num_groups,
             topk_groups=self._topk_groups,
             renormalise=self._renormalise,
@@ -167,6 +175,11 @@ class MoE:
         self._router, self._experts, self._shared = router, experts, shared
         self._shared_gate, self._latent = shared_gate, latent
         self.load: Tensor | None = None  # [E] int64, tokens that each expert got; None: not counted
+
+    @property
+    def expert_bytes_per_token(self) -> int:
+        """Of the experts' matrices that one token is multiplied by."""
+        return self._experts.nbytes * self._router.k // self._experts.num_experts
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         """Run [B, L, H] through the experts of each token and the shared layer; gives the same shape."""

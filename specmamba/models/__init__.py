@@ -1,1 +1,1 @@
-"""Model families over shared layers, draft heads, tokenizers, and the reading of checkpoints."""
+"""Model families over shared layers, draft heads, and tokenizers."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.shapes import CacheShape
+from specmamba.checkpoints.quantized.stored_report import NOTHING_STORED, StoredReport
 from specmamba.kernels.linear import WeightForm
 from specmamba.layers.context import ForwardContext
 
@@ -112,6 +113,7 @@ class LoadedModel:
     attention_width: int  # query heads times their size, summed over the target's attention layers
     eos_token_ids: tuple[int, ...] = ()
     draft_algorithm: DraftAlgorithm = "mtp"  # the kind of ``draft_head``
+    stored: StoredReport = NOTHING_STORED  # of the checkpoint
 
 
 @dataclass(frozen=True, slots=True)

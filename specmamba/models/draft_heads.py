@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmamba.cache.shapes import KVShape
+from specmamba.checkpoints.checkpoint import read_architecture
+from specmamba.checkpoints.config_bounds import require_bounded_config
+from specmamba.checkpoints.files import read_json
+from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.checkpoint import read_architecture, read_json
 from specmamba.models.common_layers import Heads
-from specmamba.models.config_bounds import require_bounded_config
 from specmamba.models.eagle import EMBEDDING, Eagle3Head, EagleHead, HeadWeights
 from specmamba.models.hybrid import HybridTarget
-from specmamba.models.tensor_reader import ShapeReader, TensorReader
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

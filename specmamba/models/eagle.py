@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specmamba.checkpoints.tensor_reader import TensorReader, have_same_values
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.layers.attention import Attention
 from specmamba.layers.context import ForwardContext, LayerContext
@@ -22,7 +23,6 @@ from specmamba.layers.primitives import Linear, RMSNorm
 from specmamba.models.base import LoadOptions
 from specmamba.models.common_layers import Heads, attention_layer, gated_mlp
 from specmamba.models.hybrid import Block, HybridTarget
-from specmamba.models.tensor_reader import TensorReader, have_same_values
 from specmamba.models.weights import Weights
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"

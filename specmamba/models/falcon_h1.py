@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
+from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import UnsupportedModelError
 from specmamba.layers.context import LayerContext
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import AttentionScales, Heads, attention_layer, gated_mlp, require_silu
 from specmamba.models.hybrid import Block, Layer
 from specmamba.models.mamba2_family import Mamba2Config, mamba2_layer
-from specmamba.models.tensor_reader import TensorReader
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import rowwise
 from specmamba.layers.feed_forward import GatedMLP, MoE, TopKSoftmaxRouter
@@ -24,7 +25,6 @@ from specmamba.models.common_layers import (
 )
 from specmamba.models.hybrid import Block, Layer
 from specmamba.models.mamba2_family import Mamba2Config, mamba2_layer
-from specmamba.models.tensor_reader import TensorReader
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:

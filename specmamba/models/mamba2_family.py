@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
+from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import mamba2
 from specmamba.layers.mamba2 import Mamba2
@@ -22,7 +23,6 @@ from specmamba.layers.primitives import Linear
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import require_silu
 from specmamba.models.hybrid import Block
-from specmamba.models.tensor_reader import TensorReader
 from specmamba.models.weights import Weights, loaded_model, scaled
 
 if TYPE_CHECKING:

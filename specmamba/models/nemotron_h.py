@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import UnsupportedModelError
 from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import MLP, MoE, SigmoidRouter, squared_relu
@@ -19,7 +20,6 @@ from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.common_layers import ATTENTION, RECURRENT, Heads, attention_layer, number_layers
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
 from specmamba.models.mamba2_family import Mamba2Config, mamba2_layer
-from specmamba.models.tensor_reader import TensorReader
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:

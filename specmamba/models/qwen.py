@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
+from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import delta_net, paged_attention, rowwise
 from specmamba.layers.attention import Attention
@@ -30,7 +31,6 @@ from specmamba.models.common_layers import (
     require_silu,
 )
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
-from specmamba.models.tensor_reader import TensorReader
 from specmamba.models.weights import Weights, loaded_model
 
 if TYPE_CHECKING:

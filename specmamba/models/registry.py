@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specmamba.checkpoints.checkpoint import read_config, read_eos_token_ids, text_config
+from specmamba.checkpoints.files import GGUF_FILE
+from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import ConfigError
 from specmamba.models import falcon_h1, granite_hybrid, mamba2_family, nemotron_h, qwen
 from specmamba.models.base import LoadedModel, LoadOptions
-from specmamba.models.checkpoint import GGUF_FILE, read_config, read_eos_token_ids, text_config
-from specmamba.models.tensor_reader import ShapeReader, TensorReader
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,13 +58,14 @@ def load_model(folder: Path, options: LoadOptions) -> LoadedModel:
     text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
     with _open_reader(folder, family, text, options.device.type != "meta") as reader:
         loaded = family.load(text, reader, options)
-    return replace(loaded, architecture=architecture, eos_token_ids=read_eos_token_ids(folder, config))
+        stored = reader.report()
+    return replace(loaded, architecture=architecture, eos_token_ids=read_eos_token_ids(folder, config), stored=stored)
 
 
 def _open_reader(folder: Path, family: Family, text: PretrainedConfig, has_values: bool) -> TensorReader:
     """Open the tensors of a checkpoint, by the names that the family's loader asks for."""
     if (folder / GGUF_FILE).exists():
-        from specmamba.models.gguf.reader import GgufReader
+        from specmamba.checkpoints.gguf.gguf_reader import GgufReader
 
         return GgufReader(folder / GGUF_FILE, text, has_values)
     return (TensorReader if has_values else ShapeReader)(folder, family.renames)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from specmamba.checkpoints.files import MAX_TEXT_BYTES, read_json
 from specmamba.errors import CheckpointError, SpecmambaError
-from specmamba.models.checkpoint import MAX_TEXT_BYTES, read_json
 from specmamba.models.text_growth import growth
 
 T = TypeVar("T")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
+from specmamba.checkpoints.tensor_reader import DTYPES, TensorReader, have_same_values
 from specmamba.errors import CheckpointError, UnsupportedModelError
 from specmamba.kernels import linear, moe
 from specmamba.kernels.linear import WeightForm
@@ -17,7 +18,6 @@ from specmamba.layers.feed_forward import Experts
 from specmamba.layers.primitives import Linear, RMSNorm, Rotary
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import Block, HybridTarget, MTPHead
-from specmamba.models.tensor_reader import DTYPES, TensorReader, have_same_values
 
 
 class Weights:

@@ -26,6 +26,7 @@ from specmamba import LLM, SamplingParams
 from specmamba.cache.memory import plan_memory
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.cache.state_pool import StateOwnershipError, StatePool
+from specmamba.checkpoints.tensor_reader import StoredTensor, TensorReader
 from specmamba.config import EngineConfig
 from specmamba.core import Batch, DraftTree, OutputDelta, RequestOutput
 from specmamba.draft.draft_model import DraftStates, ModelDrafter
@@ -33,7 +34,6 @@ from specmamba.draft.drafter import chain_shape
 from specmamba.engine.workbench import Workbench
 from specmamba.errors import ConfigError
 from specmamba.kernels import causal_conv1d, gated_delta_rule
-from specmamba.models.tensor_reader import StoredTensor, TensorReader
 from specmamba.trees import StaticTree, TreeFile
 from specmamba.verify.record_buffers import RecordBuffers
 from tests.cache.test_prefix_exact import check_pools

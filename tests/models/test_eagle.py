@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from transformers import Qwen3_5ForCausalLM
 
 from specmamba import LLM, SamplingParams
+from specmamba.checkpoints.tensor_reader import StoredTensor, TensorReader
 from specmamba.core import Batch, DraftTree, RequestOutput
 from specmamba.draft.heads.children import ChildPicker
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
-from specmamba.models.tensor_reader import StoredTensor, TensorReader
 from specmamba.sampling_params import SamplingBatch
 from tests.exactness import assert_same_greedy_texts, run_directly
 from tests.families import FAMILIES

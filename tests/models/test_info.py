@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specmamba.checkpoints.tensor_reader import StoredTensor, TensorReader
 from specmamba.cli import main
 from specmamba.config import EngineConfig
 from specmamba.engine import model_report as info_module
@@ -19,7 +20,6 @@ from specmamba.engine.model_report import model_info
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specmamba.models.base import LoadOptions
 from specmamba.models.registry import load_model
-from specmamba.models.tensor_reader import StoredTensor, TensorReader
 from tests.families import FAMILIES
 from tests.heads import save, write_head
 from tests.tiny import write_tiny_checkpoint

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from specmamba.cache.shapes import KVShape, StateShape
+from specmamba.checkpoints.tensor_reader import ShapeReader, StoredTensor
 from specmamba.kernels import mamba2
 from specmamba.models import registry
 from specmamba.models.base import LoadOptions
-from specmamba.models.tensor_reader import ShapeReader, StoredTensor
 from tests.models.test_weight_bytes import parts
 
 Shape = tuple[int, ...]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from specmamba.checkpoints.checkpoint import read_eos_token_ids
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, RequestError
-from specmamba.models.checkpoint import read_eos_token_ids
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
 from specmamba.models.tokenizer_backend import longest_token
 

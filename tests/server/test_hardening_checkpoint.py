@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from specmamba.checkpoints import files, tensor_reader
+from specmamba.checkpoints.checkpoint import read_architecture, read_config, resolve_checkpoint
+from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError
-from specmamba.models import checkpoint, tensor_reader
-from specmamba.models.checkpoint import read_architecture, read_config, resolve_checkpoint
-from specmamba.models.tensor_reader import TensorReader
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -100,7 +100,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, name: str) -> 
 )
 def test_files_that_are_too_large(tmp_path: Path, name: str) -> None:
     write(tmp_path, {"a": tensor([4], 0, 16)})
-    size = checkpoint.MAX_TEXT_BYTES + 1
+    size = files.MAX_TEXT_BYTES + 1
     with (tmp_path / name).open("wb") as file:
         file.truncate(size)  # takes no room on the disk
     with pytest.raises(CheckpointError, match=f"has {size} bytes"):
@@ -112,16 +112,16 @@ def test_files_of_too_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """256 MiB of empty lists would take 5.6 GB."""
     write(tmp_path, {"a": tensor([4], 0, 16)})
     (tmp_path / name).write_text(json.dumps([[]] * 100))
-    monkeypatch.setattr(checkpoint, "MAX_JSON_VALUES", 200)
+    monkeypatch.setattr(files, "MAX_JSON_VALUES", 200)
     assert resolve_checkpoint(str(tmp_path), None) == tmp_path
-    monkeypatch.setattr(checkpoint, "MAX_JSON_VALUES", 199)
+    monkeypatch.setattr(files, "MAX_JSON_VALUES", 199)
     with pytest.raises(CheckpointError, match=rf"{name} has 200 values; 199 are the most"):
         resolve_checkpoint(str(tmp_path), None)
 
 
 def test_a_config_that_is_too_large(tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
-        file.truncate(checkpoint.MAX_JSON_BYTES + 1)
+        file.truncate(files.MAX_JSON_BYTES + 1)
     with pytest.raises(CheckpointError, match=r"config\.json has 67108865 bytes"):
         read_architecture(tmp_path)
 

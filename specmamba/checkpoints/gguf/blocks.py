@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specmamba.checkpoints.quantized.unpack import e2m1_values, from_e8m0
 from specmamba.kernels.linear import QuantizedMatrix
-from specmamba.models.quantized.unpack import e2m1_values, from_e8m0
 
 # What the codes of IQ4_NL mean.
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -34,6 +34,14 @@ class BlockType(NamedTuple):
     num_bytes: int
     group: int
     decode: Callable[[Tensor], Blocks]
+
+
+def type_name(number: int) -> str:
+    """What ggml calls its type of this number."""
+    from transformers.integrations.gguf.dequant import GGML_NAME
+
+    named = {6: "Q5_0", 7: "Q5_1", 20: "IQ4_NL", 39: "MXFP4"} | GGML_NAME
+    return str(named.get(number, f"ggml type {number}"))
 
 
 def to_matrix(data: Tensor, kind: BlockType, shape: tuple[int, ...]) -> QuantizedMatrix:

@@ -18,9 +18,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from specmamba.errors import CheckpointError
-from specmamba.kernels.linear import QuantizedMatrix
-from specmamba.models.quantized.unpack import (
+from specmamba.checkpoints.quantized.unpack import (
     e2m1_values,
     e4m3_values,
     from_awq_words,
@@ -28,6 +26,8 @@ from specmamba.models.quantized.unpack import (
     from_e8m0,
     from_words,
 )
+from specmamba.errors import CheckpointError
+from specmamba.kernels.linear import QuantizedMatrix
 
 Parts = Mapping[str, Tensor]
 SUPPORTED_BITS = (4, 8)
@@ -172,6 +172,8 @@ def _is_shuffled(groups: Tensor, group: int) -> bool:
 def _scale_of(name: str, scale: Tensor, shape: tuple[int, ...], storage: Storage) -> tuple[Tensor, int]:
     """Scales [..., N, groups] of a matrix of this shape, and the inputs of a group."""
     *_, outputs, width = shape
+    if scale.dim() == 4 and len(shape) == 2 and scale.shape[1] == scale.shape[3] == 1:
+        scale = scale.flatten(0, 1).flatten(1, 2)  # ModelOpt's blocks of FP8
     if scale.numel() in (1, prod(shape[:-2])):  # per tensor
         return scale.reshape(*shape[:-2], 1, 1).expand(*shape[:-1], 1), width
     if scale.shape == shape[:-1]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmamba.checkpoints.files import INDEX_FILE, SINGLE_FILE, read_json, require_file, require_safetensors
+from specmamba.checkpoints.quantized.decode import decode
+from specmamba.checkpoints.quantized.parts import CODES, group_parts, is_of_activations
+from specmamba.checkpoints.quantized.storage import read_storage
+from specmamba.checkpoints.quantized.stored_report import StoredReport, form_of, summarize
 from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
-from specmamba.models.checkpoint import INDEX_FILE, SINGLE_FILE, read_json, require_file, require_safetensors
-from specmamba.models.quantized.config import read_storage
-from specmamba.models.quantized.decode import decode
-from specmamba.models.quantized.parts import CODES, group_parts, is_of_activations
 
 FLOAT_TYPES = ("F32", "BF16", "F16")
 MAX_HEADER_BYTES = 64 << 20  # of a safetensors file; safetensors has a limit of its own, 100 MB
 MAX_TENSORS = 500_000  # of a file
+BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "BF16": 16, "F16": 16, "I16": 16, "F4": 4}  # else 8
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -33,6 +36,11 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str  # as safetensors writes it: F32, BF16, F8_E4M3, ...
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return prod(self.shape) * BITS.get(self.dtype, 8) // 8
 
 
 class TensorReader:
@@ -51,6 +59,7 @@ class TensorReader:
     def __init__(self, folder: Path, renames: Sequence[tuple[str, str]] = ()) -> None:
         self._tensors: dict[str, StoredTensor] = {}
         self._taken: set[str] = set()
+        self._ignored: list[str] = []
         self._handles: dict[Path, Any] = {}
         self._folder = folder
         with ExitStack() as self._stack:
@@ -156,11 +165,9 @@ class TensorReader:
         Raises:
             CheckpointError: tensors are left over; the message names the first of them.
         """
-        left = [
-            tensor.stored_name
-            for name, tensor in self._tensors.items()
-            if not (name in self._taken or name.startswith(ignore) or is_of_activations(name))
-        ]
+        others = {name: tensor.stored_name for name, tensor in self._tensors.items() if name not in self._taken}
+        self._ignored = [name for name in others if name.startswith(ignore) or is_of_activations(name)]
+        left = [stored for name, stored in others.items() if name not in self._ignored]
         if left:
             more = f" and {len(left) - 5} more" if len(left) > 5 else ""
             raise CheckpointError(
@@ -168,6 +175,26 @@ class TensorReader:
                 + ", ".join(map(repr, left[:5]))
                 + more
             )
+
+    def report(self) -> StoredReport:
+        """What was taken, and what was ignored."""
+        parts = {part for parts in self._parts.values() for part in parts.values()}
+        plain = [
+            (name, tensor.dtype, tensor.num_bytes)
+            for name, tensor in self._tensors.items()
+            if name in self._taken and name not in parts and sum(size > 1 for size in tensor.shape) > 1
+        ]
+        quantized = [(name, *self._form_and_bytes(name)) for name in self._parts if self._is_taken(name)]
+        return summarize([*plain, *quantized], self._ignored)
+
+    def _is_taken(self, name: str) -> bool:
+        return any(part in self._taken for part in self._parts[name].values())
+
+    def _form_and_bytes(self, name: str) -> tuple[str, int]:
+        """Of a quantized matrix."""
+        parts = {role: self._tensors[part] for role, part in self._parts[name].items()}
+        shapes = {role: (part.dtype, part.shape) for role, part in parts.items()}
+        return form_of(shapes), sum(part.num_bytes for part in parts.values())
 
     def _add(self, name: str, tensor: StoredTensor) -> None:
         other = self._tensors.setdefault(name, tensor)

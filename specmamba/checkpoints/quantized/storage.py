@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from specmamba.checkpoints.files import read_json
+from specmamba.checkpoints.quantized.decode import Storage
 from specmamba.errors import CheckpointError, UnsupportedModelError
-from specmamba.models.checkpoint import read_json
-from specmamba.models.quantized.decode import Storage
 
 METHODS = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8")
 MODELOPT_FILE = "hf_quant_config.json"

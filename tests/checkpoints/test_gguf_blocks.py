@@ -9,8 +9,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES, to_matrix
 from specmamba.kernels.linear import QuantizedMatrix
-from specmamba.models.gguf.blocks import BLOCK_TYPES, to_matrix
 
 # bytes of a block that are float16
 HALVES = {2: (0,), 3: (0, 2), 6: (0,), 7: (0, 2), 8: (0,), 12: (0, 2), 13: (0, 2), 14: (208,), 20: (0,), 39: ()}

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specmamba.checkpoints.files import require_file
+from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES
 from specmamba.errors import CheckpointError, UnsupportedModelError
-from specmamba.models.checkpoint import require_file
-from specmamba.models.gguf.blocks import BLOCK_TYPES
 
 MAGIC = b"GGUF"
 FLOAT_TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's number

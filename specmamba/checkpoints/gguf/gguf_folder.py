@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from specmamba.checkpoints.files import GGUF_FILE
+from specmamba.checkpoints.gguf.header import is_gguf, read_header, read_metadata, require_architecture
 from specmamba.errors import CheckpointError
-from specmamba.models.checkpoint import GGUF_FILE
-from specmamba.models.gguf.file import is_gguf, read_header, read_metadata, require_architecture
 
 __all__ = ["folder_of", "is_gguf"]
 

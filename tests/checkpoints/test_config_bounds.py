@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from specmamba.checkpoints.checkpoint import read_config, text_config
+from specmamba.checkpoints.config_bounds import FIELDS, ROPE_FIELDS, require_bounded_config
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError
 from specmamba.models.base import LoadOptions
-from specmamba.models.checkpoint import read_config, text_config
-from specmamba.models.config_bounds import FIELDS, ROPE_FIELDS, require_bounded_config
 from specmamba.models.draft_heads import read_head_config
 from specmamba.models.registry import ARCHITECTURES, load_model
 from tests.models.test_published_configs import MODELS

@@ -13,9 +13,9 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specmamba.checkpoints.quantized.unpack import AWQ_ORDER, e2m1_values
+from specmamba.checkpoints.tensor_reader import ShapeReader, TensorReader
 from specmamba.errors import CheckpointError, UnsupportedModelError
-from specmamba.models.quantized.unpack import AWQ_ORDER, e2m1_values
-from specmamba.models.tensor_reader import ShapeReader, TensorReader
 
 SHAPE = OUTPUTS, WIDTH = 80, 192
 # format of compressed-tensors, what it is given of the weights, dtype of the scales
@@ -148,6 +148,13 @@ def test_fp8_of_qwen(tmp_path: Path, dtype: torch.dtype) -> None:
     )
     full = scale.float().repeat_interleave(128, 0)[:OUTPUTS].repeat_interleave(128, 1)[:, :WIDTH]
     assert torch.equal(read(tmp_path), codes.float() * full)
+
+
+def test_fp8_blocks_of_modelopt(tmp_path: Path) -> None:
+    """Scales have a dimension for the places within a block."""
+    codes, scale, expected = fp8(weights())
+    write(tmp_path, {"weight": codes, "weight_scale": scale[:, None, :, None]}, {"quant_method": "modelopt"})
+    assert torch.equal(read(tmp_path), expected)
 
 
 def test_nvfp4_of_modelopt(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES, to_matrix, type_name
+from specmamba.checkpoints.gguf.header import FLOAT_TYPES, GgufTensor, model_tensors, read_header
+from specmamba.checkpoints.gguf.header import Stored as StoredInFile
+from specmamba.checkpoints.tensor_reader import StoredTensor, TensorReader
 from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
-from specmamba.models.gguf.blocks import BLOCK_TYPES, to_matrix
-from specmamba.models.gguf.file import FLOAT_TYPES, GgufTensor, model_tensors, read_header
-from specmamba.models.gguf.file import Stored as StoredInFile
-from specmamba.models.tensor_reader import StoredTensor, TensorReader
 
 STORED_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 Stored = Tensor | QuantizedMatrix
@@ -43,6 +43,7 @@ class GgufReader(TensorReader):
         self._has_values = has_values
         self._made = {x.name: x for x in model_tensors(tuple(self._infos), header.architecture, config)}
         self._taken: set[str] = set()
+        self._ignored: list[str] = []
         self._tensors, self._parts = {}, {}
         for name, made in self._made.items():
             kinds = [self._infos[source].kind for source in made.sources]
@@ -63,6 +64,12 @@ class GgufReader(TensorReader):
         if not self._has_values:
             return torch.empty(shape, device="meta")
         return self._load(self._made[name])
+
+    def _form_and_bytes(self, name: str) -> tuple[str, int]:
+        """Of a matrix in blocks."""
+        sources = [self._infos[source] for source in self._made[name].sources]
+        forms = dict.fromkeys(type_name(source.kind) for source in sources)
+        return " and ".join(forms), sum(source.num_bytes for source in sources)
 
     def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         """Load some rows of a matrix: [rows, width], also without values. Raises CheckpointError."""

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from specmamba import LLM, SamplingParams
+from specmamba.checkpoints.checkpoint import resolve_checkpoint
+from specmamba.checkpoints.gguf import gguf_folder as folder
+from specmamba.checkpoints.gguf.gguf_reader import GgufReader
 from specmamba.errors import CheckpointError, UnsupportedModelError
-from specmamba.models.checkpoint import resolve_checkpoint
-from specmamba.models.gguf import folder
-from specmamba.models.gguf.reader import GgufReader
 from tests.gguf_files import converted, name_of, write_gguf
 from tests.tiny import FULL, LINEAR, write_tiny_checkpoint
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specmamba.checkpoints.checkpoint import read_config, resolve_checkpoint, text_config
+from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
-from specmamba.models.checkpoint import read_config, resolve_checkpoint, text_config
-from specmamba.models.tensor_reader import TensorReader
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -1,0 +1,1 @@
+"""Checkpoints: where they are found, what their configs say, and their tensors by name."""
