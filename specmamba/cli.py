@@ -31,6 +31,7 @@ commands:
   serve       an OpenAI-compatible HTTP server, on 127.0.0.1:30000
   generate    continue one prompt, streamed to the terminal
   info        what a model is, what it takes, and what can be done with it
+  quantize    round a checkpoint's matrices to 4 or 8 bits
   doctor      whether this installation works: packages, device, kernels, and a self-test
   bench       measure: acceptance of drafts, a server under load, the prefix cache, operators, a GPU
   tune        choose by measurement: draft trees
@@ -50,6 +51,7 @@ examples:
   specmamba generate --prompt "def main():" --max-tokens 64
   specmamba generate --temperature 0.8 --seed 7 < prompt.txt
   specmamba info --model ./my-model --quantization int8
+  specmamba quantize --model ./my-model --format int4 --out ./my-model-int4
   specmamba doctor
   specmamba bench acceptance --speculative-num-steps 3
   specmamba bench serving --concurrency 1,4 --plot load.png
@@ -143,6 +145,12 @@ def _generate_command(arguments: list[str]) -> int:
 
 def _info(arguments: list[str]) -> int:
     from specmamba.info import main as run
+
+    return run(arguments)
+
+
+def _quantize(arguments: list[str]) -> int:
+    from specmamba.quantize import main as run
 
     return run(arguments)
 
@@ -285,6 +293,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "generate": _generate_command,
     "info": _info,
+    "quantize": _quantize,
     "doctor": _doctor,
     **{command: partial(_run_subcommand, command) for command in SUBCOMMANDS},
 }

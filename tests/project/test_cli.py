@@ -59,7 +59,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "usage: specmamba COMMAND"),
         (["genrate"], "did you mean 'generate'?"),
         (["docter"], "did you mean 'doctor'?"),
-        (["xyz"], "there are: serve, generate, info, doctor, bench, train, tune"),
+        (["xyz"], "there are: serve, generate, info, quantize, doctor, bench, train, tune"),
         (["--verbose"], "no option '--verbose'"),
         (["bench"], "usage: specmamba bench NAME"),
         (

@@ -1,0 +1,197 @@
+"""``specmamba quantize``: round the matrices of a checkpoint to 4 or 8 bits and write them as compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, field_validator
+
+from specmamba.checkpoints.quantized.rounding import Form
+from specmamba.command_line import read_flags, readable
+from specmamba.config import DEMO_MODEL, CommandLine
+from specmamba.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specmamba.checkpoints.tensor_reader import TensorReader
+
+PROG = "specmamba quantize"
+GROUPS = (32, 64, 128)
+SHARD_BYTES = 4 << 30
+# Parts of names of matrices that are small or that decide much: embeddings, the output head, routers, gates.
+KEPT = ("embed", "lm_head", "router", ".gate.", "_gate.", "in_proj_a.", "in_proj_b.", "visual.", "vision")
+LAYOUTS = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}
+SCALE_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class QuantizeConfig(CommandLine):
+    """Round the matrices of a checkpoint to 4 or 8 bits, and write them in compressed-tensors' format."""
+
+    model: Annotated[str | None, Field(description="folder or hub id of a checkpoint; none: the bundled demo")] = None
+    revision: Annotated[str | None, Field(description="branch, tag or commit, when --model is a hub id")] = None
+    out: Annotated[Path, Field(description="folder to write; it must be new or empty")]
+    format: Annotated[Form, Field(description="int4: a scale per group of inputs; int8, fp8: a scale per output")] = (
+        "int4"
+    )
+    group_size: Annotated[int, Field(description=f"inputs of an int4 group: {', '.join(map(str, GROUPS))}")] = 128
+
+    @field_validator("group_size")
+    @classmethod
+    def _is_known(cls, size: int) -> int:
+        if size not in GROUPS:
+            raise ValueError(f"there are groups of {', '.join(map(str, GROUPS))}")
+        return size
+
+
+def main(arguments: list[str]) -> int:
+    """Quantize and print what was done. Returns 0. Raises SpecmambaError."""
+    config = read_flags(QuantizeConfig, PROG, arguments)
+    quantize_checkpoint(config)
+    return 0
+
+
+def quantize_checkpoint(config: QuantizeConfig) -> None:
+    """Write the quantized checkpoint; it appears as a whole, or not at all.
+
+    Raises:
+        ConfigError: the folder is not empty, or no matrix can be quantized so.
+        CheckpointError, UnsupportedModelError: the checkpoint cannot be read, or is quantized already.
+    """
+    from specmamba.checkpoints.checkpoint import read_config, resolve_checkpoint
+    from specmamba.checkpoints.files import GGUF_FILE, read_json
+    from specmamba.models.registry import ARCHITECTURES
+
+    folder = resolve_checkpoint(config.model or str(DEMO_MODEL), config.revision)
+    read_config(folder, tuple(ARCHITECTURES))
+    described = read_json(folder / "config.json")
+    if "quantization_config" in described or (folder / GGUF_FILE).exists():
+        raise CheckpointError(f"{folder} is quantized already: quantize the checkpoint that it was made of")
+    if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
+        raise ConfigError(f"--out {config.out}: it is there already, and not empty")
+    config.out.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{config.out.name}-", dir=config.out.parent))
+    try:
+        kept = _write_tensors(folder, made, config)
+        described["quantization_config"] = _describe(config, kept)
+        (made / "config.json").write_text(json.dumps(described, indent=2))
+        _copy_others(folder, made)
+        made.chmod(0o755)  # a temporary folder is its owner's alone
+        made.replace(config.out)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _write_tensors(folder: Path, made: Path, config: QuantizeConfig) -> list[str]:
+    """Write all tensors in shards; returns the names of matrices that are kept."""
+    from safetensors.torch import save_file
+
+    from specmamba.checkpoints.files import INDEX_FILE
+    from specmamba.checkpoints.tensor_reader import TensorReader
+
+    shard: dict[str, Tensor] = {}
+    shards: list[list[str]] = []
+    counted, kept = Counter[str](), list[str]()
+
+    def flush() -> None:
+        shards.append(list(shard))
+        file = made / f"model-{len(shards):05d}.safetensors"
+        save_file(shard, file, {"format": "pt"})
+        file.chmod(0o644)
+        shard.clear()
+
+    with TensorReader(folder) as reader:
+        for name in reader.names():
+            shard.update(_quantized(reader, name, config, counted, kept))
+            if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_BYTES:
+                flush()
+    if not counted["matrices"]:
+        raise ConfigError(f"--format {config.format}: none of the matrices of {folder} can be stored so")
+    if shard:
+        flush()
+    weight_map = {name: f"model-{i:05d}.safetensors" for i, names in enumerate(shards, 1) for name in names}
+    (made / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    before, after = readable(counted["before"]), readable(counted["after"])
+    print(f"{counted['matrices']} matrices in {config.format}: {before} became {after}; {len(kept)} matrices are kept")
+    return kept
+
+
+def _quantized(
+    reader: TensorReader, name: str, config: QuantizeConfig, counted: Counter[str], kept: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that stand for a tensor of the checkpoint, by name; counts what was done."""
+    import torch
+
+    from specmamba.checkpoints.quantized.rounding import round_matrix
+
+    stored = reader.stored(name)
+    tensor = reader.take(name, stored.shape)
+    if tensor.dim() < 2 or min(tensor.shape) < 2:
+        yield name, tensor
+        return
+    matrices = dict(_matrices(name, tensor))
+    if not matrices or not all(_can_be_rounded(matrix, config) for matrix in matrices.values()):
+        kept.append(name)
+        yield name, tensor
+        return
+    print(f"  {name} {list(tensor.shape)}", file=sys.stderr)
+    for own, matrix in matrices.items():
+        if not bool(matrix.isfinite().all()):
+            raise CheckpointError(f"{name} has weights that are NaN or infinite")
+        dtype = getattr(torch, SCALE_TYPES[stored.dtype])
+        parts = round_matrix(matrix, config.format, config.group_size, dtype)
+        counted.update(matrices=1, before=matrix.nbytes, after=sum(part.nbytes for part in parts.values()))
+        for part, codes in parts.items():
+            yield f"{own.removesuffix('weight')}{part}", codes
+
+
+def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of a tensor by name, if they are to be quantized. Stacked experts get a name each."""
+    if any(part in name for part in KEPT):
+        return
+    if tensor.dim() == 2 and name.endswith(".weight"):
+        yield name, tensor
+    elif tensor.dim() == 3 and name.endswith(".experts.down_proj"):
+        for i, matrix in enumerate(tensor):
+            yield f"{name.removesuffix('down_proj')}{i}.down_proj.weight", matrix
+    elif tensor.dim() == 3 and name.endswith(".experts.gate_up_proj"):
+        for i, both in enumerate(tensor):
+            prefix = f"{name.removesuffix('gate_up_proj')}{i}."
+            yield from zip((f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), both.chunk(2), strict=True)
+
+
+def _can_be_rounded(matrix: Tensor, config: QuantizeConfig) -> bool:
+    """Whether the inputs of a matrix are whole groups."""
+    return config.format != "int4" or matrix.shape[1] % config.group_size == 0
+
+
+def _describe(config: QuantizeConfig, kept: list[str]) -> dict[str, Any]:
+    """What compressed-tensors' readers look for in config.json."""
+    weights: dict[str, Any] = {"num_bits": 4 if config.format == "int4" else 8, "symmetric": True, "dynamic": False}
+    weights["type"] = "float" if config.format == "fp8" else "int"
+    weights |= (
+        {"strategy": "group", "group_size": config.group_size} if config.format == "int4" else {"strategy": "channel"}
+    )
+    layout = LAYOUTS[config.format]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": layout}},
+        "ignore": [name.removesuffix(".weight") for name in kept],
+    }
+
+
+def _copy_others(folder: Path, made: Path) -> None:
+    """Copy what stands beside the weights: tokenizer, templates, settings of generation."""
+    for file in folder.iterdir():
+        is_weights = ".safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth", ".ckpt")
+        if file.is_file() and not is_weights and not (made / file.name).exists():
+            shutil.copyfile(file, made / file.name)
