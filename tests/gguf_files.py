@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,14 @@ LAYERS = (
     ("mlp.gate_proj", "ffn_gate"),
     ("mlp.up_proj", "ffn_up"),
     ("mlp.down_proj", "ffn_down"),
+    ("mlp.gate", "ffn_gate_inp"),
+    ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
+    ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+    ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+    ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+    ("mlp.experts.gate_proj", "ffn_gate_exps.weight"),
+    ("mlp.experts.up_proj", "ffn_up_exps.weight"),
+    ("mlp.experts.down_proj", "ffn_down_exps.weight"),
 )
 OTHERS = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -50,17 +58,28 @@ OTHERS = {
 TypeOf = Callable[[str, tuple[int, ...]], GGMLQuantizationType]
 
 
-def write_gguf(folder: Path, file: Path, type_of: TypeOf = lambda name, shape: F32) -> Path:
-    """Convert the checkpoint in ``folder``; ``type_of``: of each matrix whose rows are whole blocks."""
+def write_gguf(
+    folder: Path, file: Path, type_of: TypeOf = lambda name, shape: F32, extra: Mapping[str, int] | None = None
+) -> Path:
+    """Convert the checkpoint in ``folder``.
+
+    Args:
+        folder: of the checkpoint.
+        file: to write.
+        type_of: of each matrix whose rows are whole blocks, by its name in the file and its shape.
+        extra: further metadata.
+    """
     config = json.loads((folder / "config.json").read_text())
-    tensors = load_file(folder / "model.safetensors")
-    writer = GGUFWriter(file, "qwen35")
+    tensors = separated(load_file(folder / "model.safetensors"))
+    writer = GGUFWriter(file, "qwen35moe" if "num_experts" in config else "qwen35")
     write_metadata(writer, config, has_mtp="mtp.fc.weight" in tensors)
+    for key, number in (extra or {}).items():
+        writer.add_uint32(key, number)
     write_tokens(writer, json.loads((folder / "tokenizer.json").read_text()))
     for name, tensor in tensors.items():
         stored = name_of(name, config["num_hidden_layers"])
         values = converted(name, tensor.float(), config)
-        kind = type_of(stored, tuple(values.shape)) if values.dim() == 2 and values.shape[1] % 32 == 0 else F32
+        kind = type_of(stored, tuple(values.shape)) if values.dim() > 1 and values.shape[-1] % 32 == 0 else F32
         data: Any = quantize(np.ascontiguousarray(values.numpy()), kind)
         writer.add_tensor(stored, data, raw_dtype=kind)
     writer.write_header_to_file()
@@ -68,6 +87,18 @@ def write_gguf(folder: Path, file: Path, type_of: TypeOf = lambda name, shape: F
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def separated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts' gates and ups as tensors of their own, the ups first."""
+    found = {}
+    for name, tensor in tensors.items():
+        prefix, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            found[f"{prefix}.up_proj"], found[f"{prefix}.gate_proj"] = tensor.chunk(2, 1)[1], tensor.chunk(2, 1)[0]
+        else:
+            found[name] = tensor
+    return found
 
 
 def name_of(name: str, num_layers: int) -> str:
@@ -102,6 +133,8 @@ def converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
     if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
         x = x.squeeze(1) if "conv1d" in name else x
         return torch.cat([x[:first], tiled(x[first:], dim)])
+    if name.endswith("shared_expert_gate.weight"):
+        return x.squeeze(0)
     if name.endswith("linear_attn.out_proj.weight"):
         return tiled(x.t(), dim).t()
     return x
@@ -113,16 +146,22 @@ def write_metadata(writer: GGUFWriter, config: dict[str, Any], has_mtp: bool) ->
     value_heads = config["linear_num_value_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    else:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_block_count(config["num_hidden_layers"] + has_mtp)
     if has_mtp:
-        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+        writer.add_uint32(f"{writer.arch}.nextn_predict_layers", 1)
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_uint32("qwen35.full_attention_interval", config["layer_types"].index("full_attention") + 1)
+    writer.add_uint32(f"{writer.arch}.full_attention_interval", config["layer_types"].index("full_attention") + 1)
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
     writer.add_ssm_state_size(config["linear_key_head_dim"])
     writer.add_ssm_group_count(config["linear_num_key_heads"])

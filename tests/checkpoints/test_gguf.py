@@ -21,6 +21,7 @@ from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.checkpoints.gguf import gguf_folder as folder
 from specmamba.checkpoints.gguf.gguf_reader import GgufReader
 from specmamba.errors import CheckpointError, UnsupportedModelError
+from tests.families import qwen3_5_moe
 from tests.gguf_files import converted, name_of, write_gguf
 from tests.tiny import FULL, LINEAR, write_tiny_checkpoint
 
@@ -91,6 +92,23 @@ def test_quantized_file_runs_with_drafts(checkpoint: Path, tmp_path: Path) -> No
     assert any(sum(text[25:]) for text in drafted)
 
 
+@pytest.mark.parametrize("kind", [F32, Q8_0])
+def test_experts(tmp_path: Path, kind: GGMLQuantizationType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text and drafts of a mixture are those of the checkpoint; the stacks of ups stand before those of gates."""
+    sizes = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
+    sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    monkeypatch.setitem(qwen3_5_moe.VARIANTS, "blocks", sizes)
+    monkeypatch.setitem(qwen3_5_moe.FUSED, "blocks", (True, True))
+    folder = tmp_path / "moe"
+    qwen3_5_moe.build(folder, "blocks")
+    file = write_gguf(folder, tmp_path / "moe.gguf", lambda name, shape: kind)
+    if kind is F32:
+        assert texts(file, speculative_num_steps=2) == texts(folder, speculative_num_steps=2)
+        return
+    plain = texts(file, speculative_algorithm="none")
+    assert [text[:24] for text in texts(file, speculative_num_steps=2)] == [text[:24] for text in plain]
+
+
 def test_folder_is_made_once(checkpoint: Path, tmp_path: Path) -> None:
     """And again when the file has changed."""
     file = write_gguf(checkpoint, tmp_path / "tiny.gguf")
@@ -99,6 +117,13 @@ def test_folder_is_made_once(checkpoint: Path, tmp_path: Path) -> None:
     write_gguf(checkpoint, file, lambda name, shape: Q8_0)
     assert resolve_checkpoint(str(file), None) != first
     assert {x.name for x in first.iterdir()} >= {"config.json", "tokenizer.json", "model.gguf"}
+
+
+def test_folder_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> None:
+    file = write_gguf(checkpoint, tmp_path / "tiny.gguf")
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"cache cannot be written: .*XDG_CACHE_HOME names another place"):
+        resolve_checkpoint(str(file), None)
 
 
 class TestDamage:
@@ -151,7 +176,12 @@ class TestDamage:
 
     def test_another_architecture(self, file: Path) -> None:
         file.write_bytes(file.read_bytes().replace(b"qwen35", b"llama4"))
-        with pytest.raises(UnsupportedModelError, match=r"'llama4' model; of GGUF files, lfm2, qwen35, qwen35moe are"):
+        with pytest.raises(UnsupportedModelError, match=r"'llama4' model; of GGUF files, qwen35, qwen35moe are"):
+            resolve_checkpoint(str(file), None)
+
+    def test_part_of_a_split_file(self, checkpoint: Path, tmp_path: Path) -> None:
+        file = write_gguf(checkpoint, tmp_path / "a-00001-of-00003.gguf", extra={"split.count": 3})
+        with pytest.raises(UnsupportedModelError, match="is one of 3 parts: llama-gguf-split --merge joins them"):
             resolve_checkpoint(str(file), None)
 
     def test_scales_that_are_none(self, file: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +18,41 @@ __all__ = ["folder_of", "is_gguf"]
 
 SAMPLE_BYTES = 1 << 20  # of the file, for its digest
 VERSION = "1"  # of what is written
+ARCHITECTURES = ("qwen35", "qwen35moe")
 
 
 def folder_of(file: Path) -> Path:
     """Find or make a folder with the config and the tokenizer of a GGUF file, and a link to the file.
 
     Raises:
-        CheckpointError: the file is truncated or damaged.
+        CheckpointError: the file is truncated or damaged, or the folder cannot be written.
         UnsupportedModelError: its architecture, or a type of its tensors, is not known.
     """
     folder = cache_folder() / _digest(file)
-    if (folder / GGUF_FILE).resolve() == file.resolve() and (folder / "config.json").exists():
+    if _stands_for(folder, file):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+    except OSError as error:
+        advice = "XDG_CACHE_HOME names another place for it"
+        raise CheckpointError(f"{folder.parent} cannot be written: {error.strerror}; {advice}") from None
     try:
         _write(file, made)
-        with suppress(OSError):  # another process has made the same
+        if not _stands_for(folder, file):  # else another process has made it meanwhile
             shutil.rmtree(folder, ignore_errors=True)
             made.rename(folder)
+    except OSError as error:
+        if not _stands_for(folder, file):
+            raise CheckpointError(f"{folder} cannot be written: {error.strerror}") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return folder
+
+
+def _stands_for(folder: Path, file: Path) -> bool:
+    """Whether this folder has been made for a file."""
+    return (folder / GGUF_FILE).resolve() == file.resolve() and (folder / "config.json").exists()
 
 
 def cache_folder() -> Path:
@@ -60,11 +72,11 @@ def _digest(file: Path) -> str:
 
 def _write(file: Path, folder: Path) -> None:
     """Write config, tokenizer and link."""
-    from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS, get_gguf_config
+    from transformers.integrations.gguf.gguf_config_mapping import get_gguf_config
 
     header = read_header(file)
     metadata, names = read_metadata(file)
-    architecture = require_architecture(file, metadata, sorted(GGUF_CONFIG_ARCHS))
+    architecture = require_architecture(file, metadata, ARCHITECTURES)
     try:
         config: dict[str, Any] = get_gguf_config(metadata, names)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

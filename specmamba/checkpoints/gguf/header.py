@@ -18,13 +18,12 @@ from specmamba.errors import CheckpointError, UnsupportedModelError
 
 MAGIC = b"GGUF"
 FLOAT_TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's number
-# What the parts of a multi-token-prediction block are called, which transformers does not load: ours, and what the
-# file has added to the weights.
+# The parts of a multi-token-prediction block, which transformers does not load. Norms are stored as all others are.
 NEXT_TOKEN_PARTS = {
-    "nextn.eh_proj.weight": ("mtp.fc.weight", 0.0),
-    "nextn.enorm.weight": ("mtp.pre_fc_norm_embedding.weight", 1.0),
-    "nextn.hnorm.weight": ("mtp.pre_fc_norm_hidden.weight", 1.0),
-    "nextn.shared_head_norm.weight": ("mtp.norm.weight", 1.0),
+    "nextn.eh_proj.weight": "mtp.fc.weight",
+    "nextn.enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "nextn.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "nextn.shared_head_norm.weight": "mtp.norm.weight",
 }
 
 
@@ -135,25 +134,28 @@ def model_tensors(names: Sequence[str], architecture: str, config: Any) -> list[
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    sources: dict[str, list[str]] = {}
+    found: dict[str, list[tuple[int, str]]] = {}
     operations: dict[str, tuple[Any, ...]] = {}
     for stored in names:
-        own = _of_next_token(stored, config.num_hidden_layers)
-        if own is not None:
-            name, offset = own
-            converter = None if offset == 0.0 else next(c for c in converters if "norm" in c.target_patterns[0])
-        else:
+        name, place, converter = _next_token_part(stored, config.num_hidden_layers), 0, None
+        if name is None:
             as_layer, prefix = _as_first_layer(stored, config.num_hidden_layers)
             name, pattern = rename_source_key(as_layer, renamings, converters)
             name = name if prefix is None else name.replace("model.layers.0.", prefix, 1)
             converter = by_pattern.get(pattern)
-        sources.setdefault(name, []).append(stored)
+            place = 0 if converter is None else converter.source_patterns.index(pattern)
+        elif name.removesuffix(".weight").endswith(("norm", "_hidden", "_embedding")):
+            converter = next(each for each in converters if each.target_patterns[0].endswith("norm.weight"))
+        found.setdefault(name, []).append((place, stored))
         operations[name] = () if converter is None else tuple(converter.operations)
-    return [GgufTensor(name, tuple(found), operations[name]) for name, found in sources.items()]
+    return [
+        GgufTensor(name, tuple(stored for _, stored in sorted(sources)), operations[name])
+        for name, sources in found.items()
+    ]
 
 
-def _of_next_token(stored: str, num_layers: int) -> tuple[str, float] | None:
-    """Name and offset of a part of the block that predicts one more token; None: it is another tensor."""
+def _next_token_part(stored: str, num_layers: int) -> str | None:
+    """The name of a part of the block that predicts one more token; None: it is another tensor."""
     prefix, _, rest = stored.partition(".nextn.")
     if not rest:
         return None
@@ -190,8 +192,12 @@ def _guarded(file: Path, read: Callable[[Any], Any]) -> Any:
 
 
 def require_architecture(file: Path, metadata: Mapping[str, Any], known: Sequence[str]) -> str:
-    """The file's architecture. Raises UnsupportedModelError where it is not one of those."""
+    """The file's architecture. Raises UnsupportedModelError where it is not one of those, or the file is a part."""
     architecture = metadata.get("general.architecture")
     if architecture not in known:
         raise UnsupportedModelError(f"{file} is a {architecture!r} model; of GGUF files, {', '.join(known)} are read")
+    if metadata.get("split.count", 1) != 1:
+        raise UnsupportedModelError(
+            f"{file} is one of {metadata['split.count']} parts: llama-gguf-split --merge joins them"
+        )
     return str(architecture)
