@@ -354,7 +354,8 @@ def test_a_converter_that_fails(build: Path, fake_worker: Path, capsys: pytest.C
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 from specmamba.bench.llama_cpp import engine_process
 from specmamba.bench.llama_cpp.__main__ import main
 engine_process.WORKER = (sys.executable, "-S", "-c", {worker!r})
