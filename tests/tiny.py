@@ -36,6 +36,15 @@ DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+# Rows of all matrices are multiples of 32 weights, as quantized formats need.
+WHOLE_BLOCKS: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 # A vision tower beside a language model; ``out_hidden_size`` is the language model's.
 VISION: dict[str, Any] = {
     "depth": 1,

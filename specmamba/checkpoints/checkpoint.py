@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from specmamba.checkpoints.config_bounds import require_bounded_config, require_bounded_json, require_bounded_numbers
 from specmamba.checkpoints.files import GGUF_FILE, read_json, require_bounded_folder, require_safetensors
-from specmamba.checkpoints.gguf.gguf_folder import folder_of, is_gguf
+from specmamba.checkpoints.gguf.gguf_folder import folder_of
+from specmamba.checkpoints.gguf.header import is_gguf
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -96,6 +96,11 @@ class TensorReader:
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{tensor.stored_name} cannot be read from {tensor.file}: {error}") from None
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether matrices are stored as codes with scales."""
+        return bool(self._parts)
+
     def names(self) -> tuple[str, ...]:
         """Of all tensors and quantized matrices, without the parts of these and scales of activations."""
         return self._names
@@ -142,17 +147,18 @@ class TensorReader:
                 f"(without scales, specmamba reads {', '.join(FLOAT_TYPES)})"
             )
         self._taken.add(name)
-        return self._read(tensor)
+        return self._read(name)
 
     def take_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | Tensor:
         """Load a matrix that is stored in parts, and mark them as used; see ``decode``. Raises CheckpointError."""
         self._taken.update(self._parts[name].values())
-        parts = {role: self._read(self._tensors[part]) for role, part in self._parts[name].items()}
+        parts = {role: self._read(part) for role, part in self._parts[name].items()}
         return decode(name, parts, shape, self._storage)
 
-    def _read(self, tensor: StoredTensor) -> Tensor:
+    def _read(self, name: str) -> Tensor:
         from safetensors import SafetensorError
 
+        tensor = self._tensors[name]
         try:
             mapped: Tensor = self._handles[tensor.file].get_tensor(tensor.stored_name)
         except (SafetensorError, OSError, RuntimeError) as error:
@@ -167,7 +173,8 @@ class TensorReader:
         """
         others = {name: tensor.stored_name for name, tensor in self._tensors.items() if name not in self._taken}
         self._ignored = [name for name in others if name.startswith(ignore) or is_of_activations(name)]
-        left = [stored for name, stored in others.items() if name not in self._ignored]
+        ignored = set(self._ignored)
+        left = [stored for name, stored in others.items() if name not in ignored]
         if left:
             more = f" and {len(left) - 5} more" if len(left) > 5 else ""
             raise CheckpointError(
@@ -238,7 +245,8 @@ class TensorReader:
 class ShapeReader(TensorReader):
     """A ``TensorReader`` whose tensors have shape and type, and no values: they are on PyTorch's meta device."""
 
-    def _read(self, tensor: StoredTensor) -> Tensor:
+    def _read(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
         return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
 
     def take_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | Tensor:

@@ -23,20 +23,13 @@ from specmamba.checkpoints.gguf.gguf_reader import GgufReader
 from specmamba.errors import CheckpointError, UnsupportedModelError
 from tests.families import qwen3_5_moe
 from tests.gguf_files import converted, name_of, write_gguf
-from tests.tiny import FULL, LINEAR, write_tiny_checkpoint
+from tests.tiny import FULL, LINEAR, WHOLE_BLOCKS, write_tiny_checkpoint
 
 F32, Q8_0 = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0
-SIZES: dict[str, Any] = {
-    "vocab_size": 4096,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "layer_types": [LINEAR, FULL, LINEAR, FULL],
-    "head_dim": 32,
-    "num_attention_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
+SIZES: dict[str, Any] = WHOLE_BLOCKS | {"vocab_size": 4096, "layer_types": [LINEAR, FULL, LINEAR, FULL]}
 PROMPTS = ([5, 9, 200, 31, 77], [1000, 3, 2, 8, 8, 8, 90])
+
+REAL_CACHE_FOLDER = folder.cache_folder
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +117,15 @@ def test_folder_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> None
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(CheckpointError, match=r"cache cannot be written: .*XDG_CACHE_HOME names another place"):
         resolve_checkpoint(str(file), None)
+
+
+def test_cache_that_others_can_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config that another user has left there would be read as the file's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert REAL_CACHE_FOLDER() == tmp_path / "specmamba" / "gguf"
+    (tmp_path / "specmamba").chmod(0o777)
+    with pytest.raises(CheckpointError, match="others can write to it"):
+        REAL_CACHE_FOLDER()
 
 
 class TestDamage:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import Qwen3_5ForCausalLM
 
 from specmamba import LLM, SamplingParams
-from specmamba.checkpoints.tensor_reader import StoredTensor, TensorReader
+from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.core import Batch, DraftTree, RequestOutput
 from specmamba.draft.heads.children import ChildPicker
 from specmamba.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -589,8 +589,8 @@ def test_damaged_folders(target: Path, tmp_path: Path) -> None:
 def test_a_head_is_refused_before_the_target_is_read(
     target: Path, tmp_path: Path, heads: dict[str, Head], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: TensorReader, tensor: StoredTensor) -> None:
-        raise AssertionError(f"{tensor.stored_name} was read")
+    def refuse(_: TensorReader, name: str) -> None:
+        raise AssertionError(f"{name} was read")
 
     monkeypatch.setattr(TensorReader, "_read", refuse)
     test_heads_of_other_targets(target, tmp_path / "others")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from specmamba.checkpoints.files import GGUF_FILE
-from specmamba.checkpoints.gguf.header import is_gguf, read_header, read_metadata, require_architecture
+from specmamba.checkpoints.gguf.header import read_header, require_architecture
 from specmamba.errors import CheckpointError
-
-__all__ = ["folder_of", "is_gguf"]
+from specmamba.kernels.native import levels, library
 
 SAMPLE_BYTES = 1 << 20  # of the file, for its digest
 VERSION = "1"  # of what is written
@@ -56,9 +54,11 @@ def _stands_for(folder: Path, file: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where such folders lie."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "specmamba" / "gguf"
+    """Where such folders lie. Raises CheckpointError where others could have written them."""
+    try:
+        return library.cache_folder() / "gguf"
+    except levels.NativeUnavailableError as error:
+        raise CheckpointError(f"no config can be kept for a GGUF file: {error}") from None
 
 
 def _digest(file: Path) -> str:
@@ -75,10 +75,10 @@ def _write(file: Path, folder: Path) -> None:
     from transformers.integrations.gguf.gguf_config_mapping import get_gguf_config
 
     header = read_header(file)
-    metadata, names = read_metadata(file)
-    architecture = require_architecture(file, metadata, ARCHITECTURES)
+    require_architecture(file, header, ARCHITECTURES)
+    metadata, architecture = header.metadata, header.architecture
     try:
-        config: dict[str, Any] = get_gguf_config(metadata, names)
+        config: dict[str, Any] = get_gguf_config(metadata, tuple(header.tensors))
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{file}: its metadata do not describe a {architecture} model: {error!r}") from None
     config["mtp_num_hidden_layers"] = metadata.get(f"{architecture}.nextn_predict_layers", 0)

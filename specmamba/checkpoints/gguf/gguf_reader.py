@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES, to_matrix, type_name
-from specmamba.checkpoints.gguf.header import FLOAT_TYPES, GgufTensor, model_tensors, read_header
-from specmamba.checkpoints.gguf.header import Stored as StoredInFile
-from specmamba.checkpoints.tensor_reader import StoredTensor, TensorReader
+from specmamba.checkpoints.gguf.header import FLOAT_TYPES, GgufTensor, TensorEntry, model_tensors, read_header
+from specmamba.checkpoints.tensor_reader import DTYPES, StoredTensor, TensorReader
 from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
 
-STORED_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Stored = Tensor | QuantizedMatrix
 
 
@@ -61,9 +60,7 @@ class GgufReader(TensorReader):
         if stored != tuple(shape):
             raise CheckpointError(f"{name} has the shape {list(stored)} in {self._file}, but should have {list(shape)}")
         self._taken.add(name)
-        if not self._has_values:
-            return torch.empty(shape, device="meta")
-        return self._load(self._made[name])
+        return self._load_or_shape(name)
 
     def _form_and_bytes(self, name: str) -> tuple[str, int]:
         """Of a matrix in blocks."""
@@ -76,13 +73,15 @@ class GgufReader(TensorReader):
         found = self._load(self._made[name])
         return (found if isinstance(found, Tensor) else found.dequantize(torch.float32))[list(rows)]
 
-    def _read(self, tensor: StoredTensor) -> Tensor:
-        made = next(each for each in self._made.values() if ", ".join(each.sources) == tensor.stored_name)
-        if not self._has_values:
-            return torch.empty(tensor.shape, device="meta")
-        found = self._load(made)
+    def _read(self, name: str) -> Tensor:
+        found = self._load_or_shape(name)
         assert isinstance(found, Tensor)
         return found
+
+    def _load_or_shape(self, name: str) -> Stored:
+        if self._has_values:
+            return self._load(self._made[name])
+        return torch.empty(self._tensors[name].shape, device="meta")
 
     def _load(self, made: GgufTensor) -> Stored:
         """Read a tensor in memory of its own, and undo what llama.cpp's converter did to it."""
@@ -102,7 +101,7 @@ class GgufReader(TensorReader):
         return found
 
 
-def _other_blocks(data: Tensor, info: StoredInFile) -> Tensor:
+def _other_blocks(data: Tensor, info: TensorEntry) -> Tensor:
     """Types without a decoder here, as float32."""
     from transformers.integrations.gguf.kernels import dequantize_blocks
 

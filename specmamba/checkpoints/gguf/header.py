@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
@@ -27,7 +27,7 @@ NEXT_TOKEN_PARTS = {
 }
 
 
-class Stored(NamedTuple):
+class TensorEntry(NamedTuple):
     """Where a tensor lies in the file."""
 
     shape: tuple[int, ...]
@@ -39,8 +39,13 @@ class Stored(NamedTuple):
 class Header(NamedTuple):
     """What stands in front of the weights."""
 
-    architecture: str
-    tensors: dict[str, Stored]
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+
+    @property
+    def architecture(self) -> str:
+        """As ggml calls it."""
+        return str(self.metadata["general.architecture"])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,14 +74,26 @@ def is_gguf(file: Path) -> bool:
 
 
 def read_header(file: Path) -> Header:
-    """Read the table of tensors.
+    """Read the metadata and the table of tensors.
 
     Raises:
         CheckpointError: the file is truncated or damaged, or has tensors of unknown types.
         UnsupportedModelError: this version of transformers has no reader.
     """
-    header: Header = _guarded(file, lambda reader: _read_header(file, reader))
-    return header
+    try:
+        from transformers.integrations.gguf import reader
+    except ImportError:
+        raise UnsupportedModelError(
+            "this version of transformers does not read GGUF: install transformers 5.23"
+        ) from None
+    try:
+        require_file(file)
+        return _read_header(file, reader)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    # What damage makes the reader raise.
+    except (ValueError, OverflowError, MemoryError, IndexError, KeyError, TypeError, struct.error) as error:
+        raise CheckpointError(f"{file} is truncated, damaged or not a GGUF file: {error}") from None
 
 
 def _read_header(file: Path, reader: Any) -> Header:
@@ -95,8 +112,8 @@ def _read_header(file: Path, reader: Any) -> Header:
             raise CheckpointError(f"{file} is truncated: it ends before {name} does")
         if name in found:
             raise CheckpointError(f"{file} has two tensors named {name}")
-        found[name] = Stored(shape, number, begin + offset, num_bytes)
-    return Header(metadata["general.architecture"], found)
+        found[name] = TensorEntry(shape, number, begin + offset, num_bytes)
+    return Header(metadata, found)
 
 
 def _block_of(file: Path, name: str, number: int) -> tuple[int, int]:
@@ -111,12 +128,6 @@ def _block_of(file: Path, name: str, number: int) -> tuple[int, int]:
         raise CheckpointError(f"{file}: {name} is stored in ggml's type {number}, which is not supported")
     weights, num_bytes = GGML_BLOCK[number]
     return weights, num_bytes
-
-
-def read_metadata(file: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Read the metadata, and the names of all tensors. Raises as ``read_header`` does."""
-    found: tuple[dict[str, Any], tuple[str, ...]] = _guarded(file, lambda reader: reader.read_gguf_metadata(str(file)))
-    return found
 
 
 def model_tensors(names: Sequence[str], architecture: str, config: Any) -> list[GgufTensor]:
@@ -174,30 +185,12 @@ def _as_first_layer(stored: str, num_layers: int) -> tuple[str, str | None]:
     return f"blk.0.{rest}", f"mtp.layers.{int(layer) - num_layers}."
 
 
-def _guarded(file: Path, read: Callable[[Any], Any]) -> Any:
-    """Read with transformers' reader. What damage makes it raise becomes a CheckpointError."""
-    try:
-        from transformers.integrations.gguf import reader
-    except ImportError:
+def require_architecture(file: Path, header: Header, known: Sequence[str]) -> None:
+    """Raise UnsupportedModelError for a file of another architecture, and for a part of a split file."""
+    if header.architecture not in known:
         raise UnsupportedModelError(
-            "this version of transformers does not read GGUF: install transformers 5.23"
-        ) from None
-    try:
-        require_file(file)
-        return read(reader)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, OverflowError, MemoryError, IndexError, KeyError, TypeError, struct.error) as error:
-        raise CheckpointError(f"{file} is truncated, damaged or not a GGUF file: {error}") from None
-
-
-def require_architecture(file: Path, metadata: Mapping[str, Any], known: Sequence[str]) -> str:
-    """The file's architecture. Raises UnsupportedModelError where it is not one of those, or the file is a part."""
-    architecture = metadata.get("general.architecture")
-    if architecture not in known:
-        raise UnsupportedModelError(f"{file} is a {architecture!r} model; of GGUF files, {', '.join(known)} are read")
-    if metadata.get("split.count", 1) != 1:
-        raise UnsupportedModelError(
-            f"{file} is one of {metadata['split.count']} parts: llama-gguf-split --merge joins them"
+            f"{file} is a {header.architecture!r} model; of GGUF files, {', '.join(known)} are read"
         )
-    return str(architecture)
+    num_parts = header.metadata.get("split.count", 1)
+    if num_parts != 1:
+        raise UnsupportedModelError(f"{file} is one of {num_parts} parts: llama-gguf-split --merge joins them")

@@ -27,19 +27,16 @@ def round_matrix(weight: Tensor, form: Form, group: int, scale_dtype: torch.dtyp
     Returns:
         The tensors by the last part of their names.
     """
+    rounded = [
+        _round_groups(rows, group, scale_dtype) if form == "int4" else _round_rows(rows, form, scale_dtype)
+        for rows in weight.split(max(_ELEMENTS_AT_ONCE // weight.shape[1], 1))
+    ]
+    codes, scales = (torch.cat(of_rows) for of_rows in zip(*rounded, strict=True))
     if form != "int4":
-        rows = [_round_rows(part, form, scale_dtype) for part in weight.split(_rows_at_once(weight))]
-        codes, scales = (torch.cat(parts) for parts in zip(*rows, strict=True))
         return {"weight": codes, "weight_scale": scales}
-    parts = [_round_groups(part, group, scale_dtype) for part in weight.split(_rows_at_once(weight))]
-    codes, scales = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
     numbers = (codes + 8).view(torch.uint8)
     packed = (numbers[:, ::2] | numbers[:, 1::2] << 4).contiguous().view(torch.int32)
     return {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
-
-
-def _rows_at_once(weight: Tensor) -> int:
-    return max(_ELEMENTS_AT_ONCE // weight.shape[1], 1)
 
 
 def _round_rows(weight: Tensor, form: Form, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
