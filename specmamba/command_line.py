@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -131,6 +132,23 @@ def _read_toml(file: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config: {file} is not valid TOML: {error}") from None
     return {key.replace("-", "_"): value for key, value in settings.items()}
+
+
+@contextmanager
+def errors_of_out(out: Path) -> Iterator[None]:
+    """Report errors of reading and writing below ``out`` as errors of the flag.
+
+    Raises:
+        ConfigError: the disk is full, or the folder cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--out: {error.filename or out}: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise ConfigError(f"--out: {out}: {error}") from None
 
 
 def exit_with_error(prog: str, error: Exception) -> NoReturn:

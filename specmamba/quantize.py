@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, field_validator
 
 from specmamba.checkpoints.quantized.rounding import Form
-from specmamba.command_line import read_flags, readable
+from specmamba.command_line import errors_of_out, read_flags, readable
 from specmamba.config import DEMO_MODEL, CommandLine
 from specmamba.errors import CheckpointError, ConfigError
 
@@ -29,7 +29,6 @@ SHARD_BYTES = 4 << 30
 # Parts of names of matrices that are small or that decide much: embeddings, the output head, routers, gates.
 KEPT = ("embed", "lm_head", "router", ".gate.", "_gate.", "in_proj_a.", "in_proj_b.", "visual.", "vision")
 LAYOUTS = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}
-SCALE_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class QuantizeConfig(CommandLine):
@@ -62,7 +61,7 @@ def quantize_checkpoint(config: QuantizeConfig) -> None:
     """Write the quantized checkpoint; it appears as a whole, or not at all.
 
     Raises:
-        ConfigError: the folder is not empty, or no matrix can be quantized so.
+        ConfigError: the folder is not empty or cannot be written, or no matrix can be quantized so.
         CheckpointError, UnsupportedModelError: the checkpoint cannot be read, or is quantized already.
     """
     from specmamba.checkpoints.checkpoint import read_config, resolve_checkpoint
@@ -73,7 +72,17 @@ def quantize_checkpoint(config: QuantizeConfig) -> None:
     read_config(folder, tuple(ARCHITECTURES))
     described = read_json(folder / "config.json")
     if "quantization_config" in described or (folder / GGUF_FILE).exists():
-        raise CheckpointError(f"{folder} is quantized already: quantize the checkpoint that it was made of")
+        raise _quantized_already(folder)
+    with errors_of_out(config.out):
+        _write(folder, described, config)
+
+
+def _quantized_already(folder: Path) -> CheckpointError:
+    return CheckpointError(f"{folder} is quantized already: quantize the checkpoint that it was made of")
+
+
+def _write(folder: Path, described: dict[str, Any], config: QuantizeConfig) -> None:
+    """Write a folder beside ``--out``, and move it there when it is complete."""
     if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise ConfigError(f"--out {config.out}: it is there already, and not empty")
     config.out.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +107,7 @@ def _write_tensors(folder: Path, made: Path, config: QuantizeConfig) -> list[str
 
     shard: dict[str, Tensor] = {}
     shards: list[list[str]] = []
-    counted, kept = Counter[str](), list[str]()
+    counted, kept, shard_bytes = Counter[str](), list[str](), 0
 
     def flush() -> None:
         shards.append(list(shard))
@@ -108,10 +117,15 @@ def _write_tensors(folder: Path, made: Path, config: QuantizeConfig) -> list[str
         shard.clear()
 
     with TensorReader(folder) as reader:
+        if reader.is_quantized:  # a config need not say so
+            raise _quantized_already(folder)
         for name in reader.names():
-            shard.update(_quantized(reader, name, config, counted, kept))
-            if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_BYTES:
+            parts = dict(_quantized(reader, name, config, counted, kept))
+            shard |= parts
+            shard_bytes += sum(tensor.nbytes for tensor in parts.values())
+            if shard_bytes >= SHARD_BYTES:
                 flush()
+                shard_bytes = 0
     if not counted["matrices"]:
         raise ConfigError(f"--format {config.format}: none of the matrices of {folder} can be stored so")
     if shard:
@@ -127,9 +141,8 @@ def _quantized(
     reader: TensorReader, name: str, config: QuantizeConfig, counted: Counter[str], kept: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors that stand for a tensor of the checkpoint, by name; counts what was done."""
-    import torch
-
     from specmamba.checkpoints.quantized.rounding import round_matrix
+    from specmamba.checkpoints.tensor_reader import DTYPES
 
     stored = reader.stored(name)
     tensor = reader.take(name, stored.shape)
@@ -145,8 +158,7 @@ def _quantized(
     for own, matrix in matrices.items():
         if not bool(matrix.isfinite().all()):
             raise CheckpointError(f"{name} has weights that are NaN or infinite")
-        dtype = getattr(torch, SCALE_TYPES[stored.dtype])
-        parts = round_matrix(matrix, config.format, config.group_size, dtype)
+        parts = round_matrix(matrix, config.format, config.group_size, DTYPES[stored.dtype])
         counted.update(matrices=1, before=matrix.nbytes, after=sum(part.nbytes for part in parts.values()))
         for part, codes in parts.items():
             yield f"{own.removesuffix('weight')}{part}", codes

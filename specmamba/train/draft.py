@@ -23,11 +23,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specmamba.command_line import errors_of_out
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.measure.command import run_command
 from specmamba.measure.report import machine, versions
-from specmamba.train.options import TrainDraftConfig, errors_of_out, prepared_out
+from specmamba.train.options import TrainDraftConfig, prepared_out
 
 if TYPE_CHECKING:  # importing torch takes seconds: --help must not wait for it
     import torch

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from specmamba.command_line import errors_of_out
 from specmamba.config import EngineConfig
-from specmamba.errors import ConfigError
 from specmamba.sampling_params import Temperature
 
 DEFAULT_MINUTES = 10.0
@@ -114,23 +114,6 @@ class TrainDraftConfig(EngineConfig):
         """The flags that must be the same when a run is resumed. Texts and target are compared by content."""
         fields = {"seq", "batch", "steps_deep", "draft_vocab_size", "num_heads", "intermediate_size"}
         return self.model_dump(mode="json", include=fields | {"lr", "warmup_steps", "seed"})
-
-
-@contextmanager
-def errors_of_out(out: Path) -> Iterator[None]:
-    """Report errors of reading and writing below ``out`` as errors of the flag.
-
-    Raises:
-        ConfigError: the disk is full, or the folder cannot be written.
-    """
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"--out: {error.filename or out}: {error.strerror or error}") from None
-    except SafetensorError as error:
-        raise ConfigError(f"--out: {out}: {error}") from None
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
+from specmamba.command_line import errors_of_out
 from specmamba.errors import SpecmambaError
 from specmamba.measure.acceptance.figures import full_report
 from specmamba.measure.acceptance.options import AcceptanceBenchConfig, largest_flags, variants_of
@@ -28,7 +29,7 @@ from specmamba.measure.acceptance.tables import print_report
 from specmamba.measure.prompts import read_texts
 from specmamba.train.head import Eagle3Head
 from specmamba.train.loop import RunState, TrainingLoop
-from specmamba.train.options import TrainDraftConfig, errors_of_out
+from specmamba.train.options import TrainDraftConfig
 from specmamba.train.texts import REPORT_TOKENS, Tokens
 from specmamba.train.windows import Windows
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from specmamba import LLM, SamplingParams
+from specmamba.command_line import errors_of_out
 from specmamba.errors import ConfigError, RequestError
 from specmamba.measure.prompts import seed_of
 from specmamba.measure.report import progress_bar
-from specmamba.train.options import TrainDraftConfig, errors_of_out
+from specmamba.train.options import TrainDraftConfig
 from specmamba.train.texts import Texts, Tokens
 
 STATE_TYPE = torch.bfloat16

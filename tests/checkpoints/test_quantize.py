@@ -18,22 +18,12 @@ from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.cli import main
 from specmamba.quantize import GROUPS
 from tests.families import FAMILIES
-from tests.tiny import FULL, LINEAR, write_tiny_checkpoint
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "layer_types": [LINEAR, FULL],
-    "head_dim": 32,
-    "num_attention_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
+from tests.tiny import FULL, LINEAR, WHOLE_BLOCKS, write_tiny_checkpoint
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    return write_tiny_checkpoint(tmp_path / "tiny", 5, **SIZES)
+    return write_tiny_checkpoint(tmp_path / "tiny", 5, **WHOLE_BLOCKS, layer_types=[LINEAR, FULL])
 
 
 def quantize(folder: Path, out: Path, form: str, *options: str) -> int:
@@ -128,6 +118,23 @@ class TestBadInput:
         assert quantize(checkpoint, tmp_path / "once", "int8") == 0
         assert "quantized already" in refused(capsys, tmp_path / "once", tmp_path / "twice", "int8")
         assert not (tmp_path / "twice").exists()
+
+    def test_codes_that_the_config_does_not_mention(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tensors = load_file(checkpoint / "model.safetensors")
+        codes = tensors["mtp.fc.weight"].to(torch.float8_e4m3fn)
+        save_file(
+            tensors | {"mtp.fc.weight": codes, "mtp.fc.weight_scale": torch.ones(1)}, checkpoint / "model.safetensors"
+        )
+        assert "quantized already" in refused(capsys, checkpoint, tmp_path / "out", "int8")
+        assert {file.name for file in tmp_path.iterdir()} == {"tiny"}
+
+    def test_folder_that_cannot_be_made(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").touch()
+        assert f"--out: {tmp_path / 'file'}" in refused(capsys, checkpoint, tmp_path / "file" / "out", "int8")
 
     def test_groups_that_divide_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         odd = write_tiny_checkpoint(tmp_path / "tiny", 0)
