@@ -1,0 +1,150 @@
+"""Quantized matrices as products with codes take them: 4 or 8 bits, scales of 16 bits, groups of 16 to 128 inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specmamba.kernels.linear.quantized import QuantizedMatrix
+
+GROUPS = (128, 64, 32, 16)
+BYTE_GROUP = 128  # of matrices that are rounded anew, to bytes
+_LARGEST_EXPONENT = 15  # scales are below 2^15 times their factor: float16 ends at 2^16
+_ELEMENTS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMatrix:
+    """W[n, k] = factor[n] * (scale[n, g] * (value[n, k] - offset) + minimum[n, g]) with g = k // group.
+
+    The value is the code, or ``table[code]``. There may be a dimension in front, for the matrices of experts.
+    """
+
+    codes: Tensor  # [..., N, K] uint8, below 2^bits
+    bits: int  # 4 or 8
+    scale: Tensor  # [..., N, ceil(K / group)] float16
+    factor: Tensor  # [..., N] float32, powers of two
+    group: int  # one of ``GROUPS``
+    offset: int = 0
+    minimum: Tensor | None = None  # [..., N, ceil(K / group)] float16
+    table: Tensor | None = None  # [16] uint8
+
+    @property
+    def nbytes(self) -> int:
+        """Of the matrix as it is packed, without padding."""
+        parts = (self.scale, self.factor, *(() if self.minimum is None else (self.minimum,)))
+        return self.codes.numel() * self.bits // 8 + sum(part.nbytes for part in parts)
+
+    def dequantize(self) -> Tensor:
+        """The weights [..., N, K] float32."""
+        values = self.codes if self.table is None else self.table[self.codes.int()]
+        width = values.shape[-1]
+        scale, minimum = (
+            None if x is None else x.float().repeat_interleave(self.group, -1)[..., :width]
+            for x in (self.scale, self.minimum)
+        )
+        assert scale is not None
+        weight = (values.float() - self.offset) * scale
+        return (weight if minimum is None else weight + minimum) * self.factor[..., None]
+
+
+def regroup(matrix: QuantizedMatrix) -> GroupedMatrix:
+    """Bring a matrix into the form of products; its scales and minima are rounded to 11 bits, its codes are kept.
+
+    Codes whose values are no whole numbers times a scale, as those of FP8, and groups that no product has, are rounded
+    anew: to bytes with a scale for every 128 inputs.
+    """
+    group = _product_group(matrix)
+    coded = None if group is None else _coded(matrix)
+    if group is None or coded is None:
+        return regroup(to_bytes(matrix))
+    codes, bits, offset, table, unit = coded
+    scale, minimum = matrix.scale * unit, matrix.minimum
+    whole = None if minimum is None else _whole_ratio(minimum, scale)
+    if whole is not None:
+        offset, minimum = offset - whole, None
+    repeats = 1 if matrix.scale.shape[-1] == 1 else matrix.group // group
+    num_groups = -(-codes.shape[-1] // group)
+    spread = [None if x is None else _spread(x, repeats, num_groups) for x in (scale, minimum)]
+    largest = torch.stack([x.abs().amax(-1) for x in spread if x is not None]).amax(0)
+    exponent = torch.frexp(largest).exponent.clamp_(-100) - _LARGEST_EXPONENT
+    factor = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))
+    halves = [None if x is None else (x / factor[..., None]).half() for x in spread]
+    assert halves[0] is not None
+    return GroupedMatrix(codes, bits, halves[0], factor, group, offset, halves[1], table)
+
+
+def to_bytes(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """Round the weights to signed bytes with a scale for every 128 inputs: half of 1/127 of the largest at the most."""
+    width = matrix.shape[-1]
+    codes = torch.empty(matrix.shape, dtype=torch.int8)
+    scale = torch.empty(*matrix.shape[:-1], -(-width // BYTE_GROUP))
+    of_rows = [x.flatten(0, -2).split(max(_ELEMENTS_AT_ONCE // width, 1)) for x in (codes, scale)]
+    for rows, (codes_part, scale_part) in zip(_dequantized_rows(matrix), zip(*of_rows, strict=True), strict=True):
+        padded = torch.nn.functional.pad(rows, (0, -width % BYTE_GROUP)).unflatten(1, (-1, BYTE_GROUP))
+        scale_part.copy_(padded.abs().amax(2) / 127)
+        ratios = (padded / scale_part[..., None]).nan_to_num_(0.0, 0.0, 0.0)
+        codes_part.copy_(ratios.round_().clamp_(-127, 127).flatten(1)[:, :width])
+    return QuantizedMatrix(codes, scale, BYTE_GROUP)
+
+
+def is_kept(matrix: QuantizedMatrix) -> bool:
+    """Whether ``regroup`` keeps the codes of a matrix, rather than to round its weights anew."""
+    return _product_group(matrix) is not None and _coded(matrix) is not None
+
+
+def _dequantized_rows(matrix: QuantizedMatrix) -> list[Tensor]:
+    """The weights of some rows at a time, float32."""
+    width = matrix.shape[-1]
+    rows = max(_ELEMENTS_AT_ONCE // width, 1)
+    minimum = None if matrix.minimum is None else matrix.minimum.flatten(0, -2)
+    codes, scale = matrix.codes.flatten(0, -2), matrix.scale.flatten(0, -2)
+    parts = [slice(first, first + rows) for first in range(0, len(codes), rows)]
+    return [
+        QuantizedMatrix(
+            codes[part], scale[part], matrix.group, None if minimum is None else minimum[part], matrix.table
+        ).dequantize(torch.float32)
+        for part in parts
+    ]
+
+
+def _product_group(matrix: QuantizedMatrix) -> int | None:
+    """The largest group of products that divides those of a matrix."""
+    if matrix.scale.shape[-1] == 1:
+        return next((group for group in reversed(GROUPS) if group >= matrix.shape[-1]), GROUPS[0])
+    return next((group for group in GROUPS if matrix.group % group == 0), None)
+
+
+def _coded(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, Tensor | None, float] | None:
+    """Codes uint8, their bits, the offset, a table, and what scales are multiplied by; None: they are not whole."""
+    if matrix.table is not None:
+        values = next((matrix.table * n for n in (1, 2) if bool((matrix.table * n == (matrix.table * n).round()).all())), None)
+        if values is None or len(values) > 16 or float(values.max() - values.min()) > 255:
+            return None
+        unit = 1.0 if torch.equal(values, matrix.table) else 0.5
+        table = torch.zeros(16, dtype=torch.uint8)
+        table[: len(values)] = (values - values.min()).to(torch.uint8)
+        return matrix.codes, 4, -int(values.min()), table, unit
+    least, most = (int(x) for x in matrix.codes.aminmax())
+    if most - least > 15:
+        if matrix.codes.dtype is torch.uint8:
+            return matrix.codes, 8, 0, None, 1.0
+        return (matrix.codes.view(torch.uint8) ^ 128), 8, 128, None, 1.0
+    return (matrix.codes - least).to(torch.uint8) if least else matrix.codes.view(torch.uint8), 4, -least, None, 1.0
+
+
+def _whole_ratio(minimum: Tensor, scale: Tensor) -> int | None:
+    """The whole number by which all scales are multiplied to give the minima, as those of one zero point."""
+    at = int(scale.flatten().abs().argmax())
+    ratio = float(minimum.flatten()[at] / scale.flatten()[at])
+    is_whole = ratio == round(ratio) if abs(ratio) <= 255 else False
+    return round(ratio) if is_whole and torch.equal(minimum, scale * ratio) else None
+
+
+def _spread(of_groups: Tensor, repeats: int, num_groups: int) -> Tensor:
+    """Scales of larger groups for each of their smaller ones: [..., num_groups]."""
+    if of_groups.shape[-1] == 1:
+        return of_groups.expand(*of_groups.shape[:-1], num_groups)
+    return of_groups.repeat_interleave(repeats, -1)[..., :num_groups]
