@@ -13,7 +13,9 @@ namespace specmamba {
 
 constexpr int kGroupedRows = kLanes >= 16 ? 12 : kRegisters >= 32 ? 8 : 4;  // of a pass: their sums fill the registers
 constexpr int64_t kVectorBytes = 4 * kLanes;  // four inputs of kLanes outputs
-constexpr int64_t kGroupedPrefetch = 4096;    // bytes ahead
+constexpr int64_t kGroupedPrefetch = 2048;    // bytes ahead, into L1
+// As for bf16: the hardware's own prefetching is faster for few rows on CPUs that multiply pairs.
+constexpr int kGroupedPrefetchRows = SPECMAMBA_MULTIPLIES_PAIRS ? 6 : 1;
 
 // How the weights of a matrix are grouped.
 struct Grouping {
@@ -175,8 +177,9 @@ struct GroupedProduct {
       Integers products[Rows][2];
       for (int i = 0; i < Rows; ++i) products[i][0] = products[i][1] = broadcast_integer(start[i]);
       for (int64_t at = 0; at < of.group; at += Unit, w += kUnitBytes, in += Rows * Unit) {
-        for (int64_t ahead = 0; row == 0 && ahead < kUnitBytes; ahead += kLineBytes)
-          __builtin_prefetch(w + kGroupedPrefetch + ahead, 0, 2);
+        if (Rows >= kGroupedPrefetchRows && row == 0)
+          for (int64_t ahead = 0; ahead < kUnitBytes; ahead += kLineBytes)
+            __builtin_prefetch(w + kGroupedPrefetch + ahead, 0, 3);
         add_unit(products, w, in);
       }
       const Vector scales[2] = {halves(w, 0), halves(w, 1)};

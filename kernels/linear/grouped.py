@@ -81,9 +81,12 @@ def to_bytes(matrix: QuantizedMatrix) -> QuantizedMatrix:
     width = matrix.shape[-1]
     codes = torch.empty(matrix.shape, dtype=torch.int8)
     scale = torch.empty(*matrix.shape[:-1], -(-width // BYTE_GROUP))
-    of_rows = [x.flatten(0, -2).split(max(_ELEMENTS_AT_ONCE // width, 1)) for x in (codes, scale)]
-    for rows, (codes_part, scale_part) in zip(_dequantized_rows(matrix), zip(*of_rows, strict=True), strict=True):
-        padded = torch.nn.functional.pad(rows, (0, -width % BYTE_GROUP)).unflatten(1, (-1, BYTE_GROUP))
+    flat, rows = matrix.flat(), max(_ELEMENTS_AT_ONCE // width, 1)
+    parts = zip(*(x.flatten(0, -2).split(rows) for x in (codes, scale)), strict=True)
+    for i, (codes_part, scale_part) in enumerate(parts):
+        taken = torch.arange(i * rows, i * rows + len(codes_part))
+        weights = flat.with_rows(taken).dequantize(torch.float32)
+        padded = torch.nn.functional.pad(weights, (0, -width % BYTE_GROUP)).unflatten(1, (-1, BYTE_GROUP))
         scale_part.copy_(padded.abs().amax(2) / 127)
         ratios = (padded / scale_part[..., None]).nan_to_num_(0.0, 0.0, 0.0)
         codes_part.copy_(ratios.round_().clamp_(-127, 127).flatten(1)[:, :width])
@@ -92,22 +95,7 @@ def to_bytes(matrix: QuantizedMatrix) -> QuantizedMatrix:
 
 def is_kept(matrix: QuantizedMatrix) -> bool:
     """Whether ``regroup`` keeps the codes of a matrix, rather than to round its weights anew."""
-    return _product_group(matrix) is not None and _coded(matrix) is not None
-
-
-def _dequantized_rows(matrix: QuantizedMatrix) -> list[Tensor]:
-    """The weights of some rows at a time, float32."""
-    width = matrix.shape[-1]
-    rows = max(_ELEMENTS_AT_ONCE // width, 1)
-    minimum = None if matrix.minimum is None else matrix.minimum.flatten(0, -2)
-    codes, scale = matrix.codes.flatten(0, -2), matrix.scale.flatten(0, -2)
-    parts = [slice(first, first + rows) for first in range(0, len(codes), rows)]
-    return [
-        QuantizedMatrix(
-            codes[part], scale[part], matrix.group, None if minimum is None else minimum[part], matrix.table
-        ).dequantize(torch.float32)
-        for part in parts
-    ]
+    return _product_group(matrix) is not None and (matrix.table is None or _whole_values(matrix.table) is not None)
 
 
 def _product_group(matrix: QuantizedMatrix) -> int | None:
@@ -119,20 +107,28 @@ def _product_group(matrix: QuantizedMatrix) -> int | None:
 
 def _coded(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, Tensor | None, float] | None:
     """Codes uint8, their bits, the offset, a table, and what scales are multiplied by; None: they are not whole."""
+    codes = matrix.codes
     if matrix.table is not None:
-        values = next((matrix.table * n for n in (1, 2) if bool((matrix.table * n == (matrix.table * n).round()).all())), None)
-        if values is None or len(values) > 16 or float(values.max() - values.min()) > 255:
+        found = _whole_values(matrix.table)
+        if found is None:
             return None
-        unit = 1.0 if torch.equal(values, matrix.table) else 0.5
+        values, unit = found
         table = torch.zeros(16, dtype=torch.uint8)
         table[: len(values)] = (values - values.min()).to(torch.uint8)
-        return matrix.codes, 4, -int(values.min()), table, unit
-    least, most = (int(x) for x in matrix.codes.aminmax())
-    if most - least > 15:
-        if matrix.codes.dtype is torch.uint8:
-            return matrix.codes, 8, 0, None, 1.0
-        return (matrix.codes.view(torch.uint8) ^ 128), 8, 128, None, 1.0
-    return (matrix.codes - least).to(torch.uint8) if least else matrix.codes.view(torch.uint8), 4, -least, None, 1.0
+        return codes, 4, -int(values.min()), table, unit
+    offset = 0 if codes.dtype is torch.uint8 else 1 << (matrix.bits - 1)
+    if offset:
+        codes = (codes + 8).view(torch.uint8) if matrix.bits == 4 else codes.view(torch.uint8) ^ 128
+    return codes, matrix.bits, offset, None, 1.0
+
+
+def _whole_values(table: Tensor) -> tuple[Tensor, float]  | None:
+    """The values of at most 16 codes as whole numbers that a byte holds, times a unit."""
+    for unit in (1.0, 0.5):
+        values = table / unit
+        if len(values) <= 16 and torch.equal(values, values.round()) and float(values.max() - values.min()) <= 255:
+            return values, unit
+    return None
 
 
 def _whole_ratio(minimum: Tensor, scale: Tensor) -> int | None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.kernels.linear.grouped import GroupedMatrix
+from specmamba.kernels.linear.grouped import GroupedMatrix, regroup
+from specmamba.kernels.linear.quantized import QuantizedMatrix
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.native import library
 from specmamba.kernels.native.live import live_count
@@ -127,9 +128,9 @@ def can_pack_codes(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) and code() is not None
 
 
-def pack_codes(matrix: GroupedMatrix, dtype: torch.dtype) -> NativeGroupedWeight:
+def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> NativeGroupedWeight:
     """Copy codes into panels, for inputs of a dtype that ``can_pack_codes``."""
-    return NativeGroupedWeight(matrix, dtype, library.required(code()))
+    return NativeGroupedWeight(regroup(matrix), dtype, library.required(code()))
 
 
 def _address(x: Tensor | None) -> int | None:

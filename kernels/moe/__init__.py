@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
-from specmamba.kernels.linear import WeightForm
+from specmamba.kernels.linear import Matrix, QuantizedMatrix, WeightForm, native_ops as linear_native, round_to_form
 from specmamba.kernels.moe import native_ops, torch_ops
 from specmamba.kernels.moe.reference import Groups, Routing
 
@@ -24,6 +24,8 @@ __all__ = [
     "combine",
     "dispatch",
     "pack",
+    "pack_codes",
+    "packed",
     "pack_router",
     "router_dtype",
     "sigmoid_routing",
@@ -93,7 +95,7 @@ def router_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
 
 
 @operator(
-    triton=lambda weight, _: can_multiply(weight),
+    triton=lambda weight, form: form in ("plain", "int8") and can_multiply(weight),
     native=native_ops.can_pack,
 )
 def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
@@ -103,7 +105,8 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
     ``plain`` elsewhere: bf16 and float32 are copied into native panels on a CPU; every other dtype is one product per
     active expert.
     ``int8``: rounded as ``linear``'s weights are; bf16 and float32 on a CPU multiply in native code, elsewhere active
-    experts are widened at every use, which saves memory and not time. Empty weights stay plain.
+    experts are widened at every use, which saves memory and not time. Forms of codes in groups: ``pack_codes``. Empty
+    weights stay plain.
 
     Args:
         weight: [E, N, K]; not kept where it is copied.
@@ -114,7 +117,28 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
     """
     if form == "int8" and weight.numel() > 0:
         return torch_ops.Int8Experts(weight)
+    if form != "plain" and weight.numel() > 0:
+        return pack_codes(round_to_form(weight, form), weight.dtype)
     return torch_ops.GroupedExperts(weight) if torch_ops.can_group(weight) else torch_ops.PlainExperts(weight)
+
+
+@operator(native=lambda matrix, dtype: linear_native.can_pack_codes(dtype, matrix.codes.device))
+def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedExperts:
+    """Lay out the experts' quantized matrices for multiplying inputs of a dtype, as ``linear.pack_codes``.
+
+    Args:
+        matrix: [E, N, K], not empty; not kept.
+        dtype: of inputs.
+
+    Returns:
+        A product that takes x [P, K], sorted by expert, to [P, N].
+    """
+    return pack(matrix.dequantize(dtype))
+
+
+def packed(weight: Matrix, dtype: torch.dtype, form: WeightForm = "plain") -> PackedExperts:
+    """Lay out the experts' matrices [E, N, K]; ``form``: of those that are not quantized."""
+    return pack_codes(weight, dtype) if isinstance(weight, QuantizedMatrix) else pack(weight, form)
 
 
 @operator(

@@ -34,6 +34,7 @@ class BlockType(NamedTuple):
     num_bytes: int
     group: int
     decode: Callable[[Tensor], Blocks]
+    bits: int = 8  # that a code needs, 4 or more
 
 
 def type_name(number: int) -> str:
@@ -49,7 +50,8 @@ def to_matrix(data: Tensor, kind: BlockType, shape: tuple[int, ...]) -> Quantize
     found = kind.decode(data.view(-1, kind.num_bytes))
     groups = (*shape[:-1], shape[-1] // kind.group)
     minimum = None if found.minimum is None else found.minimum.reshape(groups)
-    return QuantizedMatrix(found.codes.reshape(shape), found.scale.reshape(groups), kind.group, minimum, found.table)
+    parts = found.codes.reshape(shape), found.scale.reshape(groups)
+    return QuantizedMatrix(*parts, kind.group, minimum, found.table, kind.bits)
 
 
 def _q4_0(blocks: Tensor) -> Blocks:
@@ -133,14 +135,14 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 # By ggml's number of the type.
 BLOCK_TYPES = {
-    2: BlockType(32, 18, 32, _q4_0),
-    3: BlockType(32, 20, 32, _q4_1),
+    2: BlockType(32, 18, 32, _q4_0, 4),
+    3: BlockType(32, 20, 32, _q4_1, 4),
     6: BlockType(32, 22, 32, _q5_0),
     7: BlockType(32, 24, 32, _q5_1),
     8: BlockType(32, 34, 32, _q8_0),
-    12: BlockType(256, 144, 32, _q4_k),
+    12: BlockType(256, 144, 32, _q4_k, 4),
     13: BlockType(256, 176, 32, _q5_k),
     14: BlockType(256, 210, 16, _q6_k),
-    20: BlockType(32, 18, 32, _iq4_nl),
-    39: BlockType(32, 17, 32, _mxfp4),
+    20: BlockType(32, 18, 32, _iq4_nl, 4),
+    39: BlockType(32, 17, 32, _mxfp4, 4),
 }
