@@ -37,9 +37,9 @@ class QuantizeConfig(CommandLine):
     model: Annotated[str | None, Field(description="folder or hub id of a checkpoint; none: the bundled demo")] = None
     revision: Annotated[str | None, Field(description="branch, tag or commit, when --model is a hub id")] = None
     out: Annotated[Path, Field(description="folder to write; it must be new or empty")]
-    format: Annotated[CodeForm, Field(description="int4: a scale per group of inputs; int8, fp8: a scale per output")] = (
-        "int4"
-    )
+    format: Annotated[
+        CodeForm, Field(description="int4: a scale per group of inputs; int8, fp8: a scale per output")
+    ] = "int4"
     group_size: Annotated[int, Field(description=f"inputs of an int4 group: {', '.join(map(str, GROUPS))}")] = 128
 
     @field_validator("group_size")

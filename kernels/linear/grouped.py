@@ -122,7 +122,7 @@ def _coded(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, Tensor | None, fl
     return codes, matrix.bits, offset, None, 1.0
 
 
-def _whole_values(table: Tensor) -> tuple[Tensor, float]  | None:
+def _whole_values(table: Tensor) -> tuple[Tensor, float] | None:
     """The values of at most 16 codes as whole numbers that a byte holds, times a unit."""
     for unit in (1.0, 0.5):
         values = table / unit

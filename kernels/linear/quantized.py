@@ -98,7 +98,9 @@ class QuantizedMatrix:
 
     def stacked(self, num_matrices: int) -> QuantizedMatrix:
         """The outputs of a matrix [E N, K] as those of so many stacked ones: [E, N, K]."""
-        parts = [None if x is None else x.unflatten(0, (num_matrices, -1)) for x in (self.codes, self.scale, self.minimum)]
+        parts = [
+            None if x is None else x.unflatten(0, (num_matrices, -1)) for x in (self.codes, self.scale, self.minimum)
+        ]
         assert parts[0] is not None
         assert parts[1] is not None
         return replace(self, codes=parts[0], scale=parts[1], minimum=parts[2])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+
 class _Product(Protocol):
     nbytes: int
 

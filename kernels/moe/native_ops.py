@@ -245,7 +245,10 @@ def code() -> ctypes.CDLL | None:
         "multiply_grouped": [c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 4, *[c_int] * 6],
         "combine": [*[c_void_p] * 4, c_int64, c_void_p, c_int64, c_int64, c_int, c_int],
     }
-    sizes, checked = ("packed_size", "grouped_size"), ("dispatch", "multiply", "multiply_int8", "multiply_grouped", "combine")
+    sizes, checked = (
+        ("packed_size", "grouped_size"),
+        ("dispatch", "multiply", "multiply_int8", "multiply_grouped", "combine"),
+    )
     results = dict.fromkeys(sizes, c_int64) | dict.fromkeys(checked, c_int)
     signatures = {f"moe_{name}": of for name, of in arguments.items()}
     return library.load_functions(SOURCE, signatures, {f"moe_{name}": of for name, of in results.items()})

@@ -109,6 +109,10 @@ class TensorReader:
         """Whether there is a tensor or a quantized matrix of this name."""
         return name in self._parts or name in self._tensors
 
+    def is_coded(self, name: str) -> bool:
+        """Whether a matrix is stored as codes with scales."""
+        return name in self._parts
+
     def stored(self, name: str) -> StoredTensor:
         """File, shape and type of a tensor, without loading it; of a quantized matrix, those of its codes.
 
