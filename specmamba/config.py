@@ -69,9 +69,9 @@ class EngineConfig(CommandLine):
     quantization: Annotated[
         Literal["auto", "none", "int8", "int4", "fp8"],
         Field(
-            description="auto: matrices run as the checkpoint stores them; none: dequantized to --dtype; others: rounded "
-            "when they are loaded, to 8-bit integers with a scale per output, 4-bit ones with a scale per group of "
-            "inputs, or FP8"
+            description="auto: matrices run as the checkpoint stores them; none: dequantized to --dtype; others: "
+            "rounded when they are loaded, to 8-bit integers with a scale per output, 4-bit ones with a scale per "
+            "group of inputs, or FP8"
         ),
     ] = "auto"
     quantization_group_size: Annotated[
@@ -160,8 +160,8 @@ class EngineConfig(CommandLine):
     speculative_draft_model_quantization: Annotated[
         Literal["auto", "none", "int8", "int4", "fp8"],
         Field(
-            description="of the draft's matrices; auto: as the target's where these are quantized, else int8 where that "
-            "is faster (bfloat16 on a CPU)"
+            description="of the draft's matrices; auto: as the target's where these are quantized, else int8 where "
+            "that is faster (bfloat16 on a CPU)"
         ),
     ] = "auto"
     speculative_num_steps: Annotated[

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
-from specmamba.kernels.linear.rounding import CodeForm
 from specmamba.command_line import errors_of_out, read_flags, readable
 from specmamba.config import DEMO_MODEL, CommandLine
 from specmamba.errors import CheckpointError, ConfigError
+from specmamba.kernels.linear.rounding import CodeForm
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from torch import Tensor
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.linear import native_ops, torch_ops
-from specmamba.kernels.linear.grouped import regroup
+from specmamba.kernels.linear.grouped import packed_bytes
 from specmamba.kernels.linear.quantized import QuantizedMatrix
 from specmamba.kernels.linear.rounding import CodeForm, round_matrix
 
@@ -80,8 +80,8 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
 def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedWeight:
     """Lay out a quantized matrix for multiplying inputs of a dtype.
 
-    Native code multiplies by its codes, as ``grouped.regroup`` brings them into groups; elsewhere the matrix is
-    dequantized once, and is plain.
+    Native code multiplies by its codes, as ``grouped.regroup`` brings them into groups; on other devices the matrix is
+    dequantized once, and is plain. Of a matrix without values only ``nbytes`` is known, that of native code.
 
     Args:
         matrix: [N, K], not empty; not kept.
@@ -90,12 +90,23 @@ def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedWeight:
     Returns:
         A product that takes x [..., K] to [..., N].
     """
+    if matrix.codes.is_meta:
+        return torch_ops.ShapeOfCodes(packed_bytes(matrix))
     return torch_ops.pack(matrix.dequantize(dtype))
 
 
-def packed(parts: Sequence[Matrix], dtype: torch.dtype, form: WeightForm = "plain") -> PackedWeight:
-    """Lay out matrices of the same inputs, whose outputs lie side by side; those that are not quantized in ``form``."""
-    products = [pack_codes(x, dtype) if isinstance(x, QuantizedMatrix) else pack(x, form) for x in _joined(parts)]
+def packed(parts: Sequence[Matrix], form: WeightForm = "plain", dtype: torch.dtype | None = None) -> PackedWeight:
+    """Lay out matrices of the same inputs, whose outputs lie side by side.
+
+    Args:
+        parts: [n, K] each.
+        form: of those that are not quantized.
+        dtype: of inputs, for those that are; None: float32.
+    """
+    products = [
+        pack_codes(x, dtype or torch.float32) if isinstance(x, QuantizedMatrix) else pack(x, form)
+        for x in _joined(parts)
+    ]
     return products[0] if len(products) == 1 else torch_ops.JoinedWeight(products)
 
 

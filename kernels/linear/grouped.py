@@ -34,8 +34,10 @@ class GroupedMatrix:
     @property
     def nbytes(self) -> int:
         """Of the matrix as it is packed, without padding."""
-        parts = (self.scale, self.factor, *(() if self.minimum is None else (self.minimum,)))
-        return self.codes.numel() * self.bits // 8 + sum(part.nbytes for part in parts)
+        outputs, width = self.codes.numel() // self.codes.shape[-1], self.codes.shape[-1]
+        return self.codes.numel() * self.bits // 8 + _bytes_of_scales(
+            outputs, width, self.group, self.minimum is not None
+        )
 
     def dequantize(self) -> Tensor:
         """The weights [..., N, K] float32."""
@@ -74,6 +76,19 @@ def regroup(matrix: QuantizedMatrix) -> GroupedMatrix:
     halves = [None if x is None else (x / factor[..., None]).half() for x in spread]
     assert halves[0] is not None
     return GroupedMatrix(codes, bits, halves[0], factor, group, offset, halves[1], table)
+
+
+def packed_bytes(matrix: QuantizedMatrix) -> int:
+    """Bytes of a matrix in the form of products, from shapes alone: minima may turn out to be an offset, and less."""
+    group, width = _product_group(matrix), matrix.shape[-1]
+    if group is None or not is_kept(matrix):
+        return matrix.numel() + _bytes_of_scales(matrix.numel() // width, width, BYTE_GROUP, False)
+    has_minimum = matrix.minimum is not None
+    return matrix.numel() * matrix.bits // 8 + _bytes_of_scales(matrix.numel() // width, width, group, has_minimum)
+
+
+def _bytes_of_scales(outputs: int, width: int, group: int, has_minimum: bool) -> int:
+    return outputs * (-(-width // group) * (4 if has_minimum else 2) + 4)
 
 
 def to_bytes(matrix: QuantizedMatrix) -> QuantizedMatrix:

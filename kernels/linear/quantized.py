@@ -41,6 +41,11 @@ class QuantizedMatrix:
         """Of the tensors of which every weight or group has its own."""
         return sum(x.nbytes for x in (self.codes, self.scale, self.minimum) if x is not None)
 
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors but the table."""
+        return self.codes.device
+
     def numel(self) -> int:
         """The number of weights."""
         return self.codes.numel()
@@ -49,6 +54,8 @@ class QuantizedMatrix:
         """Compute the weights [..., N, K] in float32, and round them to ``dtype`` once."""
         width = self.codes.shape[-1]
         weight = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
+        if weight.is_meta:
+            return weight
         rows = max(_ELEMENTS_AT_ONCE // width, 1)
         by_rows = [x if x is None else x.flatten(0, -2).split(rows) for x in (self.codes, self.scale, self.minimum)]
         codes, scales, minima = by_rows

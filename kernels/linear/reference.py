@@ -1,8 +1,8 @@
 """Matrix product with a weight, one output at a time: the specification of this op.
 
 Shapes: x [..., K], weight [N, K] -> [..., N]. ``linear``: sums are formed in float32 (float64 for float64 inputs), in
-ascending order of k, and rounded once to x's dtype. ``quantize`` and ``linear_int8``: the int8 form; ``round_inputs`` and
-``linear_grouped``: codes in groups.
+ascending order of k, and rounded once to x's dtype. ``quantize`` and ``linear_int8``: the int8 form; ``round_inputs``
+and ``linear_grouped``: codes in groups.
 """
 
 import torch
@@ -89,7 +89,7 @@ def round_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
             scales[g] = float("nan")
         elif largest >= 2.0**-100:
             scales[g] = largest / 127
-            q[g * group : (g + 1) * group] = (part * (127 / largest)).round().long()
+            q[g * group : (g + 1) * group] = (part * (torch.tensor(127.0) / largest)).round().long()
     return q, scales
 
 

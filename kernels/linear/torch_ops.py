@@ -74,6 +74,17 @@ class Int8Weight:
         return F.linear(x, self._weight.to(x.dtype)).mul_(self._scale)
 
 
+class ShapeOfCodes:
+    """What stands for a weight in codes where there are shapes without values; nothing can be multiplied by it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Raise ValueError."""
+        raise ValueError("a weight without values cannot multiply")
+
+
 class JoinedWeight:
     """Products of the same inputs, whose outputs lie side by side."""
 

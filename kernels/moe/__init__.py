@@ -12,7 +12,8 @@ from torch import Tensor
 
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
-from specmamba.kernels.linear import Matrix, QuantizedMatrix, WeightForm, native_ops as linear_native, round_to_form
+from specmamba.kernels.linear import Matrix, QuantizedMatrix, WeightForm, round_to_form, runs_codes
+from specmamba.kernels.linear.grouped import packed_bytes
 from specmamba.kernels.moe import native_ops, torch_ops
 from specmamba.kernels.moe.reference import Groups, Routing
 
@@ -25,8 +26,8 @@ __all__ = [
     "dispatch",
     "pack",
     "pack_codes",
-    "packed",
     "pack_router",
+    "packed",
     "router_dtype",
     "sigmoid_routing",
     "softmax_routing",
@@ -122,7 +123,7 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
     return torch_ops.GroupedExperts(weight) if torch_ops.can_group(weight) else torch_ops.PlainExperts(weight)
 
 
-@operator(native=lambda matrix, dtype: linear_native.can_pack_codes(dtype, matrix.codes.device))
+@operator(native=lambda matrix, dtype: runs_codes(matrix.codes.device, dtype))
 def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedExperts:
     """Lay out the experts' quantized matrices for multiplying inputs of a dtype, as ``linear.pack_codes``.
 
@@ -133,12 +134,16 @@ def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedExperts:
     Returns:
         A product that takes x [P, K], sorted by expert, to [P, N].
     """
+    if matrix.codes.is_meta:
+        return torch_ops.ShapeOfCodes(packed_bytes(matrix))
     return pack(matrix.dequantize(dtype))
 
 
-def packed(weight: Matrix, dtype: torch.dtype, form: WeightForm = "plain") -> PackedExperts:
-    """Lay out the experts' matrices [E, N, K]; ``form``: of those that are not quantized."""
-    return pack_codes(weight, dtype) if isinstance(weight, QuantizedMatrix) else pack(weight, form)
+def packed(weight: Matrix, form: WeightForm = "plain", dtype: torch.dtype | None = None) -> PackedExperts:
+    """Lay out the experts' matrices [E, N, K]: in ``form``; quantized ones for inputs of ``dtype``, or float32."""
+    if isinstance(weight, QuantizedMatrix):
+        return pack_codes(weight, dtype or torch.float32)
+    return pack(weight, form)
 
 
 @operator(

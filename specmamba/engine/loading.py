@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from specmamba.checkpoints.checkpoint import read_architecture, resolve_checkpoint
-from specmamba.config import EngineConfig
+from specmamba.config import FORM_FLAG, EngineConfig
 from specmamba.draft.draft_plan import plan_drafts
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
 from specmamba.kernels import gpu, linear
@@ -79,6 +79,7 @@ def _load(
     folder: Path, draft_folder: Path | None, config: EngineConfig, device: torch.device, only_shapes: bool
 ) -> Models:
     dtype = choose_dtype(folder, config.dtype)
+    _require_codes(config, dtype, device)
     options = LoadOptions(
         dtype=dtype,
         device=torch.device("meta") if only_shapes else device,
@@ -168,6 +169,19 @@ def _keeping_states(loaded: LoadedModel, config: EngineConfig, device: torch.dev
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.mamba_ssm_dtype]
     shape = replace(loaded.cache_shape, state_dtype=dtype, folds_in_verify=gpu.runs_on(device))
     return replace(loaded, cache_shape=shape)
+
+
+def _require_codes(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError where flags ask for codes that nothing multiplies by."""
+    flags = {"--quantization": config.quantization, FORM_FLAG: config.speculative_draft_model_quantization}
+    for flag, chosen in flags.items():
+        if chosen in ("int4", "fp8") and not linear.runs_codes(device, dtype):
+            kind = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{flag} {chosen} needs native code on a CPU and bfloat16 or float32; this is {kind} on {device.type}"
+                f"{'' if device.type != 'cpu' else ' (specmamba doctor says whether there is native code)'}: "
+                "choose int8 or none"
+            )
 
 
 def _form(quantization: str, group: int) -> WeightForm:

@@ -143,12 +143,12 @@ class Experts:
             down: [E, H, I], kept or not in the same way.
             activation: [..., I or 2 I] -> [..., I].
             form: how matrices that are not quantized are stored.
-            dtype: of inputs; None: the matrices'.
+            dtype: of inputs, where matrices are quantized.
         """
-        self.num_experts, self.device = up.shape[0], (up if isinstance(up, Tensor) else up.codes).device
+        self.num_experts, self.device = up.shape[0], up.device
         if self.device.type == "cpu":
             library.preload()
-        self._up, self._down = (moe.packed(weight, dtype or weight.dtype, form) for weight in (up, down))
+        self._up, self._down = (moe.packed(weight, form, dtype) for weight in (up, down))
         self._activation = activation
         self.nbytes = self._up.nbytes + self._down.nbytes  # of the tensors that are kept
 

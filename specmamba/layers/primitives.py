@@ -33,13 +33,12 @@ class Linear:
             weight: [out, in], or several of them one below the other; not kept where a packed copy takes its place.
             bias: [out].
             form: of weights that are not quantized, as for ``linear.pack``.
-            dtype: of inputs; None: the weight's.
+            dtype: of inputs, where matrices are quantized.
         """
         parts = (weight,) if isinstance(weight, Tensor) else weight
-        first = parts[0]
-        if (first if isinstance(first, Tensor) else first.codes).device.type == "cpu":
+        if parts[0].device.type == "cpu":
             library.preload()
-        self._product = linear.packed(parts, dtype or first.dtype, form)
+        self._product = linear.packed(parts, form, dtype)
         self._bias = bias
         self.nbytes = self._product.nbytes + (0 if bias is None else bias.nbytes)  # of the tensors that are kept
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
 from specmamba.checkpoints.tensor_reader import TensorReader
@@ -248,7 +247,7 @@ class QwenNextWeights(QwenMoEWeights):
 
     def delta_projection(self, prefix: str) -> Linear:
         """The input projection; the checkpoint stores all parts of one key head, then those of the next."""
-        s, hidden = self.state_shape, self.config.hidden_size
+        s = self.state_shape
         values_of_key = s.num_value_heads // s.num_key_heads
         sizes = [s.key_dim, s.key_dim, values_of_key * s.value_dim, values_of_key * s.value_dim]
         stored = {"qkvz": sizes, "ba": [values_of_key, values_of_key]}

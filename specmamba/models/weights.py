@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from specmamba.layers.primitives import Linear, RMSNorm, Rotary
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import Block, HybridTarget, MTPHead
 
-MatrixT = TypeVar("MatrixT", Tensor, QuantizedMatrix, Matrix)
+MatrixT = TypeVar("MatrixT", Tensor, QuantizedMatrix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class Weights:
 
     def keep(self, matrix: Matrix) -> None:
         """Count a matrix that stays in memory beside the layer that ``linear`` makes of it, as an embedding does."""
-        is_coded = isinstance(matrix, QuantizedMatrix)
-        if is_coded or linear.copies(self.options.layout_device, matrix.dtype, self.form):
+        is_coded, layout = isinstance(matrix, QuantizedMatrix), (self.options.layout_device, self.options.dtype)
+        if is_coded or linear.copies(*layout, self.form):
             self.num_bytes += matrix.nbytes
 
     def share_linear(self, matrix: Matrix, target: HybridTarget) -> Linear:
@@ -202,14 +202,18 @@ class Weights:
         self.num_bytes += num_bytes - sum(tensor.nbytes for tensor in taken if tensor is not None)
 
 
-def scaled(x: MatrixT, scale: float | Tensor) -> MatrixT:
+@overload
+def scaled(x: Tensor, scale: float | Tensor) -> Tensor: ...
+@overload
+def scaled(x: Matrix, scale: float | Tensor) -> Matrix: ...
+def scaled(x: Matrix, scale: float | Tensor) -> Matrix:
     """Multiply x by a number or a tensor [N, 1] in float32; a tensor's product is rounded to its dtype once."""
     if isinstance(scale, float) and scale == 1.0:
         return x
     return x.scaled(scale) if isinstance(x, QuantizedMatrix) else (x.float() * scale).to(x.dtype)
 
 
-def reordered(x: MatrixT, rows: Tensor) -> MatrixT:
+def reordered(x: Matrix, rows: Tensor) -> Matrix:
     """Put row ``rows[i]`` of a matrix [N, K] at place i."""
     return x.with_rows(rows) if isinstance(x, QuantizedMatrix) else x[rows.to(x.device)]
 
