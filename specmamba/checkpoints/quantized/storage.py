@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specmamba.checkpoints.files import read_json
-from specmamba.checkpoints.quantized.decode import Storage
 from specmamba.errors import CheckpointError, UnsupportedModelError
 
 METHODS = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8")
 MODELOPT_FILE = "hf_quant_config.json"
 MAX_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What a checkpoint's config says about its quantized matrices, beyond what their tensors say."""
+
+    block: tuple[int, int] = (128, 128)  # outputs and inputs of a block of FP8
+    zero_offset: int = 1  # added to the zero points of GPTQ
 
 
 def read_storage(folder: Path) -> Storage:
@@ -54,7 +62,8 @@ def _block(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
     found = config.get("weight_block_size")
     if found is None:
         groups = config.get("config_groups")
-        weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if groups else []
+        listed = groups.values() if isinstance(groups, dict) else ()
+        weights = [group.get("weights") for group in listed if isinstance(group, dict)]
         structures = [each.get("block_structure") for each in weights if isinstance(each, dict)]
         found = next((each for each in structures if each), [128, 128])
     if not (isinstance(found, list) and len(found) == 2 and all(type(n) is int and 0 < n <= MAX_BLOCK for n in found)):
