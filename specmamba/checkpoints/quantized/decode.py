@@ -153,7 +153,7 @@ def _words_by_input(name: str, parts: Parts, shape: tuple[int, ...], storage: St
     if words.shape[1] == outputs:
         bits = _bits(name, words.shape[0], width)
         codes = from_words(words.t().contiguous(), bits)
-        zeros = from_words(parts["qzeros"], bits).int() + storage.zero_offset if "qzeros" in parts else None
+        zeros = _gptq_zeros(parts["qzeros"], bits, storage).int() if "qzeros" in parts else None
     else:
         bits = _bits(name, words.shape[1], outputs)
         require(bits == 4, f"{name}: AWQ has 4 bits, not {bits}")
@@ -168,6 +168,12 @@ def _words_by_input(name: str, parts: Parts, shape: tuple[int, ...], storage: St
     if "groups" in parts and is_shuffled(name, parts["groups"], width, group):
         return by_groups(name, codes.float(), scale, minimum, parts["groups"])
     return QuantizedMatrix(codes, scale, group, minimum)
+
+
+def _gptq_zeros(words: Tensor, bits: int, storage: Storage) -> Tensor:
+    """Unpack zero points. One less was taken of whole words, so a zero has borrowed from its neighbour."""
+    ones = sum(1 << place for place in range(0, 32, bits)) if storage.has_less_zeros else 0
+    return from_words(words + ones, bits)
 
 
 def _bits(name: str, num_words: int, num_codes: int) -> int:

@@ -19,7 +19,7 @@ class Storage:
     """What a checkpoint's config says about its quantized matrices, beyond what their tensors say."""
 
     block: tuple[int, int] = (128, 128)  # outputs and inputs of a block of FP8
-    zero_offset: int = 1  # added to the zero points of GPTQ
+    has_less_zeros: bool = True  # zero points of GPTQ are stored less one
 
 
 def read_storage(folder: Path) -> Storage:
@@ -38,8 +38,15 @@ def read_storage(folder: Path) -> Storage:
         raise UnsupportedModelError(
             f"{folder} is quantized by the method {method!r}; specmamba reads {', '.join(METHODS)}"
         )
-    packing = str(config.get("packing_format", config.get("checkpoint_format", "")))
-    return Storage(block=_block(folder, config), zero_offset=0 if "gptq_v2" in packing else 1)
+    return Storage(_block(folder, config), _has_less_zeros(known, config))
+
+
+def _has_less_zeros(method: str, config: dict[str, Any]) -> bool:
+    """Whether zero points are stored less one: in version 1 of GPTQ, and in auto-round's packing of that name."""
+    if method != "auto-round":
+        return config.get("checkpoint_format") != "gptq_v2"
+    packing = str(config.get("packing_format", "auto_round:auto_gptq"))
+    return "gptq" in packing and "gptqmodel" not in packing and "gptq_v2" not in packing
 
 
 def _quantization_config(folder: Path) -> dict[str, Any]:
