@@ -26,6 +26,9 @@ MAX_HEADER_BYTES = 64 << 20  # of a safetensors file; safetensors has a limit of
 MAX_TENSORS = 500_000  # of a file
 BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "BF16": 16, "F16": 16, "I16": 16, "F4": 4}  # else 8
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+PART_DTYPES = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
+PART_DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}  # of quantized matrices
+MAX_DIMENSIONS = 8  # of a matrix, with those in front of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,11 @@ class TensorReader:
     def take_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | Tensor:
         """Load a matrix that is stored in parts, and mark them as used; see ``decode``. Raises CheckpointError."""
         self._taken.update(self._parts[name].values())
+        for part in map(self._tensors.__getitem__, self._parts[name].values()):
+            if part.dtype not in PART_DTYPES:
+                raise CheckpointError(
+                    f"{part.stored_name} is stored as {part.dtype} in {part.file}, as in no known quantized format"
+                )
         parts = {role: self._read(part) for role, part in self._parts[name].items()}
         return decode(name, parts, shape, self._storage)
 
@@ -251,12 +259,9 @@ class ShapeReader(TensorReader):
 
     def _read(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
-
-    def take_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | Tensor:
-        """A matrix of the shape that is asked for: whether its parts fit is seen when they are read."""
-        self._taken.update(self._parts[name].values())
-        return torch.empty(shape, device="meta")
+        if name.endswith(".weight_shape") and prod(tensor.shape) <= MAX_DIMENSIONS:
+            return super()._read(name)  # of compressed-tensors: the sizes of a matrix
+        return torch.empty(tensor.shape, dtype=PART_DTYPES[tensor.dtype], device="meta")
 
 
 def have_same_values(x: Tensor, y: Tensor, guess: bool) -> bool:

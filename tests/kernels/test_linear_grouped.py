@@ -213,7 +213,7 @@ def test_bytes_of_groups() -> None:
 
 def test_matrices_side_by_side(native: None) -> None:
     """Neighbours that are alike are one product; the outputs are in order."""
-    parts = [
+    parts: list[linear.Matrix] = [
         matrix("int4", 20, 64, seed=1),
         matrix("int4", 12, 64, seed=2),
         normal(5, 64, seed=3),
@@ -236,19 +236,8 @@ def test_experts(kind: str, dtype: torch.dtype, native: None, set_threads: Calla
     sizes = [4, 0, 15, 1, 3]
     groups = moe.Groups(torch.arange(23), torch.tensor(sizes).cumsum(0).int())
     product = moe.packed(made, dtype=dtype)
-    alone = [
-        linear.pack_codes(
-            QuantizedMatrix(
-                *(x if x is None else x[e] for x in (made.codes, made.scale)),
-                made.group,
-                None if made.minimum is None else made.minimum[e],
-                made.table,
-                made.bits,
-            ),
-            dtype,
-        )
-        for e in range(5)
-    ]
+    own = [made.flat().with_rows(torch.arange(e * 40, e * 40 + 40)) for e in range(5)]
+    alone = [linear.pack_codes(each, dtype) for each in own]
     want = torch.cat([alone[e](rows) for e, rows in enumerate(x.split(sizes))])
     for threads in (1, 2):
         set_threads(threads)

@@ -6,6 +6,7 @@ A row of K weights is K / 32 or K / 256 blocks. Each decoder takes blocks [n, by
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,15 @@ def to_matrix(data: Tensor, kind: BlockType, shape: tuple[int, ...]) -> Quantize
     minimum = None if found.minimum is None else found.minimum.reshape(groups)
     parts = found.codes.reshape(shape), found.scale.reshape(groups)
     return QuantizedMatrix(*parts, kind.group, minimum, found.table, kind.bits)
+
+
+def shape_of_matrix(kind: BlockType, shape: tuple[int, ...]) -> QuantizedMatrix:
+    """A tensor of this type without values: its parts are on PyTorch's meta device."""
+    one = to_matrix(torch.zeros(kind.num_bytes, dtype=torch.uint8), kind, (1, kind.num_weights))
+    groups = (*shape[:-1], shape[-1] // kind.group)
+    scale = torch.empty(groups, device="meta")
+    codes = torch.empty(shape, dtype=one.codes.dtype, device="meta")
+    return replace(one, codes=codes, scale=scale, minimum=None if one.minimum is None else scale)
 
 
 def _q4_0(blocks: Tensor) -> Blocks:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specmamba.checkpoints.files import read_json
-from specmamba.checkpoints.quantized.decode import Storage
 from specmamba.errors import CheckpointError, UnsupportedModelError
 
 METHODS = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8")
 MODELOPT_FILE = "hf_quant_config.json"
 MAX_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What a checkpoint's config says about its quantized matrices, beyond what their tensors say."""
+
+    block: tuple[int, int] = (128, 128)  # outputs and inputs of a block of FP8
+    has_less_zeros: bool = True  # zero points of GPTQ are stored less one
 
 
 def read_storage(folder: Path) -> Storage:
@@ -30,8 +38,15 @@ def read_storage(folder: Path) -> Storage:
         raise UnsupportedModelError(
             f"{folder} is quantized by the method {method!r}; specmamba reads {', '.join(METHODS)}"
         )
-    packing = str(config.get("packing_format", config.get("checkpoint_format", "")))
-    return Storage(block=_block(folder, config), zero_offset=0 if "gptq_v2" in packing else 1)
+    return Storage(_block(folder, config), _has_less_zeros(known, config))
+
+
+def _has_less_zeros(method: str, config: dict[str, Any]) -> bool:
+    """Whether zero points are stored less one: in version 1 of GPTQ, and in auto-round's packing of that name."""
+    if method != "auto-round":
+        return config.get("checkpoint_format") != "gptq_v2"
+    packing = str(config.get("packing_format", "auto_round:auto_gptq"))
+    return "gptq" in packing and "gptqmodel" not in packing and "gptq_v2" not in packing
 
 
 def _quantization_config(folder: Path) -> dict[str, Any]:
@@ -54,7 +69,8 @@ def _block(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
     found = config.get("weight_block_size")
     if found is None:
         groups = config.get("config_groups")
-        weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if groups else []
+        listed = groups.values() if isinstance(groups, dict) else ()
+        weights = [group.get("weights") for group in listed if isinstance(group, dict)]
         structures = [each.get("block_structure") for each in weights if isinstance(each, dict)]
         found = next((each for each in structures if each), [128, 128])
     if not (isinstance(found, list) and len(found) == 2 and all(type(n) is int and 0 < n <= MAX_BLOCK for n in found)):

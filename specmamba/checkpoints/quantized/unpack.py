@@ -36,5 +36,5 @@ def e2m1_values() -> Tensor:
 
 def from_e8m0(exponents: Tensor) -> Tensor:
     """Powers of two from 2**-127 on, as float32: exponents uint8; NaN at 255 (MX 1.0, section 5.4.1)."""
-    powers = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 127)
     return powers.masked_fill(exponents == 255, torch.nan)

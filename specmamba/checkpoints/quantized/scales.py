@@ -1,0 +1,92 @@
+"""Scales and groups of a quantized matrix: which shapes fit, and which values are of use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from specmamba.checkpoints.quantized.storage import Storage
+from specmamba.checkpoints.quantized.unpack import from_e8m0
+from specmamba.errors import CheckpointError
+from specmamba.kernels.linear import QuantizedMatrix
+
+
+def scale_of(name: str, scale: Tensor, shape: tuple[int, ...], storage: Storage) -> tuple[Tensor, int]:
+    """Scales [..., N, groups] of a matrix of this shape, and the inputs of a group."""
+    *_, outputs, width = shape
+    if scale.dim() == 4 and len(shape) == 2 and scale.shape[1] == scale.shape[3] == 1:
+        scale = scale.flatten(0, 1).flatten(1, 2)  # ModelOpt's blocks of FP8
+    if scale.numel() in (1, prod(shape[:-2])):  # per tensor
+        return scale.reshape(*shape[:-2], 1, 1).expand(*shape[:-1], 1), width
+    if scale.shape == shape[:-1]:
+        scale = scale[..., None]
+    if scale.shape[:-1] == shape[:-1]:
+        num_groups = scale.shape[-1]
+        require(num_groups > 0 and width % num_groups == 0, f"{name}: {num_groups} groups do not divide {width} inputs")
+        return scale, width // num_groups
+    rows, columns = storage.block
+    blocks = (*shape[:-2], -(-outputs // rows), -(-width // columns))
+    require(
+        tuple(scale.shape) == blocks,
+        f"{name}: {list(scale.shape)} scales do not fit blocks of {rows} x {columns}",
+        shape,
+    )
+    return scale.repeat_interleave(rows, -2)[..., :outputs, :], columns
+
+
+def of_matrix(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A scale for all of a matrix, or one for each of stacked matrices: [..., 1, 1] float32."""
+    if scale.numel() == 1:
+        return scale.float().reshape(())
+    require(scale.numel() == prod(shape[:-2]), f"{name}: {list(scale.shape)} scales of its scales do not fit", shape)
+    return scale.float().reshape(*shape[:-2], 1, 1)
+
+
+def numbers(scale: Tensor) -> Tensor:
+    """Stored scales as float32. Bytes are exponents of two."""
+    return from_e8m0(scale) if scale.dtype is torch.uint8 else scale.float()
+
+
+def check_scales(name: str, matrix: QuantizedMatrix, parts: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError for scales that are no numbers, or that make weights vanish.
+
+    The smallest positive e4m3 is 2**-9, so in such scales a zero here and there is a group of tiny weights.
+    """
+    if matrix.codes.is_meta:
+        return
+    for found in (matrix.scale, matrix.minimum):
+        require(found is None or bool(found.isfinite().all()), f"{name} has scales that are NaN or infinite")
+    is_zero = matrix.scale == 0
+    is_e4m3 = "scale" in parts and parts["scale"].dtype is torch.float8_e4m3fn
+    if matrix.minimum is None and bool(is_zero.all() if is_e4m3 else is_zero.any()):
+        values = matrix.codes if matrix.table is None else matrix.table[matrix.codes.int()]
+        is_lost = (values != 0) & is_zero.repeat_interleave(matrix.group, -1)[..., : values.shape[-1]]
+        require(not bool(is_lost.any()), f"{name} has scales of zero for weights that are not zero")
+
+
+def is_shuffled(name: str, groups: Tensor, width: int, group: int) -> bool:
+    """Whether groups are no runs of inputs. -1 everywhere: there is no order."""
+    is_fit = tuple(groups.shape) == (width,) and groups.dtype in (torch.int32, torch.int64)
+    require(is_fit, f"{name}: its g_idx does not name a group for each input")
+    if groups.is_meta:
+        return False  # the matrix has the same shape either way
+    in_order = torch.arange(groups.numel()) // group
+    return not (bool((groups == -1).all()) or torch.equal(groups.long(), in_order))
+
+
+def by_groups(name: str, values: Tensor, scale: Tensor, minimum: Tensor, groups: Tensor) -> Tensor:
+    """Dequantize where ``groups`` [K] names the group of each input."""
+    places = groups.long()
+    is_known = int(groups.min()) >= 0 and int(groups.max()) < scale.shape[-1]
+    require(is_known, f"{name}: its g_idx does not name a group for each input")
+    return values * scale[..., places] + minimum[..., places]
+
+
+def require(is_right: bool, complaint: str, wanted: tuple[int, ...] | None = None) -> None:
+    """Raise CheckpointError with a complaint, and the shape that the config asks for."""
+    if not is_right:
+        of_config = "" if wanted is None else f", but its config.json asks for {list(wanted)}"
+        raise CheckpointError(complaint + of_config)
