@@ -30,7 +30,7 @@ def write(folder: Path, case: str, config: dict[str, object] | None = None) -> T
     return expected
 
 
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", sorted(CONFIGS))
 def test_weights(case: str, tmp_path: Path) -> None:
     expected = write(tmp_path, case)
     assert expected.float().abs().max() > 0.1
