@@ -6,7 +6,7 @@ Fields of the configs that are not used in any computation are left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,152 +18,10 @@ from specmamba.checkpoints.tensor_reader import ShapeReader, StoredTensor
 from specmamba.kernels import mamba2
 from specmamba.models import registry
 from specmamba.models.base import LoadOptions
+from tests.models.published_names import Tensors, falcon, granite, nemotron, pure_mamba, qwen
 from tests.models.test_weight_bytes import parts
 
-Shape = tuple[int, ...]
-Tensors = Iterator[tuple[str, Shape]]
 INF = float("inf")
-
-
-def attention(p: str, hidden: int, heads: int, key_heads: int, dim: int, gated: int = 1) -> Tensors:
-    yield f"{p}q_proj.weight", (gated * heads * dim, hidden)
-    yield from ((f"{p}{x}_proj.weight", (key_heads * dim, hidden)) for x in "kv")
-    yield f"{p}o_proj.weight", (hidden, heads * dim)
-
-
-def mamba(p: str, hidden: int, heads: int, dim: int, groups: int, state: int, has_norm: bool = True) -> Tensors:
-    inner, channels = heads * dim, heads * dim + 2 * groups * state
-    yield from ((f"{p}{x}", (heads,)) for x in ("A_log", "D", "dt_bias"))
-    yield from ((f"{p}conv1d.weight", (channels, 1, 4)), (f"{p}conv1d.bias", (channels,)))
-    yield from ((f"{p}in_proj.weight", (inner + channels + heads, hidden)), (f"{p}out_proj.weight", (hidden, inner)))
-    if has_norm:
-        yield f"{p}norm.weight", (inner,)
-
-
-def mlp(p: str, hidden: int, inner: int, names: tuple[str, ...] = ("gate", "up")) -> Tensors:
-    yield from ((f"{p}{x}_proj.weight", (inner, hidden)) for x in names)
-    yield f"{p}down_proj.weight", (hidden, inner)
-
-
-def norms(p: str, size: int, *names: str) -> Tensors:
-    yield from ((f"{p}{name}.weight", (size,)) for name in names)
-
-
-def qwen(c: dict[str, Any], prefix: str, fused: bool) -> Tensors:
-    """Qwen3-Next has two fused projections in the delta net, Qwen3.5 has four, and one tensor for all experts."""
-    hidden, key, value = c["hidden_size"], 16 * 128, 32 * 128
-    yield from ((name, (c["vocab_size"], hidden)) for name in (f"{prefix}embed_tokens.weight", "lm_head.weight"))
-    yield from norms(prefix, hidden, "norm")
-
-    def block(p: str, is_attention: bool, one_by_one: bool) -> Tensors:
-        yield from norms(p, hidden, "input_layernorm", "post_attention_layernorm")
-        if is_attention:
-            yield from attention(f"{p}self_attn.", hidden, 16, 2, 256, gated=2)
-            yield from norms(f"{p}self_attn.", 256, "q_norm", "k_norm")
-        else:
-            sizes = {"qkvz": 2 * key + 2 * value, "ba": 64} if fused else {"qkv": 2 * key + value, "z": value}
-            sizes |= {} if fused else {"b": 32, "a": 32}
-            yield from ((f"{p}linear_attn.in_proj_{x}.weight", (size, hidden)) for x, size in sizes.items())
-            yield from ((f"{p}linear_attn.{x}", (32,)) for x in ("A_log", "dt_bias"))
-            yield f"{p}linear_attn.conv1d.weight", (2 * key + value, 1, 4)
-            yield from norms(f"{p}linear_attn.", 128, "norm")
-            yield f"{p}linear_attn.out_proj.weight", (hidden, value)
-        yield f"{p}mlp.gate.weight", (c["num_experts"], hidden)
-        yield f"{p}mlp.shared_expert_gate.weight", (1, hidden)
-        yield from mlp(f"{p}mlp.shared_expert.", hidden, 512)
-        if one_by_one:
-            for e in range(c["num_experts"]):
-                yield from mlp(f"{p}mlp.experts.{e}.", hidden, 512)
-        else:
-            yield f"{p}mlp.experts.gate_up_proj", (c["num_experts"], 1024, hidden)
-            yield f"{p}mlp.experts.down_proj", (c["num_experts"], hidden, 512)
-
-    for i in range(c["num_hidden_layers"]):
-        yield from block(f"{prefix}layers.{i}.", i % 4 == 3, one_by_one=fused)
-    yield "mtp.fc.weight", (hidden, 2 * hidden)
-    yield from norms("mtp.", hidden, "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-    yield from block("mtp.layers.0.", is_attention=True, one_by_one=True)
-
-
-def falcon(c: dict[str, Any]) -> Tensors:
-    hidden, names = c["hidden_size"], ("model.embed_tokens.weight", "lm_head.weight")
-    yield from ((name, (c["vocab_size"], hidden)) for name in names)
-    yield from norms("model.", hidden, "final_layernorm")
-    for i in range(c["num_hidden_layers"]):
-        p = f"model.layers.{i}."
-        yield from norms(p, hidden, "input_layernorm", "pre_ff_layernorm")
-        yield from attention(
-            f"{p}self_attn.", hidden, c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
-        )
-        sizes = c["mamba_n_heads"], c["mamba_d_head"], c["mamba_n_groups"], c["mamba_d_state"], c["mamba_rms_norm"]
-        yield from mamba(f"{p}mamba.", hidden, *sizes)
-        yield from mlp(f"{p}feed_forward.", hidden, c["intermediate_size"])
-
-
-def nemotron(c: dict[str, Any]) -> Tensors:
-    hidden, names = c["hidden_size"], ("backbone.embeddings.weight", "lm_head.weight")
-    yield from ((name, (c["vocab_size"], hidden)) for name in names)
-    yield from norms("backbone.", hidden, "norm_f")
-
-    def block(p: str, kind: str) -> Tensors:
-        yield from norms(p, hidden, "norm")
-        p = f"{p}mixer."
-        if kind == "M":
-            yield from mamba(p, hidden, c["mamba_num_heads"], c["mamba_head_dim"], 8, 128)
-        elif kind == "*":
-            yield from attention(p, hidden, c["num_attention_heads"], c["num_key_value_heads"], 128)
-        elif kind == "-":
-            yield from mlp(p, hidden, c["intermediate_size"], ("up",))
-        else:
-            width = c.get("moe_latent_size", hidden)
-            yield f"{p}gate.weight", (c["n_routed_experts"], hidden)
-            yield f"{p}gate.e_score_correction_bias", (c["n_routed_experts"],)
-            yield from mlp(f"{p}shared_experts.", hidden, c["moe_shared_expert_intermediate_size"], ("up",))
-            if width != hidden:
-                yield f"{p}fc1_latent_proj.weight", (width, hidden)
-                yield f"{p}fc2_latent_proj.weight", (hidden, width)
-            for e in range(c["n_routed_experts"]):
-                yield from mlp(f"{p}experts.{e}.", width, c["moe_intermediate_size"], ("up",))
-
-    for i, kind in enumerate(c["hybrid_override_pattern"]):
-        yield from block(f"backbone.layers.{i}.", kind)
-    kinds = c.get("mtp_hybrid_override_pattern", "")
-    for i, kind in enumerate(kinds):
-        yield from block(f"mtp.layers.{i}.", kind)
-    if kinds:
-        yield "mtp.layers.0.eh_proj.weight", (hidden, 2 * hidden)
-        yield from norms("mtp.layers.0.", hidden, "enorm", "hnorm")
-        yield from norms(f"mtp.layers.{len(kinds) - 1}.", hidden, "final_layernorm")
-
-
-def granite(c: dict[str, Any]) -> Tensors:
-    hidden, inner, num_experts = c["hidden_size"], c["shared_intermediate_size"], c["num_local_experts"]
-    heads, key_heads = c["num_attention_heads"], c["num_key_value_heads"]
-    yield "model.embed_tokens.weight", (c["vocab_size"], hidden)
-    yield from norms("model.", hidden, "norm")
-    for i, kind in enumerate(c["layer_types"]):
-        p = f"model.layers.{i}."
-        yield from norms(p, hidden, "input_layernorm", "post_attention_layernorm")
-        if kind == "mamba":
-            yield from mamba(f"{p}mamba.", hidden, c["mamba_n_heads"], 64, 1, 128)
-        else:
-            yield from attention(f"{p}self_attn.", hidden, heads, key_heads, hidden // heads)
-        yield f"{p}shared_mlp.input_linear.weight", (2 * inner, hidden)
-        yield f"{p}shared_mlp.output_linear.weight", (hidden, inner)
-        if num_experts:
-            yield f"{p}block_sparse_moe.input_linear.weight", (num_experts, 2 * c["intermediate_size"], hidden)
-            yield f"{p}block_sparse_moe.output_linear.weight", (num_experts, hidden, c["intermediate_size"])
-            yield f"{p}block_sparse_moe.router.layer.weight", (num_experts, hidden)
-
-
-def pure_mamba(c: dict[str, Any]) -> Tensors:
-    hidden, names = c["hidden_size"], ("backbone.embeddings.weight", "lm_head.weight")
-    yield from ((name, (c["vocab_size"], hidden)) for name in names)
-    yield from norms("backbone.", hidden, "norm_f")
-    for i in range(c["num_hidden_layers"]):
-        yield from norms(f"backbone.layers.{i}.", hidden, "norm")
-        sizes = c["num_heads"], c["head_dim"], c["n_groups"], c["state_size"]
-        yield from mamba(f"backbone.layers.{i}.mixer.", hidden, *sizes)
 
 
 class Published(NamedTuple):

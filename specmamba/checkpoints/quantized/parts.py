@@ -24,7 +24,7 @@ _BESIDE_WEIGHT = {
 }
 # beside or instead of NAME, which stacks the matrices of experts: NAME + key
 _BESIDE_STACK = {"_scale_inv": "scale", "_weight_scale": "scale", "_scale": "scale", "_blocks": "blocks"}
-_BESIDE_STACK |= {"_scales": "scale"}
+_BESIDE_STACK |= {"_scales": "scale", "_weight_scale_2": "second_scale"}
 CODES = ("weight", "packed", "qweight", "blocks")
 # of activations and of KV caches: products with weights in codes choose their own
 _ACTIVATIONS = {"input_scale", "input_global_scale", "input_zero_point", "output_scale"}
@@ -33,7 +33,8 @@ _ACTIVATIONS |= {"q_scale", "k_scale", "v_scale", "kv_scale"}
 
 def is_of_activations(name: str) -> bool:
     """Whether a tensor is a scale of activations, which is stored and not used."""
-    return name.rpartition(".")[2] in _ACTIVATIONS
+    last = name.rpartition(".")[2]
+    return last in _ACTIVATIONS or last.endswith("_input_scale")
 
 
 def group_parts(names: Sequence[str]) -> dict[str, dict[str, str]]:

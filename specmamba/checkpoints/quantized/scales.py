@@ -34,7 +34,7 @@ def scale_of(name: str, scale: Tensor, shape: tuple[int, ...], storage: Storage)
         f"{name}: {list(scale.shape)} scales do not fit blocks of {rows} x {columns}",
         shape,
     )
-    return scale.repeat_interleave(rows, -2)[..., :outputs, :], columns
+    return scale.repeat_interleave(min(rows, outputs), -2)[..., :outputs, :], columns
 
 
 def of_matrix(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
