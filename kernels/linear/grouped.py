@@ -78,6 +78,13 @@ def regroup(matrix: QuantizedMatrix) -> GroupedMatrix:
     return GroupedMatrix(codes, bits, halves[0], factor, group, offset, halves[1], table)
 
 
+def form_name(matrix: QuantizedMatrix) -> str:
+    """Say for people in what form products take a matrix."""
+    if not is_kept(matrix):
+        return f"8 bits in groups of {BYTE_GROUP}, rounded anew"
+    return f"{matrix.bits} bits in groups of {_product_group(matrix)}"
+
+
 def packed_bytes(matrix: QuantizedMatrix) -> int:
     """Bytes of a matrix in the form of products, from shapes alone: minima may turn out to be an offset, and less."""
     group, width = _product_group(matrix), matrix.shape[-1]

@@ -63,6 +63,7 @@ class TensorReader:
         self._tensors: dict[str, StoredTensor] = {}
         self._taken: set[str] = set()
         self._ignored: list[str] = []
+        self._run_forms: dict[str, str] = {}
         self._handles: dict[Path, Any] = {}
         self._folder = folder
         with ExitStack() as self._stack:
@@ -199,12 +200,18 @@ class TensorReader:
         """What was taken, and what was ignored."""
         parts = {part for parts in self._parts.values() for part in parts.values()}
         plain = [
-            (name, tensor.dtype, tensor.num_bytes)
+            (name, tensor.dtype, self._run_forms.get(name, ""), tensor.num_bytes)
             for name, tensor in self._tensors.items()
             if name in self._taken and name not in parts and sum(size > 1 for size in tensor.shape) > 1
         ]
-        quantized = [(name, *self._form_and_bytes(name)) for name in self._parts if self._is_taken(name)]
+        taken = (name for name in self._parts if self._is_taken(name))
+        forms = ((name, *self._form_and_bytes(name)) for name in taken)
+        quantized = [(name, form, self._run_forms.get(name, ""), num_bytes) for name, form, num_bytes in forms]
         return summarize([*plain, *quantized], self._ignored)
+
+    def note_run_form(self, name: str, form: str) -> None:
+        """Remember for the report in what form a matrix runs."""
+        self._run_forms[name] = form
 
     def _is_taken(self, name: str) -> bool:
         return any(part in self._taken for part in self._parts[name].values())

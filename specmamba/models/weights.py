@@ -15,6 +15,7 @@ from specmamba.checkpoints.tensor_reader import DTYPES, TensorReader, have_same_
 from specmamba.errors import CheckpointError, UnsupportedModelError
 from specmamba.kernels import linear, moe
 from specmamba.kernels.linear import Matrix, QuantizedMatrix, WeightForm
+from specmamba.kernels.linear.grouped import form_name
 from specmamba.layers.feed_forward import Experts
 from specmamba.layers.primitives import Linear, RMSNorm, Rotary
 from specmamba.models.base import LoadedModel, LoadOptions
@@ -57,16 +58,19 @@ class Weights:
     def take_matrix(self, name: str, *shape: int) -> Matrix:
         """Load a matrix that products multiply by; in its codes where it is stored and runs so. Errors as ``take``."""
         if not (self._keeps_codes and self.reader.is_coded(name)):
+            self.reader.note_run_form(name, "" if self.form == "plain" else self.form)
             return self.take(name, *shape)
         _require_elements(name, shape)
         found = self.reader.take_quantized(name, shape)
         if isinstance(found, QuantizedMatrix):
+            self.reader.note_run_form(name, form_name(found))
             return self._count(found)
         return self._count(found.to(self.options.device, self.options.dtype))
 
     def take_embedding(self, name: str) -> Embedding:
         """Load the embedding of tokens [V, H]. Errors as ``take``."""
         matrix = self.take_matrix(name, self.config.vocab_size, self.config.hidden_size)
+        self.reader.note_run_form(name, "")
         if isinstance(matrix, Tensor):
             return Embedding(matrix, matrix)
         table = matrix.dequantize(self.options.dtype)
@@ -98,10 +102,13 @@ class Weights:
         self._replace(made.nbytes, *parts, bias)
         return made
 
+    @property
+    def _head_form(self) -> WeightForm:
+        """Of an output head: 8 bits at the least, for its outputs are compared with each other."""
+        return "int8" if self.form.startswith("int4") else self.form
+
     def _head(self, matrix: Matrix) -> Linear:
-        """The layer of an output head: of 8 bits at the least, for its outputs are compared with each other."""
-        form: WeightForm = "int8" if self.form.startswith("int4") else self.form
-        made = Linear((matrix,), None, form, self.options.dtype)
+        made = Linear((matrix,), None, self._head_form, self.options.dtype)
         self._replace(made.nbytes, matrix)
         return made
 
@@ -190,6 +197,8 @@ class Weights:
         """The stored output head [V, H] if there is one, even where the config says tied, as transformers does."""
         if not is_tied or self.reader.has(name):
             head = self.take_matrix(name, *embedding.table.shape)
+            if isinstance(head, Tensor) and self.form != "plain":
+                self.reader.note_run_form(name, self._head_form)
             if isinstance(head, QuantizedMatrix) or not have_same_values(head, embedding.table, guess=is_tied):
                 return head
             self.num_parameters -= head.numel()  # a second copy of the embedding: one is enough

@@ -43,6 +43,7 @@ class GgufReader(TensorReader):
         self._made = {x.name: x for x in model_tensors(tuple(self._infos), header.architecture, config)}
         self._taken: set[str] = set()
         self._ignored: list[str] = []
+        self._run_forms: dict[str, str] = {}
         self._tensors, self._parts = {}, {}
         for name, made in self._made.items():
             kinds = [self._infos[source].kind for source in made.sources]
