@@ -1,4 +1,4 @@
-// y = x W^T with weights of 4 or 8 bits that share a scale in groups of inputs, and inputs rounded to bytes by the same
+// y = x W^T with weights of 4, 6 or 8 bits that share a scale in groups of inputs, and inputs rounded to bytes by the same
 // groups; see README.md.
 #pragma once
 
@@ -20,7 +20,7 @@ constexpr int kGroupedPrefetchRows = SPECMAMBA_MULTIPLIES_PAIRS ? 6 : 1;
 // How the weights of a matrix are grouped.
 struct Grouping {
   int64_t n, k, group;
-  int bits;  // of a code: 4 or 8
+  int bits;  // of a code: 4, 6 or 8
   bool has_minimum;
 
   int64_t groups() const { return (k + group - 1) / group; }
@@ -31,6 +31,35 @@ struct Grouping {
   int64_t panel_bytes() const { return groups() * group_bytes(); }
 };
 
+// Writes codes of `inputs` inputs from `at` on of a panel's outputs; code(row, at) gives one. 4 and 8 bits: four inputs
+// of all outputs, and with 4 bits in the high halves the next four. 6 bits: for each vector of outputs the low four bits
+// of sixteen inputs in the same way, and then their high bits, two by two.
+template <typename Code>
+uint8_t* put_codes(uint8_t* out, const Grouping& of, int64_t row, int64_t at, int64_t inputs, const Code& code) {
+  const auto put = [&](int64_t first, int64_t rows, const auto& value) {
+    for (int64_t r = first; r < first + rows; ++r)
+      for (int64_t i = 0; i < 4; ++i) *out++ = static_cast<uint8_t>(value(r, i));
+  };
+  const auto both = [&](int64_t from) {
+    return [&code, from](int64_t r, int64_t i) { return (code(r, from + i) & 15) | code(r, from + i + 4) << 4; };
+  };
+  if (of.bits == 4)
+    for (int64_t k = at; k < at + inputs; k += 8) put(row, kPanel, both(k));
+  else if (of.bits == 8)
+    for (int64_t k = at; k < at + inputs; k += 4) put(row, kPanel, [&](int64_t r, int64_t i) { return code(r, k + i); });
+  else
+    for (int64_t k = at; k < at + inputs; k += 16)
+      for (int64_t r = row; r < row + kPanel; r += kLanes) {
+        put(r, kLanes, both(k));
+        put(r, kLanes, both(k + 8));
+        put(r, kLanes, [&](int64_t n, int64_t i) {
+          return code(n, k + i) >> 4 | code(n, k + i + 4) >> 4 << 2 | code(n, k + i + 8) >> 4 << 4 |
+                 code(n, k + i + 12) >> 4 << 6;
+        });
+      }
+  return out;
+}
+
 // codes [n, k], a byte each, with scales and minima [n, groups] in float16 -> panels: groups one after the other, each
 // with its codes and then its scales. Beyond n and k codes are zero.
 inline void pack_grouped(const uint8_t* codes, const uint16_t* scale, const uint16_t* minimum, uint8_t* packed,
@@ -40,12 +69,9 @@ inline void pack_grouped(const uint8_t* codes, const uint16_t* scale, const uint
   parallel_for(panels_of(of.n), 1, num_threads, [&](int64_t panel, int64_t last) {
     for (; panel < last; ++panel) {
       uint8_t* out = packed + panel * of.panel_bytes();
-      const int64_t first = panel * kPanel, step = of.bits == 4 ? 8 : 4;
+      const int64_t first = panel * kPanel;
       for (int64_t g = 0; g < of.groups(); ++g) {
-        for (int64_t at = g * of.group; at < (g + 1) * of.group; at += step)
-          for (int64_t row = first; row < first + kPanel; ++row)
-            for (int64_t i = at; i < at + 4; ++i)
-              *out++ = static_cast<uint8_t>(code(row, i) | (of.bits == 4 ? code(row, i + 4) << 4 : 0));
+        out = put_codes(out, of, first, g * of.group, of.group, code);
         for (const uint16_t* each : {scale, minimum})
           for (int64_t row = first; each != nullptr && row < first + kPanel; ++row, out += 2) {
             const uint16_t value = row < of.n ? each[row * of.groups() + g] : 0;
@@ -126,26 +152,38 @@ class GroupedInputs {
   std::unique_ptr<int32_t[]> start_;
 };
 
-// Codes of four inputs of kLanes outputs, and of the next four: bytes without a sign.
+// Codes of a vector of kLanes outputs, the first or second of a panel: of four inputs of a step of eight, and of the next
+// four; bytes without a sign. `w`: of the unit.
 struct FourBits {
   static constexpr int kBits = 4, kPlanes = 1;  // planes: of four bits each
-  void load(const uint8_t* w, Bytes* first, Bytes* second) const {
-    const Bytes both = load_bytes(w);
+  void load(const uint8_t* w, int step, int j, Bytes* first, Bytes* second) const {
+    const Bytes both = load_bytes(w + (2 * step + j) * kVectorBytes);
     *first = low_halves(both), *second = high_halves(both);
   }
 };
 struct FourBitsOfTable {
   static constexpr int kBits = 4, kPlanes = 2;
   Bytes table;
-  void load(const uint8_t* w, Bytes* first, Bytes* second) const {
-    const Bytes both = load_bytes(w);
-    *first = looked_up(table, low_halves(both)), *second = looked_up(table, high_halves(both));
+  void load(const uint8_t* w, int step, int j, Bytes* first, Bytes* second) const {
+    FourBits{}.load(w, step, j, first, second);
+    *first = looked_up(table, *first), *second = looked_up(table, *second);
+  }
+};
+struct SixBits {
+  static constexpr int kBits = 6, kPlanes = 2;
+  void load(const uint8_t* w, int step, int j, Bytes* first, Bytes* second) const {
+    const uint8_t* of_sixteen = w + (step / 2 * 2 + j) * 3 * kVectorBytes;
+    const Bytes both = load_bytes(of_sixteen + step % 2 * kVectorBytes);
+    const Bytes high = load_bytes(of_sixteen + 2 * kVectorBytes);
+    *first = with_high_bits(low_halves(both), step % 2 == 0 ? shifted_left<4>(high) : high);
+    *second = with_high_bits(high_halves(both), step % 2 == 0 ? shifted_left<2>(high) : shifted_right<2>(high));
   }
 };
 struct EightBits {
   static constexpr int kBits = 8, kPlanes = 2;
-  void load(const uint8_t* w, Bytes* first, Bytes* second) const {
-    *first = load_bytes(w), *second = load_bytes(w + 2 * kVectorBytes);
+  void load(const uint8_t* w, int step, int j, Bytes* first, Bytes* second) const {
+    *first = load_bytes(w + (4 * step + j) * kVectorBytes);
+    *second = load_bytes(w + (4 * step + 2 + j) * kVectorBytes);
   }
 };
 
@@ -199,7 +237,6 @@ struct GroupedProduct {
 
  private:
   static constexpr int64_t kUnitBytes = int64_t{Unit} * kPanel * Codes::kBits / 8;
-  static constexpr int64_t kStepBytes = kUnitBytes / (Unit / 8);  // eight inputs of a panel
 
   static Vector halves(const uint8_t* w, int j) {
     return load_halves(reinterpret_cast<const uint16_t*>(w) + j * kLanes);
@@ -211,7 +248,7 @@ struct GroupedProduct {
 #pragma GCC unroll 4
     for (int step = 0; step < Unit / 8; ++step) {
       Bytes even[2], odd[2];
-      for (int j = 0; j < 2; ++j) codes.load(w + step * kStepBytes + j * kVectorBytes, &even[j], &odd[j]);
+      for (int j = 0; j < 2; ++j) codes.load(w, step, j, &even[j], &odd[j]);
 #pragma GCC unroll 16
       for (int i = 0; i < Rows; ++i) {
         const Bytes a = broadcast_four(in + i * Unit + 8 * step), b = broadcast_four(in + i * Unit + 8 * step + 4);
@@ -226,7 +263,7 @@ struct GroupedProduct {
       for (int step = 0; step < Unit / 8; ++step) {
         Bytes even[2], odd[2];
         for (int j = 0; j < 2; ++j) {
-          codes.load(w + step * kStepBytes + j * kVectorBytes, &even[j], &odd[j]);
+          codes.load(w, step, j, &even[j], &odd[j]);
           if constexpr (Codes::kPlanes == 2) {
             even[j] = plane == 0 ? low_halves(even[j]) : high_halves(even[j]);
             odd[j] = plane == 0 ? low_halves(odd[j]) : high_halves(odd[j]);
@@ -275,6 +312,8 @@ void with_codes(int bits, const uint8_t* table, int64_t group, const Body& body)
   };
   if (bits == 8)
     with_unit(EightBits{});
+  else if (bits == 6)
+    with_unit(SixBits{});
   else if (table != nullptr)
     with_unit(FourBitsOfTable{load_table(table)});
   else

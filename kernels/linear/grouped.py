@@ -1,4 +1,4 @@
-"""Quantized matrices as products with codes take them: 4 or 8 bits, scales of 16 bits, groups of 16 to 128 inputs."""
+"""Quantized matrices as products take them: codes of 4, 6 or 8 bits, scales of 16 bits, groups of 16 to 128 inputs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from specmamba.kernels.linear.quantized import QuantizedMatrix
 
 GROUPS = (128, 64, 32, 16)
+BITS = (4, 6, 8)
 BYTE_GROUP = 128  # of matrices that are rounded anew, to bytes
 _LARGEST_EXPONENT = 15  # scales are below 2^15 times their factor: float16 ends at 2^16
 _ELEMENTS_AT_ONCE = 1 << 22
@@ -23,7 +24,7 @@ class GroupedMatrix:
     """
 
     codes: Tensor  # [..., N, K] uint8, below 2^bits
-    bits: int  # 4 or 8
+    bits: int  # 4, 6 or 8
     scale: Tensor  # [..., N, ceil(K / group)] float16
     factor: Tensor  # [..., N] float32, powers of two
     group: int  # one of ``GROUPS``
@@ -82,7 +83,7 @@ def form_name(matrix: QuantizedMatrix) -> str:
     """Say for people in what form products take a matrix."""
     if not is_kept(matrix):
         return f"8 bits in groups of {BYTE_GROUP}, rounded anew"
-    return f"{matrix.bits} bits in groups of {_product_group(matrix)}"
+    return f"{_product_bits(matrix)} bits in groups of {_product_group(matrix)}"
 
 
 def packed_bytes(matrix: QuantizedMatrix) -> int:
@@ -91,7 +92,9 @@ def packed_bytes(matrix: QuantizedMatrix) -> int:
     if group is None or not is_kept(matrix):
         return matrix.numel() + _bytes_of_scales(matrix.numel() // width, width, BYTE_GROUP, False)
     has_minimum = matrix.minimum is not None
-    return matrix.numel() * matrix.bits // 8 + _bytes_of_scales(matrix.numel() // width, width, group, has_minimum)
+    return matrix.numel() * _product_bits(matrix) // 8 + _bytes_of_scales(
+        matrix.numel() // width, width, group, has_minimum
+    )
 
 
 def _bytes_of_scales(outputs: int, width: int, group: int, has_minimum: bool) -> int:
@@ -140,8 +143,13 @@ def _coded(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, Tensor | None, fl
         return codes, 4, -int(values.min()), table, unit
     offset = 0 if codes.dtype is torch.uint8 else 1 << (matrix.bits - 1)
     if offset:
-        codes = (codes + 8).view(torch.uint8) if matrix.bits == 4 else codes.view(torch.uint8) ^ 128
-    return codes, matrix.bits, offset, None, 1.0
+        codes = codes.view(torch.uint8) ^ 128 if matrix.bits == 8 else (codes + offset).view(torch.uint8)
+    return codes, _product_bits(matrix), offset, None, 1.0
+
+
+def _product_bits(matrix: QuantizedMatrix) -> int:
+    """Of a code that is kept."""
+    return next(bits for bits in BITS if bits >= matrix.bits)
 
 
 def _whole_values(table: Tensor) -> tuple[Tensor, float] | None:

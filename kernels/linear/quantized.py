@@ -29,7 +29,7 @@ class QuantizedMatrix:
     group: int
     minimum: Tensor | None = None  # [..., N, ceil(K / group)] float32; None: zeros
     table: Tensor | None = None  # [C] float32
-    bits: int = 8  # 4: codes are 0 to 15, or -8 to 7 where they are int8
+    bits: int = 8  # 4 to 8. Codes are 0 to 2^bits - 1, or, where they are int8, -2^(bits - 1) to 2^(bits - 1) - 1
 
     @property
     def shape(self) -> torch.Size:

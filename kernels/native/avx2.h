@@ -184,6 +184,19 @@ using Bytes = __m256i;
 inline Bytes load_bytes(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
 inline Bytes low_halves(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Bytes high_halves(Bytes x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+// Bits may cross from byte to byte.
+template <int Bits>
+inline Bytes shifted_left(Bytes x) {
+  return _mm256_slli_epi16(x, Bits);
+}
+template <int Bits>
+inline Bytes shifted_right(Bytes x) {
+  return _mm256_srli_epi16(x, Bits);
+}
+// Bits 0 to 3 of low, which has no others, and bits 4 and 5 of high.
+inline Bytes with_high_bits(Bytes low, Bytes high) {
+  return _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi8(0x30)));
+}
 inline Bytes broadcast_four(int32_t four) { return _mm256_set1_epi32(four); }
 inline Integers broadcast_integer(int32_t x) { return (Integers)_mm256_set1_epi32(x); }
 // 16 bytes, and those of them at the places that the bytes of a vector name.

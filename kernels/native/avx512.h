@@ -154,6 +154,19 @@ using Bytes = __m512i;
 inline Bytes load_bytes(const void* x) { return _mm512_loadu_si512(x); }
 inline Bytes low_halves(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Bytes high_halves(Bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+// Bits may cross from byte to byte.
+template <int Bits>
+inline Bytes shifted_left(Bytes x) {
+  return _mm512_slli_epi16(x, Bits);
+}
+template <int Bits>
+inline Bytes shifted_right(Bytes x) {
+  return _mm512_srli_epi16(x, Bits);
+}
+// Bits 0 to 3 of low, which has no others, and bits 4 and 5 of high.
+inline Bytes with_high_bits(Bytes low, Bytes high) {
+  return _mm512_or_si512(low, _mm512_and_si512(high, _mm512_set1_epi8(0x30)));
+}
 inline Bytes broadcast_four(int32_t four) { return _mm512_set1_epi32(four); }
 inline Integers broadcast_integer(int32_t x) { return (Integers)_mm512_set1_epi32(x); }
 // 16 bytes, and those of them at the places that the bytes of a vector name.

@@ -174,6 +174,16 @@ using Bytes = uint8x16_t;
 inline Bytes load_bytes(const void* x) { return vld1q_u8(static_cast<const uint8_t*>(x)); }
 inline Bytes low_halves(Bytes x) { return vandq_u8(x, vdupq_n_u8(15)); }
 inline Bytes high_halves(Bytes x) { return vshrq_n_u8(x, 4); }
+template <int Bits>
+inline Bytes shifted_left(Bytes x) {
+  return vshlq_n_u8(x, Bits);
+}
+template <int Bits>
+inline Bytes shifted_right(Bytes x) {
+  return vshrq_n_u8(x, Bits);
+}
+// Bits 0 to 3 of low, which has no others, and bits 4 and 5 of high.
+inline Bytes with_high_bits(Bytes low, Bytes high) { return vorrq_u8(low, vandq_u8(high, vdupq_n_u8(0x30))); }
 inline Bytes broadcast_four(int32_t four) { return vreinterpretq_u8_s32(vdupq_n_s32(four)); }
 inline Integers broadcast_integer(int32_t x) { return vdupq_n_s32(x); }
 // 16 bytes, and those of them at the places that the bytes of a vector name.

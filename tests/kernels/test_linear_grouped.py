@@ -20,7 +20,18 @@ from tests.pairwise import pairwise
 DTYPES = [torch.bfloat16, torch.float32]
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 IQ4 = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
-KINDS = ["int4", "int4 with minima", "e2m1", "iq4", "int8", "bytes with minima", "fp8"]
+KINDS = [
+    "int4",
+    "int4 with minima",
+    "e2m1",
+    "iq4",
+    "int5",
+    "int6",
+    "int6 with minima",
+    "int8",
+    "bytes with minima",
+    "fp8",
+]
 
 
 @pytest.fixture
@@ -39,11 +50,11 @@ def matrix(kind: str, *shape: int, group: int = 32, seed: int = 1) -> QuantizedM
     scale = torch.rand(groups, generator=of).add(0.1) * 10.0 ** torch.randint(-4, 1, groups, generator=of)
     minimum = -torch.rand(groups, generator=of) if kind.endswith("minima") else None
     table = {"e2m1": E2M1, "iq4": IQ4, "fp8": e4m3_values()}.get(kind)
-    bits = 8 if kind in ("int8", "bytes with minima", "fp8") else 4
+    bits = {"int5": 5, "int6": 6, "int6 with minima": 6, "int8": 8, "bytes with minima": 8, "fp8": 8}.get(kind, 4)
     codes = torch.randint(0, 1 << bits, shape, generator=of).to(torch.uint8)
     if kind == "fp8":
         codes = codes.where((codes & 127) != 127, 0)  # NaN
-    if kind in ("int4", "int8"):
+    if kind in ("int4", "int5", "int6", "int8"):
         codes = (codes.int() - (1 << (bits - 1))).to(torch.int8)
     return QuantizedMatrix(codes, scale, group, minimum, table, bits)
 
@@ -72,7 +83,7 @@ def test_native_is_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["int4 with minima", "int8", "e2m1"])
+@pytest.mark.parametrize("kind", ["int4 with minima", "int6", "int8", "e2m1"])
 def test_every_number_of_rows(kind: str, dtype: torch.dtype, native: None, set_threads: Callable[[int], None]) -> None:
     """Every height of a pass, splits into passes and numbers of threads: no row knows of the others."""
     product, x = pack_native(matrix(kind, 300, 200), dtype), normal(50, 200, seed=3, dtype=dtype)
@@ -229,7 +240,7 @@ def test_matrices_side_by_side(native: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["int4 with minima", "e2m1", "fp8"])
+@pytest.mark.parametrize("kind", ["int4 with minima", "int6", "e2m1", "fp8"])
 def test_experts(kind: str, dtype: torch.dtype, native: None, set_threads: Callable[[int], None]) -> None:
     """Of each expert the product with its own matrix, bit for bit; experts without tokens are left out."""
     made, x = matrix(kind, 5, 40, 96), normal(23, 96, seed=10, dtype=dtype)

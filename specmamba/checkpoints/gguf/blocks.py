@@ -147,12 +147,12 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 BLOCK_TYPES = {
     2: BlockType(32, 18, 32, _q4_0, 4),
     3: BlockType(32, 20, 32, _q4_1, 4),
-    6: BlockType(32, 22, 32, _q5_0),
-    7: BlockType(32, 24, 32, _q5_1),
+    6: BlockType(32, 22, 32, _q5_0, 5),
+    7: BlockType(32, 24, 32, _q5_1, 5),
     8: BlockType(32, 34, 32, _q8_0),
     12: BlockType(256, 144, 32, _q4_k, 4),
-    13: BlockType(256, 176, 32, _q5_k),
-    14: BlockType(256, 210, 16, _q6_k),
+    13: BlockType(256, 176, 32, _q5_k, 5),
+    14: BlockType(256, 210, 16, _q6_k, 6),
     20: BlockType(32, 18, 32, _iq4_nl, 4),
     39: BlockType(32, 17, 32, _mxfp4, 4),
 }
