@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.checkpoints.files import INDEX_FILE, SINGLE_FILE, read_json, require_file, require_safetensors
+from specmamba.checkpoints.files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    copy_mapped,
+    read_json,
+    require_file,
+    require_safetensors,
+)
 from specmamba.checkpoints.quantized.decode import decode
 from specmamba.checkpoints.quantized.parts import CODES, group_parts, is_of_activations
 from specmamba.checkpoints.quantized.storage import read_storage
@@ -176,7 +183,7 @@ class TensorReader:
             mapped: Tensor = self._handles[tensor.file].get_tensor(tensor.stored_name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{tensor.stored_name} cannot be read from {tensor.file}: {error}") from None
-        return mapped.clone()  # a view of the file would change when the file changes, or crash
+        return copy_mapped(mapped)
 
     def finish(self, ignore: tuple[str, ...] = ()) -> None:
         """Check that the model took every tensor, except those whose names start with one of ``ignore``.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmamba.checkpoints.files import copy_mapped
 from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES, shape_of_matrix, to_matrix, type_name
 from specmamba.checkpoints.gguf.header import FLOAT_TYPES, GgufTensor, TensorEntry, model_tensors, read_header
 from specmamba.checkpoints.tensor_reader import DTYPES, StoredTensor, TensorReader
@@ -95,7 +96,7 @@ class GgufReader(TensorReader):
 
     def _load_source(self, source: str) -> Stored:
         info = self._infos[source]
-        data = self._data[info.begin : info.begin + info.num_bytes].clone()
+        data = copy_mapped(self._data[info.begin : info.begin + info.num_bytes])
         if info.kind in FLOAT_TYPES:
             return data.view(FLOAT_TYPES[info.kind]).view(info.shape)
         kind = BLOCK_TYPES.get(info.kind)
