@@ -22,7 +22,6 @@ from specmamba.bench.llama_cpp.llama_server import answer_of
 from specmamba.bench.llama_cpp.options import LlamaCppBenchConfig, Pair, engine_flags, modes_of, pairs_of
 from specmamba.bench.llama_cpp.rounds import Prompts
 from specmamba.errors import SpecmambaError
-from specmamba.measure import weight_forms
 from specmamba.measure.weight_forms import form_flags
 from tests.fake_engine import FakeEngine, wait_until
 from tests.fake_llama_server import make_build, noted
@@ -135,6 +134,8 @@ def test_sources_that_are_missing(capsys: pytest.CaptureFixture[str], build: Pat
         (["--pairs", "int8:q8_0"], "--pairs: 'int8:q8_0' is not form:TYPE"),
         (["--pairs", "int9:Q8_0"], "--pairs int9: --quantization: "),
         (["--pairs", "int8-g:Q8_0"], "--pairs: 'int8-g' is no form of weights"),
+        (["--pairs", "int8-g64:Q8_0"], "--pairs: 'int8-g64' is no form of weights"),
+        (["--pairs", "int4-g48:Q4_K_M"], "--pairs int4-g48: --quantization-group-size: "),
         (["--formats", ""], "--formats"),
         (["--max-tokens", "1"], "--max-tokens"),
         (["--max-tokens", "5"], "--max-tokens 5: a step of these drafts may decide 5"),
@@ -164,22 +165,14 @@ def test_modes_and_the_flags_of_their_engines(tmp_path: Path) -> None:
 def test_pairs_and_the_flags_of_their_weights(tmp_path: Path) -> None:
     assert pairs_of(config_of()) == [Pair("bf16", "BF16"), Pair("int8", "Q8_0")]
     assert pairs_of(config_of(formats="int8,int8")) == [Pair("int8", "Q8_0")]
-    several = pairs_of(config_of(pairs=["fp32:F32,int8:Q4_K_M", "gguf:Q4_K_M", "gguf:Q4_K_M"]))
-    assert list(map(str, several)) == ["fp32:F32", "int8:Q4_K_M", "gguf:Q4_K_M"]
+    several = pairs_of(config_of(pairs=["fp32:F32,int4-g128:Q4_K_M", "gguf:Q4_K_M", "gguf:Q4_K_M"]))
+    assert list(map(str, several)) == ["fp32:F32", "int4-g128:Q4_K_M", "gguf:Q4_K_M"]
     whole, codes, same = (pair.flags(tmp_path) for pair in several)
     assert whole == {"dtype": "float32", "quantization": "none"}
-    assert codes == {"dtype": "bfloat16", "quantization": "int8"}
-    assert same == {"model": str(tmp_path), "revision": None, "dtype": "bfloat16", "quantization": "none"}
+    assert codes == {"dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 128}
+    assert same == {"model": str(tmp_path), "revision": None, "dtype": "bfloat16", "quantization": "auto"}
     mode = modes_of(config_of(trees=""))[0]
     assert engine_flags(config_of(model="a", revision="b"), same, mode, 1, 512)["model"] == str(tmp_path)
-
-
-def test_a_size_of_groups_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one of a version that has more ways to quantize."""
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(weight_forms, "EngineConfig", lambda **flags: seen.append(flags))
-    flags = pairs_of(config_of(pairs=["int4-g128:Q4_K_M"]))[0].flags(Path())
-    assert flags == {"dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 128} == seen[0]
 
 
 def test_a_gguf_file_is_no_checkpoint_to_convert(
@@ -364,7 +357,7 @@ def test_pairs_share_files_and_name_both_formats(
         "int8",
     )  # it encodes the prompts: no GGUF file is there yet
     models = {(load["model"], load["quantization"]) for load in loads}
-    assert models == {(str(made["Q4_K_M.gguf"]), "none"), (None, "int8")}
+    assert models == {(str(made["Q4_K_M.gguf"]), "auto"), (None, "int8")}
     assert "gguf against Q4_K_M, temperature 0, batch 1" in capsys.readouterr().out
 
 
