@@ -9,19 +9,20 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from specmamba.command_line import errors_of_out, read_flags, readable
 from specmamba.config import DEMO_MODEL, CommandLine
 from specmamba.errors import CheckpointError, ConfigError
-from specmamba.kernels.linear.rounding import CodeForm
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from specmamba.checkpoints.tensor_reader import TensorReader
+    from specmamba.kernels.linear.rounding import CodeForm
 
 PROG = "specmamba quantize"
 GROUPS = (32, 64, 128)
@@ -38,7 +39,8 @@ class QuantizeConfig(CommandLine):
     revision: Annotated[str | None, Field(description="branch, tag or commit, when --model is a hub id")] = None
     out: Annotated[Path, Field(description="folder to write; it must be new or empty")]
     format: Annotated[
-        CodeForm, Field(description="int4: a scale per group of inputs; int8, fp8: a scale per output")
+        Literal["int4", "int8", "fp8"],
+        Field(description="int4: a scale per group of inputs; int8, fp8: a scale per output"),
     ] = "int4"
     group_size: Annotated[int, Field(description=f"inputs of an int4 group: {', '.join(map(str, GROUPS))}")] = 128
 
@@ -141,7 +143,6 @@ def _quantized(
     reader: TensorReader, name: str, config: QuantizeConfig, counted: Counter[str], kept: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors that stand for a tensor of the checkpoint, by name; counts what was done."""
-    from specmamba.checkpoints.quantized.rounding import stored_parts
     from specmamba.checkpoints.tensor_reader import DTYPES
 
     stored = reader.stored(name)
@@ -177,6 +178,31 @@ def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         for i, both in enumerate(tensor):
             prefix = f"{name.removesuffix('gate_up_proj')}{i}."
             yield from zip((f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), both.chunk(2), strict=True)
+
+
+def stored_parts(weight: Tensor, form: CodeForm, group: int, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    """Round a matrix, and lay its parts out for a file.
+
+    Args:
+        weight: [N, K]; for int4 K is a multiple of ``group``.
+        form, group, scale_dtype: as for ``round_matrix``; scales are stored in ``scale_dtype``.
+
+    Returns:
+        The tensors by the last part of their names.
+    """
+    import torch
+
+    from specmamba.kernels.linear.rounding import round_matrix
+
+    matrix = round_matrix(weight, form, group, scale_dtype)
+    scale = matrix.scale.to(scale_dtype)
+    if form == "fp8":
+        return {"weight": matrix.codes.view(torch.float8_e4m3fn), "weight_scale": scale}
+    if form == "int8":
+        return {"weight": matrix.codes, "weight_scale": scale}
+    numbers = (matrix.codes + 8).view(torch.uint8)
+    packed = (numbers[:, ::2] | numbers[:, 1::2] << 4).contiguous().view(torch.int32)
+    return {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
 
 
 def _can_be_rounded(matrix: Tensor, config: QuantizeConfig) -> bool:

@@ -13,10 +13,9 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from specmamba import LLM, SamplingParams
-from specmamba.checkpoints.quantized.rounding import stored_parts
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.cli import main
-from specmamba.quantize import GROUPS
+from specmamba.quantize import GROUPS, stored_parts
 from tests.families import FAMILIES
 from tests.tiny import FULL, LINEAR, WHOLE_BLOCKS, write_tiny_checkpoint
 

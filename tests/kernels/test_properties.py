@@ -39,13 +39,13 @@ from specmamba.kernels.tree import torch_ops as tree_ops
 from tests.exactness import why_not_native
 from tests.kernels import (
     test_attention_runs,
-    test_linear,
     test_moe,
     test_paged_attention,
     test_rejection,
     test_rowwise,
     test_tree,
 )
+from tests.kernels.linear import test_linear
 from tests.kernels.recurrent import (
     test_delta_net,
     test_gated_delta_rule,
