@@ -11,7 +11,7 @@
 
 namespace specmamba {
 
-constexpr int kGroupedRows = kLanes >= 16 ? 12 : kRegisters >= 32 ? 8 : 4;  // of a pass: their sums fill the registers
+constexpr int kGroupedRows = kRegisters / 4;  // of a pass: with two vectors of sums each, they fill half of the registers
 constexpr int64_t kVectorBytes = 4 * kLanes;  // four inputs of kLanes outputs
 constexpr int64_t kGroupedPrefetch = 2048;    // bytes ahead, into L1
 // As for bf16: the hardware's own prefetching is faster for few rows on CPUs that multiply pairs.
