@@ -153,16 +153,18 @@ class GroupedInputs {
 };
 
 // Codes of a vector of kLanes outputs, the first or second of a panel: of four inputs of a step of eight, and of the next
-// four; bytes without a sign. `w`: of the unit.
+// four; bytes without a sign. `w`: of the unit. kSums: products of so many fours of inputs may be summed in pairs of 16
+// bits, where bytes are multiplied in pairs; 0: the codes go there in two planes of four bits.
 struct FourBits {
-  static constexpr int kBits = 4, kPlanes = 1;  // planes: of four bits each
+  static constexpr int kBits = 4, kSums = 8;
   void load(const uint8_t* w, int step, int j, Bytes* first, Bytes* second) const {
     const Bytes both = load_bytes(w + (2 * step + j) * kVectorBytes);
     *first = low_halves(both), *second = high_halves(both);
   }
 };
+template <int Sums>
 struct FourBitsOfTable {
-  static constexpr int kBits = 4, kPlanes = 2;
+  static constexpr int kBits = 4, kSums = Sums;
   Bytes table;
   void load(const uint8_t* w, int step, int j, Bytes* first, Bytes* second) const {
     FourBits{}.load(w, step, j, first, second);
@@ -170,7 +172,7 @@ struct FourBitsOfTable {
   }
 };
 struct SixBits {
-  static constexpr int kBits = 6, kPlanes = 2;
+  static constexpr int kBits = 6, kSums = 2;
   void load(const uint8_t* w, int step, int j, Bytes* first, Bytes* second) const {
     const uint8_t* of_sixteen = w + (step / 2 * 2 + j) * 3 * kVectorBytes;
     const Bytes both = load_bytes(of_sixteen + step % 2 * kVectorBytes);
@@ -180,7 +182,7 @@ struct SixBits {
   }
 };
 struct EightBits {
-  static constexpr int kBits = 8, kPlanes = 2;
+  static constexpr int kBits = 8, kSums = 0;
   void load(const uint8_t* w, int step, int j, Bytes* first, Bytes* second) const {
     *first = load_bytes(w + (4 * step + j) * kVectorBytes);
     *second = load_bytes(w + (4 * step + 2 + j) * kVectorBytes);
@@ -257,28 +259,30 @@ struct GroupedProduct {
       }
     }
 #else
-    for (int plane = 0; plane < Codes::kPlanes; ++plane) {
-      ShortSums part[Rows][2] = {};
+    constexpr int kSums = Codes::kSums == 0 ? 8 : Codes::kSums, kSteps = std::min(kSums / 2, Unit / 8);
+    for (int plane = 0; plane < (Codes::kSums == 0 ? 2 : 1); ++plane)
+      for (int first = 0; first < Unit / 8; first += kSteps) {
+        ShortSums part[Rows][2] = {};
 #pragma GCC unroll 4
-      for (int step = 0; step < Unit / 8; ++step) {
-        Bytes even[2], odd[2];
-        for (int j = 0; j < 2; ++j) {
-          codes.load(w, step, j, &even[j], &odd[j]);
-          if constexpr (Codes::kPlanes == 2) {
-            even[j] = plane == 0 ? low_halves(even[j]) : high_halves(even[j]);
-            odd[j] = plane == 0 ? low_halves(odd[j]) : high_halves(odd[j]);
+        for (int step = first; step < first + kSteps; ++step) {
+          Bytes even[2], odd[2];
+          for (int j = 0; j < 2; ++j) {
+            codes.load(w, step, j, &even[j], &odd[j]);
+            if constexpr (Codes::kSums == 0) {
+              even[j] = plane == 0 ? low_halves(even[j]) : high_halves(even[j]);
+              odd[j] = plane == 0 ? low_halves(odd[j]) : high_halves(odd[j]);
+            }
+          }
+#pragma GCC unroll 16
+          for (int i = 0; i < Rows; ++i) {
+            const Bytes a = broadcast_four(in + i * Unit + 8 * step), b = broadcast_four(in + i * Unit + 8 * step + 4);
+            for (int j = 0; j < 2; ++j)
+              part[i][j] = add_two_products(add_two_products(part[i][j], even[j], a), odd[j], b);
           }
         }
-#pragma GCC unroll 16
-        for (int i = 0; i < Rows; ++i) {
-          const Bytes a = broadcast_four(in + i * Unit + 8 * step), b = broadcast_four(in + i * Unit + 8 * step + 4);
-          for (int j = 0; j < 2; ++j)
-            part[i][j] = add_two_products(add_two_products(part[i][j], even[j], a), odd[j], b);
-        }
+        for (int i = 0; i < Rows; ++i)
+          for (int j = 0; j < 2; ++j) sum[i][j] = add_pairs(sum[i][j], part[i][j], plane == 0 ? 1 : 16);
       }
-      for (int i = 0; i < Rows; ++i)
-        for (int j = 0; j < 2; ++j) sum[i][j] = add_pairs(sum[i][j], part[i][j], plane == 0 ? 1 : 16);
-    }
 #endif
   }
 
@@ -314,10 +318,14 @@ void with_codes(int bits, const uint8_t* table, int64_t group, const Body& body)
     with_unit(EightBits{});
   else if (bits == 6)
     with_unit(SixBits{});
-  else if (table != nullptr)
-    with_unit(FourBitsOfTable{load_table(table)});
-  else
+  else if (table == nullptr)
     with_unit(FourBits{});
+#if !SPECMAMBA_MULTIPLIES_BYTES
+  else if (*std::max_element(table, table + 16) <= 32)  // as of e2m1: four times 2 * 32 * 127 fits into 16 bits
+    with_unit(FourBitsOfTable<4>{load_table(table)});
+#endif
+  else
+    with_unit(FourBitsOfTable<0>{load_table(table)});
 }
 
 }  // namespace specmamba

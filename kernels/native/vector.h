@@ -7,8 +7,7 @@
 //   Integers, Shorts              kLanes int32; 2 kLanes numbers of 16 bits, multiplied in pairs of neighbours
 //   Pairs                         Shorts that are bfloat16; defined here unless SPECMAMBA_MULTIPLIES_PAIRS
 //   Bytes                         4 kLanes bytes, multiplied and summed by four neighbours: in one instruction where
-//                                 SPECMAMBA_MULTIPLIES_BYTES, else first in pairs, in ShortSums. These hold
-//                                 8 such sums where one factor is at most 15
+//                                 SPECMAMBA_MULTIPLIES_BYTES, else first in pairs, in ShortSums of 16 bits
 //
 // Results of levels differ by rounding only: sums have another order, exponentials another last bit.
 #pragma once
