@@ -18,7 +18,7 @@ from specmamba.errors import CheckpointError
 from specmamba.models.base import LoadOptions
 from specmamba.models.draft_heads import read_head_config
 from specmamba.models.registry import ARCHITECTURES, load_model
-from tests.models.test_published_configs import MODELS
+from tests.models.published.test_published_configs import MODELS
 
 OPTIONS = LoadOptions(torch.float32, torch.device("meta"))
 DEMO: dict[str, Any] = json.loads((DEMO_MODEL / "config.json").read_text())

@@ -15,7 +15,7 @@ from specmamba.checkpoints.tensor_reader import ShapeReader, StoredTensor
 from specmamba.models import registry
 from specmamba.models.base import LoadOptions
 from tests.checkpoints.test_quantized_families import texts
-from tests.models.published_quantized import CHECKPOINTS, VARIANTS, Published
+from tests.models.published.quantized import CHECKPOINTS, VARIANTS, Published
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
 DTYPES |= {"I32": torch.int32, "F16": torch.float16}

@@ -34,7 +34,7 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
-from tests.models.published_names import Shape, Tensors, nemotron, qwen
+from tests.models.published.names import Shape, Tensors, nemotron, qwen
 
 Header = tuple[str, Shape]  # type as safetensors writes it, and shape
 BITS = {"F32": 32, "I32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "U8": 8}
