@@ -67,8 +67,16 @@ class EngineConfig(CommandLine):
         Field(description="type of weights and activations; auto: the checkpoint's own"),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "int8"], Field(description="int8: matrices as 8-bit integers with a scale per output")
-    ] = "none"
+        Literal["auto", "none", "int8", "int4", "fp8"],
+        Field(
+            description="auto: matrices run as the checkpoint stores them; none: dequantized to --dtype; others: "
+            "rounded when they are loaded, to 8-bit integers with a scale per output, 4-bit ones with a scale per "
+            "group of inputs, or FP8"
+        ),
+    ] = "auto"
+    quantization_group_size: Annotated[
+        Literal[32, 64, 128], Field(description="inputs that share a scale with --quantization int4")
+    ] = 32
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
     num_threads: Annotated[
         int | None,
@@ -150,8 +158,11 @@ class EngineConfig(CommandLine):
         str | None, Field(description="branch, tag or commit, when --speculative-draft-model-path is a hub id")
     ] = None
     speculative_draft_model_quantization: Annotated[
-        Literal["auto", "none", "int8"],
-        Field(description="of the draft's matrices; auto: int8 where that is faster (bfloat16 on a CPU)"),
+        Literal["auto", "none", "int8", "int4", "fp8"],
+        Field(
+            description="of the draft's matrices; auto: as the target's where these are quantized, else int8 where "
+            "that is faster (bfloat16 on a CPU)"
+        ),
     ] = "auto"
     speculative_num_steps: Annotated[
         int | None, Field(ge=1, le=63, description="depth of the draft below the root; none: 3 (ngram: 4)")

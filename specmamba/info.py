@@ -64,7 +64,7 @@ def _model(info: Info) -> Iterator[Row]:
 
 def _memory(info: Info) -> Iterator[Row]:
     sizes, quantization = info["bytes"], info["quantization"]
-    form = info["dtype"] if quantization == "none" else f"{info['dtype']}, matrices {quantization}"
+    form = info["dtype"] if quantization in ("auto", "none") else f"{info['dtype']}, matrices {quantization}"
     yield "weights", f"{readable(sizes['weights'])} ({form})"
     yield (
         "read per step",
@@ -85,13 +85,12 @@ def _memory(info: Info) -> Iterator[Row]:
 
 def _stored(info: Info) -> Iterator[Row]:
     """What the checkpoint stores, by kind of layer."""
-    runs_as = info["dtype"] if info["quantization"] == "none" else info["quantization"]
     found: dict[str, list[str]] = {}
     for each in info["stored"]:
-        found.setdefault(each["layers"], []).append(f"{each['form']} ({readable(each['num_bytes'])})")
+        runs_as = "" if each["runs_as"] == info["dtype"] else f", runs as {each['runs_as']}"
+        found.setdefault(each["layers"], []).append(f"{each['form']} ({readable(each['num_bytes'])}){runs_as}")
     for layers, forms in found.items():
-        yield f"stored {layers}", ", ".join(forms)
-    yield "matrices run as", runs_as
+        yield f"stored {layers}", "; ".join(forms)
     if info["ignored"]:
         yield "not used", ", ".join(f"{name} ({number})" for name, number in info["ignored"].items())
 

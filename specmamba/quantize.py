@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
-from specmamba.checkpoints.quantized.rounding import Form
 from specmamba.command_line import errors_of_out, read_flags, readable
 from specmamba.config import DEMO_MODEL, CommandLine
 from specmamba.errors import CheckpointError, ConfigError
+from specmamba.kernels.linear.rounding import CodeForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,9 +37,9 @@ class QuantizeConfig(CommandLine):
     model: Annotated[str | None, Field(description="folder or hub id of a checkpoint; none: the bundled demo")] = None
     revision: Annotated[str | None, Field(description="branch, tag or commit, when --model is a hub id")] = None
     out: Annotated[Path, Field(description="folder to write; it must be new or empty")]
-    format: Annotated[Form, Field(description="int4: a scale per group of inputs; int8, fp8: a scale per output")] = (
-        "int4"
-    )
+    format: Annotated[
+        CodeForm, Field(description="int4: a scale per group of inputs; int8, fp8: a scale per output")
+    ] = "int4"
     group_size: Annotated[int, Field(description=f"inputs of an int4 group: {', '.join(map(str, GROUPS))}")] = 128
 
     @field_validator("group_size")
@@ -141,7 +141,7 @@ def _quantized(
     reader: TensorReader, name: str, config: QuantizeConfig, counted: Counter[str], kept: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors that stand for a tensor of the checkpoint, by name; counts what was done."""
-    from specmamba.checkpoints.quantized.rounding import round_matrix
+    from specmamba.checkpoints.quantized.rounding import stored_parts
     from specmamba.checkpoints.tensor_reader import DTYPES
 
     stored = reader.stored(name)
@@ -158,7 +158,7 @@ def _quantized(
     for own, matrix in matrices.items():
         if not bool(matrix.isfinite().all()):
             raise CheckpointError(f"{name} has weights that are NaN or infinite")
-        parts = round_matrix(matrix, config.format, config.group_size, DTYPES[stored.dtype])
+        parts = stored_parts(matrix, config.format, config.group_size, DTYPES[stored.dtype])
         counted.update(matrices=1, before=matrix.nbytes, after=sum(part.nbytes for part in parts.values()))
         for part, codes in parts.items():
             yield f"{own.removesuffix('weight')}{part}", codes

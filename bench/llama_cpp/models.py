@@ -8,21 +8,21 @@ import sys
 from pathlib import Path
 
 from specmamba.bench.llama_cpp.build import Build, clean_environment
-from specmamba.bench.llama_cpp.options import GGUF_TYPES, Format
 from specmamba.bench.serving.server import python_path
 from specmamba.errors import SpecmambaError
 
+CONVERTED = "BF16"  # the type that the converter writes; the quantizer makes all others of it
 CONVERT = (sys.executable, "-P", "-m", "specmamba.bench.llama_cpp.convert")
 
 
-def gguf_file(build: Build, checkpoint: Path, folder: Path, form: Format) -> Path:
+def gguf_file(build: Build, checkpoint: Path, folder: Path, gguf_type: str) -> Path:
     """Find or make the GGUF file of a checkpoint.
 
     Args:
         build: has the converter and the quantizer.
         checkpoint: folder in Hugging Face layout.
         folder: where files are kept. A name has a digest of the checkpoint's file names, sizes and times.
-        form: bf16, or int8 for Q8_0, which is made from the bf16 file.
+        gguf_type: llama.cpp's name of it: BF16, or one that is made from the BF16 file, such as Q8_0 or Q4_K_M.
 
     Returns:
         The file; its MTP block is in it.
@@ -30,16 +30,16 @@ def gguf_file(build: Build, checkpoint: Path, folder: Path, form: Format) -> Pat
     Raises:
         SpecmambaError: a program failed; the message has the end of its output.
     """
-    file = folder / f"{checkpoint.name}-{_digest(checkpoint)}-{GGUF_TYPES[form]}.gguf"
+    file = folder / f"{checkpoint.name}-{_digest(checkpoint)}-{gguf_type}.gguf"
     if file.exists():
         return file
     unfinished = file.with_suffix(".unfinished")
-    if form == "bf16":
+    if gguf_type == CONVERTED:
         options = [str(checkpoint), "--outtype", "bf16", "--outfile", str(unfinished)]
         _run([*CONVERT, str(build.source), *options], "the converter of llama.cpp")
     else:
-        whole = gguf_file(build, checkpoint, folder, "bf16")
-        _run([str(build.quantizer), str(whole), str(unfinished), GGUF_TYPES[form]], "llama-quantize")
+        whole = gguf_file(build, checkpoint, folder, CONVERTED)
+        _run([str(build.quantizer), str(whole), str(unfinished), gguf_type], "llama-quantize")
     unfinished.rename(file)  # an interrupted conversion must not look like a whole file
     return file
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,19 +16,16 @@ from specmamba.config import MAX_DRAFT_TOKENS, EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.measure.acceptance.options import AXES
 from specmamba.measure.report import Count, JsonOption, NoRadixCache, split_numbers
+from specmamba.measure.weight_forms import FORM_FIELDS, form_flags, gguf_flags
 
 Format = Literal["bf16", "int8"]
 GGUF_TYPES: dict[Format, str] = {"bf16": "BF16", "int8": "Q8_0"}
-FORMAT_FLAGS: dict[Format, dict[str, Any]] = {
-    "bf16": {"dtype": "bfloat16", "quantization": "none"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
-}
+SAME_FILE = "gguf"  # in a pair: this runtime is given llama.cpp's file
 PLAIN, TUNED = "plain", "tuned tree"
 # Flags of the engine that this command sets itself, and what to use instead.
 _BOTH_DRAFT_WITH_MTP = "both sides draft with the checkpoint's MTP head"
 DECIDED_HERE = {
-    "dtype": "use --formats",
-    "quantization": "use --formats",
+    **dict.fromkeys(FORM_FIELDS, "use --formats or --pairs"),
     "device": "both sides run on the CPU",
     "speculative_algorithm": "use --drafts and --trees",
     "speculative_num_steps": "use --drafts",
@@ -66,6 +64,11 @@ class LlamaCppBenchConfig(JsonOption):
         BeforeValidator(_list),
         Field(min_length=1, description="bf16 against BF16, int8 against Q8_0"),
     ] = ("bf16", "int8")
+    pairs: list[str] = Field(
+        [],
+        description="in place of --formats: form:TYPE ..., a form of specmamba's weights (gguf: the same file) "
+        "and llama.cpp's type, such as int4:Q4_K_M int4-g128:Q4_K_M gguf:Q4_K_M; may be given again",
+    )
     temperatures: Annotated[
         tuple[Annotated[float, Field(ge=0, le=2)], ...],
         NoDecode,
@@ -120,6 +123,44 @@ class LlamaCppBenchConfig(JsonOption):
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """Weights that are compared: the form of this runtime's, and llama.cpp's type of a GGUF file."""
+
+    form: str  # SAME_FILE: that file
+    gguf_type: str
+
+    def __str__(self) -> str:
+        return f"{self.form}:{self.gguf_type}"
+
+    def flags(self, file: Path) -> dict[str, Any]:
+        """Flags of this runtime's engine; ``file``: of llama.cpp. Raises ConfigError: the form cannot be run."""
+        return gguf_flags(file) if self.form == SAME_FILE else form_flags(self.form, "--pairs")
+
+
+def pairs_of(config: LlamaCppBenchConfig) -> list[Pair]:
+    """The weights to compare.
+
+    Raises:
+        ConfigError: a pair is none, or its form cannot be run.
+    """
+    if not config.pairs:
+        return [Pair(form, GGUF_TYPES[form]) for form in dict.fromkeys(config.formats)]
+    if "formats" in config.model_fields_set:
+        raise ConfigError("--formats and --pairs both say what to compare: drop one")
+    items = [item for given in config.pairs for item in re.split("[, ]+", given)]
+    return [_pair(item) for item in dict.fromkeys(items)]
+
+
+def _pair(item: str) -> Pair:
+    found = re.fullmatch(r"([a-z0-9-]+):([A-Z][A-Z0-9_]*)", item)
+    if found is None:
+        raise ConfigError(f"--pairs: {item!r} is not form:TYPE, such as int8:Q8_0 or gguf:Q4_K_M")
+    pair = Pair(*found.groups())
+    pair.flags(Path())
+    return pair
+
+
+@dataclass(frozen=True, slots=True)
 class Mode:
     """A way of decoding. ``num_drafts``: of a chain, 0 for plain decoding; None: llama.cpp has no such way."""
 
@@ -169,12 +210,14 @@ def _tree(item: str) -> Mode:
     return Mode(f"tree {item}", None, flags)
 
 
-def engine_flags(config: LlamaCppBenchConfig, form: Format, mode: Mode, batch: int, context: int) -> dict[str, Any]:
+def engine_flags(
+    config: LlamaCppBenchConfig, weights: dict[str, Any], mode: Mode, batch: int, context: int
+) -> dict[str, Any]:
     """The keywords of ``LLM`` for one engine, ready for JSON.
 
     Args:
         config: the flags of this command.
-        form: of the weights.
+        weights: flags of their form.
         mode: the way of decoding.
         batch: requests at a time.
         context: tokens of one request, prompt and output, at the most.
@@ -185,7 +228,7 @@ def engine_flags(config: LlamaCppBenchConfig, form: Format, mode: Mode, batch: i
         kept |= {"speculative_accept", "speculative_state", "speculative_draft_model_quantization"}
     return {
         **config.model_dump(mode="json", include=kept),
-        **FORMAT_FLAGS[form],
+        **weights,
         **mode.flags,
         "device": "cpu",
         "num_threads": config.own_threads,

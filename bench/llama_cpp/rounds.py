@@ -15,10 +15,11 @@ from specmamba.bench.llama_cpp.build import Build
 from specmamba.bench.llama_cpp.engine_process import EngineProcess, started_engine
 from specmamba.bench.llama_cpp.figures import Answer, Batch, Round
 from specmamba.bench.llama_cpp.llama_server import started_llama_server
-from specmamba.bench.llama_cpp.options import Format, LlamaCppBenchConfig, Mode, engine_flags
+from specmamba.bench.llama_cpp.options import SAME_FILE, LlamaCppBenchConfig, Mode, Pair, engine_flags
 from specmamba.config import MAX_DRAFT_TOKENS
 from specmamba.measure.command import in_turns
 from specmamba.measure.prompts import PromptText, seed_of
+from specmamba.measure.weight_forms import form_flags
 
 OWN, OTHER = "specmamba", "llama_cpp"
 SETTLE_S = 0.05  # before each turn: threads of the one before spin for some milliseconds before they sleep
@@ -90,13 +91,16 @@ class Plan:
         return -(-(longest + MAX_DRAFT_TOKENS) // 256) * 256
 
 
-def prepare(config: LlamaCppBenchConfig, modes: Sequence[Mode], texts: Sequence[PromptText]) -> tuple[Prompts, Path]:
+def prepare(
+    config: LlamaCppBenchConfig, pairs: Sequence[Pair], modes: Sequence[Mode], texts: Sequence[PromptText]
+) -> tuple[Prompts, Path]:
     """Load an engine once to encode the prompts; also returns the checkpoint's folder.
 
     Raises:
         SpecmambaError: the engine cannot be loaded, or a prompt cannot be encoded.
     """
-    flags = engine_flags(config, config.formats[0], modes[0], 1, MAX_DRAFT_TOKENS)
+    form = next((pair.form for pair in pairs if pair.form != SAME_FILE), "bf16")  # there is no GGUF file yet
+    flags = engine_flags(config, form_flags(form, "--pairs"), modes[0], 1, MAX_DRAFT_TOKENS)
     with started_engine(flags, config.startup_timeout, config.answer_timeout) as engine:
         prompts, continued = engine.encode(texts)
         checkpoint = Path(engine.facts["checkpoint"])
@@ -105,13 +109,13 @@ def prepare(config: LlamaCppBenchConfig, modes: Sequence[Mode], texts: Sequence[
 
 
 @contextmanager
-def started_sides(plan: Plan, model: Path, form: Format, batch: int) -> Iterator[tuple[Sides, EngineProcess]]:
+def started_sides(plan: Plan, model: Path, pair: Pair, batch: int) -> Iterator[tuple[Sides, EngineProcess]]:
     """Start an engine for each mode, and a server for each that llama.cpp has; all end with the context.
 
     Args:
         plan: what to compare.
         model: the GGUF file.
-        form: of the weights.
+        pair: the form of this runtime's weights, and llama.cpp's.
         batch: requests at a time.
 
     Yields:
@@ -124,7 +128,7 @@ def started_sides(plan: Plan, model: Path, form: Format, batch: int) -> Iterator
     with ExitStack() as stack:
         own = {}
         for mode in plan.modes:
-            flags = engine_flags(config, form, mode, batch, context)
+            flags = engine_flags(config, pair.flags(model), mode, batch, context)
             engine = started_engine(flags, config.startup_timeout, config.answer_timeout)
             own[mode.name] = stack.enter_context(engine)
         other = {}

@@ -24,9 +24,9 @@ def print_report(report: Report) -> None:
     if report["first_tokens"]:
         page.lines("", "time to the first token, ms; ratio: specmamba over llama.cpp, smaller is better")
         page.table(
-            ("format", "prompt", "decoding", "specmamba", "llama.cpp", "ratio"),
+            ("format", "llama.cpp's", "prompt", "decoding", "specmamba", "llama.cpp", "ratio"),
             [_first_token_row(row) for row in report["first_tokens"]],
-            text_columns=(0, 2),
+            text_columns=(0, 1, 3),
         )
 
 
@@ -48,7 +48,8 @@ def _title(report: Report) -> Iterator[str]:
 
 def _setting_lines(setting: Report) -> Iterator[str]:
     weights, speed = setting["weight_bytes"], setting["memory_gb_per_s"]
-    yield f"{setting['format']}, temperature {setting['temperature']:g}, batch {setting['batch']}"
+    compared = f"{setting['format']} against {setting['gguf']}"
+    yield f"{compared}, temperature {setting['temperature']:g}, batch {setting['batch']}"
     own_ms = weights["specmamba"] / speed["median"] / 1e6
     yield (
         f"weights {weights['specmamba'] / MB:.1f} MB, GGUF {weights['llama_cpp'] / MB:.1f} MB with its MTP block; "
@@ -76,7 +77,7 @@ def _summary(setting: Report) -> Iterator[str]:
 
 def _first_token_row(row: Report) -> tuple[str, ...]:
     times = (_spread(row[side], 1) for side in ("specmamba_ms", "llama_cpp_ms"))
-    return row["format"], str(row["num_tokens"]), row["mode"], *times, _spread(row["ratio"], 2)
+    return row["format"], row["gguf"], str(row["num_tokens"]), row["mode"], *times, _spread(row["ratio"], 2)
 
 
 def _spread(figures: Report, digits: int) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, get_args
+from collections.abc import Sequence
+from typing import Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
@@ -10,11 +11,27 @@ from torch import Tensor
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.linear import native_ops, torch_ops
+from specmamba.kernels.linear.grouped import packed_bytes
 from specmamba.kernels.linear.quantized import QuantizedMatrix
+from specmamba.kernels.linear.rounding import CodeForm, round_matrix
 
-__all__ = ["PackedWeight", "QuantizedMatrix", "WeightForm", "copies", "has_fast_int8", "pack"]
+__all__ = [
+    "Matrix",
+    "PackedWeight",
+    "QuantizedMatrix",
+    "WeightForm",
+    "copies",
+    "has_fast_int8",
+    "pack",
+    "pack_codes",
+    "packed",
+    "round_to_form",
+    "runs_codes",
+]
 
-WeightForm = Literal["plain", "int8"]  # as stored; a signed byte per weight and a scale per output
+# As stored; a signed byte per weight and a scale per output; codes with a scale per group of inputs, or per output.
+WeightForm = Literal["plain", "int8", "int4-g32", "int4-g64", "int4-g128", "fp8"]
+Matrix = Tensor | QuantizedMatrix
 
 
 class PackedWeight(Protocol):
@@ -39,8 +56,9 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
 
     ``plain``: bf16 and float32 on a CPU are copied into native panels, bf16 into oneDNN's blocks where there is no
     native code; every other weight is kept unchanged. ``int8``: rounded as ``reference.quantize`` says; on a GPU few
-    rows multiply in Triton, bf16 and float32 on a CPU multiply in native code, every other weight in PyTorch. An empty
-    weight stays plain.
+    rows multiply in Triton, bf16 and float32 on a CPU multiply in native code, every other weight in PyTorch.
+    ``int4-g32`` and others of its kind, ``fp8``: rounded as ``rounding.round_matrix`` says, then ``pack_codes``. An
+    empty weight stays plain.
 
     Args:
         weight: [N, K]; not kept where it is copied.
@@ -52,14 +70,95 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
     Raises:
         ValueError: there is no such form.
     """
+    require_form(form)
+    if weight.numel() > 0 and form not in ("plain", "int8"):
+        return pack_codes(round_to_form(weight, form), weight.dtype)
+    return torch_ops.Int8Weight(weight) if form == "int8" and weight.numel() > 0 else torch_ops.pack(weight)
+
+
+@operator(native=lambda matrix, dtype: native_ops.can_pack_codes(dtype, matrix.codes.device))
+def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedWeight:
+    """Lay out a quantized matrix for multiplying inputs of a dtype.
+
+    Native code multiplies by its codes, as ``grouped.regroup`` brings them into groups; on other devices the matrix is
+    dequantized once, and is plain. Of a matrix without values only ``nbytes`` is known, that of native code.
+
+    Args:
+        matrix: [N, K], not empty; not kept.
+        dtype: of inputs.
+
+    Returns:
+        A product that takes x [..., K] to [..., N].
+    """
+    if matrix.codes.is_meta:
+        return torch_ops.ShapeOfCodes(packed_bytes(matrix))
+    return torch_ops.pack(matrix.dequantize(dtype))
+
+
+def packed(parts: Sequence[Matrix], form: WeightForm = "plain", dtype: torch.dtype | None = None) -> PackedWeight:
+    """Lay out matrices of the same inputs, whose outputs lie side by side.
+
+    Args:
+        parts: [n, K] each.
+        form: of those that are not quantized.
+        dtype: of inputs, for those that are; None: float32.
+    """
+    products = [
+        pack_codes(x, dtype or torch.float32) if isinstance(x, QuantizedMatrix) else pack(x, form)
+        for x in _joined(parts)
+    ]
+    return products[0] if len(products) == 1 else torch_ops.JoinedWeight(products)
+
+
+def round_to_form(weight: Tensor, form: WeightForm) -> QuantizedMatrix:
+    """Round a weight [..., N, K] to the codes of a form that has them: int4 and fp8. Raises ValueError."""
+    name, _, group = form.partition("-g")
+    codes = {"int4": "int4", "fp8": "fp8"}.get(name)
+    if codes is None:
+        raise ValueError(f"the form {form!r} has no codes in groups")
+    return round_matrix(weight, cast("CodeForm", codes), int(group or 32))
+
+
+def require_form(form: str) -> None:
+    """Raise ValueError where there is no such form."""
     if form not in get_args(WeightForm):
         raise ValueError(f"a weight has no form {form!r}, only {', '.join(get_args(WeightForm))}")
-    return torch_ops.Int8Weight(weight) if form == "int8" and weight.numel() > 0 else torch_ops.pack(weight)
+
+
+def _joined(parts: Sequence[Matrix]) -> list[Matrix]:
+    """Neighbours that are alike as one matrix each."""
+    found: list[list[Matrix]] = []
+    for part in parts:
+        last = found[-1][-1] if found else None
+        if isinstance(part, QuantizedMatrix):
+            is_alike = isinstance(last, QuantizedMatrix) and part.is_like(last)
+        else:
+            is_alike = isinstance(last, Tensor)
+        if is_alike:
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return [join_rows(alike) for alike in found]
+
+
+def join_rows(parts: Sequence[Matrix]) -> Matrix:
+    """Join matrices that are alike, or all not quantized, along their outputs."""
+    if len(parts) == 1:
+        return parts[0]
+    quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
+    if quantized:
+        return QuantizedMatrix.cat(quantized, -2)
+    return torch.cat([part for part in parts if isinstance(part, Tensor)], -2)
+
+
+def runs_codes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products multiply by codes there, rather than by weights that are dequantized once."""
+    return native_ops.can_pack_codes(dtype, device)
 
 
 def copies(device: torch.device, dtype: torch.dtype, form: WeightForm = "plain") -> bool:
     """Whether ``pack`` keeps a copy of a weight rather than the weight."""
-    if form == "int8":
+    if form != "plain":
         return True
     if device.type != "cpu":  # nothing is allocated there to find out
         return False

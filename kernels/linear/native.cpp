@@ -1,5 +1,6 @@
 // Products with a packed weight; see README.md for layouts, panels.h for the loops.
 #include "linear/bf16.h"
+#include "linear/grouped.h"
 #include "linear/int8.h"
 #include "linear/widened.h"
 #include "live.h"
@@ -49,8 +50,38 @@ void linear_multiply_int8(const void* x, int64_t rows, const int64_t* live, cons
     multiply_int8(static_cast<const float*>(x), rows, packed, scale, static_cast<float*>(y), n, k, num_threads);
 }
 
+// Bytes of a packed weight [n, k] of codes in groups.
+int64_t linear_grouped_size(int64_t n, int64_t k, int64_t group, int bits, int has_minimum) {
+  return panels_of(n) * Grouping{n, k, group, bits, has_minimum != 0}.panel_bytes();
+}
+
+void linear_pack_grouped(const uint8_t* codes, const uint16_t* scale, const uint16_t* minimum, uint8_t* packed,
+                         int64_t n, int64_t k, int64_t group, int bits, int num_threads) {
+  pack_grouped(codes, scale, minimum, packed, Grouping{n, k, group, bits, minimum != nullptr}, num_threads);
+}
+
+// x [rows, k] times packed codes, less an offset, with the factors [n] of their scales -> y [rows, n]; x and y are
+// bfloat16 or float32; `table`: 16 bytes that codes are places in, or null.
+void linear_multiply_grouped(const void* x, int64_t rows, const int64_t* live, const uint8_t* packed,
+                             const float* factor, const uint8_t* table, void* y, int64_t n, int64_t k, int64_t group,
+                             int bits, int offset, int has_minimum, int is_bf16, int num_threads) {
+  rows = live_rows(rows, live);
+  if (rows == 0) return;
+  const Grouping of{n, k, group, bits, has_minimum != 0};
+  GroupedInputs inputs(rows, of, offset);
+  if (is_bf16)
+    inputs.set(static_cast<const BFloat16*>(x), 0, rows, num_threads);
+  else
+    inputs.set(static_cast<const float*>(x), 0, rows, num_threads);
+  with_codes(bits, table, group, [&](auto codes, auto unit) {
+    using Product = GroupedProduct<decltype(codes), decltype(unit)::value>;
+    multiply(Product{inputs, 0, packed, factor, codes, of, y, !is_bf16, rows, n, k}, num_threads);
+  });
+}
+
 }  // extern "C"
 
 SPECMAMBA_REPLAYABLE(linear_multiply)
 SPECMAMBA_REPLAYABLE(linear_multiply_float)
 SPECMAMBA_REPLAYABLE(linear_multiply_int8)
+SPECMAMBA_REPLAYABLE(linear_multiply_grouped)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmamba.kernels.linear.grouped import GroupedMatrix, regroup
+from specmamba.kernels.linear.quantized import QuantizedMatrix
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.native import library
 from specmamba.kernels.native.live import live_count
@@ -20,14 +22,11 @@ from specmamba.kernels.native.tensors import is_native
 SOURCE = Path(__file__).parent / "native.cpp"
 
 
-class _Panels:
-    """A weight in panels of some outputs. The result of a row does not depend on the other rows, bit for bit."""
+class _Product:
+    """A weight [N, K] that is laid out for native code."""
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, code: ctypes.CDLL, pack: Callable[..., None]) -> None:
-        """weight: [N, K] as it is packed, not kept; dtype: of inputs; pack: the function of ``code`` that packs it."""
-        n, k = weight.shape
-        self._packed = torch.empty(code.linear_packed_size(n, k), dtype=weight.dtype)
-        pack(weight.data_ptr(), self._packed.data_ptr(), n, k, torch.get_num_threads())
+    def __init__(self, n: int, k: int, dtype: torch.dtype) -> None:
+        """dtype: of inputs."""
         self._n, self._k, self._dtype = n, k, dtype
 
     def _in_and_out(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -42,6 +41,17 @@ class _Panels:
             complaint = f"a {name} weight {size} on the CPU cannot multiply"
             raise ValueError(f"{complaint} {x.dtype} {list(shape)} on {x.device}")
         return x.contiguous(), x.new_empty(*shape[:-1], self._n), x.numel() // self._k
+
+
+class _Panels(_Product):
+    """A weight in panels of some outputs. The result of a row does not depend on the other rows, bit for bit."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, code: ctypes.CDLL, pack: Callable[..., None]) -> None:
+        """weight: [N, K] as it is packed, not kept; dtype: of inputs; pack: the function of ``code`` that packs it."""
+        n, k = weight.shape
+        super().__init__(n, k, dtype)
+        self._packed = torch.empty(code.linear_packed_size(n, k), dtype=weight.dtype)
+        pack(weight.data_ptr(), self._packed.data_ptr(), n, k, torch.get_num_threads())
 
 
 class NativeWeight(_Panels):
@@ -86,6 +96,47 @@ class NativeInt8Weight(_Panels):
         return y
 
 
+class NativeGroupedWeight(_Product):
+    """Codes of 4 or 8 bits in panels, with their scales: ``reference.linear_grouped``, but for the last bit of sums.
+
+    The result of a row does not depend on the other rows, bit for bit.
+    """
+
+    def __init__(self, matrix: GroupedMatrix, dtype: torch.dtype, code: ctypes.CDLL) -> None:
+        """matrix: [N, K], not empty, not kept; dtype: bfloat16 or float32, of inputs; code: the loaded native.cpp."""
+        n, k = matrix.codes.shape
+        super().__init__(n, k, dtype)
+        self.nbytes, self._multiply = matrix.nbytes, code.linear_multiply_grouped
+        kind, has_minimum = (n, k, matrix.group, matrix.bits), matrix.minimum is not None
+        self._packed = torch.empty(code.linear_grouped_size(*kind, has_minimum), dtype=torch.uint8)
+        parts = [x if x is None else x.contiguous() for x in (matrix.codes, matrix.scale, matrix.minimum)]
+        code.linear_pack_grouped(*map(_address, (*parts, self._packed)), *kind, torch.get_num_threads())
+        self._kept = self._packed, matrix.factor.contiguous(), matrix.table
+        self._pointers = tuple(c_void_p(_address(x)) for x in self._kept)
+        self._kind = (*kind, matrix.offset, has_minimum, dtype is torch.bfloat16)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] of the dtype of inputs on the CPU -> [..., N]; ValueError for anything else."""
+        x, y, rows = self._in_and_out(x)
+        operands = x.data_ptr(), rows, live_count(x.shape, rows), *self._pointers, y.data_ptr()
+        self._multiply(*operands, *self._kind, torch.get_num_threads())
+        return y
+
+
+def can_pack_codes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether native code multiplies inputs of this dtype by codes."""
+    return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) and code() is not None
+
+
+def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> NativeGroupedWeight:
+    """Copy codes into panels, for inputs of a dtype that ``can_pack_codes``."""
+    return NativeGroupedWeight(regroup(matrix), dtype, library.required(code()))
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
 def can_pack(weight: Tensor, form: str) -> bool:
     """Whether native code multiplies by this weight [N, K]: not empty, on the CPU, of a dtype that the form takes."""
     return form in ("plain", "int8") and is_native(weight) and weight.numel() > 0 and code() is not None
@@ -108,5 +159,9 @@ def code() -> ctypes.CDLL | None:
         "linear_multiply": [c_void_p, c_int64, *3 * [c_void_p], c_int64, c_int64, c_int],
         "linear_multiply_float": [c_void_p, c_int64, *3 * [c_void_p], c_int64, c_int64, c_int],
         "linear_multiply_int8": [c_void_p, c_int64, *4 * [c_void_p], c_int64, c_int64, c_int, c_int],
+        "linear_grouped_size": [*3 * [c_int64], c_int, c_int],
+        "linear_pack_grouped": [*4 * [c_void_p], *3 * [c_int64], c_int, c_int],
+        "linear_multiply_grouped": [c_void_p, c_int64, *5 * [c_void_p], *3 * [c_int64], *5 * [c_int]],
     }
-    return library.load_functions(SOURCE, signatures, {"linear_packed_size": c_int64})
+    results = dict.fromkeys(("linear_packed_size", "linear_grouped_size"), c_int64)
+    return library.load_functions(SOURCE, signatures, results)

@@ -31,9 +31,9 @@ inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 inline int64_t even(int64_t k) { return (k + 1) / 2 * 2; }
 inline int64_t panel_size(int64_t k) { return even(k) * kPanel; }
 
-// Rows of similar passes: 13 rows are 7 + 6, not 12 + 1.
-inline int64_t rows_per_pass(int64_t rows) {
-  const int64_t passes = (rows + kMaxRows - 1) / kMaxRows;
+// Rows of similar passes of at most so many rows: 13 rows are 7 + 6, not 12 + 1.
+inline int64_t rows_per_pass(int64_t rows, int64_t most = kMaxRows) {
+  const int64_t passes = (rows + most - 1) / most;
   return (rows + passes - 1) / passes;
 }
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 _ELEMENTS_AT_ONCE = 1 << 24  # that are dequantized: float32 copies of all would take several times the codes' memory
+
+
+def e4m3_values() -> Tensor:
+    """What the codes 0 ... 255 of float8 e4m3 mean: [256] float32; NaN at 127 and 255."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +29,33 @@ class QuantizedMatrix:
     group: int
     minimum: Tensor | None = None  # [..., N, ceil(K / group)] float32; None: zeros
     table: Tensor | None = None  # [C] float32
+    bits: int = 8  # 4 to 8. Codes are 0 to 2^bits - 1, or, where they are int8, -2^(bits - 1) to 2^(bits - 1) - 1
 
     @property
     def shape(self) -> torch.Size:
         """Of the matrix: [..., N, K]."""
         return self.codes.shape
 
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors of which every weight or group has its own."""
+        return sum(x.nbytes for x in (self.codes, self.scale, self.minimum) if x is not None)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors but the table."""
+        return self.codes.device
+
+    def numel(self) -> int:
+        """The number of weights."""
+        return self.codes.numel()
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Compute the weights [..., N, K] in float32, and round them to ``dtype`` once."""
         width = self.codes.shape[-1]
         weight = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
+        if weight.is_meta:
+            return weight
         rows = max(_ELEMENTS_AT_ONCE // width, 1)
         by_rows = [x if x is None else x.flatten(0, -2).split(rows) for x in (self.codes, self.scale, self.minimum)]
         codes, scales, minima = by_rows
@@ -48,7 +70,12 @@ class QuantizedMatrix:
     def with_rows(self, rows: Tensor) -> QuantizedMatrix:
         """Put row ``rows[i]`` of a matrix [N, K] at place i."""
         minimum = None if self.minimum is None else self.minimum[rows]
-        return QuantizedMatrix(self.codes[rows], self.scale[rows], self.group, minimum, self.table)
+        return replace(self, codes=self.codes[rows], scale=self.scale[rows], minimum=minimum)
+
+    def scaled(self, factor: float | Tensor) -> QuantizedMatrix:
+        """Multiply the weights by a number, or by one for each output: [N, 1]."""
+        minimum = None if self.minimum is None else self.minimum * factor
+        return replace(self, scale=self.scale * factor, minimum=minimum)
 
     def with_columns(self, columns: Tensor) -> QuantizedMatrix | Tensor:
         """Put column ``columns[i]`` of a matrix [N, K] at place i; float32 where that takes groups apart."""
@@ -60,7 +87,7 @@ class QuantizedMatrix:
             return self.dequantize(torch.float32)[:, columns]
         places = first // self.group
         minimum = None if self.minimum is None else self.minimum[:, places]
-        return QuantizedMatrix(self.codes[:, columns], self.scale[:, places], self.group, minimum, self.table)
+        return replace(self, codes=self.codes[:, columns], scale=self.scale[:, places], minimum=minimum)
 
     def is_like(self, other: QuantizedMatrix) -> bool:
         """Whether codes and groups mean the same."""
@@ -69,7 +96,21 @@ class QuantizedMatrix:
         else:
             has_same_table = torch.equal(self.table, other.table)
         has_same_parts = (self.minimum is None) == (other.minimum is None) and self.codes.dtype is other.codes.dtype
-        return has_same_table and has_same_parts and self.group == other.group
+        return has_same_table and has_same_parts and (self.group, self.bits) == (other.group, other.bits)
+
+    def flat(self) -> QuantizedMatrix:
+        """The outputs of all stacked matrices as those of one: [..., N, K] -> [n, K]."""
+        minimum = None if self.minimum is None else self.minimum.flatten(0, -2)
+        return replace(self, codes=self.codes.flatten(0, -2), scale=self.scale.flatten(0, -2), minimum=minimum)
+
+    def stacked(self, num_matrices: int) -> QuantizedMatrix:
+        """The outputs of a matrix [E N, K] as those of so many stacked ones: [E, N, K]."""
+        parts = [
+            None if x is None else x.unflatten(0, (num_matrices, -1)) for x in (self.codes, self.scale, self.minimum)
+        ]
+        assert parts[0] is not None
+        assert parts[1] is not None
+        return replace(self, codes=parts[0], scale=parts[1], minimum=parts[2])
 
     @staticmethod
     def cat(matrices: Sequence[QuantizedMatrix], dim: int) -> QuantizedMatrix:
@@ -78,7 +119,7 @@ class QuantizedMatrix:
         minima = [x.minimum for x in matrices if x.minimum is not None]
         minimum = torch.cat(minima, dim) if minima else None
         codes, scale = (torch.cat([getattr(x, name) for x in matrices], dim) for name in ("codes", "scale"))
-        return QuantizedMatrix(codes, scale, first.group, minimum, first.table)
+        return replace(first, codes=codes, scale=scale, minimum=minimum)
 
     def _along_width(self, of_groups: Tensor, width: int) -> Tensor:
         """[n, ceil(K / group)] -> [n, K]."""

@@ -1,11 +1,14 @@
 """Matrix product with a weight, one output at a time: the specification of this op.
 
 Shapes: x [..., K], weight [N, K] -> [..., N]. ``linear``: sums are formed in float32 (float64 for float64 inputs), in
-ascending order of k, and rounded once to x's dtype. ``quantize`` and ``linear_int8``: the int8 form.
+ascending order of k, and rounded once to x's dtype. ``quantize`` and ``linear_int8``: the int8 form; ``round_inputs``
+and ``linear_grouped``: codes in groups.
 """
 
 import torch
 from torch import Tensor
+
+from specmamba.kernels.linear.grouped import GroupedMatrix
 
 BLOCK = 512  # neighbouring k whose products a signed 32-bit integer can hold the sum of: 512 * 127 * 2**15 < 2**31
 
@@ -71,3 +74,40 @@ def linear_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
                 y[m, n] += block.sum().float()
             y[m, n] = y[m, n] * scale[n] * row_scale
     return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def round_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Inputs x [K] ~ q[k] scale[k // group]: q int64 in -127..127, scale [ceil(K / group)] float32.
+
+    q is x * (127 / largest), rounded to the nearest whole number, half to even, with the largest magnitude of the
+    group; scale is largest / 127. Groups below 2^-100 are zeros; the scale of one with NaN or infinity is NaN.
+    """
+    q, scales = torch.zeros(x.shape, dtype=torch.int64), torch.zeros(-(-len(x) // group))
+    for g, part in enumerate(x.float().split(group)):
+        largest = part.abs().max()
+        if not part.isfinite().all():
+            scales[g] = float("nan")
+        elif largest >= 2.0**-100:
+            scales[g] = largest / 127
+            q[g * group : (g + 1) * group] = (part * (torch.tensor(127.0) / largest)).round().long()
+    return q, scales
+
+
+def linear_grouped(x: Tensor, matrix: GroupedMatrix) -> Tensor:
+    """y[..., n] = sum_k x[..., k] W[n, k] with inputs that ``round_inputs`` has rounded; x bf16 or float32.
+
+    Sums of products within a group are exact. They are multiplied by both scales, those of inputs by the minimum, and
+    added group by group in ascending order in float32; the sum is multiplied by the factor and rounded to x's dtype.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    codes = matrix.codes if matrix.table is None else matrix.table[matrix.codes.int()]
+    values, y = codes.long() - matrix.offset, torch.zeros(rows.shape[0], len(codes))
+    for m, row in enumerate(rows):
+        q, scales = round_inputs(row, matrix.group)
+        for g, scale in enumerate(scales):
+            part = slice(g * matrix.group, (g + 1) * matrix.group)
+            products = (values[:, part] * q[part]).sum(1).float()
+            y[m] += products * (matrix.scale[:, g].float() * scale)
+            if matrix.minimum is not None:
+                y[m] += matrix.minimum[:, g].float() * (scale * q[part].sum().float())
+    return (y * matrix.factor).to(x.dtype).view(*x.shape[:-1], -1)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+class _Product(Protocol):
+    nbytes: int
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
 
 _ROWS_AT_ONCE = 4096  # of a weight that is quantized: float32 copies of all rows would need several times its memory
 
@@ -62,6 +72,30 @@ class Int8Weight:
             y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]).contiguous(), self._weight, ones)
             return y.mul_(self._scale).view(*x.shape[:-1], -1)
         return F.linear(x, self._weight.to(x.dtype)).mul_(self._scale)
+
+
+class ShapeOfCodes:
+    """What stands for a weight in codes where there are shapes without values; nothing can be multiplied by it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Raise ValueError."""
+        raise ValueError("a weight without values cannot multiply")
+
+
+class JoinedWeight:
+    """Products of the same inputs, whose outputs lie side by side."""
+
+    def __init__(self, products: Sequence[_Product]) -> None:
+        """products: each from ``pack`` or ``pack_codes``."""
+        self._products = tuple(products)
+        self.nbytes = sum(product.nbytes for product in products)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        return torch.cat([product(x) for product in self._products], -1)
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
-from specmamba.kernels.linear import WeightForm
+from specmamba.kernels.linear import Matrix, QuantizedMatrix, WeightForm, round_to_form, runs_codes
+from specmamba.kernels.linear.grouped import packed_bytes
 from specmamba.kernels.moe import native_ops, torch_ops
 from specmamba.kernels.moe.reference import Groups, Routing
 
@@ -24,7 +25,9 @@ __all__ = [
     "combine",
     "dispatch",
     "pack",
+    "pack_codes",
     "pack_router",
+    "packed",
     "router_dtype",
     "sigmoid_routing",
     "softmax_routing",
@@ -93,7 +96,7 @@ def router_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
 
 
 @operator(
-    triton=lambda weight, _: can_multiply(weight),
+    triton=lambda weight, form: form in ("plain", "int8") and can_multiply(weight),
     native=native_ops.can_pack,
 )
 def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
@@ -103,7 +106,8 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
     ``plain`` elsewhere: bf16 and float32 are copied into native panels on a CPU; every other dtype is one product per
     active expert.
     ``int8``: rounded as ``linear``'s weights are; bf16 and float32 on a CPU multiply in native code, elsewhere active
-    experts are widened at every use, which saves memory and not time. Empty weights stay plain.
+    experts are widened at every use, which saves memory and not time. Forms of codes in groups: ``pack_codes``. Empty
+    weights stay plain.
 
     Args:
         weight: [E, N, K]; not kept where it is copied.
@@ -114,7 +118,32 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
     """
     if form == "int8" and weight.numel() > 0:
         return torch_ops.Int8Experts(weight)
+    if form != "plain" and weight.numel() > 0:
+        return pack_codes(round_to_form(weight, form), weight.dtype)
     return torch_ops.GroupedExperts(weight) if torch_ops.can_group(weight) else torch_ops.PlainExperts(weight)
+
+
+@operator(native=lambda matrix, dtype: runs_codes(matrix.codes.device, dtype))
+def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedExperts:
+    """Lay out the experts' quantized matrices for multiplying inputs of a dtype, as ``linear.pack_codes``.
+
+    Args:
+        matrix: [E, N, K], not empty; not kept.
+        dtype: of inputs.
+
+    Returns:
+        A product that takes x [P, K], sorted by expert, to [P, N].
+    """
+    if matrix.codes.is_meta:
+        return torch_ops.ShapeOfCodes(packed_bytes(matrix))
+    return pack(matrix.dequantize(dtype))
+
+
+def packed(weight: Matrix, form: WeightForm = "plain", dtype: torch.dtype | None = None) -> PackedExperts:
+    """Lay out the experts' matrices [E, N, K]: in ``form``; quantized ones for inputs of ``dtype``, or float32."""
+    if isinstance(weight, QuantizedMatrix):
+        return pack_codes(weight, dtype or torch.float32)
+    return pack(weight, form)
 
 
 @operator(

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "linear/bf16.h"
+#include "linear/grouped.h"
 #include "linear/int8.h"
 #include "linear/widened.h"
 #include "live.h"
@@ -188,6 +189,52 @@ int moe_multiply_int8(const void* x, int64_t rows, const int32_t* ends, const in
   return 1;
 }
 
+// Bytes of the packed codes [n, k] of one expert.
+int64_t moe_grouped_size(int64_t n, int64_t k, int64_t group, int bits, int has_minimum) {
+  return panels_of(n) * Grouping{n, k, group, bits, has_minimum != 0}.panel_bytes();
+}
+
+// codes [experts, n, k], scales and minima [experts, n, groups] -> packed, expert by expert.
+void moe_pack_grouped(const uint8_t* codes, const uint16_t* scale, const uint16_t* minimum, uint8_t* packed,
+                      int64_t experts, int64_t n, int64_t k, int64_t group, int bits, int num_threads) {
+  const Grouping of{n, k, group, bits, minimum != nullptr};
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t at = e * n * of.groups();
+    pack_grouped(codes + e * n * k, scale + at, minimum == nullptr ? nullptr : minimum + at,
+                 packed + e * panels_of(n) * of.panel_bytes(), of, num_threads);
+  }
+}
+
+// As moe_multiply, for packed codes less an offset, with the factors [num_experts, n] of their scales; `table` as for
+// linear_multiply_grouped.
+int moe_multiply_grouped(const void* x, int64_t rows, const int32_t* ends, const uint8_t* packed, const float* factor,
+                         const uint8_t* table, void* y, int64_t num_experts, int64_t n, int64_t k, int64_t group,
+                         int bits, int offset, int has_minimum, int partial, int is_bf16, int num_threads) {
+  std::vector<Group> groups;
+  if (!find_groups(ends, num_experts, rows, partial, &groups)) return 0;
+  rows = groups.empty() ? 0 : groups.back().first + groups.back().rows;
+  const Grouping of{n, k, group, bits, has_minimum != 0};
+  GroupedInputs inputs(rows, of, offset);
+  parallel_for(static_cast<int64_t>(groups.size()), 1, num_threads, [&](int64_t at, int64_t last) {
+    for (; at < last; ++at) {
+      if (is_bf16)
+        inputs.set(static_cast<const BFloat16*>(x), groups[at].first, groups[at].rows, 1);
+      else
+        inputs.set(static_cast<const float*>(x), groups[at].first, groups[at].rows, 1);
+    }
+  });
+  with_codes(bits, table, group, [&](auto codes, auto unit) {
+    using Product = GroupedProduct<decltype(codes), decltype(unit)::value>;
+    const auto product = [&](const Group& g) {
+      const uint8_t* weight = packed + g.expert * panels_of(n) * of.panel_bytes();
+      char* to = static_cast<char*>(y) + g.first * n * (is_bf16 ? 2 : 4);
+      return Product{inputs, g.first, weight, factor + g.expert * n, codes, of, to, !is_bf16, g.rows, n, k};
+    };
+    multiply_groups(groups, product, num_threads);
+  });
+  return 1;
+}
+
 // out[t] = sum_j weights[t, j] y[places[t, j]]; y [tokens * k, n] and out [tokens, n] are bfloat16 or float32.
 // False where y has no such place: nothing is summed then.
 int moe_combine(const void* y, const int64_t* places, const float* weights, void* out, int64_t tokens,
@@ -208,4 +255,5 @@ SPECMAMBA_REPLAYABLE(moe_scores)
 SPECMAMBA_REPLAYABLE(moe_dispatch)
 SPECMAMBA_REPLAYABLE(moe_multiply)
 SPECMAMBA_REPLAYABLE(moe_multiply_int8)
+SPECMAMBA_REPLAYABLE(moe_multiply_grouped)
 SPECMAMBA_REPLAYABLE(moe_combine)

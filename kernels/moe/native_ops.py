@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmamba.kernels.linear.grouped import GroupedMatrix, regroup
+from specmamba.kernels.linear.quantized import QuantizedMatrix
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.moe.reference import Groups
 from specmamba.kernels.native import library
@@ -97,6 +99,42 @@ class NativeInt8Experts:
         arguments = x.data_ptr(), len(x), *pointers, *self._size, *kind, torch.get_num_threads()
         require(bool(self._multiply(*arguments)), NO_PARTS)
         return y
+
+
+class NativeGroupedExperts:
+    """The experts' codes of 4 or 8 bits in panels, as ``linear``'s ``NativeGroupedWeight``.
+
+    The result of a row does not depend on the other rows, bit for bit.
+    """
+
+    def __init__(self, matrix: GroupedMatrix, dtype: torch.dtype, code: ctypes.CDLL) -> None:
+        """matrix: [E, N, K], not empty, not kept; dtype: bfloat16 or float32, of inputs; code: the native.cpp."""
+        self._size, self._dtype, self.nbytes = tuple(matrix.codes.shape), dtype, matrix.nbytes
+        kind, has_minimum = (*self._size[1:], matrix.group, matrix.bits), matrix.minimum is not None
+        experts = self._size[0]
+        self._packed = torch.empty(experts * code.moe_grouped_size(*kind, has_minimum), dtype=torch.uint8)
+        parts = [x if x is None else x.contiguous() for x in (matrix.codes, matrix.scale, matrix.minimum)]
+        pointers = (None if x is None else x.data_ptr() for x in (*parts, self._packed))
+        code.moe_pack_grouped(*pointers, experts, *kind, torch.get_num_threads())
+        self._factor, self._table = matrix.factor.contiguous(), matrix.table
+        self._multiply, self._kind = code.moe_multiply_grouped, (experts, *kind, matrix.offset, has_minimum)
+
+    def __call__(self, x: Tensor, groups: Groups) -> Tensor:
+        """[P, K] of the dtype of inputs, sorted by expert -> [P, N]. Raises ValueError: what does not fit."""
+        _require_fit(x, groups, self._size, self._dtype)
+        x, ends = x.contiguous(), groups.ends.contiguous()
+        y = x.new_empty(x.shape[0], self._size[1])
+        operands = (ends, self._packed, self._factor, self._table, y)
+        pointers = (None if t is None else t.data_ptr() for t in operands)
+        kind = is_partial(), x.dtype is torch.bfloat16
+        arguments = x.data_ptr(), len(x), *pointers, *self._kind, *kind, torch.get_num_threads()
+        require(bool(self._multiply(*arguments)), NO_PARTS)
+        return y
+
+
+def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> NativeGroupedExperts:
+    """Copy the experts' codes into panels, for inputs of a dtype that ``linear``'s native code takes."""
+    return NativeGroupedExperts(regroup(matrix), dtype, library.required(code()))
 
 
 def can_pack(weight: Tensor, form: str) -> bool:
@@ -202,8 +240,15 @@ def code() -> ctypes.CDLL | None:
         "dispatch": [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_int],
         "multiply": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, *[c_int] * 3],
         "multiply_int8": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 3, *[c_int] * 3],
+        "grouped_size": [*[c_int64] * 3, c_int, c_int],
+        "pack_grouped": [*[c_void_p] * 4, *[c_int64] * 4, c_int, c_int],
+        "multiply_grouped": [c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 4, *[c_int] * 6],
         "combine": [*[c_void_p] * 4, c_int64, c_void_p, c_int64, c_int64, c_int, c_int],
     }
-    results = {"packed_size": c_int64} | dict.fromkeys(("dispatch", "multiply", "multiply_int8", "combine"), c_int)
+    sizes, checked = (
+        ("packed_size", "grouped_size"),
+        ("dispatch", "multiply", "multiply_int8", "multiply_grouped", "combine"),
+    )
+    results = dict.fromkeys(sizes, c_int64) | dict.fromkeys(checked, c_int)
     signatures = {f"moe_{name}": of for name, of in arguments.items()}
     return library.load_functions(SOURCE, signatures, {f"moe_{name}": of for name, of in results.items()})

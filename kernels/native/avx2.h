@@ -178,4 +178,49 @@ inline __m128i to_shorts(Vector x) {
 inline void store(int16_t* y, Vector x, All) { _mm_storeu_si128(reinterpret_cast<__m128i*>(y), to_shorts(x)); }
 inline void store(int16_t* y, Vector x, First lanes) { store_part(y, to_shorts(x), lanes.count()); }
 
+// ---- bytes, four neighbours in a lane -------------------------------------------------------------------------------
+
+using Bytes = __m256i;
+inline Bytes load_bytes(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
+inline Bytes low_halves(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline Bytes high_halves(Bytes x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+// Bits may cross from byte to byte.
+template <int Bits>
+inline Bytes shifted_left(Bytes x) {
+  return _mm256_slli_epi16(x, Bits);
+}
+template <int Bits>
+inline Bytes shifted_right(Bytes x) {
+  return _mm256_srli_epi16(x, Bits);
+}
+// Bits 0 to 3 of low, which has no others, and bits 4 and 5 of high.
+inline Bytes with_high_bits(Bytes low, Bytes high) {
+  return _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi8(0x30)));
+}
+inline Bytes broadcast_four(int32_t four) { return _mm256_set1_epi32(four); }
+inline Integers broadcast_integer(int32_t x) { return (Integers)_mm256_set1_epi32(x); }
+// 16 bytes, and those of them at the places that the bytes of a vector name.
+inline Bytes load_table(const void* x) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(x)));
+}
+inline Bytes looked_up(Bytes table, Bytes places) { return _mm256_shuffle_epi8(table, places); }
+
+#define SPECMAMBA_MULTIPLIES_BYTES 0
+using ShortSums = int16_t __attribute__((vector_size(32)));
+inline ShortSums add_two_products(ShortSums sum, Bytes x, Bytes y) {
+  return sum + (ShortSums)_mm256_maddubs_epi16(x, y);
+}
+inline Integers add_pairs(Integers sum, ShortSums x, int16_t factor) {
+  return sum + (Integers)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(factor));
+}
+
+inline Vector load_halves(const uint16_t* x) {  // float16
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+}
+// x, rounded to nearest even and limited to int8.
+inline void store_bytes(int8_t* y, Vector x) {
+  const __m128i shorts = to_shorts(x);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(y), _mm_packs_epi16(shorts, shorts));
+}
+
 }  // namespace specmamba

@@ -148,4 +148,56 @@ inline __m256i to_shorts(Vector x) { return _mm512_cvtsepi32_epi16(_mm512_cvtps_
 inline void store(int16_t* y, Vector x, All) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), to_shorts(x)); }
 inline void store(int16_t* y, Vector x, First lanes) { _mm256_mask_storeu_epi16(y, lanes.bits(), to_shorts(x)); }
 
+// ---- bytes, four neighbours in a lane -------------------------------------------------------------------------------
+
+using Bytes = __m512i;
+inline Bytes load_bytes(const void* x) { return _mm512_loadu_si512(x); }
+inline Bytes low_halves(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Bytes high_halves(Bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+// Bits may cross from byte to byte.
+template <int Bits>
+inline Bytes shifted_left(Bytes x) {
+  return _mm512_slli_epi16(x, Bits);
+}
+template <int Bits>
+inline Bytes shifted_right(Bytes x) {
+  return _mm512_srli_epi16(x, Bits);
+}
+// Bits 0 to 3 of low, which has no others, and bits 4 and 5 of high.
+inline Bytes with_high_bits(Bytes low, Bytes high) {
+  return _mm512_or_si512(low, _mm512_and_si512(high, _mm512_set1_epi8(0x30)));
+}
+inline Bytes broadcast_four(int32_t four) { return _mm512_set1_epi32(four); }
+inline Integers broadcast_integer(int32_t x) { return (Integers)_mm512_set1_epi32(x); }
+// 16 bytes, and those of them at the places that the bytes of a vector name.
+inline Bytes load_table(const void* x) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(x)));
+}
+inline Bytes looked_up(Bytes table, Bytes places) { return _mm512_shuffle_epi8(table, places); }
+
+#ifdef __AVX512VNNI__
+#define SPECMAMBA_MULTIPLIES_BYTES 1
+// sum[i] + the sum of x[4 i + j] y[4 i + j] for j of 0 to 3, exactly; x without a sign, y with one.
+inline Integers add_four_products(Integers sum, Bytes x, Bytes y) {
+  return (Integers)_mm512_dpbusd_epi32((__m512i)sum, x, y);
+}
+#else
+#define SPECMAMBA_MULTIPLIES_BYTES 0
+using ShortSums = int16_t __attribute__((vector_size(64)));
+inline ShortSums add_two_products(ShortSums sum, Bytes x, Bytes y) {
+  return sum + (ShortSums)_mm512_maddubs_epi16(x, y);
+}
+inline Integers add_pairs(Integers sum, ShortSums x, int16_t factor) {
+  return sum + (Integers)_mm512_madd_epi16((__m512i)x, _mm512_set1_epi16(factor));
+}
+#endif
+
+inline Vector load_halves(const uint16_t* x) {  // float16
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+}
+// x, rounded to nearest even and limited to int8.
+inline void store_bytes(int8_t* y, Vector x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(y), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+
 }  // namespace specmamba

@@ -168,4 +168,43 @@ inline void store(int16_t* y, Vector x, First lanes) {
   std::memcpy(y, &shorts, lanes.count() * sizeof *y);
 }
 
+// ---- bytes, four neighbours in a lane -------------------------------------------------------------------------------
+
+using Bytes = uint8x16_t;
+inline Bytes load_bytes(const void* x) { return vld1q_u8(static_cast<const uint8_t*>(x)); }
+inline Bytes low_halves(Bytes x) { return vandq_u8(x, vdupq_n_u8(15)); }
+inline Bytes high_halves(Bytes x) { return vshrq_n_u8(x, 4); }
+template <int Bits>
+inline Bytes shifted_left(Bytes x) {
+  return vshlq_n_u8(x, Bits);
+}
+template <int Bits>
+inline Bytes shifted_right(Bytes x) {
+  return vshrq_n_u8(x, Bits);
+}
+// Bits 0 to 3 of low, which has no others, and bits 4 and 5 of high.
+inline Bytes with_high_bits(Bytes low, Bytes high) { return vorrq_u8(low, vandq_u8(high, vdupq_n_u8(0x30))); }
+inline Bytes broadcast_four(int32_t four) { return vreinterpretq_u8_s32(vdupq_n_s32(four)); }
+inline Integers broadcast_integer(int32_t x) { return vdupq_n_s32(x); }
+// 16 bytes, and those of them at the places that the bytes of a vector name.
+inline Bytes load_table(const void* x) { return load_bytes(x); }
+inline Bytes looked_up(Bytes table, Bytes places) { return vqtbl1q_u8(table, places); }
+
+#define SPECMAMBA_MULTIPLIES_BYTES 0
+using ShortSums = int16x8_t;
+inline ShortSums add_two_products(ShortSums sum, Bytes x, Bytes y) {
+  const int8x16_t a = vreinterpretq_s8_u8(x), b = vreinterpretq_s8_u8(y);
+  return vaddq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b)));
+}
+inline Integers add_pairs(Integers sum, ShortSums x, int16_t factor) {
+  return vmlaq_n_s32(sum, vpaddlq_s16(x), factor);
+}
+
+inline Vector load_halves(const uint16_t* x) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x))); }  // float16
+// x, rounded to nearest even and limited to int8.
+inline void store_bytes(int8_t* y, Vector x) {
+  const int8x8_t bytes = vqmovn_s16(vcombine_s16(to_shorts(x), vdup_n_s16(0)));
+  std::memcpy(y, &bytes, kLanes);
+}
+
 }  // namespace specmamba

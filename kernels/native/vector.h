@@ -6,6 +6,9 @@
 //   First, Mask                   the first lanes of a vector; lanes for which a comparison holds
 //   Integers, Shorts              kLanes int32; 2 kLanes numbers of 16 bits, multiplied in pairs of neighbours
 //   Pairs                         Shorts that are bfloat16; defined here unless SPECMAMBA_MULTIPLIES_PAIRS
+//   Bytes                         4 kLanes bytes, multiplied and summed by four neighbours: in one instruction where
+//                                 SPECMAMBA_MULTIPLIES_BYTES, else first in pairs, in ShortSums. These hold
+//                                 8 such sums where one factor is at most 15
 //
 // Results of levels differ by rounding only: sums have another order, exponentials another last bit.
 #pragma once
@@ -66,6 +69,13 @@ inline Pairs load_pairs(const BFloat16* x) { return as_pairs(load_shorts(x)); }
 inline Pairs load_pairs(const BFloat16* x, int64_t count) { return as_pairs(load_shorts(x, count)); }
 
 inline void store_shorts(int16_t* y, Shorts x) { std::memcpy(y, &x, sizeof x); }
+
+// x[0] to x[3] in every lane.
+inline Bytes broadcast_four(const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, sizeof four);
+  return broadcast_four(four);
+}
 
 // x[0] and x[1] in every lane.
 inline Shorts broadcast_pair(const int16_t* x) {

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import stat
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specmamba.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -17,7 +23,30 @@ GGUF_FILE = "model.gguf"  # a link, in a folder that was made for a GGUF file
 MAX_TEXT_BYTES = 256 << 20  # tokenizer.json, vocabularies, merges
 MAX_JSON_BYTES = 64 << 20  # configs and the index of the shards
 MAX_JSON_VALUES = 1 << 23  # of one file; a list of three bytes takes 64 bytes of memory when it has been parsed
+_MIN_PAGES_BYTES = 1 << 20  # of a tensor whose pages are given back
 _TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+
+
+def copy_mapped(mapped: Tensor) -> Tensor:
+    """Copy a tensor that lies in a mapped file, which may change or shrink, and give the pages that it took back.
+
+    Without that a process that has read a checkpoint holds the whole file beside the copies, as far as memory goes.
+    """
+    copy = mapped.clone()
+    begin, page = mapped.data_ptr(), mmap.PAGESIZE
+    first, last = -(-begin // page) * page, (begin + mapped.nbytes) // page * page
+    if mapped.is_contiguous() and last - first >= _MIN_PAGES_BYTES:
+        _madvise(first, last - first, mmap.MADV_DONTNEED)  # a wish: the copy is made
+    return copy
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _madvise(address: int, length: int, advice: int) -> None:
+    _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
 
 
 def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.checkpoints.files import INDEX_FILE, SINGLE_FILE, read_json, require_file, require_safetensors
+from specmamba.checkpoints.files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    copy_mapped,
+    read_json,
+    require_file,
+    require_safetensors,
+)
 from specmamba.checkpoints.quantized.decode import decode
 from specmamba.checkpoints.quantized.parts import CODES, group_parts, is_of_activations
 from specmamba.checkpoints.quantized.storage import read_storage
@@ -63,6 +70,7 @@ class TensorReader:
         self._tensors: dict[str, StoredTensor] = {}
         self._taken: set[str] = set()
         self._ignored: list[str] = []
+        self._run_forms: dict[str, str] = {}
         self._handles: dict[Path, Any] = {}
         self._folder = folder
         with ExitStack() as self._stack:
@@ -111,6 +119,10 @@ class TensorReader:
     def has(self, name: str) -> bool:
         """Whether there is a tensor or a quantized matrix of this name."""
         return name in self._parts or name in self._tensors
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a matrix is stored as codes with scales."""
+        return name in self._parts
 
     def stored(self, name: str) -> StoredTensor:
         """File, shape and type of a tensor, without loading it; of a quantized matrix, those of its codes.
@@ -171,7 +183,7 @@ class TensorReader:
             mapped: Tensor = self._handles[tensor.file].get_tensor(tensor.stored_name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{tensor.stored_name} cannot be read from {tensor.file}: {error}") from None
-        return mapped.clone()  # a view of the file would change when the file changes, or crash
+        return copy_mapped(mapped)
 
     def finish(self, ignore: tuple[str, ...] = ()) -> None:
         """Check that the model took every tensor, except those whose names start with one of ``ignore``.
@@ -195,12 +207,18 @@ class TensorReader:
         """What was taken, and what was ignored."""
         parts = {part for parts in self._parts.values() for part in parts.values()}
         plain = [
-            (name, tensor.dtype, tensor.num_bytes)
+            (name, tensor.dtype, self._run_forms.get(name, ""), tensor.num_bytes)
             for name, tensor in self._tensors.items()
             if name in self._taken and name not in parts and sum(size > 1 for size in tensor.shape) > 1
         ]
-        quantized = [(name, *self._form_and_bytes(name)) for name in self._parts if self._is_taken(name)]
+        taken = (name for name in self._parts if self._is_taken(name))
+        forms = ((name, *self._form_and_bytes(name)) for name in taken)
+        quantized = [(name, form, self._run_forms.get(name, ""), num_bytes) for name, form, num_bytes in forms]
         return summarize([*plain, *quantized], self._ignored)
+
+    def note_run_form(self, name: str, form: str) -> None:
+        """Remember for the report in what form a matrix runs."""
+        self._run_forms[name] = form
 
     def _is_taken(self, name: str) -> bool:
         return any(part in self._taken for part in self._parts[name].values())
@@ -252,11 +270,6 @@ class TensorReader:
 
 class ShapeReader(TensorReader):
     """A ``TensorReader`` whose tensors have shape and type, and no values: they are on PyTorch's meta device."""
-
-    def take_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | Tensor:
-        """A matrix without values, whose parts have been checked as far as shapes and types go."""
-        super().take_quantized(name, shape)
-        return torch.empty(shape, device="meta")
 
     def _read(self, name: str) -> Tensor:
         tensor = self._tensors[name]

@@ -127,9 +127,9 @@ def engine_key(engine: TimedEngine) -> dict[str, str]:
     values = {
         "model": digest_of_checkpoint(engine.folder),
         "dtype": str(engine.models.target.cache_shape.dtype).removeprefix("torch."),
-        "quantization": config.quantization,
+        "quantization": f"{config.quantization} {config.quantization_group_size}",
         "drafts": f"{plan.algorithm} {plan.num_steps} {plan.topk} {plan.width} {plan.max_nodes}",
-        "draft_model": "" if draft is None else f"{draft} {config.speculative_draft_model_quantization}",
+        "draft_model": f"{draft or ''} {config.speculative_draft_model_quantization}",
         "accept": config.speculative_accept,
         "state": f"{config.speculative_state} {config.mamba_ssm_dtype}",
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),

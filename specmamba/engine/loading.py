@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from specmamba.checkpoints.checkpoint import read_architecture, resolve_checkpoint
-from specmamba.config import EngineConfig
+from specmamba.config import FORM_FLAG, EngineConfig
 from specmamba.draft.draft_plan import plan_drafts
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError, UnsupportedModelError
 from specmamba.kernels import gpu, linear
@@ -79,12 +79,15 @@ def _load(
     folder: Path, draft_folder: Path | None, config: EngineConfig, device: torch.device, only_shapes: bool
 ) -> Models:
     dtype = choose_dtype(folder, config.dtype)
+    _require_codes(config, dtype, device)
     options = LoadOptions(
         dtype=dtype,
         device=torch.device("meta") if only_shapes else device,
         want_draft_head=config.speculative_algorithm in ("auto", "mtp") and draft_folder is None,
-        form="int8" if config.quantization == "int8" else "plain",
+        form=_form(config.quantization, config.quantization_group_size),
         draft_form=_draft_form(config, dtype, device),
+        keeps_codes=config.quantization == "auto" and linear.runs_codes(device, dtype),
+        draft_keeps_codes=_draft_keeps_codes(config) and linear.runs_codes(device, dtype),
         layout_device_type=device.type,
     )
     target = _keeping_states(load_model(folder, options), config, device)
@@ -168,12 +171,39 @@ def _keeping_states(loaded: LoadedModel, config: EngineConfig, device: torch.dev
     return replace(loaded, cache_shape=shape)
 
 
+def _require_codes(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError where flags ask for codes that nothing multiplies by."""
+    flags = {"--quantization": config.quantization, FORM_FLAG: config.speculative_draft_model_quantization}
+    for flag, chosen in flags.items():
+        if chosen in ("int4", "fp8") and not linear.runs_codes(device, dtype):
+            kind = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{flag} {chosen} needs native code on a CPU and bfloat16 or float32; this is {kind} on {device.type}"
+                f"{'' if device.type != 'cpu' else ' (specmamba doctor says whether there is native code)'}: "
+                "choose int8 or none"
+            )
+
+
+def _form(quantization: str, group: int) -> WeightForm:
+    """Return the form of matrices that are not stored quantized."""
+    forms: dict[str, WeightForm] = {"int8": "int8", "fp8": "fp8"}
+    of_groups: dict[int, WeightForm] = {32: "int4-g32", 64: "int4-g64", 128: "int4-g128"}
+    return of_groups[group] if quantization == "int4" else forms.get(quantization, "plain")
+
+
 def _draft_form(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightForm:
     """Return the form of the draft's weights: int8 by default where it is faster, as drafts cannot change the text."""
+    chosen, group = config.speculative_draft_model_quantization, config.quantization_group_size
+    if chosen != "auto":
+        return _form(chosen, group)
+    of_target = _form(config.quantization, group)
+    return "int8" if of_target == "plain" and linear.has_fast_int8(device, dtype) else of_target
+
+
+def _draft_keeps_codes(config: EngineConfig) -> bool:
+    """Whether a draft's matrices stay as they are stored, where that is quantized."""
     chosen = config.speculative_draft_model_quantization
-    if chosen == "auto":
-        return "int8" if linear.has_fast_int8(device, dtype) else "plain"
-    return "int8" if chosen == "int8" else "plain"
+    return chosen == "auto" and config.quantization == "auto"
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>

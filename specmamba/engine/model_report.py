@@ -16,11 +16,11 @@ from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.shapes import pending_capacity
 from specmamba.checkpoints.checkpoint import resolve_checkpoint
 from specmamba.checkpoints.files import read_json
+from specmamba.checkpoints.quantized.stored_report import StoredMatrices
 from specmamba.config import EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.engine.loading import load_models, require_target, resolve_device
 from specmamba.errors import CheckpointError, ConfigError
-from specmamba.kernels.linear import WeightForm
 from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import MLP, GatedMLP, MoE
 from specmamba.layers.gated_delta_net import GatedDeltaNet
@@ -82,7 +82,7 @@ def model_info(config: EngineConfig) -> dict[str, Any]:
         "mamba_ssm_dtype": _name(alone.cache_shape.state_dtype),
         "device": str(device),
         "bytes": _bytes(alone, used, plan),
-        "stored": [asdict(matrices) for matrices in found.target.stored.matrices],
+        "stored": [_stored(matrices, alone) for matrices in found.target.stored.matrices],
         "ignored": dict(found.target.stored.ignored),
         "memory": _memory(config, used, plan, device),
         "draft": _draft(config, found, alone),
@@ -90,6 +90,11 @@ def model_info(config: EngineConfig) -> dict[str, Any]:
         "supported": _supported(found.draft_kind),
         "tokenizer": _tokenizer(folder, alone),
     }
+
+
+def _stored(matrices: StoredMatrices, model: LoadedModel) -> dict[str, Any]:
+    """Describe matrices that are stored alike; those in no other form run in the model's dtype."""
+    return asdict(matrices) | {"runs_as": matrices.runs_as or _name(model.cache_shape.dtype)}
 
 
 def _bytes(alone: LoadedModel, models: Models, plan: DraftPlan) -> dict[str, int]:
@@ -165,7 +170,7 @@ def _supported(draft: DraftKind | None) -> dict[str, Any]:
     return {
         "algorithms": {"none": [], "ngram": [CHAIN, DYNAMIC], **with_draft},
         "dtype": [choice for choice in choices("dtype") if choice != "auto"],
-        "quantization": ["none", *(form for form in get_args(WeightForm) if form != "plain")],
+        "quantization": choices("quantization"),
         "mamba_ssm_dtype": choices("mamba_ssm_dtype"),
         "speculative_state": choices("speculative_state"),
         "speculative_accept": choices("speculative_accept"),

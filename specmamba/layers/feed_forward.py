@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specmamba.kernels import moe, rowwise
-from specmamba.kernels.linear import WeightForm
+from specmamba.kernels.linear import Matrix, WeightForm
 from specmamba.kernels.moe import Routing
 from specmamba.kernels.native import library
 from specmamba.layers.context import LayerContext
@@ -128,7 +128,12 @@ class Experts:
     """down_e(activation(up_e(x))) for the experts e of each token."""
 
     def __init__(
-        self, up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], form: WeightForm = "plain"
+        self,
+        up: Matrix,
+        down: Matrix,
+        activation: Callable[[Tensor], Tensor],
+        form: WeightForm = "plain",
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Hold the matrices of all experts.
 
@@ -137,12 +142,14 @@ class Experts:
                 place.
             down: [E, H, I], kept or not in the same way.
             activation: [..., I or 2 I] -> [..., I].
-            form: how the matrices are stored.
+            form: how matrices that are not quantized are stored.
+            dtype: of inputs, where matrices are quantized.
         """
-        if up.device.type == "cpu":
-            library.preload()
         self.num_experts, self.device = up.shape[0], up.device
-        self._up, self._down, self._activation = moe.pack(up, form), moe.pack(down, form), activation
+        if self.device.type == "cpu":
+            library.preload()
+        self._up, self._down = (moe.packed(weight, form, dtype) for weight in (up, down))
+        self._activation = activation
         self.nbytes = self._up.nbytes + self._down.nbytes  # of the tensors that are kept
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:

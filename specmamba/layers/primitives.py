@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
 from specmamba.kernels import linear, rowwise
-from specmamba.kernels.linear import WeightForm
+from specmamba.kernels.linear import Matrix, WeightForm
 from specmamba.kernels.native import library
 
 W = TypeVar("W")
@@ -19,17 +20,25 @@ W = TypeVar("W")
 class Linear:
     """y = x W^T + bias, with the weights laid out for their device."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, form: WeightForm = "plain") -> None:
+    def __init__(
+        self,
+        weight: Tensor | Sequence[Matrix],
+        bias: Tensor | None = None,
+        form: WeightForm = "plain",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Lay out the weights.
 
         Args:
-            weight: [out, in]; not kept where a packed copy takes its place.
+            weight: [out, in], or several of them one below the other; not kept where a packed copy takes its place.
             bias: [out].
-            form: as for ``linear.pack``.
+            form: of weights that are not quantized, as for ``linear.pack``.
+            dtype: of inputs, where matrices are quantized.
         """
-        if weight.device.type == "cpu":
+        parts = (weight,) if isinstance(weight, Tensor) else weight
+        if parts[0].device.type == "cpu":
             library.preload()
-        self._product = linear.pack(weight, form)
+        self._product = linear.packed(parts, form, dtype)
         self._bias = bias
         self.nbytes = self._product.nbytes + (0 if bias is None else bias.nbytes)  # of the tensors that are kept
 

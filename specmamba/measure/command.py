@@ -93,6 +93,19 @@ def put_out(
     return 0
 
 
+def repeated_flags(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Write ``--flag A B`` as ``--flag A --flag B``, for flags whose lists may have any text in them."""
+    rest, open_flag, is_first = [], None, False
+    for argument in arguments:
+        if argument.startswith("-") or open_flag is None:
+            open_flag, is_first = argument if argument in flags else None, True
+            rest.append(argument)
+        else:
+            rest += [argument] if is_first else [open_flag, argument]
+            is_first = False
+    return rest
+
+
 class Page:
     """Lines and tables on standard output, so wide that no figure is cut off: a narrow terminal folds the lines."""
 

@@ -26,6 +26,8 @@ class LoadOptions:
     want_draft_head: bool = False  # load the checkpoint's own draft head too, if it has one
     form: WeightForm = "plain"  # how the target's matrices are stored
     draft_form: WeightForm = "plain"  # how a draft's matrices are stored
+    keeps_codes: bool = False  # matrices that the checkpoint stores quantized stay in their codes
+    draft_keeps_codes: bool = False  # the same for a draft
     layout_device_type: str = "cpu"  # where ``device`` is "meta": the type of device whose layout of weights is assumed
 
     @property

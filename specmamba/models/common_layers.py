@@ -178,10 +178,10 @@ def _one_product(
     """Join projections of the same input [width] to one layer; ``parts``: output size and output factor by name."""
     matrices, biases = [], []
     for name, (size, scale) in parts.items():
-        matrices.append(scaled(weights.take(f"{prefix}{name}.weight", size, width), in_scale * scale))
+        matrices.append(scaled(weights.take_matrix(f"{prefix}{name}.weight", size, width), in_scale * scale))
         if has_bias:
             biases.append(scaled(weights.take(f"{prefix}{name}.bias", size), scale))
-    return weights.linear(torch.cat(matrices), torch.cat(biases) if has_bias else None)
+    return weights.linear(matrices, torch.cat(biases) if has_bias else None)
 
 
 def require_silu(config: Any) -> None:

@@ -31,7 +31,7 @@ def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -
     """Build Falcon-H1 from a checkpoint's config and tensors; errors as for ``registry.load_model``."""
     weights = FalconWeights(config, reader, options)
     c, heads, num_layers = weights.config, weights.heads, config.num_hidden_layers
-    embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+    embedding = weights.take_embedding("model.embed_tokens.weight")
     blocks = [weights.block(i) for i in range(num_layers)]
     norm = weights.norm("model.final_layernorm.weight", c.hidden_size, c.rms_norm_eps)
     scales = c.embedding_multiplier, c.lm_head_multiplier

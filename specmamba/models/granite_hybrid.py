@@ -37,7 +37,7 @@ def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -
     """Build a Granite 4 hybrid from a checkpoint's config and tensors; errors as for ``registry.load_model``."""
     weights = GraniteWeights(config, reader, options)
     c, heads = weights.config, weights.heads
-    embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+    embedding = weights.take_embedding("model.embed_tokens.weight")
     numbered = enumerate(number_layers(c.layer_types))
     blocks = [weights.block(f"model.layers.{i}.", kind, index) for i, (kind, index) in numbered]
     norm = weights.norm("model.norm.weight", c.hidden_size, c.rms_norm_eps)
@@ -100,8 +100,8 @@ class GraniteWeights(Weights):
         if not c.num_local_experts:
             return shared
         experts = f"{prefix}block_sparse_moe."
-        up = self.take(f"{experts}input_linear.weight", c.num_local_experts, 2 * c.intermediate_size, hidden)
-        down = self.take(f"{experts}output_linear.weight", c.num_local_experts, hidden, c.intermediate_size)
+        up = self.take_matrix(f"{experts}input_linear.weight", c.num_local_experts, 2 * c.intermediate_size, hidden)
+        down = self.take_matrix(f"{experts}output_linear.weight", c.num_local_experts, hidden, c.intermediate_size)
         router = self.take_router(f"{experts}router.layer.weight", c.num_local_experts)
         return MoE(TopKSoftmaxRouter(router, c.num_experts_per_tok), self.experts(up, down, rowwise.silu_mul), shared)
 

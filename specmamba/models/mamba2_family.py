@@ -43,7 +43,7 @@ def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -
         raise UnsupportedModelError("rms_norm false is not supported: Mamba2 models have RMS norms here")
     weights = Weights(c, reader, options)
     layers = Mamba2Config.mamba(c, c.state_size, c.num_heads, c.head_dim)
-    embedding = weights.take("backbone.embeddings.weight", c.vocab_size, c.hidden_size)
+    embedding = weights.take_embedding("backbone.embeddings.weight")
     blocks = [_block(weights, i, layers) for i in range(c.num_hidden_layers)]
     norm = weights.norm("backbone.norm_f.weight", c.hidden_size, c.layer_norm_epsilon)
     target, _ = weights.target(embedding, blocks, norm)
@@ -181,10 +181,10 @@ def _mamba2_projection(
     shape = config.shape
     rows = shape.num_value_heads * (shape.value_dim + 1) + shape.conv_channels
     bias = weights.take(f"{name}.bias", rows) if config.has_in_bias else None
-    weight = weights.take(f"{name}.weight", rows, weights.config.hidden_size)
+    weight = weights.take_matrix(f"{name}.weight", rows, weights.config.hidden_size)
     if channel_scale is None:
         return weights.linear(scaled(weight, in_scale), bias)
-    factors = channel_scale.to(weight.device)
+    factors = channel_scale.to(weights.options.device)
     bias = None if bias is None else scaled(bias, factors)
     return weights.linear(scaled(weight, (factors * in_scale)[:, None]), bias)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import UnsupportedModelError
+from specmamba.kernels.linear import Matrix
 from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import MLP, MoE, SigmoidRouter, squared_relu
 from specmamba.layers.primitives import RMSNorm
@@ -53,16 +53,16 @@ def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -
     )
 
 
-def _target(weights: NemotronWeights) -> tuple[HybridTarget, Tensor]:
+def _target(weights: NemotronWeights) -> tuple[HybridTarget, Matrix]:
     """The target, and the matrix of its output head."""
     c = weights.config
-    embedding = weights.take("model.embeddings.weight", c.vocab_size, c.hidden_size)
+    embedding = weights.take_embedding("model.embeddings.weight")
     blocks = weights.blocks("model.layers.", c.layers_block_type)
     norm = weights.full_norm("model.norm_f.weight")
     return weights.target(embedding, blocks, norm)
 
 
-def _mtp_head(weights: NemotronWeights, target: HybridTarget, output: Tensor) -> MTPHead:
+def _mtp_head(weights: NemotronWeights, target: HybridTarget, output: Matrix) -> MTPHead:
     """Build the MTP head: modules of the same kinds of blocks, whose layers are numbered consecutively.
 
     Every published head is one module that is applied again to its own output.
@@ -153,11 +153,11 @@ class NemotronWeights(Weights):
         shared = self.mlp(f"{prefix}shared_experts.", c.moe_shared_expert_intermediate_size)
         return MoE(router, self.experts(up, down, squared_relu), shared, latent=latent)
 
-    def all_experts(self, prefix: str, name: str, out: int, width: int) -> Tensor:
+    def all_experts(self, prefix: str, name: str, out: int, width: int) -> Matrix:
         """One matrix of all E experts, [E, out, width]: stored as one tensor, or as one for each expert."""
         num_experts = self.config.n_routed_experts
         if self.reader.has(f"{prefix}{name}"):
-            return self.take(f"{prefix}{name}", num_experts, out, width)
+            return self.take_matrix(f"{prefix}{name}", num_experts, out, width)
         return self.take_experts(prefix, (name,), num_experts, out, width)
 
 

@@ -5,15 +5,16 @@ Gated-delta-net layers and full attention with a gated output take turns; norms 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from specmamba.cache.shapes import StateShape
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import UnsupportedModelError
 from specmamba.kernels import delta_net, paged_attention, rowwise
+from specmamba.kernels.linear import Matrix
 from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import Experts, MoE, SoftmaxRouter
 from specmamba.layers.gated_delta_net import GatedDeltaNet
@@ -31,7 +32,7 @@ from specmamba.models.common_layers import (
     require_silu,
 )
 from specmamba.models.hybrid import Block, HybridTarget, Layer, MTPHead, MTPModule
-from specmamba.models.weights import Weights, loaded_model
+from specmamba.models.weights import Weights, loaded_model, reordered
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -84,16 +85,16 @@ def _load(kind: type[QwenWeights], config: Any, reader: TensorReader, options: L
     )
 
 
-def _target(weights: QwenWeights) -> tuple[HybridTarget, Tensor]:
+def _target(weights: QwenWeights) -> tuple[HybridTarget, Matrix]:
     """The target, and the matrix of its output head."""
     c = weights.config
-    embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+    embedding = weights.take_embedding("model.embed_tokens.weight")
     numbered = enumerate(number_layers(c.layer_types))
     blocks = [weights.block(i, f"model.layers.{i}.", kind, index) for i, (kind, index) in numbered]
     return weights.target(embedding, blocks, weights.one_plus_norm("model.norm.weight"), weights.rotary())
 
 
-def _mtp_head(weights: QwenWeights, target: HybridTarget, output: Tensor) -> MTPHead:
+def _mtp_head(weights: QwenWeights, target: HybridTarget, output: Matrix) -> MTPHead:
     """Modules of one attention block each, with all else in common; embedding and output head are the target's.
 
     ``output`` [V, H] is the matrix of that output head.
@@ -154,13 +155,14 @@ class QwenWeights(Weights):
         c = self.config
         num_q, num_kv, dim = self.heads.num_query_heads, self.heads.num_key_heads, self.heads.head_dim
         # the checkpoint interleaves each head's query with its gate
-        q_and_gate = self.take(f"{prefix}q_proj.weight", 2 * num_q * dim, c.hidden_size)
-        q, gate = q_and_gate.view(num_q, 2, dim, c.hidden_size).transpose(0, 1).reshape(2, num_q * dim, c.hidden_size)
-        k, v = (self.take(f"{prefix}{name}_proj.weight", num_kv * dim, c.hidden_size) for name in ("k", "v"))
+        q_and_gate = self.take_matrix(f"{prefix}q_proj.weight", 2 * num_q * dim, c.hidden_size)
+        rows_of_q, rows_of_gate = torch.arange(2 * num_q * dim).view(num_q, 2, dim).unbind(1)
+        q, gate = (reordered(q_and_gate, rows.flatten()) for rows in (rows_of_q, rows_of_gate))
+        k, v = (self.take_matrix(f"{prefix}{name}_proj.weight", num_kv * dim, c.hidden_size) for name in ("k", "v"))
         norm = head_norms(self, prefix, self.heads, offset=1.0)
         form = paged_attention.AttentionConfig(num_q, num_kv, dim, dim**-0.5, norm, c.rms_norm_eps, has_gate=True)
         out = self.take_linear(f"{prefix}o_proj", c.hidden_size, num_q * dim)
-        return Attention(kv_layer, self.linear(torch.cat([q, k, v, gate])), out, form)
+        return Attention(kv_layer, self.linear([q, k, v, gate]), out, form)
 
     def delta_net(self, prefix: str, state_layer: int) -> GatedDeltaNet:
         """The recurrent layer."""
@@ -186,8 +188,8 @@ class QwenWeights(Weights):
         s = self.state_shape
         sizes = {"qkv": s.conv_channels, "z": s.num_value_heads * s.value_dim}
         sizes |= {"b": s.num_value_heads, "a": s.num_value_heads}
-        parts = [self.take(f"{prefix}in_proj_{x}.weight", size, self.config.hidden_size) for x, size in sizes.items()]
-        return self.linear(torch.cat(parts))
+        hidden = self.config.hidden_size
+        return self.linear([self.take_matrix(f"{prefix}in_proj_{x}.weight", size, hidden) for x, size in sizes.items()])
 
 
 class QwenMoEWeights(QwenWeights):
@@ -218,8 +220,8 @@ class QwenMoEWeights(QwenWeights):
         """
         num_experts, inner, hidden = self.config.num_experts, self.config.moe_intermediate_size, self.config.hidden_size
         if self.reader.has(f"{prefix}gate_up_proj"):
-            up = self.take(f"{prefix}gate_up_proj", num_experts, 2 * inner, hidden)
-            down = self.take(f"{prefix}down_proj", num_experts, hidden, inner)
+            up = self.take_matrix(f"{prefix}gate_up_proj", num_experts, 2 * inner, hidden)
+            down = self.take_matrix(f"{prefix}down_proj", num_experts, hidden, inner)
         else:
             up = self.take_experts(prefix, ("gate_proj", "up_proj"), num_experts, inner, hidden)
             down = self.take_experts(prefix, ("down_proj",), num_experts, hidden, inner)
@@ -245,16 +247,18 @@ class QwenNextWeights(QwenMoEWeights):
 
     def delta_projection(self, prefix: str) -> Linear:
         """The input projection; the checkpoint stores all parts of one key head, then those of the next."""
-        s, hidden = self.state_shape, self.config.hidden_size
+        s = self.state_shape
         values_of_key = s.num_value_heads // s.num_key_heads
         sizes = [s.key_dim, s.key_dim, values_of_key * s.value_dim, values_of_key * s.value_dim]
-        qkvz = self.take(f"{prefix}in_proj_qkvz.weight", s.num_key_heads * sum(sizes), hidden)
-        ba = self.take(f"{prefix}in_proj_ba.weight", 2 * s.num_value_heads, hidden)
-        parts = [
-            *qkvz.unflatten(0, (s.num_key_heads, -1)).split(sizes, 1),
-            *ba.unflatten(0, (s.num_key_heads, -1)).chunk(2, 1),
-        ]
-        return self.linear(torch.cat([part.flatten(0, 1) for part in parts]))
+        stored = {"qkvz": sizes, "ba": [values_of_key, values_of_key]}
+        return self.linear([self._by_parts(f"{prefix}in_proj_{name}.weight", of) for name, of in stored.items()])
+
+    def _by_parts(self, name: str, sizes: Sequence[int]) -> Matrix:
+        """The projection ``name``, whose outputs are stored by key heads, with those of each part side by side."""
+        num_heads, width = self.state_shape.num_key_heads, sum(sizes)
+        rows = torch.arange(num_heads * width).view(num_heads, width).split(list(sizes), 1)
+        matrix = self.take_matrix(name, num_heads * width, self.config.hidden_size)
+        return reordered(matrix, torch.cat([part.flatten() for part in rows]))
 
 
 def _count_modules(config: Any, reader: TensorReader) -> int:

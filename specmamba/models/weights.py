@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -13,11 +14,22 @@ from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.checkpoints.tensor_reader import DTYPES, TensorReader, have_same_values
 from specmamba.errors import CheckpointError, UnsupportedModelError
 from specmamba.kernels import linear, moe
-from specmamba.kernels.linear import WeightForm
+from specmamba.kernels.linear import Matrix, QuantizedMatrix, WeightForm
+from specmamba.kernels.linear.grouped import form_name
 from specmamba.layers.feed_forward import Experts
 from specmamba.layers.primitives import Linear, RMSNorm, Rotary
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import Block, HybridTarget, MTPHead
+
+MatrixT = TypeVar("MatrixT", Tensor, QuantizedMatrix)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The embedding of tokens, and the same matrix as an output head multiplies by it."""
+
+    table: Tensor  # [V, H]
+    matrix: Matrix  # the table itself, or the codes that it was dequantized from
 
 
 class Weights:
@@ -29,6 +41,7 @@ class Weights:
         self.reader = reader
         self.options = options
         self.form: WeightForm = options.form if form is None else form
+        self._keeps_codes = options.keeps_codes if form is None else options.draft_keeps_codes
         self.num_parameters = 0
         self.num_bytes = 0
 
@@ -38,13 +51,35 @@ class Weights:
         Raises:
             CheckpointError: it is missing, unreadable or misshapen, or the shape has a size of 0.
         """
-        if min(shape) < 1:
-            raise CheckpointError(f"config.json: its sizes give {name} the shape {list(shape)}, without elements")
+        _require_elements(name, shape)
         dtype = dtype or self.options.dtype
-        tensor = self.reader.take(name, shape, dtype).to(self.options.device, dtype)
-        self.num_parameters += tensor.numel()
-        self.num_bytes += tensor.nbytes
-        return tensor
+        return self._count(self.reader.take(name, shape, dtype).to(self.options.device, dtype))
+
+    def take_matrix(self, name: str, *shape: int) -> Matrix:
+        """Load a matrix that products multiply by; in its codes where it is stored and runs so. Errors as ``take``."""
+        if not (self._keeps_codes and self.reader.is_coded(name)):
+            self.reader.note_run_form(name, "" if self.form == "plain" else self.form)
+            return self.take(name, *shape)
+        _require_elements(name, shape)
+        found = self.reader.take_quantized(name, shape)
+        if isinstance(found, QuantizedMatrix):
+            self.reader.note_run_form(name, form_name(found))
+            return self._count(found)
+        return self._count(found.to(self.options.device, self.options.dtype))
+
+    def take_embedding(self, name: str) -> Embedding:
+        """Load the embedding of tokens [V, H]. Errors as ``take``."""
+        matrix = self.take_matrix(name, self.config.vocab_size, self.config.hidden_size)
+        self.reader.note_run_form(name, "")
+        if isinstance(matrix, Tensor):
+            return Embedding(matrix, matrix)
+        table = matrix.dequantize(self.options.dtype)
+        return Embedding(self.keep_instead(table, matrix), matrix)
+
+    def _count(self, taken: MatrixT) -> MatrixT:
+        self.num_parameters += taken.numel()
+        self.num_bytes += taken.nbytes
+        return taken
 
     def take_router(self, name: str, num_experts: int) -> Tensor:
         """Load a router's weight [E, H] in the type it is stored in: rounding sends near ties to other experts."""
@@ -52,25 +87,40 @@ class Weights:
         dtype = moe.router_dtype(self.options.layout_device, stored)
         return self.take(name, num_experts, self.config.hidden_size, dtype=dtype)
 
-    def keep_instead(self, kept: Tensor, *taken: Tensor) -> Tensor:
+    def keep_instead(self, kept: Tensor, *taken: Matrix) -> Tensor:
         """Count the bytes of ``kept`` in place of those of tensors that were taken; gives ``kept``."""
         self._replace(kept.nbytes, *taken)
         return kept
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Make a layer of a matrix [out, in] that was taken. If that itself is still needed, call ``keep`` first."""
-        made = Linear(weight, bias, self.form)
-        self._replace(made.nbytes, weight, bias)
+    def linear(self, weight: Matrix | Sequence[Matrix], bias: Tensor | None = None) -> Linear:
+        """Make a layer of matrices [out, in] that were taken, of the same inputs, one below the other.
+
+        If a matrix itself is still needed, call ``keep`` first.
+        """
+        parts = (weight,) if isinstance(weight, Matrix) else tuple(weight)
+        made = Linear(parts, bias, self.form, self.options.dtype)
+        self._replace(made.nbytes, *parts, bias)
         return made
 
-    def keep(self, matrix: Tensor) -> None:
+    @property
+    def _head_form(self) -> WeightForm:
+        """Of an output head: 8 bits at the least, for its outputs are compared with each other."""
+        return "int8" if self.form.startswith("int4") else self.form
+
+    def _head(self, matrix: Matrix) -> Linear:
+        made = Linear((matrix,), None, self._head_form, self.options.dtype)
+        self._replace(made.nbytes, matrix)
+        return made
+
+    def keep(self, matrix: Matrix) -> None:
         """Count a matrix that stays in memory beside the layer that ``linear`` makes of it, as an embedding does."""
-        if linear.copies(self.options.layout_device, matrix.dtype, self.form):
+        is_coded, layout = isinstance(matrix, QuantizedMatrix), (self.options.layout_device, self.options.dtype)
+        if is_coded or linear.copies(*layout, self.form):
             self.num_bytes += matrix.nbytes
 
-    def share_linear(self, matrix: Tensor, target: HybridTarget) -> Linear:
+    def share_linear(self, matrix: Matrix, target: HybridTarget) -> Linear:
         """The output layer of a draft head: the target's, made of ``matrix`` [V, H], or a copy in the draft's form."""
-        if self.form == self.options.form:
+        if self.form == self.options.form or isinstance(matrix, QuantizedMatrix):
             return target.head
         if matrix is target.embedding:
             self.keep(matrix)
@@ -81,24 +131,34 @@ class Weights:
     def take_linear(self, name: str, out: int, width: int, has_bias: bool = False, scale: float = 1.0) -> Linear:
         """Make a layer of ``name``.weight [out, width] and perhaps ``name``.bias [out], both times ``scale``."""
         bias = self.take(f"{name}.bias", out) if has_bias else None
-        weight = self.take(f"{name}.weight", out, width)
+        weight = self.take_matrix(f"{name}.weight", out, width)
         return self.linear(scaled(weight, scale), None if bias is None else scaled(bias, scale))
 
-    def take_experts(self, prefix: str, names: Sequence[str], num_experts: int, out: int, width: int) -> Tensor:
-        """Stack ``prefix``e.name.weight [out, width] of every expert e to [E, names * out, width], one by one."""
-        stack = None
-        for expert in range(num_experts):
-            for place, name in enumerate(names):
-                matrix = self.take(f"{prefix}{expert}.{name}.weight", out, width)
-                if stack is None:
-                    stack = matrix.new_empty(num_experts, len(names), out, width)
-                stack[expert, place] = matrix
-        assert stack is not None
-        return stack.flatten(1, 2)
+    def take_experts(self, prefix: str, names: Sequence[str], num_experts: int, out: int, width: int) -> Matrix:
+        """Stack ``prefix``e.name.weight [out, width] of every expert e to [E, names * out, width], one by one.
 
-    def experts(self, up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]) -> Experts:
+        They stay in their codes where those of all experts mean the same.
+        """
+        own = [f"{prefix}{expert}.{name}.weight" for expert in range(num_experts) for name in names]
+        if self._keeps_codes and all(map(self.reader.is_coded, own)):
+            matrices = [self.take_matrix(name, out, width) for name in own]
+            coded = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+            if len(coded) == len(own) and all(matrix.is_like(coded[0]) for matrix in coded):
+                return QuantizedMatrix.cat(coded, 0).stacked(num_experts)
+            dense = [x if isinstance(x, Tensor) else x.dequantize(self.options.dtype) for x in matrices]
+            return self.keep_instead(torch.stack(dense).view(num_experts, -1, width), *matrices)
+        stack = None
+        for place, name in enumerate(own):
+            matrix = self.take(name, out, width)
+            if stack is None:
+                stack = matrix.new_empty(len(own), out, width)
+            stack[place] = matrix
+        assert stack is not None
+        return stack.view(num_experts, -1, width)
+
+    def experts(self, up: Matrix, down: Matrix, activation: Callable[[Tensor], Tensor]) -> Experts:
         """Make a layer of the stacked matrices of all experts; arguments as for ``Experts``."""
-        made = Experts(up, down, activation, self.form)
+        made = Experts(up, down, activation, self.form, self.options.dtype)
         self._replace(made.nbytes, up, down)
         return made
 
@@ -113,45 +173,63 @@ class Weights:
 
     def target(
         self,
-        embedding: Tensor,
+        embedding: Embedding,
         blocks: Sequence[Block],
         norm: RMSNorm,
         rotary: Rotary | None = None,
         embedding_scale: float = 1.0,
         logits_scale: float = 1.0,
-    ) -> tuple[HybridTarget, Tensor]:
+    ) -> tuple[HybridTarget, Matrix]:
         """Put the target together; its output head is ``lm_head.weight`` or the embedding.
 
         Args:
-            embedding: [V, H].
+            embedding: from ``take_embedding``.
             blocks, norm, rotary, embedding_scale, logits_scale: as for ``HybridTarget``.
 
         Returns:
             The target, and the matrix [V, H] of its output head.
         """
         head = self.output_head("lm_head.weight", embedding, self.config.tie_word_embeddings)
-        made = HybridTarget(embedding, blocks, norm, self.linear(head), rotary, embedding_scale, logits_scale)
-        return made, head
+        parts = embedding.table, blocks, norm, self._head(head), rotary
+        return HybridTarget(*parts, embedding_scale, logits_scale), head
 
-    def output_head(self, name: str, embedding: Tensor, is_tied: bool) -> Tensor:
+    def output_head(self, name: str, embedding: Embedding, is_tied: bool) -> Matrix:
         """The stored output head [V, H] if there is one, even where the config says tied, as transformers does."""
         if not is_tied or self.reader.has(name):
-            head = self.take(name, *embedding.shape)
-            if not have_same_values(head, embedding, guess=is_tied):
+            head = self.take_matrix(name, *embedding.table.shape)
+            if isinstance(head, Tensor) and self.form != "plain":
+                self.reader.note_run_form(name, self._head_form)
+            if isinstance(head, QuantizedMatrix) or not have_same_values(head, embedding.table, guess=is_tied):
                 return head
             self.num_parameters -= head.numel()  # a second copy of the embedding: one is enough
             self._replace(0, head)
-        self.keep(embedding)
-        return embedding
+        self.keep(embedding.matrix)
+        return embedding.matrix
 
-    def _replace(self, num_bytes: int, *taken: Tensor | None) -> None:
+    def _replace(self, num_bytes: int, *taken: Matrix | None) -> None:
         """Count ``num_bytes`` in place of the bytes of tensors that were taken."""
         self.num_bytes += num_bytes - sum(tensor.nbytes for tensor in taken if tensor is not None)
 
 
-def scaled(x: Tensor, scale: float | Tensor) -> Tensor:
-    """Multiply x by a number or a tensor in float32, and round the product to x's dtype once."""
-    return x if isinstance(scale, float) and scale == 1.0 else (x.float() * scale).to(x.dtype)
+@overload
+def scaled(x: Tensor, scale: float | Tensor) -> Tensor: ...
+@overload
+def scaled(x: Matrix, scale: float | Tensor) -> Matrix: ...
+def scaled(x: Matrix, scale: float | Tensor) -> Matrix:
+    """Multiply x by a number or a tensor [N, 1] in float32; a tensor's product is rounded to its dtype once."""
+    if isinstance(scale, float) and scale == 1.0:
+        return x
+    return x.scaled(scale) if isinstance(x, QuantizedMatrix) else (x.float() * scale).to(x.dtype)
+
+
+def reordered(x: Matrix, rows: Tensor) -> Matrix:
+    """Put row ``rows[i]`` of a matrix [N, K] at place i."""
+    return x.with_rows(rows) if isinstance(x, QuantizedMatrix) else x[rows.to(x.device)]
+
+
+def _require_elements(name: str, shape: Sequence[int]) -> None:
+    if min(shape) < 1:
+        raise CheckpointError(f"config.json: its sizes give {name} the shape {list(shape)}, without elements")
 
 
 def loaded_model(

@@ -19,9 +19,10 @@ from specmamba.bench.llama_cpp import engine_process, rounds, worker
 from specmamba.bench.llama_cpp.build import HOW_TO_BUILD
 from specmamba.bench.llama_cpp.figures import Answer, compared, round_rate
 from specmamba.bench.llama_cpp.llama_server import answer_of
-from specmamba.bench.llama_cpp.options import LlamaCppBenchConfig, engine_flags, modes_of
+from specmamba.bench.llama_cpp.options import LlamaCppBenchConfig, Pair, engine_flags, modes_of, pairs_of
 from specmamba.bench.llama_cpp.rounds import Prompts
 from specmamba.errors import SpecmambaError
+from specmamba.measure.weight_forms import form_flags
 from tests.fake_engine import FakeEngine, wait_until
 from tests.fake_llama_server import make_build, noted
 
@@ -33,6 +34,7 @@ for line in sys.stdin:
     ((name, given),) = json.loads(line).items()
     if name == "load":
         flags = given["flags"]
+        print(json.dumps(flags), file=open(CHECKPOINT + ".loads", "a"))
         drafts = 0 if flags["speculative_algorithm"] == "none" else flags["speculative_num_steps"]
         answer = dict(checkpoint=CHECKPOINT, threads=flags["num_threads"] or 9, weight_bytes=2_000_000)
         answer |= dict(native=dict(level="avx2", origin="shipped", reason=None), parameters=5)
@@ -127,6 +129,13 @@ def test_sources_that_are_missing(capsys: pytest.CaptureFixture[str], build: Pat
         (["--trees", "4,4"], "--trees: '4,4' is not steps,topk,nodes"),
         (["--trees", "1,2,9"], "--trees 1,2,9: "),
         (["--formats", "q4"], "--formats"),
+        (["--formats", "int8", "--pairs", "int8:Q8_0"], "--formats and --pairs both say what to compare"),
+        (["--pairs", "int8:Q8_0", "Q4_K_M"], "--pairs: 'Q4_K_M' is not form:TYPE"),
+        (["--pairs", "int8:q8_0"], "--pairs: 'int8:q8_0' is not form:TYPE"),
+        (["--pairs", "int9:Q8_0"], "--pairs int9: --quantization: "),
+        (["--pairs", "int8-g:Q8_0"], "--pairs: 'int8-g' is no form of weights"),
+        (["--pairs", "int8-g64:Q8_0"], "--pairs: 'int8-g64' is no form of weights"),
+        (["--pairs", "int4-g48:Q4_K_M"], "--pairs int4-g48: --quantization-group-size: "),
         (["--formats", ""], "--formats"),
         (["--max-tokens", "1"], "--max-tokens"),
         (["--max-tokens", "5"], "--max-tokens 5: a step of these drafts may decide 5"),
@@ -143,14 +152,35 @@ def test_modes_and_the_flags_of_their_engines(tmp_path: Path) -> None:
     plain, chain, dynamic, tuned = modes_of(config)
     assert [mode.name for mode in (plain, chain, dynamic, tuned)] == ["plain", "MTP 2", "tree 4,4,8", "tuned tree"]
     assert [mode.num_drafts for mode in (plain, chain, dynamic, tuned)] == [0, 2, None, None]
-    flags = engine_flags(config, "int8", chain, 8, 512)
+    flags = engine_flags(config, form_flags("int8", "--pairs"), chain, 8, 512)
     assert (flags["quantization"], flags["dtype"], flags["speculative_num_steps"]) == ("int8", "bfloat16", 2)
     assert (flags["num_threads"], flags["page_size"], flags["max_running_requests"]) == (3, 4, 8)
     assert "speculative_tree" not in flags
-    assert engine_flags(config, "bf16", tuned, 1, 512)["speculative_tree"] == str(tree)
+    assert engine_flags(config, form_flags("bf16", "--pairs"), tuned, 1, 512)["speculative_tree"] == str(tree)
     assert config_of(num_threads=2, engine_threads=0).own_threads is None
     assert config_of(num_threads=2, engine_threads=1).own_threads == 1
     assert config_of().llama_threads == len(os.sched_getaffinity(0))
+
+
+def test_pairs_and_the_flags_of_their_weights(tmp_path: Path) -> None:
+    assert pairs_of(config_of()) == [Pair("bf16", "BF16"), Pair("int8", "Q8_0")]
+    assert pairs_of(config_of(formats="int8,int8")) == [Pair("int8", "Q8_0")]
+    several = pairs_of(config_of(pairs=["fp32:F32,int4-g128:Q4_K_M", "gguf:Q4_K_M", "gguf:Q4_K_M"]))
+    assert list(map(str, several)) == ["fp32:F32", "int4-g128:Q4_K_M", "gguf:Q4_K_M"]
+    whole, codes, same = (pair.flags(tmp_path) for pair in several)
+    assert whole == {"dtype": "float32", "quantization": "none"}
+    assert codes == {"dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 128}
+    assert same == {"model": str(tmp_path), "revision": None, "dtype": "bfloat16", "quantization": "auto"}
+    mode = modes_of(config_of(trees=""))[0]
+    assert engine_flags(config_of(model="a", revision="b"), same, mode, 1, 512)["model"] == str(tmp_path)
+
+
+def test_a_gguf_file_is_no_checkpoint_to_convert(
+    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.gguf").touch()
+    said = error_of(capsys, "--llama-cpp", str(build), "--model", str(tmp_path / "model.gguf"))
+    assert "--model: give a checkpoint" in said
 
 
 # --- figures ---
@@ -303,6 +333,32 @@ def _check_requests(lines: list[dict[str, Any]]) -> None:
             by_drafts.setdefault(line["drafts"], []).append(work)
     assert sorted(by_drafts[0]) == sorted(by_drafts[2])
     assert len(by_drafts[0]) == 2 + 2 * 2 * 2 * 2 + 3 * 2  # warm-up, rounds x temperatures x batches x 2, first tokens
+
+
+def test_pairs_share_files_and_name_both_formats(
+    build: Path, fake_worker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, kept = tmp_path / "report.json", tmp_path / "gguf"
+    kept.mkdir()
+    flags = ["--llama-cpp", str(build), "--gguf-folder", str(kept), "--json", str(file), "--temperatures", "0"]
+    assert (
+        llama_cpp.main(["--pairs", "gguf:Q4_K_M", "int8:Q4_K_M", *flags, *SMALL, "--rounds", "1", "--ttft", "8"]) == 0
+    )
+    assert_all_ended(build)
+    report = json.loads(file.read_text("utf8"))
+    same, own = report["settings"]
+    assert (same["format"], same["gguf"], own["format"], own["gguf"]) == ("gguf", "Q4_K_M", "int8", "Q4_K_M")
+    assert {(row["format"], row["gguf"]) for row in report["first_tokens"]} == {("gguf", "Q4_K_M"), ("int8", "Q4_K_M")}
+    made = {path.name.rpartition("-")[2]: path for path in kept.iterdir()}
+    assert sorted(made) == ["BF16.gguf", "Q4_K_M.gguf"]
+    (first, *loads) = [json.loads(line) for line in Path(f"{fake_worker}.loads").read_text().splitlines()]
+    assert (first["model"], first["quantization"]) == (
+        None,
+        "int8",
+    )  # it encodes the prompts: no GGUF file is there yet
+    models = {(load["model"], load["quantization"]) for load in loads}
+    assert models == {(str(made["Q4_K_M.gguf"]), "auto"), (None, "int8")}
+    assert "gguf against Q4_K_M, temperature 0, batch 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,12 @@ def test_tensors(checkpoint: Path, tmp_path: Path, kind: str) -> None:
 def test_quantized_file_runs_with_drafts(checkpoint: Path, tmp_path: Path) -> None:
     """Speculative text is that of plain decoding."""
     file = write_gguf(checkpoint, tmp_path / "tiny.gguf", lambda name, shape: Q8_0)
-    drafted, plain = texts(file, speculative_num_steps=2), texts(file, speculative_algorithm="none")
-    assert [text[:24] for text in drafted] == [text[:24] for text in plain]
+    for form in ("auto", "none"):
+        drafted, plain = (
+            texts(file, quantization=form, **flags)
+            for flags in ({"speculative_num_steps": 2}, {"speculative_algorithm": "none"})
+        )
+        assert [text[:24] for text in drafted] == [text[:24] for text in plain]
     assert any(sum(text[25:]) for text in drafted)
 
 

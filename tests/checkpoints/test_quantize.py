@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from specmamba import LLM, SamplingParams
-from specmamba.checkpoints.quantized.rounding import round_matrix
+from specmamba.checkpoints.quantized.rounding import stored_parts
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.cli import main
 from specmamba.quantize import GROUPS
@@ -70,7 +70,7 @@ def test_scales_are_searched(group: int) -> None:
     """The squared error is well below that of scales that cut nothing off."""
     torch.manual_seed(0)
     weight = torch.randn(64, 256)
-    parts = round_matrix(weight, "int4", group, torch.float32)
+    parts = stored_parts(weight, "int4", group, torch.float32)
     codes = parts["weight_packed"].view(torch.uint8)
     numbers = torch.stack([codes & 15, codes >> 4], -1).flatten(1).float() - 8
     scale = parts["weight_scale"].repeat_interleave(group, 1)
@@ -85,7 +85,7 @@ def test_zeros_and_tiny_weights() -> None:
     weight[1] = 1e-42
     weight[2, 5] = -3.0
     for form in ("int4", "int8", "fp8"):
-        parts = round_matrix(weight, form, 32, torch.bfloat16)
+        parts = stored_parts(weight, form, 32, torch.bfloat16)
         assert bool((parts["weight_scale"].float() > 0).all())
 
 

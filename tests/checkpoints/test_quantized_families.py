@@ -16,6 +16,9 @@ from specmamba.checkpoints.quantized.stored_report import form_of
 from specmamba.cli import main
 from specmamba.config import EngineConfig
 from specmamba.engine.model_report import model_info
+from specmamba.kernels import linear
+from specmamba.kernels.linear import QuantizedMatrix, native_ops
+from tests.exactness import rows_are_independent
 from tests.families import FAMILIES
 
 BLOCK = ROWS, COLUMNS = 16, 8  # of FP8
@@ -70,13 +73,37 @@ def texts(folder: Path, **flags: object) -> list[tuple[int, ...]]:
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_and_drafts(family: str, tmp_path: Path) -> None:
-    """With the checkpoint's own head, or n-grams."""
+    """With the checkpoint's own head, or n-grams: dequantized, and in codes as plain decoding with these."""
     build, has_mtp = FAMILIES[family].build, FAMILIES[family].HAS_MTP
     build(tmp_path / "whole")
     quantized, dequantized = tmp_path / "quantized", tmp_path / "dequantized"
     assert write_both(tmp_path / "whole", quantized, dequantized) > 5
     flags = {"speculative_algorithm": "mtp" if has_mtp else "ngram", "speculative_num_steps": 2}
-    assert texts(quantized, **flags) == texts(dequantized, **flags)
+    assert texts(quantized, quantization="none", **flags) == texts(dequantized, **flags)
+    if rows_are_independent(torch.float32):
+        plain = texts(quantized, speculative_algorithm="none")
+        assert [text[:20] for text in texts(quantized, **flags)] == [text[:20] for text in plain]
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_codes_reach_their_products(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are moved, joined, scaled and stacked in codes: products with their weights give the same texts."""
+    FAMILIES[family].build(tmp_path / "whole")
+    quantized, dequantized = tmp_path / "quantized", tmp_path / "dequantized"
+    write_both(tmp_path / "whole", quantized, dequantized)
+    monkeypatch.setattr(linear, "runs_codes", lambda *_: True)
+    monkeypatch.setattr(native_ops, "can_pack_codes", lambda *_: False)
+    taken: list[QuantizedMatrix] = []
+    dequantize = QuantizedMatrix.dequantize
+
+    def watched(matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+        taken.append(matrix)
+        return dequantize(matrix, dtype)
+
+    monkeypatch.setattr(QuantizedMatrix, "dequantize", watched)
+    assert texts(quantized, speculative_algorithm="none") == texts(dequantized, speculative_algorithm="none")
+    assert len(taken) > 5
 
 
 def test_info_says_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ A row of K weights is K / 32 or K / 256 blocks. Each decoder takes blocks [n, by
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ class BlockType(NamedTuple):
     num_bytes: int
     group: int
     decode: Callable[[Tensor], Blocks]
+    bits: int = 8  # that a code needs, 4 or more
 
 
 def type_name(number: int) -> str:
@@ -49,7 +51,17 @@ def to_matrix(data: Tensor, kind: BlockType, shape: tuple[int, ...]) -> Quantize
     found = kind.decode(data.view(-1, kind.num_bytes))
     groups = (*shape[:-1], shape[-1] // kind.group)
     minimum = None if found.minimum is None else found.minimum.reshape(groups)
-    return QuantizedMatrix(found.codes.reshape(shape), found.scale.reshape(groups), kind.group, minimum, found.table)
+    parts = found.codes.reshape(shape), found.scale.reshape(groups)
+    return QuantizedMatrix(*parts, kind.group, minimum, found.table, kind.bits)
+
+
+def shape_of_matrix(kind: BlockType, shape: tuple[int, ...]) -> QuantizedMatrix:
+    """A tensor of this type without values: its parts are on PyTorch's meta device."""
+    one = to_matrix(torch.zeros(kind.num_bytes, dtype=torch.uint8), kind, (1, kind.num_weights))
+    groups = (*shape[:-1], shape[-1] // kind.group)
+    scale = torch.empty(groups, device="meta")
+    codes = torch.empty(shape, dtype=one.codes.dtype, device="meta")
+    return replace(one, codes=codes, scale=scale, minimum=None if one.minimum is None else scale)
 
 
 def _q4_0(blocks: Tensor) -> Blocks:
@@ -133,14 +145,14 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 # By ggml's number of the type.
 BLOCK_TYPES = {
-    2: BlockType(32, 18, 32, _q4_0),
-    3: BlockType(32, 20, 32, _q4_1),
-    6: BlockType(32, 22, 32, _q5_0),
-    7: BlockType(32, 24, 32, _q5_1),
+    2: BlockType(32, 18, 32, _q4_0, 4),
+    3: BlockType(32, 20, 32, _q4_1, 4),
+    6: BlockType(32, 22, 32, _q5_0, 5),
+    7: BlockType(32, 24, 32, _q5_1, 5),
     8: BlockType(32, 34, 32, _q8_0),
-    12: BlockType(256, 144, 32, _q4_k),
-    13: BlockType(256, 176, 32, _q5_k),
-    14: BlockType(256, 210, 16, _q6_k),
-    20: BlockType(32, 18, 32, _iq4_nl),
-    39: BlockType(32, 17, 32, _mxfp4),
+    12: BlockType(256, 144, 32, _q4_k, 4),
+    13: BlockType(256, 176, 32, _q5_k, 5),
+    14: BlockType(256, 210, 16, _q6_k, 6),
+    20: BlockType(32, 18, 32, _iq4_nl, 4),
+    39: BlockType(32, 17, 32, _mxfp4, 4),
 }

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES, to_matrix, type_name
+from specmamba.checkpoints.files import copy_mapped
+from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES, shape_of_matrix, to_matrix, type_name
 from specmamba.checkpoints.gguf.header import FLOAT_TYPES, GgufTensor, TensorEntry, model_tensors, read_header
 from specmamba.checkpoints.tensor_reader import DTYPES, StoredTensor, TensorReader
 from specmamba.errors import CheckpointError
@@ -43,6 +44,7 @@ class GgufReader(TensorReader):
         self._made = {x.name: x for x in model_tensors(tuple(self._infos), header.architecture, config)}
         self._taken: set[str] = set()
         self._ignored: list[str] = []
+        self._run_forms: dict[str, str] = {}
         self._tensors, self._parts = {}, {}
         for name, made in self._made.items():
             kinds = [self._infos[source].kind for source in made.sources]
@@ -60,7 +62,7 @@ class GgufReader(TensorReader):
         if stored != tuple(shape):
             raise CheckpointError(f"{name} has the shape {list(stored)} in {self._file}, but should have {list(shape)}")
         self._taken.add(name)
-        return self._load_or_shape(name)
+        return self._load(self._made[name])
 
     def _form_and_bytes(self, name: str) -> tuple[str, int]:
         """Of a matrix in blocks."""
@@ -70,27 +72,31 @@ class GgufReader(TensorReader):
 
     def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         """Load some rows of a matrix: [rows, width], also without values. Raises CheckpointError."""
-        found = self._load(self._made[name])
+        found = self._load(self._made[name], has_values=True)
         return (found if isinstance(found, Tensor) else found.dequantize(torch.float32))[list(rows)]
 
     def _read(self, name: str) -> Tensor:
-        found = self._load_or_shape(name)
+        found = self._load(self._made[name])
         assert isinstance(found, Tensor)
         return found
 
-    def _load_or_shape(self, name: str) -> Stored:
-        if self._has_values:
-            return self._load(self._made[name])
-        return torch.empty(self._tensors[name].shape, device="meta")
-
-    def _load(self, made: GgufTensor) -> Stored:
+    def _load(self, made: GgufTensor, has_values: bool | None = None) -> Stored:
         """Read a tensor in memory of its own, and undo what llama.cpp's converter did to it."""
-        found: Stored = _transform(made.name, made.operations, [self._load_source(source) for source in made.sources])
+        read = self._load_source if (self._has_values if has_values is None else has_values) else self._shape_of_source
+        found: Stored = _transform(made.name, made.operations, [read(source) for source in made.sources])
         return found
+
+    def _shape_of_source(self, source: str) -> Stored:
+        """A tensor without values."""
+        info = self._infos[source]
+        kind = BLOCK_TYPES.get(info.kind)
+        if kind is None:
+            return torch.empty(info.shape, dtype=FLOAT_TYPES.get(info.kind, torch.float32), device="meta")
+        return shape_of_matrix(kind, info.shape)
 
     def _load_source(self, source: str) -> Stored:
         info = self._infos[source]
-        data = self._data[info.begin : info.begin + info.num_bytes].clone()
+        data = copy_mapped(self._data[info.begin : info.begin + info.num_bytes])
         if info.kind in FLOAT_TYPES:
             return data.view(FLOAT_TYPES[info.kind]).view(info.shape)
         kind = BLOCK_TYPES.get(info.kind)

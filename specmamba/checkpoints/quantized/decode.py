@@ -31,13 +31,13 @@ from specmamba.checkpoints.quantized.scales import (
 from specmamba.checkpoints.quantized.storage import Storage
 from specmamba.checkpoints.quantized.unpack import (
     e2m1_values,
-    e4m3_values,
     from_awq_words,
     from_bytes,
     from_words,
 )
 from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
+from specmamba.kernels.linear.quantized import e4m3_values
 
 Parts = Mapping[str, Tensor]
 SUPPORTED_BITS = (4, 8)
@@ -123,8 +123,8 @@ def _packed_words(name: str, parts: Parts, shape: tuple[int, ...], storage: Stor
     if "groups" in parts and is_shuffled(name, parts["groups"], shape[-1], group):
         return by_groups(name, codes.float(), scale, minimum, parts["groups"])
     if "zeros" not in parts:
-        return QuantizedMatrix((codes.int() - middle).to(torch.int8), scale, group)
-    return QuantizedMatrix(codes, scale, group, minimum)
+        return QuantizedMatrix((codes.int() - middle).to(torch.int8), scale, group, bits=bits)
+    return QuantizedMatrix(codes, scale, group, minimum, bits=bits)
 
 
 def _float4(name: str, parts: Parts, shape: tuple[int, ...], storage: Storage) -> QuantizedMatrix:
@@ -142,7 +142,7 @@ def _float4(name: str, parts: Parts, shape: tuple[int, ...], storage: Storage) -
         scale = scale * of_matrix(name, parts["second_scale"], shape)
     if scales.dtype is torch.float8_e4m3fn and not {"global_scale", "second_scale"} & set(parts):
         raise CheckpointError(f"{name}: the scale of its scales is missing (weight_scale_2 or weight_global_scale)")
-    return QuantizedMatrix(codes, scale, group, table=e2m1_values())
+    return QuantizedMatrix(codes, scale, group, table=e2m1_values(), bits=4)
 
 
 def _words_by_input(name: str, parts: Parts, shape: tuple[int, ...], storage: Storage) -> QuantizedMatrix | Tensor:
@@ -167,7 +167,7 @@ def _words_by_input(name: str, parts: Parts, shape: tuple[int, ...], storage: St
     minimum = -zeros.t().float() * scale
     if "groups" in parts and is_shuffled(name, parts["groups"], width, group):
         return by_groups(name, codes.float(), scale, minimum, parts["groups"])
-    return QuantizedMatrix(codes, scale, group, minimum)
+    return QuantizedMatrix(codes, scale, group, minimum, bits=bits)
 
 
 def _gptq_zeros(words: Tensor, bits: int, storage: Storage) -> Tensor:

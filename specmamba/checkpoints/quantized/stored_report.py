@@ -15,10 +15,11 @@ _FIRST = ("model", "backbone", "weight")  # say nothing about a layer
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrices:
-    """Matrices of one kind of layer that are stored in one form."""
+    """Matrices of one kind of layer that are stored in one form, and run in one."""
 
     layers: str  # their common name: "self_attn"
     form: str  # "BF16", "FP8 in blocks", "Q4_K"
+    runs_as: str  # "int8", "4 bits in groups of 32"; "": in the model's dtype
     num_matrices: int
     num_bytes: int
 
@@ -34,16 +35,16 @@ class StoredReport:
 NOTHING_STORED = StoredReport()
 
 
-def summarize(taken: Iterable[tuple[str, str, int]], ignored: Sequence[str]) -> StoredReport:
+def summarize(taken: Iterable[tuple[str, str, str, int]], ignored: Sequence[str]) -> StoredReport:
     """Summarize tensors.
 
     Args:
-        taken: name, form and bytes of every matrix.
+        taken: name, form, what it runs as, and bytes of every matrix.
         ignored: names of tensors that the model does not have.
     """
-    numbers, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for name, form, num_bytes in taken:
-        key = layers_of(name), form
+    numbers, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+    for name, form, runs_as, num_bytes in taken:
+        key = layers_of(name), form, runs_as
         numbers[key] += 1
         sizes[key] += num_bytes
     left = Counter(name.rpartition(".")[2] if "scale" in name else ".".join(name.split(".")[:2]) for name in ignored)

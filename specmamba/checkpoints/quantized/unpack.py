@@ -28,11 +28,6 @@ def from_awq_words(words: Tensor) -> Tensor:
     return numbers[..., list(AWQ_ORDER)].flatten(-2)
 
 
-def e4m3_values() -> Tensor:
-    """What the codes 0 ... 255 of float8 e4m3 mean: [256] float32; NaN at 127 and 255."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-
-
 def e2m1_values() -> Tensor:
     """What the codes 0 ... 15 of float4 e2m1 mean: [16] float32 (Open Compute Project, MX 1.0, section 5.3.3)."""
     positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -1,0 +1,108 @@
+"""Checkpoints that run in their codes: near the weights that these stand for, and drafts change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specmamba import LLM, SamplingParams
+from specmamba.cli import main
+from specmamba.config import EngineConfig
+from specmamba.engine.model_report import model_info
+from specmamba.errors import ConfigError
+from specmamba.kernels.linear import native_ops
+from tests.exactness import assert_same_greedy_texts
+
+PROMPTS = ["import os\n\ndef read_file(path):\n    ", "class Stack:\n    def __init__(self):\n"]
+FLAGS = {"dtype": "float32", "context_length": 160, "max_total_tokens": 2048, "max_running_requests": 2}
+TEXT = 'with open(path, "r") as file:\n        return file.read()\n\n\nclass Stack:\n    def __init__(self):\n'
+FORMS = ["int4", "int8", "fp8"]
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The demo as ``specmamba quantize`` writes it, by form."""
+    folder = tmp_path_factory.mktemp("quantized")
+    for form in FORMS:
+        assert main(["quantize", "--out", str(folder / form), "--format", form, "--group-size", "32"]) == 0
+    return {form: folder / form for form in FORMS}
+
+
+def logits(folder: Path, **flags: object) -> Tensor:
+    """Along a given text: [tokens, V]."""
+    seen: list[Tensor] = []
+    with LLM(model=str(folder), speculative_algorithm="none", **(FLAGS | flags)) as llm:
+        encode = llm.engine.tokenizer.encode
+        llm.workbench.logits_along(encode(PROMPTS[0]), encode(TEXT), seen.append)
+    return torch.stack(seen)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_the_weights(form: str, quantized: dict[str, Path], needs_native: None) -> None:
+    """Inputs of products are rounded to bytes, which moves the demo's logits by 1 %; FP8 is rounded anew, to bytes."""
+    found, meant = (logits(quantized[form], quantization=run) for run in ("auto", "none"))
+    off = (found - meant).norm() / (meant - meant.mean(-1, keepdim=True)).norm()
+    assert 0 < off < 0.03
+
+
+@pytest.mark.parametrize(
+    "flags", [{"speculative_num_steps": 3}, {"speculative_num_steps": 3, "speculative_eagle_topk": 3}]
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_drafts_change_nothing(
+    form: str, flags: dict[str, int], quantized: dict[str, Path], needs_native: None
+) -> None:
+    """Chains and trees, with the checkpoint's head in codes too; and drafts are accepted."""
+
+    def texts(**other: object) -> list[tuple[tuple[int, ...], float]]:
+        with LLM(model=str(quantized[form]), **(FLAGS | other)) as llm:
+            outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=64, temperature=0, ignore_eos=True))
+        return [(tuple(output.token_ids), output.spec.accept_length) for output in outputs]
+
+    drafted, plain = texts(speculative_adaptive="off", **flags), texts(speculative_algorithm="none")
+    assert [text for text, _ in drafted] == [text for text, _ in plain]
+    assert min(length for _, length in drafted) > 1.5
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rounding_at_load_is_that_of_the_command(form: str, quantized: dict[str, Path], needs_native: None) -> None:
+    """But for scales, which the file stores in bf16, and the output head, which is rounded at load only."""
+    rounded = logits(Path(EngineConfig().model_path), quantization=form)
+    stored = logits(quantized[form])
+    off = (rounded - stored).norm() / (stored - stored.mean(-1, keepdim=True)).norm()
+    assert off < 0.04
+
+
+def test_sizes(quantized: dict[str, Path], needs_native: None) -> None:
+    """A step of one request reads a byte or half a byte per weight, and the scales."""
+    flags = {"device": "cpu", "dtype": "bfloat16", "speculative_algorithm": "none"}
+    models = {form: {"model": str(folder)} for form, folder in quantized.items()} | {"bfloat16": {}}
+    found = {form: model_info(EngineConfig.model_validate(flags | model)) for form, model in models.items()}
+    sizes = {form: info["bytes"]["weights_per_step"] for form, info in found.items()}
+    assert sizes["int4"] < sizes["int8"] <= sizes["fp8"] < sizes["bfloat16"]
+
+
+def test_texts_part_only_where_logits_are_close(quantized: dict[str, Path], needs_native: None) -> None:
+    """A batch, and requests one by one: rows do not know of each other."""
+    with LLM(model=str(quantized["int4"]), **FLAGS) as llm:
+        params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+        together = [tuple(output.token_ids) for output in llm.generate(PROMPTS, params)]
+        alone = [tuple(llm.generate([prompt], params)[0].token_ids) for prompt in PROMPTS]
+    assert_same_greedy_texts(together, alone, PROMPTS, lambda: LLM(model=str(quantized["int4"]), **FLAGS))
+    assert together == alone
+
+
+@pytest.mark.parametrize("flag", ["quantization", "speculative_draft_model_quantization"])
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+def test_codes_need_native_code(form: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_ops, "can_pack_codes", lambda *_: False)
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} {form} needs native code"):
+        LLM(**{flag: form})
+
+
+def test_codes_need_a_dtype_that_products_take(needs_native: None) -> None:
+    with pytest.raises(ConfigError, match="this is float16 on cpu"):
+        LLM(quantization="int4", dtype="float16")
