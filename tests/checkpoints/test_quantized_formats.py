@@ -316,3 +316,9 @@ class TestBadInput:
         write(tmp_path, parts, {"quant_method": "fp8", "weight_block_size": block})
         with pytest.raises(CheckpointError, match="a block of weights should be two sizes"):
             read(tmp_path)
+
+    @pytest.mark.parametrize("groups", [[3], "all", 7, {"group_0": None}, {"group_0": {"weights": [1]}}])
+    def test_groups_of_a_config_that_say_nothing(self, tmp_path: Path, parts: dict[str, Tensor], groups: Any) -> None:
+        """They are not asked for what the tensors say."""
+        write(tmp_path, parts, {"quant_method": "compressed-tensors", "config_groups": groups})
+        assert read(tmp_path).shape == SHAPE

@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specmamba.checkpoints.config_bounds import MAX_LAYERS
 from specmamba.checkpoints.files import require_file
 from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES
 from specmamba.errors import CheckpointError, UnsupportedModelError
 
 MAGIC = b"GGUF"
 FLOAT_TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # by ggml's number
+MAX_HEADER_BYTES = 64 << 20  # several times a vocabulary; a number in an array of bytes takes 16 times as much memory
+MAX_TENSORS, MAX_ENTRIES = 500_000, 10_000
+MAX_DIMENSIONS, MAX_ALIGNMENT = 4, 1 << 20  # as in ggml; llama.cpp writes 32
 # The parts of a multi-token-prediction block, which transformers does not load. Norms are stored as all others are.
 NEXT_TOKEN_PARTS = {
     "nextn.eh_proj.weight": "mtp.fc.weight",
@@ -97,23 +101,52 @@ def read_header(file: Path) -> Header:
 
 
 def _read_header(file: Path, reader: Any) -> Header:
-    size, data = file.stat().st_size, reader._mapped(str(file))
+    size, data = file.stat().st_size, reader._mapped(str(file))[:MAX_HEADER_BYTES]
+    _require_few(data)
     metadata, number, at = reader._read_metadata(data, str(file))
     entries, end = reader._read_tensor_table(data, number, at)
-    alignment = metadata.get("general.alignment", 32)
+    if end > len(data):
+        raise ValueError(f"its header ends behind byte {len(data)}")
+    alignment = _checked_alignment(metadata)
     begin = -(-end // alignment) * alignment
-    found = {}
+    found: dict[str, TensorEntry] = {}
     for name, shape, number, offset in entries:
         kind = _block_of(file, name, number)
-        if not shape or min(shape) < 1 or prod(shape) > 64 * size or shape[-1] % kind[0]:
-            raise CheckpointError(f"{file}: {name} has the shape {list(shape)}, of blocks of {kind[0]} weights")
+        is_shape = 0 < len(shape) <= MAX_DIMENSIONS and min(shape) > 0
+        if not is_shape or prod(shape) > 64 * size or shape[-1] % kind[0]:
+            raise CheckpointError(f"{file}: {name} has the shape {list(shape[:8])}, of blocks of {kind[0]} weights")
         num_bytes = prod(shape) // kind[0] * kind[1]
         if begin + offset + num_bytes > size:
             raise CheckpointError(f"{file} is truncated: it ends before {name} does")
         if name in found:
             raise CheckpointError(f"{file} has two tensors named {name}")
         found[name] = TensorEntry(shape, number, begin + offset, num_bytes)
+    if sum(tensor.num_bytes for tensor in found.values()) > size:
+        raise ValueError("its tensors lie over each other")
     return Header(metadata, found)
+
+
+def _require_few(data: Any) -> None:
+    """Raise ValueError for more tensors and entries of metadata than a file has; each would be looked for."""
+    if bytes(data[: len(MAGIC)]) != MAGIC:
+        return  # the reader says so
+    num_tensors, num_entries = struct.unpack_from("<QQ", data, 8)
+    if num_tensors > MAX_TENSORS or num_entries > MAX_ENTRIES:
+        raise ValueError(
+            f"it would have {num_tensors} tensors and {num_entries} entries of metadata; "
+            f"{MAX_TENSORS} and {MAX_ENTRIES} are the most that is read"
+        )
+
+
+def _checked_alignment(metadata: dict[str, Any]) -> int:
+    """The alignment of tensors. Raises ValueError, also for so many layers that a list of them would fill memory."""
+    for key, value in metadata.items():
+        if key.endswith((".block_count", ".nextn_predict_layers")) and not 0 <= value <= MAX_LAYERS:
+            raise ValueError(f"{key} is {value}; {MAX_LAYERS} layers are the most that is read")
+    found = metadata.get("general.alignment", 32)
+    if type(found) is not int or not 0 < found <= MAX_ALIGNMENT:
+        raise ValueError(f"general.alignment is {found!r}")
+    return found
 
 
 def _block_of(file: Path, name: str, number: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from specmamba.checkpoints.tensor_reader import ShapeReader, StoredTensor
 from specmamba.kernels import mamba2
 from specmamba.models import registry
 from specmamba.models.base import LoadOptions
-from tests.models.published.published_names import Tensors, falcon, granite, nemotron, pure_mamba, qwen
+from tests.models.published.names import Tensors, falcon, granite, nemotron, pure_mamba, qwen
 from tests.models.test_weight_bytes import parts
 
 INF = float("inf")
