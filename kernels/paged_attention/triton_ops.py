@@ -31,7 +31,7 @@ def store(projected: Tensor, config: AttentionConfig, angles: Angles | None, kv:
     Raises:
         ValueError: the numbers of a head do not lie side by side in a pool.
     """
-    k_pool, v_pool, write_slots = kv
+    k_pool, v_pool, write_slots = kv.k_pool, kv.v_pool, kv.write_slots
     _check_pools(k_pool, v_pool)
     projected, write_slots = _dense(projected), write_slots.contiguous()
     batch, num_queries, _ = projected.shape

@@ -169,6 +169,10 @@ def plan_memory(
         raise ConfigError(
             f"--context-length {config.context_length} is more than the {model_context} tokens this model was made for"
         )
+    if config.kv_cache_dtype != "auto" and not shape.num_kv_layers:
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: no layer of this model keeps keys and values: drop it"
+        )
     demand = Demand(config, shape, model_context, vocab_size, max_nodes, num_lookahead_slots, weight_bytes)
     if demand.given_pages is not None and demand.given_pages < demand.fewest_pages:
         raise ConfigError(explain_contradiction(demand, budget_bytes))
