@@ -1,9 +1,10 @@
 """Keys and values as codes of 8 bits: int8 or FP8 (e4m3), with a float32 scale for every token and key head.
 
-    scale = max |x| / c        code = round(x c / max |x|)        x ~ code scale        c = 127 (int8), 448 (FP8)
+    scale = max |x| (1 / c)     code = round(x (c / max |x|))     x ~ code scale     c = 127 (int8), 448 (FP8)
 
-over the D numbers x of one head. Scales are float32: a scale of 16 bits would save 2 of D + 4 bytes, but would overflow
-or vanish where the model's own numbers do not, and would round every number of the head once more.
+over the D numbers x of one head; every operation is rounded to float32. Scales are float32: a scale of 16 bits would
+save 2 of D + 4 bytes, but would overflow or vanish where the model's own numbers do not, and would round every number
+of the head once more.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x = x.float().nan_to_num(0.0, 0.0, 0.0)
     most = x.abs().amax(-1)
     is_zero = most < SMALLEST
-    inverse = torch.where(is_zero, 0.0, LARGEST[dtype] / most)
-    codes = x * inverse[..., None]
+    inverse = torch.full_like(most, LARGEST[dtype]) / most  # PyTorch rounds the quotient of a Python number twice
+    codes = torch.where(is_zero[..., None], 0.0, x * inverse[..., None])
     codes = codes.round().to(dtype) if dtype is torch.int8 else codes.to(dtype)
-    return codes, torch.where(is_zero, 0.0, most / LARGEST[dtype])
+    return codes, torch.where(is_zero, 0.0, most * (1.0 / LARGEST[dtype]))
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
