@@ -147,7 +147,9 @@ def _packing(metadata: AttentionMetadata) -> tuple[int | None, int | None]:
 def _check_layer(projected: Tensor, config: AttentionConfig, kv: LayerKV, num_queries: int) -> None:
     """Native code trusts these: wrong shapes would make it read other memory."""
     k_pool, v_pool, write_slots = kv.k_pool, kv.v_pool, kv.write_slots
-    require(_are_alike(projected, kv), "projections and pools need one dtype, or pools of codes, and whole rows on the CPU")
+    require(
+        _are_alike(projected, kv), "projections and pools need one dtype, or pools of codes, and whole rows on the CPU"
+    )
     width = projected.shape[2]
     require(k_pool.shape[1:] == v_pool.shape[1:] == config.key_shape, "keys and values do not fit the heads")
     require(width == config.projected_width, "the projections have another width")
