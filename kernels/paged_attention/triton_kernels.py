@@ -176,8 +176,7 @@ def attend_kernel(
                 total, mean, unit, q.dtype.element_ty, D, CODES, BLOCK_D, IS_WIDE,
             )  # fmt: skip
 
-    if CODES > 0:
-        mean *= (unit * loads_of_a_unit(CODES))[:, None]
+    mean = _in_numbers(mean, unit, CODES)
     d = tl.arange(0, BLOCK_D)
     at = out + place[:, None] * D + d[None, :]
     is_out = is_query[:, None] & (d < D)[None, :]
@@ -249,8 +248,8 @@ def _attend_to(
 ):  # fmt: skip
     """One block of keys more: the softmax of scores so far is mean / total, and ``peak`` is their maximum.
 
-    Weights of codes are multiplied by the scales of their values: in units of the largest scale so far, as float16 has no
-    room for small ones. ``mean`` is in this unit.
+    Weights of codes are multiplied by the scales of their values: in units of the largest scale so far, as float16 has
+    no room for small ones. ``mean`` is in this unit.
     """
     d = tl.arange(0, BLOCK_D)
     mask = is_read[:, None]
@@ -275,6 +274,14 @@ def _attend_to(
         p_of_pool, v = p_of_pool.to(tl.float32), v.to(tl.float32)
     mean = tl.dot(p_of_pool, v, mean * keep_of_mean[:, None], input_precision="ieee")
     return new_peak, total * keep + tl.sum(p, axis=1), mean, unit
+
+
+@triton.jit
+def _in_numbers(mean, unit, CODES: tl.constexpr):
+    """A sum over codes in its unit, as numbers."""
+    if CODES > 0:
+        mean *= (unit * loads_of_a_unit(CODES))[:, None]
+    return mean
 
 
 @triton.jit
