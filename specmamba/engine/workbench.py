@@ -185,7 +185,8 @@ class Workbench:
         """A digest that differs for other targets, and for the same one in another precision."""
         config, model = self._engine.config, self._engine.model
         digest = digest_of_checkpoint(resolve_checkpoint(config.model_path, config.revision))
-        return f"{digest} {model.cache_shape.dtype} {config.quantization}"
+        kv = "" if config.kv_cache_dtype == "auto" else f" {config.kv_cache_dtype}"
+        return f"{digest} {model.cache_shape.dtype} {config.quantization}{kv}"
 
     @property
     def free_memory(self) -> int:

@@ -29,6 +29,7 @@ from specmamba.engine.model_report import model_info
 from specmamba.engine.workbench import Workbench
 from specmamba.errors import ConfigError
 from specmamba.kernels.paged_attention.codes import as_bytes, quantize
+from specmamba.measure.acceptance.judge import EXACT_BOUND
 from specmamba.models.tokenizer import Tokenizer
 from tests.drafts import DRAFTS
 from tests.exactness import assert_same_greedy_texts, why_not_native
@@ -202,6 +203,19 @@ def test_logits_move_by_the_rounding_of_keys_and_values(name: str, prompts: list
     error = (logits[name] - logits["auto"]).square().mean().sqrt() / logits["auto"].std()
     bound = {"int8": 0.01, "fp8_e4m3": 0.05}[name]
     assert 0.01 * bound < error < bound
+
+
+@each_dtype
+def test_chunks_move_logits_by_less_than_a_near_tie(name: str, prompts: list[Tokens]) -> None:
+    """A last bit may decide between two codes of a number, so logits differ by more than with KV in float32."""
+    with new_llm(name, "plain", disable_radix_cache=True) as llm:
+        for prompt in prompts[:2]:
+            runs: list[Tensor] = []
+            for chunk in (1, 60):
+                seen: list[Tensor] = []
+                Workbench(llm.engine).logits_along(prompt[:chunk], prompt[chunk:], seen.append)
+                runs.append(torch.stack(seen)[-20:])
+            assert (runs[0] - runs[1]).abs().max() < EXACT_BOUND
 
 
 @each_dtype
