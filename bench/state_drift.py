@@ -1,11 +1,13 @@
-"""How far a text drifts when recurrent states are kept in fewer bits: the cost of ``--mamba-ssm-dtype``.
+"""How far a text drifts when recurrent states, or keys and values, are kept in fewer bits.
 
-    specmamba bench state-drift [--tokens 4000] [--texts 3] [--json FILE] [any engine flag]
+    specmamba bench state-drift [--of states|kv-cache] [--tokens 4000] [--texts 3] [--json FILE] [any engine flag]
 
-The same real text is replayed with states in float32, bfloat16 and float16 by plain decoding: with records a state is
-rounded once for every full list of pending records, with ``--speculative-state snapshots`` after every token. Weights
-and activations are float32 unless ``--dtype`` says otherwise, so that nothing else is rounded. With x of the float32
-run and y of the other, at every token:
+This is the cost of ``--mamba-ssm-dtype`` and, with ``--of kv-cache``, of ``--kv-cache-dtype``.
+
+The same real text is replayed with each type by plain decoding: with records a state is rounded once for every full
+list of pending records, with ``--speculative-state snapshots`` after every token, keys and values when they are stored.
+Weights and activations are float32 unless ``--dtype`` says otherwise, so that nothing else is rounded. With x of the
+first type's run and y of the other, at every token:
 
     logits error      rms(y - x) / rms(x - mean(x)), rms and mean over the vocabulary
     flipped           argmax(y) != argmax(x): greedy decoding would choose another token here
@@ -15,7 +17,7 @@ and at ``NUM_SAMPLES`` evenly spaced tokens, over the checkpoints of all layers 
     state error       |Y - X| / |X|, Frobenius norms; of all layers together, and the largest of a single layer
 
 Because texts are replayed, a flipped token does not change the text: at every token the compared states have seen the
-same input. One engine at a time replays all texts, and the logits and states of the float32 run are kept in files,
+same input. One engine at a time replays all texts, and the logits and states of the first run are kept in files,
 because neither two models nor the logits of a long text need to fit the memory together.
 """
 
@@ -42,14 +44,21 @@ if TYPE_CHECKING:  # --help must not wait for torch
     from specmamba import LLM
 
 PROG = "specmamba bench state-drift"
-STATE_DTYPES = ("float32", "bfloat16", "float16")  # the others are compared with the first
+# What is kept in fewer bits: its flag, and the types that are compared with the first.
+TYPES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "states": ("mamba_ssm_dtype", ("float32", "bfloat16", "float16")),
+    "kv-cache": ("kv_cache_dtype", ("auto", "int8", "fp8_e4m3")),
+}
 NUM_SAMPLES = 16  # of states, per text
 NUM_PARTS = 4  # of a text, to see whether an error grows
 
 
 class StateDriftConfig(JsonOption):
-    """How far states kept in bfloat16 and float16 lead a text away from states kept in float32."""
+    """How far states, or keys and values, in fewer bits lead a text away from those in float32."""
 
+    of: Annotated[
+        Literal["states", "kv-cache"], Field(description="what is kept in fewer bits: recurrent states, or KV")
+    ] = "states"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     speculative_algorithm: Annotated[
         Literal["none"], Field(description="text is replayed by plain decoding, so that all types round alike")
@@ -64,9 +73,16 @@ class StateDriftConfig(JsonOption):
 
     @model_validator(mode="after")
     def _all_types_are_run(self) -> StateDriftConfig:
-        if "mamba_ssm_dtype" in self.model_fields_set:
-            raise ValueError("--mamba-ssm-dtype: this measures all of its types, one after the other; drop it")
+        flag = self.varied[0]
+        if flag in self.model_fields_set:
+            name = flag.replace("_", "-")
+            raise ValueError(f"--{name}: this measures all of its types, one after the other; drop it")
         return self
+
+    @property
+    def varied(self) -> tuple[str, tuple[str, ...]]:
+        """The flag that is varied, as a field, and its types."""
+        return TYPES[self.of]
 
 
 @dataclass
@@ -101,6 +117,7 @@ def measure_and_report(config: StateDriftConfig) -> dict[str, Any]:
         "dtype": description["dtype"],
         "device": description["device"],
         "speculative_state": description["speculative_state"],
+        "of": config.of,
         "machine": machine(),
         "versions": versions(),
         "seed": config.seed,
@@ -116,25 +133,26 @@ def _measure(config: StateDriftConfig) -> tuple[dict[str, object], list[dict[str
 
     description: dict[str, object] = {}
     results = []
+    flag, types = config.varied
     with (
         tempfile.TemporaryDirectory(prefix="specmamba-drift-") as folder,
-        progress_bar("replaying", len(STATE_DTYPES) * config.texts * config.tokens) as advance,
+        progress_bar("replaying", len(types) * config.texts * config.tokens) as advance,
     ):
         kept: list[Kept] = []
-        for name in STATE_DTYPES:
-            with LLM(**config.model_dump(include=set(EngineConfig.model_fields)) | {"mamba_ssm_dtype": name}) as llm:
+        for name in types:
+            with LLM(**config.model_dump(include=set(EngineConfig.model_fields)) | {flag: name}) as llm:
                 texts = _texts(config, llm)
                 kept = kept or [Kept(Path(folder, str(i)), llm, config.tokens) for i in range(config.texts)]
                 drift = Drift()
                 for text, reference in zip(texts, kept, strict=True):
-                    _replay(llm, text, reference, drift, name == STATE_DTYPES[0], advance)
+                    _replay(llm, text, reference, drift, name == types[0], advance)
                 description = description or llm.engine.describe()
                 results.append(_figures(name, drift, config, llm))
     return description, results
 
 
 class Kept:
-    """The float32 run of one text, in files: logits of every token, checkpoints at the sampled tokens."""
+    """The first type's run of one text, in files: logits of every token, checkpoints at the sampled tokens."""
 
     def __init__(self, folder: Path, llm: LLM, num_tokens: int) -> None:
         folder.mkdir()
@@ -161,6 +179,8 @@ def _texts(config: StateDriftConfig, llm: LLM) -> list[list[int]]:
         )
     if not llm.engine.pools.states.recurrent.shape[0]:
         raise ConfigError(f"{llm.engine.model.architecture} keeps no recurrent state: nothing can drift")
+    if config.of == "kv-cache" and not llm.engine.pools.kv.k:
+        raise ConfigError(f"{llm.engine.model.architecture} keeps no keys and values: nothing can drift")
     source = read_source(config.prompts, llm.engine.tokenizer)
     draw = random.Random(config.seed)
     return [list(source.cut(config.tokens + 1, draw)) for _ in range(config.texts)]
@@ -214,11 +234,11 @@ def _figures(name: str, drift: Drift, config: StateDriftConfig, llm: LLM) -> dic
     """The figures of one type as a JSON object; the reference has no errors."""
     import torch
 
-    figures: dict[str, Any] = {
-        "state_dtype": name,
-        "state_bytes_per_slot": llm.engine.model.cache_shape.state_bytes_per_slot,
-        "largest_state_element": drift.largest_state,
-    }
+    shape = llm.engine.model.cache_shape
+    figures: dict[str, Any] = {"kv_dtype": name, "kv_bytes_per_token": shape.kv_bytes_per_token}
+    if config.of == "states":
+        figures = {"state_dtype": name, "state_bytes_per_slot": shape.state_bytes_per_slot}
+    figures["largest_state_element"] = drift.largest_state
     if not drift.logits_error:
         return figures
     logits = torch.tensor(drift.logits_error).view(config.texts, config.tokens)
@@ -246,13 +266,16 @@ def _by_part(x: Tensor) -> list[float]:
 def print_report(report: Report) -> None:
     """Print a table with a row per type of states."""
     page, total = Page(), report["texts"] * report["tokens_per_text"]
+    of_states = report["of"] == "states"
     page.lines(
         f"{report['model']}, {report['dtype']} on {report['device']}, {report['speculative_state']}: {report['texts']} "
-        f"texts of {report['tokens_per_text']:,} tokens, compared with states in float32"
+        f"texts of {report['tokens_per_text']:,} tokens, compared with "
+        f"{'states in float32' if of_states else 'keys and values in the type of the model'}"
     )
     page.table(
         (
-            *("states", "KiB\nper slot", "largest\nelement", "state\nerror", "at the\nend", "worst\nlayer"),
+            *(("states", "KiB\nper slot") if of_states else ("KV", "bytes\nper token")),
+            *("largest\nelement", "state\nerror", "at the\nend", "worst\nlayer"),
             *("logits error\nby quarter", "other choice\nby quarter, %", f"of {total:,}"),
         ),
         [_row(figures) for figures in report["results"]],
@@ -260,8 +283,11 @@ def print_report(report: Report) -> None:
 
 
 def _row(figures: Report) -> list[str]:
-    sizes = [f"{figures['state_bytes_per_slot'] / 1024:,.0f}", f"{figures['largest_state_element']:.3g}"]
-    row = [figures["state_dtype"], *sizes]
+    if "kv_dtype" in figures:
+        row = [figures["kv_dtype"], f"{figures['kv_bytes_per_token']:,}"]
+    else:
+        row = [figures["state_dtype"], f"{figures['state_bytes_per_slot'] / 1024:,.0f}"]
+    row.append(f"{figures['largest_state_element']:.3g}")
     if "state_error" not in figures:
         return row
     errors = ("state_error", "state_error_at_the_end", "state_error_largest_layer")

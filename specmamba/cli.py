@@ -77,7 +77,7 @@ SUBCOMMANDS = {
             "specmamba.bench.prefix.__main__",
             "what the prefix cache spares, against an oracle, and what it costs",
         ),
-        "state-drift": ("specmamba.bench.state_drift", "how far texts drift with recurrent states in fewer bits"),
+        "state-drift": ("specmamba.bench.state_drift", "how far texts drift with recurrent states or KV in fewer bits"),
         "ops": ("specmamba.bench.ops.__main__", "operators against PyTorch, other packages and the machine's roofline"),
         "llama-cpp": ("specmamba.bench.llama_cpp.__main__", "decoding and first tokens beside llama.cpp, in turns"),
         "gpu": ("specmamba.bench.gpu.__main__", "all that is to be measured on a machine with a GPU, in ten minutes"),

@@ -107,6 +107,10 @@ class EngineConfig(CommandLine):
         Literal["float32", "bfloat16", "float16"],
         Field(description="type of recurrent states in the state pool; what is computed from them stays float32"),
     ] = "float32"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8", "fp8_e4m3"],
+        Field(description="type of stored keys and values, with a scale per token and head; auto: the model's dtype"),
+    ] = "auto"
     page_size: Annotated[int, Field(ge=1, le=1024, description="tokens in a page of the KV pool")] = 1
 
     disable_cuda_graph: Annotated[bool, Field(description="run every step operator by operator, captured by none")] = (

@@ -75,7 +75,7 @@ def _memory(info: Info) -> Iterator[Row]:
         "record",
         f"{readable(sizes['record_per_token'])} per token; a snapshot {readable(sizes['snapshot_per_node'])}",
     )
-    yield "KV", f"{readable(sizes['kv_per_token'])} per token"
+    yield "KV", f"{readable(sizes['kv_per_token'])} per token ({info['kv_cache_dtype']})"
     if sizes["draft_per_slot"] or sizes["draft_kv_per_token"]:
         slot, token = readable(sizes["draft_per_slot"]), readable(sizes["draft_kv_per_token"])
         yield "drafting adds", f"{slot} per slot, {token} of KV per token"
@@ -115,7 +115,14 @@ def _choices(info: Info) -> Iterator[Row]:
     for name, shapes in supported["algorithms"].items():
         if shapes:
             yield f"--speculative-algorithm {name}", ", ".join(shapes)
-    for name in ("dtype", "quantization", "mamba_ssm_dtype", "speculative_state", "speculative_accept"):
+    for name in (
+        "dtype",
+        "quantization",
+        "mamba_ssm_dtype",
+        "kv_cache_dtype",
+        "speculative_state",
+        "speculative_accept",
+    ):
         yield f"--{name.replace('_', '-')}", ", ".join(supported[name])
 
 

@@ -157,6 +157,20 @@ inline Integers add_products(Integers sum, Shorts x, Shorts y) { return sum + (I
 inline Shorts load_widened(const int8_t* x) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 }
+
+inline Vector load(const int8_t* x, All) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
+}
+inline Vector load(const Float8* x, All) {
+  const __m128i shorts = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+  return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(shorts, 7), _mm_set1_epi16(static_cast<int16_t>(0xBFFF))));
+}
+template <typename Code, typename = std::enable_if_t<sizeof(Code) == 1>>
+inline Vector load(const Code* x, First lanes) {
+  Code part[8] = {};
+  std::memcpy(part, x, lanes.count());
+  return load(part, All{});
+}
 inline Vector to_floats(Integers x) { return _mm256_cvtepi32_ps((__m256i)x); }
 
 // The magnitudes of float32 as integers, which are in the same order.

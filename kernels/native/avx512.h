@@ -134,6 +134,20 @@ inline Integers add_products(Integers sum, Shorts x, Shorts y) {
 inline Shorts load_widened(const int8_t* x) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
 }
+
+inline Vector from_codes(__m128i x, const int8_t*) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); }
+inline Vector from_codes(__m128i x, const Float8*) {
+  const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(x), 7);
+  return _mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(static_cast<int16_t>(0xBFFF))));
+}
+template <typename Code, typename = std::enable_if_t<sizeof(Code) == 1>>
+inline Vector load(const Code* x, All) {
+  return from_codes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)), x);
+}
+template <typename Code, typename = std::enable_if_t<sizeof(Code) == 1>>
+inline Vector load(const Code* x, First lanes) {
+  return from_codes(_mm_maskz_loadu_epi8(lanes.bits(), x), x);
+}
 inline Vector to_floats(Integers x) { return _mm512_cvtepi32_ps((__m512i)x); }
 
 // The magnitudes of float32 as integers, which are in the same order.

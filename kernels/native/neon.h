@@ -153,6 +153,22 @@ inline Integers add_products(Integers sum, Shorts x, Shorts y) {
 }
 
 inline Shorts load_widened(const int8_t* x) { return vmovl_s8(vld1_s8(x)); }
+
+inline Vector from_codes(int16x8_t x, const int8_t*) { return vcvtq_f32_s32(vmovl_s16(vget_low_s16(x))); }
+inline Vector from_codes(int16x8_t x, const Float8*) {
+  const int16x4_t halves = vand_s16(vshl_n_s16(vget_low_s16(x), 7), vdup_n_s16(static_cast<int16_t>(0xBFFF)));
+  return vcvt_f32_f16(vreinterpret_f16_s16(halves));
+}
+template <typename Code, typename = std::enable_if_t<sizeof(Code) == 1>>
+inline Vector load(const Code* x, First lanes) {
+  uint64_t bytes = 0;
+  std::memcpy(&bytes, x, lanes.count());
+  return from_codes(vmovl_s8(vcreate_s8(bytes)), x);
+}
+template <typename Code, typename = std::enable_if_t<sizeof(Code) == 1>>
+inline Vector load(const Code* x, All) {
+  return load(x, First(kLanes));
+}
 inline Vector to_floats(Integers x) { return vcvtq_f32_s32(x); }
 
 // The magnitudes of float32 as integers, which are in the same order.

@@ -13,14 +13,25 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace specmamba {
 
 struct BFloat16 {
   uint16_t bits;
 };
+
+// FP8 (e4m3) of finite numbers. Loads give 1 / kUnit of its value: its bits are those of a float16 with a smaller exponent.
+struct Float8 {
+  uint8_t bits;
+};
+template <typename Code>
+constexpr float kUnit = 1.0f;  // int8_t
+template <>
+inline constexpr float kUnit<Float8> = 256.0f;
 
 // Which lanes of a vector there are: all, or the First of them. Loads and stores of a part are slower than those of a
 // whole vector, so only ends of rows have them.
@@ -33,6 +44,20 @@ inline float to_float(BFloat16 x) {
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+inline float to_float(int8_t x) { return static_cast<float>(x); }
+
+constexpr std::array<float, 256> float8_values() {
+  std::array<float, 256> values{};
+  for (int bits = 0; bits < 256; ++bits) {
+    const int exponent = bits >> 3 & 15, digits = bits & 7;
+    float value = (exponent == 0 ? digits : 8 + digits) * 0x1p-17f;
+    for (int i = 1; i < exponent; ++i) value *= 2;
+    values[bits] = bits < 128 ? value : -value;
+  }
+  return values;
+}
+inline constexpr std::array<float, 256> kFloat8Values = float8_values();
+inline float to_float(Float8 x) { return kFloat8Values[x.bits]; }
 
 }  // namespace specmamba
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -37,6 +38,16 @@ struct VisibleKeys {
   int64_t slot(int64_t b, int64_t position) const { return table[rows[b] * table_row + position]; }
 };
 
+// Scales of the codes in two pools: [T, Hkv], `row` from token to token.
+struct Scales {
+  float *k, *v;
+  int64_t k_row, v_row;
+};
+
+// What products read queries as: codes are widened to float32, and so are the queries that meet them.
+template <typename T, typename Stored>
+using Query = std::conditional_t<std::is_same_v<T, Stored>, T, float>;
+
 // Everything of one attention. Distances are in elements; what is not named is contiguous.
 struct Attend {
   const void *q, *k, *v;  // [B, N, Hq, D] and pools [T, Hkv, D]
@@ -46,6 +57,7 @@ struct Attend {
   const int64_t *firsts, *counts;  // [B], of packed queries; or null: N each, row after row
   int64_t batch, queries, query_heads, key_heads, width, k_row, v_row, gate_query;
   double scale;
+  Scales scales;  // of pools that hold codes
 
   int64_t token(int64_t b, int64_t query) const { return (firsts == nullptr ? b * queries : firsts[b]) + query; }
   int64_t count(int64_t b) const { return counts == nullptr ? queries : counts[b]; }
@@ -63,13 +75,18 @@ inline Vector operand(const float* x, int64_t count) { return load(x, First(coun
 inline Vector operand(const float* x) { return load(x, All{}); }
 inline Pairs operand(const BFloat16* x, int64_t count) { return load_pairs(x, count); }
 inline Pairs operand(const BFloat16* x) { return load_pairs(x); }
+inline Vector operand(const int8_t* x, int64_t count) { return load(x, First(count)); }
+inline Vector operand(const int8_t* x) { return load(x, All{}); }
+inline Vector operand(const Float8* x, int64_t count) { return load(x, First(count)); }
+inline Vector operand(const Float8* x) { return load(x, All{}); }
 inline Vector add_products(Vector sum, Vector x, Vector y) { return fma(x, y, sum); }
 
 // What a task keeps; each thread reuses its own from task to task.
-template <typename T>
+template <typename Stored>
 struct Scratch {
   std::vector<int64_t> seen;
-  std::vector<const T*> keys, values;
+  std::vector<const Stored*> keys, values;
+  std::vector<float> key_scales, value_scales;  // of codes; those of keys with the scale of scores
   std::vector<uint8_t> is_seen;  // by query
   std::vector<float> weights, totals;
 
@@ -79,20 +96,23 @@ struct Scratch {
   }
 };
 
-// The rows [first, last) of one batch entry and key head.
-template <typename T>
+// The rows [first, last) of one batch entry and key head. Queries and results are of type T, keys and values Stored.
+template <typename T, typename Stored>
 class Task {
+  static constexpr bool kIsCoded = !std::is_same_v<T, Stored>;
+  using Q = Query<T, Stored>;
+
  public:
   Task(const Attend& p, int64_t b, int64_t head, int64_t first, int64_t last)
       : p_(p), b_(b), head_(head), first_(first), rows_(last - first), group_(p.query_heads / p.key_heads),
-        s_(Scratch<T>::mine()) {}
+        s_(Scratch<Stored>::mine()) {}
 
   void run() {
     see();
     for (int64_t r = 0; r < rows_ + kTileRows; ++r) {
       const int64_t row = std::min(r, rows_ - 1);  // a tile's last row stands in for rows that it lacks
       const int64_t head_of_query = p_.token(b_, query(row)) * p_.query_heads + query_head(row);
-      q_[r] = static_cast<const T*>(p_.q) + head_of_query * p_.width;
+      q_[r] = static_cast<const Q*>(p_.q) + head_of_query * p_.width;
     }
     s_.weights.resize((rows_ + kTileRows) * stride_);
     for (int64_t j = 0; j < count_; j += kTile)
@@ -137,13 +157,24 @@ class Task {
     s_.values.resize(count_);
     for (int64_t j = 0; j < count_; ++j) {
       const int64_t row = visible.slot(b_, s_.seen[j]);
-      s_.keys[j] = static_cast<const T*>(p_.k) + row * p_.k_row + head_ * p_.width;
-      s_.values[j] = static_cast<const T*>(p_.v) + row * p_.v_row + head_ * p_.width;
+      s_.keys[j] = static_cast<const Stored*>(p_.k) + row * p_.k_row + head_ * p_.width;
+      s_.values[j] = static_cast<const Stored*>(p_.v) + row * p_.v_row + head_ * p_.width;
     }
+    if constexpr (kIsCoded) find_scales();
     for (int64_t j = count_; j < count_ + kTile && count_ > 0; ++j) s_.keys[j] = s_.keys[count_ - 1];
     s_.is_seen.assign(num_queries * stride_, 0);
     for (int64_t n = 0; n < num_queries; ++n)
       for (int64_t j = 0; j < count_; ++j) s_.is_seen[n * stride_ + j] = sees(n, s_.seen[j]);
+  }
+
+  void find_scales() {
+    s_.key_scales.resize(count_);
+    s_.value_scales.resize(count_);
+    for (int64_t j = 0; j < count_; ++j) {
+      const int64_t row = p_.visible.slot(b_, s_.seen[j]);
+      s_.key_scales[j] = p_.scales.k[row * p_.scales.k_row + head_] * static_cast<float>(p_.scale * kUnit<Stored>);
+      s_.value_scales[j] = p_.scales.v[row * p_.scales.v_row + head_] * kUnit<Stored>;
+    }
   }
 
   // A tile of products of queries and keys.
@@ -151,7 +182,8 @@ class Task {
     Vector sum_of[kTileRows][kTile];
     for (auto& of_row : sum_of)
       for (auto& s : of_row) s = zero();
-    const T *const *q = &q_[r], *const *keys = &s_.keys[j];
+    const Q* const* q = &q_[r];
+    const Stored* const* keys = &s_.keys[j];
     auto add = [&](int64_t d, auto... count) __attribute__((always_inline)) {
       decltype(operand(q[0], count...)) x[kTileRows];
       for (int i = 0; i < kTileRows; ++i) x[i] = operand(q[i] + d, count...);
@@ -161,12 +193,13 @@ class Task {
       }
     };
     int64_t d = 0;
-    for (; d + kOperand<T> <= p_.width; d += kOperand<T>) add(d);
+    for (; d + kOperand<Q> <= p_.width; d += kOperand<Q>) add(d);
     if (d < p_.width) add(d, p_.width - d);
     for (int i = 0; i < kTileRows; ++i) store_sums(&s_.weights[(r + i) * stride_ + j], sum_of[i]);
   }
 
-  // Products -> e^(score - largest score); their sum goes to s_.totals. Where nothing is seen: 0, and 1.
+  // Products -> e^(score - largest score); their sum goes to s_.totals. Where nothing is seen: 0, and 1. Scales of codes
+  // go to the scores, and to the weights behind their sum.
   void softmax(int64_t r) {
     float* weights = &s_.weights[r * stride_];
     const uint8_t* is_seen = &s_.is_seen[(query(r) - query(0)) * stride_];
@@ -177,7 +210,9 @@ class Task {
     for_vectors(count_, [&](int64_t j, auto lanes) __attribute__((always_inline)) {
       const Mask seen = flags(is_seen + j);
       sees = sees | seen;
-      const Vector score = chosen(seen, load(weights + j, lanes) * scale, hidden);
+      Vector of_key = scale;
+      if constexpr (kIsCoded) of_key = load(&s_.key_scales[j], lanes);
+      const Vector score = chosen(seen, load(weights + j, lanes) * of_key, hidden);
       store(weights + j, score, lanes);
       most = chosen(lanes, larger(score, most), most);
     });
@@ -189,7 +224,9 @@ class Task {
     const Vector shift = broadcast(largest(most));
     for_vectors(count_, [&](int64_t j, auto lanes) __attribute__((always_inline)) {
       const Vector weight = exp(load(weights + j, lanes) - shift);
-      store(weights + j, weight, lanes);
+      Vector of_value = weight;
+      if constexpr (kIsCoded) of_value = weight * load(&s_.value_scales[j], lanes);
+      store(weights + j, of_value, lanes);
       total = chosen(lanes, total + weight, total);
     });
     s_.totals[r] = sum(total);
@@ -204,7 +241,7 @@ class Task {
     for (auto& of_row : sum_of)
       for (auto& s : of_row) s = zero();
     const float* weights = &t.s_.weights[r * t.stride_];
-    const T* const* values = t.s_.values.data();
+    const Stored* const* values = t.s_.values.data();
     const int64_t stride = t.stride_;
     auto add = [&](int64_t j, int64_t d, auto lanes) __attribute__((always_inline)) {
       const Vector v = load(values[j] + column + d, lanes);
@@ -245,11 +282,11 @@ class Task {
   const Attend& p_;
   const int64_t b_, head_, first_, rows_, group_;
   int64_t count_, stride_;  // keys that are seen; from row to row of weights
-  const T* q_[kTaskRows + kTileRows];
-  Scratch<T>& s_;
+  const Q* q_[kTaskRows + kTileRows];
+  Scratch<Stored>& s_;
 };
 
-template <typename T>
+template <typename T, typename Stored>
 void attend(const Attend& p, int num_threads) {
   const int64_t group = p.query_heads / p.key_heads;
   const int64_t most = p.queries * group, parts = (most + kTaskRows - 1) / kTaskRows;
@@ -263,7 +300,7 @@ void attend(const Attend& p, int num_threads) {
     for (int64_t t = first; t < last; ++t) {
       const int64_t part = t % parts, head = t / parts % p.key_heads, b = t / parts / p.key_heads;
       const int64_t rows = p.count(b) * group, begin = part * kTaskRows;
-      if (begin < rows) Task<T>(p, b, head, begin, std::min(rows, begin + kTaskRows)).run();
+      if (begin < rows) Task<T, Stored>(p, b, head, begin, std::min(rows, begin + kTaskRows)).run();
     }
   });
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "paged_attention/attend.h"
+#include "paged_attention/codes.h"
 #include "paged_attention/runs.h"
 #include "parallel.h"
 #include "replayable.h"
@@ -25,8 +26,13 @@ struct Layer {
   void *k, *v, *out;
   VisibleKeys visible;
   const int64_t *firsts, *counts;  // [B], the row's first token and its tokens in packed projections; or null
-  int64_t batch, queries, rotated, k_row, v_row, tokens;
+  float *k_scales, *v_scales;      // of codes, or null
+  int64_t batch, queries, rotated, k_row, v_row, tokens, k_scales_row, v_scales_row;
+  int64_t codes;  // what the pools hold: numbers like the projections', int8 or FP8
+
+  Scales scales() const { return {k_scales, v_scales, k_scales_row, v_scales_row}; }
 };
+enum Codes : int64_t { kNumbers, kInt8, kFloat8 };
 
 // One head, normalised and rotated where that is asked for; rounded after each of the two, as kernels/rowwise does.
 template <typename T>
@@ -39,7 +45,30 @@ void prepare(const Config& config, const Layer& p, int64_t token, const T* x, co
   rotate_head(y, static_cast<const T*>(p.cos) + at, static_cast<const T*>(p.sin) + at, p.rotated, y);
 }
 
-template <typename T>
+// The heads of one token's keys, or of its values; see torch_ops.write.
+template <typename T, typename Stored>
+void store_heads(const T* x, const Config& config, Stored* to, float* scales) {
+  if constexpr (std::is_same_v<T, Stored>)
+    store_finite(x, to, config.key_heads * config.width);
+  else
+    for (int64_t h = 0; h < config.key_heads; ++h)
+      scales[h] = quantize_head(x + h * config.width, config.width, to + h * config.width);
+}
+
+// The queries as products read them: these themselves where that is their type.
+template <typename Q, typename T>
+const Q* read_as(const T* queries, int64_t size) {
+  if constexpr (std::is_same_v<Q, T>) {
+    return queries;
+  } else {
+    static thread_local std::vector<Q> wide;
+    wide.resize(size);
+    for_vectors(size, [&](int64_t i, auto lanes) { store(wide.data() + i, load(queries + i, lanes), lanes); });
+    return wide.data();
+  }
+}
+
+template <typename T, typename Stored>
 void attend_layer(const Config& config, const Layer& p, int num_threads) {
   static thread_local std::vector<T> scratch;
   const int64_t width = config.width, tokens = p.tokens;
@@ -63,23 +92,34 @@ void attend_layer(const Config& config, const Layer& p, int num_threads) {
       };
       prepare_heads(0, q_size, queries + t * q_size);
       prepare_heads(q_size, qk_size, keys + t * k_size);
-      // see torch_ops.write
-      store_finite(keys + t * k_size, static_cast<T*>(p.k) + p.write_slots[place] * p.k_row, k_size);
-      store_finite(x + qk_size, static_cast<T*>(p.v) + p.write_slots[place] * p.v_row, k_size);
+      const int64_t slot = p.write_slots[place];
+      store_heads(keys + t * k_size, config, static_cast<Stored*>(p.k) + slot * p.k_row, p.k_scales + slot * p.k_scales_row);
+      store_heads(x + qk_size, config, static_cast<Stored*>(p.v) + slot * p.v_row, p.v_scales + slot * p.v_scales_row);
     }
   });
   const T* gate = config.has_gate ? projected + qk_size + k_size : nullptr;
   std::fill_n(static_cast<T*>(p.out) + real * q_size, (tokens - real) * q_size, T{});
-  const Attend a{queries, p.k, p.v, gate, p.out, p.visible, p.firsts, p.counts,
+  const auto* read = read_as<Query<T, Stored>>(queries, real * q_size);
+  const Attend a{read, p.k, p.v, gate, p.out, p.visible, p.firsts, p.counts,
                  p.batch, p.queries, config.query_heads, config.key_heads, width, p.k_row, p.v_row, size,
-                 config.scale};
-  p.queries > kManyQueries && p.visible.roots == nullptr ? attend_run<T>(a, num_threads) : attend<T>(a, num_threads);
+                 config.scale, p.scales()};
+  if (p.queries > kManyQueries && p.visible.roots == nullptr)
+    attend_run<T, Stored>(a, num_threads);
+  else
+    attend<T, Stored>(a, num_threads);
+}
+
+template <typename T>
+void attend_layer_of(const Config& config, const Layer& p, int num_threads) {
+  if (p.codes == kInt8) return attend_layer<T, int8_t>(config, p, num_threads);
+  if (p.codes == kFloat8) return attend_layer<T, Float8>(config, p, num_threads);
+  attend_layer<T, T>(config, p, num_threads);
 }
 
 }  // namespace
 
 extern "C" void paged_attend_layer(const Config* config, const Layer* p, int is_bfloat16, int num_threads) {
-  is_bfloat16 ? attend_layer<BFloat16>(*config, *p, num_threads) : attend_layer<float>(*config, *p, num_threads);
+  is_bfloat16 ? attend_layer_of<BFloat16>(*config, *p, num_threads) : attend_layer_of<float>(*config, *p, num_threads);
 }
 
 SPECMAMBA_REPLAYABLE(paged_attend_layer)

@@ -24,12 +24,19 @@ _STRIDES = ["last_batch", "last_query", "seen_batch", "seen_query"]
 _VISIBLE_SIZES = ["table_row", "num_keys", "first", "sees_all", "entries", *_STRIDES]
 _VisibleKeys = struct("VisibleKeys", _VISIBLE, _VISIBLE_SIZES)
 _LAYER = ["projected", "cos", "sin", "write_slots", "k", "v", "out"]
-_PARTS: list[str | tuple[str, type[Any]]] = [*_LAYER, ("visible", _VisibleKeys), "firsts", "counts"]
-_Layer = struct("Layer", _PARTS, ["batch", "queries", "rotated", "k_row", "v_row", "tokens"])
+_OF_CODES = ["k_scales", "v_scales"]
+_PARTS: list[str | tuple[str, type[Any]]] = [*_LAYER, ("visible", _VisibleKeys), "firsts", "counts", *_OF_CODES]
+_SIZES = ["batch", "queries", "rotated", "k_row", "v_row", "tokens", "k_scales_row", "v_scales_row", "codes"]
+_Layer = struct("Layer", _PARTS, _SIZES)
+_PLAIN = (None, None), (0, 0, 0)  # pointers and sizes of pools that hold the numbers themselves
+_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as native code names the types of codes
 
 
 def can_take(projected: Tensor, kv: LayerKV, metadata: AttentionMetadata) -> bool:
-    """Whether native code computes this: float32 or bfloat16 on the CPU, and no tree of very many queries."""
+    """Whether native code computes this: float32 or bfloat16 on the CPU, and no tree of very many queries.
+
+    Pools have the same dtype, or are codes.
+    """
     is_tree = metadata.roots is not None
     return (
         _are_alike(projected, kv)
@@ -40,9 +47,23 @@ def can_take(projected: Tensor, kv: LayerKV, metadata: AttentionMetadata) -> boo
 
 
 def _are_alike(projected: Tensor, kv: LayerKV) -> bool:
-    """Whether all have one dtype, of those that native code reads, on the CPU, and rows of pools are contiguous."""
+    """Whether dtypes are those that native code reads, all is on the CPU, and rows of pools are contiguous."""
+    if kv.k_scales is not None or kv.v_scales is not None:
+        return is_native(projected) and _are_codes(kv)
     return is_native(projected) and all(
         pool.dtype is projected.dtype and pool.is_cpu and is_contiguous_from(pool, 1) for pool in (kv.k_pool, kv.v_pool)
+    )
+
+
+def _are_codes(kv: LayerKV) -> bool:
+    """Whether both pools hold codes of one dtype that native code reads, and float32 scales."""
+    dtype = kv.k_pool.dtype
+    return dtype in _CODES and all(
+        scales is not None
+        and pool.dtype is dtype
+        and scales.dtype is torch.float32
+        and all(x.is_cpu and is_contiguous_from(x, 1) for x in (pool, scales))
+        for pool, scales in ((kv.k_pool, kv.k_scales), (kv.v_pool, kv.v_scales))
     )
 
 
@@ -62,6 +83,7 @@ def attend_layer(
     fits = projected.shape[0] == 1 if is_packed else projected.shape[:2] == (batch, queries)
     require(fits, "every query needs the last position that it sees")
     of_packing = _packing(metadata)
+    scales, sizes_of_codes = _PLAIN if kv.k_scales is None else _scales(kv)
     projected, write_slots = projected.contiguous(), kv.write_slots.contiguous()
     out = torch.empty(*projected.shape[:2], config.num_query_heads * config.head_dim, dtype=projected.dtype)
     layer = _Layer(
@@ -71,7 +93,9 @@ def attend_layer(
         *(write_slots.data_ptr(), kv.k_pool.data_ptr(), kv.v_pool.data_ptr(), out.data_ptr()),
         visible,
         *of_packing,
+        *scales,
         *(batch, queries, rotated, kv.k_pool.stride(0), kv.v_pool.stride(0), projected.shape[0] * projected.shape[1]),
+        *sizes_of_codes,
     )
     native.paged_attend_layer(marshalled_config, layer, projected.dtype is torch.bfloat16, torch.get_num_threads())
     return out
@@ -94,6 +118,21 @@ def _marshal(config: AttentionConfig) -> Any:
     )
 
 
+def _scales(kv: LayerKV) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """Addresses of the scales of codes; their strides, and the type of the codes.
+
+    Raises:
+        ValueError: a head of a token has no scale.
+    """
+    k_scales, v_scales = kv.k_scales, kv.v_scales
+    assert k_scales is not None
+    assert v_scales is not None
+    for pool, scales in ((kv.k_pool, k_scales), (kv.v_pool, v_scales)):
+        require(scales.shape == pool.shape[:2], "every head of a token needs a scale")
+    strides = k_scales.stride(0), v_scales.stride(0)
+    return (k_scales.data_ptr(), v_scales.data_ptr()), (*strides, _CODES[kv.k_pool.dtype])
+
+
 def _packing(metadata: AttentionMetadata) -> tuple[int | None, int | None]:
     """Addresses of the packing, or None where queries are not packed."""
     firsts, counts = metadata.firsts, metadata.counts
@@ -107,8 +146,10 @@ def _packing(metadata: AttentionMetadata) -> tuple[int | None, int | None]:
 
 def _check_layer(projected: Tensor, config: AttentionConfig, kv: LayerKV, num_queries: int) -> None:
     """Native code trusts these: wrong shapes would make it read other memory."""
-    k_pool, v_pool, write_slots = kv
-    require(_are_alike(projected, kv), "projections and pools need one dtype, and whole rows on the CPU")
+    k_pool, v_pool, write_slots = kv.k_pool, kv.v_pool, kv.write_slots
+    require(
+        _are_alike(projected, kv), "projections and pools need one dtype, or pools of codes, and whole rows on the CPU"
+    )
     width = projected.shape[2]
     require(k_pool.shape[1:] == v_pool.shape[1:] == config.key_shape, "keys and values do not fit the heads")
     require(width == config.projected_width, "the projections have another width")

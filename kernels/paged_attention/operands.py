@@ -13,11 +13,16 @@ Angles = tuple[Tensor, Tensor]  # cosines and sines by which queries and keys ar
 
 
 class LayerKV(NamedTuple):
-    """Stored keys and values of one layer, and where those of a forward's tokens are stored."""
+    """Stored keys and values of one layer, and where those of a forward's tokens are stored.
+
+    Pools have the model's dtype, or hold codes (``codes.py``) and have scales.
+    """
 
     k_pool: Tensor  # [slots, Hkv, D]
     v_pool: Tensor  # [slots, Hkv, D]
     write_slots: Tensor  # [B * N] int64. Slots are trusted; tokens may share one that is never read (padding)
+    k_scales: Tensor | None = None  # [slots, Hkv] float32, of codes; None: pools hold the numbers themselves
+    v_scales: Tensor | None = None  # [slots, Hkv] float32, where k_scales are
 
 
 @dataclass(frozen=True, eq=False)

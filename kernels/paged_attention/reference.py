@@ -9,6 +9,7 @@ section 2.2; a tree as an attention mask, arXiv 2305.09781, section 4. See READM
 import torch
 from torch import Tensor
 
+from specmamba.kernels.paged_attention.codes import dequantize, quantize
 from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
 from specmamba.kernels.rowwise import reference as rowwise
 
@@ -47,7 +48,8 @@ def attend_layer(
     """Normalise and rotate queries and keys, store keys and values, attend, gate: the parts that the layer has.
 
     projected [B, N, (Hq + 2 Hkv) D], with gates Hq D more: queries, keys, values, gates; angles cosines and sines
-    or None; of ``kv``, the rows ``write_slots`` of the pools are written: numbers that are not finite become 0. The
+    or None; of ``kv``, the rows ``write_slots`` of the pools are written: numbers that are not finite become 0. Pools
+    with scales hold codes: what is attended to is what these stand for, that of this call's tokens too. The
     metadata gives ``kv_indices`` and ``mask`` of ``attend``. Normalised and rotated values are rounded to the dtype of
     ``projected``.
 
@@ -64,10 +66,22 @@ def attend_layer(
     for b in range(batch):
         for n in range(nodes):
             slot = kv.write_slots[b * nodes + n]
-            for pool, new in ((kv.k_pool, qk[b, n, query_heads:]), (kv.v_pool, v[b, n])):
-                pool[slot] = torch.where(new.isfinite(), new, 0)
-    out = attend(qk[:, :, :query_heads], kv.k_pool, kv.v_pool, metadata.indices, metadata.mask, config.scale)
+            store(qk[b, n, query_heads:], kv.k_pool, kv.k_scales, slot)
+            store(v[b, n], kv.v_pool, kv.v_scales, slot)
+    pools = (kv.k_pool, kv.k_scales), (kv.v_pool, kv.v_scales)
+    k_pool, v_pool = (pool if scales is None else dequantize(pool, scales) for pool, scales in pools)
+    out = attend(qk[:, :, :query_heads], k_pool, v_pool, metadata.indices, metadata.mask, config.scale)
     if config.has_gate:
         dtype = torch.promote_types(projected.dtype, torch.float32)
         out = (out.to(dtype) / (1 + torch.exp(-gate.to(dtype)))).to(projected.dtype)
     return out.flatten(2)
+
+
+def store(new: Tensor, pool: Tensor, scales: Tensor | None, slot: Tensor) -> None:
+    """Store the heads [Hkv, D] of one token in a pool, as codes where there are scales."""
+    if scales is None:
+        pool[slot] = torch.where(new.isfinite(), new, 0)
+        return
+    for head in range(len(new)):
+        codes, scales[slot, head] = quantize(new[head], pool.dtype)
+        pool[slot, head].copy_(codes)

@@ -19,41 +19,49 @@ constexpr int64_t kQueryRows = 96;     // of one key head in a task: query heads
 constexpr int64_t kManyQueries = 64;   // with more than these in a row, and no tree, products of blocks are faster
 
 // Keys [begin, begin + count) of one row of the batch and all its heads, widened: of each head and block, keys by
-// columns [D, kKeyBlock] and values [kKeyBlock, D].
+// columns [D, kKeyBlock] and values [kKeyBlock, D]; of codes also the scales of keys and of values, [kKeyBlock] each.
 class GatheredKeys {
  public:
   GatheredKeys(const Attend& p, int64_t capacity)
       : width_(p.width), blocks_((capacity + kKeyBlock - 1) / kKeyBlock),
-        data_(new float[p.key_heads * blocks_ * kKeyBlock * width_ * 2]) {}
+        block_size_(kKeyBlock * (width_ + (p.scales.k == nullptr ? 0 : 1)) * 2),
+        data_(new float[p.key_heads * blocks_ * block_size_]) {}
 
-  template <typename T>
+  template <typename Stored>
   void gather(const Attend& p, int64_t b, int64_t begin, int64_t count, int num_threads) {
     const int64_t blocks = (count + kKeyBlock - 1) / kKeyBlock;
     parallel_for(p.key_heads * blocks, 1, num_threads, [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t) {
         const int64_t head = t / blocks, at = t % blocks * kKeyBlock;
-        gather_block<T>(p, b, head, begin + at, std::min(kKeyBlock, count - at), of(head, at / kKeyBlock));
+        gather_block<Stored>(p, b, head, begin + at, std::min(kKeyBlock, count - at), of(head, at / kKeyBlock));
       }
     });
   }
 
   const float* keys(int64_t head, int64_t block) const { return of(head, block); }
   const float* values(int64_t head, int64_t block) const { return of(head, block) + kKeyBlock * width_; }
+  const float* key_scales(int64_t head, int64_t block) const { return of(head, block) + 2 * kKeyBlock * width_; }
+  const float* value_scales(int64_t head, int64_t block) const { return key_scales(head, block) + kKeyBlock; }
 
  private:
   float* of(int64_t head, int64_t block) const {
-    return data_.get() + (head * blocks_ + block) * kKeyBlock * width_ * 2;
+    return data_.get() + (head * blocks_ + block) * block_size_;
   }
 
   // What a block lacks is 0.
-  template <typename T>
+  template <typename Stored>
   void gather_block(const Attend& p, int64_t b, int64_t head, int64_t first, int64_t count, float* keys) {
     float* values = keys + kKeyBlock * width_;
-    const T* of_keys[kKeyBlock];
+    const Stored* of_keys[kKeyBlock];
     for (int64_t j = 0; j < count; ++j) {
       const int64_t slot = p.visible.slot(b, first + j);
-      of_keys[j] = static_cast<const T*>(p.k) + slot * p.k_row + head * width_;
-      const T* of_value = static_cast<const T*>(p.v) + slot * p.v_row + head * width_;
+      of_keys[j] = static_cast<const Stored*>(p.k) + slot * p.k_row + head * width_;
+      const Stored* of_value = static_cast<const Stored*>(p.v) + slot * p.v_row + head * width_;
+      if constexpr (sizeof(Stored) == 1) {
+        float* scales = values + kKeyBlock * width_ + j;
+        scales[0] = p.scales.k[slot * p.scales.k_row + head] * static_cast<float>(p.scale * kUnit<Stored>);
+        scales[kKeyBlock] = p.scales.v[slot * p.scales.v_row + head] * kUnit<Stored>;
+      }
       for_vectors(width_, [&](int64_t d, auto lanes) { store(values + j * width_ + d, load(of_value + d, lanes), lanes); });
     }
     std::fill(values + count * width_, values + kKeyBlock * width_, 0.0f);
@@ -64,7 +72,7 @@ class GatheredKeys {
     }
   }
 
-  int64_t width_, blocks_;
+  int64_t width_, blocks_, block_size_;
   std::unique_ptr<float[]> data_;
 };
 
@@ -73,9 +81,12 @@ struct Progress {
   std::vector<float> sums, most, total;  // [Hkv, rows, D] [Hkv, rows] [Hkv, rows]; e^-most is taken out of both sums
 };
 
-// The rows [first, last) of one row of the batch and key head.
-template <typename T>
+// The rows [first, last) of one row of the batch and key head. Queries and results are of type T, keys were Stored.
+template <typename T, typename Stored>
 class RunTask {
+  static constexpr bool kIsCoded = !std::is_same_v<T, Stored>;
+  using Q = Query<T, Stored>;
+
  public:
   RunTask(const Attend& p, Progress& progress, int64_t b, int64_t head, int64_t first, int64_t last)
       : p_(p), b_(b), head_(head), first_(first), rows_(last - first), group_(p.query_heads / p.key_heads),
@@ -94,7 +105,10 @@ class RunTask {
     for (int64_t at = 0; at < count; at += kKeyBlock) {
       const int64_t end = std::min(at + kKeyBlock, count);
       if (!any_sees(0, rows_, begin + at, begin + end)) continue;
-      score(gathered.keys(head_, at / kKeyBlock), begin + at, begin + end);
+      const int64_t block = at / kKeyBlock;
+      score(gathered.keys(head_, block), begin + at, begin + end);
+      if constexpr (kIsCoded)
+        key_scales_ = gathered.key_scales(head_, block), value_scales_ = gathered.value_scales(head_, block);
       for (int64_t r = 0; r < rows_; ++r) soften(r, begin + at, end - at);
       add_values(gathered.values(head_, at / kKeyBlock), begin + at, begin + end);
     }
@@ -120,7 +134,7 @@ class RunTask {
     queries_.resize(rows_ * (width_ + kLanes));
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t token = b_ * p_.queries + (first_ + r) / group_, head = head_ * group_ + (first_ + r) % group_;
-      const T* q = static_cast<const T*>(p_.q) + (token * p_.query_heads + head) * width_;
+      const Q* q = static_cast<const Q*>(p_.q) + (token * p_.query_heads + head) * width_;
       float* row = queries_.data() + r * (width_ + kLanes);
       for_vectors(width_, [&](int64_t d, auto lanes) { store(row + d, load(q + d, lanes), lanes); });
     }
@@ -144,6 +158,7 @@ class RunTask {
   }
 
   // Scores of a row become weights e^(score - most), 0 where it sees no key; its sums so far are brought up to date.
+  // Scales of codes go to the scores, and to the weights behind their sum.
   void soften(int64_t r, int64_t first, int64_t count) {
     float* weights = weights_ + r * kKeyBlock;
     const int64_t begin = std::clamp<int64_t>(begin_[r] - first, 0, count), end = std::min(end_[r] - first, count);
@@ -154,7 +169,9 @@ class RunTask {
     const Vector scale = broadcast(static_cast<float>(p_.scale));
     Vector largest_of = broadcast(most_[r]);
     for_vectors(end - begin, [&](int64_t j, auto lanes) {
-      const Vector score = load(weights + begin + j, lanes) * scale;
+      Vector of_key = scale;
+      if constexpr (kIsCoded) of_key = load(key_scales_ + begin + j, lanes);
+      const Vector score = load(weights + begin + j, lanes) * of_key;
       largest_of = chosen(lanes, larger(score, largest_of), largest_of);
       store(weights + begin + j, score, lanes);
     });
@@ -164,7 +181,9 @@ class RunTask {
     for_vectors(end - begin, [&](int64_t j, auto lanes) {
       const Vector weight = exp(load(weights + begin + j, lanes) - shift);
       total = total + chosen(lanes, weight, zero());
-      store(weights + begin + j, weight, lanes);
+      Vector of_value = weight;
+      if constexpr (kIsCoded) of_value = weight * load(value_scales_ + begin + j, lanes);
+      store(weights + begin + j, of_value, lanes);
     });
     std::fill_n(weights, begin, 0.0f);
     std::fill(weights + end, weights + kKeyBlock, 0.0f);
@@ -199,6 +218,7 @@ class RunTask {
   const Attend& p_;
   const int64_t b_, head_, first_, rows_, group_, width_;
   float *sums_, *most_, *total_;  // of these rows
+  const float *key_scales_ = nullptr, *value_scales_ = nullptr;  // of the block of keys, where they are codes
   int64_t begin_[kQueryRows], end_[kQueryRows];  // the positions that each row sees
   std::vector<float>& queries_ = queries();      // [rows, D], a vector apart: see ScratchMatrix
   alignas(64) float weights_[kQueryRows * kKeyBlock];
@@ -215,7 +235,7 @@ inline VisibleKeys::Range seen_by_any(const Attend& p, int64_t b) {
 }
 
 // There is no tree.
-template <typename T>
+template <typename T, typename Stored>
 void attend_run(const Attend& p, int num_threads) {
   const int64_t rows = p.queries * (p.query_heads / p.key_heads), parts = (rows + kQueryRows - 1) / kQueryRows;
   GatheredKeys gathered(p, std::min(kKeysAtOnce, p.visible.num_keys));
@@ -224,7 +244,7 @@ void attend_run(const Attend& p, int num_threads) {
     parallel_for(p.key_heads * parts, 1, num_threads, [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t) {
         const int64_t begin = t % parts * kQueryRows;
-        RunTask<T> task(p, progress, b, t / parts, begin, std::min(rows, begin + kQueryRows));
+        RunTask<T, Stored> task(p, progress, b, t / parts, begin, std::min(rows, begin + kQueryRows));
         body(task);
       }
     });
@@ -236,10 +256,10 @@ void attend_run(const Attend& p, int num_threads) {
     const VisibleKeys::Range seen = seen_by_any(p, b);
     for (int64_t begin = seen.begin; begin < seen.end; begin += kKeysAtOnce) {
       const int64_t count = std::min(kKeysAtOnce, seen.end - begin);
-      gathered.gather<T>(p, b, begin, count, num_threads);
-      for_tasks(b, [&](RunTask<T>& task) { task.attend(gathered, begin, count); });
+      gathered.gather<Stored>(p, b, begin, count, num_threads);
+      for_tasks(b, [&](RunTask<T, Stored>& task) { task.attend(gathered, begin, count); });
     }
-    for_tasks(b, [&](RunTask<T>& task) { task.finish(); });
+    for_tasks(b, [&](RunTask<T, Stored>& task) { task.finish(); });
   }
 }
 

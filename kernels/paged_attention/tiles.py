@@ -33,8 +33,8 @@ class Tile:
     piece: int = 0  # components of a head in one product with keys; 0: all
 
 
-def attend_tile(num_rows: int, head_dim: int, dtype: torch.dtype, is_split: bool) -> Tile:
-    """For products of ``num_rows`` rows of one key head.
+def attend_tile(num_rows: int, head_dim: int, dtype: torch.dtype, is_split: bool, is_coded: bool = False) -> Tile:
+    """For products of ``num_rows`` rows of one key head, with numbers of a pool or with codes, which are widened.
 
     Chosen by what fits, and not measured: larger tiles spill registers on sm_80, sm_90 or gfx942, and keys and values
     of two stages fit into the 64 KiB of a CDNA3 workgroup. float32 has no matrix units here (products are IEEE), so
@@ -44,6 +44,9 @@ def attend_tile(num_rows: int, head_dim: int, dtype: torch.dtype, is_split: bool
     rows = max(MIN_BLOCK, next_power_of_2(num_rows))
     if dtype is torch.float32:
         return Tile(min(rows, 32), 32 if width <= 128 else 16, 4, 1, PIECE)
+    if is_coded:  # widening takes registers of its own
+        rows = min(rows, 64 if width <= 128 else 32) if is_split else 64
+        return Tile(rows, 32 if width <= 64 else 16, 8 if rows * width >= 64 * 128 else 4, 2)
     if is_split:
         rows = min(rows, 64 if width <= 128 else 32)
         return Tile(rows, 64 if width <= 64 else 32, 8 if rows * width >= 64 * 128 else 4, 2)
@@ -75,7 +78,13 @@ def prefers_torch(num_queries: int, num_keys: int, head_dim: int, dtype: torch.d
     return least is not None and num_queries * num_keys >= least
 
 
-def store_constexprs(query_heads: int, key_heads: int, head_dim: int, rotated: int, has_norm: bool) -> dict[str, Any]:
+# What a pool holds, as kernels name it; see triton_codes.py.
+CODES: Mapping[torch.dtype, int] = MappingProxyType({torch.int8: 1, torch.float8_e4m3fn: 2})
+
+
+def store_constexprs(
+    query_heads: int, key_heads: int, head_dim: int, rotated: int, has_norm: bool, codes: int = 0
+) -> dict[str, Any]:
     """Constants of ``store_kernel``; ``rotated`` 0: no rotation."""
     return {
         "QUERY_HEADS": query_heads,
@@ -83,6 +92,7 @@ def store_constexprs(query_heads: int, key_heads: int, head_dim: int, rotated: i
         "D": head_dim,
         "ROTATED": rotated,
         "HAS_NORM": has_norm,
+        "CODES": codes,
         "BLOCK_H": STORE_HEADS,
         "BLOCK_D": next_power_of_2(head_dim),
     }
@@ -97,6 +107,7 @@ def attend_constexprs(
     is_split: bool,
     has_gate: bool,
     is_wide: bool = False,
+    codes: int = 0,
 ) -> dict[str, Any]:
     """Constants of ``attend_kernel``; ``group`` query heads read a key head. ``is_wide``: for the interpreter."""
     return {
@@ -106,6 +117,7 @@ def attend_constexprs(
         "HAS_TREE": has_tree,
         "IS_SPLIT": is_split,
         "HAS_GATE": has_gate and not is_split,
+        "CODES": codes,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
         "BLOCK_T": MIN_BLOCK,
@@ -127,7 +139,8 @@ def combine_constexprs(query_heads: int, head_dim: int, has_gate: bool) -> dict[
 
 
 # strides over queries and positions, which may be few
-UNALIGNED = frozenset({"table_stride", "last_stride_b", "seen_stride_b", "seen_stride_n"})
+_FEW = {"table_stride", "last_stride_b", "seen_stride_b", "seen_stride_n"}
+UNALIGNED = frozenset({*_FEW, "k_scales_stride_t", "v_scales_stride_t"})  # and over the scales of a token's heads
 
 
 def variants() -> list[Variant]:
@@ -141,36 +154,56 @@ def variants() -> list[Variant]:
         attend_variant(2048, 32, 8, 128, torch.bfloat16, has_tree=False),
         attend_variant(2048, 16, 2, 256, torch.bfloat16, has_tree=False),
         combine_variant(16, 256, torch.bfloat16),
+        store_variant(16, 2, 256, 64, torch.bfloat16, torch.int8),
+        store_variant(16, 2, 256, 64, torch.bfloat16, torch.float8_e4m3fn),
+        attend_variant(16, 32, 8, 128, torch.bfloat16, has_tree=True, stored=torch.int8),
+        attend_variant(64, 16, 2, 256, torch.bfloat16, has_tree=True, stored=torch.float8_e4m3fn),
+        attend_variant(8, 32, 8, 128, torch.float32, has_tree=True, stored=torch.int8),
+        attend_variant(2048, 32, 8, 128, torch.bfloat16, has_tree=False, stored=torch.float8_e4m3fn),
+        attend_variant(2048, 16, 2, 256, torch.bfloat16, has_tree=False, stored=torch.int8),
     ]
 
 
-def store_variant(query_heads: int, key_heads: int, head_dim: int, rotated: int, dtype: torch.dtype) -> Variant:
-    """With norm and rotation."""
+def store_variant(
+    query_heads: int, key_heads: int, head_dim: int, rotated: int, dtype: torch.dtype, stored: torch.dtype | None = None
+) -> Variant:
+    """With norm and rotation; ``stored``: dtype of the codes, None: there are none."""
     from specmamba.kernels.paged_attention import triton_kernels as kernels
 
     x = _pointer(dtype)
     types = {
-        **dict.fromkeys(("projected", "cos", "sin", "q", "k_pool", "v_pool"), x),
+        **dict.fromkeys(("projected", "cos", "sin", "q"), x),
+        **_pool_types(dtype, stored),
         "norm": "*fp32",
         "write_slots": "*i64",
         "eps": "fp32",
     }
-    constexprs = store_constexprs(query_heads, key_heads, head_dim, rotated, has_norm=True)
-    name = f"store {TYPE_NAMES[dtype]} D={head_dim}"
+    codes = 0 if stored is None else CODES[stored]
+    constexprs = store_constexprs(query_heads, key_heads, head_dim, rotated, has_norm=True, codes=codes)
+    constexprs |= {} if codes else dict.fromkeys(SCALES)
+    name = f"store {_form(dtype, stored)} D={head_dim}"
     return _variant(name, kernels.store_kernel, types, constexprs, NUM_WARPS, 1)
 
 
 def attend_variant(
-    num_queries: int, query_heads: int, key_heads: int, head_dim: int, dtype: torch.dtype, has_tree: bool
+    num_queries: int,
+    query_heads: int,
+    key_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    has_tree: bool,
+    stored: torch.dtype | None = None,
 ) -> Variant:
-    """The variant of a launch for so many queries, with a gate."""
+    """The variant of a launch for so many queries, with a gate; ``stored``: dtype of codes, None: there are none."""
     from specmamba.kernels.paged_attention import triton_kernels as kernels
 
     group, is_split = query_heads // key_heads, num_queries <= MAX_SPLIT_QUERIES
-    tile = attend_tile(num_queries * group, head_dim, dtype, is_split)
-    constexprs = attend_constexprs(tile, key_heads, group, head_dim, has_tree, is_split, has_gate=True)
+    tile = attend_tile(num_queries * group, head_dim, dtype, is_split, stored is not None)
+    codes = 0 if stored is None else CODES[stored]
+    constexprs = attend_constexprs(tile, key_heads, group, head_dim, has_tree, is_split, has_gate=True, codes=codes)
     types = {
-        **dict.fromkeys(("q", "k_pool", "v_pool", "gate"), _pointer(dtype)),
+        **dict.fromkeys(("q", "gate"), _pointer(dtype)),
+        **_pool_types(dtype, stored),
         **dict.fromkeys(("table", "rows", "last", "roots"), "*i64"),
         **dict.fromkeys(("peaks", "sums"), "*fp32"),
         "out": "*fp32" if is_split else _pointer(dtype),
@@ -178,7 +211,8 @@ def attend_variant(
         "scale": "fp32",
     }
     absent = ([] if has_tree else ["roots", "seen"]) + (["gate"] if is_split else ["peaks", "sums"])
-    name = f"{'tree' if has_tree else 'causal'} {TYPE_NAMES[dtype]} N={num_queries} group={group} D={head_dim}"
+    absent += [] if codes else SCALES
+    name = f"{'tree' if has_tree else 'causal'} {_form(dtype, stored)} N={num_queries} group={group} D={head_dim}"
     constexprs |= dict.fromkeys(absent)
     # as callers have them: a column per query or one for all of a tree, a bool beside the next
     constexprs |= {"seen_stride_m": 1} if has_tree else {"last_stride_n": 1}
@@ -210,3 +244,19 @@ def _variant(
 
 def _pointer(dtype: torch.dtype) -> str:
     return f"*{TYPE_NAMES[dtype]}"
+
+
+SCALES = ["k_scales", "v_scales"]
+
+
+def _pool_types(dtype: torch.dtype, stored: torch.dtype | None) -> dict[str, str]:
+    """Of pools and of the scales of codes."""
+    pool = _pointer(dtype) if stored is None else _pointer(torch.int8)
+    return dict.fromkeys(("k_pool", "v_pool"), pool) | dict.fromkeys(SCALES, "*fp32")
+
+
+def _form(dtype: torch.dtype, stored: torch.dtype | None) -> str:
+    """For names: of projections, and of codes."""
+    if stored is None:
+        return TYPE_NAMES[dtype]
+    return f"{TYPE_NAMES[dtype]} over {'int8' if stored is torch.int8 else 'fp8'}"

@@ -5,7 +5,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specmamba.kernels import rowwise
+from specmamba.kernels.paged_attention.codes import as_bytes, quantize
 from specmamba.kernels.paged_attention.operands import Angles, AttentionConfig, AttentionMetadata, LayerKV
+
+QUERIES_AT_ONCE = 256  # that attend to codes, whose scores are kept
 
 
 def attend(
@@ -43,6 +46,49 @@ def attend(
     return out.permute(0, 3, 1, 2, 4).reshape(batch, num_queries, num_q_heads, dim)
 
 
+def attend_to_codes(q: Tensor, kv: LayerKV, kv_indices: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """``attend`` over pools of codes, in float32: scales of keys go to scores, those of values to weights.
+
+    Query rows are dealt with some at a time, so that memory does not grow with queries times keys.
+
+    Args:
+        q, kv_indices, mask, scale: as of ``attend``.
+        kv: has scales.
+
+    Returns:
+        Output [B, N, Hq, D] in the dtype of q.
+    """
+    k, v, k_scales, v_scales = _gathered(kv, kv_indices)
+    grouped = q.unflatten(2, (k.shape[1], -1)).permute(0, 2, 1, 3, 4).float()
+    parts = []
+    for first in range(0, q.shape[1], QUERIES_AT_ONCE):
+        some = slice(first, first + QUERIES_AT_ONCE)
+        scores = (grouped[:, :, some].flatten(2, 3) @ k.mT).unflatten(2, (-1, grouped.shape[3]))
+        scores = scores * (k_scales * scale)[:, :, None, None]
+        if mask is None:
+            weights = scores.softmax(-1)
+        else:
+            seen = mask[:, None, some, None]
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            weights = torch.where(seen.any(-1, keepdim=True), weights, 0.0)  # a query that sees no key
+        means = (weights * v_scales[:, :, None, None]).flatten(2, 3) @ v
+        parts.append(means.unflatten(2, (-1, grouped.shape[3])).permute(0, 2, 1, 3, 4).flatten(2, 3))
+    return torch.cat(parts, 1).to(q.dtype)
+
+
+def _gathered(kv: LayerKV, kv_indices: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes [B, Hkv, L, D] of keys and of values, widened to float32, and their scales [B, Hkv, L]."""
+    flat = kv_indices.reshape(-1)
+    assert kv.k_scales is not None
+    assert kv.v_scales is not None
+
+    def rows(x: Tensor) -> Tensor:
+        chosen = as_bytes(x).index_select(0, flat).view(x.dtype)
+        return chosen.view(*kv_indices.shape, *x.shape[1:]).float().transpose(1, 2)
+
+    return rows(kv.k_pool), rows(kv.v_pool), rows(kv.k_scales), rows(kv.v_scales)
+
+
 def attend_layer(
     projected: Tensor, config: AttentionConfig, angles: Angles | None, kv: LayerKV, metadata: AttentionMetadata
 ) -> Tensor:
@@ -59,15 +105,23 @@ def attend_layer(
         qk = rowwise.rotate(qk, *angles)
     q, k = torch.split_with_sizes(qk, [query_heads, key_heads], 2)
     write(kv, k.flatten(0, 1), v.reshape(-1, key_heads, dim))
-    out = attend(q, kv.k_pool, kv.v_pool, metadata.indices, metadata.mask, config.scale).flatten(2)
+    if kv.k_scales is None:
+        out = attend(q, kv.k_pool, kv.v_pool, metadata.indices, metadata.mask, config.scale).flatten(2)
+    else:
+        out = attend_to_codes(q, kv, metadata.indices, metadata.mask, config.scale).flatten(2)
     return out * gate.sigmoid() if config.has_gate else out
 
 
 def write(kv: LayerKV, k: Tensor, v: Tensor) -> None:
-    """Store k, v [T, Hkv, D] at the T slots of the pools; numbers that are not finite as 0.
+    """Store k, v [T, Hkv, D] at the T slots of the pools, as codes where there are scales; what is not finite as 0.
 
     Some forms of attention multiply masked keys too, and NaN survives any mask: it would spoil other requests that
     share the padding slot, or get the slot next. A request with such numbers is detected by its own hidden states.
     """
-    kv.k_pool.index_copy_(0, kv.write_slots, k.nan_to_num(0.0, 0.0, 0.0))
-    kv.v_pool.index_copy_(0, kv.write_slots, v.nan_to_num(0.0, 0.0, 0.0))
+    for new, pool, scales in ((k, kv.k_pool, kv.k_scales), (v, kv.v_pool, kv.v_scales)):
+        if scales is None:
+            pool.index_copy_(0, kv.write_slots, new.nan_to_num(0.0, 0.0, 0.0))
+            continue
+        codes, of_heads = quantize(new, pool.dtype)
+        as_bytes(pool).index_copy_(0, kv.write_slots, as_bytes(codes))
+        scales.index_copy_(0, kv.write_slots, of_heads)

@@ -3,15 +3,17 @@
 import triton
 import triton.language as tl
 
+from specmamba.kernels.paged_attention.triton_codes import coded, loads_of_a_unit, widened
 
-@triton.jit(do_not_specialize=["num_queries"])
+
+@triton.jit(do_not_specialize=["num_queries", "k_scales_stride_t", "v_scales_stride_t"])
 def store_kernel(
-    projected, norm, cos, sin, write_slots, q, k_pool, v_pool,
+    projected, norm, cos, sin, write_slots, q, k_pool, v_pool, k_scales, v_scales,
     eps, num_queries,
     projected_stride_b, projected_stride_n, cos_stride_b, cos_stride_n, sin_stride_b, sin_stride_n,
-    k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, k_scales_stride_t, v_scales_stride_t,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr,
-    HAS_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_NORM: tl.constexpr, CODES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token: queries, keys and values alike."""
     token = tl.program_id(0).to(tl.int64)
@@ -49,6 +51,12 @@ def store_kernel(
     kept_heads = tl.where(slot != 0, KEY_HEADS, 0)
     y32 = y.to(tl.float32)
     kept = tl.where(tl.abs(y32) < float("inf"), y32, 0.0).to(x.dtype)
+    if CODES > 0:
+        kept, scales = coded(kept.to(tl.float32), CODES)
+        of_head = head - QUERY_HEADS
+        tl.store(k_scales + slot * k_scales_stride_t + of_head, scales, mask=(of_head >= 0) & (of_head < kept_heads))
+        of_head -= KEY_HEADS
+        tl.store(v_scales + slot * v_scales_stride_t + of_head, scales, mask=(of_head >= 0) & (of_head < kept_heads))
     key = (head - QUERY_HEADS)[:, None]
     is_key = is_inside & (key >= 0) & (key < kept_heads)
     tl.store(k_pool + slot * k_stride_t + key * k_stride_h + d[None, :], kept, mask=is_key)
@@ -65,16 +73,18 @@ def _scaled(x, inverse, weights, mask):
 @triton.jit(
     do_not_specialize=[
         *("num_queries", "num_keys", "first", "num_entries"),
+        *("k_scales_stride_t", "v_scales_stride_t"),
         *("table_stride", "last_stride_b", "seen_stride_b", "seen_stride_n"),
     ]
 )
 def attend_kernel(
-    q, k_pool, v_pool, table, rows, last, roots, seen, gate, out, peaks, sums,
+    q, k_pool, v_pool, k_scales, v_scales, table, rows, last, roots, seen, gate, out, peaks, sums,
     scale, num_queries, num_keys, first, num_entries,
-    q_stride_b, q_stride_n, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, table_stride,
+    q_stride_b, q_stride_n, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    k_scales_stride_t, v_scales_stride_t, table_stride,
     last_stride_b, last_stride_n, seen_stride_b, seen_stride_n, seen_stride_m, gate_stride_b, gate_stride_n,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, HAS_TREE: tl.constexpr, IS_SPLIT: tl.constexpr,
-    HAS_GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    HAS_GATE: tl.constexpr, CODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr, PIECE: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
     """Some queries' heads of one key head, over a part of the row's keys where IS_SPLIT, else over all of them.
@@ -122,12 +132,17 @@ def attend_kernel(
 
     queries = q + b * q_stride_b + n.to(tl.int64)[:, None] * q_stride_n + head[:, None] * q_stride_h
     keys, values, slots = k_pool + key_head * k_stride_h, v_pool + key_head * v_stride_h, table + row * table_stride
+    if CODES > 0:
+        key_scales, value_scales = k_scales + key_head, v_scales + key_head
+    else:
+        key_scales, value_scales = None, None
     x, num_flaws = _whole_queries(queries, is_alive, D, BLOCK_D)
     if IS_WIDE:
         x = x.to(tl.float32)
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mean = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    unit = tl.zeros([1], tl.float32)
     end_of_text = end
     if HAS_TREE:
         end_of_text = tl.minimum(end, root // BLOCK_N * BLOCK_N)
@@ -136,11 +151,13 @@ def attend_kernel(
         is_read = (t <= below) | ((t >= first) & (t <= above))
         is_seen = (t[None, :] >= since) & (t[None, :] <= till[:, None])
         scores, slot = _scores(
-            x, queries, is_alive, num_flaws, keys, k_stride_t, slots + t, is_read, D, BLOCK_M, BLOCK_N, BLOCK_D, PIECE
-        )
-        peak, total, mean = _attend_to(
-            scores * scale, is_seen, values, v_stride_t, slot, is_read, peak, total, mean, D, BLOCK_D, IS_WIDE
-        )
+            x, queries, is_alive, num_flaws, keys, k_stride_t, key_scales, k_scales_stride_t, slots + t, is_read, D,
+            CODES, BLOCK_M, BLOCK_N, BLOCK_D, PIECE,
+        )  # fmt: skip
+        peak, total, mean, unit = _attend_to(
+            scores * scale, is_seen, values, v_stride_t, value_scales, v_scales_stride_t, slot, is_read, peak, total,
+            mean, unit, q.dtype.element_ty, D, CODES, BLOCK_D, IS_WIDE,
+        )  # fmt: skip
     if HAS_TREE:
         # in small steps: who sees an entry is read for each query and key
         for start in tl.range(tl.maximum(begin, end_of_text), end, BLOCK_T, num_stages=1):
@@ -151,24 +168,15 @@ def attend_kernel(
             is_seen |= tl.load(of_queries + (t - root)[None, :] * seen_stride_m, mask=is_entry, other=0) != 0
             is_read = tl.max(is_seen.to(tl.int32), axis=0) > 0
             scores, slot = _scores(
-                x,
-                queries,
-                is_alive,
-                num_flaws,
-                keys,
-                k_stride_t,
-                slots + t,
-                is_read,
-                D,
-                BLOCK_M,
-                BLOCK_T,
-                BLOCK_D,
-                PIECE,
-            )
-            peak, total, mean = _attend_to(
-                scores * scale, is_seen, values, v_stride_t, slot, is_read, peak, total, mean, D, BLOCK_D, IS_WIDE
-            )
+                x, queries, is_alive, num_flaws, keys, k_stride_t, key_scales, k_scales_stride_t, slots + t, is_read,
+                D, CODES, BLOCK_M, BLOCK_T, BLOCK_D, PIECE,
+            )  # fmt: skip
+            peak, total, mean, unit = _attend_to(
+                scores * scale, is_seen, values, v_stride_t, value_scales, v_scales_stride_t, slot, is_read, peak,
+                total, mean, unit, q.dtype.element_ty, D, CODES, BLOCK_D, IS_WIDE,
+            )  # fmt: skip
 
+    mean = _in_numbers(mean, unit, CODES)
     d = tl.arange(0, BLOCK_D)
     at = out + place[:, None] * D + d[None, :]
     is_out = is_query[:, None] & (d < D)[None, :]
@@ -200,12 +208,14 @@ def _whole_queries(queries, is_alive, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _scores(
-    x, queries, is_alive, num_flaws, keys, k_stride_t, slots, is_read,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
+    x, queries, is_alive, num_flaws, keys, k_stride_t, key_scales, k_scales_stride_t, slots, is_read,
+    D: tl.constexpr, CODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N] products of queries and keys, and the slots [BLOCK_N, 1]; keys that are not read are zeros.
 
-    With a PIECE both are read anew by so many components of a head: in float32 more do not fit into registers.
+    With a PIECE both are read anew by so many components of a head: in float32 more do not fit into registers. Products
+    with codes are multiplied by the scales of their keys.
     """
     slot = tl.load(slots, mask=is_read, other=0)[:, None]
     rows = keys + slot * k_stride_t
@@ -214,7 +224,7 @@ def _scores(
         mask = is_read[:, None]
         if D != BLOCK_D:
             mask = mask & (d < D)[None, :]
-        k = tl.load(rows + d[None, :], mask=mask, other=0.0)
+        k = widened(tl.load(rows + d[None, :], mask=mask, other=0), CODES)
         scores = tl.dot(x, tl.trans(k.to(x.dtype)))
     else:
         scores = tl.where(num_flaws > 0, float("nan"), 0.0)[:, None] + tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -223,32 +233,55 @@ def _scores(
             mine = tl.load(
                 queries + d[None, :], mask=(is_alive & (num_flaws == 0))[:, None] & (d < D)[None, :], other=0.0
             )
-            theirs = tl.load(rows + d[None, :], mask=is_read[:, None] & (d < D)[None, :], other=0.0)
+            theirs = widened(tl.load(rows + d[None, :], mask=is_read[:, None] & (d < D)[None, :], other=0), CODES)
             scores += tl.dot(mine, tl.trans(theirs), input_precision="ieee")
+    if CODES > 0:
+        of_keys = tl.load(key_scales + slot * k_scales_stride_t, mask=is_read[:, None], other=0.0)
+        scores *= tl.trans(of_keys) * loads_of_a_unit(CODES)
     return scores, slot
 
 
 @triton.jit
 def _attend_to(
-    scores, is_seen, values, v_stride_t, slot, is_read, peak, total, mean,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, IS_WIDE: tl.constexpr,
+    scores, is_seen, values, v_stride_t, value_scales, v_scales_stride_t, slot, is_read, peak, total, mean, unit,
+    DTYPE: tl.constexpr, D: tl.constexpr, CODES: tl.constexpr, BLOCK_D: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys more: the softmax of scores so far is mean / total, and ``peak`` is their maximum."""
+    """One block of keys more: the softmax of scores so far is mean / total, and ``peak`` is their maximum.
+
+    Weights of codes are multiplied by the scales of their values: in units of the largest scale so far, as float16 has
+    no room for small ones. ``mean`` is in this unit.
+    """
     d = tl.arange(0, BLOCK_D)
     mask = is_read[:, None]
     if D != BLOCK_D:
         mask = mask & (d < D)[None, :]
-    v = tl.load(values + slot * v_stride_t + d[None, :], mask=mask, other=0.0)
+    v = widened(tl.load(values + slot * v_stride_t + d[None, :], mask=mask, other=0), CODES).to(DTYPE)
     scores = tl.where(is_seen, scores, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)
     p = tl.exp2(scores - shift[:, None])
     keep = tl.exp2(peak - shift)
-    p_of_pool = p.to(v.dtype)
+    if CODES > 0:
+        of_values = tl.load(value_scales + slot * v_scales_stride_t, mask=is_read[:, None], other=0.0)
+        new_unit = tl.maximum(unit, tl.max(of_values))
+        divisor = tl.where(new_unit == 0.0, 1.0, new_unit)
+        p_of_pool = (p * tl.trans(of_values / divisor)).to(DTYPE)
+        keep_of_mean, unit = keep * (unit / divisor), new_unit
+    else:
+        keep_of_mean = keep
+        p_of_pool = p.to(DTYPE)
     if IS_WIDE:
         p_of_pool, v = p_of_pool.to(tl.float32), v.to(tl.float32)
-    mean = tl.dot(p_of_pool, v, mean * keep[:, None], input_precision="ieee")
-    return new_peak, total * keep + tl.sum(p, axis=1), mean
+    mean = tl.dot(p_of_pool, v, mean * keep_of_mean[:, None], input_precision="ieee")
+    return new_peak, total * keep + tl.sum(p, axis=1), mean, unit
+
+
+@triton.jit
+def _in_numbers(mean, unit, CODES: tl.constexpr):
+    """A sum over codes in its unit, as numbers."""
+    if CODES > 0:
+        mean *= (unit * loads_of_a_unit(CODES))[:, None]
+    return mean
 
 
 @triton.jit

@@ -1,6 +1,9 @@
 """Paged attention in Triton, for GPUs. See README.md, "On a GPU"."""
 
+from __future__ import annotations
+
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +19,7 @@ def attend_layer(
     """Three launches for trees; rows of padding (``metadata.rows`` 0) get zeros, and nothing is stored in slot 0."""
     q = store(projected, config, angles, kv)
     gate = projected[..., -config.num_query_heads * config.head_dim :] if config.has_gate else None
-    return _attend(q, kv.k_pool, kv.v_pool, metadata, config.scale, gate).flatten(2)
+    return _attend(q, kv, metadata, config.scale, gate).flatten(2)
 
 
 def store(projected: Tensor, config: AttentionConfig, angles: Angles | None, kv: LayerKV) -> Tensor:
@@ -29,11 +32,10 @@ def store(projected: Tensor, config: AttentionConfig, angles: Angles | None, kv:
         Queries, normalised and rotated, [B, N, Hq, D].
 
     Raises:
-        ValueError: the numbers of a head do not lie side by side in a pool.
+        ValueError: the numbers of a head, or the scales of a token's heads, do not lie side by side in a pool.
     """
-    k_pool, v_pool, write_slots = kv
-    _check_pools(k_pool, v_pool)
-    projected, write_slots = _dense(projected), write_slots.contiguous()
+    pools = _Pools.of(kv)
+    projected, write_slots = _dense(projected), kv.write_slots.contiguous()
     batch, num_queries, _ = projected.shape
     cos = sin = None
     rotated, angle_strides = 0, [0, 0, 0, 0]
@@ -48,12 +50,11 @@ def store(projected: Tensor, config: AttentionConfig, angles: Angles | None, kv:
         return q
     num_heads = config.num_query_heads + 2 * config.num_key_heads
     kernels.store_kernel[batch * num_queries, -(-num_heads // tiles.STORE_HEADS)](
-        *(projected, norm, cos, sin, write_slots, q, k_pool, v_pool),
+        *(projected, norm, cos, sin, write_slots, q, *pools.tensors),
         *(config.norm_eps, num_queries),
-        *(projected.stride(0), projected.stride(1), *angle_strides),
-        *(k_pool.stride(0), k_pool.stride(1), v_pool.stride(0), v_pool.stride(1)),
+        *(projected.stride(0), projected.stride(1), *angle_strides, *pools.strides),
         **tiles.store_constexprs(
-            config.num_query_heads, config.num_key_heads, config.head_dim, rotated, norm is not None
+            config.num_query_heads, config.num_key_heads, config.head_dim, rotated, norm is not None, pools.codes
         ),
         num_warps=tiles.NUM_WARPS,
         num_stages=1,
@@ -79,33 +80,49 @@ def attend(
     Raises:
         ValueError: the numbers of a head do not lie side by side in a pool.
     """
-    return _attend(q, k_pool, v_pool, metadata, scale, None)
+    nothing = metadata.rows[:0]
+    return _attend(q, LayerKV(k_pool, v_pool, nothing), metadata, q.shape[3] ** -0.5 if scale is None else scale, None)
 
 
-def _attend(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, scale: float | None, gate: Tensor | None
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """The pools as kernels take them: FP8 as int8, whose bits they take apart."""
+
+    tensors: tuple[Tensor | None, ...]  # keys, values, scales of either
+    strides: tuple[int, ...]
+    key_heads: int
+    codes: int  # see ``tiles.CODES``; 0: none
+
+    @classmethod
+    def of(cls, kv: LayerKV) -> _Pools:
+        _check_pools(kv)
+        k, v, scales = kv.k_pool, kv.v_pool, (kv.k_scales, kv.v_scales)
+        strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *(0 if x is None else x.stride(0) for x in scales)
+        if kv.k_scales is None:
+            return cls((k, v, *scales), strides, k.shape[1], 0)
+        return cls((k.view(torch.int8), v.view(torch.int8), *scales), strides, k.shape[1], tiles.CODES[k.dtype])
+
+
+def _attend(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None) -> Tensor:
     """``attend``, then times the sigmoid of the gate [B, N, Hq D]."""
-    _check_pools(k_pool, v_pool)
+    pools = _Pools.of(kv)
     if q.numel() == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format)
     num_queries, dim = q.shape[1], q.shape[3]
     num_keys = min(metadata.num_keys, metadata.table.shape[1])
     if num_queries > tiles.MAX_SPLIT_QUERIES and tiles.prefers_torch(num_queries, num_keys, dim, q.dtype):
-        return _attend_in_torch(q, k_pool, v_pool, metadata, scale, gate)
+        return _attend_in_torch(q, kv, metadata, scale, gate)
     q, gate = _dense(q), None if gate is None else _dense(gate)
-    scale = dim**-0.5 if scale is None else scale
     if num_queries <= tiles.MAX_SPLIT_QUERIES:
-        return _attend_in_parts(q, k_pool, v_pool, metadata, num_keys, scale, gate)
+        return _attend_in_parts(q, pools, metadata, num_keys, scale, gate)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _launch(q, k_pool, v_pool, metadata, num_keys, scale, gate, out)
+    _launch(q, pools, metadata, num_keys, scale, gate, out)
     return out
 
 
 def _attend_in_parts(
     q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
+    pools: _Pools,
     metadata: AttentionMetadata,
     num_keys: int,
     scale: float,
@@ -113,13 +130,13 @@ def _attend_in_parts(
 ) -> Tensor:
     """Few queries: many programs share the keys of a row."""
     batch, num_queries, query_heads, dim = q.shape
-    key_heads = k_pool.shape[1]
+    key_heads = pools.key_heads
     num_rows = num_queries * query_heads // key_heads
-    tile = tiles.attend_tile(num_rows, dim, q.dtype, is_split=True)
+    tile = tiles.attend_tile(num_rows, dim, q.dtype, is_split=True, is_coded=pools.codes > 0)
     splits = tiles.num_splits(batch * key_heads * -(-num_rows // tile.rows), num_keys)
     parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
     peaks, sums = (torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
-    _launch(q, k_pool, v_pool, metadata, num_keys, scale, None, parts, peaks, sums)
+    _launch(q, pools, metadata, num_keys, scale, None, parts, peaks, sums)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernels.combine_kernel[batch * num_queries, query_heads](
         *(parts, peaks, sums, metadata.rows.contiguous(), gate, out, num_queries, splits),
@@ -133,8 +150,7 @@ def _attend_in_parts(
 
 def _launch(
     q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
+    pools: _Pools,
     metadata: AttentionMetadata,
     num_keys: int,
     scale: float,
@@ -145,9 +161,9 @@ def _launch(
 ) -> None:
     """All rows, heads and parts; parts are the first dimension of ``out`` where there are peaks and sums."""
     batch, num_queries, query_heads, dim = q.shape
-    key_heads, is_split = k_pool.shape[1], sums is not None
+    key_heads, is_split = pools.key_heads, sums is not None
     group = query_heads // key_heads
-    tile = tiles.attend_tile(num_queries * group, dim, q.dtype, is_split)
+    tile = tiles.attend_tile(num_queries * group, dim, q.dtype, is_split, pools.codes > 0)
     roots = seen = None
     seen_b = seen_n = seen_m = num_entries = 0
     if metadata.roots is not None and metadata.seen is not None:
@@ -156,23 +172,26 @@ def _launch(
     table = _dense(metadata.table)
     grid = -(-num_queries * group // tile.rows) * key_heads, out.shape[0] if is_split else 1, batch
     kernels.attend_kernel[grid](
-        *(q, k_pool, v_pool, table, metadata.rows.contiguous(), metadata.last, roots, seen, gate),
+        *(q, *pools.tensors, table, metadata.rows.contiguous(), metadata.last, roots, seen, gate),
         *(out, peaks, sums),
         *(scale * math.log2(math.e), num_queries, num_keys, metadata.first, num_entries),
-        *(*q.stride()[:3], k_pool.stride(0), k_pool.stride(1), v_pool.stride(0), v_pool.stride(1)),
+        *(*q.stride()[:3], *pools.strides),
         *(table.stride(0), *metadata.last.stride(), seen_b, seen_n, seen_m),
         *((0, 0) if gate is None else gate.stride()[:2]),
-        **tiles.attend_constexprs(tile, key_heads, group, dim, seen is not None, is_split, gate is not None, q.is_cpu),
+        **tiles.attend_constexprs(
+            *(tile, key_heads, group, dim, seen is not None, is_split, gate is not None, q.is_cpu, pools.codes)
+        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
-def _attend_in_torch(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, scale: float | None, gate: Tensor | None
-) -> Tensor:
+def _attend_in_torch(q: Tensor, kv: LayerKV, metadata: AttentionMetadata, scale: float, gate: Tensor | None) -> Tensor:
     """The same through PyTorch's own attention, over keys that are gathered first."""
-    out = torch_ops.attend(q, k_pool, v_pool, metadata.indices, metadata.mask, scale)
+    if kv.k_scales is None:
+        out = torch_ops.attend(q, kv.k_pool, kv.v_pool, metadata.indices, metadata.mask, scale)
+    else:
+        out = torch_ops.attend_to_codes(q, kv, metadata.indices, metadata.mask, scale)
     if gate is not None:
         out = out * gate.sigmoid().view(out.shape)
     return torch.where((metadata.rows == 0)[:, None, None, None], 0.0, out)
@@ -183,6 +202,11 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _check_pools(k_pool: Tensor, v_pool: Tensor) -> None:
-    if k_pool.stride(2) != 1 or v_pool.stride(2) != 1:
+def _check_pools(kv: LayerKV) -> None:
+    if kv.k_pool.stride(2) != 1 or kv.v_pool.stride(2) != 1:
         raise ValueError("the numbers of a head need to lie side by side in the pools")
+    for pool, scales in ((kv.k_pool, kv.k_scales), (kv.v_pool, kv.v_scales)):
+        if (scales is not None) != (pool.dtype in tiles.CODES):
+            raise ValueError("pools of codes need scales, and others have none")
+        if scales is not None and (scales.shape != pool.shape[:2] or (scales.stride(1) != 1 and scales.shape[1] > 1)):
+            raise ValueError("the scales of a token's heads need to lie side by side, one for each head")

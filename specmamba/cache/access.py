@@ -72,7 +72,9 @@ class PagedKV:
         Returns:
             [B, L, Hq D].
         """
-        kv = paged_attention.LayerKV(self.pool.k[layer], self.pool.v[layer], self.write_slots)
+        pool = self.pool
+        of_codes = pool.k_scales[layer], pool.v_scales[layer]
+        kv = paged_attention.LayerKV(pool.k[layer], pool.v[layer], self.write_slots, *of_codes)
         angles = None if cos is None or sin is None else (cos, sin)
         if packing is None or paged_attention.takes_packed(projected, kv, self.keys):
             return paged_attention.attend_layer(projected, form, angles, kv, self.keys)

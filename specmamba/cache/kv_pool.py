@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specmamba.cache.shapes import CacheShape
+from specmamba.cache.shapes import SCALE_DTYPE, CacheShape
 from specmamba.kernels import state_copy
+from specmamba.kernels.paged_attention.codes import as_bytes
 
 Pages = NDArray[np.int64]
 NO_PAGES: Pages = np.empty(0, dtype=np.int64)
@@ -121,25 +122,31 @@ class KVPool:
     """Keys ``k`` and values ``v``: for every layer a tensor [(num_pages + 1) * page_size, heads, head_dim].
 
     The token slot of an offset in a page is page * page_size + offset. A model without attention has no layers here,
-    but its pages still count tokens.
+    but its pages still count tokens. Codes (``CacheShape.kv_dtype``) have scales, ``k_scales`` and ``v_scales``: for
+    every layer a tensor [(num_pages + 1) * page_size, heads] float32; None for every layer of other pools.
     """
 
     def __init__(self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         num_slots = (num_pages + 1) * page_size
-        self._groups = tuple(
-            lazy_zeros((group.num_layers, num_slots, group.num_heads, group.head_dim), shape.dtype, device)
-            for _ in range(2)
-            for group in shape.kv
-        )
-        layers = [layer for group in self._groups for layer in group]
-        self.k, self.v = tuple(layers[: shape.num_kv_layers]), tuple(layers[shape.num_kv_layers :])
+        both = [(group.num_layers, num_slots, group.num_heads, group.head_dim) for _ in range(2) for group in shape.kv]
+        of_kv = [lazy_zeros(size, shape.stored_kv_dtype, device) for size in both]
+        layers, num_layers = [layer for group in of_kv for layer in group], shape.num_kv_layers
+        self.k, self.v = tuple(layers[:num_layers]), tuple(layers[num_layers:])
+        self.k_scales: tuple[Tensor | None, ...] = (None,) * num_layers
+        self.v_scales = self.k_scales
+        of_scales = [] if shape.kv_dtype is None else [lazy_zeros(size[:-1], SCALE_DTYPE, device) for size in both]
+        if of_scales:
+            scales = [layer for group in of_scales for layer in group]
+            self.k_scales, self.v_scales = tuple(scales[:num_layers]), tuple(scales[num_layers:])
+        self._groups = tuple(as_bytes(group) for group in (*of_kv, *of_scales))
 
     def from_layer(self, first: int) -> KVPool:
         """Return a view on the same memory: the layers from ``first`` on, numbered from 0."""
         view = copy(self)
         view.k, view.v = self.k[first:], self.v[first:]
+        view.k_scales, view.v_scales = self.k_scales[first:], self.v_scales[first:]
         return view
 
     @property
@@ -156,8 +163,16 @@ class KVPool:
         """Tokens in pages that the prefix cache alone holds: they can be evicted."""
         return self.allocator.num_evictable * self.page_size
 
+    def clear(self, slots: Tensor) -> None:
+        """Make keys and values in these slots [T] zeros, in all layers; a code of 0 is 0 by any scale."""
+        for layer in (*self.k, *self.v):
+            as_bytes(layer)[slots] = 0
+
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy tokens from slots ``source`` [T] to ``target`` [T], in all layers; all reads come before all writes."""
+        """Copy tokens from slots ``source`` [T] to ``target`` [T], in all layers; all reads come before all writes.
+
+        Scales move with their codes.
+        """
         if not source.is_cpu:  # a row's moves are too many for the form in Triton
             for group in self._groups:
                 group[:, target] = group[:, source]

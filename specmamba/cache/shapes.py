@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 MIN_PENDING_CAPACITY = 16
+SCALE_DTYPE = torch.float32  # of stored codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,11 @@ class KVShape:
     num_heads: int
     head_dim: int
 
+    def bytes_per_token(self, dtype: torch.dtype, has_scales: bool) -> int:
+        """Bytes of a token's keys and values, with a float32 scale for each head of either where there are scales."""
+        per_head = self.head_dim * dtype.itemsize + (SCALE_DTYPE.itemsize if has_scales else 0)
+        return 2 * self.num_layers * self.num_heads * per_head
+
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
@@ -74,6 +80,7 @@ class CacheShape:
     draft_features: int = 0  # values per slot that a drafter resumes from, beside the target's state
     state_dtype: torch.dtype = torch.float32  # of recurrent states in slots; computation is float32
     draft_model: CacheShape | None = None  # of a draft model; ``kv`` has its layers already
+    kv_dtype: torch.dtype | None = None  # of codes for keys and values, with scales; None: they are stored in ``dtype``
     folds_in_verify: bool = False  # kernels fold full rows while they read states; else folds run before
 
     def with_draft_model(self, draft: CacheShape) -> CacheShape:
@@ -92,7 +99,12 @@ class CacheShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * sum(group.num_layers * group.num_heads * group.head_dim for group in self.kv) * self.dtype.itemsize
+        return sum(group.bytes_per_token(self.stored_kv_dtype, self.kv_dtype is not None) for group in self.kv)
+
+    @property
+    def stored_kv_dtype(self) -> torch.dtype:
+        """Dtype of the pool's keys and values."""
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
     def state_bytes_per_slot(self) -> int:

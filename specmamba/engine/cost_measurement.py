@@ -132,6 +132,7 @@ def engine_key(engine: TimedEngine) -> dict[str, str]:
         "draft_model": f"{draft or ''} {config.speculative_draft_model_quantization}",
         "accept": config.speculative_accept,
         "state": f"{config.speculative_state} {config.mamba_ssm_dtype}",
+        **({} if config.kv_cache_dtype == "auto" else {"kv": config.kv_cache_dtype}),
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
         "kernels": "triton" if gpu.runs_on(device) else _level_name(),
         "threads": str(engine.num_threads),

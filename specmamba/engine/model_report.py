@@ -80,6 +80,7 @@ def model_info(config: EngineConfig) -> dict[str, Any]:
         "dtype": _name(alone.cache_shape.dtype),
         "quantization": config.quantization,
         "mamba_ssm_dtype": _name(alone.cache_shape.state_dtype),
+        "kv_cache_dtype": _kv_cache_dtype(config, alone),
         "device": str(device),
         "bytes": _bytes(alone, used, plan),
         "stored": [_stored(matrices, alone) for matrices in found.target.stored.matrices],
@@ -172,6 +173,7 @@ def _supported(draft: DraftKind | None) -> dict[str, Any]:
         "dtype": [choice for choice in choices("dtype") if choice != "auto"],
         "quantization": choices("quantization"),
         "mamba_ssm_dtype": choices("mamba_ssm_dtype"),
+        "kv_cache_dtype": choices("kv_cache_dtype"),
         "speculative_state": choices("speculative_state"),
         "speculative_accept": choices("speculative_accept"),
         "speculative_adaptive": choices("speculative_adaptive"),
@@ -236,6 +238,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _kv_cache_dtype(config: EngineConfig, model: LoadedModel) -> str:
+    """Return the type of stored keys and values as the flag names it, or the model's."""
+    return _name(model.cache_shape.dtype) if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
 def describe_engine(
     config: EngineConfig,
     folder: Path,
@@ -263,7 +270,8 @@ def describe_engine(
         "model_type": read_json(folder / "config.json").get("model_type"),
         "parameters": model.num_parameters,
         "layers": model.num_layers,
-        "dtype": str(model.cache_shape.dtype).removeprefix("torch."),
+        "dtype": _name(model.cache_shape.dtype),
+        "kv_cache_dtype": _kv_cache_dtype(config, model),
         "device": str(device),
         "vocab_size": model.target.vocab_size,
         "speculative_algorithm": drafts.algorithm,

@@ -185,7 +185,9 @@ class Workbench:
         """A digest that differs for other targets, and for the same one in another precision."""
         config, model = self._engine.config, self._engine.model
         digest = digest_of_checkpoint(resolve_checkpoint(config.model_path, config.revision))
-        return f"{digest} {model.cache_shape.dtype} {config.quantization} {config.quantization_group_size}"
+        kv = "" if config.kv_cache_dtype == "auto" else f" {config.kv_cache_dtype}"
+        form = f"{config.quantization} {config.quantization_group_size}"
+        return f"{digest} {model.cache_shape.dtype} {form}{kv}"
 
     @property
     def free_memory(self) -> int:

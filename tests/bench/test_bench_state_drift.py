@@ -78,6 +78,20 @@ def test_a_run(family: str, tmp_path: Path, prompts: Path, capsys: pytest.Captur
     assert "bfloat16" in capsys.readouterr().out
 
 
+def test_a_run_of_keys_and_values(tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "tiny-model"
+    FAMILIES["qwen3.5"].build(folder)
+    report = run(folder, tmp_path, "--prompts", str(prompts), "--of", "kv-cache")
+    exact, int8, fp8 = report["results"]
+    assert set(exact) == {"kv_dtype", "kv_bytes_per_token", "largest_state_element"}
+    assert [x["kv_dtype"] for x in report["results"]] == ["auto", "int8", "fp8_e4m3"]
+    assert int8["kv_bytes_per_token"] == fp8["kv_bytes_per_token"] < exact["kv_bytes_per_token"]
+    assert (
+        0 < int8["logits_error"] < fp8["logits_error"] / 2 < 0.05
+    )  # seven bits of a head's largest number against four
+    assert "fp8_e4m3" in capsys.readouterr().out
+
+
 def test_snapshots_round_more_often(tmp_path: Path, prompts: Path) -> None:
     folder = tmp_path / "tiny-model"
     FAMILIES["qwen3.5"].build(folder)
@@ -92,6 +106,7 @@ def test_snapshots_round_more_often(tmp_path: Path, prompts: Path) -> None:
     ("arguments", "message"),
     [
         (["--mamba-ssm-dtype", "float16"], "--mamba-ssm-dtype: this measures all of its types"),
+        (["--of", "kv-cache", "--kv-cache-dtype", "int8"], "--kv-cache-dtype: this measures all of its types"),
         (["--speculative-algorithm", "mtp"], "--speculative-algorithm"),
         (["--tokens", "5000"], "--tokens 5000: with the first token that is more than the 4096 that fit"),
         (["--json", "no/such/folder.json"], "--json: there is no folder no/such"),

@@ -44,6 +44,7 @@ class MemoryPlan:
     record_bytes_per_draft_token: int  # what one more draft token would add to one running request, for either choice
     snapshot_bytes_per_draft_token: int
     draft_bytes: int = 0  # states and records of a draft model
+    kv_cache_dtype: str = "auto"  # of stored keys and values; auto: the model's
 
     @property
     def num_kv_tokens(self) -> int:
@@ -100,7 +101,8 @@ class MemoryPlan:
         per_token = self.kv_bytes // ((self.num_pages + 1) * self.page_size)
         per_state = self.state_bytes // (self.num_state_slots + 1)
         shared = ", running and cached" if self.caches_prefixes else ""
-        kv = f"{self.num_kv_tokens:,} tokens of {readable(per_token)}{shared}"
+        form = "" if self.kv_cache_dtype == "auto" else f" in {self.kv_cache_dtype}"
+        kv = f"{self.num_kv_tokens:,} tokens of {readable(per_token)}{form}{shared}"
         if not self.kv_bytes:
             kv = f"no layer has keys and values; {self.num_kv_tokens:,} tokens are numbered{shared}"
         states = f"{self.num_running_requests} to run"
@@ -169,6 +171,10 @@ def plan_memory(
         raise ConfigError(
             f"--context-length {config.context_length} is more than the {model_context} tokens this model was made for"
         )
+    if config.kv_cache_dtype != "auto" and not shape.num_kv_layers:
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: no layer of this model keeps keys and values: drop it"
+        )
     demand = Demand(config, shape, model_context, vocab_size, max_nodes, num_lookahead_slots, weight_bytes)
     if demand.given_pages is not None and demand.given_pages < demand.fewest_pages:
         raise ConfigError(explain_contradiction(demand, budget_bytes))
@@ -197,6 +203,7 @@ def plan_memory(
         record_bytes_per_draft_token=demand.draft_token_bytes(shape.record_bytes),
         snapshot_bytes_per_draft_token=demand.draft_token_bytes(shape.snapshot_bytes),
         draft_bytes=demand.draft_bytes,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 

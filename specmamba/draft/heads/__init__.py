@@ -307,8 +307,7 @@ class MTPDrafter(Drafter):
             positions = torch.arange(first, self.pending.root[row], device=self._device)[None]
             slots = self._table.slots_at(torch.tensor([row], device=self._device), positions).flatten()
             assert self._own_kv is not None
-            for kv in (*self._own_kv.k, *self._own_kv.v):
-                kv[slots] = 0
+            self._own_kv.clear(slots)
 
     def _complete(self, batch: Batch) -> None:
         """Make the entries of all pending tokens and store the modules' states; the tokens stay pending."""

@@ -132,6 +132,26 @@ void check_pairs(const float* a, const float* b) {
     compare(add_products(x, load_pairs(p, count), load_pairs(q, count)), count);
 }
 
+// All codes, in parts of every size, as vectors and one by one.
+void check_codes() {
+  int8_t whole[256];
+  Float8 eights[256];
+  for (int i = 0; i < 256; ++i) whole[i] = static_cast<int8_t>(i - 128), eights[i].bits = static_cast<uint8_t>(i);
+  for (int size = 1; size <= 256; ++size) {
+    float x[256], y[256];
+    for_vectors(size, [&](int64_t i, auto lanes) { store(x + i, load(whole + i, lanes), lanes); });
+    for_vectors(size, [&](int64_t i, auto lanes) { store(y + i, load(eights + i, lanes), lanes); });
+    for (int i = 0; i < size; ++i) {
+      expect(x[i] == i - 128 && to_float(whole[i]) == i - 128, "int8", x[i], i - 128);
+      const int exponent = i >> 3 & 15, digits = i & 7;
+      if (exponent == 15 && digits == 7) continue;  // NaN
+      const double size_of = exponent == 0 ? digits * 0x1p-9 : std::ldexp(1 + digits / 8.0, exponent - 7);
+      const double wanted = (i < 128 ? size_of : -size_of) / kUnit<Float8>;
+      expect(y[i] == wanted && to_float(eights[i]) == wanted, "FP8", y[i], wanted);
+    }
+  }
+}
+
 void check_integers() {
   int8_t weights[2 * kLanes];
   for (int i = 0; i < 2 * kSize; ++i) weights[i] = static_cast<int8_t>(37 * i % 255 - 127);
@@ -160,6 +180,7 @@ int main() {
   check_parts(a, b);
   check_masks(a);
   check_pairs(a, b);
+  check_codes();
   check_integers();
   std::printf("%d differences in vectors of %d\n", num_differences, kSize);
   return num_differences != 0;
