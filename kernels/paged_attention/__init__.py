@@ -34,8 +34,8 @@ def attend_layer(
             (``takes_packed``).
         config: heads, scale, norm and gate of this layer.
         angles: cosines and sines, see ``rowwise.rotate``; None: queries and keys are not rotated.
-        kv: the pools, in which the tokens' keys and values are stored, numbers that are not finite as 0. Query head h
-            reads key head h // (Hq // Hkv).
+        kv: the pools, in which the tokens' keys and values are stored, numbers that are not finite as 0; with scales,
+            as codes of 8 bits (``codes.py``). Query head h reads key head h // (Hq // Hkv).
         metadata: which keys each query sees; what is stored here may be among them. A query that sees none gets 0.
 
     Returns:
@@ -43,7 +43,7 @@ def attend_layer(
         projections are packed.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not belong together (native form), or the numbers of a head are not
-            contiguous in a pool (Triton form).
+        ValueError: shapes, dtypes or devices do not belong together (native form), or the numbers of a head, or the
+            scales of a token, are not contiguous in a pool (Triton form).
     """
     return torch_ops.attend_layer(projected, config, angles, kv, metadata)

@@ -69,10 +69,12 @@ def generate_interpreted(**flags: Any) -> list[list[int]]:
     return tokens
 
 
-def test_a_gated_delta_net_with_a_draft_tree(tmp_path: Path) -> None:
-    folder = str(write_tiny_checkpoint(tmp_path / "model", seed=2, layer_types=[LINEAR, FULL]))
-    tokens = generate(model=folder, **TREE)
-    assert generate_interpreted(model=folder, cuda_graph_max_bs=2, **TREE) == tokens
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8_e4m3"])
+def test_a_gated_delta_net_with_a_draft_tree(tmp_path: Path, kv: str) -> None:
+    flags = {"model": str(write_tiny_checkpoint(tmp_path / "model", seed=2, layer_types=[LINEAR, FULL]))}
+    flags |= {"kv_cache_dtype": kv, **TREE}
+    tokens = generate(**flags)
+    assert generate_interpreted(**flags, cuda_graph_max_bs=2) == tokens
 
 
 def test_mamba2(tmp_path: Path) -> None:
