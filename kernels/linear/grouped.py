@@ -13,7 +13,7 @@ GROUPS = (128, 64, 32, 16)
 BITS = (4, 6, 8)
 BYTE_GROUP = 128  # of matrices that are rounded anew, to bytes
 _LARGEST_EXPONENT = 15  # scales are below 2^15 times their factor: float16 ends at 2^16
-_ELEMENTS_AT_ONCE = 1 << 22
+_ELEMENTS_AT_ONCE = 1 << 18  # that are rounded: what they pass through stays in caches
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ CodeForm = Literal["int4", "int8", "fp8"]
 # Of the scale that lets the largest weight of a group have the largest code: smaller ones cut it off, and round the
 # others better. Which is best is tried for each group.
 _FACTORS = tuple(1 - 0.04 * step for step in range(11))
-_ELEMENTS_AT_ONCE = 1 << 20  # that stay in caches while factors are tried
+_ELEMENTS_AT_ONCE = 1 << 18  # that stay in caches while factors are tried
 _LARGEST = {"int4": 7.0, "int8": 127.0, "fp8": 448.0}
 
 
