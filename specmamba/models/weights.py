@@ -61,7 +61,7 @@ class Weights:
         _require_elements(name, shape)
         found = self.reader.take_quantized(name, shape)
         if isinstance(found, QuantizedMatrix):
-            return self._count(found)
+            return self._count(found.to(self.options.device))
         return self._count(found.to(self.options.device, self.options.dtype))
 
     def take_embedding(self, name: str) -> Embedding:
@@ -94,14 +94,14 @@ class Weights:
         If a matrix itself is still needed, call ``keep`` first.
         """
         parts = (weight,) if isinstance(weight, Matrix) else tuple(weight)
-        made = Linear(parts, bias, self.form, self.options.dtype)
+        made = Linear(parts, bias, self.form, self.options.dtype, self.options.layout_device)
         self._replace(made.nbytes, *parts, bias)
         return made
 
     def _head(self, matrix: Matrix) -> Linear:
         """The layer of an output head: of 8 bits at the least, for its outputs are compared with each other."""
         form: WeightForm = "int8" if self.form.startswith("int4") else self.form
-        made = Linear((matrix,), None, form, self.options.dtype)
+        made = Linear((matrix,), None, form, self.options.dtype, self.options.layout_device)
         self._replace(made.nbytes, matrix)
         return made
 
@@ -151,7 +151,7 @@ class Weights:
 
     def experts(self, up: Matrix, down: Matrix, activation: Callable[[Tensor], Tensor]) -> Experts:
         """Make a layer of the stacked matrices of all experts; arguments as for ``Experts``."""
-        made = Experts(up, down, activation, self.form, self.options.dtype)
+        made = Experts(up, down, activation, self.form, self.options.dtype, self.options.layout_device)
         self._replace(made.nbytes, up, down)
         return made
 
@@ -215,7 +215,8 @@ def scaled(x: Matrix, scale: float | Tensor) -> Matrix:
 
 def reordered(x: Matrix, rows: Tensor) -> Matrix:
     """Put row ``rows[i]`` of a matrix [N, K] at place i."""
-    return x.with_rows(rows) if isinstance(x, QuantizedMatrix) else x[rows.to(x.device)]
+    rows = rows.to(x.device)
+    return x.with_rows(rows) if isinstance(x, QuantizedMatrix) else x[rows]
 
 
 def _require_elements(name: str, shape: Sequence[int]) -> None:
