@@ -14,9 +14,9 @@ from torch import Tensor
 from specmamba.kernels.gpu import TYPE_NAMES, Variant, next_power_of_2
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.linear.triton_ops import Tile
-from specmamba.kernels.moe import torch_ops, triton_codes, triton_kernels
+from specmamba.kernels.moe import torch_ops, triton_experts, triton_kernels
 from specmamba.kernels.moe.reference import Groups
-from specmamba.kernels.moe.triton_codes import num_row_blocks, pack_codes, require_fit
+from specmamba.kernels.moe.triton_experts import num_row_blocks, pack_codes, require_fit
 
 __all__ = [
     "TritonExperts",
@@ -189,7 +189,7 @@ def variants() -> list[Variant]:
         _product(torch.bfloat16, torch.int8, 16384),
         _product(torch.float32, torch.float32, 64),
         _product(torch.float32, torch.float32, 16384),
-        *triton_codes.variants(),
+        *triton_experts.variants(),
         _dispatch(),
         _combine(),
     ]

@@ -12,7 +12,7 @@ from specmamba.kernels import linear, moe
 from specmamba.kernels.linear import QuantizedMatrix, native_ops, reference
 from specmamba.kernels.linear.grouped import GroupedMatrix, is_kept, packed_bytes, regroup, to_bytes
 from specmamba.kernels.linear.rounding import CodeForm, round_matrix
-from tests.kernels.codes import KINDS, matrix, normal
+from tests.codes import KINDS, matrix, normal
 from tests.kernels.rounding import FLOAT32_EPS, tolerance
 from tests.pairwise import pairwise
 

@@ -14,7 +14,7 @@ from specmamba.kernels.linear import QuantizedMatrix, native_ops, torch_ops
 from specmamba.kernels.linear.grouped import packed_bytes, regroup
 from specmamba.kernels.linear.quantized import e4m3_values
 from specmamba.kernels.linear.rounding import round_matrix
-from tests.kernels.codes import KINDS, matrix, normal
+from tests.codes import KINDS, matrix, normal
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -32,9 +32,9 @@ def ops(gpu_device: str) -> Any:
 
 @pytest.fixture
 def expert_ops(gpu_device: str) -> Any:
-    from specmamba.kernels.moe import triton_codes
+    from specmamba.kernels.moe import triton_experts
 
-    return triton_codes
+    return triton_experts
 
 
 def weights_of(made: QuantizedMatrix) -> Tensor:

@@ -50,8 +50,14 @@ def write_mxfp8(folder: Path) -> int:
 
 
 def options(device: str, layout: str = "cpu") -> LoadOptions:
-    keeps = {"keeps_codes": True, "draft_keeps_codes": True}
-    return LoadOptions(torch.bfloat16, torch.device(device), True, layout_device_type=layout, **keeps)
+    return LoadOptions(
+        torch.bfloat16,
+        torch.device(device),
+        want_draft_head=True,
+        keeps_codes=True,
+        draft_keeps_codes=True,
+        layout_device_type=layout,
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if "GPTQ" not in name])
