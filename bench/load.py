@@ -14,20 +14,18 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from specmamba.command_line import readable
-from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Report, put_out, repeated_flags, run_command, versions_text
 from specmamba.measure.report import Count, JsonOption, machine, progress_bar, versions
 
 PROG = "python -m specmamba.bench.load"
-CHILD = "from specmamba.bench.load import load_here; load_here()"
+CHILD = "from specmamba.engine.load_timing import load_here; load_here()"
 
 
 class LoadConfig(JsonOption):
@@ -65,33 +63,6 @@ def load_apart(config: LoadConfig, path: str) -> dict[str, float]:
         raise ConfigError(f"{path} cannot be loaded: {last[0]}")
     loaded: dict[str, float] = json.loads(done.stdout)
     return loaded
-
-
-def load_here() -> None:
-    """The child: load the model of the flags on standard input, and print what it took."""
-    import torch
-
-    from specmamba.checkpoints.checkpoint import resolve_checkpoint
-    from specmamba.engine.loading import load_models, resolve_device
-    from specmamba.kernels.native import library
-
-    config = EngineConfig.model_validate_json(sys.stdin.read())
-    device = resolve_device(config.device)
-    folder = resolve_checkpoint(config.model_path, config.revision)
-    library.preload()
-    with torch.inference_mode():
-        load_models(folder, config, device, only_shapes=True)  # imports what loading needs
-        before, began = _resident("VmRSS"), time.perf_counter()
-        models = load_models(folder, config, device)
-        seconds = time.perf_counter() - began
-    taken = _resident("VmHWM") - before
-    print(json.dumps({"seconds": seconds, "peak_bytes": taken, "weight_bytes": models.weight_bytes}))
-
-
-def _resident(name: str) -> int:
-    """A figure of this process in bytes: VmRSS now, VmHWM at the most so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
 def print_report(report: Report) -> None:

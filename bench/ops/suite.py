@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specmamba.bench.ops import attention, layers, recurrent, rows, tokens
+from specmamba.bench.ops import attention, codes, layers, recurrent, rows, tokens
 from specmamba.bench.ops.case import Operator
 from specmamba.bench.ops.measure import Effort, measure_operators, place_of
 from specmamba.bench.ops.tables import targets_of
@@ -32,6 +32,7 @@ OPERATORS: tuple[Operator, ...] = (
     *layers.OPERATORS,
     *attention.OPERATORS,
     *rows.OPERATORS,
+    *codes.OPERATORS,
     *tokens.OPERATORS,
 )
 

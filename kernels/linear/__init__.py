@@ -76,12 +76,15 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
     return torch_ops.Int8Weight(weight) if form == "int8" and weight.numel() > 0 else torch_ops.pack(weight)
 
 
-@operator(native=lambda matrix, dtype: native_ops.can_pack_codes(dtype, matrix.codes.device))
+@operator(
+    triton=lambda matrix, dtype: dtype in gpu.FLOAT_DTYPES and gpu.can_launch(matrix.codes),
+    native=lambda matrix, dtype: native_ops.can_pack_codes(dtype, matrix.codes.device),
+)
 def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedWeight:
     """Lay out a quantized matrix for multiplying inputs of a dtype.
 
-    Native code multiplies by its codes, as ``grouped.regroup`` brings them into groups; on other devices the matrix is
-    dequantized once, and is plain. Of a matrix without values only ``nbytes`` is known, that of native code.
+    Native code and Triton multiply by its codes, as ``grouped.regroup`` brings them into groups; elsewhere the matrix
+    is dequantized once, and is plain. Of a matrix without values only ``nbytes`` is known, that of native code.
 
     Args:
         matrix: [N, K], not empty; not kept.
@@ -95,19 +98,33 @@ def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedWeight:
     return torch_ops.pack(matrix.dequantize(dtype))
 
 
-def packed(parts: Sequence[Matrix], form: WeightForm = "plain", dtype: torch.dtype | None = None) -> PackedWeight:
+def packed(
+    parts: Sequence[Matrix],
+    form: WeightForm = "plain",
+    dtype: torch.dtype | None = None,
+    layout: torch.device | None = None,
+) -> PackedWeight:
     """Lay out matrices of the same inputs, whose outputs lie side by side.
 
     Args:
         parts: [n, K] each.
         form: of those that are not quantized.
         dtype: of inputs, for those that are; None: float32.
+        layout: the device whose sizes are meant where matrices have no values.
     """
-    products = [
-        pack_codes(x, dtype or torch.float32) if isinstance(x, QuantizedMatrix) else pack(x, form)
-        for x in _joined(parts)
-    ]
+
+    def product(x: Matrix) -> PackedWeight:
+        if not isinstance(x, QuantizedMatrix):
+            return pack(x, form)
+        return shape_of_codes(x, layout) if x.codes.is_meta else pack_codes(x, dtype or torch.float32)
+
+    products = [product(x) for x in _joined(parts)]
     return products[0] if len(products) == 1 else torch_ops.JoinedWeight(products)
+
+
+def shape_of_codes(matrix: QuantizedMatrix, layout: torch.device | None) -> torch_ops.ShapeOfCodes:
+    """What stands for a matrix without values, as ``pack_codes`` would lay it out on a device; None: on a CPU."""
+    return torch_ops.ShapeOfCodes(packed_bytes(matrix, layout is not None and gpu.runs_on(layout)))
 
 
 def round_to_form(weight: Tensor, form: WeightForm) -> QuantizedMatrix:
@@ -153,7 +170,7 @@ def join_rows(parts: Sequence[Matrix]) -> Matrix:
 
 def runs_codes(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products multiply by codes there, rather than by weights that are dequantized once."""
-    return native_ops.can_pack_codes(dtype, device)
+    return native_ops.can_pack_codes(dtype, device) or (dtype in gpu.FLOAT_DTYPES and gpu.runs_on(device))
 
 
 def copies(device: torch.device, dtype: torch.dtype, form: WeightForm = "plain") -> bool:

@@ -50,6 +50,13 @@ class QuantizedMatrix:
         """The number of weights."""
         return self.codes.numel()
 
+    def to(self, device: torch.device) -> QuantizedMatrix:
+        """Move all tensors to a device."""
+        if device == self.device:
+            return self
+        parts = {name: getattr(self, name) for name in ("codes", "scale", "minimum", "table")}
+        return replace(self, **{name: x.to(device) for name, x in parts.items() if x is not None})
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Compute the weights [..., N, K] in float32, and round them to ``dtype`` once."""
         width = self.codes.shape[-1]

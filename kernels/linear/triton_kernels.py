@@ -64,6 +64,129 @@ def dot_rows(
     return sums
 
 
+@triton.jit(do_not_specialize=["M", "offset"])
+def multiply_codes(
+    x,  # [M, K]
+    codes,  # [steps, N, BLOCK_K] uint8
+    scale,  # [groups, N] float16
+    minimum,  # [groups, N] float16 or None
+    factor,  # [N] float32
+    table,  # [2] int64, the bytes of 16 codes; or None
+    y,  # [M, N]
+    M,
+    N,
+    K,
+    offset,
+    x_stride,
+    step_stride,
+    group_stride,
+    y_stride,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+):
+    """y = x W^T with W in codes: a program has BLOCK_N outputs of BLOCK_M rows."""
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    has_output, has_row = outputs < N, rows < M
+    inputs = x + rows.to(tl.int64)[:, None] * x_stride
+    sums = dot_codes(
+        inputs, has_row, codes, scale, minimum, table, outputs, has_output, K, offset, step_stride, group_stride,
+        BITS, GROUP, IS_E4M3, BLOCK_M, BLOCK_N, BLOCK_K, IS_EVEN, IS_WIDE,
+    )  # fmt: skip
+    store_rows(y, rows, has_row, y_stride, outputs, has_output, sums, factor)
+
+
+@triton.jit
+def dot_codes(
+    inputs,  # [BLOCK_M, 1] pointers to rows of K contiguous numbers
+    has_row,  # [BLOCK_M]; rows that there are not are taken for zeros
+    codes,  # pointer to [steps, N, BLOCK_K] uint8: a block of inputs in a byte each, or two in halves of bytes
+    scale,  # pointer to [groups, N] float16
+    minimum,  # the same, or None
+    table,  # pointer to [2] int64, or None
+    outputs,  # [BLOCK_N]
+    has_output,  # [BLOCK_N]
+    K,
+    offset,
+    step_stride,
+    group_stride,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] float32 sums over k, without the factors of outputs.
+
+    Sums of a block are multiplied by its scales: codes themselves are exact in every type that inputs may have.
+    """
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    low, high = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    if table is not None:
+        low, high = tl.load(table), tl.load(table + 1)
+    at = codes + outputs[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    per_step: tl.constexpr = 8 // BITS
+    for step in range(tl.cdiv(K, BLOCK_K * per_step)):
+        found = tl.load(at, mask=has_output[:, None], other=0)
+        for half in tl.static_range(per_step):
+            block = step * per_step + half
+            a = load_inputs(inputs, has_row, K, block * BLOCK_K, BLOCK_K, IS_EVEN, IS_WIDE)
+            b = code_values(found, half, low, high, offset, table is not None, BITS, IS_E4M3)
+            place = block // (GROUP // BLOCK_K) * group_stride + outputs
+            scales = tl.load(scale + place, mask=has_output, other=0).to(tl.float32)
+            sums += tl.dot(a, tl.trans(b.to(a.dtype)), input_precision="ieee") * scales[None, :]
+            if minimum is not None:
+                least = tl.load(minimum + place, mask=has_output, other=0).to(tl.float32)
+                sums += tl.sum(a.to(tl.float32), 1)[:, None] * least[None, :]
+        at += step_stride
+    return sums
+
+
+@triton.jit
+def load_inputs(inputs, has_row, K, first, BLOCK_K: tl.constexpr, IS_EVEN: tl.constexpr, IS_WIDE: tl.constexpr):
+    """[BLOCK_M, BLOCK_K] inputs from ``first`` on, zeros beyond K; the constants are those of ``dot_rows``."""
+    k = (first + tl.arange(0, BLOCK_K))[None, :]
+    is_there = has_row[:, None]
+    if not IS_EVEN:
+        is_there = is_there & (k < K)
+    a = tl.load(inputs + k, mask=is_there, other=0)
+    if IS_WIDE:
+        a = a.to(tl.float32)
+    return a
+
+
+@triton.jit
+def code_values(
+    found, half: tl.constexpr, low, high, offset, HAS_TABLE: tl.constexpr, BITS: tl.constexpr, IS_E4M3: tl.constexpr
+):
+    """What bytes, or one half of each, mean: float32, not yet times their scales.
+
+    float8 e4m3 moves to the bits of float32, whose exponents are 120 larger; not all GPUs convert it. A table is two
+    integers of eight bytes, so that no code reads memory.
+    """
+    code = found.to(tl.int32)
+    if BITS == 4:
+        code = (code >> (4 * half)) & 15
+    if IS_E4M3:
+        bits = ((code & 127) << 20) | ((code & 128) << 24)
+        value = bits.to(tl.float32, bitcast=True) * (2.0**120)
+    else:
+        if HAS_TABLE:
+            word = tl.where(code < 8, low, high)
+            code = ((word >> ((code & 7) * 8).to(tl.int64)) & 255).to(tl.int32)
+        value = (code - offset).to(tl.float32)
+    return value
+
+
 @triton.jit
 def store_rows(y, rows, has_row, y_stride, outputs, has_output, sums, scale):
     """Round sums [rows, outputs], times the outputs' scales where there are any, once to y's type."""

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.gpu import FLOAT_DTYPES, TYPE_NAMES, Variant, next_power_of_2
-from specmamba.kernels.linear import torch_ops
+from specmamba.kernels.linear import torch_ops, triton_grouped
+from specmamba.kernels.linear.triton_grouped import pack_codes
 from specmamba.kernels.linear.triton_kernels import multiply_int8
+
+__all__ = ["Tile", "TritonInt8Weight", "int8_tile", "multiply_few", "pack", "pack_codes", "variants"]
 
 MAX_ROWS = 64  # beyond, the weight is widened once and multiplied by PyTorch: arithmetic counts more than bytes
 
@@ -116,7 +119,7 @@ def variants() -> list[Variant]:
             (torch.float32, 16, 2048),
             (torch.float32, 64, 151936),
         )
-    ]
+    ] + triton_grouped.variants()
 
 
 def _int8_variant(dtype: torch.dtype, num_rows: int, num_outputs: int) -> Variant:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
-from specmamba.kernels.linear import Matrix, QuantizedMatrix, WeightForm, round_to_form, runs_codes
+from specmamba.kernels.linear import Matrix, QuantizedMatrix, WeightForm, round_to_form, shape_of_codes
+from specmamba.kernels.linear import native_ops as linear_native
 from specmamba.kernels.linear.grouped import packed_bytes
 from specmamba.kernels.moe import native_ops, torch_ops
 from specmamba.kernels.moe.reference import Groups, Routing
@@ -123,7 +124,10 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
     return torch_ops.GroupedExperts(weight) if torch_ops.can_group(weight) else torch_ops.PlainExperts(weight)
 
 
-@operator(native=lambda matrix, dtype: runs_codes(matrix.codes.device, dtype))
+@operator(
+    triton=lambda matrix, dtype: dtype in gpu.FLOAT_DTYPES and gpu.can_launch(matrix.codes),
+    native=lambda matrix, dtype: linear_native.can_pack_codes(dtype, matrix.codes.device),
+)
 def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedExperts:
     """Lay out the experts' quantized matrices for multiplying inputs of a dtype, as ``linear.pack_codes``.
 
@@ -139,11 +143,21 @@ def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedExperts:
     return pack(matrix.dequantize(dtype))
 
 
-def packed(weight: Matrix, form: WeightForm = "plain", dtype: torch.dtype | None = None) -> PackedExperts:
-    """Lay out the experts' matrices [E, N, K]: in ``form``; quantized ones for inputs of ``dtype``, or float32."""
-    if isinstance(weight, QuantizedMatrix):
-        return pack_codes(weight, dtype or torch.float32)
-    return pack(weight, form)
+def packed(
+    weight: Matrix,
+    form: WeightForm = "plain",
+    dtype: torch.dtype | None = None,
+    layout: torch.device | None = None,
+) -> PackedExperts:
+    """Lay out the experts' matrices [E, N, K]: in ``form``; quantized ones for inputs of ``dtype``, or float32.
+
+    ``layout``: the device whose sizes are meant where matrices have no values.
+    """
+    if not isinstance(weight, QuantizedMatrix):
+        return pack(weight, form)
+    if weight.codes.is_meta:
+        return torch_ops.ShapeOfCodes(shape_of_codes(weight, layout).nbytes)
+    return pack_codes(weight, dtype or torch.float32)
 
 
 @operator(

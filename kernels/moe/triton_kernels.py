@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from specmamba.kernels.linear.triton_kernels import dot_rows, store_rows
+from specmamba.kernels.linear.triton_kernels import dot_codes, dot_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -86,6 +86,55 @@ def multiply(
         if scale is not None:
             scales = scale + expert.to(tl.int64) * scale_stride
         store_rows(y, rows, has_row, y_stride, outputs, has_output, sums, scales)
+
+
+@triton.jit(do_not_specialize=["offset"])
+def multiply_codes(
+    x,  # [P, K], sorted by expert
+    codes,  # [E, steps, N, BLOCK_K] uint8
+    scale,  # [E, groups, N] float16
+    minimum,  # [E, groups, N] float16 or None
+    factor,  # [E, N] float32
+    table,  # [2] int64 or None
+    ends,  # [E] int32
+    y,  # [P, N]
+    num_experts,
+    N,
+    K,
+    offset,
+    x_stride,
+    expert_stride,
+    scale_stride,
+    step_stride,
+    group_stride,
+    y_stride,
+    BLOCK_E: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+):
+    """``multiply`` with the experts' matrices in codes."""
+    expert, first, end = find_rows(ends, tl.program_id(1), num_experts, BLOCK_E, BLOCK_M)
+    if first < end:
+        outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = first + tl.arange(0, BLOCK_M)
+        has_output, has_row = outputs < N, rows < end
+        inputs = x + rows.to(tl.int64)[:, None] * x_stride
+        of_expert = expert.to(tl.int64)
+        minima = minimum
+        if minimum is not None:
+            minima = minimum + of_expert * scale_stride
+        sums = dot_codes(
+            inputs, has_row, codes + of_expert * expert_stride, scale + of_expert * scale_stride, minima, table,
+            outputs, has_output, K, offset, step_stride, group_stride,
+            BITS, GROUP, IS_E4M3, BLOCK_M, BLOCK_N, BLOCK_K, IS_EVEN, IS_WIDE,
+        )  # fmt: skip
+        store_rows(y, rows, has_row, y_stride, outputs, has_output, sums, factor + of_expert * N)
 
 
 @triton.jit

@@ -14,8 +14,23 @@ from torch import Tensor
 from specmamba.kernels.gpu import TYPE_NAMES, Variant, next_power_of_2
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.linear.triton_ops import Tile
-from specmamba.kernels.moe import torch_ops, triton_kernels
+from specmamba.kernels.moe import torch_ops, triton_experts, triton_kernels
 from specmamba.kernels.moe.reference import Groups
+from specmamba.kernels.moe.triton_experts import num_row_blocks, pack_codes, require_fit
+
+__all__ = [
+    "TritonExperts",
+    "TritonInt8Experts",
+    "combine",
+    "dispatch",
+    "multiply",
+    "num_row_blocks",
+    "pack",
+    "pack_codes",
+    "product_tile",
+    "takes_grouped_mm",
+    "variants",
+]
 
 NUM_WARPS, NUM_STAGES = 4, 3  # of sorting and summing
 DISPATCH_BLOCKS = {"BLOCK_P": 512, "BLOCK_K": 1024}
@@ -53,12 +68,6 @@ def product_constants(
     return {"BLOCK_E": next_power_of_2(num_experts), **tile.constants(width, dtype, is_interpreted)}
 
 
-def num_row_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
-    """The most blocks of so many rows that num_pairs pairs can need: sum of ceil(pairs of e / rows) over active e."""
-    num_active = min(num_pairs, num_experts)
-    return (num_pairs + num_active * (rows - 1)) // rows
-
-
 def combine_block(num_tokens: int, width: int) -> int:
     """Columns of a program: few where there are few tokens, so that many programs share the reading."""
     return min(next_power_of_2(width), 256 if num_tokens <= 64 else 1024)
@@ -74,7 +83,7 @@ class TritonExperts:
 
     def __call__(self, x: Tensor, groups: Groups) -> Tensor:
         """[P, K] of the weight's dtype, sorted by expert -> [P, N]. Raises ValueError: what does not fit."""
-        _require_fit(x, groups, self._weight, self._weight.dtype)
+        require_fit(x, groups, self._weight.shape, self._weight.dtype, self._weight.device)
         if takes_grouped_mm(self._weight, len(x)):
             return self._grouped(x, groups)
         return multiply(x, self._weight, None, groups)
@@ -91,7 +100,7 @@ class TritonInt8Experts:
 
     def __call__(self, x: Tensor, groups: Groups) -> Tensor:
         """[P, K] of the weight's dtype, sorted by expert -> [P, N]. Raises ValueError: what does not fit."""
-        _require_fit(x, groups, self._weight, self._dtype)
+        require_fit(x, groups, self._weight.shape, self._dtype, self._weight.device)
         return multiply(x, self._weight, self._scale, groups)
 
 
@@ -171,15 +180,6 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _require_fit(x: Tensor, groups: Groups, weight: Tensor, dtype: torch.dtype) -> None:
-    """Check all that needs no read from the device; operands that do not fit would read other memory."""
-    ends = groups.ends
-    is_fit = x.dtype is dtype and x.device == weight.device and x.dim() == 2 and x.shape[1] == weight.shape[2]
-    are_ends = ends.dtype is torch.int32 and ends.device == x.device and ends.shape == weight.shape[:1]
-    if not (is_fit and are_ends and len(x) == len(groups.places) and ends.is_contiguous()):
-        raise ValueError(f"experts {list(weight.shape)} {dtype} cannot multiply {x.dtype} {list(x.shape)}")
-
-
 def variants() -> list[Variant]:
     """Products of a decode step and of a long extend, in each form that has a tile of its own; sorting and summing."""
     return [
@@ -189,6 +189,7 @@ def variants() -> list[Variant]:
         _product(torch.bfloat16, torch.int8, 16384),
         _product(torch.float32, torch.float32, 64),
         _product(torch.float32, torch.float32, 16384),
+        *triton_experts.variants(),
         _dispatch(),
         _combine(),
     ]

@@ -179,7 +179,8 @@ def _require_codes(config: EngineConfig, dtype: torch.dtype, device: torch.devic
         if chosen in ("int4", "fp8") and not linear.runs_codes(device, dtype):
             kind = str(dtype).removeprefix("torch.")
             raise ConfigError(
-                f"{flag} {chosen} needs native code on a CPU and bfloat16 or float32; this is {kind} on {device.type}"
+                f"{flag} {chosen} needs native code on a CPU and bfloat16 or float32, or Triton on a GPU; this is "
+                f"{kind} on {device.type}"
                 f"{'' if device.type != 'cpu' else ' (specmamba doctor says whether there is native code)'}: "
                 "choose int8 or none"
             )

@@ -134,6 +134,7 @@ class Experts:
         activation: Callable[[Tensor], Tensor],
         form: WeightForm = "plain",
         dtype: torch.dtype | None = None,
+        layout: torch.device | None = None,
     ) -> None:
         """Hold the matrices of all experts.
 
@@ -144,11 +145,12 @@ class Experts:
             activation: [..., I or 2 I] -> [..., I].
             form: how matrices that are not quantized are stored.
             dtype: of inputs, where matrices are quantized.
+            layout: the device whose sizes are meant, where matrices have no values.
         """
         self.num_experts, self.device = up.shape[0], up.device
         if self.device.type == "cpu":
             library.preload()
-        self._up, self._down = (moe.packed(weight, form, dtype) for weight in (up, down))
+        self._up, self._down = (moe.packed(weight, form, dtype, layout) for weight in (up, down))
         self._activation = activation
         self.nbytes = self._up.nbytes + self._down.nbytes  # of the tensors that are kept
 

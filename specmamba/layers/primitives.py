@@ -26,6 +26,7 @@ class Linear:
         bias: Tensor | None = None,
         form: WeightForm = "plain",
         dtype: torch.dtype | None = None,
+        layout: torch.device | None = None,
     ) -> None:
         """Lay out the weights.
 
@@ -34,11 +35,12 @@ class Linear:
             bias: [out].
             form: of weights that are not quantized, as for ``linear.pack``.
             dtype: of inputs, where matrices are quantized.
+            layout: the device whose sizes are meant, where matrices have no values.
         """
         parts = (weight,) if isinstance(weight, Tensor) else weight
         if parts[0].device.type == "cpu":
             library.preload()
-        self._product = linear.packed(parts, form, dtype)
+        self._product = linear.packed(parts, form, dtype, layout)
         self._bias = bias
         self.nbytes = self._product.nbytes + (0 if bias is None else bias.nbytes)  # of the tensors that are kept
 

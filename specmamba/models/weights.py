@@ -13,7 +13,7 @@ from torch import Tensor
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.checkpoints.tensor_reader import DTYPES, TensorReader, have_same_values
 from specmamba.errors import CheckpointError, UnsupportedModelError
-from specmamba.kernels import linear, moe
+from specmamba.kernels import gpu, linear, moe
 from specmamba.kernels.linear import Matrix, QuantizedMatrix, WeightForm
 from specmamba.kernels.linear.grouped import form_name
 from specmamba.layers.feed_forward import Experts
@@ -63,8 +63,8 @@ class Weights:
         _require_elements(name, shape)
         found = self.reader.take_quantized(name, shape)
         if isinstance(found, QuantizedMatrix):
-            self.reader.note_run_form(name, form_name(found))
-            return self._count(found)
+            self.reader.note_run_form(name, form_name(found, gpu.runs_on(self.options.layout_device)))
+            return self._count(found.to(self.options.device))
         return self._count(found.to(self.options.device, self.options.dtype))
 
     def take_embedding(self, name: str) -> Embedding:
@@ -98,7 +98,7 @@ class Weights:
         If a matrix itself is still needed, call ``keep`` first.
         """
         parts = (weight,) if isinstance(weight, Matrix) else tuple(weight)
-        made = Linear(parts, bias, self.form, self.options.dtype)
+        made = Linear(parts, bias, self.form, self.options.dtype, self.options.layout_device)
         self._replace(made.nbytes, *parts, bias)
         return made
 
@@ -108,7 +108,7 @@ class Weights:
         return "int8" if self.form.startswith("int4") else self.form
 
     def _head(self, matrix: Matrix) -> Linear:
-        made = Linear((matrix,), None, self._head_form, self.options.dtype)
+        made = Linear((matrix,), None, self._head_form, self.options.dtype, self.options.layout_device)
         self._replace(made.nbytes, matrix)
         return made
 
@@ -158,7 +158,7 @@ class Weights:
 
     def experts(self, up: Matrix, down: Matrix, activation: Callable[[Tensor], Tensor]) -> Experts:
         """Make a layer of the stacked matrices of all experts; arguments as for ``Experts``."""
-        made = Experts(up, down, activation, self.form, self.options.dtype)
+        made = Experts(up, down, activation, self.form, self.options.dtype, self.options.layout_device)
         self._replace(made.nbytes, up, down)
         return made
 
@@ -224,7 +224,8 @@ def scaled(x: Matrix, scale: float | Tensor) -> Matrix:
 
 def reordered(x: Matrix, rows: Tensor) -> Matrix:
     """Put row ``rows[i]`` of a matrix [N, K] at place i."""
-    return x.with_rows(rows) if isinstance(x, QuantizedMatrix) else x[rows.to(x.device)]
+    rows = rows.to(x.device)
+    return x.with_rows(rows) if isinstance(x, QuantizedMatrix) else x[rows]
 
 
 def _require_elements(name: str, shape: Sequence[int]) -> None:

@@ -60,6 +60,13 @@ def cost(operator: str, case: str) -> Cost:
         ),
         ("state_records.fold", "16 records, batch 1", 4 * (2 * 32 * 128 * 128 + 16 * (16 * 128 + 32 * 129)), 17301504),
         ("linear.int8", "8 rows, 12288 x 4096", 12288 * 4096 + 4 * 12288 + 2 * 8 * 16384, 2 * 8 * 12288 * 4096),
+        (
+            "linear.codes",
+            "int4-g32, 8 rows, 12288 x 4096",
+            12288 * (2048 + 256 + 4) + 2 * 8 * 16384,
+            2 * 8 * 12288 * 4096,
+        ),
+        ("moe.codes", "tiny fp8", 4 * 40 * (160 + 4 + 4) + 4 * 6 * 200, 2 * 6 * 40 * 160),
         ("rowwise", "rms_norm, 8 nodes, batch 1", 8 * 2 * 2 * 4096, 4 * 8 * 4096),
         ("sampling", "argmax, 8 nodes, batch 32", 4 * 256 * 248320 + 8 * 256, 256 * 248320),
         ("state_copy.compact", "tiny", 2 * 4 * 2 * 2 * 3 * 8, 0),

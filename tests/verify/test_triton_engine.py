@@ -18,12 +18,13 @@ import torch
 from transformers import FalconH1Config, FalconH1ForCausalLM
 
 from specmamba import LLM, SamplingParams
+from specmamba.cli import main
 from specmamba.cuda_graphs import EagerReplay
 from specmamba.kernels import gpu
 from tests.families import falcon_h1
 from tests.families.checkpoints import write_checkpoint
 from tests.repository import ROOT
-from tests.tiny import FULL, LINEAR, write_tiny_checkpoint
+from tests.tiny import FULL, LINEAR, WHOLE_BLOCKS, write_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -81,3 +82,13 @@ def test_mamba2(tmp_path: Path) -> None:
     config = FalconH1Config(**falcon_h1.DEFAULTS | {"num_hidden_layers": 2})
     write_checkpoint(tmp_path / "model", FalconH1ForCausalLM(config), seed=3)
     assert generate_interpreted(model=str(tmp_path / "model")) == generate(model=str(tmp_path / "model"))
+
+
+def test_a_checkpoint_in_codes(tmp_path: Path) -> None:
+    """The text of the weights that the codes stand for, which are exact: scales are stored in bf16."""
+    write_tiny_checkpoint(tmp_path / "model", seed=4, layer_types=[LINEAR, FULL], **WHOLE_BLOCKS)
+    command = ["quantize", "--model", str(tmp_path / "model"), "--format", "int4", "--group-size", "32"]
+    assert main([*command, "--out", str(tmp_path / "codes")]) == 0
+    tokens = generate(model=str(tmp_path / "codes"), quantization="none")
+    assert generate_interpreted(model=str(tmp_path / "codes")) == tokens
+    assert generate_interpreted(model=str(tmp_path / "codes"), **TREE) == tokens
