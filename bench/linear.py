@@ -1,14 +1,15 @@
 """Speed of one linear layer, native against PyTorch's best, at the row counts of decoding, verifying and prefilling.
 
     python -m specmamba.bench.linear [--shapes 7168x1024 1024x3584] [--rows 1 8 64] [--rounds 9]
-                                     [--form plain|int8] [--against torch|bf16]
+                                     [--form plain|int8|int4-g32|...] [--against torch|bf16]
 
 Many weights of each shape take turns, so that no cache holds them, as in a layer inside a model. Both products take
 turns within a round. The table has medians over rounds; "ratio" is the median of the ratio within each round, the other
 product over the native one, because a slow minute of the machine affects both.
 
-``--form int8`` measures the native product with int8 weights, against PyTorch's own or, with ``--against bf16``,
-against the native one with the bf16 weights that they were rounded from.
+``--form int8`` measures the native product with int8 weights, against PyTorch's own, and forms with codes in groups
+against PyTorch's with bf16 weights; with ``--against bf16``, against the native one with the bf16 weights that they
+were rounded from.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ PROG = "python -m specmamba.bench.linear"
 SHAPES = ("7168x1024", "1024x3584", "1024x2048")  # Qwen3.5-0.8B: MLP up and down, output projections
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 MIN_WEIGHT_BYTES = 200e6  # of all weights of a shape together: several times the size of caches
-BYTES = {"plain": 2, "int8": 1}  # of a weight
+# Of a weight, its share of scales included.
+BYTES = {"plain": 2, "int8": 1, "int4-g32": 0.5625, "int4-g64": 0.53125, "int4-g128": 0.515625, "fp8": 1.015625}
 
 Opponent = Literal["torch", "bf16"]  # PyTorch's product of the same form; the native one with bf16 weights
 

@@ -97,7 +97,8 @@ def _load(
     with _naming_the_draft(str(draft_folder)):
         if read_architecture(draft_folder) not in ARCHITECTURES:
             return Models(load_draft_head(draft_folder, target, options, folder), None, looks)
-        draft = load_model(draft_folder, replace(options, form=options.draft_form, want_draft_head=False))
+        own = replace(options, form=options.draft_form, keeps_codes=options.draft_keeps_codes, want_draft_head=False)
+        draft = load_model(draft_folder, own)
         _check_draft_model(draft, target, config.context_length)
     target = replace(target, cache_shape=target.cache_shape.with_draft_model(draft.cache_shape))
     return Models(target, draft, looks)
