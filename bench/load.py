@@ -43,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(config: LoadConfig) -> Report:
     """Load every model in turns. Raises ConfigError: one cannot be loaded."""
+    if config.device == "cuda":
+        raise ConfigError("--device: memory is that of the process, so models are loaded on the CPU")
     paths = config.models or [str(config.model_path)]
     found: dict[str, list[dict[str, float]]] = {path: [] for path in paths}
     with progress_bar("loading", config.rounds * len(paths)) as advance:
@@ -56,7 +58,9 @@ def measure(config: LoadConfig) -> Report:
 
 def load_apart(config: LoadConfig, path: str) -> dict[str, float]:
     """Load a model in a new process. Raises ConfigError: it cannot be loaded."""
-    flags = config.model_copy(update={"model": path}).model_dump_json(exclude={"json", "models", "rounds"})
+    flags = config.model_copy(update={"model": path, "device": "cpu"}).model_dump_json(
+        exclude={"json", "models", "rounds"}
+    )
     done = subprocess.run([sys.executable, "-c", CHILD], input=flags, capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]

@@ -69,9 +69,9 @@ class EngineConfig(CommandLine):
     quantization: Annotated[
         Literal["auto", "none", "int8", "int4", "fp8"],
         Field(
-            description="auto: matrices run as the checkpoint stores them; none: dequantized to --dtype; others: "
-            "rounded when they are loaded, to 8-bit integers with a scale per output, 4-bit ones with a scale per "
-            "group of inputs, or FP8"
+            description="auto: matrices stay in the codes that the checkpoint stores, where products have them; none: "
+            "dequantized to --dtype; others: rounded when they are loaded, to 8-bit integers with a scale per output, "
+            "4-bit ones with a scale per group of inputs, or FP8"
         ),
     ] = "auto"
     quantization_group_size: Annotated[
@@ -220,7 +220,12 @@ class EngineConfig(CommandLine):
 
     @model_validator(mode="after")
     def _flags_go_together(self) -> EngineConfig:
-        problem = _speculation_problem(self) or _prefix_cache_problem(self) or _graph_problem(self)
+        problem = (
+            _quantization_problem(self)
+            or _speculation_problem(self)
+            or _prefix_cache_problem(self)
+            or _graph_problem(self)
+        )
         if problem is not None:
             raise ValueError(problem)
         return self
@@ -292,6 +297,14 @@ class EngineConfig(CommandLine):
 def largest_tree(num_steps: int, topk: int) -> int:
     """Return the nodes of the largest tree, with ``topk`` children of ``topk`` nodes per step, the root counted."""
     return 1 + topk + (num_steps - 1) * topk * topk
+
+
+def _quantization_problem(config: EngineConfig) -> str | None:
+    """Return what is wrong with the flags of weights' forms, or None."""
+    has_groups = "int4" in (config.quantization, config.speculative_draft_model_quantization)
+    if config.quantization_group_size != 32 and not has_groups:
+        return "--quantization-group-size: only int4 has groups; drop it, or choose --quantization int4"
+    return None
 
 
 def _prefix_cache_problem(config: EngineConfig) -> str | None:

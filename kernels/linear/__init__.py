@@ -103,6 +103,7 @@ def packed(
     form: WeightForm = "plain",
     dtype: torch.dtype | None = None,
     layout: torch.device | None = None,
+    gates: Sequence[Matrix] = (),
 ) -> PackedWeight:
     """Lay out matrices of the same inputs, whose outputs lie side by side.
 
@@ -111,14 +112,17 @@ def packed(
         form: of those that are not quantized.
         dtype: of inputs, for those that are; None: float32.
         layout: the device whose sizes are meant where matrices have no values.
+        gates: further matrices, behind the parts, that forms of codes do not round.
     """
 
-    def product(x: Matrix) -> PackedWeight:
+    def product(x: Matrix, of_form: WeightForm) -> PackedWeight:
         if not isinstance(x, QuantizedMatrix):
-            return pack(x, form)
+            return pack(x, of_form)
         return shape_of_codes(x, layout) if x.codes.is_meta else pack_codes(x, dtype or torch.float32)
 
-    products = [product(x) for x in _joined(parts)]
+    if form in ("plain", "int8"):
+        parts, gates = (*parts, *gates), ()
+    products = [product(x, form) for x in _joined(parts)] + [product(x, "plain") for x in _joined(gates)]
     return products[0] if len(products) == 1 else torch_ops.JoinedWeight(products)
 
 

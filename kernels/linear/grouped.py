@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specmamba.kernels.linear.quantized import QuantizedMatrix, e4m3_values
+from specmamba.kernels.linear.quantized import QuantizedMatrix, e4m3_values, rows_at_once
 
 GROUPS = (128, 64, 32, 16)
 BITS = (4, 6, 8)
 GPU_BITS = (4, 8)
 BYTE_GROUP = 128  # of matrices that are rounded anew, to bytes
 _LARGEST_EXPONENT = 15  # scales are below 2^15 times their factor: float16 ends at 2^16
-_ELEMENTS_AT_ONCE = 1 << 18  # that are rounded: what they pass through stays in caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def to_bytes(matrix: QuantizedMatrix) -> QuantizedMatrix:
     width = matrix.shape[-1]
     codes = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
     scale = torch.empty(*matrix.shape[:-1], -(-width // BYTE_GROUP), device=matrix.device)
-    flat, rows = matrix.flat(), max(_ELEMENTS_AT_ONCE // width, 1)
+    flat, rows = matrix.flat(), rows_at_once(width, matrix.device)
     parts = zip(*(x.flatten(0, -2).split(rows) for x in (codes, scale)), strict=True)
     for i, (codes_part, scale_part) in enumerate(parts):
         taken = torch.arange(i * rows, i * rows + len(codes_part), device=matrix.device)

@@ -1,4 +1,4 @@
-"""Matrix product with a packed weight, bf16 or int8, in native code (native.cpp). See README.md."""
+"""Matrix product with a packed weight, plain, int8 or codes in groups, in native code (native.cpp). See README.md."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class NativeInt8Weight(_Panels):
 
 
 class NativeGroupedWeight(_Product):
-    """Codes of 4 or 8 bits in panels, with their scales: ``reference.linear_grouped``, but for the last bit of sums.
+    """Codes of 4, 6 or 8 bits in panels, with their scales: ``reference.linear_grouped``, but for the last bit of sums.
 
     The result of a row does not depend on the other rows, bit for bit.
     """

@@ -8,12 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-_ELEMENTS_AT_ONCE = 1 << 18  # that are dequantized: what they pass through stays in caches
+# Weights decoded or rounded at a time: on a CPU what they pass through stays in caches, elsewhere launches count.
+_ELEMENTS_ON_CPU, _ELEMENTS_AT_ONCE = 1 << 18, 1 << 24
 
 
 def e4m3_values() -> Tensor:
     """What the codes 0 ... 255 of float8 e4m3 mean: [256] float32; NaN at 127 and 255."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def rows_at_once(width: int, device: torch.device) -> int:
+    """Rows of a matrix of this width that are decoded or rounded at a time."""
+    return max((_ELEMENTS_ON_CPU if device.type == "cpu" else _ELEMENTS_AT_ONCE) // width, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class QuantizedMatrix:
         weight = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
         if weight.is_meta:
             return weight
-        rows = max(_ELEMENTS_AT_ONCE // width, 1)
+        rows = rows_at_once(width, weight.device)
         by_rows = [x if x is None else x.flatten(0, -2).split(rows) for x in (self.codes, self.scale, self.minimum)]
         codes, scales, minima = by_rows
         assert codes is not None

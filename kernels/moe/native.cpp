@@ -215,12 +215,15 @@ int moe_multiply_grouped(const void* x, int64_t rows, const int32_t* ends, const
   rows = groups.empty() ? 0 : groups.back().first + groups.back().rows;
   const Grouping of{n, k, group, bits, has_minimum != 0};
   GroupedInputs inputs(rows, of, offset);
-  parallel_for(static_cast<int64_t>(groups.size()), 1, num_threads, [&](int64_t at, int64_t last) {
+  const int64_t count = static_cast<int64_t>(groups.size());
+  const bool are_few = count < 4 * num_threads;  // then threads share the rows of each
+  parallel_for(count, are_few ? count : 1, num_threads, [&](int64_t at, int64_t last) {
     for (; at < last; ++at) {
+      const auto& [_, first, of_group] = groups[at];
       if (is_bf16)
-        inputs.set(static_cast<const BFloat16*>(x), groups[at].first, groups[at].rows, 1);
+        inputs.set(static_cast<const BFloat16*>(x), first, of_group, are_few ? num_threads : 1);
       else
-        inputs.set(static_cast<const float*>(x), groups[at].first, groups[at].rows, 1);
+        inputs.set(static_cast<const float*>(x), first, of_group, are_few ? num_threads : 1);
     }
   });
   with_codes(bits, table, group, [&](auto codes, auto unit) {

@@ -102,7 +102,7 @@ class NativeInt8Experts:
 
 
 class NativeGroupedExperts:
-    """The experts' codes of 4 or 8 bits in panels, as ``linear``'s ``NativeGroupedWeight``.
+    """The experts' codes of 4, 6 or 8 bits in panels, as ``linear``'s ``NativeGroupedWeight``.
 
     The result of a row does not depend on the other rows, bit for bit.
     """

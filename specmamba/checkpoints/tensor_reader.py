@@ -31,6 +31,7 @@ from specmamba.kernels.linear import QuantizedMatrix
 FLOAT_TYPES = ("F32", "BF16", "F16")
 MAX_HEADER_BYTES = 64 << 20  # of a safetensors file; safetensors has a limit of its own, 100 MB
 MAX_TENSORS = 500_000  # of a file
+MAX_INPUTS = 1 << 20  # of a matrix whose groups are read although other values are not
 BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "BF16": 16, "F16": 16, "I16": 16, "F4": 4}  # else 8
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 PART_DTYPES = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8}
@@ -275,6 +276,8 @@ class ShapeReader(TensorReader):
         tensor = self._tensors[name]
         if name.endswith(".weight_shape") and prod(tensor.shape) <= MAX_DIMENSIONS:
             return super()._read(name)  # of compressed-tensors: the sizes of a matrix
+        if name.endswith("g_idx") and prod(tensor.shape) <= MAX_INPUTS:
+            return super()._read(name)  # matrices whose groups are no runs of inputs are dequantized
         return torch.empty(tensor.shape, dtype=PART_DTYPES[tensor.dtype], device="meta")
 
 

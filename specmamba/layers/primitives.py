@@ -27,6 +27,7 @@ class Linear:
         form: WeightForm = "plain",
         dtype: torch.dtype | None = None,
         layout: torch.device | None = None,
+        gates: Sequence[Matrix] = (),
     ) -> None:
         """Lay out the weights.
 
@@ -36,11 +37,12 @@ class Linear:
             form: of weights that are not quantized, as for ``linear.pack``.
             dtype: of inputs, where matrices are quantized.
             layout: the device whose sizes are meant, where matrices have no values.
+            gates: further matrices, behind the others, that forms of codes do not round.
         """
         parts = (weight,) if isinstance(weight, Tensor) else weight
         if parts[0].device.type == "cpu":
             library.preload()
-        self._product = linear.packed(parts, form, dtype, layout)
+        self._product = linear.packed(parts, form, dtype, layout, gates)
         self._bias = bias
         self.nbytes = self._product.nbytes + (0 if bias is None else bias.nbytes)  # of the tensors that are kept
 

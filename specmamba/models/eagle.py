@@ -113,7 +113,9 @@ class HeadWeights(Weights):
     def own_output(self) -> Linear | None:
         """The head's own output matrix, or None where none is stored."""
         c = self.config
-        return self.take_linear("lm_head", c.vocab_size, c.hidden_size) if self.reader.has(OUTPUT) else None
+        if not self.reader.has(OUTPUT):
+            return None
+        return self.head(self.take_matrix(OUTPUT, c.vocab_size, c.hidden_size))
 
     def blocks_behind_attention(self) -> list[Block]:
         """All blocks behind the attention of the first layer."""
@@ -250,13 +252,13 @@ def _output(weights: HeadWeights, embedding: Tensor, vocab_size: int) -> tuple[L
             f"{weights.folder} drafts {size} of {vocab_size} tokens, but has no tensor {DRAFT_IDS} that says which"
         )
     if reader.has(OUTPUT):
-        return weights.take_linear("lm_head", size, c.hidden_size), ids
+        return weights.head(weights.take_matrix(OUTPUT, size, c.hidden_size)), ids
     if size != vocab_size:
         raise CheckpointError(f"{weights.folder} drafts {size} of {vocab_size} tokens, but has no {OUTPUT}")
     if not (c.tie_word_embeddings and reader.has(EMBEDDING)):
         return None, None
     weights.keep(embedding)
-    return weights.linear(embedding), None
+    return weights.head(embedding), None
 
 
 def _read_target_ids(weights: HeadWeights, size: int, vocab_size: int) -> Tensor | None:

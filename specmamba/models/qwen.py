@@ -189,7 +189,8 @@ class QwenWeights(Weights):
         sizes = {"qkv": s.conv_channels, "z": s.num_value_heads * s.value_dim}
         sizes |= {"b": s.num_value_heads, "a": s.num_value_heads}
         hidden = self.config.hidden_size
-        return self.linear([self.take_matrix(f"{prefix}in_proj_{x}.weight", size, hidden) for x, size in sizes.items()])
+        parts = [self.take_matrix(f"{prefix}in_proj_{x}.weight", size, hidden) for x, size in sizes.items()]
+        return self.linear(parts[:2], gates=parts[2:])
 
 
 class QwenMoEWeights(QwenWeights):
@@ -251,7 +252,8 @@ class QwenNextWeights(QwenMoEWeights):
         values_of_key = s.num_value_heads // s.num_key_heads
         sizes = [s.key_dim, s.key_dim, values_of_key * s.value_dim, values_of_key * s.value_dim]
         stored = {"qkvz": sizes, "ba": [values_of_key, values_of_key]}
-        return self.linear([self._by_parts(f"{prefix}in_proj_{name}.weight", of) for name, of in stored.items()])
+        parts, gates = (self._by_parts(f"{prefix}in_proj_{name}.weight", of) for name, of in stored.items())
+        return self.linear(parts, gates=[gates])
 
     def _by_parts(self, name: str, sizes: Sequence[int]) -> Matrix:
         """The projection ``name``, whose outputs are stored by key heads, with those of each part side by side."""

@@ -92,23 +92,22 @@ class Weights:
         self._replace(kept.nbytes, *taken)
         return kept
 
-    def linear(self, weight: Matrix | Sequence[Matrix], bias: Tensor | None = None) -> Linear:
+    def linear(
+        self, weight: Matrix | Sequence[Matrix], bias: Tensor | None = None, gates: Sequence[Matrix] = ()
+    ) -> Linear:
         """Make a layer of matrices [out, in] that were taken, of the same inputs, one below the other.
 
-        If a matrix itself is still needed, call ``keep`` first.
+        If a matrix itself is still needed, call ``keep`` first. ``gates`` lie behind the others: few outputs that
+        decide much, which int4 and fp8 do not round.
         """
         parts = (weight,) if isinstance(weight, Matrix) else tuple(weight)
-        made = Linear(parts, bias, self.form, self.options.dtype, self.options.layout_device)
-        self._replace(made.nbytes, *parts, bias)
+        made = Linear(parts, bias, self.form, self.options.dtype, self.options.layout_device, gates)
+        self._replace(made.nbytes, *parts, *gates, bias)
         return made
 
-    @property
-    def _head_form(self) -> WeightForm:
-        """Of an output head: 8 bits at the least, for its outputs are compared with each other."""
-        return "int8" if self.form.startswith("int4") else self.form
-
-    def _head(self, matrix: Matrix) -> Linear:
-        made = Linear((matrix,), None, self._head_form, self.options.dtype, self.options.layout_device)
+    def head(self, matrix: Matrix) -> Linear:
+        """Make the layer of an output head [V, H] that was taken; in 8 bits where others have fewer."""
+        made = Linear((matrix,), None, head_form(self.form), self.options.dtype, self.options.layout_device)
         self._replace(made.nbytes, matrix)
         return made
 
@@ -120,13 +119,13 @@ class Weights:
 
     def share_linear(self, matrix: Matrix, target: HybridTarget) -> Linear:
         """The output layer of a draft head: the target's, made of ``matrix`` [V, H], or a copy in the draft's form."""
-        if self.form == self.options.form or isinstance(matrix, QuantizedMatrix):
+        if head_form(self.form) == head_form(self.options.form) or isinstance(matrix, QuantizedMatrix):
             return target.head
         if matrix is target.embedding:
             self.keep(matrix)
         else:
             self.num_bytes += matrix.nbytes
-        return self.linear(matrix)
+        return self.head(matrix)
 
     def take_linear(self, name: str, out: int, width: int, has_bias: bool = False, scale: float = 1.0) -> Linear:
         """Make a layer of ``name``.weight [out, width] and perhaps ``name``.bias [out], both times ``scale``."""
@@ -145,10 +144,13 @@ class Weights:
             coded = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
             if len(coded) == len(own) and all(matrix.is_like(coded[0]) for matrix in coded):
                 return QuantizedMatrix.cat(coded, 0).stacked(num_experts)
+            for name in own:
+                self.reader.note_run_form(name, "")
             dense = [x if isinstance(x, Tensor) else x.dequantize(self.options.dtype) for x in matrices]
             return self.keep_instead(torch.stack(dense).view(num_experts, -1, width), *matrices)
         stack = None
         for place, name in enumerate(own):
+            self.reader.note_run_form(name, "" if self.form == "plain" else self.form)
             matrix = self.take(name, out, width)
             if stack is None:
                 stack = matrix.new_empty(len(own), out, width)
@@ -190,7 +192,7 @@ class Weights:
             The target, and the matrix [V, H] of its output head.
         """
         head = self.output_head("lm_head.weight", embedding, self.config.tie_word_embeddings)
-        parts = embedding.table, blocks, norm, self._head(head), rotary
+        parts = embedding.table, blocks, norm, self.head(head), rotary
         return HybridTarget(*parts, embedding_scale, logits_scale), head
 
     def output_head(self, name: str, embedding: Embedding, is_tied: bool) -> Matrix:
@@ -198,7 +200,7 @@ class Weights:
         if not is_tied or self.reader.has(name):
             head = self.take_matrix(name, *embedding.table.shape)
             if isinstance(head, Tensor) and self.form != "plain":
-                self.reader.note_run_form(name, self._head_form)
+                self.reader.note_run_form(name, head_form(self.form))
             if isinstance(head, QuantizedMatrix) or not have_same_values(head, embedding.table, guess=is_tied):
                 return head
             self.num_parameters -= head.numel()  # a second copy of the embedding: one is enough
@@ -226,6 +228,11 @@ def reordered(x: Matrix, rows: Tensor) -> Matrix:
     """Put row ``rows[i]`` of a matrix [N, K] at place i."""
     rows = rows.to(x.device)
     return x.with_rows(rows) if isinstance(x, QuantizedMatrix) else x[rows]
+
+
+def head_form(form: WeightForm) -> WeightForm:
+    """The form of an output head: 8 bits at the least, for its outputs are compared with each other."""
+    return "int8" if form.startswith("int4") else form
 
 
 def _require_elements(name: str, shape: Sequence[int]) -> None:

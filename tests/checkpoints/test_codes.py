@@ -13,6 +13,7 @@ from specmamba.cli import main
 from specmamba.config import EngineConfig
 from specmamba.engine.model_report import model_info
 from specmamba.errors import ConfigError
+from specmamba.kernels import linear
 from specmamba.kernels.linear import native_ops
 from tests.exactness import assert_same_greedy_texts
 
@@ -101,6 +102,31 @@ def test_codes_need_native_code(form: str, flag: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(native_ops, "can_pack_codes", lambda *_: False)
     with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} {form} needs native code"):
         LLM(**{flag: form})
+
+
+def test_groups_belong_to_int4() -> None:
+    with pytest.raises(ConfigError, match="--quantization-group-size: only int4 has groups"):
+        LLM(quantization="int8", quantization_group_size=64)
+
+
+def test_a_draft_model_has_its_own_form(quantized: dict[str, Path], needs_native: None) -> None:
+    """Codes of a draft model stay, or are dequantized, apart from the target's."""
+    sizes = {}
+    for form in ("auto", "none"):
+        flags = {"speculative_draft_model_path": str(quantized["int4"]), "speculative_draft_model_quantization": form}
+        with LLM(**flags, **FLAGS) as llm:
+            assert llm.engine.models.draft is not None
+            sizes[form] = llm.engine.models.draft.weight_bytes
+    assert sizes["auto"] < sizes["none"] / 2
+
+
+def test_gates_are_not_rounded(needs_native: None) -> None:
+    """As ``specmamba quantize`` leaves them: few outputs that decide much."""
+    parts, gate = [torch.randn(40, 64)], torch.randn(2, 64)
+    x = torch.randn(3, 64)
+    product = linear.packed(parts, "int4-g32", gates=[gate])
+    assert torch.equal(product(x)[:, 40:], linear.pack(gate)(x))
+    assert not torch.equal(product(x)[:, :40], linear.pack(parts[0])(x))
 
 
 def test_codes_need_a_dtype_that_products_take(needs_native: None) -> None:

@@ -101,8 +101,8 @@ class GgufReader(TensorReader):
             return data.view(FLOAT_TYPES[info.kind]).view(info.shape)
         kind = BLOCK_TYPES.get(info.kind)
         found = _other_blocks(data, info) if kind is None else to_matrix(data, kind, info.shape)
-        numbers = found if isinstance(found, Tensor) else found.scale
-        if not bool(numbers.isfinite().all()):
+        numbers = (found,) if isinstance(found, Tensor) else (found.scale, found.minimum)
+        if not all(x is None or bool(x.isfinite().all()) for x in numbers):
             raise CheckpointError(f"{self._file}: {source} has scales that are NaN or infinite")
         return found
 

@@ -181,6 +181,19 @@ def test_rounding(form: CodeForm) -> None:
     assert round_matrix(torch.zeros(3, 64), form, 32).dequantize(torch.float32).count_nonzero() == 0
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
+def test_a_weight_that_is_no_number_is_seen(form: CodeForm, value: float) -> None:
+    """Its group, or its output, is NaN; the others are what they were."""
+    weight = normal(6, 64, seed=8)
+    clean = round_matrix(weight, form, 32).dequantize(torch.float32)
+    weight[2, 40] = value
+    found = round_matrix(weight, form, 32).dequantize(torch.float32)
+    assert not bool(found[2, 40].isfinite())
+    others = [n for n in range(6) if n != 2]
+    assert torch.equal(found[others], clean[others])
+
+
 def test_bytes_of_groups() -> None:
     made = to_bytes(matrix("fp8", 20, 200, group=200))
     assert made.codes.dtype is torch.int8
