@@ -6,7 +6,7 @@ These classes are the command line, the environment, the TOML file and the keywo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -51,6 +51,11 @@ class CommandLine(BaseSettings):
         return (init_settings, env_settings) if cls.reads_environment else (init_settings,)
 
 
+def _number(value: Any) -> Any:
+    """Read a number of the command line or the environment, which choices of numbers do not do themselves."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 class EngineConfig(CommandLine):
     """The flags of the engine: model, memory, prefix cache, scheduling, drafting."""
 
@@ -75,7 +80,9 @@ class EngineConfig(CommandLine):
         ),
     ] = "auto"
     quantization_group_size: Annotated[
-        Literal[32, 64, 128], Field(description="inputs that share a scale with --quantization int4")
+        Literal[32, 64, 128],
+        BeforeValidator(_number),
+        Field(description="inputs that share a scale with --quantization int4"),
     ] = 32
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
     num_threads: Annotated[

@@ -104,6 +104,15 @@ def test_codes_need_native_code(form: str, flag: str, monkeypatch: pytest.Monkey
         LLM(**{flag: form})
 
 
+def test_groups_from_the_command_line(capsys: pytest.CaptureFixture[str], needs_native: None) -> None:
+    """Where values are text."""
+    flags = ["generate", "--prompt", "def", "--max-tokens", "4", "--quantization", "int4", "--quantization-group-size"]
+    assert main([*flags, "64"]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main([*flags, "48"])
+    assert "32, 64 or 128" in capsys.readouterr().err
+
+
 def test_groups_belong_to_int4() -> None:
     with pytest.raises(ConfigError, match="--quantization-group-size: only int4 has groups"):
         LLM(quantization="int8", quantization_group_size=64)
