@@ -132,7 +132,7 @@ class TestTransformers:
         """After a prompt and a step behind it, whose layouts are other ones there."""
         config = self.config(2)
         mixer, cache, x = self.mixer(config), DynamicCache(config=config), torch.randn(2, 20, 24)
-        wanted = [mixer(x[:, :19], cache_params=cache), mixer(x[:, 19:], cache_params=cache)]
+        wanted = [mixer(x[:, :19], cache), mixer(x[:, 19:], cache)]
         state, window = torch.zeros(2, 4, 5, 6), torch.zeros(2, 3, mixer.conv_dim)
         first, state, window = self.ours(mixer, x[:, :19], state, window)
         second, state, window = self.ours(mixer, x[:, 19:], state, window)
