@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, Protocol, cast, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -11,20 +11,23 @@ from torch import Tensor
 from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.linear import native_ops, torch_ops
-from specmamba.kernels.linear.grouped import packed_bytes
+from specmamba.kernels.linear.grouped import is_kept, packed_bytes
 from specmamba.kernels.linear.quantized import QuantizedMatrix
 from specmamba.kernels.linear.rounding import CodeForm, round_matrix
 
 __all__ = [
     "Matrix",
+    "PackedCodes",
     "PackedWeight",
     "QuantizedMatrix",
     "WeightForm",
     "copies",
     "has_fast_int8",
+    "keeps_rows",
     "pack",
     "pack_codes",
     "packed",
+    "packed_codes",
     "round_to_form",
     "runs_codes",
 ]
@@ -45,6 +48,14 @@ class PackedWeight(Protocol):
         Raises:
             ValueError: another dtype, device or width (native and Triton forms).
         """
+
+
+@runtime_checkable
+class PackedCodes(PackedWeight, Protocol):
+    """A quantized matrix laid out for its device, of which rows can be read too."""
+
+    def rows(self, index: Tensor, /) -> Tensor:
+        """Dequantize rows ``index`` [...] int64 of the matrix: [..., K], rounded once to the dtype of inputs."""
 
 
 @operator(
@@ -72,7 +83,7 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
     """
     require_form(form)
     if weight.numel() > 0 and form not in ("plain", "int8"):
-        return pack_codes(round_to_form(weight, form), weight.dtype)
+        return packed_codes(round_to_form(weight, form), weight.dtype)
     return torch_ops.Int8Weight(weight) if form == "int8" and weight.numel() > 0 else torch_ops.pack(weight)
 
 
@@ -80,11 +91,11 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
     triton=lambda matrix, dtype: dtype in gpu.FLOAT_DTYPES and gpu.can_launch(matrix.codes),
     native=lambda matrix, dtype: native_ops.can_pack_codes(dtype, matrix.codes.device),
 )
-def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedWeight:
+def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedCodes:
     """Lay out a quantized matrix for multiplying inputs of a dtype.
 
     Native code and Triton multiply by its codes, as ``grouped.regroup`` brings them into groups; elsewhere the matrix
-    is dequantized once, and is plain. Of a matrix without values only ``nbytes`` is known, that of native code.
+    is dequantized once, and is plain.
 
     Args:
         matrix: [N, K], not empty; not kept.
@@ -93,9 +104,7 @@ def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedWeight:
     Returns:
         A product that takes x [..., K] to [..., N].
     """
-    if matrix.codes.is_meta:
-        return torch_ops.ShapeOfCodes(packed_bytes(matrix))
-    return torch_ops.pack(matrix.dequantize(dtype))
+    return torch_ops.PlainWeight(matrix.dequantize(dtype))
 
 
 def packed(
@@ -116,14 +125,22 @@ def packed(
     """
 
     def product(x: Matrix, of_form: WeightForm) -> PackedWeight:
-        if not isinstance(x, QuantizedMatrix):
-            return pack(x, of_form)
-        return shape_of_codes(x, layout) if x.codes.is_meta else pack_codes(x, dtype or torch.float32)
+        return packed_codes(x, dtype or torch.float32, layout) if isinstance(x, QuantizedMatrix) else pack(x, of_form)
 
     if form in ("plain", "int8"):
         parts, gates = (*parts, *gates), ()
     products = [product(x, form) for x in _joined(parts)] + [product(x, "plain") for x in _joined(gates)]
     return products[0] if len(products) == 1 else torch_ops.JoinedWeight(products)
+
+
+def packed_codes(matrix: QuantizedMatrix, dtype: torch.dtype, layout: torch.device | None = None) -> PackedCodes:
+    """``pack_codes``, or what stands for it where the matrix has no values; ``layout``: as for ``packed``."""
+    return shape_of_codes(matrix, layout) if matrix.codes.is_meta else pack_codes(matrix, dtype)
+
+
+def keeps_rows(matrix: QuantizedMatrix, layout: torch.device) -> bool:
+    """Whether the codes laid out for a device mean what those of the matrix do, but for 11 bits of scales."""
+    return is_kept(matrix, gpu.runs_on(layout))
 
 
 def shape_of_codes(matrix: QuantizedMatrix, layout: torch.device | None) -> torch_ops.ShapeOfCodes:

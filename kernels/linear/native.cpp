@@ -1,6 +1,7 @@
 // Products with a packed weight; see README.md for layouts, panels.h for the loops.
 #include "linear/bf16.h"
 #include "linear/grouped.h"
+#include "linear/grouped_rows.h"
 #include "linear/int8.h"
 #include "linear/widened.h"
 #include "live.h"
@@ -79,9 +80,22 @@ void linear_multiply_grouped(const void* x, int64_t rows, const int64_t* live, c
   });
 }
 
+// Rows `index` [count] of packed codes, the first *live or all -> out [count, k] bfloat16 or float32; arguments as above.
+void linear_rows_grouped(const int64_t* index, int64_t count, const int64_t* live, const uint8_t* packed,
+                         const float* factor, const uint8_t* table, void* out, int64_t n, int64_t k, int64_t group,
+                         int bits, int offset, int has_minimum, int is_bf16, int num_threads) {
+  const Grouping of{n, k, group, bits, has_minimum != 0};
+  count = live_rows(count, live);
+  if (is_bf16)
+    take_rows(index, count, packed, factor, table, static_cast<BFloat16*>(out), of, offset, num_threads);
+  else
+    take_rows(index, count, packed, factor, table, static_cast<float*>(out), of, offset, num_threads);
+}
+
 }  // extern "C"
 
 SPECMAMBA_REPLAYABLE(linear_multiply)
 SPECMAMBA_REPLAYABLE(linear_multiply_float)
 SPECMAMBA_REPLAYABLE(linear_multiply_int8)
 SPECMAMBA_REPLAYABLE(linear_multiply_grouped)
+SPECMAMBA_REPLAYABLE(linear_rows_grouped)

@@ -107,6 +107,7 @@ class NativeGroupedWeight(_Product):
         n, k = matrix.codes.shape
         super().__init__(n, k, dtype)
         self.nbytes, self._multiply = matrix.nbytes, code.linear_multiply_grouped
+        self._take_rows = code.linear_rows_grouped
         kind, has_minimum = (n, k, matrix.group, matrix.bits), matrix.minimum is not None
         self._packed = torch.empty(code.linear_grouped_size(*kind, has_minimum), dtype=torch.uint8)
         parts = [x if x is None else x.contiguous() for x in (matrix.codes, matrix.scale, matrix.minimum)]
@@ -121,6 +122,15 @@ class NativeGroupedWeight(_Product):
         operands = x.data_ptr(), rows, live_count(x.shape, rows), *self._pointers, y.data_ptr()
         self._multiply(*operands, *self._kind, torch.get_num_threads())
         return y
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows ``index`` [...] int64 of the matrix, rounded once: [..., K]; NaN for a row that there is not."""
+        index = index.contiguous()
+        out = torch.empty(*index.shape, self._k, dtype=self._dtype)
+        count = index.numel()
+        operands = index.data_ptr(), count, live_count(out.shape, count), *self._pointers, out.data_ptr()
+        self._take_rows(*operands, *self._kind, torch.get_num_threads())
+        return out
 
 
 def can_pack_codes(dtype: torch.dtype, device: torch.device) -> bool:
@@ -162,6 +172,7 @@ def code() -> ctypes.CDLL | None:
         "linear_grouped_size": [*3 * [c_int64], c_int, c_int],
         "linear_pack_grouped": [*4 * [c_void_p], *3 * [c_int64], c_int, c_int],
         "linear_multiply_grouped": [c_void_p, c_int64, *5 * [c_void_p], *3 * [c_int64], *5 * [c_int]],
+        "linear_rows_grouped": [c_void_p, c_int64, *5 * [c_void_p], *3 * [c_int64], *5 * [c_int]],
     }
     results = dict.fromkeys(("linear_packed_size", "linear_grouped_size"), c_int64)
     return library.load_functions(SOURCE, signatures, results)

@@ -30,6 +30,10 @@ class PlainWeight:
         """[..., K] -> [..., N]."""
         return F.linear(x, self._weight)
 
+    def rows(self, index: Tensor) -> Tensor:
+        """[...] int64 -> [..., K]."""
+        return F.embedding(index, self._weight)
+
 
 class OneDNNWeight:
     """A bf16 weight in oneDNN's blocked layout.
@@ -75,14 +79,18 @@ class Int8Weight:
 
 
 class ShapeOfCodes:
-    """What stands for a weight in codes where there are shapes without values; nothing can be multiplied by it."""
+    """What stands for a weight in codes, or those of experts, where there are shapes without values."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, *_: object) -> Tensor:
         """Raise ValueError."""
         raise ValueError("a weight without values cannot multiply")
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Raise ValueError."""
+        raise ValueError("a weight without values has no rows")
 
 
 class JoinedWeight:

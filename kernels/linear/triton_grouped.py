@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from specmamba.kernels.gpu import TYPE_NAMES, Variant, dense, launch, next_power_of_2, num_blocks
 from specmamba.kernels.linear.grouped import GroupedMatrix, regroup
 from specmamba.kernels.linear.quantized import QuantizedMatrix
-from specmamba.kernels.linear.triton_kernels import multiply_codes
+from specmamba.kernels.linear.triton_kernels import multiply_codes, take_rows
 
 FEW_ROWS = 64
 POINTERS = {"codes": "*u8", "scale": "*fp16", "minimum": "*fp16", "factor": "*fp32", "table": "*i64"}  # of codes
@@ -26,6 +26,9 @@ class CodesTile:
     outputs: int
     num_warps: int
     num_stages: int
+
+
+ROWS_TILE = CodesTile(rows=1, outputs=1, num_warps=1, num_stages=1)  # of ``take_rows``: one step of one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +47,15 @@ class CodesKind:
         """Inputs of a block of bytes."""
         return self.block * (8 // self.bits)
 
+    def of_codes(self) -> dict[str, Any]:
+        """Constants of ``take_rows``."""
+        return {"BITS": self.bits, "GROUP": self.group, "IS_E4M3": self.is_e4m3, "BLOCK_K": self.block}
+
     def constants(self, tile: CodesTile, width: int, dtype: torch.dtype, is_interpreted: bool) -> dict[str, Any]:
         """Constants of ``dot_codes`` for inputs of this width and dtype."""
-        return {
-            "BITS": self.bits,
-            "GROUP": self.group,
-            "IS_E4M3": self.is_e4m3,
+        return self.of_codes() | {
             "BLOCK_M": tile.rows,
             "BLOCK_N": tile.outputs,
-            "BLOCK_K": self.block,
             "IS_EVEN": width % self.step == 0,
             "IS_WIDE": is_interpreted and dtype is torch.bfloat16,
         }
@@ -100,6 +103,21 @@ class TritonCodes:
             complaint = f"codes [{n}, {k}] of a {str(self._dtype).removeprefix('torch.')} weight on {device} cannot"
             raise ValueError(f"{complaint} multiply {x.dtype} {list(x.shape)} on {x.device}")
         return multiply(x.reshape(x.numel() // k, k), self._blocks).view(*x.shape[:-1], n)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows ``index`` [...] int64 of the matrix, rounded once: [..., K]; NaN for a row that there is not."""
+        blocks, (n, k) = self._blocks, self._blocks.shape
+        y = torch.empty(*index.shape, k, dtype=self._dtype, device=blocks.codes.device)
+        if index.numel():
+            launch(
+                take_rows,
+                (index.numel(), len(blocks.codes)),
+                ROWS_TILE,
+                blocks.kind.of_codes(),
+                *(index.contiguous(), blocks.codes, blocks.scale, blocks.minimum, blocks.factor, blocks.table, y),
+                *(n, k, blocks.offset, n * blocks.kind.block, n, k),
+            )
+        return y
 
 
 def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> TritonCodes:
@@ -185,7 +203,15 @@ def variants() -> list[Variant]:
         *(_variant(name, kind, torch.float16, 64, 2048) for name, kind in largest),
         *(_variant(name, kind, torch.float32, 64, 151936) for name, kind in float32),
         _variant(*float32[1], torch.float32, 1, 2048),
+        *(_rows_variant(name, kind) for name, kind in kinds),
     ]
+
+
+def _rows_variant(name: str, kind: CodesKind) -> Variant:
+    types = {"index": "*i64"} | POINTERS | {"y": "*bf16"}
+    return Variant.of(
+        f"take_rows bf16 {name} g={kind.group}", take_rows, types, kind.of_codes() | kind.absent(), ROWS_TILE
+    )
 
 
 def _variant(name: str, kind: CodesKind, dtype: torch.dtype, num_rows: int, num_outputs: int) -> Variant:

@@ -151,6 +151,49 @@ def dot_codes(
     return sums
 
 
+@triton.jit(do_not_specialize=["N", "offset"])
+def take_rows(
+    index,  # [M] int64
+    codes,  # [steps, N, BLOCK_K] uint8
+    scale,  # [groups, N] float16
+    minimum,  # [groups, N] float16 or None
+    factor,  # [N] float32
+    table,  # [2] int64, the bytes of 16 codes; or None
+    y,  # [M, K]
+    N,
+    K,
+    offset,
+    step_stride,
+    group_stride,
+    y_stride,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y[m] = W[index[m]] with W in codes; NaN for a row that there is not. A program has one step of one row."""
+    m, step = tl.program_id(0), tl.program_id(1)
+    row = tl.load(index + m)
+    is_there = (row >= 0) & (row < N)
+    row = tl.where(is_there, row, 0)
+    low, high = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    if table is not None:
+        low, high = tl.load(table), tl.load(table + 1)
+    place = tl.arange(0, BLOCK_K)
+    found = tl.load(codes + step.to(tl.int64) * step_stride + row * BLOCK_K + place)
+    of_row = tl.where(is_there, tl.load(factor + row), float("nan"))
+    per_step: tl.constexpr = 8 // BITS
+    for half in tl.static_range(per_step):
+        block = step * per_step + half
+        group = block // (GROUP // BLOCK_K) * group_stride + row
+        value = code_values(found, half, low, high, offset, table is not None, BITS, IS_E4M3)
+        weight = value * tl.load(scale + group).to(tl.float32)
+        if minimum is not None:
+            weight += tl.load(minimum + group).to(tl.float32)
+        k = block * BLOCK_K + place
+        tl.store(y + m.to(tl.int64) * y_stride + k, (weight * of_row).to(y.dtype.element_ty), mask=k < K)
+
+
 @triton.jit
 def load_inputs(inputs, has_row, K, first, BLOCK_K: tl.constexpr, IS_EVEN: tl.constexpr, IS_WIDE: tl.constexpr):
     """[BLOCK_M, BLOCK_K] inputs from ``first`` on, zeros beyond K; the constants are those of ``dot_rows``."""

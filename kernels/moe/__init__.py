@@ -14,7 +14,6 @@ from specmamba.kernels import gpu
 from specmamba.kernels.dispatch import operator
 from specmamba.kernels.linear import Matrix, QuantizedMatrix, WeightForm, round_to_form, shape_of_codes
 from specmamba.kernels.linear import native_ops as linear_native
-from specmamba.kernels.linear.grouped import packed_bytes
 from specmamba.kernels.moe import native_ops, torch_ops
 from specmamba.kernels.moe.reference import Groups, Routing
 
@@ -120,7 +119,7 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
     if form == "int8" and weight.numel() > 0:
         return torch_ops.Int8Experts(weight)
     if form != "plain" and weight.numel() > 0:
-        return pack_codes(round_to_form(weight, form), weight.dtype)
+        return packed(round_to_form(weight, form), dtype=weight.dtype)
     return torch_ops.GroupedExperts(weight) if torch_ops.can_group(weight) else torch_ops.PlainExperts(weight)
 
 
@@ -138,8 +137,6 @@ def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedExperts:
     Returns:
         A product that takes x [P, K], sorted by expert, to [P, N].
     """
-    if matrix.codes.is_meta:
-        return torch_ops.ShapeOfCodes(packed_bytes(matrix))
     return pack(matrix.dequantize(dtype))
 
 
@@ -156,7 +153,7 @@ def packed(
     if not isinstance(weight, QuantizedMatrix):
         return pack(weight, form)
     if weight.codes.is_meta:
-        return torch_ops.ShapeOfCodes(shape_of_codes(weight, layout).nbytes)
+        return shape_of_codes(weight, layout)
     return pack_codes(weight, dtype or torch.float32)
 
 

@@ -71,17 +71,6 @@ class Int8Experts:
         return y
 
 
-class ShapeOfCodes:
-    """What stands for experts in codes where there are shapes without values; nothing can be multiplied by them."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def __call__(self, x: Tensor, groups: Groups) -> Tensor:
-        """Raise ValueError."""
-        raise ValueError("experts without values cannot multiply")
-
-
 def active(groups: Groups) -> list[tuple[int, slice]]:
     """The experts that have tokens, and which of the sorted pairs are theirs. Waits for the device."""
     ends = groups.ends.tolist()

@@ -176,9 +176,10 @@ class Workbench:
         with torch.inference_mode():
             ones = torch.eye(target.hidden_size, device=self._engine.device, dtype=self._engine.model.cache_shape.dtype)
             output = target.logits(ones).t()
+            vectors = target.embedding(torch.arange(target.vocab_size, device=self._engine.device))
         # copies made outside of inference mode, so that training can use them
         own = [torch.empty(target.vocab_size, target.hidden_size) for _ in range(2)]
-        return own[0].copy_(target.embedding), own[1].copy_(output)
+        return own[0].copy_(vectors), own[1].copy_(output)
 
     @property
     def target_digest(self) -> str:

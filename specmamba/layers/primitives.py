@@ -8,10 +8,11 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specmamba.cache.shapes import StateShape
 from specmamba.kernels import linear, rowwise
-from specmamba.kernels.linear import Matrix, WeightForm
+from specmamba.kernels.linear import Matrix, PackedCodes, WeightForm
 from specmamba.kernels.native import library
 
 W = TypeVar("W")
@@ -42,14 +43,37 @@ class Linear:
         parts = (weight,) if isinstance(weight, Tensor) else weight
         if parts[0].device.type == "cpu":
             library.preload()
-        self._product = linear.packed(parts, form, dtype, layout, gates)
+        self.product = linear.packed(parts, form, dtype, layout, gates)
         self._bias = bias
-        self.nbytes = self._product.nbytes + (0 if bias is None else bias.nbytes)  # of the tensors that are kept
+        self.nbytes = self.product.nbytes + (0 if bias is None else bias.nbytes)  # of the tensors that are kept
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply [..., in]: [..., out]. The product is rounded to x's dtype before the bias is added."""
-        y = self._product(x)
+        y = self.product(x)
         return y if self._bias is None else y.add_(self._bias)
+
+
+class Embedding:
+    """Vectors of tokens: rows of a table, or of a matrix in codes, which an output head may multiply by too."""
+
+    def __init__(self, shape: Sequence[int], table: Tensor | None, codes: PackedCodes | None = None) -> None:
+        """Either of the two.
+
+        Args:
+            shape: V, H.
+            table: [V, H].
+            codes: of a matrix [V, H].
+        """
+        assert (table is None) != (codes is None)
+        self.shape, self.table = tuple(shape), table
+        self._codes = codes
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Vectors of tokens [...] int64: [..., H]."""
+        if self._codes is not None:
+            return self._codes.rows(tokens)
+        assert self.table is not None
+        return F.embedding(tokens, self.table)
 
 
 class RMSNorm:

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specmamba.checkpoints.tensor_reader import TensorReader, have_same_values
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.layers.attention import Attention
 from specmamba.layers.context import ForwardContext, LayerContext
 from specmamba.layers.feed_forward import GatedMLP
-from specmamba.layers.primitives import Linear, RMSNorm
+from specmamba.layers.primitives import Embedding, Linear, RMSNorm
 from specmamba.models.base import LoadOptions
 from specmamba.models.common_layers import Heads, attention_layer, gated_mlp
 from specmamba.models.hybrid import Block, HybridTarget
@@ -57,7 +56,7 @@ class EagleHead:
         angles = self._rotary.angles(context.positions, hidden.dtype)
         layer_context = LayerContext(context.kv, None, angles, context.packing)
         tokens, hidden = layer_context.pack(tokens), layer_context.pack(hidden)
-        x = self._fc(torch.cat([F.embedding(tokens, self._embedding), hidden], -1))
+        x = self._fc(torch.cat([self._embedding(tokens), hidden], -1))
         x = x + self._attention(x, layer_context)
         for block in self._blocks:
             x = block(x, layer_context)
@@ -98,14 +97,14 @@ class HeadWeights(Weights):
                 f"{target_width}: it was trained for another model"
             )
 
-    def embedding(self, target: HybridTarget) -> Tensor:
-        """The head's own embedding [V, H]; the target's where the head has none or an equal one."""
+    def embedding(self, target: HybridTarget) -> Embedding:
+        """The head's own embedding; the target's where the head has none or an equal one."""
         if not self.reader.has(EMBEDDING):
             self.require_width(self.config.hidden_size, target.hidden_size)
             return target.embedding
-        own = self.take(EMBEDDING, target.vocab_size, self.config.hidden_size)
-        if not have_same_values(own, target.embedding, guess=self._shares_embedding):
-            return own
+        own, theirs = self.take(EMBEDDING, target.vocab_size, self.config.hidden_size), target.embedding.table
+        if theirs is None or not have_same_values(own, theirs, guess=self._shares_embedding):
+            return Embedding(own.shape, own)
         self.num_parameters -= own.numel()
         self._replace(0, own)
         return target.embedding
@@ -188,7 +187,7 @@ class Eagle3Head:
         angles = self._rotary.angles(context.positions, hidden.dtype)
         layer_context = LayerContext(context.kv, None, angles, context.packing)
         tokens, hidden = layer_context.pack(tokens), layer_context.pack(hidden)
-        pair = self._input_norm(torch.stack([F.embedding(tokens, self._embedding), hidden], 2))
+        pair = self._input_norm(torch.stack([self._embedding(tokens), hidden], 2))
         residual = pair[:, :, 1] if self._adds_normed else hidden
         x = residual + self._attention(pair.flatten(2), layer_context)
         for block in self._blocks:
@@ -239,7 +238,7 @@ def _fc(weights: HeadWeights, num_layers: int, target_width: int) -> Linear | No
     return weights.take_linear("fc", c.hidden_size, num_layers * target_width, has_bias)
 
 
-def _output(weights: HeadWeights, embedding: Tensor, vocab_size: int) -> tuple[Linear | None, Tensor | None]:
+def _output(weights: HeadWeights, embedding: Embedding, vocab_size: int) -> tuple[Linear | None, Tensor | None]:
     """The head's own output matrix, and for each of its rows the target's token: [draft vocabulary] int64.
 
     None as matrix: the target's is used. None as tokens: row i is token i.
@@ -257,8 +256,9 @@ def _output(weights: HeadWeights, embedding: Tensor, vocab_size: int) -> tuple[L
         raise CheckpointError(f"{weights.folder} drafts {size} of {vocab_size} tokens, but has no {OUTPUT}")
     if not (c.tie_word_embeddings and reader.has(EMBEDDING)):
         return None, None
-    weights.keep(embedding)
-    return weights.head(embedding), None
+    assert embedding.table is not None  # the head has one, and the target's only where it is equal
+    weights.keep(embedding.table)
+    return weights.head(embedding.table), None
 
 
 def _read_target_ids(weights: HeadWeights, size: int, vocab_size: int) -> Tensor | None:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specmamba.errors import ConfigError, UnsupportedModelError
 from specmamba.layers.attention import Attention
 from specmamba.layers.context import ForwardContext, LayerContext
 from specmamba.layers.feed_forward import MoE
-from specmamba.layers.primitives import Linear, RMSNorm, Rotary
+from specmamba.layers.primitives import Embedding, Linear, RMSNorm, Rotary
 from specmamba.models.base import Target, TargetOutput
 
 Layer = Callable[[Tensor, LayerContext], Tensor]
@@ -43,7 +42,7 @@ class HybridTarget:
 
     def __init__(
         self,
-        embedding: Tensor,
+        embedding: Embedding,
         blocks: Sequence[Block],
         norm: RMSNorm,
         head: Linear,
@@ -54,7 +53,7 @@ class HybridTarget:
         """Put a model together.
 
         Args:
-            embedding: [V, H].
+            embedding: V -> H.
             blocks: in the order in which they run.
             norm: behind the last block.
             head: H -> V.
@@ -82,7 +81,7 @@ class HybridTarget:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens [B, L] int64: [B, L, H]."""
-        x = F.embedding(tokens, self.embedding)
+        x = self.embedding(tokens)
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
 
     def forward(self, tokens: Tensor, context: ForwardContext) -> TargetOutput:

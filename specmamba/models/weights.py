@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 import torch
@@ -14,22 +13,14 @@ from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.checkpoints.tensor_reader import DTYPES, TensorReader, have_same_values
 from specmamba.errors import CheckpointError, UnsupportedModelError
 from specmamba.kernels import gpu, linear, moe
-from specmamba.kernels.linear import Matrix, QuantizedMatrix, WeightForm
+from specmamba.kernels.linear import Matrix, PackedCodes, QuantizedMatrix, WeightForm
 from specmamba.kernels.linear.grouped import form_name
 from specmamba.layers.feed_forward import Experts
-from specmamba.layers.primitives import Linear, RMSNorm, Rotary
+from specmamba.layers.primitives import Embedding, Linear, RMSNorm, Rotary
 from specmamba.models.base import LoadedModel, LoadOptions
 from specmamba.models.hybrid import Block, HybridTarget, MTPHead
 
 MatrixT = TypeVar("MatrixT", Tensor, QuantizedMatrix)
-
-
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """The embedding of tokens, and the same matrix as an output head multiplies by it."""
-
-    table: Tensor  # [V, H]
-    matrix: Matrix  # the table itself, or the codes that it was dequantized from
 
 
 class Weights:
@@ -67,14 +58,15 @@ class Weights:
             return self._count(found.to(self.options.device))
         return self._count(found.to(self.options.device, self.options.dtype))
 
-    def take_embedding(self, name: str) -> Embedding:
-        """Load the embedding of tokens [V, H]. Errors as ``take``."""
+    def take_embedding(self, name: str) -> Matrix:
+        """Load the embedding of tokens [V, H]; in its codes where they can be kept. Errors as ``take``."""
         matrix = self.take_matrix(name, self.config.vocab_size, self.config.hidden_size)
+        if isinstance(matrix, QuantizedMatrix):
+            if linear.keeps_rows(matrix, self.options.layout_device):
+                return matrix
+            matrix = self.keep_instead(matrix.dequantize(self.options.dtype), matrix)
         self.reader.note_run_form(name, "")
-        if isinstance(matrix, Tensor):
-            return Embedding(matrix, matrix)
-        table = matrix.dequantize(self.options.dtype)
-        return Embedding(self.keep_instead(table, matrix), matrix)
+        return matrix
 
     def _count(self, taken: MatrixT) -> MatrixT:
         self.num_parameters += taken.numel()
@@ -111,17 +103,27 @@ class Weights:
         self._replace(made.nbytes, matrix)
         return made
 
-    def keep(self, matrix: Matrix) -> None:
+    def keep(self, matrix: Tensor) -> None:
         """Count a matrix that stays in memory beside the layer that ``linear`` makes of it, as an embedding does."""
-        is_coded, layout = isinstance(matrix, QuantizedMatrix), (self.options.layout_device, self.options.dtype)
-        if is_coded or linear.copies(*layout, self.form):
+        if linear.copies(self.options.layout_device, self.options.dtype, self.form):
             self.num_bytes += matrix.nbytes
+
+    def embedding_layer(self, matrix: Matrix, head: Linear | None) -> Embedding:
+        """Make the layer of an embedding that was taken; ``head``: an output head that was made of the same matrix."""
+        if not isinstance(matrix, QuantizedMatrix):
+            return Embedding(matrix.shape, matrix)
+        if head is not None:
+            assert isinstance(head.product, PackedCodes)
+            return Embedding(matrix.shape, None, head.product)
+        codes = linear.packed_codes(matrix, self.options.dtype, self.options.layout_device)
+        self._replace(codes.nbytes, matrix)
+        return Embedding(matrix.shape, None, codes)
 
     def share_linear(self, matrix: Matrix, target: HybridTarget) -> Linear:
         """The output layer of a draft head: the target's, made of ``matrix`` [V, H], or a copy in the draft's form."""
         if head_form(self.form) == head_form(self.options.form) or isinstance(matrix, QuantizedMatrix):
             return target.head
-        if matrix is target.embedding:
+        if matrix is target.embedding.table:
             self.keep(matrix)
         else:
             self.num_bytes += matrix.nbytes
@@ -175,7 +177,7 @@ class Weights:
 
     def target(
         self,
-        embedding: Embedding,
+        embedding: Matrix,
         blocks: Sequence[Block],
         norm: RMSNorm,
         rotary: Rotary | None = None,
@@ -191,22 +193,24 @@ class Weights:
         Returns:
             The target, and the matrix [V, H] of its output head.
         """
-        head = self.output_head("lm_head.weight", embedding, self.config.tie_word_embeddings)
-        parts = embedding.table, blocks, norm, self.head(head), rotary
-        return HybridTarget(*parts, embedding_scale, logits_scale), head
+        matrix = self.output_head("lm_head.weight", embedding, self.config.tie_word_embeddings)
+        head = self.head(matrix)
+        vectors = self.embedding_layer(embedding, head if matrix is embedding else None)
+        return HybridTarget(vectors, blocks, norm, head, rotary, embedding_scale, logits_scale), matrix
 
-    def output_head(self, name: str, embedding: Embedding, is_tied: bool) -> Matrix:
+    def output_head(self, name: str, embedding: Matrix, is_tied: bool) -> Matrix:
         """The stored output head [V, H] if there is one, even where the config says tied, as transformers does."""
         if not is_tied or self.reader.has(name):
-            head = self.take_matrix(name, *embedding.table.shape)
+            head = self.take_matrix(name, *embedding.shape)
             if isinstance(head, Tensor) and self.form != "plain":
                 self.reader.note_run_form(name, head_form(self.form))
-            if isinstance(head, QuantizedMatrix) or not have_same_values(head, embedding.table, guess=is_tied):
+            if not _is_copy(head, embedding, guess=is_tied):
                 return head
             self.num_parameters -= head.numel()  # a second copy of the embedding: one is enough
             self._replace(0, head)
-        self.keep(embedding.matrix)
-        return embedding.matrix
+        if isinstance(embedding, Tensor):
+            self.keep(embedding)
+        return embedding
 
     def _replace(self, num_bytes: int, *taken: Matrix | None) -> None:
         """Count ``num_bytes`` in place of the bytes of tensors that were taken."""
@@ -233,6 +237,13 @@ def reordered(x: Matrix, rows: Tensor) -> Matrix:
 def head_form(form: WeightForm) -> WeightForm:
     """The form of an output head: 8 bits at the least, for its outputs are compared with each other."""
     return "int8" if form.startswith("int4") else form
+
+
+def _is_copy(head: Matrix, embedding: Matrix, guess: bool) -> bool:
+    """Whether a stored output head is the embedding; ``guess``: for matrices without values."""
+    if isinstance(head, QuantizedMatrix) or isinstance(embedding, QuantizedMatrix):
+        return False
+    return have_same_values(head, embedding, guess)
 
 
 def _require_elements(name: str, shape: Sequence[int]) -> None:

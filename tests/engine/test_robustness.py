@@ -21,6 +21,7 @@ from specmamba.core import OutputDelta
 from specmamba.engine.engine import Engine
 from specmamba.errors import QueueFullError
 from specmamba.kernels import sampling
+from specmamba.layers.primitives import Embedding
 from specmamba.server_config import ServerConfig
 from tests.pairwise import pairwise
 from tests.server.test_server_process import ROOT
@@ -82,8 +83,8 @@ class TestNumbersThatAreNotFinite:
     def sick(self, engine: Engine) -> Engine:
         """One token's embedding is NaN, as an overflow in float16 would make it; the output head is not."""
         target: Any = engine.model.target
-        target.embedding = target.embedding.clone()
-        target.embedding[self.BAD_TOKEN] = float("nan")
+        target.embedding = Embedding(target.embedding.shape, target.embedding.table.clone())
+        target.embedding.table[self.BAD_TOKEN] = float("nan")
         return engine
 
     @pairwise(
@@ -135,7 +136,7 @@ class TestNumbersThatAreNotFinite:
     def test_the_reason_reaches_python(self) -> None:
         with LLM(dtype="float32", device="cpu", context_length=64) as llm:
             target: Any = llm.engine.model.target
-            target.embedding = target.embedding * float("nan")
+            target.embedding = Embedding(target.embedding.shape, target.embedding.table * float("nan"))
             output = llm.generate([[5, 6]])[0]
             assert (output.finish_reason, output.token_ids) == ("error", ())
             assert "not finite" in (output.error or "")

@@ -149,6 +149,27 @@ def test_the_largest_sums_do_not_overflow(native: None) -> None:
             )
 
 
+@pairwise(
+    pytest.mark.parametrize("dtype", DTYPES),
+    pytest.mark.parametrize("kind", KINDS),
+    pytest.mark.parametrize("group", [16, 32, 64, 128]),
+    pytest.mark.parametrize("shape", [(1, 1), (33, 7), (40, 96), (67, 300), (7, 513)]),
+)
+def test_rows_are_dequantized(
+    shape: tuple[int, int], group: int, kind: str, dtype: torch.dtype, native: None, set_threads: Callable[[int], None]
+) -> None:
+    """As an embedding takes them, bit for bit, in any order and by any number of threads; no row outside is read."""
+    made = matrix(kind, *shape, group=group)
+    product, want = pack_native(made, dtype), regroup(made).dequantize().to(dtype)
+    for threads in (1, 2):
+        set_threads(threads)
+        index = torch.arange(shape[0]).flip(0).repeat(500)[:, None]
+        assert torch.equal(product.rows(index), want[index])
+        assert torch.equal(product.rows(index.expand(-1, 2)[:, 1]), want[index[:, 0]])  # strided
+    assert product.rows(torch.tensor([-1, shape[0], 1 << 40])).isnan().all()
+    assert product.rows(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, shape[1])
+
+
 def test_layouts_and_empty_batches(native: None) -> None:
     made, x = matrix("int4", 40, 64), normal(4, 6, 64, seed=7)
     product = pack_native(made)
@@ -245,10 +266,12 @@ def test_without_native_code_weights_are_dequantized(monkeypatch: pytest.MonkeyP
 def test_without_values_only_sizes_are_known() -> None:
     made = matrix("int4", 20, 64)
     shape = replace(made, codes=made.codes.to("meta"), scale=made.scale.to("meta"))
-    product = linear.pack_codes(shape, torch.float32)
+    product = linear.packed_codes(shape, torch.float32)
     assert product.nbytes == packed_bytes(made) == regroup(made).nbytes
     with pytest.raises(ValueError, match="without values"):
         product(torch.zeros(1, 64))
+    with pytest.raises(ValueError, match="without values"):
+        product.rows(torch.zeros(1, dtype=torch.int64))
 
 
 def test_grouped_matrix_says_what_it_means() -> None:

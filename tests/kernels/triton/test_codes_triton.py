@@ -85,6 +85,26 @@ def test_every_tile(
         assert_rounded(product(x.to(gpu_device)).cpu(), x, weights_of(made))
 
 
+@pairwise(
+    pytest.mark.parametrize("dtype", DTYPES),
+    pytest.mark.parametrize("kind", KINDS),
+    pytest.mark.parametrize("group", [16, 32, 64, 128]),
+    pytest.mark.parametrize("shape", [(1, 1), (33, 70), (20, 256), (5, 513)]),
+)
+def test_rows_are_dequantized(
+    shape: tuple[int, int], group: int, kind: str, dtype: torch.dtype, ops: Any, gpu_device: str
+) -> None:
+    """As an embedding takes them; no row outside is read."""
+    made = matrix(kind, *shape, group=group)
+    product, want = ops.pack_codes(made.to(torch.device(gpu_device)), dtype), regroup(made, for_gpu=True).dequantize()
+    index = torch.arange(shape[0]).flip(0).repeat(3).view(3, -1)
+    rows = product.rows(index.to(gpu_device)).cpu()
+    assert rows.dtype == dtype
+    torch.testing.assert_close(rows.float(), want[index], rtol=ROUNDING[dtype], atol=1e-7)
+    assert product.rows(torch.tensor([-1, shape[0]], device=gpu_device)).isnan().all()
+    assert product.rows(torch.zeros(2, 0, dtype=torch.int64, device=gpu_device)).shape == (2, 0, shape[1])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_is_exact(kind: str, ops: Any, gpu_device: str) -> None:
     """Rows that are one input each give the weights: all codes, in the types that inputs have."""
