@@ -3,6 +3,7 @@
 #include "linear/grouped.h"
 #include "linear/grouped_rows.h"
 #include "linear/int8.h"
+#include "linear/to_bytes.h"
 #include "linear/widened.h"
 #include "live.h"
 #include "replayable.h"
@@ -49,6 +50,12 @@ void linear_multiply_int8(const void* x, int64_t rows, const int64_t* live, cons
     multiply_int8(static_cast<const BFloat16*>(x), rows, packed, scale, static_cast<BFloat16*>(y), n, k, num_threads);
   else
     multiply_int8(static_cast<const float*>(x), rows, packed, scale, static_cast<float*>(y), n, k, num_threads);
+}
+
+// Quantized weights [n, k] -> bytes [n, k] and a scale for every 128 inputs; `table`, `minimum`: or null.
+void linear_to_bytes(const uint8_t* codes, const float* table, const float* scale, const float* minimum, int8_t* out,
+                     float* out_scale, int64_t n, int64_t k, int64_t group, int is_signed, int num_threads) {
+  to_bytes(StoredCodes{codes, is_signed != 0, table, scale, minimum, n, k, group}, out, out_scale, num_threads);
 }
 
 // Bytes of a packed weight [n, k] of codes in groups.

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from specmamba.kernels.linear.grouped import GroupedMatrix, regroup
+from specmamba.kernels.linear.grouped import BYTE_GROUP, GroupedMatrix, is_kept, regroup
 from specmamba.kernels.linear.quantized import QuantizedMatrix
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.native import library
@@ -140,7 +141,28 @@ def can_pack_codes(dtype: torch.dtype, device: torch.device) -> bool:
 
 def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> NativeGroupedWeight:
     """Copy codes into panels, for inputs of a dtype that ``can_pack_codes``."""
-    return NativeGroupedWeight(regroup(matrix), dtype, library.required(code()))
+    return NativeGroupedWeight(regrouped(matrix), dtype, library.required(code()))
+
+
+def regrouped(matrix: QuantizedMatrix) -> GroupedMatrix:
+    """``grouped.regroup`` of a matrix on the CPU."""
+    return regroup(matrix if is_kept(matrix) else to_bytes(matrix))
+
+
+def to_bytes(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """``grouped.to_bytes`` of a matrix [..., N, K] on the CPU, bit for bit."""
+    width = matrix.shape[-1]
+    codes = torch.empty(matrix.shape, dtype=torch.int8)
+    scale = torch.empty(*matrix.shape[:-1], -(-width // BYTE_GROUP))
+    table = matrix.table
+    if table is not None:
+        table = F.pad(table, (0, 256 - len(table)), value=float("nan"))
+    taken = [x if x is None else x.contiguous() for x in (matrix.codes, table, matrix.scale, matrix.minimum)]
+    group = width if matrix.scale.shape[-1] == 1 else matrix.group
+    sizes = matrix.numel() // width, width, group, matrix.codes.dtype is torch.int8
+    native = library.required(code())
+    native.linear_to_bytes(*map(_address, (*taken, codes, scale)), *sizes, torch.get_num_threads())
+    return QuantizedMatrix(codes, scale, BYTE_GROUP)
 
 
 def _address(x: Tensor | None) -> int | None:
@@ -169,6 +191,7 @@ def code() -> ctypes.CDLL | None:
         "linear_multiply": [c_void_p, c_int64, *3 * [c_void_p], c_int64, c_int64, c_int],
         "linear_multiply_float": [c_void_p, c_int64, *3 * [c_void_p], c_int64, c_int64, c_int],
         "linear_multiply_int8": [c_void_p, c_int64, *4 * [c_void_p], c_int64, c_int64, c_int, c_int],
+        "linear_to_bytes": [*6 * [c_void_p], *3 * [c_int64], c_int, c_int],
         "linear_grouped_size": [*3 * [c_int64], c_int, c_int],
         "linear_pack_grouped": [*4 * [c_void_p], *3 * [c_int64], c_int, c_int],
         "linear_multiply_grouped": [c_void_p, c_int64, *5 * [c_void_p], *3 * [c_int64], *5 * [c_int]],

@@ -17,6 +17,14 @@ def e4m3_values() -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
+def has_nan(weight: Tensor) -> bool:
+    """Whether a weight [..., K] float8 e4m3 has a NaN: all bits but the sign."""
+    if weight.is_meta or not weight.numel():
+        return False
+    parts = weight.view(torch.uint8).flatten(0, -2).split(max((1 << 22) // weight.shape[-1], 1))
+    return any(int((part << 1).amax()) == 254 for part in parts)
+
+
 def rows_at_once(width: int, device: torch.device) -> int:
     """Rows of a matrix of this width that are decoded or rounded at a time."""
     return max((_ELEMENTS_ON_CPU if device.type == "cpu" else _ELEMENTS_AT_ONCE) // width, 1)

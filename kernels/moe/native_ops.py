@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.kernels.linear.grouped import GroupedMatrix, regroup
+from specmamba.kernels.linear.grouped import GroupedMatrix
+from specmamba.kernels.linear.native_ops import regrouped
 from specmamba.kernels.linear.quantized import QuantizedMatrix
 from specmamba.kernels.linear.torch_ops import quantize
 from specmamba.kernels.moe.reference import Groups
@@ -134,7 +135,7 @@ class NativeGroupedExperts:
 
 def pack_codes(matrix: QuantizedMatrix, dtype: torch.dtype) -> NativeGroupedExperts:
     """Copy the experts' codes into panels, for inputs of a dtype that ``linear``'s native code takes."""
-    return NativeGroupedExperts(regroup(matrix), dtype, library.required(code()))
+    return NativeGroupedExperts(regrouped(matrix), dtype, library.required(code()))
 
 
 def can_pack(weight: Tensor, form: str) -> bool:

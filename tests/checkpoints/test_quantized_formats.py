@@ -264,6 +264,13 @@ class TestBadInput:
         with pytest.raises(CheckpointError, match=r"a\.weight has scales (that are NaN or infinite|of zero)"):
             read(tmp_path)
 
+    @pytest.mark.parametrize("byte", [0x7F, 0xFF])
+    def test_weights_that_are_no_numbers(self, tmp_path: Path, parts: dict[str, Tensor], byte: int) -> None:
+        parts["weight"].view(torch.uint8)[OUTPUTS - 1, 3] = byte
+        write(tmp_path, parts)
+        with pytest.raises(CheckpointError, match=r"a\.weight has weights that are NaN"):
+            read(tmp_path)
+
     def test_zeros_with_scales_of_zero(self, tmp_path: Path) -> None:
         """A block of zeros may have any scale."""
         codes, scale = torch.zeros(SHAPE).to(torch.float8_e4m3fn), torch.zeros(1, 2)

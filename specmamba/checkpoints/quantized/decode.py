@@ -37,7 +37,7 @@ from specmamba.checkpoints.quantized.unpack import (
 )
 from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
-from specmamba.kernels.linear.quantized import e4m3_values
+from specmamba.kernels.linear.quantized import e4m3_values, has_nan
 
 Parts = Mapping[str, Tensor]
 SUPPORTED_BITS = (4, 8)
@@ -94,6 +94,7 @@ def _bytes(name: str, parts: Parts, shape: tuple[int, ...], storage: Storage) ->
     _require_shape(name, codes, shape)
     scale, group = scale_of(name, numbers(parts["scale"]), shape, storage)
     if codes.dtype is torch.float8_e4m3fn:
+        require(not has_nan(codes), f"{name} has weights that are NaN")
         return QuantizedMatrix(codes.view(torch.uint8), scale, group, table=e4m3_values())
     zeros = parts.get("zeros")
     if zeros is None:

@@ -95,6 +95,24 @@ def test_regrouped_weights(kind: str, group: int) -> None:
     assert grouped.group in (16, 32, 64, 128)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "iq4", "int8", "bytes with minima"])
+@pytest.mark.parametrize(("shape", "group"), [((1, 1), 1), ((33, 300), 100), ((2, 5, 257), 32), ((3000, 130), 130)])
+def test_native_rounding_to_bytes(
+    shape: tuple[int, ...], group: int, kind: str, native: None, set_threads: Callable[[int], None]
+) -> None:
+    """PyTorch's, bit for bit: zeros, infinities, NaN and subnormal numbers too."""
+    made = matrix(kind, *shape, group=group)
+    if len(made.scale) > 20:
+        made.scale[1:9, 0] = torch.tensor([0, float("inf"), float("nan"), 1e-40, 1e-45, 3e38, -1.0, 2e-44])
+        made.codes[1:4, :40] = 0
+    for threads in (1, 2):
+        set_threads(threads)
+        found, want = native_ops.to_bytes(made), to_bytes(made)
+        assert torch.equal(found.codes, want.codes)
+        torch.testing.assert_close(found.scale, want.scale, rtol=0, atol=0, equal_nan=True)
+        assert found.group == want.group
+
+
 def test_exact_scales_stay_exact() -> None:
     """bf16 and float16 scales, as most formats store them: the weights are those of the checkpoint."""
     made = matrix("int4", 20, 256)
