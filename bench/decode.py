@@ -1,9 +1,11 @@
-"""Decode speed at batch 1, plain and with MTP, against transformers on the same checkpoint.
+"""Decode speed at batch 1, plain and with MTP, against transformers on the same checkpoint, or of forms of weights.
 
-    python -m specmamba.bench.decode [--json FILE] [--rounds 5] [any engine flag]
+    python -m specmamba.bench.decode [--forms bf16 int4-g32 ...] [--json FILE] [--rounds 5] [any engine flag]
 
 All contestants take turns within a round, so that a slow minute of the machine affects all of them. The figures are
-medians over rounds of each contestant's tokens per second, and of its ratio to transformers in the same round.
+medians over rounds of each contestant's tokens per second, and of its ratio to the first one in the same round: to
+transformers, or with ``--forms`` to plain decoding in the first form. Forms are named as for ``bench.quality``; each
+has two engines, so ``--max-total-tokens`` and ``--max-mamba-cache-size`` should bound their pools.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from specmamba.config import EngineConfig
-from specmamba.measure.command import Page, Report, put_out, run_command
+from specmamba.measure.command import Page, Report, put_out, repeated_flags, run_command
 from specmamba.measure.prompts import bundled_texts
 from specmamba.measure.report import (
     JsonOption,
@@ -28,6 +30,7 @@ from specmamba.measure.report import (
     machine,
     versions,
 )
+from specmamba.measure.weight_forms import FORM_FIELDS, form_flags
 
 if TYPE_CHECKING:
     from specmamba.core import RequestOutput
@@ -37,7 +40,7 @@ PROG = "python -m specmamba.bench.decode"
 
 
 class DecodeBenchConfig(JsonOption):
-    """Decode speed against transformers."""
+    """Decode speed against transformers, or of forms of weights."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
     disable_radix_cache: NoRadixCache = True
@@ -45,6 +48,15 @@ class DecodeBenchConfig(JsonOption):
     max_tokens: Annotated[int, Field(ge=1, description="new tokens per prompt")] = 128
     num_prompts: Annotated[int, Field(ge=1, description="bundled prompts in a round")] = 6
     temperatures: Annotated[tuple[float, ...], Field(description="sampling temperatures; 0 is greedy")] = (0.0, 0.8)
+    forms: list[str] = Field(
+        [], description="compare these forms of weights, such as bf16 int8 int4-g32, in place of transformers"
+    )
+
+    @model_validator(mode="after")
+    def _forms_set_their_flags(self) -> DecodeBenchConfig:
+        if self.forms and (given := [name for name in FORM_FIELDS if name in self.model_fields_set]):
+            raise ValueError(f"--{given[0].replace('_', '-')}: --forms sets it; drop it")
+        return self
 
 
 @dataclass(frozen=True)
@@ -81,21 +93,18 @@ class Contestant:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status: 0, or 130 after Ctrl-C."""
-    return run_command(PROG, DecodeBenchConfig, arguments, lambda config: put_out(config, run(config), print_report))
+    given = repeated_flags(sys.argv[1:] if arguments is None else arguments, ("--forms",))
+    return run_command(PROG, DecodeBenchConfig, given, lambda config: put_out(config, run(config), print_report))
 
 
 def run(config: DecodeBenchConfig) -> dict[str, Any]:
     """Run all rounds; the report as a JSON object."""
-    contestants = {
-        "transformers": transformers_contestant(config),
-        "plain": specmamba_contestant(config, "none"),
-        "mtp": specmamba_contestant(config, "mtp"),
-    }
+    contestants = make_contestants(config)
     prompts = [text.text for text in bundled_texts()[: config.num_prompts]]
     results = play(config, contestants, prompts)
     return {
         "model": Path(config.model_path).name if config.model else "specmamba-demo",
-        "dtype": config.dtype,
+        **({"forms": config.forms} if config.forms else {"dtype": config.dtype}),
         "machine": machine(),
         "threads": {name: contestant.num_threads for name, contestant in contestants.items()},
         "versions": versions(),
@@ -105,6 +114,22 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
         "num_steps": config.num_draft_steps,
         "prefix_cache": not config.disable_radix_cache,
         "results": {f"{t:g}": summarize(results[t]) for t in config.temperatures},
+    }
+
+
+def make_contestants(config: DecodeBenchConfig) -> dict[str, Contestant]:
+    """All contestants by name; the others are compared with the first. Raises ConfigError: a form cannot be run."""
+    if not config.forms:
+        return {
+            "transformers": transformers_contestant(config),
+            "plain": specmamba_contestant(config, "none"),
+            "mtp": specmamba_contestant(config, "mtp"),
+        }
+    flags = {name: form_flags(name, "--forms") for given in config.forms for name in given.split(",")}
+    return {
+        f"{form} {title}": specmamba_contestant(config.model_copy(update=of_form), algorithm)
+        for form, of_form in flags.items()
+        for title, algorithm in (("plain", "none"), ("mtp", "mtp"))
     }
 
 
@@ -130,18 +155,18 @@ def play(
 
 
 def summarize(results: dict[str, list[list[Sample]]]) -> dict[str, Any]:
-    """Medians over rounds, for one temperature."""
+    """Medians over rounds, for one temperature; ratios are to the first contestant."""
     speeds = {
         name: [sum(len(s.tokens) for s in samples) / sum(s.seconds for s in samples) for samples in rounds]
         for name, rounds in results.items()
     }
-    summary = {}
+    summary, first = {}, next(iter(speeds.values()))
     for name, rounds in results.items():
         flat = [sample for samples in rounds for sample in samples]
-        ratios = [own / other for own, other in zip(speeds[name], speeds["transformers"], strict=True)]
+        ratios = [own / other for own, other in zip(speeds[name], first, strict=True)]
         summary[name] = {
             "tokens_per_second": round(statistics.median(speeds[name]), 1),
-            "ratio_to_transformers": round(statistics.median(ratios), 2),
+            "ratio": round(statistics.median(ratios), 2),
             "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
             "accept_length": round(statistics.mean(s.accept_length for s in flat), 3),
             "distinct_4gram_ratio": round(statistics.mean(s.distinct_4gram_ratio for s in flat), 3),
@@ -211,12 +236,12 @@ def print_report(report: Report) -> None:
     page = Page()
     threads = ", ".join(f"{name} {count}" for name, count in report["threads"].items())
     page.lines(
-        f"{report['model']}, {report['dtype']}, batch 1, {report['max_tokens']} new tokens",
+        f"{report['model']}, {report.get('dtype', 'forms of weights')}, batch 1, {report['max_tokens']} new tokens",
         f"{report['machine']}; threads: {threads}",
     )
     rows = [
         (
-            temperature, name, f"{row['tokens_per_second']:.0f}", f"{row['ratio_to_transformers']:.2f}x",
+            temperature, name, f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.2f}x",
             "{:.2f}-{:.2f}".format(*row["ratio_range"]), f"{row['accept_length']:.2f}",
             f"{row['distinct_4gram_ratio']:.2f}",
         )
