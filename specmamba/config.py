@@ -72,11 +72,11 @@ class EngineConfig(CommandLine):
         Field(description="type of weights and activations; auto: the checkpoint's own"),
     ] = "auto"
     quantization: Annotated[
-        Literal["auto", "none", "int8", "int4", "fp8"],
+        Literal["auto", "none", "int8", "int4", "fp8", "fp8-dynamic"],
         Field(
             description="auto: matrices stay in the codes that the checkpoint stores, where products have them; none: "
             "dequantized to --dtype; others: rounded when they are loaded, to 8-bit integers with a scale per output, "
-            "4-bit ones with a scale per group of inputs, or FP8"
+            "4-bit ones with a scale per group of inputs, or FP8; fp8-dynamic (GPU): inputs to FP8 too, at every step"
         ),
     ] = "auto"
     quantization_group_size: Annotated[

@@ -30,10 +30,12 @@ __all__ = [
     "packed_codes",
     "round_to_form",
     "runs_codes",
+    "runs_scaled",
 ]
 
-# As stored; a signed byte per weight and a scale per output; codes with a scale per group of inputs, or per output.
-WeightForm = Literal["plain", "int8", "int4-g32", "int4-g64", "int4-g128", "fp8"]
+# As stored; a signed byte per weight and a scale per output; codes with a scale per group of inputs, or per output; FP8
+# for inputs that are rounded to FP8 too.
+WeightForm = Literal["plain", "int8", "int4-g32", "int4-g64", "int4-g128", "fp8", "fp8-dynamic"]
 Matrix = Tensor | QuantizedMatrix
 
 
@@ -69,7 +71,8 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
     native code; every other weight is kept unchanged. ``int8``: rounded as ``reference.quantize`` says; on a GPU few
     rows multiply in Triton, bf16 and float32 on a CPU multiply in native code, every other weight in PyTorch.
     ``int4-g32`` and others of its kind, ``fp8``: rounded as ``rounding.round_matrix`` says, then ``pack_codes``. An
-    empty weight stays plain.
+    empty weight stays plain. ``fp8-dynamic``: rounded to e4m3 with a scale per output, and inputs at every use with one
+    per row; a weight whose sizes PyTorch's product does not take stays plain.
 
     Args:
         weight: [N, K]; not kept where it is copied.
@@ -82,6 +85,8 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedWeight:
         ValueError: there is no such form.
     """
     require_form(form)
+    if form == "fp8-dynamic":
+        return _scaled(weight)
     if weight.numel() > 0 and form not in ("plain", "int8"):
         return packed_codes(round_to_form(weight, form), weight.dtype)
     return torch_ops.Int8Weight(weight) if form == "int8" and weight.numel() > 0 else torch_ops.pack(weight)
@@ -136,6 +141,18 @@ def packed(
 def packed_codes(matrix: QuantizedMatrix, dtype: torch.dtype, layout: torch.device | None = None) -> PackedCodes:
     """``pack_codes``, or what stands for it where the matrix has no values; ``layout``: as for ``packed``."""
     return shape_of_codes(matrix, layout) if matrix.codes.is_meta else pack_codes(matrix, dtype)
+
+
+def _scaled(weight: Tensor) -> PackedWeight:
+    if weight.numel() == 0 or any(size % torch_ops.SCALED_SIZES for size in weight.shape):
+        return pack(weight)
+    rounded = round_matrix(weight, "fp8")
+    return torch_ops.ScaledWeight(rounded.codes.view(torch.float8_e4m3fn), rounded.scale)
+
+
+def runs_scaled(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies FP8 by FP8 there with a scale per row: bfloat16 on GPUs from capability 8.9 on."""
+    return dtype is torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def keeps_rows(matrix: QuantizedMatrix, layout: torch.device) -> bool:

@@ -16,6 +16,8 @@ class _Product(Protocol):
     def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
+SCALED_SIZES = 16  # what N and K of PyTorch's product in FP8 are multiples of
+LARGEST_E4M3 = 448.0
 _ROWS_AT_ONCE = 4096  # of a weight that is quantized: float32 copies of all rows would need several times its memory
 
 
@@ -78,6 +80,29 @@ class Int8Weight:
         return F.linear(x, self._weight.to(x.dtype)).mul_(self._scale)
 
 
+class ScaledWeight:
+    """A weight in float8 e4m3 that inputs are rounded to FP8 for as well: PyTorch's own product of the two.
+
+    Its sums depend on how many rows there are, in the last bits of float32.
+    """
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        """codes: [N, K] float8 e4m3, both multiples of ``SCALED_SIZES``; scale: [N, 1] float32."""
+        self._weight, self._scale = codes.contiguous().t(), scale.t().contiguous()
+        self.nbytes = codes.nbytes + scale.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] bfloat16 -> [..., N]; a row with NaN or infinity gives NaN."""
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], self._weight.shape[1])
+        rows = x.reshape(-1, x.shape[-1])
+        largest = rows.abs().amax(1, keepdim=True).float()
+        scale = torch.where(largest == 0, torch.ones_like(largest), largest / LARGEST_E4M3)
+        codes = (rows.float() / scale).to(torch.float8_e4m3fn)
+        y: Tensor = torch._scaled_mm(codes, self._weight, scale, self._scale, out_dtype=x.dtype)
+        return y.view(*x.shape[:-1], -1)
+
+
 class ShapeOfCodes:
     """What stands for a weight in codes, or those of experts, where there are shapes without values."""
 
@@ -120,7 +145,9 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN can hold this weight packed: bf16, on a CPU that multiplies bf16."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not weight.numel():
+        return False
+    if not torch.backends.mkldnn.is_available():
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

@@ -119,6 +119,7 @@ def pack(weight: Tensor, form: WeightForm = "plain") -> PackedExperts:
     if form == "int8" and weight.numel() > 0:
         return torch_ops.Int8Experts(weight)
     if form != "plain" and weight.numel() > 0:
+        form = "fp8" if form == "fp8-dynamic" else form  # PyTorch has no such product for experts
         return packed(round_to_form(weight, form), dtype=weight.dtype)
     return torch_ops.GroupedExperts(weight) if torch_ops.can_group(weight) else torch_ops.PlainExperts(weight)
 

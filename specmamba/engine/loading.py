@@ -175,6 +175,11 @@ def _keeping_states(loaded: LoadedModel, config: EngineConfig, device: torch.dev
 
 def _require_codes(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ConfigError where flags ask for codes that nothing multiplies by."""
+    if config.quantization == "fp8-dynamic" and not linear.runs_scaled(device, dtype):
+        raise ConfigError(
+            "--quantization fp8-dynamic needs bfloat16 on a GPU of compute capability 8.9 or higher, where PyTorch "
+            "multiplies FP8 by FP8: choose fp8, which rounds weights alone"
+        )
     flags = {"--quantization": config.quantization, FORM_FLAG: config.speculative_draft_model_quantization}
     for flag, chosen in flags.items():
         if chosen in ("int4", "fp8") and not linear.runs_codes(device, dtype):
@@ -189,7 +194,7 @@ def _require_codes(config: EngineConfig, dtype: torch.dtype, device: torch.devic
 
 def _form(quantization: str, group: int) -> WeightForm:
     """Return the form of matrices that are not stored quantized."""
-    forms: dict[str, WeightForm] = {"int8": "int8", "fp8": "fp8"}
+    forms: dict[str, WeightForm] = {"int8": "int8", "fp8": "fp8", "fp8-dynamic": "fp8-dynamic"}
     of_groups: dict[int, WeightForm] = {32: "int4-g32", 64: "int4-g64", 128: "int4-g128"}
     return of_groups[group] if quantization == "int4" else forms.get(quantization, "plain")
 

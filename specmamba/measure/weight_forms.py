@@ -22,7 +22,7 @@ DTYPE_OF_CODES = "bfloat16"  # of activations, and of weights that stay unquanti
 GROUPED = "int4"  # has --quantization-group-size
 # A benchmark that takes forms sets these flags.
 FORM_FIELDS = ("dtype", "quantization", "quantization_group_size")
-_CODES = re.compile(r"(?P<quantization>[a-z0-9]+)(?:-g(?P<group>[1-9]\d*))?")
+_CODES = re.compile(r"(?P<quantization>[a-z0-9]+(?:-dynamic)?)(?:-g(?P<group>[1-9]\d*))?")
 
 
 def form_flags(name: str, option: str) -> dict[str, Any]:

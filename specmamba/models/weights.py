@@ -235,8 +235,8 @@ def reordered(x: Matrix, rows: Tensor) -> Matrix:
 
 
 def head_form(form: WeightForm) -> WeightForm:
-    """The form of an output head: 8 bits at the least, for its outputs are compared with each other."""
-    return "int8" if form.startswith("int4") else form
+    """The form of an output head, whose outputs are compared: 8 bits at the least, and inputs that are not rounded."""
+    return "int8" if form.startswith("int4") else "fp8" if form == "fp8-dynamic" else form
 
 
 def _is_copy(head: Matrix, embedding: Matrix, guess: bool) -> bool:

@@ -104,6 +104,24 @@ def test_codes_need_native_code(form: str, flag: str, monkeypatch: pytest.Monkey
         LLM(**{flag: form})
 
 
+def test_scaled_products_need_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="--quantization fp8-dynamic needs bfloat16 on a GPU of compute capability"):
+        LLM(quantization="fp8-dynamic", dtype="bfloat16", device="cpu")
+
+
+def test_scaled_products_in_a_model(monkeypatch: pytest.MonkeyPatch, needs_native: None) -> None:
+    """In PyTorch's form for CPUs: near the demo's logits, and drafts of its head are accepted."""
+    demo = Path(EngineConfig().model_path)
+    monkeypatch.setattr(linear, "runs_scaled", lambda *_: True)
+    flags = {"dtype": "bfloat16", "disable_cuda_graph": True}
+    found, meant = (logits(demo, **flags, quantization=form).float() for form in ("fp8-dynamic", "none"))
+    off = (found - meant).norm() / (meant - meant.mean(-1, keepdim=True)).norm()
+    assert 0.005 < off < 0.12
+    with LLM(quantization="fp8-dynamic", **(FLAGS | flags)) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=48, temperature=0, ignore_eos=True))
+    assert min(output.spec.accept_length for output in outputs) > 1.5
+
+
 def test_groups_from_the_command_line(capsys: pytest.CaptureFixture[str], needs_native: None) -> None:
     """Where values are text."""
     flags = ["generate", "--prompt", "def", "--max-tokens", "4", "--quantization", "int4", "--quantization-group-size"]
