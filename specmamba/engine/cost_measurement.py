@@ -33,7 +33,7 @@ logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
 CACHE_NAME = "step-costs-3.json"  # with another number where times are measured in another way
 ROUNDS, TIMED, MAX_STEPS = 2, 4, 200  # all kinds take turns; timed steps of a kind in a turn, and all its steps
-MAX_TIMED_SECONDS = 0.1  # of all steps of a kind: slow steps are timed fewer times
+MAX_TIMED_SECONDS = 0.015  # of all steps of a kind: slow steps are timed fewer times
 PROMPT, LONG_PROMPT = 4, 512  # tokens
 SLOW_STEP = 0.02  # seconds of a plain step with which a long prompt would take long
 LEAST_SECONDS = 1e-9
@@ -152,27 +152,25 @@ def measure_costs(engine: TimedEngine) -> StepCosts:
     of_key: tuple[Curve, Curve] = {}, {}
     try:
         for size in sorted({*SIZES, largest}):
-            if size <= largest and (found := _times_of(engine, sizer, size)) is not None:
-                times[size] = found
-        if 1 in times:
-            of_key = _seconds_of_key(engine, sizer, times[1])
+            kinds = _kinds(engine, sizer.bounds)
+            if size <= largest and (found := _seconds(engine, sizer, size, kinds, PROMPT)) is not None:
+                times[size] = _separated(found, size, sizer.bounds)
+                if size == 1:
+                    of_key = _seconds_of_key(engine, sizer, found)
     finally:
         sizer.forced = None
         engine.forget(number)
     return StepCosts(times or GUESSED, *of_key)
 
 
-def _times_of(engine: TimedEngine, sizer: DraftSizer, size: int) -> StepTimes | None:
-    """Time steps of ``size`` requests; None: memory does not hold them."""
-    bounds = sizer.bounds
+def _kinds(engine: TimedEngine, bounds: Bounds) -> list[Kind]:
+    """The kinds of steps that are timed, with any number of requests."""
     largest, deepest = bounds.max_nodes, bounds.num_steps
     longest = min(deepest, largest - 1)
     kinds = [(0, 1), (1, 2), (deepest, 2), (deepest, 1 + longest), (deepest, largest)]
     if engine.runner.drafter.drafts_chains:
         kinds += [(depth, 0) for depth in chain_depths(longest)]
-    kinds = [*dict.fromkeys(kinds)]
-    found = _seconds(engine, sizer, size, kinds, PROMPT)
-    return None if found is None else _separated(found, size, bounds)
+    return [*dict.fromkeys(kinds)]
 
 
 def _separated(found: dict[Kind, float], size: int, bounds: Bounds) -> StepTimes:
@@ -194,8 +192,13 @@ def _separated(found: dict[Kind, float], size: int, bounds: Bounds) -> StepTimes
     return StepTimes(dict(sorted(drafts.items())), verifies, chains)
 
 
-def _seconds_of_key(engine: TimedEngine, sizer: DraftSizer, times: StepTimes) -> tuple[Curve, Curve]:
+def _seconds_of_key(engine: TimedEngine, sizer: DraftSizer, near: dict[Kind, float]) -> tuple[Curve, Curve]:
     """Time steps of one request behind a longer prompt; empty where that would take long, or memory is too small.
+
+    Args:
+        engine: is idle.
+        sizer: of the engine.
+        near: seconds behind a short prompt, by kind.
 
     Returns:
         Seconds of a key by nodes: of chosen trees, and of chains.
@@ -204,10 +207,10 @@ def _seconds_of_key(engine: TimedEngine, sizer: DraftSizer, times: StepTimes) ->
     largest, deepest = sizer.bounds.max_nodes, sizer.bounds.num_steps
     longest, plain = min(deepest, largest - 1), (0, 1)
     kinds = [plain, (deepest, largest)] + [(longest, 0)] * engine.runner.drafter.drafts_chains
-    if times.verifies[1] > SLOW_STEP or length <= 2 * PROMPT:
+    if near[plain] > SLOW_STEP or length <= 2 * PROMPT:
         return {}, {}
-    near, far = (_seconds(engine, sizer, 1, kinds, prompt) for prompt in (PROMPT, length))
-    if near is None or far is None:
+    far = _seconds(engine, sizer, 1, kinds, length)
+    if far is None:
         return {}, {}
     found = {kind: max((far[kind] - near[kind]) / (length - PROMPT), 0.0) for kind in kinds}
     of_chains = {1: found[plain], longest + 1: found[longest, 0]} if (longest, 0) in found else {}
