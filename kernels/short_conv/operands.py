@@ -1,10 +1,19 @@
-"""Weights of a gated short convolution. Windows, records and trees: ``state_records.operands``."""
+"""Inputs and weights of a gated short convolution. Windows, records and trees: ``state_records.operands``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Parts of the input projection's output, in the model's dtype."""
+
+    in_gate: Tensor  # [B, L, C], factor of ``mixed``
+    gate: Tensor  # [B, L, C], factor of the outputs
+    mixed: Tensor  # [B, L, C], before the convolution
 
 
 @dataclass(frozen=True, eq=False)
