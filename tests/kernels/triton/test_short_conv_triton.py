@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specmamba.kernels import short_conv
 from specmamba.kernels.short_conv import Inputs, Weights, reference, torch_ops
-from specmamba.kernels.state_records import Buffers, RowSet, SnapshotOperands
+from specmamba.kernels.state_records import Buffers, ExtendOperands, RowSet, SnapshotOperands
 from specmamba.kernels.tree import reference as tree
 from tests.kernels.recurrent.layer_case import copied, moved, operands_of, triton_forms, values
 from tests.kernels.recurrent.test_short_conv import Case, make_run
@@ -102,17 +102,19 @@ def test_folds(width: int, dtype: torch.dtype, gpu_device: str) -> None:
 )
 def test_runs(lengths: list[int], width: int, dtype: torch.dtype, gpu_device: str) -> None:
     case = make_run(7, lengths, dtype, width=width)
-    inputs, weights = moved(case.inputs, gpu_device), moved(case.weights, gpu_device)
-    state, own = case.state, case.state.windows.clone()
-    slots = replace(state.slots, _device=torch.device(gpu_device))
-    state = replace(state, windows=own.clone().to(gpu_device), lengths=state.lengths.to(gpu_device), slots=slots)
+    # slot 0 is padding
+    own = torch.cat([case.state.windows[:1] * torch.nan, case.state.windows])
+    slots, counts = RowSet.of([slot + 1 for slot in case.state.slots.rows], own.device), case.state.lengths
+    state = ExtendOperands(torch.zeros(len(own), 0, 0, 0), own, slots, counts)
+    there = replace(state, windows=own.clone().to(gpu_device), lengths=counts.to(gpu_device))
+    there = replace(there, slots=RowSet.of(slots.rows, there.windows.device))
     with triton_forms():
-        out = short_conv.advance(inputs, weights, state).cpu()
-    want = reference.extend(case.inputs, case.weights, replace(case.state, windows=own))
+        out = short_conv.advance(moved(case.inputs, gpu_device), moved(case.weights, gpu_device), there).cpu()
+    want = reference.extend(case.inputs, case.weights, state)
     for b, length in enumerate(lengths):
         torch.testing.assert_close(out[b, :length], want[b, :length], **TOLERANCE[dtype])
         assert (out[b, length:] == 0).all()
-    torch.testing.assert_close(state.windows.cpu(), own, equal_nan=True, rtol=2**-7, atol=0)
+    torch.testing.assert_close(there.windows.cpu(), own, equal_nan=True, rtol=2**-7, atol=0)
 
 
 @pytest.mark.fast_cases(1)
