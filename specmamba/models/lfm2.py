@@ -59,9 +59,8 @@ def _load(weights: Lfm2Weights) -> LoadedModel:
     embedding = weights.take_embedding("model.embed_tokens.weight")
     numbered = enumerate(number_layers(c.layer_types))
     blocks = [weights.block(i, f"model.layers.{i}.", kind, index) for i, (kind, index) in numbered]
-    norm = weights.norm(
-        "model.embedding_norm.weight", c.hidden_size, c.norm_eps
-    )  # behind the layers, in spite of its name
+    # in spite of its name it is behind the layers
+    norm = weights.norm("model.embedding_norm.weight", c.hidden_size, c.norm_eps)
     target, _ = weights.target(embedding, blocks, norm, weights.rotary())
     weights.reader.finish()
     num_attention = c.layer_types.count(ATTENTION)
