@@ -1,4 +1,4 @@
-"""GGUF files of Qwen3.5 checkpoints, written with the format's own library as llama.cpp's converter writes them."""
+"""GGUF files of Qwen3.5 and LFM2, written with the format's own library as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -45,11 +45,23 @@ LAYERS = (
     ("mlp.experts.gate_proj", "ffn_gate_exps.weight"),
     ("mlp.experts.up_proj", "ffn_up_exps.weight"),
     ("mlp.experts.down_proj", "ffn_down_exps.weight"),
+    ("self_attn.out_proj", "attn_output"),
+    ("self_attn.q_layernorm", "attn_q_norm"),
+    ("self_attn.k_layernorm", "attn_k_norm"),
+    ("conv.in_proj", "shortconv.in_proj"),
+    ("conv.conv", "shortconv.conv"),
+    ("conv.out_proj", "shortconv.out_proj"),
+    ("operator_norm", "attn_norm"),
+    ("ffn_norm", "ffn_norm"),
+    ("feed_forward.w1", "ffn_gate"),
+    ("feed_forward.w3", "ffn_up"),
+    ("feed_forward.w2", "ffn_down"),
 )
 OTHERS = {
     "model.embed_tokens.weight": "token_embd.weight",
     "lm_head.weight": "output.weight",
     "model.norm.weight": "output_norm.weight",
+    "model.embedding_norm.weight": "token_embd_norm.weight",  # of LFM2: behind the layers in spite of both names
     "mtp.fc.weight": "blk.{}.nextn.eh_proj.weight",
     "mtp.pre_fc_norm_embedding.weight": "blk.{}.nextn.enorm.weight",
     "mtp.pre_fc_norm_hidden.weight": "blk.{}.nextn.hnorm.weight",
@@ -71,8 +83,11 @@ def write_gguf(
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = separated(load_file(folder / "model.safetensors"))
-    writer = GGUFWriter(file, "qwen35moe" if "num_experts" in config else "qwen35")
-    write_metadata(writer, config, has_mtp="mtp.fc.weight" in tensors)
+    writer = GGUFWriter(file, architecture_of(config))
+    if writer.arch == "lfm2":
+        write_lfm2_metadata(writer, config, len(tensors["model.layers.0.feed_forward.w1.weight"]))
+    else:
+        write_metadata(writer, config, has_mtp="mtp.fc.weight" in tensors)
     for key, number in (extra or {}).items():
         writer.add_uint32(key, number)
     write_tokens(writer, json.loads((folder / "tokenizer.json").read_text()))
@@ -87,6 +102,13 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """What llama.cpp calls the model of a config."""
+    if config["model_type"] == "lfm2":
+        return "lfm2"
+    return "qwen35moe" if "num_experts" in config else "qwen35"
 
 
 def separated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -116,6 +138,8 @@ def name_of(name: str, num_layers: int) -> str:
 
 def converted(name: str, x: Tensor, config: dict[str, Any]) -> Tensor:
     """The values that llama.cpp's converter writes."""
+    if architecture_of(config) == "lfm2":
+        return x.squeeze(1) if "conv.conv" in name else x
     keys, dim = config["linear_num_key_heads"], config["linear_value_head_dim"]
     each, first = config["linear_num_value_heads"] // keys, 2 * keys * config["linear_key_head_dim"]
 
@@ -173,12 +197,27 @@ def write_metadata(writer: GGUFWriter, config: dict[str, Any], has_mtp: bool) ->
     writer.add_rope_dimension_sections([*rope.get("mrope_section", [rotary // 2, 0, 0]), 0])
 
 
+def write_lfm2_metadata(writer: GGUFWriter, config: dict[str, Any], inner: int) -> None:
+    """The same for LFM2; ``inner``: the width of its feed-forward layers, which the config may give unadjusted."""
+    key_heads = config["num_key_value_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(inner)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv([key_heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
 def write_tokens(writer: GGUFWriter, tokenizer: dict[str, Any]) -> None:
     """The vocabulary of a byte-level tokenizer."""
     added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     pieces = {number: piece for piece, number in tokenizer["model"]["vocab"].items()} | added
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen35")
+    writer.add_tokenizer_pre("lfm2" if writer.arch == "lfm2" else "qwen35")
     writer.add_token_list([pieces[number] for number in sorted(pieces)])
     writer.add_token_types([3 if number in added else 1 for number in sorted(pieces)])
     writer.add_token_merges(

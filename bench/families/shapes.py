@@ -92,6 +92,18 @@ MAMBA2: dict[str, Any] = {
     "n_groups": 1,
     "expand": 2,
 }
+LFM2: dict[str, Any] = {
+    **LONG,
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "block_auto_adjust_ff_dim": False,
+    "num_hidden_layers": 20,
+    "layer_types": ["conv", "conv", "conv", "full_attention"] * 5,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 5,
+    "conv_L_cache": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
 
 # family: (class of the configuration, class of the model, settings)
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -101,6 +113,7 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1),
     "granite_hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE_HYBRID),
     "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", NEMOTRON_H),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", LFM2),
     "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", MAMBA2),
 }
 

@@ -25,7 +25,7 @@ class ConvolvedRun {
 
   // y = channels [channel, channel + size) of token first + i, convolved.
   void mix(int64_t i, int64_t channel, int64_t size, float* y) const {
-    convolve(&taps_[i], convolution_.weight, convolution_.bias, convolution_.width, channels_, channel, size, y);
+    convolve(&taps_[i], convolution_, channels_, channel, size, y);
   }
 
   // Makes the window the last W - 1 inputs of `length` tokens.

@@ -1,4 +1,5 @@
 // Folds of pending records into checkpoints; reference.py specifies them.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -138,8 +139,9 @@ struct RowFolds {
 extern "C" void fold_rows(const RowFolds* p, int num_threads) {
   for (int64_t b = 0; b < p->batch; ++b) {
     if (!p->is_folded(b)) continue;
-    for_heads(p->layers, p->value_heads, num_threads, [&](int64_t layer, int64_t h) {
-      fold(p->of(layer, b), 0, h);
+    const int64_t tasks = std::max<int64_t>(1, p->value_heads);  // a layer without heads has a window alone
+    for_heads(p->layers, tasks, num_threads, [&](int64_t layer, int64_t h) {
+      if (h < p->value_heads) fold(p->of(layer, b), 0, h);
       if (h == 0) p->move_window(layer, b);
     });
     p->num_pending[b] = 0;

@@ -48,6 +48,7 @@ def can_take(state: Tensor, *written: Tensor) -> bool:
     """
     return (
         all(x.dtype is torch.float32 and x.is_cpu for x in (state, *written))
+        and state.numel() > 0
         and all(is_contiguous_from(x, 1) for x in written)
         and code() is not None
     )
@@ -104,7 +105,8 @@ def _sizes(x: Buffers) -> tuple[int, ...]:
     _, num_rows, capacity, key_heads, key_dim = x.k.shape
     _, _, window, channels = x.windows.shape  # type: ignore[union-attr]
     value_heads, _, value_dim = state
-    require(key_heads > 0 and value_heads % key_heads == 0, "value heads are no multiple of key heads")
+    is_grouped = value_heads % key_heads == 0 if key_heads else value_heads == 0  # without heads: a window alone
+    require(is_grouped, "value heads are no multiple of key heads")
     require(state[1] == key_dim, "the states have another shape")
     require(x.k.shape[:2] == (layers, num_rows), "k has another shape")
     require(x.u.shape == (layers, num_rows, capacity, value_heads, value_dim), "u has another shape")

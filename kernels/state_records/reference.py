@@ -23,7 +23,7 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
     with nothing pending are copied unchanged.
     """
     batch, value_heads = state.shape[:2]
-    group = value_heads // k.shape[2]
+    group = value_heads // max(1, k.shape[2])
     new_state = state.clone()
     for b in range(batch):
         for h in range(value_heads):

@@ -45,8 +45,7 @@ class Row {
 
   // y = channels [channel, channel + size) of a node, convolved over its ancestors.
   void mix(int64_t node, int64_t channel, int64_t size, float* y) const {
-    convolve(&taps_[node * convolution_.width], convolution_.weight, convolution_.bias, convolution_.width,
-             heads_.channels(), channel, size, y);
+    convolve(&taps_[node * convolution_.width], convolution_, heads_.channels(), channel, size, y);
   }
 
   // Stores these channels of a node's input for later verifies.

@@ -12,7 +12,7 @@ def fold(state: Tensor, k: Tensor, u: Tensor, decay: Tensor, num_pending: Tensor
     """One matrix product of weighted keys and updates per head."""
     num_records = decay.shape[1]
     out = torch.empty_like(state) if out is None else out
-    if num_records == 0:
+    if num_records == 0 or state.numel() == 0:
         return out.copy_(state)
     is_pending = torch.arange(num_records, device=state.device) < num_pending[:, None]
     last = (num_pending - 1).clamp(min=0)[:, None, None].expand(-1, 1, decay.shape[2])

@@ -12,10 +12,10 @@ SCALE_DTYPE = torch.float32  # of stored codes
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The recurrent state of one layer, of either kind: S = sum of decayed outer products k u^T.
+    """The state of one layer: a recurrent state S = sum of decayed outer products k u^T, and a convolution window.
 
     A gated delta net has Hk key heads of size K and Hv value heads of size V. For Mamba2 the keys are B (groups and
-    state size) and the values dt x (heads and head size).
+    state size) and the values dt x (heads and head size). A short convolution has no heads: its state is the window.
     """
 
     num_key_heads: int
@@ -23,10 +23,17 @@ class StateShape:
     key_dim: int
     value_dim: int
     conv_width: int
+    plain_channels: int = 0  # that are convolved and enter no recurrence
+
+    @classmethod
+    def window(cls, channels: int, conv_width: int) -> StateShape:
+        """The state of a layer without recurrence: the last ``conv_width`` - 1 inputs of its convolution."""
+        return cls(0, 0, 0, 0, conv_width, channels)
 
     @property
     def conv_channels(self) -> int:
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        of_heads = 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        return of_heads + self.plain_channels
 
     @property
     def num_values(self) -> int:

@@ -26,6 +26,7 @@ from specmamba.layers.feed_forward import MLP, GatedMLP, MoE
 from specmamba.layers.gated_delta_net import GatedDeltaNet
 from specmamba.layers.mamba2 import Mamba2
 from specmamba.layers.primitives import Linear
+from specmamba.layers.short_conv import ShortConv
 from specmamba.models.base import DraftKind, LoadedModel, Models
 from specmamba.models.tokenizer import Tokenizer
 
@@ -34,6 +35,7 @@ KINDS: dict[type, str] = {
     Attention: "attention",
     GatedDeltaNet: "gated_delta_net",
     Mamba2: "mamba2",
+    ShortConv: "short_convolution",
     MoE: "mixture_of_experts",
     GatedMLP: "mlp",
     MLP: "mlp",

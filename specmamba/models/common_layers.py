@@ -76,6 +76,16 @@ class AttentionScales(NamedTuple):
     layer_out: float = 1.0
 
 
+class AttentionNames(NamedTuple):
+    """What a family calls tensors of an attention layer, behind the layer's prefix."""
+
+    out: str = "o_proj"
+    norms: tuple[str, str] = ("q_norm", "k_norm")
+
+
+USUAL_NAMES = AttentionNames()
+
+
 def attention_layer(
     weights: Weights,
     prefix: str,
@@ -89,8 +99,9 @@ def attention_layer(
     norm_eps: float | None = None,
     score_scale: float | None = None,
     scales: AttentionScales | None = None,
+    names: AttentionNames = USUAL_NAMES,
 ) -> Attention:
-    """Make the attention layer whose tensors are named ``prefix``q_proj, k_proj, v_proj and o_proj.
+    """Make the attention layer whose tensors are named ``prefix``q_proj, k_proj, v_proj and those of ``names``.
 
     Args:
         weights: of the model.
@@ -101,9 +112,10 @@ def attention_layer(
         has_out_bias: whether the output projection has one; None: as ``has_bias``.
         has_rotary: whether queries and keys are rotated by their positions.
         width: of the layer's input; None: the hidden size.
-        norm_eps: epsilon of the norms of queries and keys, ``prefix``q_norm and k_norm; None: there are no such norms.
+        norm_eps: epsilon of the norms of queries and keys; None: there are no such norms.
         score_scale: factor of the scores; None: 1 / sqrt(head size).
         scales: factors of the layer's input, keys and output; None: 1.
+        names: of the output projection and the norms.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
@@ -112,10 +124,10 @@ def attention_layer(
     in_scale, key_scale, out_scale = scales or AttentionScales()
     key_width = heads.num_key_heads * dim
     parts = {"q_proj": (heads.width, 1.0), "k_proj": (key_width, key_scale), "v_proj": (key_width, 1.0)}
-    norm = None if norm_eps is None else head_norms(weights, prefix, heads)
+    norm = None if norm_eps is None else head_norms(weights, prefix, heads, names=names.norms)
     project = _one_product(weights, prefix, parts, width or hidden, has_bias, in_scale)
     out_bias = has_bias if has_out_bias is None else has_out_bias
-    out = weights.take_linear(f"{prefix}o_proj", hidden, heads.width, out_bias, out_scale)
+    out = weights.take_linear(f"{prefix}{names.out}", hidden, heads.width, out_bias, out_scale)
     scale = dim**-0.5 if score_scale is None else score_scale
     form = paged_attention.AttentionConfig(
         heads.num_query_heads, heads.num_key_heads, dim, scale, norm, norm_eps or 0.0
@@ -123,21 +135,28 @@ def attention_layer(
     return Attention(kv_layer, project, out, form, has_rotary)
 
 
-def head_norms(weights: Weights, prefix: str, heads: Heads, offset: float = 0.0) -> Tensor:
-    """Weights of ``prefix``q_norm and k_norm, repeated for every head, so that one pass norms all heads.
+def head_norms(
+    weights: Weights,
+    prefix: str,
+    heads: Heads,
+    offset: float = 0.0,
+    names: tuple[str, str] = USUAL_NAMES.norms,
+) -> Tensor:
+    """Weights of the norms of queries and keys, repeated for every head, so that one pass norms all heads.
 
     Args:
         weights: of the model.
         prefix: ends in a dot.
         heads: of the layer.
         offset: added to the stored weights; 1 for families that store w - 1.
+        names: of the two norms, behind the prefix.
 
     Returns:
         [query heads + key heads, head size] float32.
     """
-    counts = {"q": heads.num_query_heads, "k": heads.num_key_heads}
-    norms = [weights.norm(f"{prefix}{name}_norm.weight", heads.head_dim, 0.0, offset).weight for name in counts]
-    rows = [norm.expand(count, -1) for norm, count in zip(norms, counts.values(), strict=True)]
+    norms = [weights.norm(f"{prefix}{name}.weight", heads.head_dim, 0.0, offset).weight for name in names]
+    counts = heads.num_query_heads, heads.num_key_heads
+    rows = [norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)]
     return weights.keep_instead(torch.cat(rows), *norms)
 
 
@@ -149,8 +168,9 @@ def gated_mlp(
     has_bias: bool = False,
     gate_scale: float = 1.0,
     down_scale: float = 1.0,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> GatedMLP:
-    """Make the MLP whose tensors are named ``prefix``gate_proj, up_proj and down_proj.
+    """Make the MLP of three projections: gate, up and down.
 
     Args:
         weights: of the model.
@@ -158,13 +178,14 @@ def gated_mlp(
         inner: width I between the projections.
         has_bias: all three projections have a bias, or none has.
         gate_scale, down_scale: factors of the outputs of these two projections.
+        names: of the projections, behind the prefix.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
     """
-    hidden, parts = weights.config.hidden_size, {"gate_proj": (inner, gate_scale), "up_proj": (inner, 1.0)}
-    gate_up = _one_product(weights, prefix, parts, hidden, has_bias)
-    return GatedMLP(gate_up, weights.take_linear(f"{prefix}down_proj", hidden, inner, has_bias, down_scale))
+    hidden, (gate, up, down) = weights.config.hidden_size, names
+    gate_up = _one_product(weights, prefix, {gate: (inner, gate_scale), up: (inner, 1.0)}, hidden, has_bias)
+    return GatedMLP(gate_up, weights.take_linear(f"{prefix}{down}", hidden, inner, has_bias, down_scale))
 
 
 def _one_product(
@@ -190,11 +211,11 @@ def require_silu(config: Any) -> None:
         raise UnsupportedModelError(f"hidden_act {config.hidden_act!r} is not supported: only silu is")
 
 
-def require_layer_types(config: Any) -> None:
+def require_layer_types(config: Any, recurrent: str = RECURRENT) -> None:
     """Raise UnsupportedModelError where ``layer_types`` does not give one of the two kinds to every layer."""
-    if set(config.layer_types) - {RECURRENT, ATTENTION} or len(config.layer_types) != config.num_hidden_layers:
+    if set(config.layer_types) - {recurrent, ATTENTION} or len(config.layer_types) != config.num_hidden_layers:
         raise UnsupportedModelError(
-            f"layer_types must give {RECURRENT} or {ATTENTION} to each of {config.num_hidden_layers} layers"
+            f"layer_types must give {recurrent} or {ATTENTION} to each of {config.num_hidden_layers} layers"
         )
 
 

@@ -74,7 +74,7 @@ def trained_logits(head: Eagle3Head, embedding: Tensor, features: Tensor, tokens
     return full.index_copy_(1, head.target_ids, logits)
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "falcon-h1", "granite-hybrid"])
+@pytest.mark.parametrize("family", ["qwen3.5", "falcon-h1", "granite-hybrid", "lfm2"])
 @pytest.mark.parametrize("drafts_all", [True, False])
 def test_the_training_computes_what_the_engine_drafts(
     family: str, drafts_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -182,7 +182,9 @@ class TestDamage:
 
     def test_another_architecture(self, file: Path) -> None:
         file.write_bytes(file.read_bytes().replace(b"qwen35", b"llama4"))
-        with pytest.raises(UnsupportedModelError, match=r"'llama4' model; of GGUF files, qwen35, qwen35moe are"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"'llama4' model; of GGUF files, qwen35, qwen35moe, lfm2 are read"
+        ):
             resolve_checkpoint(str(file), None)
 
     def test_part_of_a_split_file(self, checkpoint: Path, tmp_path: Path) -> None:

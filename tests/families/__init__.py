@@ -6,11 +6,23 @@ which writes the checkpoint and gives the transformers model, float32.
 
 from types import ModuleType
 
-from tests.families import falcon_h1, granite_hybrid, mamba2, nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
+from tests.families import (
+    falcon_h1,
+    granite_hybrid,
+    lfm2,
+    lfm2_moe,
+    mamba2,
+    nemotron_h,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
+)
 
 FAMILIES: dict[str, ModuleType] = {
     "falcon-h1": falcon_h1,
     "granite-hybrid": granite_hybrid,
+    "lfm2": lfm2,
+    "lfm2-moe": lfm2_moe,
     "mamba2": mamba2,
     "nemotron-h": nemotron_h,
     "qwen3.5": qwen3_5,

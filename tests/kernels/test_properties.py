@@ -50,6 +50,7 @@ from tests.kernels.recurrent import (
     test_delta_net,
     test_gated_delta_rule,
     test_mamba2,
+    test_short_conv,
     test_ssd,
     test_state_copy,
     test_state_records,
@@ -149,6 +150,33 @@ def test_layers_over_runs(module: ModuleType, form: str, count: int) -> None:
 
     lengths = st.lists(st.integers(0, 70), min_size=1, max_size=3)
     hold(count, check, of=heads, lengths=lengths, width=st.integers(1, 6), dtype=dtypes, seed=seeds)
+
+
+@each_tier
+@pytest.mark.parametrize("form", FORMS)
+def test_short_convolutions(form: str, count: int) -> None:
+    """Trees, and runs of known tokens."""
+
+    def check(
+        channels: int, nodes: int, rows: list[tuple[int, int]], width: int, dtype: torch.dtype, seed: int
+    ) -> None:
+        torch.manual_seed(seed)
+        pending, lengths = (list(x) for x in zip(*rows, strict=True))
+        layer = {"width": width, "has_bias": seed % 2 == 0, "dtype": dtype}
+        test_short_conv.Case(channels, nodes, pending, **layer).check(form)
+        test_short_conv.make_run(channels, lengths, **layer).check(form)
+
+    rows = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 70)), min_size=1, max_size=3)
+    hold(
+        count,
+        check,
+        channels=st.integers(1, 300),
+        nodes=sizes,
+        rows=rows,
+        width=st.integers(1, 6),
+        dtype=dtypes,
+        seed=seeds,
+    )
 
 
 @each_tier

@@ -143,7 +143,7 @@ def answer(llm: LLM, prompt: list[int]) -> RequestOutput:
     return llm.generate(prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))[0]
 
 
-@pytest.mark.fast_cases(18)  # every family and every drafter at least twice
+@pytest.mark.fast_cases(20)  # every family and every drafter at least twice
 @pytest.mark.parametrize(("family", "drafter", "state"), CASES, indirect=["family"])
 def test_text_is_that_of_plain_decoding(
     family: Family, drafter: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

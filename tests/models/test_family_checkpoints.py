@@ -77,6 +77,7 @@ def logits_of(folder: Path) -> torch.Tensor:
             {"layer_types": ["mamba", "sliding_attention", "mamba", "mamba"]},
             "must give linear_attention or full_attention to each of 4 layers",
         ),
+        ("lfm2-moe", {"num_experts_per_tok": 7}, "a token cannot go to 7 of 6 experts"),
         ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate false is not supported"),
         ("qwen3.5", {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported: only silu is"),
         ("qwen3.5-moe", {"norm_topk_prob": False}, "norm_topk_prob false is not supported for Qwen3.5"),

@@ -34,6 +34,8 @@ PACKED = (
 TIED = {
     "falcon-h1": "norm-after-gate",
     "granite-hybrid": "no-experts",
+    "lfm2": "biased-tied",
+    "lfm2-moe": "tied",
     "mamba2": "biased-tied",
     "nemotron-h": "tied",
     "qwen3.5": "tied",

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import FalconH1Config, FalconH1ForCausalLM
+from transformers import FalconH1Config, FalconH1ForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 from specmamba import LLM, SamplingParams
 from specmamba.cli import main
 from specmamba.cuda_graphs import EagerReplay
 from specmamba.kernels import gpu
-from tests.families import falcon_h1
+from tests.families import falcon_h1, lfm2
 from tests.families.checkpoints import write_checkpoint
 from tests.repository import ROOT
 from tests.tiny import FULL, LINEAR, WHOLE_BLOCKS, write_tiny_checkpoint
@@ -82,6 +82,15 @@ def test_mamba2(tmp_path: Path) -> None:
     config = FalconH1Config(**falcon_h1.DEFAULTS | {"num_hidden_layers": 2})
     write_checkpoint(tmp_path / "model", FalconH1ForCausalLM(config), seed=3)
     assert generate_interpreted(model=str(tmp_path / "model")) == generate(model=str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("state", ["records", "snapshots"])
+def test_short_convolutions_with_drafts(tmp_path: Path, state: str) -> None:
+    """States are windows alone, which a verify moves where a row folds."""
+    settings = lfm2.DEFAULTS | {"num_hidden_layers": 2, "layer_types": [lfm2.CONV, lfm2.ATTENTION]}
+    write_checkpoint(tmp_path / "model", Lfm2ForCausalLM(Lfm2Config(**settings)), seed=3)
+    flags = {"model": str(tmp_path / "model"), "speculative_state": state, "speculative_algorithm": "ngram"}
+    assert generate_interpreted(**flags) == generate(**flags)
 
 
 def test_a_checkpoint_in_codes(tmp_path: Path) -> None:

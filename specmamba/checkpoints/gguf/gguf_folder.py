@@ -16,7 +16,7 @@ from specmamba.kernels.native import levels, library
 
 SAMPLE_BYTES = 1 << 20  # of the file, for its digest
 VERSION = "1"  # of what is written
-ARCHITECTURES = ("qwen35", "qwen35moe")
+ARCHITECTURES = ("qwen35", "qwen35moe", "lfm2")
 
 
 def folder_of(file: Path) -> Path:

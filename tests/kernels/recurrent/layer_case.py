@@ -36,10 +36,11 @@ def make_buffers_and_trees(
     width: int = 4,
     shapes: tuple[str, ...] = SHAPES,
     dtype: torch.dtype = torch.float32,
+    plain_channels: int = 0,
 ) -> tuple[Buffers, Trees]:
     """Of heads (Hk, Hv, K, V), for one tree per entry of ``pending``; rows and slots lie in no order."""
     (hk, hv, key_dim, value_dim), batch, offset = heads, len(pending), max(pending)
-    channels, capacity = 2 * hk * key_dim + hv * value_dim, offset + nodes + 2
+    channels, capacity = 2 * hk * key_dim + hv * value_dim + plain_channels, offset + nodes + 2
     rows, slots = torch.randperm(NUM_ROWS)[:batch], torch.randperm(NUM_SLOTS)[:batch]
     buffers = Buffers(
         states=torch.full((NUM_SLOTS, hv, key_dim, value_dim), torch.nan),
@@ -139,6 +140,16 @@ class LayerCase:
     buffers: Buffers
     trees: Trees
 
+    def kept(self) -> Tensor:
+        """What a verify leaves of the nodes' inputs, [B, N, C]."""
+        mixed: Tensor = self.inputs.mixed
+        return mixed
+
+    @staticmethod
+    def exact(inputs: Any) -> Any:
+        """Inputs in float64."""
+        return copied(inputs, torch.float64)
+
     def run(self, form: str = "native") -> tuple[Tensor, Buffers]:
         """Outputs, and the buffers afterwards; the case stays as it is."""
         buffers = copied(self.buffers)
@@ -153,7 +164,7 @@ class LayerCase:
     def wanted(self) -> tuple[Tensor, Buffers]:
         """The same by the reference in float64."""
         buffers = copied(self.buffers, torch.float64)
-        inputs, weights = copied(self.inputs, torch.float64), copied(self.weights, torch.float64)
+        inputs, weights = self.exact(self.inputs), copied(self.weights, torch.float64)
         reference = import_module(f"{self.operators.__name__}.reference")
         return reference.tree_verify(inputs, weights, buffers, self.trees), buffers
 
@@ -163,7 +174,7 @@ class LayerCase:
         want, wanted = self.wanted()
         assert out.dtype is self.inputs.gate.dtype
         torch.testing.assert_close(out.double(), want, **TOLERANCE[out.dtype])
-        check_buffers(buffers, wanted, self.buffers, self.trees, self.inputs.mixed, RECORDS)
+        check_buffers(buffers, wanted, self.buffers, self.trees, self.kept(), RECORDS)
 
     def row(self, index: int) -> LayerCase:
         """The case of one tree alone, on the same weights and buffers."""

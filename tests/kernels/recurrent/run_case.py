@@ -21,7 +21,7 @@ class RunCase:
         """The layer's case has one tree per entry of ``lengths``. Inputs of padding are NaN."""
         conv, dtype, batch = layer.weights.conv, layer.inputs.mixed.dtype, len(lengths)
         self.operators: ModuleType = layer.operators
-        self.mix, self.inputs, self.weights = layer.mix, layer.inputs, layer.weights
+        self.mix, self.exact, self.inputs, self.weights = layer.mix, layer.exact, layer.inputs, layer.weights
         for x in values(self.inputs):
             x[torch.arange(x.shape[1]) >= torch.tensor(lengths)[:, None]] = torch.nan
         slots = torch.randperm(NUM_SLOTS)[:batch]
@@ -47,7 +47,7 @@ class RunCase:
         out, after = self.run(form)
         reference = import_module(f"{self.operators.__name__}.reference")
         wanted = copied_state(self.state, torch.float64)
-        want = reference.extend(copied(self.inputs, torch.float64), copied(self.weights, torch.float64), wanted)
+        want = reference.extend(self.exact(self.inputs), copied(self.weights, torch.float64), wanted)
         assert out.dtype is self.inputs.gate.dtype
         for b, length in enumerate(self.state.lengths.tolist()):
             torch.testing.assert_close(out[b, :length].double(), want[b, :length], **TOLERANCE[out.dtype])

@@ -187,7 +187,7 @@ def layered_buffers(heads: tuple[int, int, int, int], counts: Tensor, rows: Tens
     for layer in range(2):
         for buffer, x in zip(records, make_records(len(rows), 9, heads, counts, seed=layer), strict=True):
             buffer[layer, rows] = x
-    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    channels = 2 * key_heads * key_dim + value_heads * value_dim or 7
     inputs, windows = torch.randn(2, 5, 3 + 9, channels).to(dtype), torch.randn(2, 6, 3, channels).to(dtype)
     states = torch.stack([make_state(6, heads, seed=60 + layer) for layer in range(2)])
     return Buffers(states, inputs, *records, windows)
@@ -224,6 +224,22 @@ def test_folds_of_rows(
     assert torch.equal(got.windows[:, others], before.windows[:, others])
     assert torch.equal(got.conv_inputs[:, [0, 2]], before.conv_inputs[:, [0, 2]])
     assert torch.equal(got.conv_inputs[:, :, 3:], before.conv_inputs[:, :, 3:])
+
+
+def test_folds_of_rows_without_heads_move_windows(ops: Any) -> None:
+    """The state is a window alone, of a short convolution; a row without a flag keeps it."""
+    rows, slots, counts = torch.tensor([4, 1, 3]), torch.tensor([2, 5, 1]), torch.tensor([9, 4, 1])
+    got = layered_buffers((0, 0, 0, 0), counts, rows, torch.bfloat16)
+    want = replace(got, **{name: getattr(got, name).clone() for name in ("conv_inputs", "windows")})
+    assert want.windows is not None
+    for row, slot, count in ((4, 2, 9), (3, 1, 1)):
+        want.windows[:, slot] = want.conv_inputs[:, row, count : count + 3]
+        want.conv_inputs[:, row, :3] = want.windows[:, slot]
+    ops.fold_rows(got, rows, slots, counts, torch.tensor([True, False, True]))
+    assert counts.tolist() == [0, 4, 0]
+    assert got.windows is not None
+    assert torch.equal(got.windows, want.windows)
+    assert torch.equal(got.conv_inputs, want.conv_inputs)
 
 
 @needs_native

@@ -164,6 +164,39 @@ def granite(c: dict[str, Any]) -> Tensors:
             yield f"{p}block_sparse_moe.router.layer.weight", (num_experts, hidden)
 
 
+def lfm2(c: dict[str, Any]) -> Tensors:
+    """Dense LFM2 and LFM2-MoE; the width of the dense layers is that of the tensors."""
+    hidden, heads, key_heads = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
+    dim, inner = hidden // heads, c.get("intermediate_size") or c["block_ff_dim"]
+    if c.get("block_auto_adjust_ff_dim"):
+        inner = -(-(2 * inner // 3) // 256) * 256
+    yield "model.embed_tokens.weight", (c["vocab_size"], hidden)
+    yield from norms("model.", hidden, "embedding_norm")
+
+    def feed_forward(p: str, width: int) -> Tensors:
+        yield from ((f"{p}{x}.weight", (width, hidden)) for x in ("w1", "w3"))
+        yield f"{p}w2.weight", (hidden, width)
+
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        yield from norms(p, hidden, "operator_norm", "ffn_norm")
+        if i in c["full_attn_idxs"]:
+            for name, shape in attention(f"{p}self_attn.", hidden, heads, key_heads, dim):
+                yield name.replace("o_proj", "out_proj"), shape
+            yield from norms(f"{p}self_attn.", dim, "q_layernorm", "k_layernorm")
+        else:
+            yield f"{p}conv.in_proj.weight", (3 * hidden, hidden)
+            yield f"{p}conv.conv.weight", (hidden, 1, 3)
+            yield f"{p}conv.out_proj.weight", (hidden, hidden)
+        if i < c.get("num_dense_layers", c["num_hidden_layers"]):
+            yield from feed_forward(f"{p}feed_forward.", inner)
+            continue
+        yield f"{p}feed_forward.gate.weight", (c["num_experts"], hidden)
+        yield f"{p}feed_forward.expert_bias", (c["num_experts"],)
+        for e in range(c["num_experts"]):
+            yield from feed_forward(f"{p}feed_forward.experts.{e}.", c["moe_intermediate_size"])
+
+
 def pure_mamba(c: dict[str, Any]) -> Tensors:
     hidden, names = c["hidden_size"], ("backbone.embeddings.weight", "lm_head.weight")
     yield from ((name, (c["vocab_size"], hidden)) for name in names)

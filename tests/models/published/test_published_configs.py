@@ -18,7 +18,7 @@ from specmamba.checkpoints.tensor_reader import ShapeReader, StoredTensor
 from specmamba.kernels import mamba2
 from specmamba.models import registry
 from specmamba.models.base import LoadOptions
-from tests.models.published.names import Tensors, falcon, granite, nemotron, pure_mamba, qwen
+from tests.models.published.names import Tensors, falcon, granite, lfm2, nemotron, pure_mamba, qwen
 from tests.models.test_weight_bytes import parts
 
 INF = float("inf")
@@ -160,6 +160,23 @@ GRANITE = {
     "rope_theta": 10000,
     "tie_word_embeddings": True,
     "vocab_size": 100352,
+}
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-5,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "vocab_size": 65536,
 }
 
 MODELS = {
@@ -309,6 +326,64 @@ MODELS = {
         36,
         StateShape(1, 64, 128, 64, 4),
     ),
+    # heads and widths are published; of the 700M's and the larger ones' layers it was inferred which have attention
+    **{
+        f"LFM2-{size}": Published(
+            LFM2 | {"hidden_size": hidden, "num_attention_heads": hidden // 64, "block_ff_dim": inner},
+            lfm2,
+            num_parameters,
+            (KVShape(6, 8, 64),),
+            10,
+            StateShape.window(hidden, 3),
+        )
+        for size, hidden, inner, num_parameters in (
+            ("350M", 1024, 6656, 354_483_968),
+            ("700M", 1536, 10240, 742_489_344),
+            ("1.2B", 2048, 12288, 1_170_340_608),
+        )
+    },
+    "LFM2.5-2.6B": Published(
+        {name: value for name, value in LFM2.items() if name != "rope_theta"}
+        | {
+            "block_auto_adjust_ff_dim": False,
+            "full_attn_idxs": [2, 6, 10, 14, 18, 21, 24, 27],
+            "hidden_size": 2048,
+            "intermediate_size": 10752,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 30,
+            "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
+        },
+        lfm2,
+        2_569_272_320,
+        (KVShape(8, 8, 64),),
+        22,
+        StateShape.window(2048, 3),
+    ),
+    "LFM2-8B-A1B": Published(
+        {name: value for name, value in LFM2.items() if not name.startswith("block_")}
+        | {
+            "architectures": ["Lfm2MoeForCausalLM"],
+            "model_type": "lfm2_moe",
+            "full_attn_idxs": [2, 6, 10, 14, 18, 21],
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "routed_scaling_factor": 1.0,
+            "use_expert_bias": True,
+        },
+        lfm2,
+        8.34e9,
+        (KVShape(6, 8, 64),),
+        18,
+        StateShape.window(2048, 3),
+    ),
     "Mamba-Codestral-7B": Published(
         {
             "architectures": ["Mamba2ForCausalLM"],
@@ -360,4 +435,4 @@ def test_published_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     shape = model.cache_shape
     assert (shape.kv, shape.num_state_layers, shape.state) == (published.kv, published.state_layers, published.state)
     limits = {part.dt_limit for part in parts(model.target, set()) if isinstance(part, mamba2.operands.Weights)}
-    assert limits == (set() if "Qwen" in name else {(0.0, INF)})
+    assert limits == (set() if name.startswith(("Qwen", "LFM2")) else {(0.0, INF)})

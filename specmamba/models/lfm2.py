@@ -1,0 +1,164 @@
+"""LFM2 (arXiv 2511.23404): gated short convolutions and attention take turns, each with a SwiGLU layer behind it.
+
+A convolution's state is the window of its last inputs; there is no recurrence. LFM2-MoE has experts in place of the
+SwiGLU layers, but for the first few.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specmamba.cache.shapes import StateShape
+from specmamba.checkpoints.tensor_reader import TensorReader
+from specmamba.kernels import rowwise, short_conv
+from specmamba.layers.feed_forward import Experts, MoE, SigmoidRouter
+from specmamba.layers.short_conv import ShortConv
+from specmamba.models.base import LoadedModel, LoadOptions
+from specmamba.models.common_layers import (
+    ATTENTION,
+    AttentionNames,
+    Heads,
+    attention_layer,
+    gated_mlp,
+    number_layers,
+    require_experts,
+    require_layer_types,
+)
+from specmamba.models.hybrid import Block, Layer
+from specmamba.models.weights import Weights, loaded_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+RENAMES = ()
+SHORT_CONV = "conv"  # in ``layer_types``
+NAMES = AttentionNames("out_proj", ("q_layernorm", "k_layernorm"))
+GATE, UP, DOWN = "w1", "w3", "w2"
+
+
+def load(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
+    """Build LFM2; see ``_load``."""
+    return _load(Lfm2Weights(config, reader, options))
+
+
+def load_moe(config: PretrainedConfig, reader: TensorReader, options: LoadOptions) -> LoadedModel:
+    """Build LFM2 with mixtures of experts; see ``_load``."""
+    return _load(Lfm2MoEWeights(config, reader, options))
+
+
+def _load(weights: Lfm2Weights) -> LoadedModel:
+    """Build a model from a checkpoint's config and tensors, with the layers that ``weights`` makes.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over or misshapen.
+        UnsupportedModelError: the config asks for a variant that this class does not compute.
+    """
+    c, heads = weights.config, weights.heads
+    embedding = weights.take_embedding("model.embed_tokens.weight")
+    numbered = enumerate(number_layers(c.layer_types))
+    blocks = [weights.block(i, f"model.layers.{i}.", kind, index) for i, (kind, index) in numbered]
+    # in spite of its name it is behind the layers
+    norm = weights.norm("model.embedding_norm.weight", c.hidden_size, c.norm_eps)
+    target, _ = weights.target(embedding, blocks, norm, weights.rotary())
+    weights.reader.finish()
+    num_attention = c.layer_types.count(ATTENTION)
+    return loaded_model(
+        target,
+        weights,
+        c.layer_types.count(SHORT_CONV),
+        weights.state_shape,
+        kv=heads.kv_shapes(num_attention),
+        attention_width=heads.width * num_attention,
+    )
+
+
+class Lfm2Weights(Weights):
+    """Makes the layers of dense LFM2."""
+
+    def __init__(self, config: Any, reader: TensorReader, options: LoadOptions) -> None:
+        super().__init__(config, reader, options)
+        require_layer_types(config, SHORT_CONV)
+        self.heads = Heads.of(config)
+        self.state_shape = StateShape.window(config.hidden_size, config.conv_L_cache)
+
+    def block(self, layer: int, prefix: str, kind: str, index: int) -> Block:
+        """A mixer, then a feed-forward layer. ``index``: the mixer's place in the pool of its kind."""
+        c = self.config
+        mixer = self.attention(prefix, index) if kind == ATTENTION else self.short_conv(f"{prefix}conv.", index)
+        norms = [self.norm(f"{prefix}{name}_norm.weight", c.hidden_size, c.norm_eps) for name in ("operator", "ffn")]
+        return Block(((norms[0], mixer), (norms[1], self.feed_forward(layer, f"{prefix}feed_forward."))))
+
+    def attention(self, prefix: str, kv_layer: int) -> Layer:
+        """Attention with normed queries and keys."""
+        eps = self.config.norm_eps
+        return attention_layer(
+            self, f"{prefix}self_attn.", kv_layer, self.heads, has_bias=False, norm_eps=eps, names=NAMES
+        )
+
+    def short_conv(self, prefix: str, state_layer: int) -> Layer:
+        """The gated short convolution."""
+        shape, has_bias = self.state_shape, self.config.conv_bias
+        channels, float32 = shape.conv_channels, torch.float32
+        conv = self.take(f"{prefix}conv.weight", channels, 1, shape.conv_width, dtype=float32)
+        weights = short_conv.Weights(
+            conv=conv.squeeze(1).t().contiguous().t(),  # the kernel reads it by tap
+            conv_bias=self.take(f"{prefix}conv.bias", channels, dtype=float32) if has_bias else None,
+        )
+        project = self.take_linear(f"{prefix}in_proj", 3 * channels, channels, has_bias)
+        out = self.take_linear(f"{prefix}out_proj", channels, channels, has_bias)
+        return ShortConv(state_layer, shape, project, out, weights)
+
+    def feed_forward(self, layer: int, prefix: str) -> Layer:
+        """The second half of a block."""
+        return gated_mlp(self, prefix, self.inner_size(), names=(GATE, UP, DOWN))
+
+    def inner_size(self) -> int:
+        """The width between the projections of a feed-forward layer, adjusted if the config says so."""
+        c = self.config
+        if not c.block_auto_adjust_ff_dim:
+            return int(c.intermediate_size)
+        inner, unit = int(c.block_ffn_dim_multiplier * int(2 * c.intermediate_size / 3)), int(c.block_multiple_of)
+        return -(-inner // unit) * unit
+
+
+class Lfm2MoEWeights(Lfm2Weights):
+    """Makes the layers of LFM2-MoE, with experts behind the first ``num_dense_layers`` layers."""
+
+    def inner_size(self) -> int:
+        """The width of the dense layers, as the config gives it."""
+        return int(self.config.intermediate_size)
+
+    def feed_forward(self, layer: int, prefix: str) -> Layer:
+        """The second half of a block."""
+        c = self.config
+        if layer < c.num_dense_layers:
+            return super().feed_forward(layer, prefix)
+        require_experts(c.num_experts_per_tok, c.num_experts)
+        router = SigmoidRouter(
+            self.take_router(f"{prefix}gate.weight", c.num_experts),
+            self.expert_bias(prefix),
+            c.num_experts_per_tok,
+            renormalise=c.norm_topk_prob,
+            scale=c.routed_scaling_factor,
+        )
+        return MoE(router, self.all_experts(f"{prefix}experts."))
+
+    def expert_bias(self, prefix: str) -> torch.Tensor:
+        """What is added to the scores that experts are chosen by, [E] float32."""
+        c = self.config
+        if not c.use_expert_bias:
+            return torch.zeros(c.num_experts, device=self.options.device)
+        return self.take(f"{prefix}expert_bias", c.num_experts, dtype=torch.float32)
+
+    def all_experts(self, prefix: str) -> Experts:
+        """The routed experts, stored as one tensor for all of them or as one for each."""
+        num_experts, inner, hidden = self.config.num_experts, self.config.moe_intermediate_size, self.config.hidden_size
+        if self.reader.has(f"{prefix}gate_up_proj"):
+            up = self.take_matrix(f"{prefix}gate_up_proj", num_experts, 2 * inner, hidden)
+            down = self.take_matrix(f"{prefix}down_proj", num_experts, hidden, inner)
+        else:
+            up = self.take_experts(prefix, (GATE, UP), num_experts, inner, hidden)
+            down = self.take_experts(prefix, (DOWN,), num_experts, hidden, inner)
+        return self.experts(up, down, rowwise.silu_mul)
