@@ -149,6 +149,10 @@ class FakeEngine:
         self.spec = SpecStats()
 
     @property
+    def has_room(self) -> bool:
+        return len(self.running) < self.config.max_queued_requests
+
+    @property
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 
@@ -157,6 +161,7 @@ class FakeEngine:
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
+        forced_output_ids: Sequence[int] = (),
         extra_key: str | None = None,
         grammar: CompiledGrammar | None = None,
         owner: Owner = ANYONE,

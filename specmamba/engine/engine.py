@@ -163,11 +163,7 @@ class Engine:
             PromptTooLongError: no output token fits behind the prompt.
             QueueFullError: too many requests are waiting.
         """
-        self.check_prompt(prompt_token_ids, params.max_tokens)
-        self.check_tokens(forced_output_ids, "replay")
-        self.check_tokens(params.logit_bias, "logit_bias")
-        if params.accept == "rejection" and self.config.speculative_accept == "target":
-            raise RequestError("this server decides all requests under target (--speculative-accept)", "speculative")
+        self.check_request(prompt_token_ids, params, forced_output_ids)
         if request_id in self._requests:
             raise RequestError(f"a request with the id {request_id!r} is running already", "request_id")
         prompt = tuple(prompt_token_ids)
@@ -183,6 +179,16 @@ class Engine:
         self.scheduler.add(request)
         self._requests[request_id] = request
         self._num_added += 1
+
+    def check_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, forced_output_ids: Sequence[int] = ()
+    ) -> None:
+        """Raise what ``add_request`` would raise about these arguments alone; any thread may call this."""
+        self.check_prompt(prompt_token_ids, params.max_tokens)
+        self.check_tokens(forced_output_ids, "replay")
+        self.check_tokens(params.logit_bias, "logit_bias")
+        if params.accept == "rejection" and self.config.speculative_accept == "target":
+            raise RequestError("this server decides all requests under target (--speculative-accept)", "speculative")
 
     def check_prompt(self, prompt_token_ids: Sequence[int], max_tokens: int = 1) -> None:
         """Raise what ``add_request`` would raise about this prompt: RequestError or PromptTooLongError."""
@@ -283,6 +289,11 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the queue takes another request."""
+        return self.scheduler.has_room
 
     def stats(self) -> EngineStats:
         """Numbers of queues and pools now, and of speculation since the start."""

@@ -161,7 +161,8 @@ class TestLLM:
         stream = llm.stream("def main():", SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True))
         next(stream)
         llm.close()
-        assert list(stream) == []
+        *_, last = stream
+        assert (last.finish_reason, last.error) == ("abort", "this model is shutting down")
 
     def test_requests_added_to_the_engine_directly_do_not_disturb_generate(self, llm: LLM) -> None:
         llm.engine.add_request("by hand", [5], SamplingParams(max_tokens=3, ignore_eos=True))

@@ -113,10 +113,10 @@ def test_short_of_memory_and_from_the_cache(llm: LLM, state: str, no_headroom: N
     flags = FLAGS | {"max_total_tokens": 130, "context_length": 100, "speculative_state": state}
     plain = run(llm, prompts, params, speculative_algorithm="none")
     with LLM(**flags, **DRAFTS["tree"]) as small:
-        small._grammars = llm._grammars  # one process is enough
+        small._local.grammars = llm._local.grammars  # one process is enough
         first = small.generate(prompts, params)
         again = small.generate(prompts, params)
-        small._grammars = None
+        small._local.grammars = None
         assert small.engine.stats().num_preemptions > 0
         assert any(output.num_cached_tokens for output in again)
     assert essence(first) == essence(again) == essence(plain)
@@ -215,7 +215,7 @@ def test_unusable_grammars_are_refused_before_running(llm: LLM, monkeypatch: pyt
         llm.generate(["x", "x"], [SamplingParams(), of_schema({"uniqueItems": True})])
     with pytest.raises(RequestError, match="ignore_eos"):
         llm.generate("x", constrained("regex", "a", ignore_eos=True))
-    monkeypatch.setattr(llm, "_grammars", None)
+    monkeypatch.setattr(llm._local, "grammars", None)
     monkeypatch.setattr("specmamba.grammar.compiler.find_spec", lambda name: None)
     with pytest.raises(RequestError, match="pip install 'specmamba"):
         llm.generate("x", constrained("regex", "a"))

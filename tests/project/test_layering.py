@@ -23,7 +23,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("verify", "grammar"),
     ("draft",),
     ("engine",),
-    ("llm",),
+    ("prompts",),
+    ("local_engine",),
+    ("llm", "async_llm"),
     ("__init__",),
     ("server",),
     ("measure",),
@@ -42,7 +44,7 @@ FOUNDATION = {
     "errors",
     "trees",
 }  # one layer, and they may import each other
-FACES = {"llm", "__init__", "server"}
+FACES = {"llm", "async_llm", "__init__", "server"}
 TOOLS = ("measure", "tune", "train", "bench")  # they use faces, layers and kernels only, and each other downwards
 # What these two may import from outside specmamba; the other packages are free.
 # kernels/draft_sizing decides on the host, in numpy's arrays
