@@ -21,7 +21,8 @@ from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.sampling_params import SamplingParams
 from specmamba.server.app import create_app
-from specmamba.server.serve import ApiServer, bind, url_of
+from specmamba.server.listener import listen, url_of
+from specmamba.server.serve import ApiServer
 from specmamba.server_config import ServerConfig
 from specmamba.templates.rendering import Conversation, RenderedChat, render
 
@@ -333,7 +334,7 @@ def serving(engine: Any = None, **settings: Any) -> Iterator[Served]:
         engine.config = config
     engine_thread = EngineThread(lambda: engine, config.stream_chunk_interval)
     engine_thread.start()
-    listener = bind(config.host, config.port)
+    listener = listen(config.host, config.port)
     with pytest.MonkeyPatch.context() as patch:
         if getattr(engine, "renders_in_process", False):
             patch.setattr("specmamba.server.api.templates.TemplateRenderer", RendererInProcess)
