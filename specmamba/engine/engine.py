@@ -37,7 +37,7 @@ from specmamba.engine.model_report import describe_engine
 from specmamba.engine.request import PrefillRun, Request, TextStream, seed_of_request
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, TenantStats
-from specmamba.errors import PromptTooLongError, RequestError
+from specmamba.errors import NotEnoughMemoryError, PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.kernels.draft_sizing import TreeArrays
 from specmamba.models.tokenizer import Detokenizer, Tokenizer
@@ -61,6 +61,14 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        try:
+            self._load(config)
+        except Exception as error:
+            if (shortage := NotEnoughMemoryError.found_in(error)) is not None:
+                raise shortage from error
+            raise
+
+    def _load(self, config: EngineConfig) -> None:
         self.device = resolve_device(config.device)
         self.config = config = config.on_device(self.device.type)
         self.folder = folder = resolve_checkpoint(config.model_path, config.revision)
