@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from specmamba.core import OutputDelta, RequestOutput
 from specmamba.engine.engine import Engine
+from specmamba.engine_flags import EngineFlags
+from specmamba.given_prompts import GivenPrompt, Message, Prompt, Prompts, conversations, read_prompt, read_prompts
 from specmamba.local_engine import Call, Collector, LocalEngine
-from specmamba.prompts import GivenPrompt, Message, Prompt, conversations, read_prompt, read_prompts
 from specmamba.sampling_params import SamplingParams
 
 
@@ -25,7 +26,7 @@ class AsyncLLM:
                 print(delta.text, end="")
     """
 
-    def __init__(self, **flags: Any) -> None:
+    def __init__(self, **flags: Unpack[EngineFlags]) -> None:
         """Load the model, which blocks: in a running loop call ``await asyncio.to_thread(AsyncLLM, model=...)``."""
         self._local = LocalEngine(flags)
 
@@ -36,7 +37,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         extra_key: str | None = None,
     ) -> list[RequestOutput]:
@@ -79,7 +80,7 @@ class AsyncLLM:
         requests = self._local.requests(calls, [take])
         is_open = True
         try:
-            self._local.submit(requests)
+            await asyncio.wrap_future(self._local.submit(requests))
             while is_open:
                 delta = await deltas.get()
                 is_open = delta.finish_reason is None
@@ -118,7 +119,7 @@ class AsyncLLM:
         collector = Collector(calls, wake)
         requests = self._local.requests(calls, collector.sinks())
         try:
-            self._local.submit(requests)
+            await asyncio.wrap_future(self._local.submit(requests))
             await ended.wait()
         finally:
             if not ended.is_set():

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from specmamba.core import OutputDelta, RequestOutput
 from specmamba.engine.engine import Engine
 from specmamba.engine.workbench import Workbench
+from specmamba.engine_flags import EngineFlags
+from specmamba.given_prompts import Message, Prompt, Prompts, conversations, read_prompt, read_prompts
 from specmamba.local_engine import Call, Collector, LocalEngine
-from specmamba.prompts import Message, Prompt, conversations, read_prompt, read_prompts
 from specmamba.sampling_params import SamplingParams
 
 
@@ -26,7 +27,7 @@ class LLM:
             outputs = llm.generate(["def main():", "class A"], SamplingParams(max_tokens=64))
     """
 
-    def __init__(self, **flags: Any) -> None:
+    def __init__(self, **flags: Unpack[EngineFlags]) -> None:
         """Load the model and allocate its memory.
 
         Args:
@@ -47,7 +48,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         replay: Sequence[Sequence[int]] | None = None,
         extra_key: str | None = None,
@@ -125,7 +126,7 @@ class LLM:
         requests = self._local.requests(calls, [deltas.put])
         is_open = True
         try:
-            self._local.submit(requests)
+            self._local.submit(requests).result()
             while is_open:
                 delta = deltas.get()
                 is_open = delta.finish_reason is None
@@ -162,7 +163,7 @@ class LLM:
         collector = Collector(calls, ended.set)
         requests = self._local.requests(calls, collector.sinks())
         try:
-            self._local.submit(requests)
+            self._local.submit(requests).result()
             ended.wait()
         finally:
             if not ended.is_set():

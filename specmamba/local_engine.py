@@ -6,6 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,8 @@ from specmamba.engine.engine import Engine
 from specmamba.engine.loading import process_threads
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import ConfigError, EngineFailedError, EngineStoppedError, RequestError
+from specmamba.given_prompts import GivenPrompt, Message
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
-from specmamba.prompts import GivenPrompt, Message
 from specmamba.sampling_params import GrammarSpec, SamplingParams
 
 GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES = 30.0, 256 << 20
@@ -112,15 +113,17 @@ class LocalEngine:
             for i, (call, sink) in enumerate(zip(calls, sinks, strict=True))
         ]
 
-    def submit(self, requests: Sequence[EngineRequest]) -> None:
+    def submit(self, requests: Sequence[EngineRequest]) -> Future[None]:
         """Run requests, which wait as long as the engine's queue is full. Does not block.
 
+        Every request gets a last delta, unless the future raises.
+
         Raises:
-            EngineStoppedError: closed, or failed.
+            EngineStoppedError: closed, or failed (also through the future).
         """
         if not self._end.alive:
             raise EngineStoppedError("this model is closed: make another one")
-        self.thread.submit(requests, may_wait=True)
+        return self.thread.submit(requests, may_wait=True)
 
     def abort(self, requests: Iterable[EngineRequest], wait: bool = False) -> None:
         """End requests; with ``wait``, their memory is free on return."""

@@ -75,7 +75,12 @@ def test_a_line_is_printed_before_the_next_number_of_rows_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(linear, "_seconds", lambda products, x: seen.append(capsys.readouterr().out.count("\n")) or 1.0)
+
+    def seconds(products: object, x: object) -> float:
+        seen.append(capsys.readouterr().out.count("\n"))
+        return 1.0
+
+    monkeypatch.setattr(linear, "_seconds", seconds)
     assert linear.main(["--shapes", "48x32", "--rows", "1", "2", "--rounds", "1"]) == 0
     assert seen[0] == 4  # the header, and the head of the table
     assert 1 in seen[1:]

@@ -467,7 +467,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def generate(prompts: Sequence[str | list[int]], params: Sequence[SamplingParams], **flags: Any) -> list[RequestOutput]:
-    settings = {"dtype": "float32", "device": "cpu", "max_running_requests": 8} | flags
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_running_requests": 8} | flags
     with LLM(**settings) as llm:
         outputs = llm.generate(prompts, params)
         assert (llm.engine.stats().num_preemptions > 0) == ("max_total_tokens" in flags)

@@ -84,7 +84,7 @@ def test_chat_and_errors(llm: AsyncLLM) -> None:
         with pytest.raises(RequestError, match="empty"):
             await llm.generate("")
         with pytest.raises(RequestError, match="a prompt has no 'text'"):
-            await anext(llm.stream({"text": "x"}))  # type: ignore[arg-type]
+            await anext(llm.stream({"text": "x"}))
 
     run(llm, talk)
 

@@ -375,7 +375,7 @@ class TestPython:
             ({"port": 1}, "--port: "),
         ],
     )
-    def test_flags_are_checked_before_anything_is_loaded(self, flags: dict[str, object], message: str) -> None:
+    def test_flags_are_checked_before_anything_is_loaded(self, flags: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             LLM(model="/nowhere/at/all", **flags)
 

@@ -13,7 +13,6 @@ import pytest
 
 from specmamba import LLM, SamplingParams
 from specmamba.errors import EngineFailedError, EngineStoppedError, RequestError
-from specmamba.prompts import Prompt
 from tests.engine.test_engine import assert_idle
 
 NUM_THREADS, NUM_CALLS = 8, 20
@@ -66,8 +65,7 @@ def test_a_mapping_is_the_prompt_that_it_has(llm: LLM) -> None:
     ids = llm.engine.tokenizer.encode("def f(")
     expected = llm.generate("def f(", params)
     assert llm.generate({"prompt": "def f("}, params)[0].token_ids == expected[0].token_ids
-    several: list[Prompt] = [{"prompt_token_ids": ids}, {"prompt": "def f("}]
-    both = llm.generate(several, params)
+    both = llm.generate([{"prompt_token_ids": ids}, {"prompt_token_ids": ids, "cache_salt": "a"}], params)
     assert [output.token_ids for output in both] == [expected[0].token_ids] * 2
     assert "".join(delta.text for delta in llm.stream({"prompt": "def f("}, params)) == expected[0].text
 
@@ -75,7 +73,7 @@ def test_a_mapping_is_the_prompt_that_it_has(llm: LLM) -> None:
 def test_a_salt_keeps_cached_prefixes_apart(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2, temperature=0.0)
     ids = list(range(5, 69))
-    salted: list[Prompt] = [{"prompt_token_ids": ids, "cache_salt": salt} for salt in ("a", "a", "b")]
+    salted = [{"prompt_token_ids": ids, "cache_salt": salt} for salt in ("a", "a", "b")]
     outputs = [llm.generate(prompt, params)[0] for prompt in salted] + llm.generate(ids, params, extra_key="a")
     cached = [output.num_cached_tokens > 0 for output in outputs]
     assert cached == [False, True, False, False]

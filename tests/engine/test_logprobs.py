@@ -230,8 +230,8 @@ def test_figures_that_are_not_finite_are_no_answer(monkeypatch: pytest.MonkeyPat
 
 def test_a_draft_model_that_is_not_asked_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
     plainly = GREEDY.model_copy(update={"speculative": False})
-    flags = {"speculative_algorithm": "draft-model", "speculative_draft_model_path": str(DEMO_MODEL)}
-    with LLM(dtype="float32", max_total_tokens=512, **flags) as llm:
+    own: dict[str, Any] = {"speculative_algorithm": "draft-model", "speculative_draft_model_path": str(DEMO_MODEL)}
+    with LLM(dtype="float32", max_total_tokens=512, **own) as llm:
         first = llm.generate([PROMPT, OTHER], [plainly, GREEDY])
         assert first[0].spec.num_draft_tokens == 0
         runs: list[int] = []

@@ -171,7 +171,7 @@ class TestLLM:
         assert_idle(llm.engine)
 
     def test_a_prompt_may_be_an_iterator(self, llm: LLM) -> None:
-        output = llm.generate([iter([5, 6, 7])], SamplingParams(max_tokens=2))[0]  # type: ignore[arg-type]
+        output = llm.generate([iter([5, 6, 7])], SamplingParams(max_tokens=2))[0]  # type: ignore[list-item]
         assert output.prompt_token_ids == (5, 6, 7)
 
     def test_the_number_of_threads_is_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,11 @@ pytest.importorskip("xgrammar")
 IS_FULL = bool(os.environ.get("SPECMAMBA_TEST_FULL"))
 SCHEMAS = [random_schema(seed) for seed in range(50 if IS_FULL else 9)]
 FLAGS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "context_length": 512, "max_running_requests": 12}
-MOST_NODES = {"speculative_eagle_topk": 3, "speculative_num_steps": 4, "speculative_num_draft_tokens": 12}
+MOST_NODES: dict[str, Any] = {
+    "speculative_eagle_topk": 3,
+    "speculative_num_steps": 4,
+    "speculative_num_draft_tokens": 12,
+}
 DRAFTS: dict[str, dict[str, Any]] = {
     "chain": {"speculative_algorithm": "mtp", "speculative_num_steps": 4},
     "tree": {"speculative_algorithm": "mtp", **MOST_NODES},

@@ -6,27 +6,15 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from specmamba.errors import RequestError
 
-
-class TextPrompt(TypedDict):
-    """A text, and what its cached prefix is kept apart by."""
-
-    prompt: str
-    cache_salt: NotRequired[str | None]
-
-
-class TokensPrompt(TypedDict):
-    """Token ids, likewise."""
-
-    prompt_token_ids: Sequence[int]
-    cache_salt: NotRequired[str | None]
-
-
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+# a text, token ids, or a mapping that has one of them as "prompt" or "prompt_token_ids", and perhaps a "cache_salt"
+Prompt = str | Sequence[int] | Mapping[str, Any]
+# one or several, with a single kind of sequence in it: else type checkers infer no type for a list of mappings
+Prompts = str | Mapping[str, Any] | Sequence[int | Prompt]
 
 _KINDS = ("prompt", "prompt_token_ids")
 _FORMS = 'a prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
@@ -44,7 +32,7 @@ class GivenPrompt:
         return extra_key if self.cache_salt is None else json.dumps([self.cache_salt, extra_key])
 
 
-def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[GivenPrompt]:
+def read_prompts(prompts: Prompts) -> list[GivenPrompt]:
     """Read one prompt or several.
 
     Raises:
