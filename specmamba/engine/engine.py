@@ -28,6 +28,7 @@ from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
 from specmamba.engine.loading import (
     keep_freed_memory,
     load_models,
+    load_tokenizer,
     process_threads,
     require_target,
     resolve_device,
@@ -40,7 +41,7 @@ from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, 
 from specmamba.errors import NotEnoughMemoryError, PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.kernels.draft_sizing import TreeArrays
-from specmamba.models.tokenizer import Detokenizer, Tokenizer
+from specmamba.models.tokenizer import Detokenizer
 from specmamba.sampling_params import SamplingParams
 from specmamba.verify.acceptance import AcceptPolicy, accept_rule
 from specmamba.verify.pools import Pools
@@ -74,7 +75,7 @@ class Engine:
         self.folder = folder = resolve_checkpoint(config.model_path, config.revision)
         budget = int(free_memory(self.device) * config.mem_fraction_static)
         require_target(folder)
-        self.tokenizer = Tokenizer(folder)
+        self.tokenizer = load_tokenizer(folder)
         with torch.inference_mode():
             self.models = load_models(folder, config, self.device)
             self.model = self.models.target
