@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from specmamba.command_line import describe_validation_error
+from specmamba.command_line import keyword_error
 from specmamba.config import EngineConfig
 from specmamba.core import OutputDelta, RequestOutput
 from specmamba.engine.channels import EngineRequest
 from specmamba.engine.engine import Engine
 from specmamba.engine.loading import process_threads
 from specmamba.engine.thread import EngineThread
-from specmamba.errors import ConfigError, EngineFailedError, EngineStoppedError, RequestError
+from specmamba.errors import EngineFailedError, EngineStoppedError, RequestError, SpecmambaError
 from specmamba.given_prompts import GivenPrompt, Message
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
+from specmamba.near_names import as_keywords
 from specmamba.sampling_params import GrammarSpec, SamplingParams
 
 GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES = 30.0, 256 << 20
@@ -53,9 +54,9 @@ class LocalEngine:
         try:
             config = EngineConfig(**flags)
         except ValidationError as error:
-            raise ConfigError(describe_validation_error(error)) from None
+            raise keyword_error(error, EngineConfig.model_fields) from None
         # built here and not in the thread, so that Ctrl-C ends a load
-        self.engine = engine = Engine(config)
+        self.engine = engine = _build(config)
         self.thread = EngineThread(lambda: engine, WAKE_INTERVAL_S, what="this model")
         self.thread.start()
         # also at exit: a thread that still runs native code when the interpreter ends would abort the process
@@ -170,6 +171,15 @@ class LocalEngine:
                 self.grammars = _grammar_compiler(self.engine)
             compiler = self.grammars
         return {spec: compiler.compile(spec).result() for spec in specs}  # the queue is limited
+
+
+def _build(config: EngineConfig) -> Engine:
+    """The engine; errors that speak of flags speak of keywords here."""
+    try:
+        return Engine(config)
+    except SpecmambaError as error:
+        error.args = tuple(as_keywords(str(part), EngineConfig.model_fields) for part in error.args)
+        raise
 
 
 class Collector:

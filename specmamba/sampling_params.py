@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from specmamba.near_names import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +97,14 @@ class SamplingParams(LogitSettings):
     speculative: Annotated[
         bool | SpeculationParams, Field(description="false: decode this request plainly, without drafts")
     ] = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_are_known(cls, values: Any) -> Any:
+        for name in values if isinstance(values, Mapping) else ():
+            if name not in cls.model_fields:
+                raise ValueError(f"there is no {name!r}{did_you_mean(str(name), cls.model_fields)}")
+        return values
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -23,6 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "engine_flags",
         "server_config",
         "command_line",
+        "flag_parser",
+        "near_names",
         "errors",
         "trees",
         "processes",
@@ -52,6 +54,8 @@ FOUNDATION = {
     "engine_flags",
     "server_config",
     "command_line",
+    "flag_parser",
+    "near_names",
     "errors",
     "trees",
 }  # one layer, and they may import each other
