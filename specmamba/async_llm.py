@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 from specmamba.core import OutputDelta, RequestOutput
@@ -26,9 +27,9 @@ class AsyncLLM:
                 print(delta.text, end="")
     """
 
-    def __init__(self, **flags: Unpack[EngineFlags]) -> None:
+    def __init__(self, model: str | Path | None = None, **flags: Unpack[EngineFlags]) -> None:
         """Load the model, which blocks: in a running loop call ``await asyncio.to_thread(AsyncLLM, model=...)``."""
-        self._local = LocalEngine(flags)
+        self._local = LocalEngine({"model": model and str(model), **flags})
 
     @property
     def engine(self) -> Engine:

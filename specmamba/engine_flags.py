@@ -1,4 +1,4 @@
-"""The keyword arguments of ``LLM`` for type checkers and editors: the fields of ``EngineConfig``, and nothing else.
+"""The keyword arguments of ``LLM`` for type checkers and editors: the fields of ``EngineConfig`` behind ``model``.
 
 ``tests/project/test_types.py`` holds them to the configuration.
 """
@@ -12,7 +12,6 @@ from typing import Literal, TypedDict
 class EngineFlags(TypedDict, total=False):
     """Flags of the engine, as ``specmamba serve --help`` describes them."""
 
-    model: str | None
     revision: str | None
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     quantization: Literal["auto", "none", "int8", "int4", "fp8"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
@@ -14,6 +15,7 @@ from specmamba.engine.workbench import Workbench
 from specmamba.engine_flags import EngineFlags
 from specmamba.given_prompts import Message, Prompt, Prompts, conversations, read_prompt, read_prompts
 from specmamba.local_engine import Call, Collector, LocalEngine
+from specmamba.models.tokenizer import Tokenizer
 from specmamba.sampling_params import SamplingParams
 
 
@@ -23,28 +25,32 @@ class LLM:
     Any number of threads may call it: their prompts run in one batch. Under asyncio use ``AsyncLLM``. Close it, or use
     it as a context manager::
 
-        with LLM(model="./my-model", speculative_algorithm="mtp") as llm:
+        with LLM("./my-model", speculative_algorithm="mtp") as llm:
             outputs = llm.generate(["def main():", "class A"], SamplingParams(max_tokens=64))
     """
 
-    def __init__(self, **flags: Unpack[EngineFlags]) -> None:
+    def __init__(self, model: str | Path | None = None, **flags: Unpack[EngineFlags]) -> None:
         """Load the model and allocate its memory.
 
         Args:
-            flags: the fields of ``EngineConfig``, which are the flags of the command line
-                (``--speculative-num-steps 4`` is ``speculative_num_steps=4``). Without ``model`` the bundled demo is
-                loaded.
+            model: a folder, a hub id or a GGUF file; None: the bundled demo, or what the environment names.
+            flags: the other fields of ``EngineConfig``, which are the flags of the command line
+                (``--speculative-num-steps 4`` is ``speculative_num_steps=4``).
 
         Raises:
             ConfigError: a flag is unknown or has an invalid value.
             SpecmambaError: the checkpoint cannot be loaded, or the memory does not suffice; the message says why.
         """
-        self._local = LocalEngine(flags)
+        self._local = LocalEngine({"model": model and str(model), **flags})
 
     @property
     def engine(self) -> Engine:
         """The engine behind it, for tools: to be used by one thread, while no call runs."""
         return self._local.engine
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer: ``encode``, ``decode``, ``apply_chat_template``. Any thread may use it."""
+        return self.engine.tokenizer
 
     def generate(
         self,

@@ -52,7 +52,7 @@ class LocalEngine:
     def __init__(self, flags: Mapping[str, Any]) -> None:
         """Load the model of these fields of ``EngineConfig``. Raises ConfigError, SpecmambaError."""
         try:
-            config = EngineConfig(**flags)
+            config = EngineConfig(**{name: value for name, value in flags.items() if (name, value) != ("model", None)})
         except ValidationError as error:
             raise keyword_error(error, EngineConfig.model_fields) from None
         # built here and not in the thread, so that Ctrl-C ends a load

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from specmamba import LLM, SamplingParams
 from specmamba.errors import EngineFailedError, EngineStoppedError, RequestError
 from tests.engine.test_engine import assert_idle
+from tests.tiny import write_tiny_checkpoint
 
 NUM_THREADS, NUM_CALLS = 8, 20
 TEXTS = ("def main():", "class A", "import os\n", "x = 1\n", "for i in")
@@ -112,6 +114,16 @@ def test_chat_is_the_template_and_generate(llm: LLM) -> None:
     for wrong in ("hello", [messages, "hello"]):
         with pytest.raises(RequestError, match="a conversation is a list of messages"):
             llm.chat(wrong)  # type: ignore[arg-type]
+
+
+def test_what_users_of_other_runtimes_write(tmp_path: Path, llm: LLM) -> None:
+    folder = write_tiny_checkpoint(tmp_path, 0)
+    with LLM(folder, dtype="float32", device="cpu") as tiny:
+        assert tiny.engine.folder == folder
+        output = tiny.generate([5, 6], SamplingParams(max_tokens=3))[0]
+    assert [answer.text for answer in output.outputs] == [output.text]
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("def f(")) == "def f("
 
 
 def test_after_its_end_calls_are_refused() -> None:

@@ -212,7 +212,7 @@ def test_the_tables_of_speculation_are_what_was_measured(first_row: int, runs: l
 
 
 def test_the_demo_has_as_many_parameters_as_the_pages_say() -> None:
-    with safe_open(DEMO_MODEL / "model.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(DEMO_MODEL / "model.safetensors", "pt") as file:
         sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     of_head = sum(size for name, size in sizes.items() if name.startswith("mtp"))
     whole = f"{sum(sizes.values()) / 1e6:.1f} million parameters"
