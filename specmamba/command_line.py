@@ -146,9 +146,11 @@ def describe_validation_error(
 
 def keyword_error(error: ValidationError, names: Collection[str]) -> ConfigError:
     """The error of keyword arguments, in the words of Python."""
-    message = describe_validation_error(error, names).replace("there is no such flag", "there is no such keyword")
+    in_flags = describe_validation_error(error, names)
     known = {*names, *(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])}
-    return ConfigError(as_keywords(message, known))
+    found = ConfigError(as_keywords(in_flags.replace("no such flag", "no such keyword"), known))
+    found.in_flags = in_flags
+    return found
 
 
 def _variable_of(name: str) -> str | None:
@@ -242,7 +244,7 @@ def errors_of_out(out: Path) -> Iterator[None]:
 
 def exit_with_error(prog: str, error: Exception) -> NoReturn:
     """Print an error as one message without traceback, and exit with status 2."""
-    print(f"{prog}: error: {error}", file=sys.stderr)
+    print(f"{prog}: error: {getattr(error, 'in_flags', None) or error}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -6,6 +6,9 @@ from __future__ import annotations
 class SpecmambaError(Exception):
     """Base of all errors that specmamba raises on purpose."""
 
+    # the message in the words of the command line, for its tools, where the error itself has the words of Python
+    in_flags: str | None = None
+
 
 class ConfigError(SpecmambaError):
     """A flag, an environment variable or a combination of them that cannot work."""

@@ -178,6 +178,7 @@ def _build(config: EngineConfig) -> Engine:
     try:
         return Engine(config)
     except SpecmambaError as error:
+        error.in_flags = str(error)
         error.args = tuple(as_keywords(str(part), EngineConfig.model_fields) for part in error.args)
         raise
 

@@ -565,5 +565,5 @@ class TestDemo:
             assert output.spec.accept_length > 2.5 > other.spec.accept_length
 
     def test_a_corpus_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"--speculative-ngram-corpus: .* cannot be read"):
+        with pytest.raises(ConfigError, match=r"speculative_ngram_corpus: .* cannot be read"):
             LLM(speculative_algorithm="ngram", speculative_ngram_corpus=tmp_path / "none.txt")

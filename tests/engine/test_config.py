@@ -455,6 +455,7 @@ class TestPython:
         with pytest.raises(ConfigError, match="max_total_tokens") as error:
             LLM(dtype="float32", device="cpu", max_total_tokens=1)
         assert "--" not in str(error.value)
+        assert "--max-total-tokens" in str(error.value.in_flags)  # for tools of the command line
 
     def test_a_typo_in_sampling_parameters(self) -> None:
         with pytest.raises(ValueError, match=r"there is no 'max_token'; did you mean max_tokens\?"):
