@@ -179,8 +179,8 @@ def specmamba_contestant(config: DecodeBenchConfig, algorithm: str) -> Contestan
     from specmamba import LLM
 
     chosen = without_drafts(config) if algorithm == "none" else config
-    flags = chosen.model_dump(include=set(EngineConfig.model_fields), exclude={"speculative_algorithm"})
-    llm = LLM(**flags, speculative_algorithm=algorithm)
+    flags = chosen.model_dump(include=set(EngineConfig.model_fields)) | {"speculative_algorithm": algorithm}
+    llm = LLM(**flags)
 
     def generate(prompt: str, temperature: float, seed: int) -> Sample:
         params = sampling_params(config, temperature, seed)

@@ -18,7 +18,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -73,14 +73,25 @@ def _compare(options: argparse.Namespace) -> int:
     from specmamba.kernels.linear import native_ops
 
     if native_ops.code() is None:
-        print(f"{PROG}: there is no native code to compare with; the log says why", file=sys.stderr)
+        print(f"{PROG}: there is no native code to compare with: {_why_not_native()}", file=sys.stderr)
         return 1
     names = versions_text({"versions": versions(("specmamba", "torch"))})
     print(f"{machine()}; threads: {torch.get_num_threads()}; {names}; medians of {options.rounds} rounds")
     for n, k in options.shapes:
-        measurements = measure(n, k, options.rows, options.rounds, options.form, options.against)
-        _print_table(n, k, measurements, options.form, options.against)
+        _print_table(n, k, measure(n, k, options.rows, options.rounds, options.form, options.against), options)
     return 0
+
+
+def _why_not_native() -> str:
+    from specmamba.kernels.linear import native_ops
+    from specmamba.kernels.native import library
+    from specmamba.kernels.native.levels import NativeUnavailableError
+
+    try:
+        library.open_library(native_ops.SOURCE)
+    except NativeUnavailableError as reason:
+        return str(reason)
+    return "it loads, but not for this product"
 
 
 def contestants(
@@ -102,19 +113,17 @@ def contestants(
 
 def measure(
     n: int, k: int, rows: Sequence[int], rounds: int, form: WeightForm = "plain", against: Opponent = "torch"
-) -> list[Measurement]:
-    """Time products of [M, K] with many weights [N, K], for every M of ``rows``."""
+) -> Iterator[Measurement]:
+    """Time products of [M, K] with many weights [N, K]; yields the times for each M of ``rows`` when it has them."""
     import torch
 
     native, other = contestants(n, k, form, against)
-    results = []
     for m in rows:
         x = torch.randn(m, k).bfloat16()
         pairs = [(_seconds(other, x), _seconds(native, x)) for _ in range(rounds + 1)][1:]  # the first one warms up
         other_median, native_median = (statistics.median(times) for times in zip(*pairs, strict=True))
         ratio = statistics.median(of_other / of_native for of_other, of_native in pairs)
-        results.append(Measurement(m, other_median, native_median, ratio))
-    return results
+        yield Measurement(m, other_median, native_median, ratio)
 
 
 def _seconds(products: Sequence[PackedWeight], x: Tensor) -> float:
@@ -125,14 +134,17 @@ def _seconds(products: Sequence[PackedWeight], x: Tensor) -> float:
     return (time.perf_counter() - began) / len(products)
 
 
-def _print_table(n: int, k: int, measurements: Sequence[Measurement], form: WeightForm, against: Opponent) -> None:
+def _print_table(n: int, k: int, measurements: Iterable[Measurement], options: argparse.Namespace) -> None:
+    """Print the head before anything is measured, and each line as soon as it is known."""
+    form, against = options.form, options.against
     print(f"\nweight [{n}, {k}] {'bf16' if form == 'plain' else form}")
-    print(f"{'rows':>6}{against + ' us':>11}{'native us':>11}{'ratio':>8}{'GB/s':>8}{'GFLOP/s':>10}")
+    print(f"{'rows':>6}{against + ' us':>11}{'native us':>11}{'ratio':>8}{'GB/s':>8}{'GFLOP/s':>10}", flush=True)
     for m in measurements:
         seconds = m.native_seconds
         print(
             f"{m.rows:>6}{m.other_seconds * 1e6:>11.1f}{seconds * 1e6:>11.1f}{m.ratio:>8.2f}"
-            f"{BYTES[form] * n * k / seconds / 1e9:>8.1f}{2 * m.rows * n * k / seconds / 1e9:>10.1f}"
+            f"{BYTES[form] * n * k / seconds / 1e9:>8.1f}{2 * m.rows * n * k / seconds / 1e9:>10.1f}",
+            flush=True,
         )
 
 

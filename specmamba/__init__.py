@@ -1,22 +1,44 @@
 """specmamba: serving hybrid language models with speculative decoding."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from specmamba.core import OutputDelta, RequestOutput, SpecStats
-from specmamba.errors import SpecmambaError
-from specmamba.sampling_params import SamplingParams
-
 if TYPE_CHECKING:
+    from specmamba.async_llm import AsyncLLM
+    from specmamba.core import OutputDelta, RequestOutput, SpecStats
+    from specmamba.errors import SpecmambaError
     from specmamba.llm import LLM
+    from specmamba.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "OutputDelta", "RequestOutput", "SamplingParams", "SpecStats", "SpecmambaError", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "OutputDelta",
+    "RequestOutput",
+    "SamplingParams",
+    "SpecStats",
+    "SpecmambaError",
+    "__version__",
+]
+
+# Imported on first use: the command line's --help and a server's early end wait for none of them.
+_MODULE_OF = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "OutputDelta": "core",
+    "RequestOutput": "core",
+    "SamplingParams": "sampling_params",
+    "SpecStats": "core",
+    "SpecmambaError": "errors",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """``LLM`` on first use: it brings torch, which the command line's --help does not want to wait for."""
-    if name == "LLM":
-        from specmamba.llm import LLM
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'specmamba' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"specmamba.{_MODULE_OF[name]}"), name)
 
-        return LLM
-    raise AttributeError(f"module 'specmamba' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

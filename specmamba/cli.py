@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from specmamba.errors import ConfigError, RequestError, SpecmambaError
+from specmamba.errors import ConfigError, NotEnoughMemoryError, RequestError, SpecmambaError
 
 if TYPE_CHECKING:
     from specmamba.config import EngineConfig, GenerateConfig
@@ -113,21 +113,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         return _refuse("specmamba", HELP, command, COMMANDS)
     try:
-        return COMMANDS[command](arguments[1:])
+        status = COMMANDS[command](arguments[1:])
+        sys.stdout.flush()
+        return status
     except SpecmambaError as error:
         return _end_with(f"specmamba {command}", error)
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as shells report it
+    except BrokenPipeError:  # the reader of standard output, such as "| head", has ended
+        _drop_output()
+        return 0
+    except Exception as error:
+        if (shortage := NotEnoughMemoryError.found_in(error)) is None:
+            raise
+        return _end_with(f"specmamba {command}", shortage)
 
 
 def _serve(arguments: list[str]) -> int:
+    from specmamba.server.shutdown_watch import end_at_signals
+
+    end_at_signals()
     from specmamba.command_line import parse_command_line
+    from specmamba.server.listener import listen
     from specmamba.server_config import ServerConfig
 
     config = parse_command_line(ServerConfig, "specmamba serve", arguments)
+    listener = listen(config.host, config.port)  # before what takes seconds to import
     from specmamba.server.serve import run_server
 
-    return run_server(config, lambda: _build_engine(config))
+    return run_server(config, lambda: _build_engine(config), listener)
 
 
 def _build_engine(config: EngineConfig) -> Engine:
@@ -210,8 +224,8 @@ def _stream(engine: Engine, prompt: str, params: SamplingParams) -> int:
                 sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:  # the reader, such as "| head", has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _drop_output()
     if sys.stdout.isatty():
         print(flush=True)
     if last is not None and last.finish_reason == "error":
@@ -219,6 +233,11 @@ def _stream(engine: Engine, prompt: str, params: SamplingParams) -> int:
         return 1
     _print_figures(last, time.perf_counter() - began)
     return status
+
+
+def _drop_output() -> None:
+    """Let what is still to be written to standard output go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_figures(last: OutputDelta | None, elapsed_s: float) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -17,13 +20,20 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from specmamba.config import EngineConfig, GenerateConfig
+from specmamba.config import CommandLine, EngineConfig, GenerateConfig
 from specmamba.errors import ConfigError
+from specmamba.flag_parser import FlagParser
+from specmamba.near_names import as_keywords, did_you_mean
 from specmamba.server_config import ServerConfig
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
+_PREFIX = "SPECMAMBA_"
+# What is no flag: native kernels, Triton, builds, and tests.
+_OTHER_VARIABLES = frozenset(
+    f"SPECMAMBA_{name}" for name in ("NATIVE", "TRITON", "BUILD_NATIVE", "TEST_FULL", "PAGE_PICTURES")
+)
 # Fields whose values are left out of messages.
 _SECRETS = frozenset({"api_key", "admin_key"})
 
@@ -36,8 +46,9 @@ def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[s
     Raises:
         ConfigError: a value, a combination or the file is not valid; the message names each flag concerned.
     """
-    file_settings, arguments = _take_config_file(config_class, arguments)
+    source, arguments = _take_config_file(config_class, arguments)
     repeated, arguments = _take_repeated(config_class, arguments)
+    _check_environment(config_class)
 
     class FromEverywhere(config_class):  # type: ignore[valid-type, misc]
         @classmethod
@@ -45,51 +56,130 @@ def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[s
             cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             sources = super().settings_customise_sources(settings_cls, *args, **kwargs)
-            return (*sources, InitSettingsSource(settings_cls, file_settings))
+            return (*sources, InitSettingsSource(settings_cls, dict(source.settings)))
 
     FromEverywhere.__doc__ = f"{config_class.__doc__} Also: --config FILE.toml, environment SPECMAMBA_*."
     FromEverywhere.__name__ = config_class.__name__
-    resolved: ConfigT = read_flags(FromEverywhere, prog, arguments, **repeated)
+    resolved: ConfigT = read_flags(FromEverywhere, prog, arguments, source, **repeated)
     return resolved
 
 
-def read_flags(settings_class: type[SettingsT], prog: str, arguments: list[str], **given: Any) -> SettingsT:
+@dataclass(frozen=True)
+class ConfigFile:
+    """The settings of a ``--config`` file by field name, and where they stand."""
+
+    path: Path | None
+    settings: Mapping[str, Any]
+    text: str
+
+    def line_of(self, name: str) -> int | None:
+        """The line that sets a field."""
+        key = re.compile(rf"\s*[\"']?{name.replace('_', '[-_]')}[\"']?\s*=")
+        return next((number for number, line in enumerate(self.text.splitlines(), 1) if key.match(line)), None)
+
+
+NO_FILE = ConfigFile(None, {}, "")
+
+
+def read_flags(
+    settings_class: type[SettingsT], prog: str, arguments: list[str], file: ConfigFile = NO_FILE, **given: Any
+) -> SettingsT:
     """Read settings from flags; values of ``given`` and of the class's own sources have lower priority.
 
     Prints usage and exits for ``--help``.
 
     Raises:
-        ConfigError: a value or a combination is not valid; the message names each flag concerned.
+        ConfigError: a value or a combination is not valid; the message names each flag concerned, and the variable or
+            the line of ``file`` that its value comes from.
     """
     try:
-        source: CliSettingsSource[Any] = CliSettingsSource(settings_class, cli_prog_name=prog, cli_parse_args=arguments)
+        source: CliSettingsSource[Any] = CliSettingsSource(
+            settings_class,
+            cli_prog_name=prog,
+            cli_parse_args=arguments,
+            root_parser=FlagParser(settings_class, prog),
+        )
         return settings_class(_cli_settings_source=source, **given)
     except ValidationError as error:
-        raise ConfigError(describe_validation_error(error)) from None
+        given_flags = {argument.partition("=")[0] for argument in arguments}
+        reads = issubclass(settings_class, CommandLine) and settings_class.reads_environment
+
+        def origin(name: str) -> str:
+            flag = name.replace("_", "-")
+            if name in given or {f"--{flag}", f"--no-{flag}"} & given_flags:
+                return ""
+            if reads and (variable := _variable_of(name)) is not None:
+                return f" (from the environment: {variable})"
+            line = file.line_of(name) if name in file.settings else None
+            return "" if line is None else f" ({file.path}, line {line})"
+
+        message = describe_validation_error(error, settings_class.model_fields, origin)
+        raise ConfigError(message) from None
     except SettingsError as error:
         raise ConfigError(str(error)) from None
 
 
-def describe_validation_error(error: ValidationError) -> str:
-    """One line per problem, each named by its flag."""
+def describe_validation_error(
+    error: ValidationError, names: Collection[str] = (), origin: Callable[[str], str] = lambda _: ""
+) -> str:
+    """One line per problem, each named by its flag.
+
+    Args:
+        error: what is wrong.
+        names: of all fields, for suggestions.
+        origin: says behind a problem where the value of this field comes from.
+    """
     lines = []
     for problem in error.errors(include_url=False):
-        flag = "--" + str(problem["loc"][0]).replace("_", "-") + ": " if problem["loc"] else ""
-        is_shown = problem["loc"] and problem["loc"][0] not in _SECRETS and problem["type"] != "missing"
+        name = str(problem["loc"][0]) if problem["loc"] else ""
+        flag = "--" + name.replace("_", "-")
+        if problem["type"] == "extra_forbidden":
+            known = ["--" + other.replace("_", "-") for other in names]
+            lines.append(f"{flag}: there is no such flag{did_you_mean(flag, known)}{origin(name)}")
+            continue
+        is_shown = name and name not in _SECRETS and problem["type"] != "missing"
         got = f" (got {problem['input']!r})" if is_shown else ""
-        lines.append(flag + problem["msg"].removeprefix("Value error, ") + got)
+        text = problem["msg"].removeprefix("Value error, ")
+        lines.append((f"{flag}: " if name else "") + text + got + (origin(name) if name else ""))
     return "\n".join(lines)
 
 
-def _take_config_file(config_class: type[EngineConfig], arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The settings of ``--config FILE.toml`` by field name, and the arguments without it.
+def keyword_error(error: ValidationError, names: Collection[str]) -> ConfigError:
+    """The error of keyword arguments, in the words of Python."""
+    in_flags = describe_validation_error(error, names)
+    known = {*names, *(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])}
+    found = ConfigError(as_keywords(in_flags.replace("no such flag", "no such keyword"), known))
+    found.in_flags = in_flags
+    return found
+
+
+def _variable_of(name: str) -> str | None:
+    """The environment's variable that sets a field, as it is spelled there."""
+    return next((variable for variable in os.environ if variable.upper() == f"{_PREFIX}{name.upper()}"), None)
+
+
+def _check_environment(config_class: type[EngineConfig]) -> None:
+    """Raise ConfigError for a variable of ours that no command knows."""
+    fields = {*ServerConfig.model_fields, *GenerateConfig.model_fields, *config_class.model_fields}
+    known = {_PREFIX + name.upper() for name in fields} | _OTHER_VARIABLES
+    for variable in os.environ:
+        if variable.upper().startswith(_PREFIX) and variable.upper() not in known:
+            name = variable.upper().removeprefix(_PREFIX)  # the common beginning makes all names look near
+            near = did_you_mean(name, [field.upper() for field in config_class.model_fields])
+            hint = near.replace("mean ", f"mean {_PREFIX}")
+            raise ConfigError(f"{variable}: there is no such variable of the environment{hint or '; unset it'}")
+
+
+def _take_config_file(config_class: type[EngineConfig], arguments: list[str]) -> tuple[ConfigFile, list[str]]:
+    """What ``--config FILE.toml`` sets, and the arguments without it.
 
     One file can be used for all commands: fields of other commands are ignored.
     """
     files, rest = _take_flag("--config", arguments)
-    settings = _read_toml(Path(files[-1])) if files else {}
+    file = _read_toml(Path(files[-1])) if files else NO_FILE
     elsewhere = {*ServerConfig.model_fields, *GenerateConfig.model_fields} - set(config_class.model_fields)
-    return {name: value for name, value in settings.items() if name not in elsewhere}, rest
+    ours = {name: value for name, value in file.settings.items() if name not in elsewhere}
+    return replace(file, settings=ours), rest
 
 
 def _take_repeated(config_class: type[EngineConfig], arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -119,19 +209,20 @@ def _take_flag(flag: str, arguments: list[str]) -> tuple[list[str], list[str]]:
     return values, rest
 
 
-def _read_toml(file: Path) -> dict[str, Any]:
+def _read_toml(file: Path) -> ConfigFile:
     """Settings by field name; a key may also be spelled like its flag, with hyphens."""
     import tomllib
 
     if not file.is_file():
         raise ConfigError(f"--config: there is no file {file}")
     try:
-        settings = tomllib.loads(file.read_text("utf8"))
+        text = file.read_text("utf8")
+        settings = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"--config: {file} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config: {file} is not valid TOML: {error}") from None
-    return {key.replace("-", "_"): value for key, value in settings.items()}
+    return ConfigFile(file, {key.replace("-", "_"): value for key, value in settings.items()}, text)
 
 
 @contextmanager
@@ -153,7 +244,7 @@ def errors_of_out(out: Path) -> Iterator[None]:
 
 def exit_with_error(prog: str, error: Exception) -> NoReturn:
     """Print an error as one message without traceback, and exit with status 2."""
-    print(f"{prog}: error: {error}", file=sys.stderr)
+    print(f"{prog}: error: {getattr(error, 'in_flags', None) or error}", file=sys.stderr)
     raise SystemExit(2)
 
 

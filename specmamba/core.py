@@ -157,6 +157,11 @@ class RequestOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
+    @property
+    def outputs(self) -> tuple[RequestOutput, ...]:
+        """The answers to the prompt, which is this one: other runtimes have ``outputs[0].text`` here."""
+        return (self,)
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:

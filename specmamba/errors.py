@@ -1,8 +1,13 @@
 """Every error a user can meet. Each message says what was wrong and what to change."""
 
+from __future__ import annotations
+
 
 class SpecmambaError(Exception):
     """Base of all errors that specmamba raises on purpose."""
+
+    # the message in the words of the command line, for its tools, where the error itself has the words of Python
+    in_flags: str | None = None
 
 
 class ConfigError(SpecmambaError):
@@ -15,6 +20,27 @@ class CheckpointError(SpecmambaError):
 
 class UnsupportedModelError(CheckpointError):
     """An architecture (or a variant of one) that specmamba has no model for."""
+
+
+class NotEnoughMemoryError(SpecmambaError):
+    """The system refused memory that a model or a library needs."""
+
+    # how the system, Python, PyTorch and safetensors say it
+    SIGNS = ("allocate memory", "out of memory", "can't start new thread", "map segment", "unable to mmap")
+
+    @classmethod
+    def found_in(cls, error: BaseException) -> NotEnoughMemoryError | None:
+        """What an error of another package means, if it means this; None: it is another one."""
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        kinds = RuntimeError, ImportError, OSError
+        if not isinstance(error, MemoryError) and not (
+            isinstance(error, kinds) and any(sign in str(error) for sign in cls.SIGNS)
+        ):
+            return None
+        return cls(
+            f"the memory does not suffice ({first:.200}): free some, raise a limit of this process (ulimit -v), or "
+            "choose smaller weights (--quantization) and pools (--max-total-tokens, --max-running-requests)"
+        )
 
 
 class RequestError(SpecmambaError):

@@ -49,7 +49,7 @@ def _model(info: Info) -> Iterator[Row]:
     tokenizer = info["tokenizer"]
     yield "model", str(info["model"])
     yield "architecture", info["architecture"]
-    yield "parameters", _count(info["parameters"])
+    yield "parameters", _parameters(info)
     yield "layers", _layers(info["layers"])
     yield "hidden size", f"{info['hidden_size']:,}"
     yield "context", f"{info['context_length']:,} tokens"
@@ -60,6 +60,13 @@ def _model(info: Info) -> Iterator[Row]:
     ends = ", ".join(map(str, tokenizer["eos_token_ids"])) or "no token"
     of = f"of {info['vocab_size']:,} that the model has"
     yield "tokenizer", f"{tokenizer['tokens']:,} tokens {of}, {template}; a text ends with {ends}"
+
+
+def _parameters(info: Info) -> str:
+    draft = info["draft"]
+    if draft is None or draft["path"] is not None:
+        return _count(info["parameters"])
+    return f"{_count(info['parameters'])}; with the draft head {_count(info['parameters'] + draft['parameters'])}"
 
 
 def _memory(info: Info) -> Iterator[Row]:

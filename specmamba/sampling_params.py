@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from specmamba.near_names import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -82,8 +84,11 @@ class SamplingParams(LogitSettings):
     max_tokens: Annotated[int, Field(ge=0, description="new tokens at the most; 0: the prompt is only run")] = 16
     temperature: Temperature = 1.0
     seed: Seed | None = None
-    stop: Annotated[tuple[StopString, ...], Field(max_length=MAX_STOP_STRINGS)] = ()
-    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MAX_STOP_IDS)] = ()
+    # declared as sequences, so that a list type-checks, and kept as tuples
+    stop: Annotated[Sequence[StopString], Field(max_length=MAX_STOP_STRINGS), AfterValidator(tuple)] = ()
+    stop_token_ids: Annotated[
+        Sequence[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_IDS), AfterValidator(tuple)
+    ] = ()
     ignore_eos: bool = False
     logit_bias: LogitBias = {}
     logprobs: Annotated[NumLogprobs | None, Field(description="likeliest tokens to list beside each new one")] = None
@@ -92,6 +97,14 @@ class SamplingParams(LogitSettings):
     speculative: Annotated[
         bool | SpeculationParams, Field(description="false: decode this request plainly, without drafts")
     ] = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_are_known(cls, values: Any) -> Any:
+        for name in values if isinstance(values, Mapping) else ():
+            if name not in cls.model_fields:
+                raise ValueError(f"there is no {name!r}{did_you_mean(str(name), cls.model_fields)}")
+        return values
 
     @field_validator("stop", mode="before")
     @classmethod

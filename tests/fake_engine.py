@@ -21,7 +21,8 @@ from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.sampling_params import SamplingParams
 from specmamba.server.app import create_app
-from specmamba.server.serve import ApiServer, bind, url_of
+from specmamba.server.listener import listen, url_of
+from specmamba.server.serve import ApiServer
 from specmamba.server_config import ServerConfig
 from specmamba.templates.rendering import Conversation, RenderedChat, render
 
@@ -149,6 +150,10 @@ class FakeEngine:
         self.spec = SpecStats()
 
     @property
+    def has_room(self) -> bool:
+        return len(self.running) < self.config.max_queued_requests
+
+    @property
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 
@@ -157,6 +162,7 @@ class FakeEngine:
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
+        forced_output_ids: Sequence[int] = (),
         extra_key: str | None = None,
         grammar: CompiledGrammar | None = None,
         owner: Owner = ANYONE,
@@ -328,7 +334,7 @@ def serving(engine: Any = None, **settings: Any) -> Iterator[Served]:
         engine.config = config
     engine_thread = EngineThread(lambda: engine, config.stream_chunk_interval)
     engine_thread.start()
-    listener = bind(config.host, config.port)
+    listener = listen(config.host, config.port)
     with pytest.MonkeyPatch.context() as patch:
         if getattr(engine, "renders_in_process", False):
             patch.setattr("specmamba.server.api.templates.TemplateRenderer", RendererInProcess)

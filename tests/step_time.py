@@ -44,7 +44,7 @@ def serve_times(checkout: str, dtype: str) -> None:
         if name != loaded:
             if llm is not None:
                 llm.close()
-            llm, loaded = LLM(dtype=dtype, max_total_tokens=8192, num_threads=1, **DRAFTS[name]), name
+            llm, loaded = LLM(max_total_tokens=8192, num_threads=1, **DRAFTS[name] | {"dtype": dtype}), name
             step_time(llm, int(batch))
         print(step_time(llm, int(batch)), flush=True)
 

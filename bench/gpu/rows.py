@@ -154,8 +154,8 @@ def compare_texts(device: str, num_prompts: int, max_tokens: int) -> dict[str, A
 
 
 def _engine(device: str, dtype: str, shape: Shape) -> LLM:
-    flags: dict[str, Any] = {"num_threads": 1} if device == "cpu" else {}
-    return LLM(device=device, dtype=dtype, context_length=CONTEXT, disable_radix_cache=True, **shape.flags, **flags)
+    flags: dict[str, Any] = {"device": device, "dtype": dtype} | ({"num_threads": 1} if device == "cpu" else {})
+    return LLM(context_length=CONTEXT, disable_radix_cache=True, **shape.flags, **flags)
 
 
 def _prompts(llm: LLM, count: int, max_tokens: int) -> list[list[int]]:

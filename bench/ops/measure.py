@@ -144,14 +144,18 @@ def measure_operators(operators: Sequence[Operator], place: Place, effort: Effor
     reds = effort.find_red(operators, place.has_triton)
     clock = Clock(place.device)
     roofline = measure_roofline(place.device, clock, rounds=1 if effort.is_tiny else 3)
+    chosen = [
+        (operator, () if operator.name in reds else operator.chosen(effort.is_quick, effort.is_tiny))
+        for operator in operators
+    ]
     found = []
-    with progress_bar("operators", len(operators)) as advance:
-        for operator in operators:
-            red = reds.get(operator.name)
-            cases = [] if red else operator.chosen(effort.is_quick, effort.is_tiny)
-            timed = [_measure(operator, case, place, clock, roofline, effort) for case in cases]
-            found.append({"name": operator.name, "tests_failed": red, "cases": timed})
-            advance()
+    with progress_bar("cases of operators", sum(len(cases) for _, cases in chosen)) as advance:
+        for operator, cases in chosen:
+            timed = []
+            for case in cases:
+                timed.append(_measure(operator, case, place, clock, roofline, effort))
+                advance()
+            found.append({"name": operator.name, "tests_failed": reds.get(operator.name), "cases": timed})
     return {"roofline": {"copy_gb_per_s": roofline.copy_gb_per_s, "tflops": dict(roofline.tflops)}, "operators": found}
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -18,12 +20,13 @@ from specmamba.bench.ops.case import Operator
 from specmamba.bench.ops.measure import Effort, measure_operators, place_of
 from specmamba.bench.ops.tables import targets_of
 from specmamba.errors import ConfigError
-from specmamba.measure.report import machine, versions
+from specmamba.measure.report import machine, progress_bar, versions
 
 PEERS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
 PEERS |= {"flashinfer": "flashinfer-python"}  # name of the import: name of the package
 REPEATS = 10  # in a round, on a GPU
 TIMEOUT_S = 300
+PERCENT = re.compile(r"\[ *(\d+)%\]$")  # at the end of a test's line
 MANY_CORES = 8  # with so many cores, tests run in parallel
 GIVEN = "SPECMAMBA_TRITON", "TRITON_INTERPRET"  # settings of this process that its tests must not inherit
 
@@ -111,21 +114,36 @@ def _blamed(files: dict[str, list[str]], outcome: Outcome) -> dict[str, str]:
 
 
 def run_pytest(root: Path, arguments: Sequence[str], timeout_s: float = TIMEOUT_S) -> Outcome:
-    """Run tests of a checkout in a process of their own, in parallel on many cores."""
+    """Run tests of a checkout in a process of their own, in parallel on many cores, and show how far they are."""
     cores = os.cpu_count() or 1
     side_by_side = cores >= MANY_CORES and find_spec("xdist") is not None
     spread = ["--numprocesses", str(cores // 2)] if side_by_side else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *spread, *arguments]
-    environment = {name: value for name, value in os.environ.items() if name not in GIVEN}
-    try:
-        ended = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired:
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *spread, *arguments]
+    environment = {name: value for name, value in os.environ.items() if name not in GIVEN} | {"PYTHONUNBUFFERED": "1"}
+    lines: list[str] = []
+    with (
+        progress_bar("tests of these operators, percent", 100) as advance,
+        subprocess.Popen(
+            command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as running,
+    ):
+        timer = threading.Timer(timeout_s, running.kill)
+        timer.start()
+        assert running.stdout is not None
+        done = 0
+        for line in running.stdout:
+            lines.append(line.rstrip())
+            if (percent := PERCENT.search(line)) is not None:
+                while done < int(percent[1]):
+                    done += 1
+                    advance()
+        has_ended = timer.is_alive()
+        timer.cancel()
+    if not has_ended:
         return Outcome(False, f"no end after {timeout_s:.0f} s", ())
-    lines = (ended.stdout + ended.stderr).strip().splitlines() or ["no output"]
+    lines = [line for line in lines if line] or ["no output"]
     failed = tuple(line for line in lines if line.startswith(("FAILED", "ERROR")))
-    return Outcome(ended.returncode == 0, lines[-1], failed)
+    return Outcome(running.returncode == 0, lines[-1], failed)
 
 
 def report_of(operators: Sequence[Operator], device: torch.device, effort: Effort) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def _model(report: Facts) -> Iterator[Row]:
     model = report["model"]
     if model is None:
         return
-    parameters = f"{model['parameters'] / 1e6:,.0f} million parameters in {model['dtype']}"
+    parameters = f"{model['parameters'] / 1e6:,.1f} million parameters in {model['dtype']}"
     yield "model", f"{model['model']} ({model['architecture']}), {parameters} on {model['device']}"
     draft = "none of its own" if model["draft"] is None else model["draft"]["kind"]
     yield "draft head", draft

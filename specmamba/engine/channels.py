@@ -36,6 +36,7 @@ class EngineRequest:
     extra_key: str | None = None  # cached prefixes are shared with requests of the same key and tenant only
     grammar: CompiledGrammar | None = None  # of ``params.grammar``
     owner: Owner = ANYONE
+    forced_output_ids: Sequence[int] = ()  # given instead of chosen, as far as they go
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from specmamba.engine.cost_measurement import UNKNOWN, bounds_of, step_costs
 from specmamba.engine.loading import (
     keep_freed_memory,
     load_models,
+    load_tokenizer,
     process_threads,
     require_target,
     resolve_device,
@@ -37,10 +38,10 @@ from specmamba.engine.model_report import describe_engine
 from specmamba.engine.request import PrefillRun, Request, TextStream, seed_of_request
 from specmamba.engine.runner import Runner
 from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, TenantStats
-from specmamba.errors import PromptTooLongError, RequestError
+from specmamba.errors import NotEnoughMemoryError, PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.kernels.draft_sizing import TreeArrays
-from specmamba.models.tokenizer import Detokenizer, Tokenizer
+from specmamba.models.tokenizer import Detokenizer
 from specmamba.sampling_params import SamplingParams
 from specmamba.verify.acceptance import AcceptPolicy, accept_rule
 from specmamba.verify.pools import Pools
@@ -61,12 +62,20 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        try:
+            self._load(config)
+        except Exception as error:
+            if (shortage := NotEnoughMemoryError.found_in(error)) is not None:
+                raise shortage from error
+            raise
+
+    def _load(self, config: EngineConfig) -> None:
         self.device = resolve_device(config.device)
         self.config = config = config.on_device(self.device.type)
         self.folder = folder = resolve_checkpoint(config.model_path, config.revision)
         budget = int(free_memory(self.device) * config.mem_fraction_static)
         require_target(folder)
-        self.tokenizer = Tokenizer(folder)
+        self.tokenizer = load_tokenizer(folder)
         with torch.inference_mode():
             self.models = load_models(folder, config, self.device)
             self.model = self.models.target
@@ -163,11 +172,7 @@ class Engine:
             PromptTooLongError: no output token fits behind the prompt.
             QueueFullError: too many requests are waiting.
         """
-        self.check_prompt(prompt_token_ids, params.max_tokens)
-        self.check_tokens(forced_output_ids, "replay")
-        self.check_tokens(params.logit_bias, "logit_bias")
-        if params.accept == "rejection" and self.config.speculative_accept == "target":
-            raise RequestError("this server decides all requests under target (--speculative-accept)", "speculative")
+        self.check_request(prompt_token_ids, params, forced_output_ids)
         if request_id in self._requests:
             raise RequestError(f"a request with the id {request_id!r} is running already", "request_id")
         prompt = tuple(prompt_token_ids)
@@ -183,6 +188,16 @@ class Engine:
         self.scheduler.add(request)
         self._requests[request_id] = request
         self._num_added += 1
+
+    def check_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, forced_output_ids: Sequence[int] = ()
+    ) -> None:
+        """Raise what ``add_request`` would raise about these arguments alone; any thread may call this."""
+        self.check_prompt(prompt_token_ids, params.max_tokens)
+        self.check_tokens(forced_output_ids, "replay")
+        self.check_tokens(params.logit_bias, "logit_bias")
+        if params.accept == "rejection" and self.config.speculative_accept == "target":
+            raise RequestError("this server decides all requests under target (--speculative-accept)", "speculative")
 
     def check_prompt(self, prompt_token_ids: Sequence[int], max_tokens: int = 1) -> None:
         """Raise what ``add_request`` would raise about this prompt: RequestError or PromptTooLongError."""
@@ -283,6 +298,11 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the queue takes another request."""
+        return self.scheduler.has_room
 
     def stats(self) -> EngineStats:
         """Numbers of queues and pools now, and of speculation since the start."""

@@ -27,6 +27,8 @@ from specmamba.models.tokenizer import Tokenizer, has_tokenizer
 
 logger = logging.getLogger("specmamba")
 
+VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")  # files of a tokenizer that have tokens
+
 DRAFT_FLAG = "--speculative-draft-model-path"
 SMALL_MODEL_BYTES = 64 << 20
 SHARED_MODEL_BYTES = 4 << 20
@@ -39,6 +41,15 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load a checkpoint's tokenizer. Raises CheckpointError as ``Tokenizer``; of settings alone it says what lacks."""
+    if has_tokenizer(folder) and not any(file for form in VOCABULARIES for file in folder.glob(form)):
+        raise CheckpointError(
+            f"{folder} has no tokenizer, only its settings: add the tokenizer.json that belongs to the checkpoint"
+        )
+    return Tokenizer(folder)
 
 
 def require_target(folder: Path) -> None:

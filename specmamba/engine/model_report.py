@@ -19,7 +19,7 @@ from specmamba.checkpoints.files import read_json
 from specmamba.checkpoints.quantized.stored_report import StoredMatrices
 from specmamba.config import EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
-from specmamba.engine.loading import load_models, require_target, resolve_device
+from specmamba.engine.loading import load_models, load_tokenizer, require_target, resolve_device
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.layers.attention import Attention
 from specmamba.layers.feed_forward import MLP, GatedMLP, MoE
@@ -28,7 +28,6 @@ from specmamba.layers.mamba2 import Mamba2
 from specmamba.layers.primitives import Linear
 from specmamba.layers.short_conv import ShortConv
 from specmamba.models.base import DraftKind, LoadedModel, Models
-from specmamba.models.tokenizer import Tokenizer
 
 # The names of layers, in the order in which they are listed.
 KINDS: dict[type, str] = {
@@ -185,7 +184,7 @@ def _supported(draft: DraftKind | None) -> dict[str, Any]:
 def _tokenizer(folder: Path, model: LoadedModel) -> dict[str, Any]:
     """Describe the tokenizer; a model without one can be described, but not be served."""
     try:
-        tokenizer = Tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
     except CheckpointError as error:
         return {"problem": str(error)}
     return {

@@ -125,6 +125,11 @@ class Scheduler:
             self.waiting.remove(request)
         return leaving
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the queue takes another request of any client."""
+        return len(self.waiting) < self._limits.max_waiting
+
     def _num_above_limit(self) -> int:
         """Requests above the limit; 0: the queue is full. Those that memory admits at once do not count."""
         return len(self.waiting) - self._cache.num_admissible - self._limits.max_waiting

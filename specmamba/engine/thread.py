@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from specmamba.core import FinishReason, OutputDelta
 from specmamba.engine.channels import CommandQueue, EngineConstants, EngineRequest, LoopWaker, OpenRequest
-from specmamba.errors import EngineFailedError, EngineStoppedError
+from specmamba.errors import EngineFailedError, EngineStoppedError, SpecmambaError
 
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine
@@ -29,22 +30,28 @@ T = TypeVar("T")
 class EngineThread:
     """Runs an engine until it is drained or fails; every public method may be called from any thread.
 
-    The engine is built, used and closed in this thread only. Even if it fails, every accepted request gets a delta with
-    a ``finish_reason`` (unless its caller aborts it), and every future is resolved.
+    The engine is built, used and closed in this thread only, unless the builder hands one over that was built before.
+    Even if it fails, every accepted request gets a delta with a ``finish_reason`` (unless its caller aborts it), and
+    every future is resolved.
     """
 
-    def __init__(self, build_engine: Callable[[], Engine], wake_interval_s: float = 0.0) -> None:
+    def __init__(
+        self, build_engine: Callable[[], Engine], wake_interval_s: float = 0.0, what: str = "the server"
+    ) -> None:
         """Prepare the thread without starting it.
 
         Args:
-            build_engine: called in the thread.
+            build_engine: called in the thread; gives an engine that no other thread uses while requests run.
             wake_interval_s: longest time that a function which is not urgent waits for its event loop (``LoopWaker``).
+            what: what ends with this thread, for messages.
         """
         self._build_engine = build_engine
         self._wake_interval_s = wake_interval_s
+        self._what = what
         self._loaded: Future[EngineConstants] = Future()
         self._commands = CommandQueue(self._refusal)
         self._open: dict[str, OpenRequest] = {}  # used in the engine thread only, and by ``give_up``
+        self._backlog: deque[str] = deque()  # of these, the ones that wait for room in the engine's queue
         self._wakers: dict[asyncio.AbstractEventLoop, LoopWaker] = {}  # the same
         self._lock = threading.Lock()  # guards the fields below
         self._draining = False
@@ -78,18 +85,28 @@ class EngineThread:
         return not self._commands.is_open
 
     @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread, where waiting for it would never end."""
+        return threading.current_thread() is self._thread
+
+    @property
     def is_accepting(self) -> bool:
         return self._commands.is_open and not self._draining and self._failed is None
 
-    def submit(self, requests: Sequence[EngineRequest]) -> Future[None]:
+    def submit(self, requests: Sequence[EngineRequest], may_wait: bool = False) -> Future[None]:
         """Add requests, all or none of them. The future raises what ``Engine.add_request`` raises.
+
+        Args:
+            requests: what to add; their ids are unique.
+            may_wait: requests that the engine's queue has no room for wait in front of it, instead of being refused;
+                one that the engine then refuses ends with an error delta.
 
         Raises:
             EngineStoppedError: draining, stopped or failed (also through the future).
         """
         if not self.is_accepting:
             raise self._refusal()
-        return self.call(lambda engine: self._add(engine, requests))
+        return self.call(lambda engine: self._queue(requests) if may_wait else self._add(engine, requests))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests and free their memory. Their callbacks are not called any more once the thread has done this."""
@@ -131,6 +148,8 @@ class EngineThread:
     def shutdown(self, deadline_s: float, grace_s: float = 10.0) -> bool:
         """Drain and wait for the end. Returns False if a step is still running ``grace_s`` after the deadline."""
         self.drain(deadline_s)
+        if self.is_current:
+            return False
         self._thread.join(deadline_s + grace_s)
         return not self._thread.is_alive()
 
@@ -152,7 +171,7 @@ class EngineThread:
     def _refusal(self) -> EngineStoppedError:
         if self._failed is not None:
             return EngineStoppedError("the engine has failed and takes no more requests")
-        return EngineStoppedError("the server is shutting down and takes no more requests")
+        return EngineStoppedError(f"{self._what} is shutting down and takes no more requests")
 
     # ---- on the engine thread ----------------------------------------------------------------------------------------
 
@@ -185,12 +204,13 @@ class EngineThread:
 
     def _step_until_drained(self, engine: Engine) -> None:
         while self._failed is None:
-            self._commands.run(engine, wait=not engine.has_unfinished_requests and not self._draining)
+            self._commands.run(engine, wait=not self._open and not self._draining)
             if self._draining and (not self._open or time.monotonic() >= self._deadline):
                 return
-            if engine.has_unfinished_requests:
+            self._fill(engine)
+            if self._open and engine.has_unfinished_requests:  # what tools add directly they step themselves
                 self._deliver(engine, engine.step())
-            if self._open and not engine.has_unfinished_requests:
+            if self._open and not (engine.has_unfinished_requests or self._backlog):
                 # no further delta would come, and these clients would wait forever
                 raise RuntimeError(f"the engine lost track of {', '.join(self._open)}")
 
@@ -200,20 +220,29 @@ class EngineThread:
         added = []
         try:
             for request in requests:
-                engine.add_request(
-                    request.request_id,
-                    request.prompt_token_ids,
-                    request.params,
-                    extra_key=request.extra_key,
-                    grammar=request.grammar,
-                    owner=request.owner,
-                )
+                _add_to(engine, request)
                 added.append(request.request_id)
         except BaseException:
             for request_id in added:  # not the one that failed: its id may belong to a running request
                 engine.abort(request_id)
             raise
         self._open.update((request.request_id, OpenRequest.just_added(request)) for request in requests)
+
+    def _queue(self, requests: Sequence[EngineRequest]) -> None:
+        if self._draining:
+            raise self._refusal()
+        self._open.update((request.request_id, OpenRequest.just_added(request)) for request in requests)
+        self._backlog.extend(request.request_id for request in requests)
+
+    def _fill(self, engine: Engine) -> None:
+        """Add what waits in front of the engine's queue, as far as there is room."""
+        while self._backlog and engine.has_room:
+            if (entry := self._open.get(self._backlog.popleft())) is None:
+                continue  # it was aborted
+            try:
+                _add_to(engine, entry.request)
+            except SpecmambaError as error:
+                self._deliver(engine, [entry.last_delta("error", str(error))])
 
     def _abort(self, engine: Engine, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -259,7 +288,7 @@ class EngineThread:
         """Send every open request its last delta and refuse all queued calls; return the callbacks of ``on_stop``."""
         failed = self._failed
         reason: FinishReason = "abort" if failed is None else "error"
-        message = "the server is shutting down" if failed is None else f"the engine failed: {_one_line(failed)}"
+        message = f"{self._what} is shutting down" if failed is None else f"the engine failed: {_one_line(failed)}"
         for request_id in list(self._open):
             if (entry := self._open.pop(request_id, None)) is None:  # ``give_up`` runs in another thread
                 continue
@@ -279,6 +308,18 @@ class EngineThread:
             function()
         except BaseException as error:  # noqa: BLE001 -- the following parts must run in any case
             self._fail(error)
+
+
+def _add_to(engine: Engine, request: EngineRequest) -> None:
+    engine.add_request(
+        request.request_id,
+        request.prompt_token_ids,
+        request.params,
+        request.forced_output_ids,
+        extra_key=request.extra_key,
+        grammar=request.grammar,
+        owner=request.owner,
+    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -11,6 +11,8 @@ import math
 import os
 import platform
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURE_FORMATS = (".png", ".svg", ".pdf")
+FIRST_LINE_S, NEXT_LINE_S = 1.5, 10.0  # of progress
 Count = Annotated[int, Field(ge=1)]
 # For benchmarks that run a text several times: a prefix cached by one run would make the next one faster.
 NoRadixCache = Annotated[
@@ -159,17 +162,53 @@ def split_numbers(value: object) -> object:
 
 @contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on standard error if that is a terminal; call the yielded function once per finished part."""
+    """Show on standard error how far a measurement is; call the yielded function once per finished part.
+
+    A bar on a terminal; elsewhere a line after ``FIRST_LINE_S`` seconds and then one every ``NEXT_LINE_S`` at the most.
+    """
     if not sys.stderr.isatty():
-        yield lambda: None
+        lines = _ProgressLines(label, total)
+        try:
+            yield lines.advance
+        finally:
+            lines.end()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = (
+        SpinnerColumn(),  # a part may take minutes
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=total)
         yield lambda: progress.advance(task)
+
+
+class _ProgressLines:
+    """Progress where standard error is a file or a pipe."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self._label, self._total, self._done = label, total, 0
+        self._next_at = time.monotonic() + FIRST_LINE_S
+        self._timer = threading.Timer(FIRST_LINE_S, self._say)  # the first part may take long
+        self._timer.daemon = True
+        self._timer.start()
+
+    def advance(self) -> None:
+        self._done += 1
+        if time.monotonic() >= self._next_at:
+            self._say()
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+    def _say(self) -> None:
+        self._next_at = time.monotonic() + NEXT_LINE_S
+        print(f"{self._label or 'measuring'}: {self._done} of {self._total}", file=sys.stderr, flush=True)
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:

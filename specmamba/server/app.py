@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 
 import specmamba
 from specmamba.engine.thread import EngineThread
@@ -43,8 +44,10 @@ def create_app(config: ServerConfig, engine_thread: EngineThread) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # it would redirect clients to whatever host their Host header names
     )
-    install_error_handlers(app)
-    for router in _routers(service):
+    routers = _routers(service)
+    addresses = [route.path for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    install_error_handlers(app, addresses)
+    for router in routers:
         app.include_router(router)
     _correct_schema(app)
     install_guards(app, config)

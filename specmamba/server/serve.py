@@ -7,7 +7,6 @@ import gc
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -16,13 +15,20 @@ import uvicorn
 from fastapi import FastAPI
 
 from specmamba.engine.thread import EngineThread
-from specmamba.errors import ConfigError
 from specmamba.server.app import create_app
 from specmamba.server.http.connections import FLUSH_TIMEOUT_S, ConnectionConfig, ConnectionLimits
+from specmamba.server.listener import is_reached_from_outside, listen, url_of
 from specmamba.server.observe.line_writer import ProcessOutput
 from specmamba.server.observe.logs import configure_logging
 from specmamba.server.observe.tracing import check_tracing
-from specmamba.server.shutdown_watch import ShutdownWatch, UnjoinedExecutor, end_soon
+from specmamba.server.shutdown_watch import (
+    ShutdownWatch,
+    UnjoinedExecutor,
+    end_at_signals,
+    end_now,
+    end_soon,
+    ignore_signals,
+)
 from specmamba.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -32,49 +38,66 @@ logger = logging.getLogger("specmamba")
 
 # Connections end earlier by themselves; requests that have not ended after this time are cancelled.
 _GRACEFUL_TIMEOUT_S = int(FLUSH_TIMEOUT_S) + 2
-# The kernel buffers at most this for a client that does not read; by default it may be megabytes.
-_SEND_BUFFER_BYTES = 128 << 10
 # A step that takes this much longer than the deadline is abandoned.
 _HANG_TIMEOUT_S = 10.0
 _HANG_TIMEOUT_AFTER_SECOND_SIGNAL_S = 5.0
 _ABANDONED_TIMEOUT_S = 1.0  # for the thread of an engine that was abandoned
 
 
-def run_server(config: ServerConfig, build_engine: Callable[[], Engine]) -> int:
+def run_server(config: ServerConfig, build_engine: Callable[[], Engine], listener: socket.socket | None = None) -> int:
     """Serve until a signal or a failure of the engine. Returns the exit status: 0 after a signal, 1 after a failure.
 
     For a process that ends then: it takes over the standard streams, and the process ends in any case soon after the
     return, or after ``--shutdown-timeout``.
 
+    Args:
+        config: the flags of ``specmamba serve``.
+        build_engine: called in the engine's thread.
+        listener: listens on the address of ``config``, and is closed at the end; None: it is made here.
+
     Raises:
         ConfigError: the address cannot be listened on, or a package that a flag needs is missing.
         SpecmambaError: raised by ``build_engine``.
     """
-    output = ProcessOutput.taken_over(configure_logging(config))
-    check_tracing(config)
-    for file in config.exposed_key_files:
-        logger.warning("other users of this machine may read the keys in %s: change its mode to 600", file)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server installs its handlers; no request runs yet
-    ShutdownWatch(config.shutdown_timeout).start()
-    # Bound before the model is loaded, so that a port in use is reported at once.
-    with bind(config.host, config.port) as listener:
-        status = _serve(config, build_engine, listener)
+    with listen(config.host, config.port) if listener is None else listener as opened:
+        output = ProcessOutput.taken_over(configure_logging(config))
+        check_tracing(config)
+        _warn_of_exposure(config, opened)
+        ShutdownWatch(config.shutdown_timeout).start()
+        end_at_signals(output.flush)  # until the server installs its handlers; no request runs yet
+        status, has_ended = _serve(config, build_engine, opened)
+    if not has_ended:
+        end_now(status, output.flush)
     end_soon(status, output.flush)
     return status
 
 
-def _serve(config: ServerConfig, build_engine: Callable[[], Engine], listener: socket.socket) -> int:
+def _warn_of_exposure(config: ServerConfig, listener: socket.socket) -> None:
+    for file in config.exposed_key_files:
+        logger.warning("other users of this machine may read the keys in %s: change its mode to 600", file)
+    if not config.api_key and is_reached_from_outside(listener):
+        logger.warning(
+            "--host %s without --api-key: every machine that reaches %s may use the model; give a key, or leave --host "
+            "at 127.0.0.1",
+            config.host,
+            url_of(listener),
+        )
+
+
+def _serve(config: ServerConfig, build_engine: Callable[[], Engine], listener: socket.socket) -> tuple[int, bool]:
+    """Serve to the end. Returns the exit status, and whether the engine's thread has ended."""
     engine_thread = EngineThread(build_engine, config.stream_chunk_interval)
     engine_thread.start()
     _keep_what_is_loaded()
     server = ApiServer(create_app(config, engine_thread), config, engine_thread, listener)
     server.run(sockets=[listener])
+    ignore_signals()  # ``ShutdownWatch`` goes on
     grace_s = _ABANDONED_TIMEOUT_S if server.has_abandoned_engine else _HANG_TIMEOUT_S
     stopped = engine_thread.shutdown(0.0, grace_s)
     if engine_thread.failed is not None or not stopped:
         logger.error("the engine failed" if stopped else "the engine hangs")
-        return 1
-    return 0
+        return 1, stopped
+    return 0, stopped
 
 
 def _keep_what_is_loaded() -> None:
@@ -84,35 +107,6 @@ def _keep_what_is_loaded() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address and does not listen yet.
-
-    Raises:
-        ConfigError: the host cannot be resolved, or the address is in use or not allowed.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"--host: cannot resolve {host!r}: {error.strerror}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # its connections inherit it
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"--host, --port: cannot listen on {host}:{port}: {error.strerror}") from None
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """The URL at which a listening socket is reached."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 class ApiServer(uvicorn.Server):

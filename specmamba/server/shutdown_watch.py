@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 logger = logging.getLogger("specmamba")
 
@@ -67,6 +68,29 @@ class ShutdownWatch:
         self._ends_at = min(self._ends_at, time.monotonic() + allowed_s)
         rest_s = max(0.01, self._ends_at - time.monotonic())
         faulthandler.dump_traceback_later(rest_s, exit=True, file=self._null)
+
+
+def end_at_signals(flush: Callable[[], None] = lambda: None) -> None:
+    """Let a signal end the process with status 0 wherever it is in its start; call it in the main thread.
+
+    The interpreter's own end would abort it: threads that load the model are in native code then.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: end_now(0, flush))
+
+
+def ignore_signals() -> None:
+    """Let signals change nothing, for a process that is about to end; a watch still sees them."""
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: None)
+
+
+def end_now(status: int, flush: Callable[[], None]) -> NoReturn:
+    """End the process without the interpreter's end. ``flush`` has a second, on a thread: locks may be held here."""
+    flushing = threading.Thread(target=flush, daemon=True)
+    flushing.start()
+    flushing.join(1.0)
+    os._exit(status)
 
 
 def end_soon(status: int, flush: Callable[[], None]) -> None:

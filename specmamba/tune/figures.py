@@ -42,7 +42,8 @@ def start_engine(config: TreeTunerConfig) -> LLM:
         ConfigError: there is no draft head, or the engine cannot start with these flags.
     """
     flags = config.model_dump(include=WITHOUT_SHAPE)
-    shape = {"speculative_num_steps": config.max_nodes - 1}  # a chain needs the fewest slots for this number of nodes
+    # a chain needs the fewest slots for this number of nodes
+    shape: dict[str, Any] = {"speculative_num_steps": config.max_nodes - 1}
     if config.compare:
         steps, topk, nodes = (max(sizes) for sizes in zip(*DYNAMIC, strict=True))
         shape = dict(zip(SHAPE, (steps, topk, max(nodes, config.max_nodes)), strict=True))

@@ -343,7 +343,8 @@ def test_replay_counts_the_drafts_that_the_text_accepts(tmp_path: Path, monkeypa
 
     config = config_of("--replay", "--max-tokens", "40", "--num-prompts", "1")
     variants, _ = variants_of(config)
-    direct = {"num_threads": 1, "context_length": 256, "disable_cuda_graph": True}  # a replay is not recorded
+    # a replay is not recorded
+    direct: dict[str, Any] = {"num_threads": 1, "context_length": 256, "disable_cuda_graph": True}
     with LLM(dtype="float32", **direct, **variants[0].flags) as llm:
         (task,), _ = select_tasks(config, llm, bundled_texts())
         monkeypatch.setattr(MTPDrafter, "propose", recorded)

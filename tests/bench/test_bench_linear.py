@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from importlib.metadata import version
 from typing import Any
 
@@ -55,7 +58,32 @@ def test_the_ratio_is_taken_within_rounds(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_native_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(native_ops, "code", lambda: None)
     assert linear.main(["--rows", "1"]) == 1
-    assert "there is no native code to compare with" in capsys.readouterr().err
+    assert "there is no native code to compare with: it loads" in capsys.readouterr().err
+
+
+def test_the_reason_is_in_the_message() -> None:
+    code = "import sys; from specmamba.bench.linear import main; sys.exit(main(['--rows', '1']))"
+    environment = os.environ | {"SPECMAMBA_NATIVE": "0"}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "SPECMAMBA_NATIVE" in ended.stderr
+
+
+@pytest.mark.usefixtures("_native")
+def test_a_line_is_printed_before_the_next_number_of_rows_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[int] = []
+
+    def seconds(products: object, x: object) -> float:
+        seen.append(capsys.readouterr().out.count("\n"))
+        return 1.0
+
+    monkeypatch.setattr(linear, "_seconds", seconds)
+    assert linear.main(["--shapes", "48x32", "--rows", "1", "2", "--rounds", "1"]) == 0
+    assert seen[0] == 4  # the header, and the head of the table
+    assert 1 in seen[1:]
 
 
 @pytest.mark.usefixtures("_native")

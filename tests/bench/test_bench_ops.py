@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,26 @@ def test_a_failing_test_counts_for_its_operator(tmp_path: Path) -> None:
     assert set(reds) == {"sampling", "ssd.tree_verify", "ssd.tree_verify_snapshots", "ssd.extend"}
     assert reds["sampling"].startswith("FAILED tests/kernels/test_sampling.py::test_it")
     assert reds["ssd.extend"] == "there is no tests/kernels/test_ssd.py"
+
+
+@pytest.mark.usefixtures("few_plugins")
+def test_slow_tests_say_how_far_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = "import time\nimport pytest\n@pytest.mark.parametrize('i', range(4))\ndef test_it(i):\n    time.sleep(0.1)\n"
+    monkeypatch.setattr("specmamba.measure.report.FIRST_LINE_S", 0.05)
+    monkeypatch.setattr("specmamba.measure.report.NEXT_LINE_S", 0.05)
+    outcome = suite.run_pytest(checkout_of(tmp_path, tree=slow), ["tests/kernels/test_tree.py"])
+    assert outcome.is_green
+    said = re.findall(r"tests of these operators, percent: (\d+) of 100\n", capsys.readouterr().err)
+    assert len(set(said)) >= 4
+    assert said == sorted(said, key=int)
+
+
+@pytest.mark.usefixtures("few_plugins")
+def test_tests_that_never_end(tmp_path: Path) -> None:
+    root = checkout_of(tmp_path, tree="import time\ndef test_it():\n    time.sleep(60)\n")
+    assert suite.run_pytest(root, ["tests/kernels/test_tree.py"], timeout_s=2.0).summary == "no end after 2 s"
 
 
 @pytest.mark.usefixtures("few_plugins")

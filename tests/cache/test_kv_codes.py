@@ -55,8 +55,8 @@ def prompts() -> list[Tokens]:
 
 def new_llm(name: str, drafts: str, **flags: Any) -> LLM:
     sizes: dict[str, Any] = {"context_length": 512, "max_running_requests": 4, "max_mamba_cache_size": 64}
-    exact = {} if drafts == "plain" else {"speculative_adaptive": "off"}
-    return LLM(dtype="float32", device="cpu", kv_cache_dtype=name, **{**sizes, **DRAFTS[drafts], **exact, **flags})
+    exact = {"kv_cache_dtype": name} | ({} if drafts == "plain" else {"speculative_adaptive": "off"})
+    return LLM(dtype="float32", device="cpu", **{**sizes, **DRAFTS[drafts], **exact, **flags})
 
 
 def greedy(num_tokens: int = NUM_TOKENS) -> SamplingParams:

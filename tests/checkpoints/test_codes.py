@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from specmamba.kernels.linear import native_ops
 from tests.exactness import assert_same_greedy_texts
 
 PROMPTS = ["import os\n\ndef read_file(path):\n    ", "class Stack:\n    def __init__(self):\n"]
-FLAGS = {"dtype": "float32", "context_length": 160, "max_total_tokens": 2048, "max_running_requests": 2}
+FLAGS: dict[str, Any] = {"dtype": "float32", "context_length": 160, "max_total_tokens": 2048, "max_running_requests": 2}
 TEXT = 'with open(path, "r") as file:\n        return file.read()\n\n\nclass Stack:\n    def __init__(self):\n'
 FORMS = ["int4", "int8", "fp8"]
 
@@ -32,7 +33,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {form: folder / form for form in FORMS}
 
 
-def logits(folder: Path, **flags: object) -> Tensor:
+def logits(folder: Path, **flags: Any) -> Tensor:
     """Along a given text: [tokens, V]."""
     seen: list[Tensor] = []
     with LLM(model=str(folder), speculative_algorithm="none", **(FLAGS | flags)) as llm:
@@ -58,7 +59,7 @@ def test_drafts_change_nothing(
 ) -> None:
     """Chains and trees, with the checkpoint's head in codes too; and drafts are accepted."""
 
-    def texts(**other: object) -> list[tuple[tuple[int, ...], float]]:
+    def texts(**other: Any) -> list[tuple[tuple[int, ...], float]]:
         with LLM(model=str(quantized[form]), **(FLAGS | other)) as llm:
             outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=64, temperature=0, ignore_eos=True))
         return [(tuple(output.token_ids), output.spec.accept_length) for output in outputs]
@@ -100,8 +101,8 @@ def test_texts_part_only_where_logits_are_close(quantized: dict[str, Path], need
 @pytest.mark.parametrize("form", ["int4", "fp8"])
 def test_codes_need_native_code(form: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_ops, "can_pack_codes", lambda *_: False)
-    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} {form} needs native code"):
-        LLM(**{flag: form})
+    with pytest.raises(ConfigError, match=f"{flag} {form} needs native code"):
+        LLM(**{flag: form})  # type: ignore[arg-type]
 
 
 def test_scaled_products_need_a_gpu() -> None:
@@ -132,7 +133,7 @@ def test_groups_from_the_command_line(capsys: pytest.CaptureFixture[str], needs_
 
 
 def test_groups_belong_to_int4() -> None:
-    with pytest.raises(ConfigError, match="--quantization-group-size: only int4 has groups"):
+    with pytest.raises(ConfigError, match="quantization_group_size: only int4 has groups"):
         LLM(quantization="int8", quantization_group_size=64)
 
 
@@ -141,7 +142,7 @@ def test_a_draft_model_has_its_own_form(quantized: dict[str, Path], needs_native
     sizes = {}
     for form in ("auto", "none"):
         flags = {"speculative_draft_model_path": str(quantized["int4"]), "speculative_draft_model_quantization": form}
-        with LLM(**flags, **FLAGS) as llm:
+        with LLM(**FLAGS | flags) as llm:
             assert llm.engine.models.draft is not None
             sizes[form] = llm.engine.models.draft.weight_bytes
     assert sizes["auto"] < sizes["none"] / 2

@@ -42,7 +42,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "cache_folder", lambda: tmp_path / "cache")
 
 
-def texts(model: Path, **flags: object) -> list[tuple[int, ...]]:
+def texts(model: Path, **flags: Any) -> list[tuple[int, ...]]:
     with LLM(model=str(model), dtype="float32", max_running_requests=2, **flags) as llm:
         outputs = llm.generate(
             [list(p) for p in PROMPTS], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)

@@ -52,7 +52,7 @@ def stored_as(kind: GGMLQuantizationType) -> TypeOf:
     return lambda name, _: F32 if "shortconv.conv" in name else kind
 
 
-def texts(model: Path, **flags: object) -> list[list[int]]:
+def texts(model: Path, **flags: Any) -> list[list[int]]:
     with LLM(model=str(model), dtype="float32", max_running_requests=2, **flags) as llm:
         params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
         return [list(output.token_ids) for output in llm.generate([list(p) for p in PROMPTS], params)]

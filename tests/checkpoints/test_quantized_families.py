@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.families import FAMILIES
 BLOCK = ROWS, COLUMNS = 16, 8  # of FP8
 KEPT = ("embed", "lm_head", "conv1d", ".gate.", "router", "_gate.")  # as published checkpoints keep them
 PROMPTS = [[7, 21, 90, 33, 64, 21, 5] * 2, [11, 42, 3]]
-FLAGS = {"context_length": 96, "max_total_tokens": 2048, "max_running_requests": 2, "dtype": "float32"}
+FLAGS: dict[str, Any] = {"context_length": 96, "max_total_tokens": 2048, "max_running_requests": 2, "dtype": "float32"}
 
 
 def quantize(name: str, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -64,7 +65,7 @@ def write_both(folder: Path, quantized: Path, dequantized: Path) -> int:
     return count
 
 
-def texts(folder: Path, **flags: object) -> list[tuple[int, ...]]:
+def texts(folder: Path, **flags: Any) -> list[tuple[int, ...]]:
     with LLM(model=str(folder), **(FLAGS | flags)) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
     return [(*output.token_ids, *output.spec.accepted_histogram) for output in outputs]

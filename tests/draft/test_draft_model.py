@@ -475,9 +475,7 @@ class TestSettings:
         with pytest.raises(ConfigError, match="holds a draft of the kind draft-model: choose draft-model or auto"):
             new_llm(checkpoints, "other", speculative_algorithm="eagle3")
         write_tiny_checkpoint(tmp_path / "short", 2, with_mtp=False, max_position_embeddings=64)
-        with pytest.raises(
-            ConfigError, match=r"^--speculative-draft-model-path .*/short: the draft model was made for"
-        ):
+        with pytest.raises(ConfigError, match=r"^speculative_draft_model_path .*/short: the draft model was made for"):
             new_llm(checkpoints, "other", speculative_draft_model_path=str(tmp_path / "short"))
 
     def test_a_draft_of_another_tokenizer_is_refused(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -494,7 +492,7 @@ class TestSettings:
         words = (
             f"2 tokens have other numbers than in the target's tokenizer, the first is {min(ours[300], ours[301])!r}: "
         )
-        assert f"--speculative-draft-model-path {folder}: {words}" in str(refused.value)
+        assert f"speculative_draft_model_path {folder}: {words}" in str(refused.value)
 
     def test_a_draft_without_a_tokenizer_is_taken(
         self, checkpoints: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -513,7 +511,7 @@ class TestSettings:
         tree.write_text(TreeFile(trees=(StaticTree(parents=(-1, 0, 0), ranks=(0, 0, 1)),)).model_dump_json(), "utf8")
         for flag, value in (("tree", tree), ("eagle_topk", 2)):
             flags: dict[str, Any] = {"speculative_num_steps": None, f"speculative_{flag}": value}
-            with pytest.raises(ConfigError, match=f"drafts chains: drop --speculative-{flag.replace('_', '-')}"):
+            with pytest.raises(ConfigError, match=f"drafts chains: drop speculative_{flag}"):
                 new_llm(checkpoints, "other", speculative_algorithm="auto", **flags)
 
     def test_a_draft_of_a_shorter_context_needs_a_limit(
@@ -521,7 +519,7 @@ class TestSettings:
     ) -> None:
         write_tiny_checkpoint(tmp_path / "short", 2, with_mtp=False, max_position_embeddings=64)
         flags = {"speculative_draft_model_path": str(tmp_path / "short")}
-        with pytest.raises(ConfigError, match="made for 64 tokens, but texts may have 100: set --context-length 64"):
+        with pytest.raises(ConfigError, match="made for 64 tokens, but texts may have 100: set context_length 64"):
             new_llm(checkpoints, "other", context_length=100, **flags)
         with pytest.raises(ConfigError, match="made for 64 tokens, but texts may have 512"):
             new_llm(checkpoints, "other", context_length=None, **flags)

@@ -76,28 +76,28 @@ def test_nothing_is_drawn_where_nothing_is_drafted() -> None:
     [
         (
             {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 8},
-            "set --speculative-num-draft-tokens 4 or leave it out",
+            "set speculative_num_draft_tokens 4 or leave it out",
         ),
         ({"num_steps": 2, "eagle_topk": 3, "num_draft_tokens": 14}, "give 13 nodes with the root, not 14: lower"),
         ({"num_steps": 1, "eagle_topk": 2, "num_draft_tokens": 4}, "give 3 nodes with the root, not 4"),
-        ({"eagle_topk": 0}, "--speculative-eagle-topk: .*greater than or equal to 1"),
-        ({"eagle_topk": 65}, "--speculative-eagle-topk: .*less than or equal to 64"),
-        ({"num_draft_tokens": 65}, "--speculative-num-draft-tokens: "),
-        ({"algorithm": "none", "eagle_topk": 2}, "--speculative-eagle-topk need a drafter"),
-        ({"algorithm": "none", "accept": "rejection"}, "--speculative-accept need a drafter"),
+        ({"eagle_topk": 0}, "speculative_eagle_topk: .*greater than or equal to 1"),
+        ({"eagle_topk": 65}, "speculative_eagle_topk: .*less than or equal to 64"),
+        ({"num_draft_tokens": 65}, "speculative_num_draft_tokens: "),
+        ({"algorithm": "none", "eagle_topk": 2}, "speculative_eagle_topk need a drafter"),
+        ({"algorithm": "none", "accept": "rejection"}, "speculative_accept need a drafter"),
         (
             {"tree": "t.json", "num_steps": 3},
-            "--speculative-tree decides the whole shape: drop --speculative-num-steps",
+            "speculative_tree decides the whole shape: drop speculative_num_steps",
         ),
         ({"tree": "t.json", "algorithm": "ngram"}, "ngram makes its own drafts"),
-        ({"ngram_corpus": "c.txt"}, "--speculative-ngram-corpus needs --speculative-algorithm ngram"),
-        ({"ngram_max_match_window_size": 5}, "max-match-window-size needs --speculative-algorithm ngram"),
+        ({"ngram_corpus": "c.txt"}, "speculative_ngram_corpus needs speculative_algorithm ngram"),
+        ({"ngram_max_match_window_size": 5}, "max_match_window_size needs speculative_algorithm ngram"),
         (
             {"algorithm": "ngram", "ngram_min_match_window_size": 5, "ngram_max_match_window_size": 4},
-            "is above --speculative-ngram-max-match-window-size",
+            "is above speculative_ngram_max_match_window_size",
         ),
-        ({"state": "copies"}, "--speculative-state: "),
-        ({"accept": "always"}, "--speculative-accept: "),
+        ({"state": "copies"}, "speculative_state: "),
+        ({"accept": "always"}, "speculative_accept: "),
     ],
 )
 def test_flags_that_contradict_each_other(given: dict[str, Any], sentence: str) -> None:
@@ -109,10 +109,10 @@ def test_flags_that_contradict_each_other(given: dict[str, Any], sentence: str) 
     ("given", "sentence"),
     [
         ({"algorithm": "mtp"}, "this checkpoint has no MTP head.*choose auto, ngram or none"),
-        ({"eagle_topk": 2, "num_steps": 2}, "--speculative-num-steps, --speculative-eagle-topk: this needs a drafter"),
-        ({"accept": "rejection"}, "--speculative-accept: this needs a drafter"),
-        ({"draft_model_quantization": "int8"}, "--speculative-draft-model-quantization: this needs a drafter"),
-        ({"tree": "t.json"}, "--speculative-tree: this needs a drafter"),
+        ({"eagle_topk": 2, "num_steps": 2}, "speculative_num_steps, speculative_eagle_topk: this needs a drafter"),
+        ({"accept": "rejection"}, "speculative_accept: this needs a drafter"),
+        ({"draft_model_quantization": "int8"}, "speculative_draft_model_quantization: this needs a drafter"),
+        ({"tree": "t.json"}, "speculative_tree: this needs a drafter"),
     ],
 )
 def test_a_checkpoint_without_a_head(given: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_tree_file_that_is_not_valid(content: object, sentence: str, tmp_path:
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ConfigError, match=sentence) as refused:
         LLM(device="cpu", speculative_tree=file)
-    assert str(refused.value).startswith(f"--speculative-tree: {file}: ")
+    assert str(refused.value).startswith(f"speculative_tree: {file}: ")
 
 
 def test_a_missing_tree_file(tmp_path: Path) -> None:

@@ -467,7 +467,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def generate(prompts: Sequence[str | list[int]], params: Sequence[SamplingParams], **flags: Any) -> list[RequestOutput]:
-    settings = {"dtype": "float32", "device": "cpu", "max_running_requests": 8} | flags
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_running_requests": 8} | flags
     with LLM(**settings) as llm:
         outputs = llm.generate(prompts, params)
         assert (llm.engine.stats().num_preemptions > 0) == ("max_total_tokens" in flags)
@@ -565,5 +565,5 @@ class TestDemo:
             assert output.spec.accept_length > 2.5 > other.spec.accept_length
 
     def test_a_corpus_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"--speculative-ngram-corpus: .* cannot be read"):
+        with pytest.raises(ConfigError, match=r"speculative_ngram_corpus: .* cannot be read"):
             LLM(speculative_algorithm="ngram", speculative_ngram_corpus=tmp_path / "none.txt")

@@ -98,7 +98,8 @@ def plain(model: str, prompts: list[list[int]]) -> list[tuple[int, ...]]:
 
 
 def new_llm(model: str, **flags: Any) -> LLM:
-    return LLM(**{"model": model, "dtype": "float32", "device": "cpu", "context_length": 256} | flags)
+    settings: dict[str, Any] = {"model": model, "dtype": "float32", "device": "cpu", "context_length": 256}
+    return LLM(**settings | flags)
 
 
 def new_plain(model: str) -> LLM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def test_head_that_is_never_right(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     torch.manual_seed(0)
     tensors["mtp.norm.weight"] = torch.randn_like(tensors["mtp.norm.weight"]) * 30
     save_file(tensors, file)
-    flags = {"speculative_num_steps": 1, "speculative_adaptive": "off"}
+    flags: dict[str, Any] = {"speculative_num_steps": 1, "speculative_adaptive": "off"}
     with LLM(model=str(folder), dtype="float32", max_running_requests=4, **flags) as llm:
         params = SamplingParams(max_tokens=130, temperature=0, ignore_eos=True)
         outputs = llm.generate([[i, 3 * i, 7] for i in range(1, 5)], params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from specmamba import LLM
+from specmamba import LLM, SamplingParams
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.command_line import describe_validation_error, parse_command_line
 from specmamba.config import DEMO_MODEL, EngineConfig, GenerateConfig
 from specmamba.errors import ConfigError
+from specmamba.flag_parser import GROUPS, grouped
 from specmamba.server_config import ServerConfig
 
 # DESIGN section 10, as far as it is built
@@ -363,21 +365,103 @@ class TestRefused:
         assert outcome == "['END']" or "stop" in outcome
 
 
+class TestSources:
+    """An error says where a value comes from, if that is not the command line."""
+
+    def test_a_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECMAMBA_PAGE_SIZE", "0")
+        assert refusal().endswith("(got '0') (from the environment: SPECMAMBA_PAGE_SIZE)")
+        assert "environment" not in refusal("--page-size", "-1")
+
+    def test_a_line_of_a_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.toml"
+        file.write_text('# settings\nport = 8000\n"page-size" = 0\n')
+        assert refusal("--config", str(file)).endswith(f"(got 0) ({file}, line 3)")
+        file.write_text("port = 8000\n\npage_szie = 3\n")
+        expected = f"--page-szie: there is no such flag; did you mean --page-size? ({file}, line 3)"
+        assert refusal("--config", str(file)) == expected
+
+    @pytest.mark.parametrize(
+        ("variable", "hint"), [("SPECMAMBA_PROT", "did you mean SPECMAMBA_PORT?"), ("SPECMAMBA_XYZ", "unset it")]
+    )
+    def test_a_variable_that_no_command_knows(self, variable: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(variable, "3")
+        assert refusal() == f"{variable}: there is no such variable of the environment; {hint}"
+
+    def test_variables_of_other_commands_and_of_kernels_are_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("SPECMAMBA_PROMPT", "SPECMAMBA_NATIVE", "SPECMAMBA_TEST_FULL"):
+            monkeypatch.setenv(name, "1")
+        assert serve().port == 30000
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--prot", "3"], "there is no flag --prot; did you mean --port?"),
+            (["--prot=3"], "there is no flag --prot; did you mean --port?"),
+            (["--xyz"], "there is no flag --xyz"),
+            (["8000"], "8000: this stands behind no flag"),
+            (["--port"], "argument --port: expected one argument"),
+        ],
+    )
+    def test_a_mistake_is_two_lines(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            serve(*arguments)
+        usage = 'usage: specmamba serve [OPTIONS]; "specmamba serve --help" lists them\n'
+        assert capsys.readouterr().err == f"{usage}specmamba serve: error: {message}\n"
+
+    def test_help_is_grouped_with_kinds_and_defaults(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit, match="0"):
+            generate("--help")
+        text = capsys.readouterr().out
+        titles = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+        assert titles[:3] == ["of this command", "model", "requests"]
+        assert {"memory", "speculation"} <= set(titles)
+        assert "--max-tokens N " in text
+        assert "(default: 128)" in text
+        assert "--seed N " in text
+        assert "--speculative-tree FILE" in text
+        assert max(map(len, text.splitlines())) <= 110
+        for word in ("PydanticUndefined", "(default: None)", "``", "null"):
+            assert word not in text
+
+    def test_every_flag_is_in_one_group(self) -> None:
+        fields = {**ServerConfig.model_fields, **GenerateConfig.model_fields}
+        names = [name for group in grouped(fields).values() for name in group]
+        assert sorted(names) == sorted(fields)
+        assert set(GROUPS) <= set(fields)
+
+
 class TestPython:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
-            ({"page_size": 0}, "--page-size: "),
-            ({"pagesize": 1}, "--pagesize: "),
-            ({"speculative_algorithm": "eagle"}, "--speculative-algorithm: "),
+            ({"page_size": 0}, "^page_size: "),
+            ({"pagesize": 1}, "^pagesize: there is no such keyword; did you mean page_size"),
+            ({"speculative_algorithm": "eagle"}, "^speculative_algorithm: eagle needs speculative_draft_model_path$"),
             ({"speculative_algorithm": "none", "speculative_num_steps": 2}, "need a drafter"),
-            ({"speculative_num_steps": 2, "speculative_num_draft_tokens": 2}, "--speculative-num-draft-tokens 3"),
-            ({"port": 1}, "--port: "),
+            ({"speculative_num_steps": 2, "speculative_num_draft_tokens": 2}, "set speculative_num_draft_tokens 3"),
+            ({"port": 1}, "^port: there is no such keyword$"),
         ],
     )
-    def test_flags_are_checked_before_anything_is_loaded(self, flags: dict[str, object], message: str) -> None:
+    def test_flags_are_checked_before_anything_is_loaded(self, flags: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             LLM(model="/nowhere/at/all", **flags)
+
+    def test_what_the_engine_refuses_speaks_of_keywords_too(self) -> None:
+        with pytest.raises(ConfigError, match="max_total_tokens") as error:
+            LLM(dtype="float32", device="cpu", max_total_tokens=1)
+        assert "--" not in str(error.value)
+        assert "--max-total-tokens" in str(error.value.in_flags)  # for tools of the command line
+
+    def test_a_typo_in_sampling_parameters(self) -> None:
+        with pytest.raises(ValueError, match=r"there is no 'max_token'; did you mean max_tokens\?"):
+            SamplingParams(max_token=3)  # type: ignore[call-arg]
+        with pytest.raises(ValueError, match="there is no 'xyz' "):
+            SamplingParams.model_validate({"xyz": 3})
 
     def test_a_message_without_a_flag(self) -> None:
         with pytest.raises(ValueError) as error:

@@ -230,15 +230,20 @@ def test_figures_that_are_not_finite_are_no_answer(monkeypatch: pytest.MonkeyPat
 
 def test_a_draft_model_that_is_not_asked_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
     plainly = GREEDY.model_copy(update={"speculative": False})
-    flags = {"speculative_algorithm": "draft-model", "speculative_draft_model_path": str(DEMO_MODEL)}
-    with LLM(dtype="float32", max_total_tokens=512, **flags) as llm:
+    own: dict[str, Any] = {"speculative_algorithm": "draft-model", "speculative_draft_model_path": str(DEMO_MODEL)}
+    with LLM(dtype="float32", max_total_tokens=512, **own) as llm:
         first = llm.generate([PROMPT, OTHER], [plainly, GREEDY])
         assert first[0].spec.num_draft_tokens == 0
         runs: list[int] = []
         drafter = llm.engine.runner.drafter
         assert isinstance(drafter, ModelDrafter)
         forward = drafter._model.forward
-        monkeypatch.setattr(drafter._model, "forward", lambda *given: runs.append(0) or forward(*given))  # type: ignore[func-returns-value, redundant-expr]
+
+        def counted(*given: Any) -> Any:
+            runs.append(0)
+            return forward(*given)
+
+        monkeypatch.setattr(drafter._model, "forward", counted)
         alone = llm.generate([PROMPT], plainly)[0]
         assert alone.token_ids == first[0].token_ids
         assert len(runs) <= 24 + 2  # the roots, one by one, and the prompt; no drafts

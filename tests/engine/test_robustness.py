@@ -162,7 +162,8 @@ class TestLLM:
         stream = llm.stream("def main():", SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True))
         next(stream)
         llm.close()
-        assert list(stream) == []
+        *_, last = stream
+        assert (last.finish_reason, last.error) == ("abort", "this model is shutting down")
 
     def test_requests_added_to_the_engine_directly_do_not_disturb_generate(self, llm: LLM) -> None:
         llm.engine.add_request("by hand", [5], SamplingParams(max_tokens=3, ignore_eos=True))
@@ -171,7 +172,7 @@ class TestLLM:
         assert_idle(llm.engine)
 
     def test_a_prompt_may_be_an_iterator(self, llm: LLM) -> None:
-        output = llm.generate([iter([5, 6, 7])], SamplingParams(max_tokens=2))[0]  # type: ignore[arg-type]
+        output = llm.generate([iter([5, 6, 7])], SamplingParams(max_tokens=2))[0]  # type: ignore[list-item]
         assert output.prompt_token_ids == (5, 6, 7)
 
     def test_the_number_of_threads_is_restored(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ LENGTHS = (9, 2, 31, 9, 3, 17)
 
 def new_llm(folder: Path, **flags: Any) -> LLM:
     plain: dict[str, Any] = {"speculative_algorithm": "none", "disable_radix_cache": True, "context_length": 64}
-    return LLM(**{"model": str(folder), "dtype": "float32", "device": "cpu", "max_total_tokens": 512} | plain | flags)
+    plain |= {"model": str(folder), "dtype": "float32", "device": "cpu", "max_total_tokens": 512}
+    return LLM(**plain | flags)
 
 
 def read(llm: LLM, texts: list[list[int]], layers: tuple[int, ...]) -> dict[int, TargetStates]:

@@ -25,7 +25,11 @@ pytest.importorskip("xgrammar")
 IS_FULL = bool(os.environ.get("SPECMAMBA_TEST_FULL"))
 SCHEMAS = [random_schema(seed) for seed in range(50 if IS_FULL else 9)]
 FLAGS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "context_length": 512, "max_running_requests": 12}
-MOST_NODES = {"speculative_eagle_topk": 3, "speculative_num_steps": 4, "speculative_num_draft_tokens": 12}
+MOST_NODES: dict[str, Any] = {
+    "speculative_eagle_topk": 3,
+    "speculative_num_steps": 4,
+    "speculative_num_draft_tokens": 12,
+}
 DRAFTS: dict[str, dict[str, Any]] = {
     "chain": {"speculative_algorithm": "mtp", "speculative_num_steps": 4},
     "tree": {"speculative_algorithm": "mtp", **MOST_NODES},
@@ -113,10 +117,10 @@ def test_short_of_memory_and_from_the_cache(llm: LLM, state: str, no_headroom: N
     flags = FLAGS | {"max_total_tokens": 130, "context_length": 100, "speculative_state": state}
     plain = run(llm, prompts, params, speculative_algorithm="none")
     with LLM(**flags, **DRAFTS["tree"]) as small:
-        small._grammars = llm._grammars  # one process is enough
+        small._local.grammars = llm._local.grammars  # one process is enough
         first = small.generate(prompts, params)
         again = small.generate(prompts, params)
-        small._grammars = None
+        small._local.grammars = None
         assert small.engine.stats().num_preemptions > 0
         assert any(output.num_cached_tokens for output in again)
     assert essence(first) == essence(again) == essence(plain)
@@ -215,7 +219,7 @@ def test_unusable_grammars_are_refused_before_running(llm: LLM, monkeypatch: pyt
         llm.generate(["x", "x"], [SamplingParams(), of_schema({"uniqueItems": True})])
     with pytest.raises(RequestError, match="ignore_eos"):
         llm.generate("x", constrained("regex", "a", ignore_eos=True))
-    monkeypatch.setattr(llm, "_grammars", None)
+    monkeypatch.setattr(llm._local, "grammars", None)
     monkeypatch.setattr("specmamba.grammar.compiler.find_spec", lambda name: None)
     with pytest.raises(RequestError, match="pip install 'specmamba"):
         llm.generate("x", constrained("regex", "a"))

@@ -25,7 +25,7 @@ xgrammar = pytest.importorskip("xgrammar")
 
 VOCAB, EOS, LONG = 4096, 0, 30.0
 FLAGS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "context_length": 256, "max_running_requests": 6}
-TREE = {"speculative_eagle_topk": 3, "speculative_num_steps": 4, "speculative_num_draft_tokens": 12}
+TREE: dict[str, Any] = {"speculative_eagle_topk": 3, "speculative_num_steps": 4, "speculative_num_draft_tokens": 12}
 DRAFTS: dict[str, dict[str, Any]] = {
     "none": {"speculative_algorithm": "none"},
     "chain": {"speculative_algorithm": "mtp", "speculative_num_steps": 4},

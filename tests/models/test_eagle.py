@@ -529,9 +529,7 @@ def test_heads_of_other_targets(target: Path, tmp_path: Path) -> None:
 def test_layers_that_the_target_does_not_have(target: Path, tmp_path: Path) -> None:
     style = replace(STYLES["eagle3"], config=(("eagle_aux_hidden_state_layer_ids", [1, 2, 9]),))
     head = write_head(tmp_path, target, style, seed=0)
-    words = (
-        f"--speculative-draft-model-path {tmp_path}: the head reads in front of layer 9, the target has layers 0 to 3"
-    )
+    words = f"speculative_draft_model_path {tmp_path}: the head reads in front of layer 9, the target has layers 0 to 3"
     refused(target, head, UnsupportedModelError, words)
     save(head, eagle_aux_hidden_state_layer_ids=[-1, 2, 4])
     refused(target, head, UnsupportedModelError, "in front of layers -1, 4, the target has layers 0 to 3")
@@ -604,14 +602,12 @@ def test_a_head_in_the_targets_place(heads: dict[str, Head]) -> None:
     for name in ("eagle", "eagle-all", "eagle3-last"):
         with pytest.raises(UnsupportedModelError) as error:
             LLM(model=str(heads[name].folder), device="cpu")
-        words = (
-            f"--model {heads[name].folder}: {heads[name].style.architecture} is a draft head and no model: give it as"
-        )
-        assert str(error.value).startswith(f"{words} --speculative-draft-model-path")
+        words = f"model {heads[name].folder}: {heads[name].style.architecture} is a draft head and no model: give it as"
+        assert str(error.value).startswith(f"{words} speculative_draft_model_path")
 
 
 def test_missing_folders(target: Path, tmp_path: Path, heads: dict[str, Head]) -> None:
-    flag = "--speculative-draft-model-path"
+    flag = "speculative_draft_model_path"
     path: dict[str, Any] = {"speculative_draft_model_path": str(tmp_path)}
     with pytest.raises(CheckpointError, match=f"^{flag}: {tmp_path} has neither model.safetensors nor"):
         new_llm(target, **path)
@@ -620,7 +616,7 @@ def test_missing_folders(target: Path, tmp_path: Path, heads: dict[str, Head]) -
     save(replace(heads["eagle"], folder=tmp_path / "head"))
     with pytest.raises(CheckpointError, match=f"there is a draft head in {tmp_path / 'head'}: give that folder"):
         new_llm(target, **path)
-    with pytest.raises(ConfigError, match=r"^--speculative-draft-model-revision names a version on the hub, but"):
+    with pytest.raises(ConfigError, match=r"^speculative_draft_model_revision names a version on the hub, but"):
         new_llm(target, heads["eagle"], speculative_draft_model_revision="main")
 
 

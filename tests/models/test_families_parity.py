@@ -150,8 +150,12 @@ def test_text_is_that_of_plain_decoding(
 ) -> None:
     without_measurement(monkeypatch)
     backend, _, replayed = state.partition(" ")
-    flags = family.flags(drafter) | ({"cuda_graph_max_bs": 4} if replayed else {"disable_cuda_graph": True})
-    with LLM(model=str(family.folder), speculative_state=backend, **flags, **MEMORY) as llm:
+    flags = (
+        family.flags(drafter)
+        | {"speculative_state": backend}
+        | ({"cuda_graph_max_bs": 4} if replayed else {"disable_cuda_graph": True})
+    )
+    with LLM(model=str(family.folder), **flags, **MEMORY) as llm:
         family.teach(llm, tmp_path)
         if drafter == "adaptive":
             decide_at_random(llm, seed=4)

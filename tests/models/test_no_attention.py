@@ -99,7 +99,8 @@ def test_short_of_everything(checkpoint: Path, page_size: int, strategy: str) ->
     tight: dict[str, Any] = {"max_total_tokens": 192, "context_length": 96, "max_mamba_cache_size": 5}
     if strategy == "extra_buffer":
         tight |= {"mamba_radix_cache_strategy": strategy, "mamba_track_interval": 8}
-    drafts = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5, "chunked_prefill_size": 16}
+    drafts: dict[str, Any] = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5}
+    drafts |= {"chunked_prefill_size": 16}
     with LLM(**common, max_running_requests=4, page_size=page_size, **tight, **drafts) as llm:
         for _ in range(2):
             assert texts_of(llm.generate(prompts, GREEDY)) == plain

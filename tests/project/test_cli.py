@@ -101,7 +101,12 @@ def test_help_of_a_command_with_subcommands(command: str, names: list[str], caps
 def test_a_subcommand_gets_its_arguments(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType(SUBCOMMANDS[command][name][0])
     seen: list[list[str]] = []
-    module.main = lambda arguments: seen.append(arguments) or 7  # type: ignore[attr-defined, func-returns-value, redundant-expr]
+
+    def run(arguments: list[str]) -> int:
+        seen.append(arguments)
+        return 7
+
+    module.main = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert main([command, name, "--json", "x", "--help"]) == 7
     assert seen == [["--json", "x", "--help"]]
@@ -230,3 +235,32 @@ def test_generate_reports_an_error_of_the_engine(
     monkeypatch.setattr("specmamba.cli._build_engine", lambda config: BrokenEngine())
     assert main(["generate", "--prompt", "x"]) == 1
     assert capsys.readouterr() == ("ab", "specmamba generate: error: out of luck\n")
+
+
+def limited(kib: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run("bash", "-c", 'ulimit -v "$1" && shift && exec "$@"', "bash", str(kib), *arguments)
+
+
+@pytest.mark.parametrize("kib", [500_000, 1_000_000])
+def test_little_memory_is_said_in_a_sentence(kib: int) -> None:
+    ended = limited(kib, *GENERATE, "--prompt", "x", "--max-tokens", "2")
+    *_, last = ended.stderr.splitlines()
+    assert ended.returncode == 2
+    assert last.startswith("specmamba generate: error: ")
+    assert "memory" in last.lower()
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_plan_of_memory_knows_the_limit_of_the_process() -> None:
+    code = "import torch; from specmamba.cache.memory import free_memory; print(free_memory(torch.device('cpu')))"
+    ended = limited(4_000_000, sys.executable, "-c", code)
+    assert 0 < int(ended.stdout) < 4_000_000 << 10
+
+
+@pytest.mark.parametrize("arguments", [["info", "--json", "-"], ["serve", "--help"], ["info"]])
+def test_a_reader_that_ends_early(arguments: list[str]) -> None:
+    """The pipe is closed before anything is written, so that no buffer of it hides the error."""
+    command = " ".join([*COMMAND, *arguments]) + " | true; echo ${PIPESTATUS[0]}"
+    ended = run("bash", "-c", command)
+    assert ended.stderr == ""
+    assert ended.stdout in ("0\n", "1\n")  # tables end with 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import shlex
 import textwrap
@@ -14,9 +15,10 @@ from typing import Any
 
 import pytest
 from pydantic_settings import BaseSettings
+from safetensors import safe_open
 
 from specmamba.cli import COMMANDS, SUBCOMMANDS
-from specmamba.config import EngineConfig, GenerateConfig
+from specmamba.config import DEMO_MODEL, EngineConfig, GenerateConfig
 from specmamba.core import SizingStats
 from specmamba.server.observe.metrics import ServerMetrics
 from specmamba.server_config import ServerConfig
@@ -207,3 +209,16 @@ def test_the_tables_of_speculation_are_what_was_measured(first_row: int, runs: l
     for shape, cells in rows[first_row : first_row + 5]:
         measured = [figure for run in runs for figure in figures(run)[shape]]
         assert cells.split(" | ")[: len(measured)] == measured, shape
+
+
+def test_the_demo_has_as_many_parameters_as_the_pages_say() -> None:
+    with safe_open(DEMO_MODEL / "model.safetensors", "pt") as file:
+        sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    of_head = sum(size for name, size in sizes.items() if name.startswith("mtp"))
+    whole = f"{sum(sizes.values()) / 1e6:.1f} million parameters"
+    for page in ("README.md", "docs/quickstart.md", "specmamba/demo/MODEL_CARD.md"):
+        found = re.findall(r"[\d.]+ ?(?:M|million)[ -]parameters?", text_of(page))
+        of_demo = [words for words in found if float(words.split("M")[0].split()[0]) < 100]
+        assert of_demo
+        assert set(of_demo) == {whole}, page
+    assert f"{of_head / 1e6:.1f} million of them in its MTP head" in text_of("README.md")

@@ -16,14 +16,28 @@ SPECMAMBA = Path(__file__).parents[2] / "specmamba"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels", "demo"),
     ("cuda_graphs",),
-    ("sampling_params", "core", "config", "server_config", "command_line", "errors", "trees", "processes"),
+    (
+        "sampling_params",
+        "core",
+        "config",
+        "engine_flags",
+        "server_config",
+        "command_line",
+        "flag_parser",
+        "near_names",
+        "errors",
+        "trees",
+        "processes",
+    ),
     ("cache", "templates"),
     ("checkpoints", "layers"),
     ("models",),
     ("verify", "grammar"),
     ("draft",),
     ("engine",),
-    ("llm",),
+    ("given_prompts",),
+    ("local_engine",),
+    ("llm", "async_llm"),
     ("__init__",),
     ("server",),
     ("measure",),
@@ -37,12 +51,15 @@ FOUNDATION = {
     "sampling_params",
     "core",
     "config",
+    "engine_flags",
     "server_config",
     "command_line",
+    "flag_parser",
+    "near_names",
     "errors",
     "trees",
 }  # one layer, and they may import each other
-FACES = {"llm", "__init__", "server"}
+FACES = {"llm", "async_llm", "__init__", "server"}
 TOOLS = ("measure", "tune", "train", "bench")  # they use faces, layers and kernels only, and each other downwards
 # What these two may import from outside specmamba; the other packages are free.
 # kernels/draft_sizing decides on the host, in numpy's arrays

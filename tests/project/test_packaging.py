@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository import ROOT, built_wheel, tracked_files
+from tests.repository import ROOT, built_wheel, copy_tracked, tracked_files
 
 pytestmark = pytest.mark.slow
 
@@ -172,3 +172,17 @@ def test_every_import_is_a_declared_dependency() -> None:
             if not owners & declared:
                 undeclared[f"{name}: {top}"] = sorted(owners)
     assert undeclared == {}
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow(tmp_path: Path) -> None:
+    """With an import hook instead, mypy and editors do not find the package."""
+    source, built = tmp_path / "source", tmp_path / "built"
+    copy_tracked(source)
+    built.mkdir()
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    run_python(build, str(built), cwd=source)
+    (wheel,) = built.glob("*.whl")
+    files = zipfile.ZipFile(wheel)
+    (name,) = [name for name in files.namelist() if "dist-info" not in name]
+    assert name.endswith(".pth")
+    assert files.read(name).decode().strip() == str(source)

@@ -115,7 +115,12 @@ def test_a_long_prompt_is_encoded_off_the_event_loop() -> None:
     engine = FakeEngine(context_length=10_000)
     used_by: list[str] = []
     encode = engine.tokenizer.encode
-    engine.tokenizer.encode = lambda *args: used_by.append(threading.current_thread().name) or encode(*args)  # type: ignore[method-assign, func-returns-value, redundant-expr]
+
+    def encode_and_tell(text: str) -> list[int]:
+        used_by.append(threading.current_thread().name)
+        return encode(text)
+
+    engine.tokenizer.encode = encode_and_tell  # type: ignore[method-assign]
     with serving(engine) as served:
         assert served.complete(prompt="x" * 5000).json()["usage"]["prompt_tokens"] == 5000
     assert used_by[0].startswith("asyncio_")
@@ -325,11 +330,20 @@ def test_a_prompt_longer_than_the_context_names_both_numbers(served: Served) -> 
     assert served.complete(prompt="x" * most, max_tokens=5).json()["usage"]["completion_tokens"] == 1
 
 
+@pytest.mark.parametrize(("typo", "meant"), [("max_token", "max_tokens"), ("tempreature", "temperature")])
+def test_a_field_that_is_nearly_right(served: Served, typo: str, meant: str) -> None:
+    message = refused(served.complete(prompt="x", **{typo: 1}), 400, typo, "unknown_field")
+    assert message == f"{typo}: there is no such field; did you mean {meant}?"
+
+
 def test_unknown_model_and_unknown_addresses(served: Served) -> None:
     assert "specmamba-demo" in refused(served.complete(prompt="x", model="gpt-9"), 404, "model", "model_not_found")
     refused(served.http.get("/v1/models/gpt/9"), 404, "model", "model_not_found")
     refused(served.http.get("/v1/nothing"), 404)
     refused(served.http.get("/docs"), 404)
+    near = refused(served.http.post("/v1/chat/completion", json={}), 404, code="not_found")
+    assert near == "there is nothing at this address; did you mean /v1/chat/completions?"
+    assert refused(served.http.get("/xyz"), 404) == "there is nothing at this address"
     response = served.http.get("/v1/completions")
     refused(response, 405)
     assert response.headers["allow"] == "POST"

@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+from specmamba.server.listener import listen
 from tests.fake_engine import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -195,3 +196,78 @@ def test_the_api_key_and_the_name_from_the_environment() -> None:
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
         models = httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer secret"})
         assert models.json()["data"][0]["id"] == "mine"
+
+
+# Its start: a signal, and an address that is taken
+
+AT_IMPORT = """
+import os, sys
+
+class Watch:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            print("importing", flush=True)
+            os.kill(os.getpid(), {number})
+
+sys.meta_path.insert(0, Watch())
+sys.argv = ["specmamba", "serve", "--port", "0"]
+from specmamba.cli import main
+sys.exit(main())
+"""
+IN_NATIVE_CODE = """
+import os, sys, threading
+import torch
+from specmamba.server_config import ServerConfig
+from specmamba.server.serve import run_server
+
+def build():
+    threading.Timer(0.2, os.kill, (os.getpid(), {number})).start()
+    print("importing", flush=True)
+    matrix = torch.ones(300, 300)
+    while True:
+        matrix = (matrix @ matrix).clamp(0, 1)
+
+sys.exit(run_server(ServerConfig(port=0), build))
+"""
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "module", ["specmamba.command_line", "pydantic", "uvicorn", "torch", "transformers", "specmamba.engine.engine"]
+)
+@pytest.mark.fast_cases("pydantic-Signals.SIGINT", "torch-Signals.SIGTERM", "engine.engine-Signals.SIGTERM")
+def test_a_signal_at_any_moment_of_the_start_ends_it_well(module: str, number: signal.Signals) -> None:
+    ended = run_python(AT_IMPORT.format(module=module, number=int(number)))
+    assert (ended.returncode, ended.stdout) == (0, "importing\n")
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_native_code_loads_the_model(number: signal.Signals) -> None:
+    ended = run_python(IN_NATIVE_CODE.format(number=int(number)))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "importing\n", "")
+
+
+def test_a_port_that_another_server_waits_at_while_it_loads() -> None:
+    """Said before torch is imported."""
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        code = f"import sys\nfrom specmamba.cli import main\ntry: main(['serve', '--port', '{port}'])\n"
+        ended = run_python(code + "finally: print('torch' in sys.modules, 'uvicorn' in sys.modules)")
+    assert (ended.returncode, ended.stdout) == (2, "False False\n")
+    expected = f"specmamba serve: error: --host, --port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert ended.stderr == expected
+
+
+@pytest.mark.parametrize(("settings", "warns"), [({}, True), ({"api_key": "k"}, False)])
+def test_a_server_that_others_reach_without_a_key(settings: dict[str, Any], warns: bool) -> None:
+    with fake_process({}, host="0.0.0.0", **settings) as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert ("--host 0.0.0.0 without --api-key" in server.end()[1]) == warns

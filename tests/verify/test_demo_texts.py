@@ -31,7 +31,7 @@ PROMPTS = [
 
 
 def new_llm(drafts: str, state: str = "records") -> LLM:
-    return LLM(dtype="float32", max_total_tokens=8192, speculative_state=state, **DRAFTS[drafts])
+    return LLM(dtype="float32", max_total_tokens=8192, **DRAFTS[drafts] | {"speculative_state": state})
 
 
 def answer(llm: LLM, temperature: float) -> list[RequestOutput]:

@@ -154,7 +154,8 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def new_llm(algorithm: str, **flags: Any) -> LLM:
-    return LLM(**{"dtype": "float32", "device": "cpu", "context_length": 512} | ALGORITHMS[algorithm] | flags)
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "context_length": 512}
+    return LLM(**settings | ALGORITHMS[algorithm] | flags)
 
 
 def greedy(num_tokens: int = NUM_TOKENS) -> SamplingParams:

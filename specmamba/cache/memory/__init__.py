@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -251,7 +252,7 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on a device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(_free_on_machine(), _free_in_container())
+    return min(_free_on_machine(), _free_in_container(), _free_in_process())
 
 
 def _free_on_machine() -> int:
@@ -273,3 +274,12 @@ def _free_in_container() -> int:
     except (OSError, ValueError, KeyError):  # no such group, or no limit ("max")
         return 1 << 62
     return max(0, limit - current + reclaimable)
+
+
+def _free_in_process() -> int:
+    """Return the bytes of address space that this process may still take (``ulimit -v``)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    taken = Path("/proc/self/statm")
+    if limit == resource.RLIM_INFINITY or not taken.exists():
+        return 1 << 62
+    return max(0, limit - int(taken.read_text().split()[0]) * resource.getpagesize())

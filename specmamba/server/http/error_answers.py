@@ -23,6 +23,7 @@ from specmamba.errors import (
     RequestError,
     SpecmambaError,
 )
+from specmamba.near_names import did_you_mean
 
 logger = logging.getLogger("specmamba")
 
@@ -124,10 +125,12 @@ def queue_timeout(what: str, limit_s: float | None) -> ApiError:
     return ApiError(503, text, kind=SERVER, code="queue_timeout", headers={"Retry-After": "1"})
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Answer every exception of the application through ``as_api_error``."""
+def install_error_handlers(app: FastAPI, addresses: Sequence[str] = ()) -> None:
+    """Answer every exception of the application through ``as_api_error``; a 404 names the nearest of ``addresses``."""
 
-    async def answer(_: Request, error: Exception) -> Response:
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            return _no_such_address(request.url.path, addresses).response()
         return as_api_error(error).response()
 
     for handled in (SpecmambaError, RequestValidationError, HTTPException):
@@ -160,15 +163,19 @@ class _AnswerUnexpected:
             await as_api_error(error).response()(scope, receive, send)
 
 
+def _no_such_address(path: str, addresses: Sequence[str]) -> ApiError:
+    message = f"there is nothing at this address{did_you_mean(path, addresses)}"
+    return ApiError(404, message, code="not_found")
+
+
 def _of_http_exception(error: HTTPException) -> ApiError:
     if isinstance(error.__cause__, ClientDisconnect):
         return ApiError(499, "the client hung up before its request was whole", code="disconnect")  # for the log only
     messages = {
         400: "the body is not valid JSON in UTF-8",  # the only 400 that is raised as an HTTPException
-        404: "there is nothing at this address",
         405: "this address does not know this method",
     }
-    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+    codes = {400: "invalid_json", 405: "method_not_allowed", 413: "request_too_large"}
     message = messages.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, message, code=codes.get(error.status_code), headers=error.headers)
 

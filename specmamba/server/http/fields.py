@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from specmamba.near_names import did_you_mean
 from specmamba.sampling_params import MAX_BIASES, MAX_STOP_STRINGS, SpeculationParams, StopString
 
 # Tags begin with a bracket, which distinguishes them from field names in the location of an error.
@@ -59,7 +60,8 @@ class StrictModel(BaseModel):
             if name not in known:
                 # Pydantic cannot write an error that contains a lone surrogate.
                 field = name[:100].encode("utf8", "replace").decode("utf8")
-                raise PydanticCustomError("unknown_field", "there is no such field", {"field": field})
+                message = "there is no such field" + did_you_mean(field, known).replace("{", "{{").replace("}", "}}")
+                raise PydanticCustomError("unknown_field", message, {"field": field})
         return value
 
 

@@ -56,7 +56,7 @@ class LineWriter:
         data = line.encode("utf8", "backslashreplace")
         with self._lock:
             has_room = self._num_put + _size(data) - self._num_taken <= _MAX_QUEUED_BYTES
-            if has_room and self._has_thread():
+            if has_room and self.start():
                 self._num_put += _size(data)
                 self._queue.put(data)
             else:
@@ -70,7 +70,8 @@ class LineWriter:
         self._queue.put(done)
         return done.wait(timeout_s)
 
-    def _has_thread(self) -> bool:
+    def start(self) -> bool:
+        """Start the thread, which the first line does otherwise. Returns False if the system has no more threads."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="specmamba-output", daemon=True)
             try:
@@ -178,6 +179,8 @@ class ProcessOutput:
         out = LineWriter(descriptor_of(sys.__stdout__))
         sys.stdout, sys.stderr = LineStream(out), LineStream(log)
         output = cls((out, log))
+        for writer in output.writers:  # now: a model that takes all memory may leave none for a thread
+            writer.start()
         atexit.register(output.flush)
         return output
 

@@ -166,6 +166,11 @@ def test_the_choice_of_torch(
     layer = make_layer(make_keys([6], 65, first=1), (2, 1, 16), 8, FP32, "norm rotary gate")
     layer |= {name: layer[name].nan_to_num(0.0) for name in ("k_pool", "v_pool")}
     asked: list[object] = []
-    monkeypatch.setattr(tiles, "prefers_torch", lambda *question: asked.append(question) or True)  # type: ignore[func-returns-value, redundant-expr]
+
+    def answer(*question: object) -> bool:
+        asked.append(question)
+        return True
+
+    monkeypatch.setattr(tiles, "prefers_torch", answer)
     check(triton_ops, gpu_device, layer, codes, FP32)
     assert len(asked) == 1

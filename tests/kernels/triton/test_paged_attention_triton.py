@@ -368,8 +368,13 @@ def test_the_choice_of_torch(triton_ops: Any, gpu_device: str, monkeypatch: pyte
     layer = make_layer(keys, (2, 1, 16), 8, FP32, "norm rotary gate")
     layer["k_pool"].nan_to_num_(0.0)
     layer["v_pool"].nan_to_num_(0.0)
-    asked = []
-    monkeypatch.setattr(tiles, "prefers_torch", lambda *question: asked.append(question) or True)  # type: ignore[func-returns-value, redundant-expr]
+    asked: list[object] = []
+
+    def answer(*question: object) -> bool:
+        asked.append(question)
+        return True
+
+    monkeypatch.setattr(tiles, "prefers_torch", answer)
     for got, want in zip(run_layer(triton_ops, gpu_device, layer), right_layer(layer), strict=True):
         torch.testing.assert_close(got, want, **TOLERANCE[FP32])
     assert asked == [(65, keys.num_keys, 16, FP32)]

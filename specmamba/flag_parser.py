@@ -1,0 +1,108 @@
+"""The parser of a command's flags: help in groups, and errors in three lines."""
+
+from __future__ import annotations
+
+import argparse
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, NoReturn
+
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from specmamba.config import EngineConfig
+from specmamba.near_names import did_you_mean
+from specmamba.server_config import ServerConfig
+
+WIDTH = 110
+# Each group of flags begins with this field and goes on to the next one, in the order of their declaration.
+GROUPS = {
+    "model": "model",
+    "context_length": "requests",
+    "mem_fraction_static": "memory",
+    "disable_cuda_graph": "captured steps",
+    "disable_radix_cache": "prefix cache and order of requests",
+    "speculative_algorithm": "speculation",
+    "host": "server",
+    "allowed_hosts": "who may call, and what they share",
+    "max_request_bytes": "limits and time-outs of the server",
+    "grammar_timeout": "structured output and tools",
+    "log_level": "logs, metrics, traces",
+}
+OWN = "of this command"
+_VALUES = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
+_UNKNOWN = "unrecognized arguments: "
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Flags of a settings class."""
+
+    def __init__(self, settings_class: type[BaseSettings], prog: str) -> None:
+        super().__init__(prog=prog, usage="%(prog)s [OPTIONS]", allow_abbrev=False)
+        self.description = (settings_class.__doc__ or "").partition("\n\n")[0].replace("``", "")
+        self._fields = settings_class.model_fields
+
+    def format_help(self) -> str:
+        """Usage, description, and the flags in groups, those that only this command has first."""
+        formatter = argparse.HelpFormatter(self.prog, max_help_position=34, width=WIDTH)
+        formatter.add_usage(self.usage, (), ())
+        formatter.add_text(self.description)
+        actions = {action.dest: action for action in self._actions}
+        for title, names in grouped(self._fields).items():
+            formatter.start_section(title)
+            formatter.add_arguments([_readable(actions[name], self._fields[name]) for name in names if name in actions])
+            formatter.end_section()
+        formatter.start_section("more")
+        rest = [action for action in self._actions if action.dest not in self._fields]
+        formatter.add_arguments(rest)
+        formatter.end_section()
+        return formatter.format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """Print where help is, and what is wrong, with the nearest flag. Exits with status 2."""
+        first = message.removeprefix(_UNKNOWN).split()[0] if message.startswith(_UNKNOWN) else ""
+        if first.startswith("-"):
+            flag = first.partition("=")[0]
+            flags = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            message = f"there is no flag {flag}{did_you_mean(flag, flags)}"
+        elif first:
+            message = f"{first}: this stands behind no flag"
+        self.exit(2, f'usage: {self.prog} [OPTIONS]; "{self.prog} --help" lists them\n{self.prog}: error: {message}\n')
+
+
+def grouped(fields: Mapping[str, FieldInfo]) -> dict[str, list[str]]:
+    """The names of fields by group; a field without a start of its own belongs to the group of the field before it."""
+    shared = {*EngineConfig.model_fields, *ServerConfig.model_fields}
+    groups: dict[str, list[str]] = {OWN: [name for name in fields if name not in shared]}
+    title = ""
+    for name in (*EngineConfig.model_fields, *list(ServerConfig.model_fields)[len(EngineConfig.model_fields) :]):
+        title = GROUPS.get(name, title)
+        if name in fields:
+            groups.setdefault(title, []).append(name)
+    return {title: names for title, names in groups.items() if names}
+
+
+def _readable(action: argparse.Action, field: FieldInfo) -> argparse.Action:
+    """The same flag, with the kind of its value and its default as people read them."""
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if not isinstance(action, argparse.BooleanOptionalAction) and action.nargs != 0:
+        action.metavar = _value_name(field.annotation)
+    says_it = default is None or default is False or default in ((), []) or field.is_required()
+    shown = "" if says_it else f" (default: {'on' if default is True else _plain(default)})"
+    action.help = (field.description or "").replace("%", "%%") + shown.replace("%", "%%")
+    return action
+
+
+def _value_name(annotation: Any) -> str:
+    kinds = [kind for kind in typing.get_args(annotation) if kind is not NoneType]
+    if typing.get_origin(annotation) is Literal:
+        return "|".join(map(str, kinds))
+    if annotation in _VALUES:
+        return _VALUES[annotation]
+    return _value_name(kinds[0]) if kinds else "TEXT"
+
+
+def _plain(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

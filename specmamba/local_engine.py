@@ -1,0 +1,243 @@
+"""What ``LLM`` and ``AsyncLLM`` share: an engine in this process on a thread of its own, and requests for it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from specmamba.command_line import keyword_error
+from specmamba.config import EngineConfig
+from specmamba.core import OutputDelta, RequestOutput
+from specmamba.engine.channels import EngineRequest
+from specmamba.engine.engine import Engine
+from specmamba.engine.loading import process_threads
+from specmamba.engine.thread import EngineThread
+from specmamba.errors import EngineFailedError, EngineStoppedError, RequestError, SpecmambaError
+from specmamba.given_prompts import GivenPrompt, Message
+from specmamba.grammar import CompiledGrammar, GrammarCompiler
+from specmamba.near_names import as_keywords
+from specmamba.sampling_params import GrammarSpec, SamplingParams
+
+GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES = 30.0, 256 << 20
+WAKE_INTERVAL_S = 0.05  # that tokens of a stream wait for the next, on an event loop
+OnDelta = Callable[[OutputDelta], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One prompt that is ready to run."""
+
+    prompt: list[int]
+    params: SamplingParams
+    replay: tuple[int, ...]
+    prefix_key: str | None
+    grammar: CompiledGrammar | None
+
+
+class LocalEngine:
+    """An engine and its thread. Safe to use from any thread.
+
+    ``engine`` itself may be used, by one thread, while no request runs.
+    """
+
+    def __init__(self, flags: Mapping[str, Any]) -> None:
+        """Load the model of these fields of ``EngineConfig``. Raises ConfigError, SpecmambaError."""
+        try:
+            config = EngineConfig(**{name: value for name, value in flags.items() if (name, value) != ("model", None)})
+        except ValidationError as error:
+            raise keyword_error(error, EngineConfig.model_fields) from None
+        # built here and not in the thread, so that Ctrl-C ends a load
+        self.engine = engine = _build(config)
+        self.thread = EngineThread(lambda: engine, WAKE_INTERVAL_S, what="this model")
+        self.thread.start()
+        # also at exit: a thread that still runs native code when the interpreter ends would abort the process
+        self._end = weakref.finalize(self, self.thread.shutdown, 0.0)
+        self._lock = threading.Lock()  # guards the field below
+        self.grammars: GrammarCompiler | None = None
+        self._numbers = itertools.count(1)
+
+    def prepare(
+        self,
+        prompts: Sequence[GivenPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        extra_key: str | None,
+        replay: Sequence[Sequence[int]] | None = None,
+    ) -> list[Call]:
+        """Encode and check the prompts of a call, and compile its grammars, which takes time.
+
+        Raises:
+            RequestError: as ``LLM.generate``.
+        """
+        token_ids = [self._encode(prompt.content) for prompt in prompts]
+        params = _one_each(sampling_params, len(token_ids))
+        replays = [()] * len(token_ids) if replay is None else [tuple(tokens) for tokens in replay]
+        if len(replays) != len(token_ids):
+            raise RequestError(f"{len(replays)} replays were given for {len(token_ids)} prompts")
+        for ids, own, forced in zip(token_ids, params, replays, strict=True):
+            self.engine.check_request(ids, own, forced)
+        grammars = self._compile(params)
+        keys = [prompt.prefix_key(extra_key) for prompt in prompts]
+        parts = zip(token_ids, params, replays, keys, strict=True)
+        return [Call(ids, own, forced, key, grammars.get(own.grammar)) for ids, own, forced, key in parts]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> GivenPrompt:
+        """The prompt that the chat template makes of a conversation. Raises RequestError as ``LLM.chat``."""
+        return GivenPrompt(self.engine.tokenizer.apply_chat_template(messages, tools, variables))
+
+    def requests(self, calls: Sequence[Call], sinks: Iterable[OnDelta]) -> list[EngineRequest]:
+        """The engine requests of calls, each with the function that gets its deltas on the engine thread."""
+        number = next(self._numbers)
+        return [
+            EngineRequest(
+                f"call-{number}-{i}",
+                call.prompt,
+                call.params,
+                sink,
+                call.prefix_key,
+                call.grammar,
+                forced_output_ids=call.replay,
+            )
+            for i, (call, sink) in enumerate(zip(calls, sinks, strict=True))
+        ]
+
+    def submit(self, requests: Sequence[EngineRequest]) -> Future[None]:
+        """Run requests, which wait as long as the engine's queue is full. Does not block.
+
+        Every request gets a last delta, unless the future raises.
+
+        Raises:
+            EngineStoppedError: closed, or failed (also through the future).
+        """
+        if not self._end.alive:
+            raise EngineStoppedError("this model is closed: make another one")
+        return self.thread.submit(requests, may_wait=True)
+
+    def abort(self, requests: Iterable[EngineRequest], wait: bool = False) -> None:
+        """End requests; with ``wait``, their memory is free on return."""
+        self.thread.abort(request.request_id for request in requests)
+        if wait and not self.thread.is_current:  # garbage collection may close a stream on the engine thread
+            with suppress(EngineStoppedError):
+                self.thread.call(lambda _: None).result()
+
+    def check_failure(self) -> None:
+        """Raise EngineFailedError, caused by what ended the engine, if it has failed."""
+        if (failed := self.thread.failed) is not None:
+            raise EngineFailedError(f"the engine failed: {type(failed).__name__}: {failed}") from failed
+
+    def flush_cache(self) -> int:
+        """Evict the cached prefixes that no request uses. Returns the number of evicted tokens."""
+        return self.thread.call(lambda engine: engine.flush_cache()).result()
+
+    def close(self) -> None:
+        """Abort what runs, and end the thread and the grammar compiler."""
+        if self._end.alive:
+            self._end()
+            torch.set_num_threads(process_threads())  # a setting of each thread: the engine's has restored its own
+        with self._lock:
+            grammars, self.grammars = self.grammars, None
+        if grammars is not None:
+            grammars.close()
+
+    def _encode(self, content: str | list[int]) -> list[int]:
+        return self.engine.tokenizer.encode(content) if isinstance(content, str) else content
+
+    def _compile(self, params: Sequence[SamplingParams]) -> dict[GrammarSpec | None, CompiledGrammar]:
+        """The compiled grammars of these requests, each compiled once.
+
+        Raises:
+            RequestError: a grammar cannot be compiled, or is combined with ``ignore_eos``.
+        """
+        specs = dict.fromkeys(own.grammar for own in params if own.grammar is not None)
+        if not specs:
+            return {}
+        if any(own.grammar is not None and own.ignore_eos for own in params):
+            raise RequestError("ignore_eos cannot be used with a grammar: nothing follows where it ends", "ignore_eos")
+        with self._lock:
+            if self.grammars is None:
+                self.grammars = _grammar_compiler(self.engine)
+            compiler = self.grammars
+        return {spec: compiler.compile(spec).result() for spec in specs}  # the queue is limited
+
+
+def _build(config: EngineConfig) -> Engine:
+    """The engine; errors that speak of flags speak of keywords here."""
+    try:
+        return Engine(config)
+    except SpecmambaError as error:
+        error.in_flags = str(error)
+        error.args = tuple(as_keywords(str(part), EngineConfig.model_fields) for part in error.args)
+        raise
+
+
+class Collector:
+    """Takes the deltas of some requests, on the engine thread, and calls a function when all have ended."""
+
+    def __init__(self, calls: Sequence[Call], on_end: Callable[[], object]) -> None:
+        self._calls = calls
+        self._on_end = on_end
+        self._deltas: list[list[OutputDelta]] = [[] for _ in calls]
+        self._num_open = len(calls)
+
+    def sinks(self) -> list[OnDelta]:
+        """One function for each request."""
+        return [self._sink(deltas) for deltas in self._deltas]
+
+    def outputs(self) -> list[RequestOutput]:
+        """The outputs, once all have ended."""
+        return [_output(call.prompt, deltas) for call, deltas in zip(self._calls, self._deltas, strict=True)]
+
+    def _sink(self, deltas: list[OutputDelta]) -> OnDelta:
+        def take(delta: OutputDelta) -> None:
+            deltas.append(delta)
+            if delta.finish_reason is not None:
+                self._num_open -= 1
+                if not self._num_open:
+                    self._on_end()
+
+        return take
+
+
+def _grammar_compiler(engine: Engine) -> GrammarCompiler:
+    try:
+        return GrammarCompiler(
+            engine.tokenizer, engine.vocab_size, engine.eos_token_ids, GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES
+        )
+    except ImportError as error:
+        raise RequestError(str(error), "grammar") from None
+
+
+def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * count
+    if len(sampling_params) != count:
+        raise RequestError(f"{len(sampling_params)} sampling parameters were given for {count} prompts")
+    return list(sampling_params)
+
+
+def _output(prompt: list[int], deltas: list[OutputDelta]) -> RequestOutput:
+    last = deltas[-1]
+    return RequestOutput(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        prompt_token_ids=tuple(prompt),
+        finish_reason=last.finish_reason or "abort",
+        num_cached_tokens=last.num_cached_tokens,
+        spec=last.spec,
+        error=last.error,
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
+    )
