@@ -111,7 +111,7 @@ def test_prompts_may_be_texts_or_token_ids(served: Served, prompt: object, lengt
     assert answer["usage"]["completion_tokens"] == 4 * len(lengths)
 
 
-def test_a_long_prompt_is_encoded_off_the_event_loop() -> None:
+def test_a_long_prompt_is_encoded_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(context_length=10_000)
     used_by: list[str] = []
     encode = engine.tokenizer.encode
@@ -120,7 +120,7 @@ def test_a_long_prompt_is_encoded_off_the_event_loop() -> None:
         used_by.append(threading.current_thread().name)
         return encode(*given)
 
-    engine.tokenizer.encode = encode_and_tell  # type: ignore[method-assign]
+    monkeypatch.setattr(engine.tokenizer, "encode", encode_and_tell)
     with serving(engine) as served:
         assert served.complete(prompt="x" * 5000).json()["usage"]["prompt_tokens"] == 5000
     assert used_by[0].startswith("asyncio_")
