@@ -106,7 +106,7 @@ def test_codes_need_native_code(form: str, flag: str, monkeypatch: pytest.Monkey
 
 
 def test_scaled_products_need_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="--quantization fp8-dynamic needs bfloat16 on a GPU of compute capability"):
+    with pytest.raises(ConfigError, match="quantization fp8-dynamic needs bfloat16 on a GPU of compute capability"):
         LLM(quantization="fp8-dynamic", dtype="bfloat16", device="cpu")
 
 

@@ -32,7 +32,7 @@ from specmamba.core import Batch, DraftTree, OutputDelta, RequestOutput
 from specmamba.draft.draft_model import DraftStates, ModelDrafter
 from specmamba.draft.drafter import chain_shape
 from specmamba.engine.workbench import Workbench
-from specmamba.errors import ConfigError
+from specmamba.errors import ConfigError, EngineFailedError
 from specmamba.kernels import causal_conv1d, gated_delta_rule
 from specmamba.trees import StaticTree, TreeFile
 from specmamba.verify.record_buffers import RecordBuffers
@@ -726,18 +726,21 @@ class TestOwnership:
                         extend(*chunk)
 
                 monkeypatch.setattr(drafter, "extend", skip)
-                with pytest.raises(StateOwnershipError, match=f"draft of row 1' at {min(40, 16 * left_out + 16)}, but"):
+                with pytest.raises(
+                    EngineFailedError,
+                    match=f"StateOwnershipError: .*draft of row 1' at {min(40, 16 * left_out + 16)}, but",
+                ):
                     llm.generate(PROMPTS[2], greedy(4))
 
     def test_a_cached_state_that_is_not_loaded(self, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
         with new_llm(checkpoints, "other") as llm:
             llm.generate(PROMPTS[0], greedy(4))
             monkeypatch.setattr(DraftStates, "load", lambda *_: None)
-            with pytest.raises(StateOwnershipError, match="at 3, but holds"):
+            with pytest.raises(EngineFailedError, match="StateOwnershipError: .*at 3, but holds"):
                 llm.generate(PROMPTS[0], greedy(4))
         with new_llm(checkpoints, "other") as llm:
             llm.generate(PROMPTS[0], greedy(4))
-            with pytest.raises(StateOwnershipError, match="at 3, but holds"):
+            with pytest.raises(EngineFailedError, match="StateOwnershipError: .*at 3, but holds"):
                 llm.generate(PROMPTS[0] + PROMPTS[0], greedy(4))
 
     def test_a_state_that_is_asked_for_elsewhere(self) -> None:
