@@ -726,21 +726,19 @@ class TestOwnership:
                         extend(*chunk)
 
                 monkeypatch.setattr(drafter, "extend", skip)
-                with pytest.raises(
-                    EngineFailedError,
-                    match=f"StateOwnershipError: .*draft of row 1' at {min(40, 16 * left_out + 16)}, but",
-                ):
+                place = min(40, 16 * left_out + 16)
+                with pytest.raises(EngineFailedError, match=f"StateOwnershipError: .*draft of row 1' at {place}, but"):
                     llm.generate(PROMPTS[2], greedy(4))
 
     def test_a_cached_state_that_is_not_loaded(self, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
         with new_llm(checkpoints, "other") as llm:
             llm.generate(PROMPTS[0], greedy(4))
             monkeypatch.setattr(DraftStates, "load", lambda *_: None)
-            with pytest.raises(EngineFailedError, match="StateOwnershipError: .*at 3, but holds"):
+            with pytest.raises(EngineFailedError, match=r"StateOwnershipError: .*at 3, but holds"):
                 llm.generate(PROMPTS[0], greedy(4))
         with new_llm(checkpoints, "other") as llm:
             llm.generate(PROMPTS[0], greedy(4))
-            with pytest.raises(EngineFailedError, match="StateOwnershipError: .*at 3, but holds"):
+            with pytest.raises(EngineFailedError, match=r"StateOwnershipError: .*at 3, but holds"):
                 llm.generate(PROMPTS[0] + PROMPTS[0], greedy(4))
 
     def test_a_state_that_is_asked_for_elsewhere(self) -> None:
