@@ -85,7 +85,7 @@ class AsyncLLM:
             while is_open:
                 delta = await deltas.get()
                 is_open = delta.finish_reason is None
-                if not is_open:
+                if delta.finish_reason == "error":
                     self._local.check_failure()
                 yield delta
         finally:
@@ -125,8 +125,7 @@ class AsyncLLM:
         finally:
             if not ended.is_set():
                 self._local.abort(requests)
-        self._local.check_failure()
-        return collector.outputs()
+        return self._local.checked(collector.outputs())
 
     async def _prepare(
         self,

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import io
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -120,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end_with(f"specmamba {command}", error)
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as shells report it
-    except BrokenPipeError:  # the reader of standard output, such as "| head", has ended
+    except BrokenPipeError:
+        if not _has_lost_reader():
+            raise
         _drop_output()
         return 0
     except Exception as error:
@@ -233,6 +236,13 @@ def _stream(engine: Engine, prompt: str, params: SamplingParams) -> int:
         return 1
     _print_figures(last, time.perf_counter() - began)
     return status
+
+
+def _has_lost_reader() -> bool:
+    """Whether the reader of standard output, such as ``| head``, has ended."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLERR)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _drop_output() -> None:

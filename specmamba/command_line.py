@@ -34,6 +34,8 @@ _PREFIX = "SPECMAMBA_"
 _OTHER_VARIABLES = frozenset(
     f"SPECMAMBA_{name}" for name in ("NATIVE", "TRITON", "BUILD_NATIVE", "TEST_FULL", "PAGE_PICTURES")
 )
+# What Kubernetes puts into containers beside a service that is called specmamba.
+_OF_KUBERNETES = re.compile(r"^(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP))(_|$)")
 # Fields whose values are left out of messages.
 _SECRETS = frozenset({"api_key", "admin_key"})
 
@@ -48,7 +50,7 @@ def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[s
     """
     source, arguments = _take_config_file(config_class, arguments)
     repeated, arguments = _take_repeated(config_class, arguments)
-    _check_environment(config_class)
+    _check_environment(config_class, prog)
 
     class FromEverywhere(config_class):  # type: ignore[valid-type, misc]
         @classmethod
@@ -158,16 +160,19 @@ def _variable_of(name: str) -> str | None:
     return next((variable for variable in os.environ if variable.upper() == f"{_PREFIX}{name.upper()}"), None)
 
 
-def _check_environment(config_class: type[EngineConfig]) -> None:
-    """Raise ConfigError for a variable of ours that no command knows."""
+def _check_environment(config_class: type[EngineConfig], prog: str) -> None:
+    """Raise ConfigError for a variable of ours that is nearly a flag's; say of others that they have no effect."""
     fields = {*ServerConfig.model_fields, *GenerateConfig.model_fields, *config_class.model_fields}
     known = {_PREFIX + name.upper() for name in fields} | _OTHER_VARIABLES
     for variable in os.environ:
-        if variable.upper().startswith(_PREFIX) and variable.upper() not in known:
-            name = variable.upper().removeprefix(_PREFIX)  # the common beginning makes all names look near
-            near = did_you_mean(name, [field.upper() for field in config_class.model_fields])
+        name = variable.upper().removeprefix(_PREFIX)  # the common beginning makes all names look near
+        if name == variable.upper() or variable.upper() in known or _OF_KUBERNETES.search(name):
+            continue
+        own, others = ([field.upper() for field in those] for those in (config_class.model_fields, fields))
+        if near := did_you_mean(name, own) or did_you_mean(name, others):
             hint = near.replace("mean ", f"mean {_PREFIX}")
-            raise ConfigError(f"{variable}: there is no such variable of the environment{hint or '; unset it'}")
+            raise ConfigError(f"{variable}: there is no such variable of the environment{hint}")
+        print(f"{prog}: {variable} has no effect: this command has no such flag", file=sys.stderr)
 
 
 def _take_config_file(config_class: type[EngineConfig], arguments: list[str]) -> tuple[ConfigFile, list[str]]:

@@ -62,7 +62,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print where help is, and what is wrong, with the nearest flag. Exits with status 2."""
-        first = message.removeprefix(_UNKNOWN).split()[0] if message.startswith(_UNKNOWN) else ""
+        is_unknown = message.startswith(_UNKNOWN)
+        first = next(iter(message.removeprefix(_UNKNOWN).split()), "an empty text") if is_unknown else ""
         if first.startswith("-"):
             flag = first.partition("=")[0]
             flags = [name for action in self._actions for name in action.option_strings if name.startswith("--")]

@@ -136,7 +136,7 @@ class LLM:
             while is_open:
                 delta = deltas.get()
                 is_open = delta.finish_reason is None
-                if not is_open:
+                if delta.finish_reason == "error":
                     self._local.check_failure()
                 yield delta
         finally:
@@ -174,5 +174,4 @@ class LLM:
         finally:
             if not ended.is_set():
                 self._local.abort(requests, wait=True)
-        self._local.check_failure()
-        return collector.outputs()
+        return self._local.checked(collector.outputs())

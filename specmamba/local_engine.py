@@ -28,6 +28,7 @@ from specmamba.near_names import as_keywords
 from specmamba.sampling_params import GrammarSpec, SamplingParams
 
 GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES = 30.0, 256 << 20
+ABORT_TIMEOUT_S = 10.0
 WAKE_INTERVAL_S = 0.05  # that tokens of a stream wait for the next, on an event loop
 OnDelta = Callable[[OutputDelta], None]
 
@@ -56,13 +57,13 @@ class LocalEngine:
         except ValidationError as error:
             raise keyword_error(error, EngineConfig.model_fields) from None
         # built here and not in the thread, so that Ctrl-C ends a load
-        self.engine = engine = _build(config)
-        self.thread = EngineThread(lambda: engine, WAKE_INTERVAL_S, what="this model")
+        self.engine = _build(config)
+        self.thread = EngineThread(_handing_over(self.engine), WAKE_INTERVAL_S, what="this model")
         self.thread.start()
-        # also at exit: a thread that still runs native code when the interpreter ends would abort the process
-        self._end = weakref.finalize(self, self.thread.shutdown, 0.0)
         self._lock = threading.Lock()  # guards the field below
-        self.grammars: GrammarCompiler | None = None
+        self._grammars: list[GrammarCompiler] = []  # one at the most
+        # also at exit: a thread that still runs native code when the interpreter ends would abort the process
+        self._end = weakref.finalize(self, _end, self.thread, self._grammars)
         self._numbers = itertools.count(1)
 
     def prepare(
@@ -76,7 +77,9 @@ class LocalEngine:
 
         Raises:
             RequestError: as ``LLM.generate``.
+            EngineStoppedError: closed.
         """
+        self._require_open()
         token_ids = [self._encode(prompt.content) for prompt in prompts]
         params = _one_each(sampling_params, len(token_ids))
         replays = [()] * len(token_ids) if replay is None else [tuple(tokens) for tokens in replay]
@@ -122,35 +125,46 @@ class LocalEngine:
         Raises:
             EngineStoppedError: closed, or failed (also through the future).
         """
-        if not self._end.alive:
-            raise EngineStoppedError("this model is closed: make another one")
+        self._require_open()
         return self.thread.submit(requests, may_wait=True)
 
     def abort(self, requests: Iterable[EngineRequest], wait: bool = False) -> None:
-        """End requests; with ``wait``, their memory is free on return."""
+        """End requests; with ``wait``, their memory is free on return, unless a step takes very long.
+
+        Garbage collection may call this for a stream: on the engine thread, or while its thread holds a lock that the
+        engine waits for. So it does not wait there, nor without a limit.
+        """
         self.thread.abort(request.request_id for request in requests)
-        if wait and not self.thread.is_current:  # garbage collection may close a stream on the engine thread
-            with suppress(EngineStoppedError):
-                self.thread.call(lambda _: None).result()
+        if wait and not self.thread.is_current:
+            with suppress(EngineStoppedError, TimeoutError):
+                self.thread.call(lambda _: None).result(ABORT_TIMEOUT_S)
 
     def check_failure(self) -> None:
         """Raise EngineFailedError, caused by what ended the engine, if it has failed."""
         if (failed := self.thread.failed) is not None:
             raise EngineFailedError(f"the engine failed: {type(failed).__name__}: {failed}") from failed
 
+    def checked(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Give outputs back. Raises EngineFailedError if the engine has failed before all of them were complete."""
+        if any(output.finish_reason == "error" for output in outputs):
+            self.check_failure()
+        return outputs
+
     def flush_cache(self) -> int:
         """Evict the cached prefixes that no request uses. Returns the number of evicted tokens."""
+        self._require_open()
         return self.thread.call(lambda engine: engine.flush_cache()).result()
 
     def close(self) -> None:
         """Abort what runs, and end the thread and the grammar compiler."""
-        if self._end.alive:
-            self._end()
-            torch.set_num_threads(process_threads())  # a setting of each thread: the engine's has restored its own
         with self._lock:
-            grammars, self.grammars = self.grammars, None
-        if grammars is not None:
-            grammars.close()
+            if self._end.alive:
+                self._end()
+                torch.set_num_threads(process_threads())  # a setting of each thread: the engine's has restored its own
+
+    def _require_open(self) -> None:
+        if not self._end.alive:
+            raise EngineStoppedError("this model is closed: make another one")
 
     def _encode(self, content: str | list[int]) -> list[int]:
         return self.engine.tokenizer.encode(content) if isinstance(content, str) else content
@@ -167,9 +181,10 @@ class LocalEngine:
         if any(own.grammar is not None and own.ignore_eos for own in params):
             raise RequestError("ignore_eos cannot be used with a grammar: nothing follows where it ends", "ignore_eos")
         with self._lock:
-            if self.grammars is None:
-                self.grammars = _grammar_compiler(self.engine)
-            compiler = self.grammars
+            self._require_open()
+            if not self._grammars:
+                self._grammars.append(_grammar_compiler(self.engine))
+            compiler = self._grammars[0]
         return {spec: compiler.compile(spec).result() for spec in specs}  # the queue is limited
 
 
@@ -181,6 +196,25 @@ def _build(config: EngineConfig) -> Engine:
         error.in_flags = str(error)
         error.args = tuple(as_keywords(str(part), EngineConfig.model_fields) for part in error.args)
         raise
+
+
+def _handing_over(engine: Engine) -> Callable[[], Engine]:
+    """What the engine's thread calls for the engine; the present CUDA device is a setting of each thread."""
+    if engine.device.type != "cuda":
+        return lambda: engine
+    index = torch.cuda.current_device()
+
+    def take() -> Engine:
+        torch.cuda.set_device(index)
+        return engine
+
+    return take
+
+
+def _end(thread: EngineThread, grammars: list[GrammarCompiler]) -> None:
+    thread.shutdown(0.0)
+    while grammars:
+        grammars.pop().close()
 
 
 class Collector:
@@ -223,6 +257,9 @@ def _grammar_compiler(engine: Engine) -> GrammarCompiler:
 def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * count
+    given: object = sampling_params
+    if not isinstance(given, Sequence) or not all(isinstance(one, SamplingParams) for one in given):
+        raise RequestError(f"sampling_params are SamplingParams(...), not {sampling_params!r:.80}", "sampling_params")
     if len(sampling_params) != count:
         raise RequestError(f"{len(sampling_params)} sampling parameters were given for {count} prompts")
     return list(sampling_params)

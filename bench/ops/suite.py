@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +28,7 @@ PEERS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", "causal_conv
 PEERS |= {"flashinfer": "flashinfer-python"}  # name of the import: name of the package
 REPEATS = 10  # in a round, on a GPU
 TIMEOUT_S = 300
-PERCENT = re.compile(r"\[ *(\d+)%\]$")  # at the end of a test's line
+PERCENT = re.compile(r"\[ *(\d+)%\]")  # in a test's line
 MANY_CORES = 8  # with so many cores, tests run in parallel
 GIVEN = "SPECMAMBA_TRITON", "TRITON_INTERPRET"  # settings of this process that its tests must not inherit
 
@@ -124,10 +126,18 @@ def run_pytest(root: Path, arguments: Sequence[str], timeout_s: float = TIMEOUT_
     with (
         progress_bar("tests of these operators, percent", 100) as advance,
         subprocess.Popen(
-            command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         ) as running,
+        _ended_with(running),
     ):
-        timer = threading.Timer(timeout_s, running.kill)
+        # with the processes that tests have started, which hold its output open
+        timer = threading.Timer(timeout_s, os.killpg, (running.pid, signal.SIGKILL))
         timer.start()
         assert running.stdout is not None
         done = 0
@@ -144,6 +154,17 @@ def run_pytest(root: Path, arguments: Sequence[str], timeout_s: float = TIMEOUT_
     lines = [line for line in lines if line] or ["no output"]
     failed = tuple(line for line in lines if line.startswith(("FAILED", "ERROR")))
     return Outcome(running.returncode == 0, lines[-1], failed)
+
+
+@contextmanager
+def _ended_with(running: subprocess.Popen[str]) -> Iterator[None]:
+    """End a session of its own, which Ctrl-C does not reach, when the context is left by an exception."""
+    try:
+        yield
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        raise
 
 
 def report_of(operators: Sequence[Operator], device: torch.device, effort: Effort) -> dict[str, Any]:

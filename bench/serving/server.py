@@ -94,7 +94,7 @@ def started_server(config: EngineConfig, api_key: str | None, timeout_s: float) 
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=_environment(api_key),
+            env=_environment(config, api_key),
             start_new_session=True,  # Ctrl-C reaches the benchmark only, which then ends the server
         )
         server = StartedServer(process, log)
@@ -120,13 +120,16 @@ def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _environment(api_key: str | None) -> Mapping[str, str]:
+def _environment(config: EngineConfig, api_key: str | None) -> Mapping[str, str]:
     """This process's environment with the path of this package, and with the key, which a flag would show.
 
+    Variables of flags stay behind: those of the engine are given as flags, others belong to the benchmark.
     It is the operator's key, because the benchmark empties the cache and reads ``/server_info``.
     """
     key = {} if api_key is None else {"SPECMAMBA_API_KEY": secrets.token_hex(), "SPECMAMBA_ADMIN_KEY": api_key}
-    return os.environ | {"PYTHONPATH": python_path()} | key
+    flags = {f"SPECMAMBA_{name.upper()}" for name in type(config).model_fields}
+    kept = {name: value for name, value in os.environ.items() if name.upper() not in flags}
+    return kept | {"PYTHONPATH": python_path()} | key
 
 
 def python_path() -> str:

@@ -125,7 +125,13 @@ class NativeGroupedWeight(_Product):
         return y
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows ``index`` [...] int64 of the matrix, rounded once: [..., K]; NaN for a row that there is not."""
+        """Rows ``index`` [...] int64 of the matrix, rounded once: [..., K]; NaN for a row that there is not.
+
+        Raises:
+            ValueError: indices of another type or device.
+        """
+        if index.dtype is not torch.int64 or not index.is_cpu:
+            raise ValueError(f"rows are taken by int64 on the CPU, not by {index.dtype} on {index.device}")
         index = index.contiguous()
         out = torch.empty(*index.shape, self._k, dtype=self._dtype)
         count = index.numel()

@@ -97,7 +97,8 @@ class CommandQueue:
         self._refusal = refusal
         self._queue: SimpleQueue[_Command] = SimpleQueue()
         self._unanswered: set[Future[Any]] = set()
-        self._lock = threading.Lock()
+        # Garbage collection may close a stream, and so put a command, while this thread holds the lock.
+        self._lock = threading.RLock()
         self._is_open = True
 
     @property

@@ -31,7 +31,7 @@ from specmamba.sampling_params import SamplingParams
 
 logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
-CACHE_NAME = "step-costs-3.json"  # with another number where times are measured in another way
+CACHE_NAME = "step-costs-4.json"  # with another number where times are measured in another way
 ROUNDS, TIMED, MAX_STEPS = 2, 4, 200  # all kinds take turns; timed steps of a kind in a turn, and all its steps
 MAX_TIMED_SECONDS = 0.015  # of all steps of a kind: slow steps are timed fewer times
 PROMPT, LONG_PROMPT = 4, 512  # tokens

@@ -241,8 +241,12 @@ class EngineThread:
                 continue  # it was aborted
             try:
                 _add_to(engine, entry.request)
-            except SpecmambaError as error:
-                self._deliver(engine, [entry.last_delta("error", str(error))])
+            except Exception as error:  # what is wrong with one request must not end the others
+                if not isinstance(error, SpecmambaError):
+                    logger.exception("the request %s could not be added", entry.request.request_id)
+                engine.abort(entry.request.request_id)
+                message = str(error) if isinstance(error, SpecmambaError) else _one_line(error)
+                self._deliver(engine, [entry.last_delta("error", message)])
 
     def _abort(self, engine: Engine, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -271,7 +275,10 @@ class EngineThread:
         for loop, waker in list(self._wakers.items()):
             try:
                 waker.end_step()
-            except RuntimeError:  # the loop is closed, so no client waits there
+                is_closed = loop.is_closed()
+            except RuntimeError:
+                is_closed = True
+            if is_closed:  # no client waits there
                 self._wakers.pop(loop, None)
 
     def _end(self, engine: Engine) -> None:

@@ -238,7 +238,7 @@ def test_slow_tests_say_how_far_they_are(
     outcome = suite.run_pytest(checkout_of(tmp_path, tree=slow), ["tests/kernels/test_tree.py"])
     assert outcome.is_green
     said = re.findall(r"tests of these operators, percent: (\d+) of 100\n", capsys.readouterr().err)
-    assert len(set(said)) >= 4
+    assert len(set(said)) >= 2
     assert said == sorted(said, key=int)
 
 

@@ -101,6 +101,15 @@ def test_the_loop_goes_on_while_tokens_are_made(llm: AsyncLLM) -> None:
     run(llm, count)
 
 
+def test_loops_that_have_ended_are_forgotten(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        await llm.generate("x", SamplingParams(max_tokens=2))
+
+    for _ in range(3):
+        run(llm, ask)
+    assert len(llm._local.thread._wakers) <= 1
+
+
 def test_closing_ends_what_runs() -> None:
     async def close() -> None:
         async with AsyncLLM(dtype="float32", device="cpu", context_length=128) as llm:

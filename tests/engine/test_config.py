@@ -381,12 +381,26 @@ class TestSources:
         expected = f"--page-szie: there is no such flag; did you mean --page-size? ({file}, line 3)"
         assert refusal("--config", str(file)) == expected
 
-    @pytest.mark.parametrize(
-        ("variable", "hint"), [("SPECMAMBA_PROT", "did you mean SPECMAMBA_PORT?"), ("SPECMAMBA_XYZ", "unset it")]
-    )
-    def test_a_variable_that_no_command_knows(self, variable: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(variable, "3")
-        assert refusal() == f"{variable}: there is no such variable of the environment; {hint}"
+    def test_a_variable_that_is_nearly_a_flag(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECMAMBA_PROT", "3")
+        expected = "SPECMAMBA_PROT: there is no such variable of the environment; did you mean SPECMAMBA_PORT?"
+        assert refusal() == expected
+
+    def test_a_variable_of_another_command(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("SPECMAMBA_CONCURRENCY", "1,4")
+        assert serve().port == 30000
+        expected = "specmamba serve: SPECMAMBA_CONCURRENCY has no effect: this command has no such flag\n"
+        assert capsys.readouterr().err == expected
+
+    def test_what_kubernetes_says_of_a_service(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for name in ("SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT_8000_TCP", "PORT_8000_TCP_ADDR"):
+            monkeypatch.setenv(f"SPECMAMBA_{name}", "10.0.0.1")
+        assert serve().port == 30000
+        assert not capsys.readouterr().err
 
     def test_variables_of_other_commands_and_of_kernels_are_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("SPECMAMBA_PROMPT", "SPECMAMBA_NATIVE", "SPECMAMBA_TEST_FULL"):
@@ -402,6 +416,7 @@ class TestUsage:
             (["--prot=3"], "there is no flag --prot; did you mean --port?"),
             (["--xyz"], "there is no flag --xyz"),
             (["8000"], "8000: this stands behind no flag"),
+            ([""], "an empty text: this stands behind no flag"),
             (["--port"], "argument --port: expected one argument"),
         ],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from specmamba import LLM, SamplingParams
+from specmamba.engine import channels
 from specmamba.errors import EngineFailedError, EngineStoppedError, RequestError
+from specmamba.sampling_params import GrammarSpec
 from tests.engine.test_engine import assert_idle
 from tests.tiny import write_tiny_checkpoint
 
@@ -126,12 +128,78 @@ def test_what_users_of_other_runtimes_write(tmp_path: Path, llm: LLM) -> None:
     assert tokenizer.decode(tokenizer.encode("def f(")) == "def f("
 
 
+def test_sampling_params_of_another_kind(llm: LLM) -> None:
+    for wrong in ("x", 3, {"max_tokens": 3}, [None]):
+        with pytest.raises(RequestError, match=r"sampling_params are SamplingParams"):
+            llm.generate("x", wrong)  # type: ignore[arg-type]
+
+
 def test_after_its_end_calls_are_refused() -> None:
     llm = LLM(dtype="float32", device="cpu", context_length=64)
     llm.close()
     llm.close()
-    with pytest.raises(EngineStoppedError, match="this model is closed"):
-        llm.generate("x")
+    spec = GrammarSpec(kind="regex", text="[a-z]+")
+    for ask in (lambda: llm.generate("x"), lambda: llm.generate("x", SamplingParams(grammar=spec)), llm.flush_cache):
+        with pytest.raises(EngineStoppedError, match="this model is closed"):
+            ask()
+    assert not llm._local._grammars
+
+
+def test_a_stream_that_garbage_collection_closes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its thread puts a command, whose making can start a collection."""
+    stream = llm.stream("def main():", SamplingParams(max_tokens=100, ignore_eos=True))
+    assert isinstance(stream, Generator)
+    next(stream)
+    make, streams = channels._Command, [stream]
+
+    def collect(*given: Any) -> Any:
+        while streams:
+            streams.pop().close()
+        return make(*given)
+
+    monkeypatch.setattr(channels, "_Command", collect)
+    assert len(llm.generate("x", SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+    assert_idle(llm.engine)
+
+
+def test_what_was_complete_before_a_failure_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(dtype="float32", device="cpu", context_length=128) as llm:
+        fail, step = threading.Event(), llm.engine.step
+        ended: list[Any] = []
+
+        def step_or_fail() -> Any:
+            deltas = step()
+            if any(delta.finish_reason for delta in deltas):
+                fail.set()
+                return deltas
+            if fail.is_set():
+                raise ZeroDivisionError
+            return deltas
+
+        monkeypatch.setattr(llm.engine, "step", step_or_fail)
+        long = SamplingParams(max_tokens=100, ignore_eos=True)
+        with ThreadPoolExecutor(1) as pool:
+            stream = llm.stream("class A", long)
+            next(stream)
+            short = pool.submit(llm.generate, "x", SamplingParams(max_tokens=2, ignore_eos=True))
+            with pytest.raises(EngineFailedError, match="ZeroDivisionError"):
+                ended.extend(stream)
+            assert [output.finish_reason for output in short.result(20)] == ["length"]
+
+
+def test_a_request_that_cannot_be_added_is_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, bad = llm.engine.add_request, llm.engine.tokenizer.encode("import os\n")
+
+    def add_or_raise(name: str, ids: Any, *given: Any, **named: Any) -> None:
+        if list(ids) == bad:
+            raise ValueError("this is unexpected")
+        add(name, ids, *given, **named)
+
+    monkeypatch.setattr(llm.engine, "add_request", add_or_raise)
+    outputs = llm.generate(["x = 1\n", "import os\n"], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert [output.finish_reason for output in outputs] == ["length", "error"]
+    assert outputs[1].error == "ValueError: this is unexpected"
+    assert_idle(llm.engine)
 
 
 def test_a_failure_reaches_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
