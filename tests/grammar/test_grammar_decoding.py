@@ -219,7 +219,7 @@ def test_unusable_grammars_are_refused_before_running(llm: LLM, monkeypatch: pyt
         llm.generate(["x", "x"], [SamplingParams(), of_schema({"uniqueItems": True})])
     with pytest.raises(RequestError, match="ignore_eos"):
         llm.generate("x", constrained("regex", "a", ignore_eos=True))
-    monkeypatch.setattr(llm._local, "grammars", None)
+    monkeypatch.setattr(llm._local, "_grammars", [])
     monkeypatch.setattr("specmamba.grammar.compiler.find_spec", lambda name: None)
     with pytest.raises(RequestError, match="pip install 'specmamba"):
         llm.generate("x", constrained("regex", "a"))
