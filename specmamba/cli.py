@@ -133,18 +133,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    from specmamba.server.shutdown_watch import end_at_signals
+    from specmamba.server.shutdown_watch import ending_at_signals
 
-    end_at_signals()
-    from specmamba.command_line import parse_command_line
-    from specmamba.server.listener import listen
-    from specmamba.server_config import ServerConfig
+    with ending_at_signals():
+        from specmamba.command_line import parse_command_line
+        from specmamba.server.listener import listen
+        from specmamba.server_config import ServerConfig
 
-    config = parse_command_line(ServerConfig, "specmamba serve", arguments)
-    listener = listen(config.host, config.port)  # before what takes seconds to import
-    from specmamba.server.serve import run_server
+        config = parse_command_line(ServerConfig, "specmamba serve", arguments)
+        listener = listen(config.host, config.port)  # before what takes seconds to import
+        from specmamba.server.serve import run_server
 
-    return run_server(config, lambda: _build_engine(config), listener)
+        return run_server(config, lambda: _build_engine(config), listener)
 
 
 def _build_engine(config: EngineConfig) -> Engine:

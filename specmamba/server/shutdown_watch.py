@@ -14,8 +14,9 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NoReturn
 
 logger = logging.getLogger("specmamba")
@@ -77,6 +78,19 @@ def end_at_signals(flush: Callable[[], None] = lambda: None) -> None:
     """
     for number in _SIGNALS:
         signal.signal(number, lambda *_: end_now(0, flush))
+
+
+@contextmanager
+def ending_at_signals() -> Iterator[None]:
+    """``end_at_signals``; after an exception inside, signals do what they did before."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    end_at_signals()
+    try:
+        yield
+    except BaseException:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        raise
 
 
 def ignore_signals() -> None:

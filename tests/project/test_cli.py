@@ -97,6 +97,13 @@ def test_help_of_a_command_with_subcommands(command: str, names: list[str], caps
     assert max(map(len, text.splitlines())) <= 110
 
 
+def test_a_server_that_is_refused_leaves_signals_as_they_were() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--page-size", "0"])
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
 @pytest.mark.parametrize(("command", "name"), [(c, name) for c, names in SUBCOMMANDS.items() for name in names])
 def test_a_subcommand_gets_its_arguments(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType(SUBCOMMANDS[command][name][0])
