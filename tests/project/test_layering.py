@@ -47,18 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LAYER_OF = {package: level for level, packages in enumerate(LAYERS) for package in packages}
-FOUNDATION = {
-    "sampling_params",
-    "core",
-    "config",
-    "engine_flags",
-    "server_config",
-    "command_line",
-    "flag_parser",
-    "near_names",
-    "errors",
-    "trees",
-}  # one layer, and they may import each other
+FOUNDATION = {*LAYERS[LAYER_OF["core"]]} - {"processes"}  # they may import each other
 FACES = {"llm", "async_llm", "__init__", "server"}
 TOOLS = ("measure", "tune", "train", "bench")  # they use faces, layers and kernels only, and each other downwards
 # What these two may import from outside specmamba; the other packages are free.
