@@ -80,7 +80,7 @@ FIELDS: Mapping[str, Range] = {
     **_same(replace(_FACTOR, is_list=True), "mlp_multipliers", "ssm_multipliers"),
     **_same(Range(0, 1e6, is_integer=False, is_open=True), "logits_scaling"),
     "block_multiple_of": Range(1, 1 << 24),
-    "block_ffn_dim_multiplier": Range(0, 1e6, is_integer=False, is_open=True, may_be_null=True),
+    "block_ffn_dim_multiplier": Range(0, 1e6, is_integer=False, is_open=True),
     "num_dense_layers": Range(0, MAX_LAYERS),
     "time_step_limit": Range(0, math.inf, is_integer=False, is_list=True, may_be_null=True),
 }

@@ -119,10 +119,8 @@ class Lfm2Weights(Weights):
         c = self.config
         if not c.block_auto_adjust_ff_dim:
             return int(c.intermediate_size)
-        inner, unit = int(2 * c.intermediate_size / 3), int(c.block_multiple_of)
-        if c.block_ffn_dim_multiplier is None:
-            return inner
-        return -(-int(c.block_ffn_dim_multiplier * inner) // unit) * unit
+        inner = int(c.block_ffn_dim_multiplier * int(2 * c.intermediate_size / 3))
+        return -(-inner // int(c.block_multiple_of)) * int(c.block_multiple_of)
 
 
 class Lfm2MoEWeights(Lfm2Weights):

@@ -32,7 +32,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "biased-tied": {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": True, "norm_eps": 1e-3},
     "plain-sizes": {"block_auto_adjust_ff_dim": False, "num_key_value_heads": 6, "conv_L_cache": 2},
-    "no-multiplier": {"block_ffn_dim_multiplier": None},
     "wide-sizes": {"block_ffn_dim_multiplier": 1.3, "num_key_value_heads": 1, "layer_types": [ATTENTION, CONV]},
     "no-attention": {"layer_types": [CONV, CONV], "conv_L_cache": 5},
 }

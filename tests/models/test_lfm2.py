@@ -89,6 +89,7 @@ def test_variants_that_are_not_computed(
         ("norm_eps", 0.0),
         ("block_multiple_of", 0),
         ("block_ffn_dim_multiplier", 0.0),
+        ("block_ffn_dim_multiplier", None),
     ],
 )
 def test_values_that_make_no_model(name: str, value: object, checkpoint: Path, tmp_path: Path) -> None:
