@@ -110,8 +110,8 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int, is_captured: bool
     ) -> HostVerifySlots:
         """Fold the rows whose pending list might overflow: now, in the plan or in the verify."""
-        # a verify that folds needs room behind the pending records for its own nodes and for those of the next verify
-        room = self.capacity - (2 * self.max_nodes if self.folds_in_verify else num_nodes)
+        # with folds in the verify, all of its nodes may be accepted, and the next one must fit behind them before it folds
+        room = self.capacity - num_nodes - (self.max_nodes if self.folds_in_verify else 0)
         full = tuple(row for row in rows if self._num_pending[row] > room)
         if not (self.folds_in_verify or (is_captured and self.folds_in_plan)):
             self._fold(full)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from specmamba.draft.sizing.schedule import LAST_PROBE, MOST_INTERVAL, DraftSchedule, DraftSize
+from specmamba.draft.sizing.schedule import LAST_PROBE, MOST_INTERVAL, SETTLING_STEPS, DraftSchedule, DraftSize
 
 NUM_STEPS = 3
 ANY = np.full(8, NUM_STEPS)
@@ -92,9 +92,28 @@ def test_other_requests_are_probed_soon() -> None:
     schedule.restart(rates(10, 9, 8, 7))
     steps_of(schedule, 500)
     schedule._until_probe = 200
-    for share in (0.1, 0.1, 0.4):
-        assert schedule._until_probe > 8
-        schedule.expect_news(share)
+    batch = np.full(3, NUM_STEPS)
+    for _ in range(3):
+        schedule.next(batch)
+        assert schedule._until_probe == 200
+        schedule.begin()
+    schedule.next(batch)
+    assert schedule._until_probe == 8
+
+
+def test_a_batch_that_grows_is_probed_once() -> None:
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.restart(rates(10, 9, 8, 7))
+    steps_of(schedule, 500)
+    schedule._until_probe = 200
+    for size in range(1, 5):
+        schedule.begin()
+        schedule.restart(rates(10, 9, 8, 7))
+        schedule.next(np.full(size, NUM_STEPS))
+        schedule.passed(1)
+    assert schedule._until_probe > 8
+    schedule.passed(SETTLING_STEPS)
+    schedule.next(np.full(4, NUM_STEPS))
     assert schedule._until_probe == 8
 
 
@@ -110,7 +129,7 @@ def test_other_options_are_tried_and_lose_little_time(found: np.ndarray, of_trie
     """Tried are plain steps beside drafts, options that are nearly as good, and drafts where nothing is drafted."""
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(found)
-    schedule.set_stretch(10)
+    schedule.set_times(10, np.ones(2 * (NUM_STEPS + 1)))
     steps_of(schedule, MOST_INTERVAL)
     sizes = steps_of(schedule, 4 * MOST_INTERVAL)
     tried = sum(map(of_tries, sizes))
@@ -124,7 +143,7 @@ def test_other_options_are_tried_and_lose_little_time(found: np.ndarray, of_trie
 def test_options_that_are_nearly_as_good_are_tried_in_turns() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 19.2, 5, 19.4, chains=(19.1, 20, 19.3)))
-    schedule.set_stretch(10)
+    schedule.set_times(10, np.ones(2 * (NUM_STEPS + 1)))
     tried = [(size.depth, size.is_chain) for size in steps_of(schedule, 20_000) if size.depth]
     others = [option for option in tried if option != (2, True)]
     counts = {option: others.count(option) for option in dict.fromkeys(others)}
@@ -135,7 +154,7 @@ def test_options_that_are_nearly_as_good_are_tried_in_turns() -> None:
 def test_an_option_that_is_thought_bad_is_tried_soon_at_first() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 11, 12, 40))
-    schedule.set_stretch(10)
+    schedule.set_times(10, np.ones(2 * (NUM_STEPS + 1)))
     sizes = steps_of(schedule, 1200)
     assert sum(not size.depth for size in sizes) == 40
 
@@ -143,7 +162,7 @@ def test_an_option_that_is_thought_bad_is_tried_soon_at_first() -> None:
 def test_a_try_that_is_cut_short_comes_again_soon() -> None:
     """Batches change all the time while requests come and go: only steps that were made count."""
     schedule, found = DraftSchedule(NUM_STEPS), rates(10, 11, 12, 40)
-    schedule.set_stretch(10)
+    schedule.set_times(10, np.ones(2 * (NUM_STEPS + 1)))
     num_tries = 0
     for _ in range(400):
         schedule.restart(found)
@@ -153,6 +172,27 @@ def test_a_try_that_is_cut_short_comes_again_soon() -> None:
     assert 2 <= num_tries <= 8
     sizes = steps_of(schedule, 120)
     assert sum(not size.depth for size in sizes) == 10
+
+
+def test_no_try_begins_in_a_batch_that_has_just_changed() -> None:
+    schedule, found = DraftSchedule(NUM_STEPS), rates(10, 11, 12, 40)
+    schedule.set_times(10, np.ones(2 * (NUM_STEPS + 1)))
+    schedule.restart(found)
+    steps_of(schedule, 60)
+    schedule.restart(found)
+    sizes = steps_of(schedule, 40)
+    assert [not size.depth for size in sizes].index(True) == SETTLING_STEPS
+
+
+def test_longer_steps_are_tried_in_smaller_numbers_and_more_seldom() -> None:
+    found, tried = rates(10, 7, 6, 5), []
+    for length in (1.0, 2.0):
+        schedule = DraftSchedule(NUM_STEPS)
+        schedule.restart(found)
+        schedule.set_times(10, np.concatenate([[1.0], np.full(2 * NUM_STEPS + 1, length)]))
+        sizes = steps_of(schedule, 5 * MOST_INTERVAL)
+        tried.append(sum(size.depth > 0 and not size.is_probe for size in sizes))
+    assert 0.4 * tried[0] < tried[1] < 0.7 * tried[0]
 
 
 def test_requests_that_want_no_drafts_get_none() -> None:

@@ -28,10 +28,10 @@ ROUND, SHORT_ROUND, LONG_ROUND = 16, 4, 64
 SHARE_OF_TRIES, LEAST_LOSS = 0.005, 0.01  # of the time of all steps, and of a tried step's
 MOST_INTERVAL = 8192  # steps between two tries
 FIRST_TRIES = {"plain": 64, "other": 128}  # steps before the first one
+SETTLING_STEPS, LONGEST_DELAY = 16, 64  # steps of a changed batch without a try; steps that this may delay one
 NEAR = 0.95  # options whose rate is at least this share of the present one's are tried in turns
 LEAST_STRETCH, LONGEST_STRETCH, LONGEST_IF_OFF = 3, 40, 12  # steps of a try
-# between probes at the most when there are other requests, and the share of them from which on that counts
-NEWS_INTERVAL, ENOUGH_NEWS = 64, 0.5
+NEWS_INTERVAL = 64  # steps between probes at the most when all requests are other ones
 WEIGHT = 0.3  # of a new look in the mean gains
 
 
@@ -67,16 +67,17 @@ class DraftSchedule:
         self.depth, self.is_chain = 0, False
         self._wish_age = self._wish = 0
         self._until_probe = self._probe_interval = FIRST_PROBE
-        self._next_probed, self._news = 0, 0.0
-        self._stretch = LEAST_STRETCH
+        self._next_probed = self._num_new = 0
+        self._stretch: float = LEAST_STRETCH
+        self._lengths: Floats = np.ones(2 * (num_steps + 1))  # of a step of each option, over a plain one
         self._until_try, self._try_interval = dict(FIRST_TRIES), dict(FIRST_TRIES)
-        self._newest_other = 0
+        self._newest_other = self._batch_age = 0
         self._trying, self._tried, self._num_tries = "plain", 0, 0  # a try, its option, and its steps that are left
         self._counted: tuple[str, ...] = ()  # what the steps of the newest ``next`` count for
 
-    def set_stretch(self, num_steps: float) -> None:
-        """Set how many steps a try has."""
-        self._stretch = round(min(max(num_steps, LEAST_STRETCH), LONGEST_STRETCH))
+    def set_times(self, num_steps: float, lengths: Floats) -> None:
+        """Set how many plain steps a try takes as long as, and how long a step of each option is over a plain one."""
+        self._stretch, self._lengths = num_steps, lengths
 
     def restart(self, rates: Floats) -> None:
         """Take the best option at once: the batch is another one. ``rates`` are tokens per second of the options."""
@@ -84,15 +85,11 @@ class DraftSchedule:
         self.depth, self.is_chain = self.option(self._best())
         if self._num_tries > 0:  # it was cut short
             self._until_try[self._trying] = min(self._until_try[self._trying], FIRST_TRIES[self._trying])
-        self._wish_age = self._num_tries = 0
+        self._wish_age = self._num_tries = self._batch_age = 0
 
-    def expect_news(self, share: float) -> None:
-        """Probe soon where nothing is drafted: this share of the requests, and those before them, are other ones."""
-        self._news += share
-        if self._news >= ENOUGH_NEWS:
-            self._news = 0.0
-            self._until_probe = min(self._until_probe, FIRST_PROBE)
-            self._probe_interval = min(self._probe_interval, NEWS_INTERVAL)
+    def begin(self) -> None:
+        """Count a new request: when as many have come as there are, the drafts of a batch are probed soon."""
+        self._num_new += 1
 
     def judge(self, rates: Floats, num_steps: int) -> None:
         """Move to an option that has been better for some steps; ``num_steps`` passed since the last call."""
@@ -113,6 +110,7 @@ class DraftSchedule:
 
         ``max_depths`` [B] are bounds of the requests.
         """
+        self._expect_news(len(max_depths))
         if self._num_tries <= 0:
             self._start_try()
         if self._num_tries > 0:
@@ -133,6 +131,7 @@ class DraftSchedule:
 
     def passed(self, num_steps: int) -> None:
         """Count steps that were made as the newest ``next`` said."""
+        self._batch_age += num_steps
         for name in self._counted:
             if name == "try":
                 self._num_tries -= num_steps
@@ -164,17 +163,30 @@ class DraftSchedule:
         best = int(self.gains.argmax())
         return best if self.gains[best] >= LEAST_GAIN else 0
 
+    def _expect_news(self, num_requests: int) -> None:
+        """Probe soon if all requests are other ones than at the last time, once for a batch that grows."""
+        if self._num_new >= (num_requests if self._is_settled else 2 * num_requests):
+            self._num_new = 0
+            self._until_probe = min(self._until_probe, FIRST_PROBE)
+            self._probe_interval = min(self._probe_interval, NEWS_INTERVAL)
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._batch_age >= SETTLING_STEPS
+
     def _start_try(self) -> None:
         """Begin a try that is due: of plain steps where there are drafts, or of another option."""
         for name, until in self._until_try.items():
-            if until > 0:
+            if until > (0 if self._is_settled else -LONGEST_DELAY):
                 continue
             place = 0 if name == "plain" else self._another()
             if place == self._place:
                 continue
             loss = max(1.0 - float(self.gains[place] / self.gains[self._place]), LEAST_LOSS)
-            number = self._stretch if self.depth else min(self._stretch, LONGEST_IF_OFF)
-            most = max(min(number * loss / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_TRIES[name])
+            length = float(self._lengths[place] / self._lengths[self._place])
+            longest = LONGEST_STRETCH if self.depth else LONGEST_IF_OFF
+            number = min(max(round(self._stretch / float(self._lengths[place])), LEAST_STRETCH), longest)
+            most = max(min(number * length * loss / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_TRIES[name])
             self._try_interval[name] = self._until_try[name] = min(2 * self._try_interval[name], round(most))
             self._trying, self._tried, self._num_tries = name, place, number
             return

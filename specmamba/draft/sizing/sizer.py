@@ -88,7 +88,7 @@ class DraftSizer:
     def begin(self, row: int, mode: int) -> None:
         """Start a request in this row."""
         draft_sizing.begin(self.state, row, mode)
-        self.schedule.expect_news(1 / max(self._num_requests, 1))
+        self.schedule.begin()
         if self._round is not None:
             self._round.num_left = 0
 
@@ -310,7 +310,9 @@ class DraftSizer:
         bases, chains = self.costs.chains(size, keys, self.bounds.num_steps)
         self._chain_bases, self._chain_seconds = bases.tolist(), chains + self.overhead
         self._age_of_costs, self._is_news = self.figures.num_steps, True
-        self.schedule.set_stretch(STRETCH_SECONDS / float(self._seconds[0, size]))
+        plain = float(self._seconds[0, size])
+        lengths = np.where(np.isfinite(self._chain_seconds), self._chain_seconds, 0.0) / plain
+        self.schedule.set_times(STRETCH_SECONDS / plain, np.tile(np.maximum(lengths, 1.0), 2))
 
     def _rates(self, batch: SizedBatch) -> Floats:
         """Judge every option of the schedule by some kept drafts: expected tokens per second."""
