@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, c_int
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +9,9 @@ import torch
 from torch import Tensor
 
 from specmamba.kernels.mamba2.operands import Inputs, Weights
-from specmamba.kernels.native import library
-from specmamba.kernels.native.tensors import is_native, marshalled, require, struct, tokens_of
-from specmamba.kernels.state_records.native_ops import (
-    BuffersStruct,
-    Heads,
-    RunsStruct,
-    TreesStruct,
-    can_extend,
-    check_places,
-    check_tokens,
-    extend_states,
-    marshal_buffers,
-    marshal_trees,
-)
-from specmamba.kernels.state_records.operands import Buffers, ExtendOperands, Trees
-
-SOURCE = Path(__file__).parent / "native.cpp"
+from specmamba.kernels.native.tensors import is_native, require, struct, tokens_of
+from specmamba.kernels.state_records.native_layers import NativeLayer
+from specmamba.kernels.state_records.native_ops import Heads
 
 _Inputs = struct("Inputs", ["mixed", "gate", "dt", "out", "before_norm"], ["mixed_token", "gate_token", "dt_token"])
 _Weights = struct(
@@ -39,103 +22,11 @@ _Weights = struct(
 )
 
 
-def can_take(inputs: Inputs, weights: Weights, buffers: Buffers) -> bool:
-    """Whether native code computes on these: activations float32 or bfloat16 on the CPU, rows of buffers contiguous."""
-    return (
-        _are_alike(inputs, buffers.conv_inputs)
-        and marshalled(weights, _marshal_weights) is not None
-        and marshalled(buffers, marshal_buffers) is not None
-        and code() is not None
-    )
-
-
-def can_take_runs(inputs: Inputs, weights: Weights, state: ExtendOperands) -> bool:
-    """Whether native code extends these: activations and windows in one dtype, float32 or bfloat16, on the CPU."""
-    return (
-        _are_alike(inputs, state.windows)
-        and can_extend(state, inputs.mixed.dtype)
-        and marshalled(weights, _marshal_weights) is not None
-        and code() is not None
-    )
-
-
-def tree_verify(inputs: Inputs, weights: Weights, buffers: Buffers, trees: Trees) -> Tensor:
-    """Compute the outputs of all nodes of draft trees; write their inputs and records, never the states.
-
-    One native call per layer: threads share the heads of all rows.
-    ``reference.tree_verify`` is the specification.
-
-    Args:
-        inputs: of N nodes per tree [B, N, ...], or packed [1, T, ...] (``Trees``), float32 or bfloat16 on the CPU.
-        weights: of the layer, float32.
-        buffers: of the layer; node i writes entry W - 1 + node_offset + i of conv_inputs and record node_offset + i.
-        trees: of this verify. Indices are not checked.
-
-    Returns:
-        [B, N, H P] in the gate's dtype, or packed [1, T, H P] with zeros behind the last node.
-
-    Raises:
-        ValueError: ``can_take`` is false for these operands, or shapes do not fit.
-    """
-    native = library.required(code())
-    buffers_struct = marshalled(buffers, marshal_buffers)
-    require(buffers_struct is not None, "buffers have a dtype, device or layout that native code does not take")
-    weights_struct = _checked_weights(inputs, weights, buffers.conv_inputs)
-    check_tokens(inputs.mixed.shape[:2], trees)
-    check_places(weights, weights.conv, _heads(weights), buffers, trees)
-    inputs_struct, out, _kept = _marshal_inputs(inputs)
-    native.mamba2_tree_verify(
-        inputs_struct,
-        weights_struct,
-        buffers_struct,
-        marshalled(trees, marshal_trees),
-        inputs.mixed.dtype is torch.bfloat16,
-        torch.get_num_threads(),
-    )
-    return out
-
-
-def extend(inputs: Inputs, weights: Weights, state: ExtendOperands) -> Tensor:
-    """Compute the outputs of known tokens; advance the states and windows behind which they stand.
-
-    One native call per layer, 64 tokens at a time: threads share the heads of all rows.
-    ``reference.extend`` is the specification.
-
-    Args:
-        inputs: of L tokens per row, float32 or bfloat16 on the CPU.
-        weights: of the layer, float32.
-        state: states of any float dtype, windows in the inputs' dtype. Slots and lengths are not checked.
-
-    Returns:
-        [B, L, H P] in the gate's dtype; 0 on padding.
-
-    Raises:
-        ValueError: ``can_take_runs`` is false for these operands, or shapes do not fit.
-    """
-    native = library.required(code())
-    require(can_extend(state, inputs.mixed.dtype), "windows need the inputs' dtype, and whole rows on the CPU")
-    weights_struct = _checked_weights(inputs, weights, state.windows)
-    inputs_struct, out, _kept = _marshal_inputs(inputs)
-
-    def run(runs: Any) -> None:
-        is_bfloat16 = inputs.mixed.dtype is torch.bfloat16
-        native.mamba2_extend(inputs_struct, weights_struct, runs, is_bfloat16, torch.get_num_threads())
-
-    extend_states(run, state, weights.conv, _heads(weights), *inputs.mixed.shape[:2])
-    return out
-
-
-def _checked_weights(inputs: Inputs, weights: Weights, kept: Tensor) -> Any:
-    """The native structure of the weights, which inputs [B, N] fit; ``kept`` are inputs of earlier tokens."""
-    weights_struct = marshalled(weights, _marshal_weights)
-    require(_are_alike(inputs, kept), "inputs, new and kept, need one dtype, float32 or bfloat16, on the CPU")
-    require(weights_struct is not None, "weights have a dtype, device or layout that native code does not take")
+def _check_inputs(inputs: Inputs, weights: Weights) -> None:
     batch, nodes = inputs.mixed.shape[:2]
-    require(inputs.mixed.shape[2] == weights.conv.shape[0], "the inputs have other channels than the convolution")
     shape = batch, nodes, weights.num_heads * weights.head_dim
     require(inputs.gate.shape == shape, "the gate has another shape than the heads")
     require(inputs.dt.shape == (batch, nodes, weights.num_heads), "dt needs one value per head")
-    return weights_struct
 
 
 def _marshal_inputs(inputs: Inputs) -> tuple[Any, Tensor, tuple[Tensor, ...]]:
@@ -185,9 +76,16 @@ def _marshal_weights(w: Weights) -> Any:
     return _Weights(*pointers, width, *heads, w.norm_groups, w.norm_before_gate, w.norm_eps, *w.dt_limit)
 
 
-@cache
-def code() -> ctypes.CDLL | None:
-    """The loaded native library of this operator; None where there is none."""
-    arguments = [POINTER(_Inputs), POINTER(_Weights), POINTER(BuffersStruct), POINTER(TreesStruct), c_int, c_int]
-    runs = [*arguments[:2], POINTER(RunsStruct), c_int, c_int]
-    return library.load_functions(SOURCE, {"mamba2_tree_verify": arguments, "mamba2_extend": runs})
+LAYER = NativeLayer(
+    "mamba2",
+    Path(__file__).parent / "native.cpp",
+    _Inputs,
+    _Weights,
+    _are_alike,
+    _marshal_inputs,
+    _marshal_weights,
+    _heads,
+    _check_inputs,
+)
+can_take, can_take_runs = LAYER.can_take, LAYER.can_take_runs
+tree_verify, extend = LAYER.tree_verify, LAYER.extend

@@ -110,7 +110,7 @@ class RecordBuffers(StateBuffers[RecordPlan]):
         self, rows: tuple[int, ...], slots: tuple[int, ...], num_nodes: int, is_captured: bool
     ) -> HostVerifySlots:
         """Fold the rows whose pending list might overflow: now, in the plan or in the verify."""
-        # with folds in the verify, all of its nodes may be accepted, and the next one must fit behind them before it folds
+        # where the verify folds, all of its nodes may be accepted, and the next one must fit behind them
         room = self.capacity - num_nodes - (self.max_nodes if self.folds_in_verify else 0)
         full = tuple(row for row in rows if self._num_pending[row] > room)
         if not (self.folds_in_verify or (is_captured and self.folds_in_plan)):
