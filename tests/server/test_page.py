@@ -202,7 +202,9 @@ def test_it_fits_in_light_and_dark(page: Page, server: Served, tmp_path: Path) -
         page.emulate_media(color_scheme=cast("Any", scheme), reduced_motion="reduce")
         page.wait_for_timeout(300)  # charts are drawn anew when their box has changed
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        edges = page.eval_on_selector_all("main > *, .card > *", "all => all.map(e => e.getBoundingClientRect().right)")
+        edges = page.eval_on_selector_all(
+            ".panel > *, .card > *", "all => all.map(e => e.getBoundingClientRect().right)"
+        )
         assert max(edges) <= width
         colours = page.evaluate("['backgroundColor', 'color'].map(name => getComputedStyle(document.body)[name])")
         background, ink = (sum(map(int, colour[4:-1].split(","))) for colour in colours)
@@ -297,7 +299,7 @@ def test_sizes_fit_in_light_and_dark(browser: Browser, tmp_path: Path, width: in
 
 
 def test_a_chosen_theme_stays(page: Page) -> None:
-    button = page.locator("header button")
+    button = page.locator("header .theme")
     for theme in ("light", "dark"):
         button.click()
         assert page.evaluate("document.documentElement.dataset.theme") == theme
@@ -310,7 +312,7 @@ def test_a_chosen_theme_stays(page: Page) -> None:
 
 def test_with_keys_alone(page: Page) -> None:
     run(page, max_tokens=16)
-    page.focus("header button")
+    page.focus("header .theme")
     seen = []
     for _ in range(40):
         page.keyboard.press("Tab")

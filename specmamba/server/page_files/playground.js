@@ -1,9 +1,10 @@
 // The form for trying a prompt: with speculation, and without it for comparison.
 import { Comparison } from "./comparison.js";
+import { NumberField } from "./fields.js";
 import { measure, newRun, stream } from "./run.js";
 import { loadLike, save } from "./storage.js";
 import { Legend, TokenText } from "./tokens.js";
-import { count, duration, html, number, percent, reveal, useEffect, useRef, useState } from "./ui.js";
+import { count, duration, html, number, percent, randomName, reveal, useEffect, useRef, useState } from "./ui.js";
 
 const EXAMPLES = {
   "a class": 'class Stack:\n    """A stack of items."""\n\n    def __init__(self):\n        ',
@@ -23,7 +24,6 @@ function bodyOf(form) {
 }
 
 const randomNumber = () => crypto.getRandomValues(new Uint32Array(1))[0];
-const randomName = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(36)).join("");
 
 /** The runs to make. Runs that are compared share a seed, and none of them finds what another one has cached. */
 function plan(form) {
@@ -76,14 +76,6 @@ function usePlayground() {
   return { form, setForm, runs, isRunning, start, cancel: () => abort.current?.abort() };
 }
 
-function Field({ name, label, hint, form, setForm, ...attributes }) {
-  const onInput = (event) => setForm({ ...form, [name]: event.target.value });
-  return html`<div class="field">
-    <label for=${name}>${label}</label>
-    <input id=${name} type="number" inputmode="decimal" value=${form[name]} onInput=${onInput} placeholder=${hint} ...${attributes} />
-  </div>`;
-}
-
 function Form({ form, setForm, isRunning, start, cancel }) {
   const onKeyDown = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
@@ -95,7 +87,7 @@ function Form({ form, setForm, isRunning, start, cancel }) {
     event.preventDefault();
     start();
   };
-  const shared = { form, setForm };
+  const shared = { form, change: (changes) => setForm({ ...form, ...changes }) };
   return html`<form class="play-form" onSubmit=${onSubmit} onKeyDown=${onKeyDown}>
     <label for="prompt">Prompt</label>
     <textarea id="prompt" rows="7" spellcheck=${false} value=${form.prompt}
@@ -107,9 +99,9 @@ function Form({ form, setForm, isRunning, start, cancel }) {
       )}
     </div>
     <div class="fields">
-      <${Field} name="max_tokens" label="Max tokens" min="1" step="1" required ...${shared} />
-      <${Field} name="temperature" label="Temperature" min="0" max="100" step="any" required ...${shared} />
-      <${Field} name="seed" label="Seed" hint="any" step="1" ...${shared} />
+      <${NumberField} name="max_tokens" label="Max tokens" min="1" step="1" required ...${shared} />
+      <${NumberField} name="temperature" label="Temperature" min="0" max="100" step="any" required ...${shared} />
+      <${NumberField} name="seed" label="Seed" hint="any" step="1" ...${shared} />
     </div>
     <label class="check">
       <input id="compare" type="checkbox" checked=${form.compare}

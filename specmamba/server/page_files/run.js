@@ -1,7 +1,7 @@
 // One streamed answer, and its measured times.
 import { complete } from "./api.js";
 
-export const newRun = () => ({ tokens: [], state: "waiting", error: null, usage: null, finish: null });
+export const newRun = () => ({ tokens: [], content: "", reasoning: "", state: "waiting", error: null, usage: null, finish: null });
 
 /** Streams the answer to a request into a run; calls ``onChange`` after each chunk. */
 export async function stream(run, path, body, signal, onChange) {
@@ -21,6 +21,8 @@ export async function stream(run, path, body, signal, onChange) {
     const choice = chunk.choices[0];
     if (chunk.usage) run.usage = chunk.usage;
     if (!choice) return;
+    run.content += choice.delta?.content ?? "";
+    run.reasoning += choice.delta?.reasoning_content ?? "";
     if (choice.tokens?.length) {
       const now = (performance.now() - started) / 1000;
       run.firstAt ??= now;

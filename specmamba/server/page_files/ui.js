@@ -38,6 +38,9 @@ export const depthClass = (depth) => `d${Math.min(depth, MAX_COLOUR)}`;
 export const depthColour = (depth) => cssValue(`--d${Math.min(depth, MAX_COLOUR)}`);
 export const cssValue = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+/** A name that is used once, for what must not meet what others made. */
+export const randomName = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(36)).join("");
+
 /** Scrolls to an element whose beginning is out of sight, or so low that little of it is seen. */
 export function reveal(element) {
   const { top } = element.getBoundingClientRect();
