@@ -11,7 +11,7 @@ function axes(format) {
   const clock = (_, values) => values.map((value) => new Date(1000 * value).toTimeString().slice(0, 8));
   return [
     { ...shared, grid: { show: false }, space: 90, size: 26, values: clock },
-    { ...shared, grid, space: 34, size: 48, values: (_, values) => values.map(format) },
+    { ...shared, grid, space: 34, size: 48, values: (_, values) => values.map((value) => format(value)) },
   ];
 }
 

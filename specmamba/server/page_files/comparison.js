@@ -76,6 +76,6 @@ export function Comparison({ runs: [speculative, plain], dtype }) {
   return html`<p class="verdict" role="status" ref=${box}>
     ${Number.isFinite(gain) && html`<strong>${number(gain, 2)}×</strong> the speed of plain decoding, `}
     ${index === null ? "the same text token for token." : html`<${Parting} runs=${[speculative, plain]} index=${index} scores=${scores} dtype=${dtype} />`}
-    <small>Seed ${speculative.seed} for both, each with nothing cached.</small>
+    ${" "}<small>Seed ${speculative.seed} for both, each with nothing cached.</small>
   </p>`;
 }

@@ -13,7 +13,13 @@ import pytest
 
 from tests.fake_engine import Served, serving
 from tests.server.test_events import WatchedEngine
-from tests.server.test_page import ARGUMENTS, EXECUTABLE, Watch, sync_api  # skips this file where there is no browser
+from tests.server.page.test_page import (
+    ARGUMENTS,
+    EXECUTABLE,
+    Watch,
+    sent_to,
+    sync_api,
+)  # skips this file where there is no browser
 
 pytestmark = pytest.mark.slow
 
@@ -84,13 +90,6 @@ def said(page: Page) -> list[str]:
     return page.locator(".asked").all_inner_texts()
 
 
-def sent(page: Page) -> list[dict[str, Any]]:
-    """The bodies of the chat's requests, from now on."""
-    bodies: list[dict[str, Any]] = []
-    page.on("request", lambda asked: bodies.append(asked.post_data_json) if "/v1/chat" in asked.url else None)
-    return bodies
-
-
 def streamed(*deltas: dict[str, Any], error: str | None = None) -> dict[str, Any]:
     """An answer of a server, as ``Route.fulfill`` takes it."""
     chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
@@ -103,7 +102,7 @@ def streamed(*deltas: dict[str, Any], error: str | None = None) -> dict[str, Any
 def test_a_conversation(browser: Browser, server: Served, tmp_path: Path, width: int, scheme: str) -> None:
     server.engine.text, server.engine.step_s = ANSWER.encode(), 0.0
     with chatting(browser, server, width, scheme) as page:
-        bodies = sent(page)
+        bodies = sent_to(page, "/v1/chat/completions")
         for text in ("first\n  question", "second"):
             say(page, text)
         assert [message["content"] for message in bodies[1]["messages"]] == ["first\n  question", ANSWER, "second"]
@@ -113,7 +112,7 @@ def test_a_conversation(browser: Browser, server: Served, tmp_path: Path, width:
         for figure in (f"{len(ANSWER)} tokens", "tokens/s", "3.00 tokens/step", "drafted tokens accepted", "cached"):
             assert figure in figures
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert page.evaluate("document.documentElement.scrollHeight <= innerHeight + 32")
+        assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
         for seen in (".answer-figures >> nth=-1", "#message"):  # the newest answer and the field, without scrolling
             box = page.locator(seen).bounding_box()
             assert box is not None
@@ -169,7 +168,7 @@ def test_a_reload_keeps_chats_and_settings(page: Page) -> None:
     page.fill("#chat-top_p", "0.9")
     page.fill("#chat-seed", "4")
     page.uncheck("#chat-speculative")
-    bodies = sent(page)
+    bodies = sent_to(page, "/v1/chat/completions")
     say(page, "kept")
     expected = {"temperature": 0.5, "top_p": 0.9, "seed": 4, "max_tokens": 512, "speculative": False}
     assert bodies[0].items() >= expected.items()
@@ -227,7 +226,7 @@ def test_what_was_streamed_survives_a_reload(page: Page, server: Served) -> None
 
 
 def test_an_edit_replaces_what_follows(page: Page) -> None:
-    bodies = sent(page)
+    bodies = sent_to(page, "/v1/chat/completions")
     for text in ("one", "two"):
         say(page, text)
     page.click("text=Edit >> nth=0")
@@ -319,7 +318,7 @@ def test_reasoning_is_folded(page: Page) -> None:
         {"reasoning_content": "think"},
         {"content": "42"},
     ]
-    bodies: list[dict[str, Any]] = []
+    bodies: list[Any] = []
 
     def answer(route: Route) -> None:
         bodies.append(route.request.post_data_json)

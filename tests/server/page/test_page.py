@@ -105,6 +105,18 @@ def run(page: Page, max_tokens: int = 64, name: str = PLAIN) -> None:
     page.wait_for_selector(f'{name}[data-state="done"]', timeout=60_000)
 
 
+def sent_to(page: Page, address: str) -> list[Any]:
+    """The bodies of the page's requests to an address, from now on."""
+    bodies: list[Any] = []
+
+    def note(request: Request) -> None:
+        if request.url.endswith(address):
+            bodies.append(request.post_data_json)
+
+    page.on("request", note)
+    return bodies
+
+
 def tokens(page: Page, name: str) -> list[dict[str, Any]]:
     script = "all => all.map(t => ({depth: Number(t.dataset.depth), fill: getComputedStyle(t).backgroundColor}))"
     return page.eval_on_selector_all(f"{name} .text .tok", script)
@@ -177,6 +189,8 @@ def test_everything_moves(page: Page) -> None:
         "() => document.querySelectorAll('.radix-row.root').length === 2"
     )  # each run has its own prefixes
     assert "hit" not in page.inner_text(".radix")
+    beginnings = page.locator(".radix-row:not(.root) .beginning").all_inner_texts()
+    assert beginnings.count("import os↵↵def read_file(path):") == 2
     assert "used" in (page.get_attribute('.bar[aria-label^="KV cache"]', "aria-label") or "")
     page.click("text=← Earlier")
     assert "earlier step" in page.inner_text("#draft-title")
@@ -211,6 +225,36 @@ def test_it_fits_in_light_and_dark(page: Page, server: Served, tmp_path: Path) -
         assert (background < ink) == (scheme == "dark")
         assert page.evaluate("getComputedStyle(document.querySelector('.pill i')).animationName") == "none"
         picture(page, tmp_path, f"page-{width}-{scheme}")
+
+
+CHAT = "Write a function that reads a file.\n\n```python\nimport os\n\ndef read_file(path):\n"
+
+
+def test_a_chat_with_the_demo(page: Page, server: Served, tmp_path: Path) -> None:
+    """The demo goes on with the text of the messages: its answers are the same as by the API, token for token."""
+    page.click("#tab-chat")
+    page.fill("#chat-temperature", "0")
+    page.fill("#chat-max_tokens", "64")
+    page.check("#chat-colours")
+    page.fill("#message", CHAT)
+    page.press("#message", "Enter")
+    page.wait_for_selector('.message.assistant[data-state="done"]', timeout=60_000)
+    body = {"messages": [{"role": "user", "content": CHAT}], "max_tokens": 64, "temperature": 0}
+    answer = server.http.post("/v1/chat/completions", json=body).json()
+    text = page.eval_on_selector_all(".message .tok", "all => all.map(t => t.textContent).join('')")
+    assert text == answer["choices"][0]["message"]["content"]
+    figures = page.inner_text(".answer-figures")
+    details = answer["usage"]["completion_tokens_details"]
+    accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    assert f"{accepted} of {accepted + rejected} drafted tokens accepted" in figures
+    for width, scheme in ((1280, "light"), (1280, "dark"), (390, "dark"), (390, "light")):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.emulate_media(color_scheme=cast("Any", scheme), reduced_motion="reduce")
+        page.reload()
+        page.wait_for_selector(".pill.live")
+        page.wait_for_selector(".message .tok")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        picture(page, tmp_path, f"chat-{width}-{scheme}")
 
 
 @contextmanager
@@ -333,8 +377,7 @@ def test_with_keys_alone(page: Page) -> None:
 
 
 def test_runs_that_are_compared_share_a_drawn_seed_and_no_prefix(page: Page) -> None:
-    bodies: list[dict[str, Any]] = []
-    page.on("request", lambda sent: bodies.append(sent.post_data_json) if sent.url.endswith("/completions") else None)
+    bodies = sent_to(page, "/v1/completions")
     page.fill("#temperature", "1")
     page.fill("#seed", "")
     texts = []
@@ -373,10 +416,10 @@ def test_near_ties_are_told_apart(
     """Two texts part at their second token; plain decoding gives its two candidates these log probabilities."""
     engine = WatchedEngine()
     engine.describe = lambda: {"model": "fake", "dtype": dtype}  # type: ignore[method-assign]
-    asked: list[dict[str, Any]] = []
+    asked: list[Any] = []
 
     def answer(route: Route) -> None:
-        body = route.request.post_data_json
+        body: Any = route.request.post_data_json
         if body.get("echo"):
             asked.append(body)
             choices = [{"logprobs": {"token_logprobs": [None, -1.0, score]}} for score in scores]
