@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fake_engine import Served, serving
+from tests.server.page.test_page import ARGUMENTS, EXECUTABLE, Watch, sent_to, sync_api  # skips without a browser
 from tests.server.test_events import WatchedEngine
-from tests.server.page.test_page import (
-    ARGUMENTS,
-    EXECUTABLE,
-    Watch,
-    sent_to,
-    sync_api,
-)  # skips this file where there is no browser
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +66,13 @@ def chatting(browser: Browser, server: Served, width: int = 1280, scheme: str = 
 @pytest.fixture
 def page(browser: Browser, server: Served) -> Iterator[Page]:
     server.engine.text, server.engine.step_s = ANSWER.encode(), 0.0
+    with chatting(browser, server) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def still(browser: Browser, server: Served) -> Iterator[Page]:
+    """A page whose modules are called directly: it is loaded once for all tests."""
     with chatting(browser, server) as page:
         yield page
 
@@ -353,7 +354,7 @@ def test_the_key_is_asked_for_and_kept_out_of_chats(browser: Browser) -> None:
         assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
 
 
-def test_the_oldest_chats_make_room(page: Page) -> None:
+def test_the_oldest_chats_make_room(still: Page) -> None:
     script = """async ([count, size]) => {
         const { newChat, saveChat, loadChats } = await import("/page/chat/chats.js");
         localStorage.clear();
@@ -368,9 +369,10 @@ def test_the_oldest_chats_make_room(page: Page) -> None:
         }
         return loadChats().map(({ messages }) => Number(messages[0].content.split(" ")[0]));
     }"""
-    assert page.evaluate(script, [40, 10]) == [*range(39, 9, -1)]
-    assert page.evaluate(script, [8, 900_000]) == [7, 6, 5]
-    assert page.evaluate(script, [1, 9_000_000]) == "no room"
+    assert still.evaluate(script, [40, 10]) == [*range(39, 9, -1)]
+    assert still.evaluate(script, [8, 900_000]) == [7, 6, 5]
+    assert still.evaluate(script, [1, 9_000_000]) == "no room"
+    still.evaluate("localStorage.clear()")
 
 
 def test_broken_storage_is_left_out(page: Page) -> None:
@@ -447,19 +449,19 @@ LINK = '<a href="{0}" title="{0}" target="_blank" rel="noopener noreferrer nofol
         ("![a](https://a.example/i.png)", "<p>" + LINK.format("https://a.example/i.png", "a") + "</p>"),
     ],
 )
-def test_markdown(page: Page, text: str, markup: str) -> None:
-    assert page.evaluate(SHOW, [text])[0]["markup"] == markup
+def test_markdown(still: Page, text: str, markup: str) -> None:
+    assert still.evaluate(SHOW, [text])[0]["markup"] == markup
 
 
-def test_code_is_shown_as_it_is(page: Page) -> None:
+def test_code_is_shown_as_it_is(still: Page) -> None:
     code = "<b>&amp;</b>\n\n  **x** `y`\n~~~\n# z"
     for text in (f"```html\n{code}\n```\nend", f"```html\n{code}"):  # complete, and while it is streamed
-        shown = page.evaluate(SHOW, [text])[0]
+        shown = still.evaluate(SHOW, [text])[0]
         assert [name for name, _ in shown["elements"]][:3] == ["div", "div", "pre"]
         assert code in shown["text"]
 
 
-def test_answers_contain_no_markup_of_their_own(page: Page) -> None:
+def test_answers_contain_no_markup_of_their_own(still: Page) -> None:
     """Random pieces of Markdown and HTML: only known elements and attributes come of them, and links to the web."""
     pieces = [
         *(
@@ -512,17 +514,17 @@ def test_answers_contain_no_markup_of_their_own(page: Page) -> None:
     ]
     draw = random.Random(21)
     texts = ["".join(draw.choices(pieces, k=draw.randint(1, 60))) for _ in range(1500)]
-    page.evaluate("() => { window.alert = () => { window.wasRun = true } }")
-    for text, shown in zip(texts, page.evaluate(SHOW, texts), strict=True):
+    still.evaluate("() => { window.alert = () => { window.wasRun = true } }")
+    for text, shown in zip(texts, still.evaluate(SHOW, texts), strict=True):
         for name, attributes in shown["elements"]:
             assert name in ELEMENTS, text
             assert attributes.keys() <= ATTRIBUTES, text
             if "href" in attributes:
                 assert attributes["href"].startswith(("http://", "https://")), text
-    assert page.evaluate("window.wasRun ?? null") is None
+    assert still.evaluate("window.wasRun ?? null") is None
 
 
-def test_hostile_answers_take_no_time(page: Page) -> None:
+def test_hostile_answers_take_no_time(still: Page) -> None:
     patterns = [
         "*a ",
         "**a",
@@ -548,5 +550,5 @@ def test_hostile_answers_take_no_time(page: Page) -> None:
         const timed = (start) => performance.now() - start;
         return texts.map((text) => { const start = performance.now(); parseMarkdown(text); return timed(start) });
     }"""
-    times = page.evaluate(script, texts)
+    times = still.evaluate(script, texts)
     assert max(times) < 2000, dict(zip(texts, times, strict=True))

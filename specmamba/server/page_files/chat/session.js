@@ -7,7 +7,8 @@ const STORED = "specmamba-chat"; // its settings; chats have longer names
 const DEFAULTS = { temperature: "", top_p: "", max_tokens: "512", seed: "", speculative: true, colours: false };
 
 export class ChatSession {
-  constructor(onChange) {
+  /** ``onChange`` is called after each change, ``onChunk`` after each piece of an answer. */
+  constructor(onChange, onChunk) {
     this.chats = loadChats();
     this.chat = this.chats[0] ?? this._added(newChat());
     this.settings = loadLike(STORED, DEFAULTS);
@@ -15,6 +16,7 @@ export class ChatSession {
     this.notice = ""; // for those who listen to the page
     this._abort = null;
     this._onChange = onChange;
+    this._onChunk = onChunk;
     window.addEventListener("pagehide", () => {
       if (this.isRunning) this._save();
       this._isLeft = true; // the browser ends the stream now, which is no failure to be stored
@@ -113,7 +115,8 @@ export class ChatSession {
     this._abort = abort;
     this.notice = "Answering.";
     this._save();
-    await stream(message, "v1/chat/completions", body, abort.signal, () => this._onChange());
+    this._onChange();
+    await stream(message, "v1/chat/completions", body, abort.signal, this._onChunk);
     if (this._abort === abort) this._abort = null;
     this.notice = message.state === "done" ? `The answer is complete: ${measure(message).count} tokens.` : "";
     if (this.chats.includes(chat)) this._save(chat);

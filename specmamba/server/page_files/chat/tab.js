@@ -12,9 +12,10 @@ function useSession() {
   const session = useRef(null);
   const frame = useRef(0);
   if (session.current === null) {
-    session.current = new ChatSession(() => {
+    const show = () => setVersion((version) => version + 1);
+    session.current = new ChatSession(show, () => {
       cancelAnimationFrame(frame.current);
-      frame.current = requestAnimationFrame(() => setVersion((version) => version + 1));
+      frame.current = requestAnimationFrame(show);
     });
   }
   return session.current;
