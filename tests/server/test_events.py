@@ -15,13 +15,14 @@ import httpx
 import pytest
 
 from specmamba.cache.prefix import MambaRadixCache
-from specmamba.cache.prefix.inspection import OutlineNode, View
+from specmamba.cache.prefix.inspection import Outline, OutlineNode, View
 from specmamba.core import DraftView, OutputDelta, SizingStats
 from specmamba.engine.thread import EngineThread
 from specmamba.server.api.service import Service
 from specmamba.server.page import feed as live_feed
 from specmamba.server.page.feed import Feed, Listener
 from specmamba.server.page.routes import LiveStream
+from specmamba.server.page.samples import MAX_TEXT, tree_event
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, Served, serving, wait_until
 from tests.radix import World, array
@@ -170,12 +171,20 @@ class TestEvents:
     def test_the_tree_when_it_changes(self, server: Served) -> None:
         with listening(server) as events:
             assert first(events, "tree")["nodes"] == []
-            server.thread.call(lambda _: put(server.engine.world, (1, 2, 3))).result(5)
+            server.thread.call(lambda _: put(server.engine.world, (65, 66, 67))).result(5)
             event = first(events, "tree")
         assert [(node["start"], node["end"], node["has_state"]) for node in event["nodes"]] == [
             (0, 0, False),
             (0, 3, True),
         ]
+        assert [node["text"] for node in event["nodes"]] == ["", "ABC"]
+        assert all("beginning" not in node for node in event["nodes"])
+
+    def test_beginnings_of_texts_are_short(self) -> None:
+        tokenizer: Any = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "word " * len(tokens))
+        node = OutlineNode(1, 0, 90, True, 0, 0, 0, 1, beginning=tuple(range(24)))
+        event = tree_event(Outline((node,), 0), tokenizer)
+        assert event["nodes"][0]["text"] == ("word " * 24)[:MAX_TEXT]
 
     def test_drafts_are_recorded_while_there_are_listeners(self, server: Served) -> None:
         assert server.engine.watching == []
@@ -312,9 +321,13 @@ class TestOutline:
         assert shown.num_left == 1
         assert shown.nodes[1].age < shown.nodes[2].age
 
-    def test_it_contains_no_tokens(self) -> None:
-        fields = set(OutlineNode.__dataclass_fields__)
-        assert fields == {"depth", "start", "end", "has_state", "hits", "locks", "state_locks", "age"}
+    def test_it_has_the_beginning_of_each_piece_and_no_other_tokens(self) -> None:
+        world = World(num_pages=128)
+        cache = put(world, (1, 2, *range(100, 160)), (1, 2, 5))
+        beginnings = {(node.start, node.end): node.beginning for node in cache.outline().nodes}
+        assert beginnings == {(0, 0): (), (0, 2): (1, 2), (2, 3): (5,), (2, 62): tuple(range(100, 124))}
+        fields = {"depth", "start", "end", "has_state", "hits", "locks", "state_locks", "age", "beginning"}
+        assert set(OutlineNode.__dataclass_fields__) == fields
 
     def test_an_empty_cache(self) -> None:
         assert World().cache.outline().nodes == ()

@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from specmamba.cache.prefix.inspection import View
+from specmamba.cache.prefix.inspection import MAX_BEGINNING, View
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
 from specmamba.server.page import feed as live_feed
+from specmamba.server.page.samples import MAX_TEXT
 from tests.fake_engine import Served, serving, wait_until
 from tests.server.test_events import events_of, first
 
@@ -184,6 +185,24 @@ class TestReports:
 
 
 class TestEvents:
+    def test_beginnings_of_texts_are_shown_to_those_who_sent_them(
+        self, cached: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """To the key whose text it is, but for what it sent with a salt, and to the operator."""
+        monkeypatch.setattr(live_feed, "INTERVAL_S", 0.02)
+        monkeypatch.setattr(live_feed, "TREE_INTERVAL_S", 0.02)
+        texts: dict[str, list[str | None]] = {}
+        for name, key in (("victim", VICTIM), ("attacker", ATTACKER), ("operator", OPERATOR)):
+            with cached.http.stream("GET", "/events", headers=key) as events:
+                tree = first(events_of(events), "tree")
+            texts[name] = [node["text"] for node in tree["nodes"] if node["depth"] == 1]
+        begun = cached.engine.tokenizer.decode(cached.engine.tokenizer.encode(SECRET)[:MAX_BEGINNING])[:MAX_TEXT]
+        assert SECRET.startswith(begun)
+        assert sorted(texts["victim"], key=str) == [None, begun]
+        assert texts["attacker"] == []
+        assert texts["operator"] == [begun, begun]
+        assert cached.http.get("/events").status_code == 401
+
     def test_drafts_and_figures_of_others_are_not_shown(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(live_feed, "INTERVAL_S", 0.02)
         monkeypatch.setattr(live_feed, "TREE_INTERVAL_S", 0.02)

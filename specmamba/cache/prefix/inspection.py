@@ -107,9 +107,12 @@ def without_salts(misses: Mapping[MissReason, int]) -> dict[MissReason, int]:
     return {**misses, "never_stored": never, "salt": 0}
 
 
+MAX_BEGINNING = 24  # tokens of a node that its drawing shows
+
+
 @dataclass(frozen=True, slots=True)
 class OutlineNode:
-    """A node of the drawing. It has no tokens: texts of clients are not shown."""
+    """A node of the drawing, with the first tokens of its piece of text."""
 
     depth: int  # 0 for a root
     start: int
@@ -119,6 +122,7 @@ class OutlineNode:
     locks: int  # KV locks: running requests that use this node or one below it
     state_locks: int
     age: int  # accesses of any node since its last one, or only of those shown; 0 for a root and while it is locked
+    beginning: tuple[int, ...] | None  # at most ``MAX_BEGINNING`` tokens; None: a text under a salt in a tenant's view
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +135,13 @@ class Outline:
 
 def outline(tree: RadixTree, max_nodes: int, view: View = WHOLE) -> Outline:
     """The most recent ``max_nodes`` nodes of a tree, roots counted, parents first, the most recent branch first."""
-    nodes = tuple(_outline_node(*shown) for shown in _recent_first(tree, max_nodes, view))
-    return Outline(nodes, _num_visible(tree) - len(nodes) if view.is_whole else 0)
+    nodes: list[OutlineNode] = []
+    shows_texts = True
+    for depth, node, age in _recent_first(tree, max_nodes, view):
+        if isinstance(node, Root):  # the clients of one key may be kept apart by salts
+            shows_texts = view.is_whole or node.extra_key is None
+        nodes.append(_outline_node(depth, node, age, shows_texts))
+    return Outline(tuple(nodes), _num_visible(tree) - len(nodes) if view.is_whole else 0)
 
 
 def _ages(tree: RadixTree, nodes: Sequence[Node], view: View) -> list[int]:
@@ -146,9 +155,12 @@ def _ages(tree: RadixTree, nodes: Sequence[Node], view: View) -> list[int]:
     return [ages.get(node, 0) for node in nodes]
 
 
-def _outline_node(depth: int, node: Node, age: int) -> OutlineNode:
+def _outline_node(depth: int, node: Node, age: int, shows_text: bool) -> OutlineNode:
     has_state = node.state_slot is not None
-    return OutlineNode(depth, node.start, node.end, has_state, node.hits, node.kv_locks, node.state_locks, age)
+    beginning = tuple(node.key[:MAX_BEGINNING].tolist()) if shows_text else None
+    return OutlineNode(
+        depth, node.start, node.end, has_state, node.hits, node.kv_locks, node.state_locks, age, beginning
+    )
 
 
 def render_tree(tree: RadixTree, max_nodes: int, view: View = WHOLE) -> str:

@@ -166,7 +166,7 @@ class Feed:
                 self._publish_sample(view, sample)
             for view, outline in sample.outlines.items():
                 if outline != outlines.get(view):
-                    self._publish(view, "tree", tree_event(outline))
+                    self._publish(view, "tree", tree_event(outline, self._service.tokenizer))
             outlines |= sample.outlines
             await asyncio.sleep(INTERVAL_S)
 

@@ -1,6 +1,7 @@
 """What the live page shows: one sample of the engine, and the events that are made of it for each view.
 
-No event shows a prompt. A tenant's events show the drafts, the prefixes and the figures of its own requests only.
+Of prompts the beginnings of cached pieces are shown. A tenant's events show the drafts, the prefixes and the figures of
+its own requests only, and no text under a salt: the clients of one key may be kept apart by salts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from specmamba.cache.prefix.inspection import CacheStats, Outline, View
+from specmamba.cache.prefix.inspection import CacheStats, Outline, OutlineNode, View
 from specmamba.core import DraftView, SpecStats
 from specmamba.server.api.tokenization import token_string
 from specmamba.server.observe.metrics import Histogram, ServerMetrics, accepted_per_position
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from specmamba.models.tokenizer import Tokenizer
 
 MAX_DRAFTS, MAX_TREE_NODES = 8, 160
+MAX_TEXT = 80  # characters of a node of the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +110,9 @@ def draft_event(drafts: Collection[DraftView], tokenizer: Tokenizer) -> dict[str
     return {"drafts": [_draft(draft, tokenizer) for draft in drafts]}
 
 
-def tree_event(outline: Outline) -> dict[str, Any]:
-    """The tree of the prefix cache: the fields of ``Outline``."""
-    return asdict(outline)
+def tree_event(outline: Outline, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The tree of the prefix cache: the fields of ``Outline``, with texts in place of tokens."""
+    return {"nodes": [_outlined(node, tokenizer) for node in outline.nodes], "num_left": outline.num_left}
 
 
 _SIZES = tuple(field.name for field in fields(CacheStats))
@@ -143,6 +145,13 @@ def _histogram(histogram: Histogram) -> dict[str, Any]:
         elif sample.name.endswith("_sum"):
             total = sample.value
     return {"sum": total, "buckets": buckets}
+
+
+def _outlined(node: OutlineNode, tokenizer: Tokenizer) -> dict[str, Any]:
+    shown = asdict(node)
+    beginning = shown.pop("beginning")
+    text = None if beginning is None else tokenizer.decode(beginning, skip_special_tokens=False)[:MAX_TEXT]
+    return shown | {"text": text}
 
 
 def _draft(view: DraftView, tokenizer: Tokenizer) -> dict[str, Any]:

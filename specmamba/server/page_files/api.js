@@ -79,9 +79,9 @@ function parse(block) {
   return event;
 }
 
-/** The chunks of a completion while it is streamed. Throws ApiError, also when the stream ends early. */
-export async function* complete(body, signal) {
-  const response = await request("v1/completions", { body: { ...body, stream: true }, signal });
+/** The chunks of an answer while it is streamed. Throws ApiError, also when the stream ends early. */
+export async function* complete(path, body, signal) {
+  const response = await request(path, { body: { ...body, stream: true }, signal });
   let isDone = false;
   for await (const { data } of events(response)) {
     isDone = data === "[DONE]";

@@ -1,12 +1,14 @@
 // The whole page: its layout, the theme, and the state that all parts share.
 import { Accepted } from "./accepted.js";
 import { Charts } from "./charts.js";
+import { Chat } from "./chat/tab.js";
 import { DraftTree } from "./draft.js";
 import { Feed } from "./feed.js";
 import { Playground } from "./playground.js";
 import { Pools } from "./pools.js";
 import { RadixTree } from "./radix.js";
 import { Sizing } from "./sizing.js";
+import { Panel, Tabs, useTab } from "./tabs.js";
 import { Tiles } from "./tiles.js";
 import { html, render, useEffect, useRef, useState } from "./ui.js";
 
@@ -19,6 +21,7 @@ const STATUS = {
   key: "needs a key",
   full: "too many viewers",
 };
+const TABS = { playground: "Playground", chat: "Chat" };
 const THEMES = { auto: "Auto", light: "Light", dark: "Dark" };
 
 function useFeed() {
@@ -60,14 +63,15 @@ function describe(hello) {
   return parts.filter(Boolean).join(" · ");
 }
 
-function Header({ feed, theme }) {
+function Header({ feed, theme, tab, choose }) {
   const next = { auto: "light", light: "dark", dark: "auto" }[theme.chosen];
   return html`<header class="top">
     <img src="page/icon.svg" alt="" width="30" height="30" />
     <h1>specmamba</h1>
+    <${Tabs} titles=${TABS} chosen=${tab} choose=${choose} />
     <span class="model">${describe(feed.hello)}</span>
     <span class="pill ${feed.status}" role="status"><i></i>${STATUS[feed.status]}</span>
-    <button class="quiet" onClick=${() => theme.choose(next)} aria-label=${`Theme: ${THEMES[theme.chosen]}. Switch to ${THEMES[next]}`}>
+    <button class="quiet theme" onClick=${() => theme.choose(next)} aria-label=${`Theme: ${THEMES[theme.chosen]}. Switch to ${THEMES[next]}`}>
       <i class="moon" aria-hidden="true"></i>${THEMES[theme.chosen]}
     </button>
   </header>`;
@@ -99,19 +103,23 @@ function Notice({ feed }) {
 function App() {
   const feed = useFeed();
   const theme = useTheme();
-  return html`<${Header} feed=${feed} theme=${theme} />
+  const [tab, choose] = useTab(Object.keys(TABS));
+  return html`<${Header} feed=${feed} theme=${theme} tab=${tab} choose=${choose} />
     <main>
       <${Notice} feed=${feed} />
-      <${Tiles} feed=${feed} />
-      <${Playground} hello=${feed.hello} />
-      <${DraftTree} drafts=${feed.drafts} />
-      <div class="third stack">
-        <${Pools} stats=${feed.stats} />
-        <${Accepted} stats=${feed.stats} />
-      </div>
-      <${Sizing} sizing=${feed.stats?.sizing} recent=${feed.history.sizing} />
-      <${Charts} history=${feed.history} version=${feed.history.version} theme=${theme.seen} />
-      <${RadixTree} tree=${feed.tree} stats=${feed.stats} />
+      <${Panel} name="playground" chosen=${tab}>
+        <${Tiles} feed=${feed} />
+        <${Playground} hello=${feed.hello} />
+        <${DraftTree} drafts=${feed.drafts} />
+        <div class="third stack">
+          <${Pools} stats=${feed.stats} />
+          <${Accepted} stats=${feed.stats} />
+        </div>
+        <${Sizing} sizing=${feed.stats?.sizing} recent=${feed.history.sizing} />
+        <${Charts} history=${feed.history} version=${feed.history.version} theme=${theme.seen} />
+        <${RadixTree} tree=${feed.tree} stats=${feed.stats} />
+      <//>
+      <${Panel} name="chat" chosen=${tab}><${Chat} hello=${feed.hello} isShown=${tab === "chat"} /><//>
     </main>`;
 }
 

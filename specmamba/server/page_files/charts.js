@@ -3,6 +3,7 @@ import { cssValue, depthColour, duration, html, number, percent, useEffect, useR
 
 const [LEAST_SPAN_S, SPAN_S] = [30, 120];
 const HEIGHT = 150;
+const FIRST_WIDTH = 300; // of a chart that is not shown yet
 
 function axes(format) {
   const shared = { stroke: cssValue("--muted"), font: "11px system-ui, sans-serif", ticks: { show: false } };
@@ -10,7 +11,7 @@ function axes(format) {
   const clock = (_, values) => values.map((value) => new Date(1000 * value).toTimeString().slice(0, 8));
   return [
     { ...shared, grid: { show: false }, space: 90, size: 26, values: clock },
-    { ...shared, grid, space: 34, size: 48, values: (_, values) => values.map(format) },
+    { ...shared, grid, space: 34, size: 48, values: (_, values) => values.map((value) => format(value)) },
   ];
 }
 
@@ -43,8 +44,8 @@ function Chart({ title, note, series, time, version, theme, format, top = null }
   const [cursor, setCursor] = useState(null);
   useEffect(() => {
     const data = [time, ...series.map(({ values }) => values)];
-    const drawn = new window.uPlot(options(box.current.clientWidth, series, format, top, setCursor), data, box.current);
-    const observer = new ResizeObserver(() => drawn.setSize({ width: box.current.clientWidth, height: HEIGHT }));
+    const drawn = new window.uPlot(options(box.current.clientWidth || FIRST_WIDTH, series, format, top, setCursor), data, box.current);
+    const observer = new ResizeObserver(() => box.current?.clientWidth && drawn.setSize({ width: box.current.clientWidth, height: HEIGHT }));
     observer.observe(box.current);
     plot.current = drawn;
     return () => {

@@ -1,7 +1,10 @@
 // The form for trying a prompt: with speculation, and without it for comparison.
-import { measure, newRun, parting, stream } from "./run.js";
+import { Comparison } from "./comparison.js";
+import { NumberField } from "./fields.js";
+import { measure, newRun, stream } from "./run.js";
+import { loadLike, save } from "./storage.js";
 import { Legend, TokenText } from "./tokens.js";
-import { count, duration, html, number, percent, useEffect, useRef, useState } from "./ui.js";
+import { count, duration, html, number, percent, randomName, reveal, useEffect, useRef, useState } from "./ui.js";
 
 const EXAMPLES = {
   "a class": 'class Stack:\n    """A stack of items."""\n\n    def __init__(self):\n        ',
@@ -10,6 +13,9 @@ const EXAMPLES = {
 };
 const FIRST = { prompt: EXAMPLES["a function"], max_tokens: "128", temperature: "0", seed: "", compare: true };
 
+const STORED = "specmamba-playground";
+const MOST_STORED = 200_000; // characters of a prompt
+
 /** The body to send, without empty fields. Invalid values are refused by the server. */
 function bodyOf(form) {
   const body = { prompt: form.prompt, max_tokens: Number(form.max_tokens), temperature: Number(form.temperature) };
@@ -17,8 +23,31 @@ function bodyOf(form) {
   return { ...body, return_tokens: true, stream_options: { include_usage: true } };
 }
 
+const randomNumber = () => crypto.getRandomValues(new Uint32Array(1))[0];
+
+/** The runs to make. Runs that are compared share a seed, and none of them finds what another one has cached. */
+function plan(form) {
+  const body = bodyOf(form);
+  const shared = { prompt: form.prompt, temperature: body.temperature };
+  if (!form.compare) return [{ ...newRun(), ...shared, name: "speculative", body }];
+  const seed = body.seed ?? randomNumber();
+  return ["speculative", "plain"].map((name) => ({
+    ...newRun(),
+    ...shared,
+    name,
+    seed,
+    body: { ...body, seed, cache_salt: randomName(), ...(name === "plain" && { speculative: false }) },
+  }));
+}
+
+function useStoredForm() {
+  const [form, setForm] = useState(() => loadLike(STORED, FIRST));
+  useEffect(() => void (form.prompt.length <= MOST_STORED && save(STORED, form)), [form]);
+  return [form, setForm];
+}
+
 function usePlayground() {
-  const [form, setForm] = useState(FIRST);
+  const [form, setForm] = useStoredForm();
   const [runs, setRuns] = useState([]);
   const [isRunning, setRunning] = useState(false);
   const abort = useRef(null);
@@ -27,8 +56,7 @@ function usePlayground() {
 
   const start = async () => {
     if (isRunning) return;
-    const names = form.compare ? ["speculative", "plain"] : ["speculative"];
-    const current = names.map((name) => ({ ...newRun(form.prompt), name }));
+    const current = plan(form);
     const show = () => {
       cancelAnimationFrame(frame.current);
       frame.current = requestAnimationFrame(() => setRuns([...current]));
@@ -38,22 +66,14 @@ function usePlayground() {
     show();
     // one after the other: at the same time each would slow the other down
     for (const run of current) {
-      const body = run.name === "plain" ? { ...bodyOf(form), speculative: false } : bodyOf(form);
       if (abort.current.signal.aborted) run.state = "cancelled";
-      else await stream(run, body, abort.current.signal, show);
+      else if (current[0].state === "failed") run.state = "skipped"; // it would fail in the same way
+      else await stream(run, "v1/completions", run.body, abort.current.signal, show);
     }
     show();
     setRunning(false);
   };
   return { form, setForm, runs, isRunning, start, cancel: () => abort.current?.abort() };
-}
-
-function Field({ name, label, hint, form, setForm, ...attributes }) {
-  const onInput = (event) => setForm({ ...form, [name]: event.target.value });
-  return html`<div class="field">
-    <label for=${name}>${label}</label>
-    <input id=${name} type="number" inputmode="decimal" value=${form[name]} onInput=${onInput} placeholder=${hint} ...${attributes} />
-  </div>`;
 }
 
 function Form({ form, setForm, isRunning, start, cancel }) {
@@ -67,7 +87,7 @@ function Form({ form, setForm, isRunning, start, cancel }) {
     event.preventDefault();
     start();
   };
-  const shared = { form, setForm };
+  const shared = { form, change: (changes) => setForm({ ...form, ...changes }) };
   return html`<form class="play-form" onSubmit=${onSubmit} onKeyDown=${onKeyDown}>
     <label for="prompt">Prompt</label>
     <textarea id="prompt" rows="7" spellcheck=${false} value=${form.prompt}
@@ -79,9 +99,9 @@ function Form({ form, setForm, isRunning, start, cancel }) {
       )}
     </div>
     <div class="fields">
-      <${Field} name="max_tokens" label="Max tokens" min="1" step="1" required ...${shared} />
-      <${Field} name="temperature" label="Temperature" min="0" max="100" step="any" required ...${shared} />
-      <${Field} name="seed" label="Seed" hint="any" step="1" ...${shared} />
+      <${NumberField} name="max_tokens" label="Max tokens" min="1" step="1" required ...${shared} />
+      <${NumberField} name="temperature" label="Temperature" min="0" max="100" step="any" required ...${shared} />
+      <${NumberField} name="seed" label="Seed" hint="any" step="1" ...${shared} />
     </div>
     <label class="check">
       <input id="compare" type="checkbox" checked=${form.compare}
@@ -95,7 +115,7 @@ function Form({ form, setForm, isRunning, start, cancel }) {
   </form>`;
 }
 
-const STATES = { waiting: "waiting for its turn", running: "running", cancelled: "cancelled", failed: "failed" };
+const STATES = { waiting: "waiting for its turn", running: "running", cancelled: "cancelled", failed: "failed", skipped: "not run" };
 const TITLES = { speculative: "With speculation", plain: "Plain" };
 
 function Figures({ run }) {
@@ -114,23 +134,14 @@ function Column({ run, name }) {
   return html`<section class="column" data-run=${name} data-state=${run?.state ?? "none"} aria-label=${TITLES[name]}>
     <h3>${TITLES[name]} <small>${state}</small></h3>
     <${TokenText} label=${TITLES[name]} prompt=${run?.prompt ?? ""} tokens=${run?.tokens ?? []} isRunning=${run?.state === "running"} />
-    ${run?.error ? html`<p class="error" role="alert">${run.error}</p>` : html`<${Figures} run=${run ?? newRun("")} />`}
+    ${run?.error ? html`<p class="error" role="alert">${run.error}</p>` : html`<${Figures} run=${run ?? newRun()} />`}
   </section>`;
-}
-
-/** The comparison of the two runs, when both have ended. */
-function Comparison({ runs: [speculative, plain] }) {
-  if (speculative?.state !== "done" || plain?.state !== "done") return null;
-  const gain = measure(speculative).perSecond / measure(plain).perSecond;
-  const differs = parting(speculative, plain);
-  return html`<p class="verdict" role="status">
-    ${Number.isFinite(gain) && html`<strong>${number(gain, 2)}×</strong> the speed of plain decoding, `}
-    ${differs === null ? "the same text token for token." : `texts part at token ${differs + 1}.`}
-  </p>`;
 }
 
 export function Playground({ hello }) {
   const state = usePlayground();
+  const results = useRef(null);
+  useEffect(() => void (state.isRunning && reveal(results.current)), [state.isRunning]);
   const { runs, form } = state;
   const depth = Math.max(1, ...runs.flatMap((run) => run.tokens.map((token) => token.depth)));
   const names = form.compare || runs.length > 1 ? ["speculative", "plain"] : ["speculative"];
@@ -138,11 +149,11 @@ export function Playground({ hello }) {
     <h2 id="playground-title">Playground <small>${hello ? `${number(hello.context_length)} tokens of context` : ""}</small></h2>
     <div class="play">
       <${Form} ...${state} />
-      <div class="results">
+      <div class="results" ref=${results}>
         <div class="columns">
           ${names.map((name, index) => html`<${Column} key=${name} name=${name} run=${runs[index]} />`)}
         </div>
-        <${Comparison} runs=${runs} />
+        <${Comparison} runs=${runs} dtype=${hello?.engine.dtype} />
         <${Legend} depth=${depth} />
       </div>
     </div>

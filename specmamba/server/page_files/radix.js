@@ -1,9 +1,16 @@
 // The tree of the prefix cache, the most recent branches first: nodes with KV, and nodes with a recurrent state.
-import { count, html, number } from "./ui.js";
+import { count, html, number, visible } from "./ui.js";
 
 const MAX_INDENT = 12;
 
 const kindOf = (node) => (node.depth === 0 ? "root" : node.has_state ? "state" : "tombstone");
+
+/** The first words of a piece of text. */
+function Beginning({ node }) {
+  if (node.text === null) return html`<span class="beginning muted">a text under a salt</span>`;
+  const text = node.text.trimStart() ? visible(node.text).replaceAll("␣", " ") : visible(node.text);
+  return html`<span class="beginning" title=${text}>${text}</span>`;
+}
 
 function Row({ node, longest }) {
   const kind = kindOf(node);
@@ -21,6 +28,7 @@ function Row({ node, longest }) {
       <span>${kind === "root" ? "start of a text" : `${number(node.start)}–${number(node.end)}`}</span>
       ${kind !== "root" && html`<span class="kind">${kind === "state" ? "state" : "tombstone"}, ${count(length, "token")}</span>`}
     </span>
+    ${kind !== "root" && html`<${Beginning} node=${node} />`}
     <span class="span" aria-hidden="true">${kind !== "root" && html`<i style=${{ left, width }}></i>`}</span>
     <span class="facts">${facts.map(([name, text]) => html`<b key=${name} class=${name}>${text}</b>`)}</span>
   </li>`;

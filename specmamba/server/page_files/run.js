@@ -1,15 +1,15 @@
 // One streamed answer, and its measured times.
 import { complete } from "./api.js";
 
-export const newRun = (prompt) => ({ prompt, tokens: [], state: "waiting", error: null, usage: null, finish: null });
+export const newRun = () => ({ tokens: [], content: "", reasoning: "", state: "waiting", error: null, usage: null, finish: null });
 
-/** Streams a completion into a run; calls ``onChange`` after chunks, at most once per frame. */
-export async function stream(run, body, signal, onChange) {
+/** Streams the answer to a request into a run; calls ``onChange`` after each chunk. */
+export async function stream(run, path, body, signal, onChange) {
   const started = performance.now();
   run.state = "running";
   onChange();
   try {
-    for await (const chunk of complete(body, signal)) take(run, chunk, started);
+    for await (const chunk of complete(path, body, signal)) take(run, chunk, started);
     run.state = "done";
   } catch (error) {
     run.state = error.name === "AbortError" ? "cancelled" : "failed";
@@ -21,6 +21,8 @@ export async function stream(run, body, signal, onChange) {
     const choice = chunk.choices[0];
     if (chunk.usage) run.usage = chunk.usage;
     if (!choice) return;
+    run.content += choice.delta?.content ?? "";
+    run.reasoning += choice.delta?.reasoning_content ?? "";
     if (choice.tokens?.length) {
       const now = (performance.now() - started) / 1000;
       run.firstAt ??= now;
@@ -52,11 +54,4 @@ export function measure(run) {
     firstToken: run.firstAt ?? null,
     perSecond: elapsed > 0 ? (count - run.firstCount) / elapsed : null,
   };
-}
-
-/** The first token at which two runs differ; null when one is a prefix of the other. */
-export function parting(a, b) {
-  const length = Math.min(a.tokens.length, b.tokens.length);
-  for (let index = 0; index < length; index += 1) if (a.tokens[index].id !== b.tokens[index].id) return index;
-  return null;
 }

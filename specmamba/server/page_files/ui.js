@@ -13,7 +13,7 @@ export const number = (value, digits = 0) =>
     ? NONE
     : value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 
-export const percent = (value) => (value == null ? NONE : `${number(100 * value)} %`);
+export const percent = (value, digits = 0) => (value == null ? NONE : `${number(100 * value, digits)} %`);
 
 /** A ratio as what it adds: 1.38 is "+38 %". */
 export const change = (ratio) =>
@@ -37,3 +37,14 @@ export const MAX_COLOUR = 6;
 export const depthClass = (depth) => `d${Math.min(depth, MAX_COLOUR)}`;
 export const depthColour = (depth) => cssValue(`--d${Math.min(depth, MAX_COLOUR)}`);
 export const cssValue = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** A name that is used once, for what must not meet what others made. */
+export const randomName = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(36)).join("");
+
+/** Scrolls to an element whose beginning is out of sight, or so low that little of it is seen. */
+export function reveal(element) {
+  const { top } = element.getBoundingClientRect();
+  if (top >= 0 && top <= 0.6 * window.innerHeight) return;
+  const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  element.scrollIntoView({ block: "start", behavior: isStill ? "auto" : "smooth" });
+}

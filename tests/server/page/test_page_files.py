@@ -14,7 +14,7 @@ from tests.fake_engine import Served, serving
 
 FOLDER = Path(specmamba.server.__file__).parent / "page_files"
 SOURCES = sorted(path for path in FOLDER.rglob("*") if path.suffix in {".html", ".js", ".css", ".svg"})
-OWN = [path for path in SOURCES if path.parent == FOLDER]
+OWN = [path for path in SOURCES if "vendor" not in path.parts]
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,16 @@ def test_referenced_files_exist() -> None:
     files = load_files()
     for path in OWN:
         text = path.read_text()
-        named = [*re.findall(r'from "\./([^"]+)"', text), *re.findall(r'(?:src|href)="page/([^"]+)"', text)]
-        assert [name for name in named if name not in files] == [], path
+        imported = [(path.parent / name).resolve() for name in re.findall(r'from "(\.{1,2}/[^"]+)"', text)]
+        named = [FOLDER / name for name in re.findall(r'(?:src|href)="page/([^"]+)"', text)]
+        assert [name for name in imported + named if name.relative_to(FOLDER).as_posix() not in files] == [], path
+
+
+def test_text_becomes_markup_nowhere() -> None:
+    makers = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|parseFromString|createContextualFragment|eval\("
+    for path in OWN:
+        assert not re.search(makers, path.read_text()), path
+        assert "setHTML" not in path.read_text(), path
 
 
 def test_the_libraries_carry_their_licences() -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fake_engine import Served, serving
+from tests.server.page.test_page import ARGUMENTS, EXECUTABLE, sync_api  # skips this file where there is no browser
 from tests.server.test_events import WatchedEngine
-from tests.server.test_page import ARGUMENTS, EXECUTABLE, sync_api  # skips this file where there is no browser
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,7 @@ from tests.server.test_events import SIZING, WatchedEngine, first, listening
 pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, ConsoleMessage, Page, Request
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Route
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 EXECUTABLE = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
@@ -105,6 +105,18 @@ def run(page: Page, max_tokens: int = 64, name: str = PLAIN) -> None:
     page.wait_for_selector(f'{name}[data-state="done"]', timeout=60_000)
 
 
+def sent_to(page: Page, address: str) -> list[Any]:
+    """The bodies of the page's requests to an address, from now on."""
+    bodies: list[Any] = []
+
+    def note(request: Request) -> None:
+        if request.url.endswith(address):
+            bodies.append(request.post_data_json)
+
+    page.on("request", note)
+    return bodies
+
+
 def tokens(page: Page, name: str) -> list[dict[str, Any]]:
     script = "all => all.map(t => ({depth: Number(t.dataset.depth), fill: getComputedStyle(t).backgroundColor}))"
     return page.eval_on_selector_all(f"{name} .text .tok", script)
@@ -172,8 +184,13 @@ def test_everything_moves(page: Page) -> None:
     assert page.locator(".draft .node.bonus").count() == 1
     accepted = page.locator(".draft .node.yes").count() - 1
     assert f"{accepted} of 7 drafted tokens accepted" in page.inner_text("section:has(#draft-title)")
-    assert page.locator('.radix-row[data-kind="state"]').count() == 2
-    assert "1 hit" in page.inner_text(".radix")  # the plain run's, of the prompt
+    page.wait_for_selector(".verdict")
+    page.wait_for_function(
+        "() => document.querySelectorAll('.radix-row.root').length === 2"
+    )  # each run has its own prefixes
+    assert "hit" not in page.inner_text(".radix")
+    beginnings = page.locator(".radix-row:not(.root) .beginning").all_inner_texts()
+    assert beginnings.count("import os↵↵def read_file(path):") == 2
     assert "used" in (page.get_attribute('.bar[aria-label^="KV cache"]', "aria-label") or "")
     page.click("text=← Earlier")
     assert "earlier step" in page.inner_text("#draft-title")
@@ -199,13 +216,45 @@ def test_it_fits_in_light_and_dark(page: Page, server: Served, tmp_path: Path) -
         page.emulate_media(color_scheme=cast("Any", scheme), reduced_motion="reduce")
         page.wait_for_timeout(300)  # charts are drawn anew when their box has changed
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        edges = page.eval_on_selector_all("main > *, .card > *", "all => all.map(e => e.getBoundingClientRect().right)")
+        edges = page.eval_on_selector_all(
+            ".panel > *, .card > *", "all => all.map(e => e.getBoundingClientRect().right)"
+        )
         assert max(edges) <= width
         colours = page.evaluate("['backgroundColor', 'color'].map(name => getComputedStyle(document.body)[name])")
         background, ink = (sum(map(int, colour[4:-1].split(","))) for colour in colours)
         assert (background < ink) == (scheme == "dark")
         assert page.evaluate("getComputedStyle(document.querySelector('.pill i')).animationName") == "none"
         picture(page, tmp_path, f"page-{width}-{scheme}")
+
+
+CHAT = "Write a function that reads a file.\n\n```python\nimport os\n\ndef read_file(path):\n"
+
+
+def test_a_chat_with_the_demo(page: Page, server: Served, tmp_path: Path) -> None:
+    """The demo goes on with the text of the messages: its answers are the same as by the API, token for token."""
+    page.click("#tab-chat")
+    page.fill("#chat-temperature", "0")
+    page.fill("#chat-max_tokens", "64")
+    page.check("#chat-colours")
+    page.fill("#message", CHAT)
+    page.press("#message", "Enter")
+    page.wait_for_selector('.message.assistant[data-state="done"]', timeout=60_000)
+    body = {"messages": [{"role": "user", "content": CHAT}], "max_tokens": 64, "temperature": 0}
+    answer = server.http.post("/v1/chat/completions", json=body).json()
+    text = page.eval_on_selector_all(".message .tok", "all => all.map(t => t.textContent).join('')")
+    assert text == answer["choices"][0]["message"]["content"]
+    figures = page.inner_text(".answer-figures")
+    details = answer["usage"]["completion_tokens_details"]
+    accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    assert f"{accepted} of {accepted + rejected} drafted tokens accepted" in figures
+    for width, scheme in ((1280, "light"), (1280, "dark"), (390, "dark"), (390, "light")):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.emulate_media(color_scheme=cast("Any", scheme), reduced_motion="reduce")
+        page.reload()
+        page.wait_for_selector(".pill.live")
+        page.wait_for_selector(".message .tok")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        picture(page, tmp_path, f"chat-{width}-{scheme}")
 
 
 @contextmanager
@@ -294,7 +343,7 @@ def test_sizes_fit_in_light_and_dark(browser: Browser, tmp_path: Path, width: in
 
 
 def test_a_chosen_theme_stays(page: Page) -> None:
-    button = page.locator("header button")
+    button = page.locator("header .theme")
     for theme in ("light", "dark"):
         button.click()
         assert page.evaluate("document.documentElement.dataset.theme") == theme
@@ -307,7 +356,7 @@ def test_a_chosen_theme_stays(page: Page) -> None:
 
 def test_with_keys_alone(page: Page) -> None:
     run(page, max_tokens=16)
-    page.focus("header button")
+    page.focus("header .theme")
     seen = []
     for _ in range(40):
         page.keyboard.press("Tab")
@@ -325,6 +374,112 @@ def test_with_keys_alone(page: Page) -> None:
     page.keyboard.press("ArrowRight")
     page.keyboard.press("End")
     assert "token 16, id" in page.inner_text(f"{SPECULATIVE} .tip")
+
+
+def test_runs_that_are_compared_share_a_drawn_seed_and_no_prefix(page: Page) -> None:
+    bodies = sent_to(page, "/v1/completions")
+    page.fill("#temperature", "1")
+    page.fill("#seed", "")
+    texts = []
+    for _ in range(2):
+        run(page, max_tokens=48)
+        verdict = page.locator(".verdict")
+        verdict.wait_for()
+        assert "the same text token for token" in verdict.inner_text()
+        speculative, plain = bodies[-2:]
+        assert speculative["seed"] == plain["seed"]
+        assert f"Seed {plain['seed']} for both" in verdict.inner_text()
+        texts.append(page.inner_text(f"{PLAIN} .text"))
+    assert len({body["cache_salt"] for body in bodies}) == 4
+    assert texts[0] != texts[1]  # a seed for each comparison
+
+
+def chunks_of(tokens: list[tuple[int, str]]) -> str:
+    """A streamed answer that has these tokens."""
+    pieces = [{"id": token, "text": text, "depth": 0} for token, text in tokens]
+    chunk = {"choices": [{"index": 0, "text": "", "finish_reason": "stop", "tokens": pieces}]}
+    return f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "scores", "says"),
+    [
+        ("bfloat16", "0", [-0.7, -0.9], "token 2: a near tie of “b” (49.7 %) and “c” (40.7 %), which rounding decides"),
+        ("float32", "0", [-0.7, -0.9], "not a near tie"),
+        ("bfloat16", "0", [-0.1, -3.0], "not a near tie"),
+        ("bfloat16", "1", [-0.1, -3.0], "at “b” (90.5 %) and “c” (5.0 %): rounding moves a random choice"),
+    ],
+)
+def test_near_ties_are_told_apart(
+    browser: Browser, dtype: str, temperature: str, scores: list[float], says: str
+) -> None:
+    """Two texts part at their second token; plain decoding gives its two candidates these log probabilities."""
+    engine = WatchedEngine()
+    engine.describe = lambda: {"model": "fake", "dtype": dtype}  # type: ignore[method-assign]
+    asked: list[Any] = []
+
+    def answer(route: Route) -> None:
+        body: Any = route.request.post_data_json
+        if body.get("echo"):
+            asked.append(body)
+            choices = [{"logprobs": {"token_logprobs": [None, -1.0, score]}} for score in scores]
+            route.fulfill(json={"choices": choices})
+        else:
+            second = (67, "c") if body.get("speculative") is False else (66, "b")
+            route.fulfill(body=chunks_of([(65, "a"), second, (68, "d")]), content_type="text/event-stream")
+
+    with serving(engine) as server, browser.new_context() as context:
+        page = context.new_page()
+        page.route("**/v1/completions", answer)
+        page.goto(server.url)
+        page.wait_for_selector(".pill.live")
+        page.fill("#temperature", temperature)
+        page.fill("#prompt", "xy")
+        page.click("#run")
+        page.wait_for_function("() => document.querySelector('.verdict')?.textContent.includes('%')")
+        assert says in page.inner_text(".verdict")
+        assert asked[0]["prompt"] == [[*b"xy", 65, 66], [*b"xy", 65, 67]]
+
+
+def test_candidates_are_scored_by_the_server(page: Page, server: Served) -> None:
+    """The log probabilities with which a parting is judged are those that the server lists for the same tokens."""
+    body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "return_tokens": True, "logprobs": 1}
+    answer = server.complete(**body).json()["choices"][0]
+    script = """async ([prompt, tokens]) => {
+        const { scoreParting } = await import("/page/comparison.js");
+        const run = (last) => ({ prompt, tokens: [...tokens.slice(0, 2), last] });
+        return await scoreParting(run(tokens[2]), run({ id: tokens[2].id + 1 }));
+    }"""
+    scores = page.evaluate(script, [PROMPT, answer["tokens"]])
+    assert scores[0] == pytest.approx(answer["logprobs"]["token_logprobs"][2], abs=1e-4)
+    assert scores[1] < scores[0]
+
+
+def test_an_answer_is_seen_on_a_phone(page: Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.evaluate("scrollTo(0, 0)")
+    run(page, max_tokens=32)
+    page.wait_for_selector(".verdict")
+    within = "e => { const box = e.getBoundingClientRect(); return box.top >= 0 && box.bottom <= innerHeight }"
+    for shown in (f"{SPECULATIVE} .text", ".verdict"):
+        page.wait_for_function(f"selector => ({within})(document.querySelector(selector))", arg=shown)
+
+
+def test_prompt_and_settings_stay(page: Page) -> None:
+    for name, value in (("prompt", "class Kept:"), ("max_tokens", "7"), ("temperature", "0.5"), ("seed", "11")):
+        page.fill(f"#{name}", value)
+    page.uncheck("#compare")
+    page.reload()
+    page.wait_for_selector(".pill.live")
+    names = ("prompt", "max_tokens", "temperature", "seed")
+    assert [page.input_value(f"#{name}") for name in names] == ["class Kept:", "7", "0.5", "11"]
+    assert not page.is_checked("#compare")
+    page.evaluate('localStorage.setItem(\'specmamba-playground\', \'{"prompt": 3, "compare": "x", "seed": "5"}\')')
+    page.reload()
+    page.wait_for_selector(".pill.live")
+    assert page.input_value("#prompt").startswith("import os")  # what is broken is left out
+    assert page.input_value("#seed") == "5"
+    assert page.is_checked("#compare")
 
 
 def test_a_run_can_be_cancelled(page: Page, server: Served) -> None:
@@ -346,7 +501,8 @@ def test_errors_of_the_api_are_shown(server: Served, browser: Browser) -> None:
         page.click("#run")
         page.wait_for_selector(f'{SPECULATIVE}[data-state="failed"]')
         answer = server.complete(prompt="").json()
-        assert page.inner_text(f"{SPECULATIVE} .error") == answer["error"]["message"]
+        assert page.locator(".error").all_inner_texts() == [answer["error"]["message"]]
+        assert page.get_attribute(PLAIN, "data-state") == "skipped"
 
 
 def test_it_comes_back_by_itself(server: Served, browser: Browser) -> None:
@@ -371,7 +527,7 @@ def test_the_key_is_asked_for(browser: Browser) -> None:
             page.wait_for_selector(state)
         page.reload()
         page.wait_for_selector(".pill.live")
-        assert json.loads(page.evaluate("JSON.stringify(localStorage)")) == {}
+        assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
 
 
 def test_records_in_the_speculation_buffers_are_counted(server: Served) -> None:
