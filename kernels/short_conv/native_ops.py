@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmamba.kernels.short_conv.operands import Inputs, Weights
 from specmamba.kernels.native.tensors import is_native, require, struct, tokens_of
+from specmamba.kernels.short_conv.operands import Inputs, Weights
 from specmamba.kernels.state_records.native_layers import NativeLayer
 from specmamba.kernels.state_records.native_ops import Heads
 
