@@ -141,7 +141,7 @@ class FakeEngine:
         self.context_length = context_length
         self.text, self.step_s, self.chunk, self.fail_at_step = text.encode(), step_s, chunk, fail_at_step
         self.running: dict[str, _Running] = {}
-        self.num_steps = self.num_closed = 0
+        self.num_steps = self.num_closed = self.num_added = 0
         self.aborted: list[str] = []
         self.seen_params: list[SamplingParams] = []
         self.seen_extra_keys: list[str | None] = []
@@ -157,6 +157,16 @@ class FakeEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 
+    def check_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, forced_output_ids: Sequence[int] = ()
+    ) -> None:
+        if not prompt_token_ids:
+            raise RequestError("the prompt is empty", param="prompt")
+        if max(prompt_token_ids) >= self.vocab_size:
+            raise RequestError(f"token id {max(prompt_token_ids)} is out of range", param="prompt")
+        if len(prompt_token_ids) >= self.context_length:
+            raise PromptTooLongError(len(prompt_token_ids), self.context_length - 1)
+
     def add_request(
         self,
         request_id: str,
@@ -167,18 +177,14 @@ class FakeEngine:
         grammar: CompiledGrammar | None = None,
         owner: Owner = ANYONE,
     ) -> None:
-        if not prompt_token_ids:
-            raise RequestError("the prompt is empty", param="prompt")
-        if max(prompt_token_ids) >= self.vocab_size:
-            raise RequestError(f"token id {max(prompt_token_ids)} is out of range", param="prompt")
-        if len(prompt_token_ids) >= self.context_length:
-            raise PromptTooLongError(len(prompt_token_ids), self.context_length - 1)
+        self.check_request(prompt_token_ids, params)
         if len(self.running) >= self.config.max_queued_requests:
             raise QueueFullError(len(self.running))
         self.seen_params.append(params)
         self.seen_extra_keys.append(extra_key)
         self.seen_owners.append(owner)
         self.running[request_id] = _Running(list(prompt_token_ids), params)
+        self.num_added += 1
 
     def abort(self, request_id: str) -> None:
         if self.running.pop(request_id, None):
