@@ -31,6 +31,7 @@ Serve hybrid language models (attention mixed with recurrent layers) with specul
 commands:
   serve       an OpenAI-compatible HTTP server, on 127.0.0.1:30000
   generate    continue one prompt, streamed to the terminal, or several as JSON
+  chat        a conversation in the terminal, with a model in this process or a running server
   info        what a model is, what it takes, and what can be done with it
   quantize    round a checkpoint's matrices to 4 or 8 bits
   doctor      whether this installation works: packages, device, kernels, and a self-test
@@ -52,6 +53,8 @@ examples:
   specmamba generate --prompt "def main():" --max-tokens 64
   specmamba generate --temperature 0.8 --seed 7 < prompt.txt
   specmamba generate --json --prompt "def main():" --prompt "class A" > answers.jsonl
+  specmamba chat --model ./my-model --temperature 0.6
+  specmamba chat --url http://127.0.0.1:30000
   specmamba info --model ./my-model --quantization int8
   specmamba quantize --model ./my-model --format int4 --out ./my-model-int4
   specmamba doctor
@@ -166,6 +169,12 @@ def _generate_command(arguments: list[str]) -> int:
     return generate_json(lambda: _build_engine(config), lambda: _prompts(config), lambda: _sampling_params(config))
 
 
+def _chat(arguments: list[str]) -> int:
+    from specmamba.terminal.chat_command import main as run
+
+    return run(arguments)
+
+
 def _info(arguments: list[str]) -> int:
     from specmamba.info import main as run
 
@@ -219,15 +228,18 @@ def _sampling_params(config: GenerateConfig) -> SamplingParams:
 
 def _stream(engine: Engine, prompt: str, params: SamplingParams) -> int:
     """Print the continuation of a prompt, then one line of figures. Raises RequestError as ``Engine.add_request``."""
+    from specmamba.terminal.safe_text import safe
+
     began = time.perf_counter()
     engine.add_request(_REQUEST_ID, engine.tokenizer.encode(prompt), params)
     last, status = None, 0
+    shown = safe if sys.stdout.isatty() else str  # a pipe gets what the model writes, as it is
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show becomes a question mark
     try:
         while engine.has_unfinished_requests:
             for last in engine.step():
-                sys.stdout.write(last.text)
+                sys.stdout.write(shown(last.text))
                 sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
@@ -333,6 +345,7 @@ def _end_with(prog: str, error: SpecmambaError) -> NoReturn:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "generate": _generate_command,
+    "chat": _chat,
     "info": _info,
     "quantize": _quantize,
     "doctor": _doctor,

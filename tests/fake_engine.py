@@ -12,9 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from specmamba.cache.prefix.inspection import CacheStats, Counters
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SizingStats, SpecStats, TokenLogprob
+from specmamba.draft.draft_plan import DraftPlan
 from specmamba.engine.scheduler import TenantStats
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
@@ -57,8 +59,11 @@ class FakeTokenizer:
     def is_byte(self, token_id: int) -> bool:
         return False
 
-    def chat_template(self, with_tools: bool = False) -> str:
-        return ""
+    def chat_template(self, with_tools: bool = False) -> str | None:
+        return "" if self.has_chat_template else None
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return self.encode_chat(render(self.conversation(messages)))
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], *_: object) -> Conversation:
         return Conversation(CHAT_TEMPLATE, messages=messages)
@@ -124,6 +129,8 @@ class FakeEngine:
 
     vocab_size = 256
     eos_token_ids = (0,)
+    device = torch.device("cpu")
+    draft_plan = DraftPlan("mtp", num_steps=1, topk=1, max_nodes=2, num_lookahead_slots=2)
     renders_in_process = True  # its chat template needs no limits, and a process of its own takes time
 
     def __init__(

@@ -43,7 +43,19 @@ def run(*arguments: str, text_in: str = "", timeout_s: float = 60) -> subprocess
 def test_help_is_an_overview(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([argument]) == 0
     text = capsys.readouterr().out
-    for word in ("serve", "generate", "info", "doctor", "bench", "train", "tune", "examples:", "--help", "SPECMAMBA_"):
+    for word in (
+        "serve",
+        "generate",
+        "chat",
+        "info",
+        "doctor",
+        "bench",
+        "train",
+        "tune",
+        "examples:",
+        "--help",
+        "SPECMAMBA_",
+    ):
         assert word in text
     assert max(map(len, text.splitlines())) <= 110
 
@@ -59,7 +71,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "usage: specmamba COMMAND"),
         (["genrate"], "did you mean 'generate'?"),
         (["docter"], "did you mean 'doctor'?"),
-        (["xyz"], "there are: serve, generate, info, quantize, doctor, bench, train, tune"),
+        (["xyz"], "there are: serve, generate, chat, info, quantize, doctor, bench, train, tune"),
         (["--verbose"], "no option '--verbose'"),
         (["bench"], "usage: specmamba bench NAME"),
         (
@@ -161,7 +173,7 @@ ALL_HELPS = [
     ["--version"],
     *(
         [*words, "--help"]
-        for words in ([], ["serve"], ["generate"], ["info"], ["doctor"], ["bench"], ["train"], ["tune"])
+        for words in ([], ["serve"], ["generate"], ["chat"], ["info"], ["doctor"], ["bench"], ["train"], ["tune"])
     ),
     *([command, name, "--help"] for command, names in SUBCOMMANDS.items() for name in names),
 ]

@@ -17,6 +17,7 @@ import pytest
 from pydantic_settings import BaseSettings
 from safetensors import safe_open
 
+from specmamba.chat_config import ChatConfig
 from specmamba.cli import COMMANDS, SUBCOMMANDS
 from specmamba.config import DEMO_MODEL, EngineConfig, GenerateConfig
 from specmamba.core import SizingStats
@@ -97,7 +98,7 @@ def tool_flags() -> set[str]:
 
 @pytest.fixture(scope="module")
 def every_flag() -> set[str]:
-    return flags_of(EngineConfig, ServerConfig, GenerateConfig) | tool_flags()
+    return flags_of(EngineConfig, ServerConfig, GenerateConfig, ChatConfig) | tool_flags()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -131,7 +132,8 @@ def test_commands_exist_with_their_flags(page: str, every_flag: set[str]) -> Non
         assert command in COMMANDS, words
         if command in SUBCOMMANDS:
             assert rest[0] in SUBCOMMANDS[command], words
-        allowed = {"serve": flags_of(ServerConfig), "generate": flags_of(GenerateConfig)}.get(command, every_flag)
+        classes: dict[str, type[BaseSettings]] = {"serve": ServerConfig, "generate": GenerateConfig, "chat": ChatConfig}
+        allowed = flags_of(classes[command]) if command in classes else every_flag
         assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= allowed, words
 
 

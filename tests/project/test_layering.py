@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "sampling_params",
         "core",
         "config",
+        "chat_config",
         "engine_flags",
         "server_config",
         "command_line",
