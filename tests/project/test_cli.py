@@ -16,6 +16,7 @@ import specmamba
 from specmamba.cli import SUBCOMMANDS, main
 from specmamba.core import OutputDelta
 from specmamba.errors import ConfigError
+from tests.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "specmamba"]
@@ -254,6 +255,16 @@ def test_generate_reports_an_error_of_the_engine(
     monkeypatch.setattr("specmamba.cli._build_engine", lambda config: BrokenEngine())
     assert main(["generate", "--prompt", "x"]) == 1
     assert capsys.readouterr() == ("ab", "specmamba generate: error: out of luck\n")
+
+
+@pytest.mark.parametrize(("is_terminal", "expected"), [(True, "a\u241b[2Jb\n"), (False, "a\x1b[2Jb")])
+def test_what_a_model_writes_does_not_act_on_a_terminal(
+    is_terminal: bool, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specmamba.cli._build_engine", lambda config: FakeEngine(text="a\x1b[2Jb"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    assert main(["generate", "--prompt", "x"]) == 0
+    assert capsys.readouterr().out == expected
 
 
 def limited(kib: int, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import importlib.util
 import io
@@ -234,7 +235,7 @@ def shell(command: Command, demo: Served | None, path: str | None = None) -> str
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
@@ -301,6 +302,7 @@ def test_a_snippet_runs(page: str, code: str, request: pytest.FixtureRequest) ->
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(source, page, "exec"), {"__name__": "__main__"})
+    gc.collect()  # what it has left open is noticed here, not in another test
     assert out.getvalue().strip()
 
 

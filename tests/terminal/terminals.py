@@ -34,7 +34,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._handle, text.encode())
 
-    def wait_for(self, pattern: str, timeout_s: float = 30.0) -> str:
+    def wait_for(self, pattern: str, timeout_s: float = 120.0) -> str:
         """Wait until a pattern is shown behind what was waited for before. Returns what was shown up to its end."""
         deadline = time.monotonic() + timeout_s
         while not (found := re.search(pattern.encode(), self._shown[self._seen :])):
@@ -44,7 +44,7 @@ class Terminal:
         self._seen += found.end()
         return new.decode(errors="replace")
 
-    def wait_for_end(self, timeout_s: float = 20.0) -> int:
+    def wait_for_end(self, timeout_s: float = 120.0) -> int:
         """Wait for the program's end. Returns its exit status."""
         deadline = time.monotonic() + timeout_s
         while self._read(0.1):

@@ -35,7 +35,7 @@ def test_ctrl_c_gives_the_slot_back(tmp_path: Path) -> None:
     flags = [*FLAGS, "--max-running-requests", "1", "--max-tokens", "450"]
     with on_terminal(*flags, environment={"XDG_STATE_HOME": str(tmp_path)}) as terminal:
         terminal.wait_for(r"loading the bundled demo")
-        terminal.wait_for(r"specmamba-demo, context 512 tokens.*\n> ", timeout_s=60)
+        terminal.wait_for(r"specmamba-demo, context 512 tokens.*\n> ")
         for _ in range(2):
             terminal.type("import os\n")
             terminal.wait_for(r"import os\r\n[^\[]*\n")
