@@ -10,13 +10,13 @@ import pytest
 from tests.project.test_cli import COMMAND, run
 from tests.terminal.terminals import on_terminal
 
-FLAGS = ["chat", "--dtype", "float32", "--context-length", "512", "--num-threads", "1", "--temperature", "0"]
+FLAGS = ["chat", "--dtype", "float32", "--context-length", "4096", "--num-threads", "1", "--temperature", "0"]
 
 
 @pytest.mark.slow
 def test_through_pipes() -> None:
     lines = '"""\nclass A:\n    x = 1\n"""\n/stats\n/retry\n/stats\n'
-    ended = run(*COMMAND, *FLAGS, "--max-tokens", "24", text_in=lines)
+    ended = run(*COMMAND, *FLAGS, "--max-tokens", "24", text_in=lines, timeout_s=300)
     assert ended.returncode == 0, ended.stderr
     first, second = ended.stdout.split("last answer: ")[1:3]
     assert first.startswith("24 tokens in ")
@@ -32,10 +32,10 @@ def test_through_pipes() -> None:
 @pytest.mark.slow
 def test_ctrl_c_gives_the_slot_back(tmp_path: Path) -> None:
     """One request fits at a time: the next answer would wait forever for a slot that is lost."""
-    flags = [*FLAGS, "--max-running-requests", "1", "--max-tokens", "450"]
+    flags = [*FLAGS, "--max-running-requests", "1", "--max-tokens", "4000"]
     with on_terminal(*flags, environment={"XDG_STATE_HOME": str(tmp_path)}) as terminal:
         terminal.wait_for(r"loading the bundled demo")
-        terminal.wait_for(r"specmamba-demo, context 512 tokens.*\n> ")
+        terminal.wait_for(r"specmamba-demo, context 4096 tokens.*\n> ")
         for _ in range(2):
             terminal.type("import os\n")
             terminal.wait_for(r"import os\r\n[^\[]*\n")

@@ -29,7 +29,7 @@ KEY = "secret-of-this-test"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(FakeEngine(text=ANSWER, context_length=400), api_key=(KEY,)) as served:
+    with serving(FakeEngine(text=ANSWER, context_length=4000), api_key=(KEY,)) as served:
         yield served
 
 
@@ -37,7 +37,7 @@ def served() -> Iterator[Served]:
 def engine(served: Served) -> Iterator[FakeEngine]:
     engine: FakeEngine = served.engine
     yield engine
-    engine.step_s = 0.0
+    engine.step_s, engine.text = 0.0, ANSWER.encode()
     wait_until(lambda: not engine.running)
 
 
@@ -56,12 +56,12 @@ def chat(
 
 def test_through_pipes(engine: FakeEngine, chat: Callable[..., tuple[int, str, str]]) -> None:
     shown = ANSWER.replace("\x1b", "␛")
-    status, out, err = chat("one", "/stats", "/set speculative off", "two", "x" * 500, flags=("--top-k", "7"))
+    status, out, err = chat("one", "/stats", "/set speculative off", "two", "x" * 5000, flags=("--top-k", "7"))
     assert status == 1
     assert out.startswith(shown + "last answer: 23 tokens in ")
     assert "  prompt: 20 tokens, 3 of them from the prefix cache\n" in out
     assert "24 tokens drafted, 11 accepted, acceptance length 1.92 (rule: target)" in out
-    assert "context: 43 of 400 tokens" in out
+    assert "context: 43 of 4000 tokens" in out
     assert "speculation: the server tells its operator only\nmodel: specmamba-demo\n" in out
     assert out.endswith(shown)
     first, second = engine.seen_params[-2:]
@@ -98,7 +98,7 @@ def test_on_a_terminal(served: Served, engine: FakeEngine, tmp_path: Path) -> No
     """A talk of a person: markup, editing, Ctrl-C at both places, history, Ctrl-D."""
     environment = {"XDG_STATE_HOME": str(tmp_path), "SPECMAMBA_API_KEY": KEY}
     with on_terminal("chat", "--url", served.url, environment=environment) as terminal:
-        terminal.wait_for(r"specmamba-demo at http://[\d.:]+, context 400 tokens; /help lists commands.*\n> ")
+        terminal.wait_for(r"specmamba-demo at http://[\d.:]+, context 4000 tokens; /help lists commands.*\n> ")
         terminal.type("hello\n")
         shown = terminal.wait_for("\n> ")
         assert "A **bold** answer␛[2J." in shown
@@ -106,7 +106,7 @@ def test_on_a_terminal(served: Served, engine: FakeEngine, tmp_path: Path) -> No
         assert "\x1b[2J" not in shown
         terminal.type("two\\\n")
         terminal.wait_for(r"\n\. ")
-        engine.step_s = 0.2
+        engine.step_s, engine.text = 0.2, b"A * " * 900  # minutes
         terminal.type("lines\n")
         terminal.wait_for(r"A \*")
         num_aborted = len(engine.aborted)
@@ -221,7 +221,7 @@ def test_another_server_of_the_interface() -> None:
         (b'data: {"error": {"message": "out of luck"}}\n\n', "out of luck"),
         (b"data: <html>\n\n", "no JSON object: is this the address of an OpenAI-compatible server?"),
         (b"data: [1]\n\n", "no JSON object"),
-        (b"data: " + b"x" * 5000, "an event of more than 4096 bytes"),
+        (b"data: " + b"x" * 50000, "an event of more than 4096 bytes"),
     ],
 )
 def test_a_broken_answer(stream: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
