@@ -30,7 +30,8 @@ Serve hybrid language models (attention mixed with recurrent layers) with specul
 
 commands:
   serve       an OpenAI-compatible HTTP server, on 127.0.0.1:30000
-  generate    continue one prompt, streamed to the terminal
+  generate    continue one prompt, streamed to the terminal, or several as JSON
+  chat        a conversation in the terminal, with a model in this process or a running server
   info        what a model is, what it takes, and what can be done with it
   quantize    round a checkpoint's matrices to 4 or 8 bits
   doctor      whether this installation works: packages, device, kernels, and a self-test
@@ -51,6 +52,9 @@ examples:
   specmamba serve --model ./my-model --speculative-algorithm none
   specmamba generate --prompt "def main():" --max-tokens 64
   specmamba generate --temperature 0.8 --seed 7 < prompt.txt
+  specmamba generate --json --prompt "def main():" --prompt "class A" > answers.jsonl
+  specmamba chat --model ./my-model --temperature 0.6
+  specmamba chat --url http://127.0.0.1:30000
   specmamba info --model ./my-model --quantization int8
   specmamba quantize --model ./my-model --format int4 --out ./my-model-int4
   specmamba doctor
@@ -157,7 +161,18 @@ def _generate_command(arguments: list[str]) -> int:
     from specmamba.command_line import parse_command_line
     from specmamba.config import GenerateConfig
 
-    return _generate(parse_command_line(GenerateConfig, "specmamba generate", arguments))
+    config = parse_command_line(GenerateConfig, "specmamba generate", arguments)
+    if not config.json:
+        return _generate(config)
+    from specmamba.terminal.json_answers import generate_json
+
+    return generate_json(lambda: _build_engine(config), lambda: _prompts(config), lambda: _sampling_params(config))
+
+
+def _chat(arguments: list[str]) -> int:
+    from specmamba.terminal.chat_command import main as run
+
+    return run(arguments)
 
 
 def _info(arguments: list[str]) -> int:
@@ -185,9 +200,7 @@ def _generate(config: GenerateConfig) -> int:
         SpecmambaError: the model cannot be loaded, or the prompt is refused.
     """
     params = _sampling_params(config)
-    prompt = _read_prompt() if config.prompt is None else config.prompt
-    if not prompt:
-        raise RequestError("the prompt is empty: give --prompt TEXT, or text on standard input", param="prompt")
+    (prompt,) = _prompts(config)
     engine = _build_engine(config)
     status = _stream(engine, prompt, params)
     if status == 0:  # after Ctrl-C in the middle of a step the engine cannot be closed
@@ -215,15 +228,18 @@ def _sampling_params(config: GenerateConfig) -> SamplingParams:
 
 def _stream(engine: Engine, prompt: str, params: SamplingParams) -> int:
     """Print the continuation of a prompt, then one line of figures. Raises RequestError as ``Engine.add_request``."""
+    from specmamba.terminal.safe_text import safe
+
     began = time.perf_counter()
     engine.add_request(_REQUEST_ID, engine.tokenizer.encode(prompt), params)
     last, status = None, 0
+    shown = safe if sys.stdout.isatty() else str  # a pipe gets what the model writes, as it is
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show becomes a question mark
     try:
         while engine.has_unfinished_requests:
             for last in engine.step():
-                sys.stdout.write(last.text)
+                sys.stdout.write(shown(last.text))
                 sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
@@ -262,6 +278,14 @@ def _print_figures(last: OutputDelta | None, elapsed_s: float) -> None:
         f", {num_tokens / elapsed_s:.1f} tokens/s, acceptance length {length:.2f}, finish reason: {reason}",
     )
     Console(stderr=True, highlight=False, soft_wrap=True).print(line)
+
+
+def _prompts(config: GenerateConfig) -> tuple[str, ...]:
+    """The prompts of the flags, or the one on standard input. Raises RequestError for an empty one."""
+    prompts = config.prompt or (_read_prompt(),)
+    if not all(prompts):
+        raise RequestError("the prompt is empty: give --prompt TEXT, or text on standard input", param="prompt")
+    return prompts
 
 
 def _read_prompt() -> str:
@@ -321,6 +345,7 @@ def _end_with(prog: str, error: SpecmambaError) -> NoReturn:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "generate": _generate_command,
+    "chat": _chat,
     "info": _info,
     "quantize": _quantize,
     "doctor": _doctor,

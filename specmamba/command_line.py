@@ -20,6 +20,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from specmamba.chat_config import ChatConfig
 from specmamba.config import CommandLine, EngineConfig, GenerateConfig
 from specmamba.errors import ConfigError
 from specmamba.flag_parser import FlagParser
@@ -30,6 +31,8 @@ ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 _PREFIX = "SPECMAMBA_"
+# One environment and one file can be used for all of these commands.
+_ALL_COMMANDS = {*ServerConfig.model_fields, *GenerateConfig.model_fields, *ChatConfig.model_fields}
 # What is no flag: native kernels, Triton, builds, and tests.
 _OTHER_VARIABLES = frozenset(
     f"SPECMAMBA_{name}" for name in ("NATIVE", "TRITON", "BUILD_NATIVE", "TEST_FULL", "PAGE_PICTURES")
@@ -162,7 +165,7 @@ def _variable_of(name: str) -> str | None:
 
 def _check_environment(config_class: type[EngineConfig], prog: str) -> None:
     """Raise ConfigError for a variable of ours that is nearly a flag's; say of others that they have no effect."""
-    fields = {*ServerConfig.model_fields, *GenerateConfig.model_fields, *config_class.model_fields}
+    fields = {*_ALL_COMMANDS, *config_class.model_fields}
     known = {_PREFIX + name.upper() for name in fields} | _OTHER_VARIABLES
     for variable in os.environ:
         name = variable.upper().removeprefix(_PREFIX)  # the common beginning makes all names look near
@@ -182,7 +185,7 @@ def _take_config_file(config_class: type[EngineConfig], arguments: list[str]) ->
     """
     files, rest = _take_flag("--config", arguments)
     file = _read_toml(Path(files[-1])) if files else NO_FILE
-    elsewhere = {*ServerConfig.model_fields, *GenerateConfig.model_fields} - set(config_class.model_fields)
+    elsewhere = _ALL_COMMANDS - set(config_class.model_fields)
     ours = {name: value for name, value in file.settings.items() if name not in elsewhere}
     return replace(file, settings=ours), rest
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from specmamba.cache.prefix.inspection import CacheStats, Counters
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SizingStats, SpecStats, TokenLogprob
+from specmamba.draft.draft_plan import DraftPlan
 from specmamba.engine.scheduler import TenantStats
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
@@ -57,8 +59,11 @@ class FakeTokenizer:
     def is_byte(self, token_id: int) -> bool:
         return False
 
-    def chat_template(self, with_tools: bool = False) -> str:
-        return ""
+    def chat_template(self, with_tools: bool = False) -> str | None:
+        return "" if self.has_chat_template else None
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return self.encode_chat(render(self.conversation(messages)))
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], *_: object) -> Conversation:
         return Conversation(CHAT_TEMPLATE, messages=messages)
@@ -124,6 +129,8 @@ class FakeEngine:
 
     vocab_size = 256
     eos_token_ids = (0,)
+    device = torch.device("cpu")
+    draft_plan = DraftPlan("mtp", num_steps=1, topk=1, max_nodes=2, num_lookahead_slots=2)
     renders_in_process = True  # its chat template needs no limits, and a process of its own takes time
 
     def __init__(
@@ -141,7 +148,7 @@ class FakeEngine:
         self.context_length = context_length
         self.text, self.step_s, self.chunk, self.fail_at_step = text.encode(), step_s, chunk, fail_at_step
         self.running: dict[str, _Running] = {}
-        self.num_steps = self.num_closed = 0
+        self.num_steps = self.num_closed = self.num_added = 0
         self.aborted: list[str] = []
         self.seen_params: list[SamplingParams] = []
         self.seen_extra_keys: list[str | None] = []
@@ -157,6 +164,16 @@ class FakeEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 
+    def check_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, forced_output_ids: Sequence[int] = ()
+    ) -> None:
+        if not prompt_token_ids:
+            raise RequestError("the prompt is empty", param="prompt")
+        if max(prompt_token_ids) >= self.vocab_size:
+            raise RequestError(f"token id {max(prompt_token_ids)} is out of range", param="prompt")
+        if len(prompt_token_ids) >= self.context_length:
+            raise PromptTooLongError(len(prompt_token_ids), self.context_length - 1)
+
     def add_request(
         self,
         request_id: str,
@@ -167,18 +184,14 @@ class FakeEngine:
         grammar: CompiledGrammar | None = None,
         owner: Owner = ANYONE,
     ) -> None:
-        if not prompt_token_ids:
-            raise RequestError("the prompt is empty", param="prompt")
-        if max(prompt_token_ids) >= self.vocab_size:
-            raise RequestError(f"token id {max(prompt_token_ids)} is out of range", param="prompt")
-        if len(prompt_token_ids) >= self.context_length:
-            raise PromptTooLongError(len(prompt_token_ids), self.context_length - 1)
+        self.check_request(prompt_token_ids, params)
         if len(self.running) >= self.config.max_queued_requests:
             raise QueueFullError(len(self.running))
         self.seen_params.append(params)
         self.seen_extra_keys.append(extra_key)
         self.seen_owners.append(owner)
         self.running[request_id] = _Running(list(prompt_token_ids), params)
+        self.num_added += 1
 
     def abort(self, request_id: str) -> None:
         if self.running.pop(request_id, None):

@@ -67,7 +67,10 @@ class TestFlags:
 
     @pytest.mark.parametrize(("flag", "value"), (ENGINE_FLAGS | GENERATE_FLAGS).items())
     def test_generate(self, flag: str, value: str) -> None:
-        assert str(getattr(generate(flag, value), flag[2:].replace("-", "_"))) == value
+        set_to = getattr(generate(flag, value), flag[2:].replace("-", "_"))
+        if isinstance(set_to, tuple):
+            (set_to,) = set_to
+        assert str(set_to) == value
 
     def test_all_at_once(self) -> None:
         arguments = [word for pair in (ENGINE_FLAGS | SERVER_FLAGS).items() for word in pair]
@@ -112,7 +115,15 @@ class TestFlags:
 
     @pytest.mark.parametrize("prompt", ["--config", "-x", "", "a=b", "{}", "null", "0"])
     def test_a_prompt_is_taken_as_it_is(self, prompt: str) -> None:
-        assert generate(f"--prompt={prompt}").prompt == prompt
+        assert generate(f"--prompt={prompt}").prompt == (prompt,)
+
+    def test_several_prompts_are_for_json(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        arguments = ["--prompt", "a", "--prompt=b, c"]
+        assert generate("--json", *arguments).prompt == ("a", "b, c")
+        with pytest.raises(ConfigError, match="--prompt: given 2 times; add --json"):
+            generate(*arguments)
+        monkeypatch.setenv("SPECMAMBA_PROMPT", '["x", 1')
+        assert generate().prompt == ('["x", 1',)
 
     @pytest.mark.parametrize("flag", [*ENGINE_FLAGS, *SERVER_FLAGS, "--config"])
     def test_help_lists_every_flag(self, flag: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ import specmamba
 from specmamba.cli import SUBCOMMANDS, main
 from specmamba.core import OutputDelta
 from specmamba.errors import ConfigError
+from tests.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "specmamba"]
@@ -43,7 +44,19 @@ def run(*arguments: str, text_in: str = "", timeout_s: float = 60) -> subprocess
 def test_help_is_an_overview(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([argument]) == 0
     text = capsys.readouterr().out
-    for word in ("serve", "generate", "info", "doctor", "bench", "train", "tune", "examples:", "--help", "SPECMAMBA_"):
+    for word in (
+        "serve",
+        "generate",
+        "chat",
+        "info",
+        "doctor",
+        "bench",
+        "train",
+        "tune",
+        "examples:",
+        "--help",
+        "SPECMAMBA_",
+    ):
         assert word in text
     assert max(map(len, text.splitlines())) <= 110
 
@@ -59,7 +72,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "usage: specmamba COMMAND"),
         (["genrate"], "did you mean 'generate'?"),
         (["docter"], "did you mean 'doctor'?"),
-        (["xyz"], "there are: serve, generate, info, quantize, doctor, bench, train, tune"),
+        (["xyz"], "there are: serve, generate, chat, info, quantize, doctor, bench, train, tune"),
         (["--verbose"], "no option '--verbose'"),
         (["bench"], "usage: specmamba bench NAME"),
         (
@@ -161,7 +174,7 @@ ALL_HELPS = [
     ["--version"],
     *(
         [*words, "--help"]
-        for words in ([], ["serve"], ["generate"], ["info"], ["doctor"], ["bench"], ["train"], ["tune"])
+        for words in ([], ["serve"], ["generate"], ["chat"], ["info"], ["doctor"], ["bench"], ["train"], ["tune"])
     ),
     *([command, name, "--help"] for command, names in SUBCOMMANDS.items() for name in names),
 ]
@@ -242,6 +255,16 @@ def test_generate_reports_an_error_of_the_engine(
     monkeypatch.setattr("specmamba.cli._build_engine", lambda config: BrokenEngine())
     assert main(["generate", "--prompt", "x"]) == 1
     assert capsys.readouterr() == ("ab", "specmamba generate: error: out of luck\n")
+
+
+@pytest.mark.parametrize(("is_terminal", "expected"), [(True, "a\u241b[2Jb\n"), (False, "a\x1b[2Jb")])
+def test_what_a_model_writes_does_not_act_on_a_terminal(
+    is_terminal: bool, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specmamba.cli._build_engine", lambda config: FakeEngine(text="a\x1b[2Jb"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    assert main(["generate", "--prompt", "x"]) == 0
+    assert capsys.readouterr().out == expected
 
 
 def limited(kib: int, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,9 @@ import pytest
 from pydantic_settings import BaseSettings
 from safetensors import safe_open
 
+from specmamba.chat_config import ChatConfig
 from specmamba.cli import COMMANDS, SUBCOMMANDS
+from specmamba.command_line import _ALL_COMMANDS, _OTHER_VARIABLES, parse_command_line
 from specmamba.config import DEMO_MODEL, EngineConfig, GenerateConfig
 from specmamba.core import SizingStats
 from specmamba.server.observe.metrics import ServerMetrics
@@ -25,7 +27,8 @@ from specmamba.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, serving
 from tests.repository import ROOT, tracked_files
 
-PAGES = sorted(name for name in tracked_files() if re.fullmatch(r"(docs|deploy)/.*\.md", name))
+EVERY_PAGE = [name for name in tracked_files() if name.endswith(".md") and "/vendor/" not in name]
+PAGES = [name for name in EVERY_PAGE if re.fullmatch(r"README\.md|(docs|deploy)/.*", name)]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"--[a-z][a-z-]+")
@@ -45,10 +48,12 @@ def anchor(heading: str) -> str:
 
 
 def anchors(file: Path) -> set[str]:
-    return {anchor(line.lstrip("#")) for line in file.read_text("utf8").splitlines() if line.startswith("#")}
+    """Of the headings; in code "#" begins a comment."""
+    text = FENCE.sub("", file.read_text("utf8"))
+    return {anchor(line.lstrip("#")) for line in text.splitlines() if line.startswith("#")}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", EVERY_PAGE)
 def test_links_lead_somewhere(page: str) -> None:
     broken = []
     for target in LINK.findall(FENCE.sub("", text_of(page))):
@@ -63,7 +68,46 @@ def test_links_lead_somewhere(page: str) -> None:
 
 def test_the_index_has_every_page() -> None:
     linked = {(ROOT / "docs" / target).resolve() for target in LINK.findall(text_of("docs/index.md"))}
-    assert {(ROOT / page).resolve() for page in PAGES if page != "docs/index.md"} <= linked
+    assert {(ROOT / page).resolve() for page in PAGES if page not in ("docs/index.md", "README.md")} <= linked
+
+
+PLACES = ("", "specmamba", "specmamba/server", "kernels", "tests", "bench")  # that names of files are relative to
+FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|md|toml|json|ya?ml|cpp|h|js|html|service|jsonl|safetensors)")
+
+
+@pytest.mark.parametrize("page", [page for page in EVERY_PAGE if "/demo/" not in page])  # which names Python's files
+def test_files_in_the_text_exist(page: str) -> None:
+    """Names of files with their folder, from the repository's root or one of its packages."""
+    spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", text_of(page)))
+    named = {word for span in spans for word in span.split() if FILE.fullmatch(word)}
+    folders = [*PLACES, str(Path(page).parent)]
+    assert {name for name in named if not any((ROOT / folder / name).is_file() for folder in folders)} == set()
+
+
+def test_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf8"), re.MULTILINE))
+    for page in EVERY_PAGE:
+        code = [code for _, code in blocks(page)] + re.findall(r"`([^`\n]+)`", FENCE.sub("", text_of(page)))
+        used = {word for text in code for word in re.findall(r"^(?:[A-Z_]+=\S+ )*make ([a-z-]+)", text, re.MULTILINE)}
+        assert used <= targets, page
+    assert {"serve", "test", "check"} <= targets
+
+
+def test_variables_of_the_environment_exist() -> None:
+    known = {"SPECMAMBA_" + name.upper() for name in _ALL_COMMANDS}
+    known |= _OTHER_VARIABLES
+    for page in PAGES:  # those of kernels name macros of C++
+        used = set(re.findall(r"\bSPECMAMBA_[A-Z_]*[A-Z]\b", text_of(page)))
+        assert used <= known, page
+
+
+@pytest.mark.usefixtures("no_settings_from_outside")
+def test_settings_in_toml_are_settings(tmp_path: Path) -> None:
+    for page in PAGES:
+        for number, code in enumerate(code for language, code in blocks(page) if language == "toml"):
+            file = tmp_path / f"{number}.toml"
+            file.write_text(code)
+            parse_command_line(ServerConfig, "specmamba serve", ["--config", str(file)])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -97,7 +141,7 @@ def tool_flags() -> set[str]:
 
 @pytest.fixture(scope="module")
 def every_flag() -> set[str]:
-    return flags_of(EngineConfig, ServerConfig, GenerateConfig) | tool_flags()
+    return flags_of(EngineConfig, ServerConfig, GenerateConfig, ChatConfig) | tool_flags()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -131,7 +175,8 @@ def test_commands_exist_with_their_flags(page: str, every_flag: set[str]) -> Non
         assert command in COMMANDS, words
         if command in SUBCOMMANDS:
             assert rest[0] in SUBCOMMANDS[command], words
-        allowed = {"serve": flags_of(ServerConfig), "generate": flags_of(GenerateConfig)}.get(command, every_flag)
+        classes: dict[str, type[BaseSettings]] = {"serve": ServerConfig, "generate": GenerateConfig, "chat": ChatConfig}
+        allowed = flags_of(classes[command]) if command in classes else every_flag
         assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= allowed, words
 
 
