@@ -32,6 +32,7 @@ from specmamba.engine.loading import (
     process_threads,
     require_target,
     resolve_device,
+    return_freed_memory,
     set_threads,
 )
 from specmamba.engine.model_report import describe_engine
@@ -107,6 +108,7 @@ class Engine:
         self._spec_of: dict[str | None, SpecStats] = {}  # by tenant
         self._watch = AcceptanceWatch(self.draft_plan.algorithm)
         self.num_threads = set_threads(config, self.device, weight_bytes)  # of captured steps on a CPU
+        return_freed_memory()  # what loading has used
         if self.device.type == "cpu":
             keep_freed_memory()
         self.runner.graph_runner = build_graph_runner(
