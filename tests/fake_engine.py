@@ -146,6 +146,7 @@ class FakeEngine:
         self.seen_params: list[SamplingParams] = []
         self.seen_extra_keys: list[str | None] = []
         self.seen_owners: list[Owner] = []
+        self.seen_predictions: list[tuple[int, ...]] = []
         self.num_flushed = 0
         self.spec = SpecStats()
 
@@ -166,6 +167,7 @@ class FakeEngine:
         extra_key: str | None = None,
         grammar: CompiledGrammar | None = None,
         owner: Owner = ANYONE,
+        predicted_ids: Sequence[int] = (),
     ) -> None:
         if not prompt_token_ids:
             raise RequestError("the prompt is empty", param="prompt")
@@ -178,6 +180,7 @@ class FakeEngine:
         self.seen_params.append(params)
         self.seen_extra_keys.append(extra_key)
         self.seen_owners.append(owner)
+        self.seen_predictions.append(tuple(predicted_ids))
         self.running[request_id] = _Running(list(prompt_token_ids), params)
 
     def abort(self, request_id: str) -> None:

@@ -104,3 +104,16 @@ def test_an_unsupported_schema_is_refused_by_name(client: openai.OpenAI) -> None
         client.chat.completions.create(**BODY, response_format=wrong)
     assert (refusal.value.param, refusal.value.code) == ("response_format", "invalid_grammar")
     assert "multipleOf" in refusal.value.message
+
+
+def test_a_predicted_answer_is_drafted_from_the_prediction(client: openai.OpenAI) -> None:
+    body: Any = {**BODY, "max_tokens": 48, "temperature": 0}
+    plain = client.chat.completions.create(**body, extra_body={"speculative": False})
+    text = plain.choices[0].message.content or ""
+    answer = client.chat.completions.create(**body, prediction={"type": "content", "content": text})
+    assert answer.choices[0].message.content == text
+    details = answer.usage.completion_tokens_details if answer.usage else None
+    assert details is not None
+    assert (details.accepted_prediction_tokens or 0) > 24
+    with pytest.raises(openai.BadRequestError, match="the prediction has"):
+        client.chat.completions.create(**body, prediction={"type": "content", "content": "ab " * 2000})

@@ -382,3 +382,32 @@ def test_tokens_cut_off_by_a_stop_string_have_the_last_offset(demo: Served, stre
     offsets = choice["logprobs"]["text_offset"]
     assert offsets[-1] == len(choice["text"])
     assert stream or offsets == sorted(offsets)  # a chunk cannot know that a later one cuts its text off
+
+
+# ---- predicted outputs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("abc", b"abc"), ([{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}], b"abc"), ("", b"")],
+)
+def test_a_prediction_reaches_the_engine(served: Served, content: Any, text: bytes) -> None:
+    prediction = {"type": "content", "content": content}
+    assert served.complete(prompt="x", n=2, prediction=prediction).status_code == 200
+    assert served.chat(USER, prediction=prediction).status_code == 200
+    assert served.engine.seen_predictions[-3:] == [tuple(text)] * 3
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param", "code"),
+    [
+        ({}, "prediction.type", "missing"),
+        ({"type": "content"}, "prediction.content", "missing"),
+        ({"type": "file", "content": "x"}, "prediction.type", "literal_error"),
+        ({"type": "content", "content": 1}, "prediction.content", "content_type"),
+        ({"type": "content", "content": "x" * 100_000}, "prediction", "context_length_exceeded"),
+    ],
+)
+def test_predictions_that_are_refused(served: Served, prediction: Any, param: str, code: str | None) -> None:
+    refused(served.complete(prompt="x", prediction=prediction), 400, param, code)
+    refused(served.chat(USER, prediction=prediction), 400, param, code)
