@@ -19,6 +19,7 @@ from specmamba.engine.scheduler import TenantStats
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar
+from specmamba.models.infill import Infill
 from specmamba.sampling_params import SamplingParams
 from specmamba.server.app import create_app
 from specmamba.server.listener import listen, url_of
@@ -34,6 +35,8 @@ class FakeTokenizer:
     """One token per UTF-8 byte; 0 is special and written ``<0>``, 1 is no token."""
 
     is_byte_level = False
+
+    infill: Infill | None = None
 
     def __init__(self, has_chat_template: bool = True) -> None:
         self.has_chat_template = has_chat_template
@@ -147,6 +150,7 @@ class FakeEngine:
         self.seen_extra_keys: list[str | None] = []
         self.seen_owners: list[Owner] = []
         self.seen_predictions: list[tuple[int, ...]] = []
+        self.seen_prompts: list[tuple[int, ...]] = []
         self.num_flushed = 0
         self.spec = SpecStats()
 
@@ -181,6 +185,7 @@ class FakeEngine:
         self.seen_extra_keys.append(extra_key)
         self.seen_owners.append(owner)
         self.seen_predictions.append(tuple(predicted_ids))
+        self.seen_prompts.append(tuple(prompt_token_ids))
         self.running[request_id] = _Running(list(prompt_token_ids), params)
 
     def abort(self, request_id: str) -> None:

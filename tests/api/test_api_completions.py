@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen3_5ForCausalLM
 
 from specmamba.config import DEMO_MODEL
+from specmamba.models.infill import Infill
 from tests.fake_engine import FakeEngine, Served, fake_logprob, serving, wait_until
 from tests.server.test_server import events, refused
 
@@ -411,3 +412,27 @@ def test_a_prediction_reaches_the_engine(served: Served, content: Any, text: byt
 def test_predictions_that_are_refused(served: Served, prediction: Any, param: str, code: str | None) -> None:
     refused(served.complete(prompt="x", prediction=prediction), 400, param, code)
     refused(served.chat(USER, prediction=prediction), 400, param, code)
+
+
+# ---- a gap in a text -------------------------------------------------------------------------------------------------
+
+GAP = Infill("<P>", "<S>", "<M>", (7, 9))
+
+
+def test_the_answer_fills_the_gap_before_the_suffix(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.engine.tokenizer, "infill", GAP)
+    assert served.complete(prompt=["a", "b"], suffix="z", stop_token_ids=[3, 7]).status_code == 200
+    assert served.engine.seen_prompts[-2:] == [tuple(b"<P>a<S>z<M>"), tuple(b"<P>b<S>z<M>")]
+    assert served.engine.seen_params[-1].stop_token_ids == (3, 7, 9)
+    assert served.complete(prompt="a", suffix="z", ignore_eos=True).status_code == 200
+    assert served.engine.seen_params[-1].stop_token_ids == ()
+    assert served.complete(prompt="a", suffix="").status_code == 200
+    assert served.engine.seen_prompts[-1] == tuple(b"a")
+
+
+def test_suffixes_that_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(served.complete(prompt="a", suffix="z"), 400, "suffix", "not_supported")
+    monkeypatch.setattr(served.engine.tokenizer, "infill", GAP)
+    assert "not token ids" in refused(served.complete(prompt=[1, 2], suffix="z"), 400, "suffix")
+    assert "echo" in refused(served.complete(prompt="a", suffix="z", echo=True), 400, "suffix", "suffix")
+    refused(served.complete(prompt="a", suffix="z" * 100_000), 400, "prompt", "context_length_exceeded")

@@ -184,12 +184,17 @@ class CompletionRequest(GenerationRequest):
         NumLogprobs | None,
         Field(description="log-probabilities of the tokens and of so many likeliest ones; with echo the prompt's too"),
     ] = None
-    suffix: Annotated[Literal[""] | None, only(""), NotYet] = None
+    suffix: Annotated[
+        str | None,
+        Field(description="what follows the answer, for models that fill gaps: the answer stands between the two"),
+    ] = None
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError("max_tokens", "0 is only allowed with echo", {"field": "max_tokens"})
+        if self.suffix and self.echo:
+            raise PydanticCustomError("suffix", "does not go together with echo", {"field": "suffix"})
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise PydanticCustomError("best_of", "must not be less than n", {"field": "best_of"})
         if self.stream and self.num_asked > (self.n or 1):
