@@ -176,7 +176,7 @@ def _no_such_address(path: str, addresses: Sequence[str]) -> ApiError:
 
 def _no_such_method(request: Request, routes: Sequence[APIRoute], error: HTTPException) -> ApiError:
     """The error for an address that knows other methods; ``error`` has only those of the first route of the address."""
-    found = {method for route in routes if route.path_regex.match(request.url.path) for method in route.methods}
+    found = {method for route in routes if route.path_regex.match(request.url.path) for method in route.methods or ()}
     found |= set(filter(None, (error.headers or {}).get("Allow", "").split(", ")))
     methods = sorted(found)
     message = f"this address does not know {request.method[:20]}; it knows {' and '.join(methods)}"
