@@ -21,6 +21,7 @@ from specmamba.engine.scheduler import TenantStats
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar
+from specmamba.models.infill import Infill
 from specmamba.sampling_params import SamplingParams
 from specmamba.server.app import create_app
 from specmamba.server.listener import listen, url_of
@@ -36,6 +37,8 @@ class FakeTokenizer:
     """One token per UTF-8 byte; 0 is special and written ``<0>``, 1 is no token."""
 
     is_byte_level = False
+
+    infill: Infill | None = None
 
     def __init__(self, has_chat_template: bool = True) -> None:
         self.has_chat_template = has_chat_template
@@ -153,6 +156,8 @@ class FakeEngine:
         self.seen_params: list[SamplingParams] = []
         self.seen_extra_keys: list[str | None] = []
         self.seen_owners: list[Owner] = []
+        self.seen_predictions: list[tuple[int, ...]] = []
+        self.seen_prompts: list[tuple[int, ...]] = []
         self.num_flushed = 0
         self.spec = SpecStats()
 
@@ -183,6 +188,7 @@ class FakeEngine:
         extra_key: str | None = None,
         grammar: CompiledGrammar | None = None,
         owner: Owner = ANYONE,
+        predicted_ids: Sequence[int] = (),
     ) -> None:
         self.check_request(prompt_token_ids, params)
         if len(self.running) >= self.config.max_queued_requests:
@@ -190,6 +196,8 @@ class FakeEngine:
         self.seen_params.append(params)
         self.seen_extra_keys.append(extra_key)
         self.seen_owners.append(owner)
+        self.seen_predictions.append(tuple(predicted_ids))
+        self.seen_prompts.append(tuple(prompt_token_ids))
         self.running[request_id] = _Running(list(prompt_token_ids), params)
         self.num_added += 1
 

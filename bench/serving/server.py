@@ -36,6 +36,10 @@ class StartedServer:
         self._log = log
         self._ready = ready
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait_until_ready(self, timeout_s: float) -> str:
         """Return the server's address. Raises SpecmambaError when it ends, or takes longer than ``timeout_s``."""
         deadline = time.monotonic() + timeout_s

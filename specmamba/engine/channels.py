@@ -37,6 +37,7 @@ class EngineRequest:
     grammar: CompiledGrammar | None = None  # of ``params.grammar``
     owner: Owner = ANYONE
     forced_output_ids: Sequence[int] = ()  # given instead of chosen, as far as they go
+    predicted_ids: Sequence[int] = ()  # expected output, to draft from
 
 
 @dataclass(slots=True)

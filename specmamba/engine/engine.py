@@ -19,6 +19,7 @@ from specmamba.core import ANYONE, DraftView, OutputDelta, Owner, SpecStats
 from specmamba.draft import build_drafter
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter
+from specmamba.draft.predicted_text import PredictedText
 from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.acceptance_watch import AcceptanceWatch
 from specmamba.engine.cache_manager import build_cache_manager
@@ -32,6 +33,7 @@ from specmamba.engine.loading import (
     process_threads,
     require_target,
     resolve_device,
+    return_freed_memory,
     set_threads,
 )
 from specmamba.engine.model_report import describe_engine
@@ -107,6 +109,7 @@ class Engine:
         self._spec_of: dict[str | None, SpecStats] = {}  # by tenant
         self._watch = AcceptanceWatch(self.draft_plan.algorithm)
         self.num_threads = set_threads(config, self.device, weight_bytes)  # of captured steps on a CPU
+        return_freed_memory()  # what loading has used
         if self.device.type == "cpu":
             keep_freed_memory()
         self.runner.graph_runner = build_graph_runner(
@@ -153,6 +156,7 @@ class Engine:
         extra_key: str | None = None,
         grammar: CompiledGrammar | None = None,
         owner: Owner = ANYONE,
+        predicted_ids: Sequence[int] = (),
     ) -> None:
         """Queue a request.
 
@@ -166,13 +170,16 @@ class Engine:
             extra_key: cached prefixes are shared only between requests of the same key and tenant.
             grammar: ``params.grammar``, compiled.
             owner: the client.
+            predicted_ids: tokens that the output is expected to repeat, to draft from.
 
         Raises:
-            RequestError: the prompt is empty or has an unknown token, or the id is in use.
+            RequestError: the prompt is empty or has an unknown token, the id is in use, or this engine cannot draft
+                from a given text.
             PromptTooLongError: no output token fits behind the prompt.
             QueueFullError: too many requests are waiting.
         """
         self.check_request(prompt_token_ids, params, forced_output_ids)
+        self.check_prediction(predicted_ids, params)
         if request_id in self._requests:
             raise RequestError(f"a request with the id {request_id!r} is running already", "request_id")
         prompt = tuple(prompt_token_ids)
@@ -184,6 +191,8 @@ class Engine:
         forced = tuple(forced_output_ids)
         rule = accept_rule(self.config.speculative_accept, params, self.draft_plan.draws_drafts)
         request = Request(request_id, number, prompt, params, seed, text, rule, forced, extra_key, owner)
+        if predicted_ids:
+            request.predicted, request.rule = PredictedText(predicted_ids), "target"
         request.follower = self.constraints.follower(params, grammar, owner.name)
         self.scheduler.add(request)
         self._requests[request_id] = request
@@ -198,6 +207,31 @@ class Engine:
         self.check_tokens(params.logit_bias, "logit_bias")
         if params.accept == "rejection" and self.config.speculative_accept == "target":
             raise RequestError("this server decides all requests under target (--speculative-accept)", "speculative")
+
+    def check_prediction(self, predicted_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise RequestError if this engine, or this request, cannot draft from a given text."""
+        if not predicted_ids:
+            return
+        algorithm = self.draft_plan.algorithm
+        if algorithm in ("none", "draft-model"):
+            what = "drafts nothing" if algorithm == "none" else "drafts with a model of its own"
+            raise RequestError(
+                f"this server {what}, and has no room for drafts from a given text: leave the prediction out, or serve "
+                "with --speculative-algorithm ngram or a draft head",
+                "prediction",
+            )
+        if not params.is_drafted or params.accept == "rejection":
+            wish = "no drafts" if not params.is_drafted else "drafts accepted under rejection"
+            raise RequestError(
+                f"a prediction is drafted and accepted under target, and speculative asks for {wish}: drop one",
+                "prediction",
+            )
+        if len(predicted_ids) > self.context_length:
+            raise RequestError(
+                f"the prediction has {len(predicted_ids)} tokens, and texts have {self.context_length} at the most",
+                "prediction",
+            )
+        self.check_tokens(predicted_ids, "prediction")
 
     def check_prompt(self, prompt_token_ids: Sequence[int], max_tokens: int = 1) -> None:
         """Raise what ``add_request`` would raise about this prompt: RequestError or PromptTooLongError."""

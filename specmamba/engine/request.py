@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specmamba.cache.prefix.node import Node
 from specmamba.core import ANYONE, FinishReason, OutputDelta, Owner, SpecStats, TokenLogprob
+from specmamba.draft.predicted_text import PredictedText
 from specmamba.errors import GrammarError
 from specmamba.grammar import GrammarFollower
 from specmamba.kernels.draft_sizing import DRAWN, GREEDY, SAMPLED
@@ -116,6 +117,7 @@ class Request:
     )  # positions where a chunk ends, so that a state is cached there for others
     leader: tuple[Request, int] | None = None  # the request that computes its first tokens, and how many
     follower: GrammarFollower | None = None  # follows the output through its grammar
+    predicted: PredictedText | None = None  # that the output may repeat
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # of the prompt, as far as known
     must_compute: bool = False  # ignore the prefix cache: memory does not hold the request and its cached prefix
     prompt_array: NDArray[np.int64] = field(init=False)
@@ -212,6 +214,13 @@ class Request:
             prompt_logprobs=tuple(self.prompt_logprobs) if wants_prompt else None,
             **more,
         )
+
+    def predicted_drafts(self, most: int) -> list[int]:
+        """Return up to ``most`` tokens that are predicted to follow; none without a prediction."""
+        if self.predicted is None:
+            return []
+        own = self.params.max_depth
+        return self.predicted.drafts(self.output, most if own is None else min(most, own))
 
     @property
     def mode(self) -> int:

@@ -14,6 +14,7 @@ from specmamba.cache.access import ExtendState, PagedKV
 from specmamba.cache.prefix.inspection import View
 from specmamba.core import Batch, DraftView, PendingTokens, PrefillChunk
 from specmamba.draft.drafter import ChainDrafts, Drafter, HostPendingTokens, NoDrafter, PlainDrafts
+from specmamba.draft.predicted_text import PredictedDrafts
 from specmamba.draft.sizing.drafts import SizedDrafts
 from specmamba.draft.sizing.rounds import SizedBatch
 from specmamba.draft.sizing.schedule import DraftSize
@@ -124,17 +125,20 @@ class Runner:
             size = sizer.again(rows) or self._plan(sizer, requests, rows)
         skips = size is not None and not size.keeps_up and self.drafter.can_skip
         drafter = self._nobody if skips else self.drafter
-        output = self._run_captured(requests, rows, size, drafter) or self._run_directly(requests, rows, size, drafter)
+        chains = self._predicted(requests)
+        output = self._run_captured(requests, rows, size, drafter, chains)
+        if output is None:
+            output = self.run_step(*self._drafts(requests, rows, size, drafter, chains))
         results = output.read([request.params.logprobs for request in requests])  # the one read of a step
         decided = [result.tokens for result in results]
         self.pools.advance([len(tokens) - 1 for tokens in decided])
         self.drafter.skip(rows, decided) if skips else self.drafter.advance(rows, decided)
         self.probe.lap("commit")
         if sizer is not None:
-            learns = all(request.follower is None for request in requests)
+            learns = chains is None and all(request.follower is None for request in requests)
             if learns and sizer.learns_on_host:
                 sizer.learn(output.verdict.path.cpu().numpy(), output.verdict.num_accepted.cpu().numpy())
-            is_usual = num_unreplayed == self._num_unreplayed and not self._catches_up
+            is_usual = chains is None and num_unreplayed == self._num_unreplayed and not self._catches_up
             seconds = time.perf_counter() - began if is_usual else None
             sizer.observe([len(tokens) - 1 for tokens in decided] if learns else None, seconds)
         if self.on_draft is not None:
@@ -154,11 +158,39 @@ class Runner:
         """
         return capture_steps(self.graph_runner, self._call(()), is_sized)
 
-    def _run_directly(
-        self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None, drafter: Drafter
+    def _predicted(self, requests: Sequence[Request]) -> list[list[int]] | None:
+        """The tokens that are predicted for each request in this step; None: for none of them."""
+        if all(request.predicted is None for request in requests):
+            return None
+        graphs, size = self.graph_runner, len(requests)
+        bucket = None if graphs is None else graphs.bucket(size)
+        most = min(self.drafter.num_nodes(size), self.drafter.num_nodes(bucket or size)) - 1
+        chains = [request.predicted_drafts(most) for request in requests]
+        return chains if any(chains) else None
+
+    def _run_predicted(
+        self, graphs: StepGraphRunner, requests: Sequence[Request], batch: Batch, drafts: Drafts
     ) -> StepOutput:
-        """Run a step operator by operator."""
-        wants_drafts = any(request.params.is_drafted for request in requests) and (size is None or size.depth > 0)
+        """Draft before the step, replay the verify, and observe after it."""
+        tree = drafts.propose(batch)
+        if tree.draft_probs is None:
+            output = graphs.run_given(self._call(requests), tree)
+        else:
+            output = self.run_step(batch, GivenDrafts(tree))
+        drafts.observe(batch, output.verdict, output.features)
+        return output
+
+    def _drafts(
+        self,
+        requests: Sequence[Request],
+        rows: tuple[int, ...],
+        size: DraftSize | None,
+        drafter: Drafter,
+        chains: Sequence[Sequence[int]] | None,
+    ) -> tuple[Batch, Drafts]:
+        """The batch of a step that is run operator by operator, and what drafts in it."""
+        drafted_for = [r for i, r in enumerate(requests) if r.params.is_drafted and not (chains and chains[i])]
+        wants_drafts = bool(drafted_for) and (size is None or size.depth > 0)
         pending_tokens, drafted = self._prepared(requests, rows, size, wants_drafts, drafter)
         batch = self._whole_batch(requests, pending_tokens)
         drafts: Drafts = drafter if wants_drafts else PlainDrafts(drafter)
@@ -168,12 +200,19 @@ class Runner:
             assert self.sizer is not None
             own = batch if drafted is requests else self._drafted_batch(drafted, size, pending_tokens)
             drafts = SizedDrafts(self.drafter, self.sizer, size, own)
+        if chains is not None:
+            drafts = PredictedDrafts(drafts, chains)
         if any(request.follower is not None or self._is_bounded(request) for request in requests):
             drafts = ConstrainedDrafts(drafts, requests, self._constraints)
-        return step(batch, drafts, self.target, self.pools, self.policy, self.probe)
+        return batch, drafts
 
     def _run_captured(
-        self, requests: Sequence[Request], rows: tuple[int, ...], size: DraftSize | None, drafter: Drafter
+        self,
+        requests: Sequence[Request],
+        rows: tuple[int, ...],
+        size: DraftSize | None,
+        drafter: Drafter,
+        chains: Sequence[Sequence[int]] | None,
     ) -> StepOutput | None:
         """Run these requests through a captured step; None: no captured step fits, and nothing has been run."""
         graphs = self.graph_runner
@@ -182,6 +221,8 @@ class Runner:
         bucket = graphs.bucket(len(requests))
         if bucket is None or any(request.params.is_special or self._is_bounded(request) for request in requests):
             return None
+        if chains is not None:
+            return self._run_predicted(graphs, requests, *self._drafts(requests, rows, size, drafter, chains))
         if size is not None and drafter is self.drafter:
             return self._run_sized(graphs, requests, rows, size)
         if drafter.is_capturable:

@@ -323,6 +323,7 @@ def _add_to(engine: Engine, request: EngineRequest) -> None:
         request.prompt_token_ids,
         request.params,
         request.forced_output_ids,
+        predicted_ids=request.predicted_ids,
         extra_key=request.extra_key,
         grammar=request.grammar,
         owner=request.owner,

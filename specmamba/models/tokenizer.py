@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specmamba.errors import RequestError
+from specmamba.models.infill import Infill
 from specmamba.models.special_text import SpecialText
 from specmamba.models.text_growth import growth
 from specmamba.models.tokenizer_backend import (
@@ -62,6 +63,7 @@ class Tokenizer:
         self._growth = growth(parts(self._backend))
         vocab: dict[str, int] = self._backend.get_vocab()
         self._byte_ids = frozenset(i for token, i in vocab.items() if BYTE_TOKEN.fullmatch(token))
+        self.infill = Infill.of(vocab)  # None: prompts with a gap are not possible
         self._bytes = TokenBytes(self._backend)
         self._longest_token = longest_token(self._backend)
 

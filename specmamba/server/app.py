@@ -12,6 +12,7 @@ import specmamba
 from specmamba.engine.thread import EngineThread
 from specmamba.server.api.chat import chat_routes
 from specmamba.server.api.completions import completion_routes
+from specmamba.server.api.documentation import documentation_routes
 from specmamba.server.api.models import info_routes, model_routes
 from specmamba.server.api.operations import health_routes, prefix_cache_routes
 from specmamba.server.api.service import Service
@@ -40,13 +41,12 @@ def create_app(config: ServerConfig, engine_thread: EngineThread) -> FastAPI:
         title="specmamba",
         version=specmamba.__version__,
         description="OpenAI-compatible serving of hybrid language models with speculative decoding.",
-        docs_url=None,  # both pages load scripts from other servers
+        docs_url=None,  # both pages load scripts from other servers; ``documentation_routes`` has one that does not
         redoc_url=None,
         redirect_slashes=False,  # it would redirect clients to whatever host their Host header names
     )
     routers = _routers(service)
-    addresses = [route.path for router in routers for route in router.routes if isinstance(route, APIRoute)]
-    install_error_handlers(app, addresses)
+    install_error_handlers(app, [r for router in routers for r in router.routes if isinstance(r, APIRoute)])
     for router in routers:
         app.include_router(router)
     _correct_schema(app)
@@ -65,6 +65,7 @@ def _routers(service: Service) -> list[APIRouter]:
         health_routes(service),
         info_routes(service),
         prefix_cache_routes(service),
+        documentation_routes(),
     ]
     if not service.config.disable_page:
         routers += [page_routes(), event_routes(service)]

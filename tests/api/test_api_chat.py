@@ -229,7 +229,7 @@ def test_a_grammar_waits_no_longer_than_a_request_and_ends_with_the_server(monke
 
 REFUSED: list[tuple[str, Any]] = [
     ("functions", [{}]), ("function_call", {"name": "f"}), ("audio", {}), ("modalities", ["text", "audio"]),
-    ("store", True), ("service_tier", "flex"), ("prediction", {}), ("reasoning_effort", "low"), ("verbosity", "high"),
+    ("store", True), ("service_tier", "flex"), ("reasoning_effort", "low"), ("verbosity", "high"),
     ("web_search_options", {}),
 ]  # fmt: skip
 

@@ -104,3 +104,32 @@ def test_an_unsupported_schema_is_refused_by_name(client: openai.OpenAI) -> None
         client.chat.completions.create(**BODY, response_format=wrong)
     assert (refusal.value.param, refusal.value.code) == ("response_format", "invalid_grammar")
     assert "multipleOf" in refusal.value.message
+
+
+def test_a_predicted_answer_is_drafted_from_the_prediction(client: openai.OpenAI) -> None:
+    body: Any = {**BODY, "max_tokens": 48, "temperature": 0}
+    plain = client.chat.completions.create(**body, extra_body={"speculative": False})
+    text = plain.choices[0].message.content or ""
+    answer = client.chat.completions.create(**body, prediction={"type": "content", "content": text})
+    assert answer.choices[0].message.content == text
+    details = answer.usage.completion_tokens_details if answer.usage else None
+    assert details is not None
+    assert (details.accepted_prediction_tokens or 0) > 24
+    with pytest.raises(openai.BadRequestError, match="the prediction has"):
+        client.chat.completions.create(**body, prediction={"type": "content", "content": "ab " * 2000})
+
+
+CHOICES = ["yes", "no", "\u00e9\n"]
+
+
+@pytest.mark.parametrize("field", [{"guided_choice": CHOICES}, {"structured_outputs": {"choice": CHOICES}}])
+def test_the_answer_is_one_of_the_choices(client: openai.OpenAI, field: dict[str, Any]) -> None:
+    answer = client.chat.completions.create(**BODY, n=4, extra_body=field)
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    assert {choice.message.content for choice in answer.choices} <= set(CHOICES)
+
+
+def test_a_grammar_of_vllm_that_is_wrong_is_named(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(**BODY, extra_body={"structured_outputs": {"regex": "(a"}})
+    assert refusal.value.param == "structured_outputs.regex"

@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen3_5ForCausalLM
 
 from specmamba.config import DEMO_MODEL
+from specmamba.models.infill import Infill
 from tests.fake_engine import FakeEngine, Served, fake_logprob, serving, wait_until
 from tests.server.test_server import events, refused
 
@@ -382,3 +383,56 @@ def test_tokens_cut_off_by_a_stop_string_have_the_last_offset(demo: Served, stre
     offsets = choice["logprobs"]["text_offset"]
     assert offsets[-1] == len(choice["text"])
     assert stream or offsets == sorted(offsets)  # a chunk cannot know that a later one cuts its text off
+
+
+# ---- predicted outputs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("abc", b"abc"), ([{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}], b"abc"), ("", b"")],
+)
+def test_a_prediction_reaches_the_engine(served: Served, content: Any, text: bytes) -> None:
+    prediction = {"type": "content", "content": content}
+    assert served.complete(prompt="x", n=2, prediction=prediction).status_code == 200
+    assert served.chat(USER, prediction=prediction).status_code == 200
+    assert served.engine.seen_predictions[-3:] == [tuple(text)] * 3
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param", "code"),
+    [
+        ({}, "prediction.type", "missing"),
+        ({"type": "content"}, "prediction.content", "missing"),
+        ({"type": "file", "content": "x"}, "prediction.type", "literal_error"),
+        ({"type": "content", "content": 1}, "prediction.content", "content_type"),
+        ({"type": "content", "content": "x" * 100_000}, "prediction", "context_length_exceeded"),
+    ],
+)
+def test_predictions_that_are_refused(served: Served, prediction: Any, param: str, code: str | None) -> None:
+    refused(served.complete(prompt="x", prediction=prediction), 400, param, code)
+    refused(served.chat(USER, prediction=prediction), 400, param, code)
+
+
+# ---- a gap in a text -------------------------------------------------------------------------------------------------
+
+GAP = Infill("<P>", "<S>", "<M>", (7, 9))
+
+
+def test_the_answer_fills_the_gap_before_the_suffix(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.engine.tokenizer, "infill", GAP)
+    assert served.complete(prompt=["a", "b"], suffix="z", stop_token_ids=[3, 7]).status_code == 200
+    assert served.engine.seen_prompts[-2:] == [tuple(b"<P>a<S>z<M>"), tuple(b"<P>b<S>z<M>")]
+    assert served.engine.seen_params[-1].stop_token_ids == (3, 7, 9)
+    assert served.complete(prompt="a", suffix="z", ignore_eos=True).status_code == 200
+    assert served.engine.seen_params[-1].stop_token_ids == ()
+    assert served.complete(prompt="a", suffix="").status_code == 200
+    assert served.engine.seen_prompts[-1] == tuple(b"a")
+
+
+def test_suffixes_that_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(served.complete(prompt="a", suffix="z"), 400, "suffix", "not_supported")
+    monkeypatch.setattr(served.engine.tokenizer, "infill", GAP)
+    assert "not token ids" in refused(served.complete(prompt=[1, 2], suffix="z"), 400, "suffix")
+    assert "echo" in refused(served.complete(prompt="a", suffix="z", echo=True), 400, "suffix", "suffix")
+    refused(served.complete(prompt="a", suffix="z" * 100_000), 400, "prompt", "context_length_exceeded")

@@ -32,6 +32,20 @@ def test_each_field_becomes_a_grammar() -> None:
     assert spec_of(response_format={"type": "json_object"}) == ("response_format", GrammarSpec(kind="json_object"))
     assert spec_of(regex="a+") == ("regex", GrammarSpec(kind="regex", text="a+"))
     assert spec_of(ebnf="root ::= [a]", ignore_eos=False) == ("ebnf", GrammarSpec(kind="ebnf", text="root ::= [a]"))
+    assert spec_of(guided_json=SCHEMA) == ("guided_json", of_schema)
+    assert spec_of(guided_regex="a+") == ("guided_regex", GrammarSpec(kind="regex", text="a+"))
+    assert spec_of(guided_grammar="root ::= [a]")[1] == GrammarSpec(kind="ebnf", text="root ::= [a]")
+    choice = GrammarSpec(kind="ebnf", text=r'root ::= ("yes" | "n\"o")')
+    assert spec_of(guided_choice=["yes", 'n"o', "yes"]) == ("guided_choice", choice)
+    for field, value, spec in (
+        ("json", json.dumps(SCHEMA), of_schema),
+        ("regex", "a+", GrammarSpec(kind="regex", text="a+")),
+        ("choice", ["yes", 'n"o'], choice),
+        ("grammar", "root ::= [a]", GrammarSpec(kind="ebnf", text="root ::= [a]")),
+        ("json_object", True, GrammarSpec(kind="json_object")),
+    ):
+        outputs = {field: value, "disable_fallback": True, "disable_any_whitespace": False, "whitespace_pattern": None}
+        assert spec_of(structured_outputs=outputs) == (f"structured_outputs.{field}", spec)
     for nothing in (spec_of(), spec_of(regex=None), spec_of(response_format={"type": "text"}, ignore_eos=True)):
         assert nothing == (None, None)
 
@@ -47,6 +61,28 @@ def test_the_grammar_reaches_the_parameters() -> None:
         ({"regex": "a", "ebnf": "b"}, "ebnf", "regex and ebnf"),
         ({"response_format": NAMED, "json_schema": SCHEMA}, "json_schema", "one of response_format and json_schema"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "regex"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "one of guided_regex and guided_choice"),
+        ({"regex": "a", "structured_outputs": {"choice": ["b"]}}, "structured_outputs.choice", "regex and structured"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "not regex and choice"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "one of json, regex"),
+        ({"structured_outputs": {}, "regex": "a"}, "structured_outputs", "one of json, regex"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "JSON object"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "did you mean json?"),
+        (
+            {"structured_outputs": {"regex": "a", "structural_tag": "{}"}},
+            "structured_outputs.structural_tag",
+            "not sup",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+            "leave it out, or send null or false",
+        ),
+        ({"guided_choice": []}, "guided_choice", "at least 1"),
+        ({"guided_choice": [""]}, "guided_choice[0]", "at least 1"),
+        ({"guided_choice": ["a" * 40_000, "b" * 40_000]}, "guided_choice", "at most 65536"),
+        ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+        ({"guided_whitespace_pattern": "x"}, "guided_whitespace_pattern", "no such field"),
         ({"regex": ""}, "regex", "at least 1"),
         ({"regex": "a" * 65_537}, "regex", "at most 65536"),
         ({"regex": "\ud800"}, "regex", "unicode"),
@@ -91,6 +127,8 @@ def test_invalid_fields_are_refused_by_name(body: dict[str, Any], param: str, wo
 
 def test_the_schema_names_the_fields() -> None:
     schema = CompletionRequest.model_json_schema()
-    assert {"regex", "ebnf", "json_schema", "response_format"} <= set(schema["properties"])
+    assert {"regex", "ebnf", "json_schema", "response_format", "guided_json", "structured_outputs"} <= set(
+        schema["properties"]
+    )
     assert "schema" in schema["$defs"]["NamedSchema"]["properties"]
     assert schema["properties"]["logit_bias"]["anyOf"][0]["maxProperties"] == 1024

@@ -295,3 +295,28 @@ class TestEndOfText:
         (tmp_path / "generation_config.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"generation_config\.json"):
             read_eos_token_ids(tmp_path, SimpleNamespace(eos_token_id=1))
+
+
+# ---- gaps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")],
+)
+def test_prompts_with_a_gap(tmp_path: Path, marks: tuple[str, str, str]) -> None:
+    assert Tokenizer(DEMO_MODEL).infill is None
+    backend = Backend.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    backend.add_special_tokens([*marks, "<|fim_pad|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    ids = [backend.token_to_id(mark) for mark in marks]
+    assert tokenizer.infill is not None
+    assert set(tokenizer.infill.end_ids) == {
+        *ids,
+        backend.token_to_id("<|fim_pad|>"),
+        backend.token_to_id("<|endoftext|>"),
+    }
+    plain = [tokenizer.encode(text, add_special_tokens=False) for text in ("def f(x):\n", "\n    return y\n")]
+    found = tokenizer.encode(tokenizer.infill.prompt("def f(x):\n", "\n    return y\n"))
+    assert found == [ids[0], *plain[0], ids[1], *plain[1], ids[2]]

@@ -196,6 +196,34 @@ def test_help_loads_nothing_heavy() -> None:
         assert f"usage: specmamba {' '.join(arguments)} " in ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "modules"),
+    [
+        (["--help"], 0, 120),
+        (["--version"], 0, 120),
+        (["genrate"], 2, 120),
+        (["bench", "acceptence"], 2, 120),
+        (["serve", "--prot", "1"], 2, 450),
+        (["serve", "--port", "x"], 2, 450),
+        (["serve", "--page-size", "0"], 2, 450),
+        (["generate", "--tempreature", "1"], 2, 450),
+    ],
+)
+def test_a_short_answer_loads_little(arguments: list[str], status: int, modules: int) -> None:
+    """A number of modules in place of seconds: pydantic and its settings are most of it (PyTorch alone has 1,100)."""
+    code = (
+        "import sys\nfrom specmamba.cli import main\n"
+        f"try: status = main({arguments!r})\n"
+        "except SystemExit as ended: status = ended.code\n"
+        f"print(status, len(sys.modules), sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr)"
+    )
+    last = run(sys.executable, "-c", code).stderr.splitlines()[-1]
+    found = re.fullmatch(r"(\d) (\d+) \[\]", last)
+    assert found, last
+    assert int(found[1]) == status
+    assert int(found[2]) < modules
+
+
 def test_generate_writes_text_to_stdout_and_figures_to_stderr() -> None:
     ended = run(*GENERATE, "--prompt", "def main():\n", "--max-tokens", "24")
     assert ended.returncode == 0, ended.stderr

@@ -49,6 +49,13 @@ def installed_name(tracked: str) -> str:
     return f"specmamba/{tracked}" if tracked.startswith(LINKED) else tracked
 
 
+def test_the_wheel_is_as_large_as_the_readme_says(wheel: Path) -> None:
+    assert "the 16 MB of a plain wheel, 15 of which are the demo's weights" in (ROOT / "README.md").read_text("utf8")
+    weights = zipfile.ZipFile(wheel).getinfo("specmamba/demo/model.safetensors").compress_size
+    assert round(wheel.stat().st_size / 1e6) == 16
+    assert round(weights / 1e6) == 15
+
+
 def test_the_wheel_has_every_module(wheel_names: set[str]) -> None:
     modules = {
         name

@@ -85,9 +85,9 @@ def test_no_query_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_paths_that_need_no_key() -> None:
     with serving(api_key="k") as served:
-        for path in ("/health", "/ready", "/metrics"):
+        for path in ("/health", "/ready", "/metrics", "/ping", "/docs"):
             assert served.http.get(path).status_code == 200, path
-        for path in ("/events", "/cache", "/v1/models", "/openapi.json", "/health/", "/page"):
+        for path in ("/events", "/cache", "/v1/models", "/openapi.json", "/version", "/health/", "/page"):
             error_of(served.http.get(path), 401)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+import specmamba
 from specmamba.core import OutputDelta, SpecStats
 from specmamba.server.api.conversation import ChatCompletionRequest
 from specmamba.server.api.requests import CompletionRequest
@@ -208,14 +210,14 @@ def test_chat_without_a_template_is_refused_clearly() -> None:
 
 NOT_YET_CHAT: list[tuple[str, Any]] = [
     ("functions", [{}]), ("function_call", {"name": "f"}), ("audio", {}), ("modalities", ["text", "audio"]),
-    ("store", True), ("service_tier", "flex"), ("prediction", {}), ("reasoning_effort", "low"), ("verbosity", "high"),
+    ("store", True), ("service_tier", "flex"), ("reasoning_effort", "low"), ("verbosity", "high"),
     ("web_search_options", {}),
 ]  # fmt: skip
 
 
 def test_unsupported_fields_of_completions(served: Served) -> None:
     message = refused(served.complete(prompt="x", suffix="y"), 400, "suffix", "not_supported")
-    assert message.startswith("suffix: this server does not support this field yet")
+    assert message.startswith("suffix: this model's tokenizer has no tokens for a gap in a text")
 
 
 @pytest.mark.parametrize(("field", "value"), NOT_YET_CHAT)
@@ -340,13 +342,35 @@ def test_unknown_model_and_unknown_addresses(served: Served) -> None:
     assert "specmamba-demo" in refused(served.complete(prompt="x", model="gpt-9"), 404, "model", "model_not_found")
     refused(served.http.get("/v1/models/gpt/9"), 404, "model", "model_not_found")
     refused(served.http.get("/v1/nothing"), 404)
-    refused(served.http.get("/docs"), 404)
     near = refused(served.http.post("/v1/chat/completion", json={}), 404, code="not_found")
     assert near == "there is nothing at this address; did you mean /v1/chat/completions?"
-    assert refused(served.http.get("/xyz"), 404) == "there is nothing at this address"
-    response = served.http.get("/v1/completions")
-    refused(response, 405)
-    assert response.headers["allow"] == "POST"
+    assert refused(served.http.get("/xyz"), 404) == "there is nothing at this address; /docs lists what there is"
+    for method, path, allowed in (
+        ("GET", "/v1/completions", "POST"),
+        ("PUT", "/health", "GET and HEAD"),
+        ("DELETE", "/v1/models/x", "GET"),
+        ("POST", "/openapi.json", "GET and HEAD"),
+        ("PUT", "/ping", "GET and POST"),
+    ):
+        response = served.http.request(method, path)
+        message = refused(response, 405, code="method_not_allowed")
+        assert message == f"this address does not know {method}; it knows {allowed}"
+        assert response.headers["allow"] == allowed.replace(" and ", ", ")
+
+
+def test_the_list_of_addresses_loads_nothing(served: Served) -> None:
+    answer = served.http.get("/docs")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    paths = served.http.get("/openapi.json").json()["paths"]
+    assert re.findall(r"<code>(.*?)</code>", answer.text) == [path for path, methods in paths.items() for _ in methods]
+    assert "<td>POST</td><td><code>/v1/completions</code></td><td>Continue one prompt or several.</td>" in answer.text
+    assert re.findall(r"(?:src|href)=\"(.*?)\"", answer.text) == ["openapi.json"]
+
+
+def test_version_and_ping(served: Served) -> None:
+    assert served.http.get("/version").json() == {"version": specmamba.__version__}
+    assert served.http.get("/ping").json() == served.http.post("/ping").json() == {"status": "ok"}
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -48,6 +48,7 @@ class Choices:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         grammar: CompiledGrammar | None = None,
+        predicted: Sequence[int] = (),
         *,
         per_prompt: int = 1,
         kept: int = 1,
@@ -57,7 +58,7 @@ class Choices:
         The first choice of a prompt alone computes log probabilities of the prompt.
         """
         varied = [_of_choice(params, i) for i in range(per_prompt)]
-        requests = [ChoiceRequest(prompt, own, grammar) for prompt in prompts for own in varied]
+        requests = [ChoiceRequest(prompt, own, grammar, predicted) for prompt in prompts for own in varied]
         return cls(requests, per_prompt, kept)
 
     def best(self, outputs: Sequence[OutputDelta]) -> list[OutputDelta]:

@@ -24,7 +24,7 @@ from specmamba.server.api.responses import (
 )
 from specmamba.server.api.service import Service
 from specmamba.server.api.tokenization import TokenPieces, completion_logprobs, joined, prompt_offsets
-from specmamba.server.http.error_answers import answers
+from specmamba.server.http.error_answers import ApiError, answers
 from specmamba.server.observe.call_record import CallRecord
 
 DEFAULT_MAX_TOKENS = 16
@@ -163,6 +163,8 @@ def completion_routes(service: Service) -> APIRouter:
         prompts = _as_list(body.prompt)
         # Checked before the texts are encoded, which takes time.
         check_number(body.num_asked, "n" if body.best_of is None else "best_of", len(prompts), service.config)
+        if body.suffix:
+            prompts, body = _with_gap(service, prompts, body.suffix), _ending_like_a_gap(service, body)
         tokens = [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         choices = await service.choices(body, tokens, max_tokens, per_prompt=body.num_asked, request=request)
@@ -184,6 +186,30 @@ def _echoes(
     if not body.echo:
         return [None] * len(prompts)
     return [EchoedPrompt(service.tokenizer, *pair) for pair in zip(prompts, tokens, strict=True)]
+
+
+def _with_gap(service: Service, prompts: Sequence[str | list[int]], suffix: str) -> list[str | list[int]]:
+    """The prompts that ask for what stands between each text and ``suffix``.
+
+    Raises:
+        ApiError: 400; the tokenizer has no tokens for that, or a prompt is no text.
+    """
+    infill = service.tokenizer.infill
+    if infill is None:
+        message = "suffix: this model's tokenizer has no tokens for a gap in a text (fill in the middle): leave it out"
+        raise ApiError(400, message, param="suffix", code="not_supported")
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ApiError(400, "suffix: the prompt must be a text then, not token ids", param="suffix")
+    return [infill.prompt(str(prompt), suffix) for prompt in prompts]
+
+
+def _ending_like_a_gap(service: Service, body: CompletionRequest) -> CompletionRequest:
+    """The request with the tokens that end the filling of a gap as further stop tokens, unless it ignores the end."""
+    infill = service.tokenizer.infill
+    if infill is None or body.ignore_eos:
+        return body
+    stops = list(dict.fromkeys((*(body.stop_token_ids or ()), *infill.end_ids)))
+    return body.model_copy(update={"stop_token_ids": stops})
 
 
 def _as_list(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:

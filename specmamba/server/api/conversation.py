@@ -150,7 +150,6 @@ class ChatCompletionRequest(GenerationRequest):
     function_call: Annotated[Literal["none", "auto"] | None, only("none", "auto"), NotYet] = None
     modalities: Annotated[list[Literal["text"]] | None, only(["text"]), NotYet] = None
     audio: Annotated[None, only(), NotYet] = None
-    prediction: Annotated[None, only(), NotYet] = None
     web_search_options: Annotated[None, only(), NotYet] = None
 
     @model_validator(mode="after")

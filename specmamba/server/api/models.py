@@ -80,6 +80,12 @@ class ModelInfo(BaseModel):
     max_context_length: int
 
 
+class Version(BaseModel):
+    """The version of this program."""
+
+    version: str
+
+
 class InternalState(BaseModel):
     """Figures of the engine that SGLang's benchmarks read."""
 
@@ -126,6 +132,11 @@ def info_routes(service: Service) -> APIRouter:
         """The configuration and the state of the server. For the operator."""
         check_operator(request.scope)
         return _server_info(service, await engine_stats(service.engine), time.monotonic() - started)
+
+    @router.get("/version", responses=errors(401))
+    async def version() -> Version:
+        """The version of the server."""
+        return Version(version=specmamba.__version__)
 
     @router.get("/model_info", responses=errors(401))
     @router.get("/get_model_info", responses=errors(401), include_in_schema=False)

@@ -117,6 +117,12 @@ def health_routes(service: Service) -> APIRouter:
         _check_running(engine)
         return Health(status="ok" if engine.is_accepting else "draining")
 
+    @router.post("/ping", include_in_schema=False)
+    @router.get("/ping", responses=errors(503))
+    async def ping() -> Health:
+        """/health, under the name by which hosting platforms ask."""
+        return await health()
+
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", responses=errors(503))
     async def ready() -> Ready:

@@ -26,7 +26,16 @@ from specmamba.sampling_params import (
     TopP,
 )
 from specmamba.server.api.structured import StructuredRequest
-from specmamba.server.http.fields import LogitBias, Prompt, Speculation, Stop, StrictModel, TokenId, only
+from specmamba.server.http.fields import (
+    LogitBias,
+    MessageContent,
+    Prompt,
+    Speculation,
+    Stop,
+    StrictModel,
+    TokenId,
+    only,
+)
 
 NoEffect = Field(description="accepted; changes nothing")
 NotYet = Field(description="not supported yet: only the values that ask for nothing")
@@ -42,6 +51,19 @@ class StreamOptions(StrictModel):
         bool | None, Field(description="extension: every chunk carries the usage so far")
     ] = None
     include_obfuscation: Annotated[Literal[False] | None, only(False), NotYet] = None
+
+
+class Prediction(StrictModel):
+    """A text that the answer is expected to repeat for the most part."""
+
+    type: Literal["content"]
+    content: MessageContent
+
+    @property
+    def text(self) -> str:
+        """The text, its parts joined."""
+        content = self.content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class GenerationRequest(StructuredRequest):
@@ -84,6 +106,10 @@ class GenerationRequest(StructuredRequest):
         CacheKey | None, Field(description="extension: separates cached prefixes as cache_salt does, and further")
     ] = None
 
+    prediction: Annotated[
+        Prediction | None,
+        Field(description="a text that most of the answer repeats: drafts are taken from it where the two agree"),
+    ] = None
     user: Annotated[str | None, NoEffect] = None
     metadata: Annotated[dict[str, Any] | None, NoEffect] = None
 
@@ -158,12 +184,17 @@ class CompletionRequest(GenerationRequest):
         NumLogprobs | None,
         Field(description="log-probabilities of the tokens and of so many likeliest ones; with echo the prompt's too"),
     ] = None
-    suffix: Annotated[Literal[""] | None, only(""), NotYet] = None
+    suffix: Annotated[
+        str | None,
+        Field(description="what follows the answer, for models that fill gaps: the answer stands between the two"),
+    ] = None
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError("max_tokens", "0 is only allowed with echo", {"field": "max_tokens"})
+        if self.suffix and self.echo:
+            raise PydanticCustomError("suffix", "does not go together with echo", {"field": "suffix"})
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise PydanticCustomError("best_of", "must not be less than n", {"field": "best_of"})
         if self.stream and self.num_asked > (self.n or 1):

@@ -24,7 +24,11 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """What speculation did: drafted tokens that the model accepted, and those it rejected."""
+    """What speculation did: drafted tokens that the model accepted, and those it rejected.
+
+    With ``prediction`` the drafts are tokens of the given text where the answer agrees with it, and the drafter's
+    elsewhere. Every accepted one is a token of the answer. A token of the text that was never drafted counts nowhere.
+    """
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from specmamba.core import OutputDelta
 from specmamba.engine.thread import EngineThread
+from specmamba.errors import RequestError
 from specmamba.models.tokenizer import Tokenizer
 from specmamba.sampling_params import GrammarSpec
 from specmamba.server.api.answers import AnswerFormat, Choices, check_number, send_answer
@@ -75,6 +76,17 @@ class Service:
         check_fits(self.tokenizer, text, self.context_length)
         return await off_loop(len(text), self.tokenizer.encode, text, add_special_tokens, encodes=True)
 
+    async def _encode_prediction(self, body: GenerationRequest) -> Sequence[int]:
+        """Token ids of the text that the answer is expected to repeat; none without one. Raises as ``encode``."""
+        if body.prediction is None:
+            return ()
+        text = body.prediction.text
+        check_fits(self.tokenizer, text, self.context_length, "prediction")
+        try:
+            return await off_loop(len(text), self.tokenizer.encode, text, False, encodes=True)
+        except RequestError as error:
+            raise RequestError(str(error), "prediction") from None
+
     async def encode_chat(self, rendered: RenderedChat) -> list[int]:
         """Token ids of a rendered conversation, as ``encode``."""
         check_fits(self.tokenizer, rendered.text, self.context_length)
@@ -122,7 +134,8 @@ class Service:
         except ValidationError as error:
             raise api_error_of_validation(error.errors()) from None
         compiled = None if spec is None else await self.grammars.compile(spec, param, request)
-        return Choices.of(prompts, params, compiled, per_prompt=per_prompt, kept=kept)
+        predicted = await self._encode_prediction(body)
+        return Choices.of(prompts, params, compiled, predicted, per_prompt=per_prompt, kept=kept)
 
     def check_token_ids(self, param: str, ids: Collection[int]) -> None:
         """Check token ids against the vocabulary.
@@ -186,8 +199,8 @@ class _SlowGrammar:
         """An abort says nothing about the grammar."""
 
 
-def check_fits(tokenizer: Tokenizer, text: str, context_length: int) -> None:
-    """Check, without encoding it, that a text can fit into the context.
+def check_fits(tokenizer: Tokenizer, text: str, context_length: int, param: str = "prompt") -> None:
+    """Check, without encoding it, that a text, in the field ``param``, can fit into the context.
 
     Raises:
         ApiError: 400; the text has more characters than ``context_length`` tokens can have.
@@ -195,8 +208,8 @@ def check_fits(tokenizer: Tokenizer, text: str, context_length: int) -> None:
     most = tokenizer.most_characters(context_length)
     if most is not None and len(text) > most:
         message = (
-            f"the prompt has {len(text)} characters, but at most {context_length - 1} tokens fit, and these "
+            f"the {param} has {len(text)} characters, but at most {context_length - 1} tokens fit, and these "
             f"never have more than {most} characters: "
             "shorten it, or serve with a larger --context-length / --max-total-tokens"
         )
-        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+        raise ApiError(400, message, param=param, code="context_length_exceeded")

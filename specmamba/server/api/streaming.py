@@ -56,6 +56,7 @@ class ChoiceRequest:
     prompt: Sequence[int]
     params: SamplingParams
     grammar: CompiledGrammar | None = None  # of ``params.grammar``
+    predicted: Sequence[int] = ()  # expected output, to draft from
 
 
 def merge(*deltas: OutputDelta | None) -> OutputDelta:
@@ -137,7 +138,14 @@ class Call:
         call._observers = [[observe(record, index) for observe in observers] for index in range(len(requests))]
         engine_requests = [
             EngineRequest(
-                call._ids[index], own.prompt, own.params, call._listener(index), extra_key, own.grammar, owner
+                call._ids[index],
+                own.prompt,
+                own.params,
+                call._listener(index),
+                extra_key,
+                own.grammar,
+                owner,
+                predicted_ids=own.predicted,
             )
             for index, own in enumerate(requests)
         ]

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, model_validator
-from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from specmamba.engine.thread import EngineConstants
 from specmamba.errors import EngineStoppedError, RequestError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
-from specmamba.sampling_params import MAX_GRAMMAR_CHARACTERS, GrammarSpec
+from specmamba.sampling_params import GrammarSpec
+from specmamba.server.api.grammar_fields import (
+    Choice,
+    GrammarText,
+    JsonSchema,
+    StructuredOutputs,
+    of_choice,
+    of_schema,
+    of_text,
+    wrong,
+)
 from specmamba.server.api.streaming import unless_client_gone
 from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import ApiError, queue_timeout
-from specmamba.server.http.fields import STRING, StrictModel, shortened
+from specmamba.server.http.fields import StrictModel, shortened
 from specmamba.server_config import ServerConfig
 
 # The field that a grammar comes in, by its kind.
 FIELDS = {"json_object": "response_format", "json_schema": "response_format", "regex": "regex", "ebnf": "ebnf"}
-
-GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 
 
 class TextFormat(StrictModel):
@@ -71,18 +77,6 @@ ResponseFormat = Annotated[
 ]
 
 
-def _kind_of_schema(value: object) -> str | None:
-    return STRING if isinstance(value, str) else "(object)" if isinstance(value, dict) else None
-
-
-JsonSchema = Annotated[
-    Annotated[GrammarText, Tag(STRING)] | Annotated[dict[str, Any], Tag("(object)")],
-    Discriminator(
-        _kind_of_schema, custom_error_type="schema_type", custom_error_message="must be a JSON schema: object or string"
-    ),
-]
-
-
 class StructuredRequest(StrictModel):
     """The fields that restrict the text of every answer; a request may use one of them."""
 
@@ -90,6 +84,13 @@ class StructuredRequest(StrictModel):
     json_schema: Annotated[JsonSchema | None, Field(description="extension: JSON that this schema allows")] = None
     regex: Annotated[GrammarText | None, Field(description="extension: a text that this expression matches")] = None
     ebnf: Annotated[GrammarText | None, Field(description="extension: a text that these rules (GBNF) derive")] = None
+    guided_json: Annotated[JsonSchema | None, Field(description="extension: json_schema, as vLLM calls it")] = None
+    guided_regex: Annotated[GrammarText | None, Field(description="extension: regex, as vLLM calls it")] = None
+    guided_choice: Annotated[Choice | None, Field(description="extension: one of these texts, as vLLM has it")] = None
+    guided_grammar: Annotated[GrammarText | None, Field(description="extension: ebnf, as vLLM calls it")] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, Field(description="extension: one of these fields, as vLLM has it")
+    ] = None
     ignore_eos: Annotated[
         bool | None, Field(description="extension: go on after the model's own end-of-text token")
     ] = None
@@ -101,10 +102,10 @@ class StructuredRequest(StrictModel):
         asked = {name: spec for name, spec in self._specs().items() if spec is not None}
         if len(asked) > 1:
             message = "send one of {fields}"
-            raise _wrong(list(asked)[-1], "two_grammars", message, fields=" and ".join(asked))
+            raise wrong(list(asked)[-1], "two_grammars", message, fields=" and ".join(asked))
         if asked and self.ignore_eos:
             message = "an answer ends where its form is whole: ignore_eos does not go together with {other}"
-            raise _wrong("ignore_eos", "ignore_eos", message, other=next(iter(asked)))
+            raise wrong("ignore_eos", "ignore_eos", message, other=next(iter(asked)))
         object.__setattr__(self, "_grammar", next(iter(asked.items()), None))
         return self
 
@@ -119,11 +120,17 @@ class StructuredRequest(StrictModel):
         return None if self._grammar is None else self._grammar[0]
 
     def _specs(self) -> dict[str, GrammarSpec | None]:
+        outputs = {} if self.structured_outputs is None else self.structured_outputs.specs()
         return {
             "response_format": _of_response_format(self.response_format),
-            "json_schema": None if self.json_schema is None else _of_schema(self.json_schema, "json_schema"),
-            "regex": None if self.regex is None else GrammarSpec(kind="regex", text=self.regex),
-            "ebnf": None if self.ebnf is None else GrammarSpec(kind="ebnf", text=self.ebnf),
+            "json_schema": of_schema(self.json_schema, "json_schema"),
+            "regex": of_text("regex", self.regex),
+            "ebnf": of_text("ebnf", self.ebnf),
+            "guided_json": of_schema(self.guided_json, "guided_json"),
+            "guided_regex": of_text("regex", self.guided_regex),
+            "guided_choice": of_choice(self.guided_choice, "guided_choice"),
+            "guided_grammar": of_text("ebnf", self.guided_grammar),
+            **{f"structured_outputs.{name}": spec for name, spec in outputs.items()},
         }
 
 
@@ -132,30 +139,8 @@ def _of_response_format(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat 
         case JsonObjectFormat():
             return GrammarSpec(kind="json_object")
         case JsonSchemaFormat():
-            return _of_schema(asked.json_schema.schema_, "response_format")
+            return of_schema(asked.json_schema.schema_, "response_format")
     return None
-
-
-def _of_schema(schema: str | dict[str, Any], field: str) -> GrammarSpec:
-    try:
-        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
-        is_object = isinstance(json.loads(text, parse_constant=_no_number), dict)
-    except (ValueError, RecursionError):  # not JSON; NaN or infinity; nested too deeply
-        raise _wrong(field, "invalid_schema", "the schema is not valid JSON") from None
-    if not is_object:
-        raise _wrong(field, "invalid_schema", "the schema must be a JSON object")
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
-        message = "the schema has {length} characters, but at most {most} are taken"
-        raise _wrong(field, "too_long", message, length=len(text), most=MAX_GRAMMAR_CHARACTERS)
-    return GrammarSpec(kind="json_schema", text=text)
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(name)
-
-
-def _wrong(field: str, code: str, message: str, **words: object) -> PydanticCustomError:
-    return PydanticCustomError(code, message, {"field": field, **words})
 
 
 class Grammars:

@@ -19,7 +19,7 @@ from specmamba.server_config import ServerConfig
 _CALLER = "specmamba.caller"  # the key of the ASGI scope
 # Probes and scrapers rarely send a key, and get load figures only. The page's files hold nothing about the model; the
 # page asks its user for a key.
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
+_OPEN_PATHS = frozenset({"/", "/docs", "/health", "/metrics", "/ping", "/ready"})
 _OPEN_PREFIX = "/page/"
 _FORWARDED = (b"forwarded", b"via", b"x-real-ip")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?", re.ASCII | re.IGNORECASE)

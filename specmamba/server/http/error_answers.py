@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -125,12 +126,17 @@ def queue_timeout(what: str, limit_s: float | None) -> ApiError:
     return ApiError(503, text, kind=SERVER, code="queue_timeout", headers={"Retry-After": "1"})
 
 
-def install_error_handlers(app: FastAPI, addresses: Sequence[str] = ()) -> None:
-    """Answer every exception of the application through ``as_api_error``; a 404 names the nearest of ``addresses``."""
+def install_error_handlers(app: FastAPI, routes: Sequence[APIRoute] = ()) -> None:
+    """Answer every exception of the application through ``as_api_error``.
+
+    A 404 names the nearest address of ``routes``, a 405 the methods that there are.
+    """
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
-            return _no_such_address(request.url.path, addresses).response()
+            return _no_such_address(request.url.path, [route.path for route in routes]).response()
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            return _no_such_method(request, routes, error).response()
         return as_api_error(error).response()
 
     for handled in (SpecmambaError, RequestValidationError, HTTPException):
@@ -164,8 +170,17 @@ class _AnswerUnexpected:
 
 
 def _no_such_address(path: str, addresses: Sequence[str]) -> ApiError:
-    message = f"there is nothing at this address{did_you_mean(path, addresses)}"
-    return ApiError(404, message, code="not_found")
+    hint = did_you_mean(path, addresses) or "; /docs lists what there is"
+    return ApiError(404, f"there is nothing at this address{hint}", code="not_found")
+
+
+def _no_such_method(request: Request, routes: Sequence[APIRoute], error: HTTPException) -> ApiError:
+    """The error for an address that knows other methods; ``error`` has only those of the first route of the address."""
+    found = {method for route in routes if route.path_regex.match(request.url.path) for method in route.methods or ()}
+    found |= set(filter(None, (error.headers or {}).get("Allow", "").split(", ")))
+    methods = sorted(found)
+    message = f"this address does not know {request.method[:20]}; it knows {' and '.join(methods)}"
+    return ApiError(405, message, code="method_not_allowed", headers={"Allow": ", ".join(methods)})
 
 
 def _of_http_exception(error: HTTPException) -> ApiError:
@@ -173,7 +188,6 @@ def _of_http_exception(error: HTTPException) -> ApiError:
         return ApiError(499, "the client hung up before its request was whole", code="disconnect")  # for the log only
     messages = {
         400: "the body is not valid JSON in UTF-8",  # the only 400 that is raised as an HTTPException
-        405: "this address does not know this method",
     }
     codes = {400: "invalid_json", 405: "method_not_allowed", 413: "request_too_large"}
     message = messages.get(error.status_code, str(error.detail))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specmamba.engine.loading import return_freed_memory
 from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import SERVER, ApiError, queue_timeout
 from specmamba.server.observe.call_record import AbortReason
@@ -291,11 +291,10 @@ def too_many_values(body: bytes) -> str | None:
 
 
 def give_back_memory() -> None:
-    """Return freed memory to the system. Does nothing without ``malloc_trim``, or while another thread does it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None and _one_at_a_time.acquire(blocking=False):
+    """Return freed memory to the system. Does nothing while another thread does it."""
+    if _one_at_a_time.acquire(blocking=False):
         try:
-            trim(ctypes.c_size_t(0))
+            return_freed_memory()
         finally:
             _one_at_a_time.release()
 

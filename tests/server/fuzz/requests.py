@@ -218,6 +218,7 @@ def _odd_header(random: Random) -> dict[str, str]:
 
 
 _PATHS = (
+    *("/docs", "/ping", "/version"),
     *("/", "/health", "/ready", "/metrics", "/cache", "/events", "/server_info", "/get_server_info", "/model_info"),
     *(
         "/v1/models",
