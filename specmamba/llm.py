@@ -70,7 +70,7 @@ class LLM:
             extra_key: cached prefixes are shared among prompts of the same key (and the same salt) only.
 
         Returns:
-            One output per prompt, in the order of the prompts.
+            One output per prompt, in the order of the prompts; its ``outputs`` are the ``n`` continuations.
 
         Raises:
             RequestError: a prompt is none, or empty, too long, or has a token that is not in the vocabulary; the
@@ -123,12 +123,12 @@ class LLM:
             request.
 
         Raises:
-            RequestError: the prompt is empty, too long, or has a token that is not in the vocabulary, or the grammar
-                cannot be used.
+            RequestError: the prompt is empty, too long, or has a token that is not in the vocabulary, the grammar
+                cannot be used, or ``n`` is above 1.
             EngineStoppedError: it is closed, or the engine has failed.
         """
         deltas: SimpleQueue[OutputDelta] = SimpleQueue()
-        calls = self._local.prepare([read_prompt(prompt)], sampling_params, extra_key)
+        calls = self._local.prepare_stream(read_prompt(prompt), sampling_params, extra_key)
         requests = self._local.requests(calls, [deltas.put])
         is_open = True
         try:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,13 +35,14 @@ OnDelta = Callable[[OutputDelta], None]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One prompt that is ready to run."""
+    """One continuation of a prompt that is ready to run."""
 
     prompt: list[int]
     params: SamplingParams
     replay: tuple[int, ...]
     prefix_key: str | None
     grammar: CompiledGrammar | None
+    index: int = 0  # among those of its prompt, which follow each other
 
 
 class LocalEngine:
@@ -75,6 +76,9 @@ class LocalEngine:
     ) -> list[Call]:
         """Encode and check the prompts of a call, and compile its grammars, which takes time.
 
+        Returns:
+            The ``n`` continuations of every prompt, side by side.
+
         Raises:
             RequestError: as ``LLM.generate``.
             EngineStoppedError: closed.
@@ -90,7 +94,23 @@ class LocalEngine:
         grammars = self._compile(params)
         keys = [prompt.prefix_key(extra_key) for prompt in prompts]
         parts = zip(token_ids, params, replays, keys, strict=True)
-        return [Call(ids, own, forced, key, grammars.get(own.grammar)) for ids, own, forced, key in parts]
+        return [
+            Call(ids, own.of_choice(i), forced, key, grammars.get(own.grammar), i)
+            for ids, own, forced, key in parts
+            for i in range(own.n)
+        ]
+
+    def prepare_stream(
+        self, prompt: GivenPrompt, sampling_params: SamplingParams | None, extra_key: str | None
+    ) -> list[Call]:
+        """Prepare the one call of a stream. Raises RequestError as ``LLM.stream``, EngineStoppedError."""
+        if isinstance(sampling_params, SamplingParams) and sampling_params.n > 1:
+            raise RequestError(
+                f"a stream is one continuation of its prompt, not n={sampling_params.n}: open a stream for each, with "
+                "seeds of their own, or use generate",
+                "n",
+            )
+        return self.prepare([prompt], sampling_params, extra_key)
 
     def encode_chat(
         self,
@@ -146,7 +166,7 @@ class LocalEngine:
 
     def checked(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Give outputs back. Raises EngineFailedError if the engine has failed before all of them were complete."""
-        if any(output.finish_reason == "error" for output in outputs):
+        if any(one.finish_reason == "error" for output in outputs for one in output.outputs):
             self.check_failure()
         return outputs
 
@@ -231,8 +251,10 @@ class Collector:
         return [self._sink(deltas) for deltas in self._deltas]
 
     def outputs(self) -> list[RequestOutput]:
-        """The outputs, once all have ended."""
-        return [_output(call.prompt, deltas) for call, deltas in zip(self._calls, self._deltas, strict=True)]
+        """The outputs of the prompts, once all have ended."""
+        outputs = [_output(call, deltas) for call, deltas in zip(self._calls, self._deltas, strict=True)]
+        firsts = [place for place, output in enumerate(outputs) if output.index == 0]
+        return [_joined(outputs[here:after]) for here, after in itertools.pairwise([*firsts, len(outputs)])]
 
     def _sink(self, deltas: list[OutputDelta]) -> OnDelta:
         def take(delta: OutputDelta) -> None:
@@ -265,16 +287,26 @@ def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     return list(sampling_params)
 
 
-def _output(prompt: list[int], deltas: list[OutputDelta]) -> RequestOutput:
+def _joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """The continuations of one prompt as one output; all have the log probabilities of the prompt."""
+    first, *others = outputs
+    if not others:
+        return first
+    scores = first.prompt_logprobs
+    return replace(first, others=tuple(replace(other, prompt_logprobs=scores) for other in others))
+
+
+def _output(call: Call, deltas: list[OutputDelta]) -> RequestOutput:
     last = deltas[-1]
     return RequestOutput(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        prompt_token_ids=tuple(prompt),
+        prompt_token_ids=tuple(call.prompt),
         finish_reason=last.finish_reason or "abort",
         num_cached_tokens=last.num_cached_tokens,
         spec=last.spec,
         error=last.error,
         logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
         prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
+        index=call.index,
     )
