@@ -8,11 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
+from specmamba.calls.collector import Collector
+from specmamba.calls.given_prompts import (
+    GivenPrompt,
+    Message,
+    Prompt,
+    Prompts,
+    conversations,
+    read_prompt,
+    read_prompts,
+)
 from specmamba.core import OutputDelta, RequestOutput
 from specmamba.engine.engine import Engine
 from specmamba.engine_flags import EngineFlags
-from specmamba.given_prompts import GivenPrompt, Message, Prompt, Prompts, conversations, read_prompt, read_prompts
-from specmamba.local_engine import Collector, LocalEngine
+from specmamba.local_engine import LocalEngine
 from specmamba.sampling_params import SamplingParams
 
 

@@ -8,21 +8,21 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
+from specmamba.calls.collector import Call, OnDelta
+from specmamba.calls.given_prompts import GivenPrompt, Message
 from specmamba.command_line import keyword_error
 from specmamba.config import EngineConfig
-from specmamba.core import OutputDelta, RequestOutput
+from specmamba.core import RequestOutput
 from specmamba.engine.channels import EngineRequest
 from specmamba.engine.engine import Engine
 from specmamba.engine.loading import process_threads
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import EngineFailedError, EngineStoppedError, RequestError, SpecmambaError
-from specmamba.given_prompts import GivenPrompt, Message
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
 from specmamba.near_names import as_keywords
 from specmamba.sampling_params import GrammarSpec, SamplingParams
@@ -30,19 +30,6 @@ from specmamba.sampling_params import GrammarSpec, SamplingParams
 GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES = 30.0, 256 << 20
 ABORT_TIMEOUT_S = 10.0
 WAKE_INTERVAL_S = 0.05  # that tokens of a stream wait for the next, on an event loop
-OnDelta = Callable[[OutputDelta], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One continuation of a prompt that is ready to run."""
-
-    prompt: list[int]
-    params: SamplingParams
-    replay: tuple[int, ...]
-    prefix_key: str | None
-    grammar: CompiledGrammar | None
-    index: int = 0  # among those of its prompt, which follow each other
 
 
 class LocalEngine:
@@ -237,36 +224,6 @@ def _end(thread: EngineThread, grammars: list[GrammarCompiler]) -> None:
         grammars.pop().close()
 
 
-class Collector:
-    """Takes the deltas of some requests, on the engine thread, and calls a function when all have ended."""
-
-    def __init__(self, calls: Sequence[Call], on_end: Callable[[], object]) -> None:
-        self._calls = calls
-        self._on_end = on_end
-        self._deltas: list[list[OutputDelta]] = [[] for _ in calls]
-        self._num_open = len(calls)
-
-    def sinks(self) -> list[OnDelta]:
-        """One function for each request."""
-        return [self._sink(deltas) for deltas in self._deltas]
-
-    def outputs(self) -> list[RequestOutput]:
-        """The outputs of the prompts, once all have ended."""
-        outputs = [_output(call, deltas) for call, deltas in zip(self._calls, self._deltas, strict=True)]
-        firsts = [place for place, output in enumerate(outputs) if output.index == 0]
-        return [_joined(outputs[here:after]) for here, after in itertools.pairwise([*firsts, len(outputs)])]
-
-    def _sink(self, deltas: list[OutputDelta]) -> OnDelta:
-        def take(delta: OutputDelta) -> None:
-            deltas.append(delta)
-            if delta.finish_reason is not None:
-                self._num_open -= 1
-                if not self._num_open:
-                    self._on_end()
-
-        return take
-
-
 def _grammar_compiler(engine: Engine) -> GrammarCompiler:
     try:
         return GrammarCompiler(
@@ -285,28 +242,3 @@ def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     if len(sampling_params) != count:
         raise RequestError(f"{len(sampling_params)} sampling parameters were given for {count} prompts")
     return list(sampling_params)
-
-
-def _joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """The continuations of one prompt as one output; all have the log probabilities of the prompt."""
-    first, *others = outputs
-    if not others:
-        return first
-    scores = first.prompt_logprobs
-    return replace(first, others=tuple(replace(other, prompt_logprobs=scores) for other in others))
-
-
-def _output(call: Call, deltas: list[OutputDelta]) -> RequestOutput:
-    last = deltas[-1]
-    return RequestOutput(
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        prompt_token_ids=tuple(call.prompt),
-        finish_reason=last.finish_reason or "abort",
-        num_cached_tokens=last.num_cached_tokens,
-        spec=last.spec,
-        error=last.error,
-        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
-        index=call.index,
-    )

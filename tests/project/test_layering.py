@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("verify", "grammar"),
     ("draft",),
     ("engine",),
-    ("given_prompts",),
+    ("calls",),
     ("local_engine",),
     ("llm", "async_llm"),
     ("__init__",),
