@@ -1,6 +1,7 @@
 """The keyword arguments of ``LLM`` for type checkers and editors: the fields of ``EngineConfig`` behind ``model``.
 
-``tests/project/test_types.py`` holds them to the configuration.
+``tests/project/test_types.py`` holds them to the configuration. Names of other runtimes (``other_names``) work when the
+program runs and are none of these: a type checker and an editor know one name for each setting.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class LLM:
             replay: for each prompt, token ids that are used as output instead of chosen tokens, as far as they go. The
                 speculation figures then say how drafts are accepted on this text.
             extra_key: cached prefixes are shared among prompts of the same key (and the same salt) only.
-            use_tqdm: show a progress bar on standard error, or what a given class or function makes in place of tqdm. None:
+            use_tqdm: show a progress bar on standard error; a class or function makes another one than tqdm. None: one
                 where that is a terminal.
 
         Returns:

@@ -11,11 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from specmamba.calls.collector import Call, OnDelta
 from specmamba.calls.given_prompts import GivenPrompt, Message
-from specmamba.command_line import keyword_error
 from specmamba.config import EngineConfig
 from specmamba.core import RequestOutput
 from specmamba.engine.channels import EngineRequest
@@ -24,7 +22,7 @@ from specmamba.engine.loading import process_threads
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import EngineFailedError, EngineStoppedError, RequestError, SpecmambaError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
-from specmamba.near_names import as_keywords
+from specmamba.keywords import config_of, in_keywords
 from specmamba.sampling_params import GrammarSpec, SamplingParams
 
 GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES = 30.0, 256 << 20
@@ -40,10 +38,7 @@ class LocalEngine:
 
     def __init__(self, flags: Mapping[str, Any]) -> None:
         """Load the model of these fields of ``EngineConfig``. Raises ConfigError, SpecmambaError."""
-        try:
-            config = EngineConfig(**{name: value for name, value in flags.items() if (name, value) != ("model", None)})
-        except ValidationError as error:
-            raise keyword_error(error, EngineConfig.model_fields) from None
+        config = config_of(flags)
         # built here and not in the thread, so that Ctrl-C ends a load
         self.engine = _build(config)
         self.thread = EngineThread(_handing_over(self.engine), WAKE_INTERVAL_S, what="this model")
@@ -200,8 +195,7 @@ def _build(config: EngineConfig) -> Engine:
     try:
         return Engine(config)
     except SpecmambaError as error:
-        error.in_flags = str(error)
-        error.args = tuple(as_keywords(str(part), EngineConfig.model_fields) for part in error.args)
+        in_keywords(error)
         raise
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from specmamba.near_names import did_you_mean
+from specmamba.other_names import OTHER_PARAMS
 
 if TYPE_CHECKING:
     import torch
@@ -103,10 +104,15 @@ class SamplingParams(LogitSettings):
     @model_validator(mode="before")
     @classmethod
     def _names_are_known(cls, values: Any) -> Any:
-        for name in values if isinstance(values, Mapping) else ():
+        if not isinstance(values, Mapping):
+            return values
+        named = {OTHER_PARAMS.get(name, name): value for name, value in values.items()}
+        if len(named) < len(values):
+            raise ValueError(f"two names for one setting are given: {', '.join(map(str, values))}")
+        for name in named:
             if name not in cls.model_fields:
                 raise ValueError(f"there is no {name!r}{did_you_mean(str(name), cls.model_fields)}")
-        return values
+        return named
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -25,6 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "command_line",
         "flag_parser",
         "near_names",
+        "other_names",
+        "keywords",
         "errors",
         "trees",
         "processes",
