@@ -184,6 +184,8 @@ def _generate(config: GenerateConfig) -> int:
     Raises:
         SpecmambaError: the model cannot be loaded, or the prompt is refused.
     """
+    if config.skip_tokenizer_init:
+        raise ConfigError("--skip-tokenizer-init: this command reads and writes texts: drop it")
     params = _sampling_params(config)
     prompt = _read_prompt() if config.prompt is None else config.prompt
     if not prompt:

@@ -84,6 +84,9 @@ class EngineConfig(CommandLine):
         Field(min_length=1, description="folder or hub id of a checkpoint, or a GGUF file; none: the bundled demo"),
     ] = None
     revision: Annotated[str | None, Field(description="branch, tag or commit, when --model is a hub id")] = None
+    skip_tokenizer_init: Annotated[
+        bool, Field(description="read no tokenizer: prompts and answers are token ids, and texts are refused")
+    ] = False
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         BeforeValidator(own_value("dtype")),
@@ -381,6 +384,8 @@ def _speculation_problem(config: EngineConfig) -> str | None:
     orphans = [flag for flag, value in ngram.items() if value is not None]
     if config.speculative_algorithm != "ngram" and orphans:
         return f"{', '.join(orphans)} needs --speculative-algorithm ngram"
+    if config.speculative_ngram_corpus is not None and config.skip_tokenizer_init:
+        return "--speculative-ngram-corpus: a text needs the tokenizer: drop it, or --skip-tokenizer-init"
     if config.ngram_windows[0] > config.ngram_windows[1]:
         return "--speculative-ngram-min-match-window-size is above --speculative-ngram-max-match-window-size"
     if config.speculative_tree is not None:

@@ -14,6 +14,7 @@ class EngineFlags(TypedDict, total=False):
     """Flags of the engine, as ``specmamba serve --help`` describes them."""
 
     revision: str | None
+    skip_tokenizer_init: bool
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     quantization: Literal["auto", "none", "int8", "int4", "fp8", "fp8-dynamic"]
     quantization_group_size: Literal[32, 64, 128]

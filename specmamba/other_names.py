@@ -33,7 +33,7 @@ class Fixed:
 
 
 _ONE_DEVICE = "a model runs on one device here"
-_OWN_TOKENIZER = "the tokenizer is the one in the model's folder: put its files there"
+_OWN_TOKENIZER = "the tokenizer is the one in the model's folder: put its files there, or give --skip-tokenizer-init"
 _NO_SWAP = (
     "nothing is moved between memories here: choose smaller weights (--quantization) or pools (--max-total-tokens)"
 )
