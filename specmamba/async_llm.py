@@ -38,7 +38,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path | None = None, **flags: Unpack[EngineFlags]) -> None:
         """Load the model, which blocks: in a running loop call ``await asyncio.to_thread(AsyncLLM, model=...)``."""
-        self._local = LocalEngine({"model": model and str(model), **flags})
+        self._local = LocalEngine({"model": model and str(model), **flags}, is_stepped_here=False)
 
     @property
     def engine(self) -> Engine:

@@ -43,7 +43,7 @@ class LLM:
             ConfigError: a flag is unknown or has an invalid value.
             SpecmambaError: the checkpoint cannot be loaded, or the memory does not suffice; the message says why.
         """
-        self._local = LocalEngine({"model": model and str(model), **flags})
+        self._local = LocalEngine({"model": model and str(model), **flags}, is_stepped_here=True)
 
     @property
     def engine(self) -> Engine:
@@ -161,7 +161,11 @@ class LLM:
         return Workbench(self.engine)
 
     def close(self) -> None:
-        """Abort running requests and end the grammar compiler. The object cannot be used afterwards."""
+        """Abort running requests and end the grammar compiler. The object cannot be used afterwards.
+
+        PyTorch's number of threads, which is a setting of each thread, is restored in the thread that made the object
+        if that one calls this.
+        """
         self._local.close()
 
     def __enter__(self) -> Self:

@@ -36,13 +36,30 @@ class LocalEngine:
     ``engine`` itself may be used, by one thread, while no request runs.
     """
 
-    def __init__(self, flags: Mapping[str, Any]) -> None:
-        """Load the model of these fields of ``EngineConfig``. Raises ConfigError, SpecmambaError."""
+    def __init__(self, flags: Mapping[str, Any], is_stepped_here: bool) -> None:
+        """Load the model.
+
+        Args:
+            flags: fields of ``EngineConfig``.
+            is_stepped_here: the caller's thread may step ``engine`` too. It keeps the engine's number of PyTorch's
+                threads, which is a setting of each thread, until it calls ``close``.
+
+        Raises:
+            ConfigError, SpecmambaError: as ``LLM``.
+        """
         config = config_of(flags)
-        # built here and not in the thread, so that Ctrl-C ends a load
-        self.engine = _build(config)
+        before = torch.get_num_threads()
+        self._stepper = threading.get_ident() if is_stepped_here else None
+        try:
+            # built here and not in the thread, so that Ctrl-C ends a load
+            self.engine = _build(config)
+        except BaseException:
+            torch.set_num_threads(before)
+            raise
         self.thread = EngineThread(_handing_over(self.engine), WAKE_INTERVAL_S, what="this model")
         self.thread.start()
+        if not is_stepped_here:
+            torch.set_num_threads(before)
         self._lock = threading.Lock()  # guards the field below
         self._grammars: list[GrammarCompiler] = []  # one at the most
         # also at exit: a thread that still runs native code when the interpreter ends would abort the process
@@ -162,7 +179,8 @@ class LocalEngine:
         with self._lock:
             if self._end.alive:
                 self._end()
-                torch.set_num_threads(process_threads())  # a setting of each thread: the engine's has restored its own
+                if self._stepper == threading.get_ident():  # the engine's thread has restored its own number
+                    torch.set_num_threads(process_threads())
 
     def _require_open(self) -> None:
         if not self._end.alive:
@@ -200,13 +218,18 @@ def _build(config: EngineConfig) -> Engine:
 
 
 def _handing_over(engine: Engine) -> Callable[[], Engine]:
-    """What the engine's thread calls for the engine; the present CUDA device is a setting of each thread."""
-    if engine.device.type != "cuda":
-        return lambda: engine
-    index = torch.cuda.current_device()
+    """What the engine's thread calls for the engine.
+
+    PyTorch's number of threads and the present CUDA device are settings of each thread.
+    """
+    number = torch.get_num_threads()
+    index = torch.cuda.current_device() if engine.device.type == "cuda" else None
 
     def take() -> Engine:
-        torch.cuda.set_device(index)
+        torch.get_num_threads()  # the first one in a thread sets what was set last in any, perhaps for another engine
+        torch.set_num_threads(number)
+        if index is not None:
+            torch.cuda.set_device(index)
         return engine
 
     return take
