@@ -72,7 +72,8 @@ class FlagParser(argparse.ArgumentParser):
             flags = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
             message = f"there is no flag {flag}{did_you_mean(flag, flags)}"
         elif first:
-            message = f"{first}: this stands behind no flag"
+            hint = f"; a model is given as --model {first}" if "/" in first and "model" in self._fields else ""
+            message = f"{first}: this stands behind no flag{hint}"
         self.exit(2, f'usage: {self.prog} [OPTIONS]; "{self.prog} --help" lists them\n{self.prog}: error: {message}\n')
 
 
