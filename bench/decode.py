@@ -185,7 +185,7 @@ def specmamba_contestant(config: DecodeBenchConfig, algorithm: str) -> Contestan
     def generate(prompt: str, temperature: float, seed: int) -> Sample:
         params = sampling_params(config, temperature, seed)
         began = time.perf_counter()
-        output: RequestOutput = llm.generate(prompt, params)[0]
+        output: RequestOutput = llm.generate(prompt, params, use_tqdm=False)[0]
         return Sample(time.perf_counter() - began, output.token_ids, output.spec.accept_length)
 
     return Contestant(generate, llm.engine.num_threads)

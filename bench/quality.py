@@ -180,9 +180,9 @@ def _outputs(llm: LLM, windows: Sequence[Sequence[int]], is_decode: bool) -> Ite
         batch = windows[start : start + size]
         if is_decode:
             params = [SamplingParams(max_tokens=len(w) - 1, logprobs=0, ignore_eos=True) for w in batch]
-            yield from llm.generate([w[:1] for w in batch], params, replay=[w[1:] for w in batch])
+            yield from llm.generate([w[:1] for w in batch], params, replay=[w[1:] for w in batch], use_tqdm=False)
         else:
-            yield from llm.generate(list(batch), SamplingParams(max_tokens=0, prompt_logprobs=0))
+            yield from llm.generate(list(batch), SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
 
 
 def losses_of(output: RequestOutput, is_decode: bool) -> list[float]:

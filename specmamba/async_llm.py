@@ -8,11 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
+from specmamba.calls.collector import Collector
+from specmamba.calls.given_prompts import (
+    GivenPrompt,
+    Message,
+    Prompt,
+    Prompts,
+    conversations,
+    read_prompt,
+    read_prompts,
+)
 from specmamba.core import OutputDelta, RequestOutput
 from specmamba.engine.engine import Engine
 from specmamba.engine_flags import EngineFlags
-from specmamba.given_prompts import GivenPrompt, Message, Prompt, Prompts, conversations, read_prompt, read_prompts
-from specmamba.local_engine import Call, Collector, LocalEngine
+from specmamba.local_engine import LocalEngine
 from specmamba.sampling_params import SamplingParams
 
 
@@ -29,7 +38,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path | None = None, **flags: Unpack[EngineFlags]) -> None:
         """Load the model, which blocks: in a running loop call ``await asyncio.to_thread(AsyncLLM, model=...)``."""
-        self._local = LocalEngine({"model": model and str(model), **flags})
+        self._local = LocalEngine({"model": model and str(model), **flags}, is_stepped_here=False)
 
     @property
     def engine(self) -> Engine:
@@ -72,7 +81,8 @@ class AsyncLLM:
             RequestError, EngineStoppedError: as ``LLM.stream``.
         """
         deltas: asyncio.Queue[OutputDelta] = asyncio.Queue()
-        loop, calls = asyncio.get_running_loop(), await self._prepare([read_prompt(prompt)], sampling_params, extra_key)
+        loop, given = asyncio.get_running_loop(), read_prompt(prompt)
+        calls = await asyncio.to_thread(self._local.prepare_stream, given, sampling_params, extra_key)
 
         def take(delta: OutputDelta) -> None:
             is_edge = delta.finish_reason is not None or delta.num_output_tokens == len(delta.token_ids)
@@ -112,7 +122,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         extra_key: str | None,
     ) -> list[RequestOutput]:
-        calls = await self._prepare(prompts, sampling_params, extra_key)
+        calls = await asyncio.to_thread(self._local.prepare, prompts, sampling_params, extra_key)
         if not calls:
             return []
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -126,11 +136,3 @@ class AsyncLLM:
             if not ended.is_set():
                 self._local.abort(requests)
         return self._local.checked(collector.outputs())
-
-    async def _prepare(
-        self,
-        prompts: Sequence[GivenPrompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        extra_key: str | None,
-    ) -> list[Call]:
-        return await asyncio.to_thread(self._local.prepare, prompts, sampling_params, extra_key)

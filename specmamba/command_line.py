@@ -21,10 +21,11 @@ from pydantic_settings import (
 )
 
 from specmamba.chat_config import ChatConfig
-from specmamba.config import CommandLine, EngineConfig, GenerateConfig
+from specmamba.config import CommandLine, EngineConfig, GenerateConfig, is_of_service
 from specmamba.errors import ConfigError
-from specmamba.flag_parser import FlagParser
-from specmamba.near_names import as_keywords, did_you_mean
+from specmamba.flag_parser import FlagParser, take_flag, with_own_names
+from specmamba.near_names import did_you_mean
+from specmamba.other_names import OTHER_NAMES, Renamed, translated
 from specmamba.server_config import ServerConfig
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
@@ -39,6 +40,7 @@ _OTHER_VARIABLES = frozenset(
 )
 # What Kubernetes puts into containers beside a service that is called specmamba.
 _OF_KUBERNETES = re.compile(r"^(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP))(_|$)")
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*[a-z0-9])")
 # Fields whose values are left out of messages.
 _SECRETS = frozenset({"api_key", "admin_key"})
 
@@ -51,7 +53,8 @@ def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[s
     Raises:
         ConfigError: a value, a combination or the file is not valid; the message names each flag concerned.
     """
-    source, arguments = _take_config_file(config_class, arguments)
+    source, arguments = _take_config_file(config_class, prog, arguments)
+    arguments = with_own_names(config_class, prog, arguments)
     repeated, arguments = _take_repeated(config_class, arguments)
     _check_environment(config_class, prog)
 
@@ -113,7 +116,7 @@ def read_flags(
             flag = name.replace("_", "-")
             if name in given or {f"--{flag}", f"--no-{flag}"} & given_flags:
                 return ""
-            if reads and (variable := _variable_of(name)) is not None:
+            if reads and (variable := variable_of(name)) is not None:
                 return f" (from the environment: {variable})"
             line = file.line_of(name) if name in file.settings else None
             return "" if line is None else f" ({file.path}, line {line})"
@@ -145,20 +148,13 @@ def describe_validation_error(
         is_shown = name and name not in _SECRETS and problem["type"] != "missing"
         got = f" (got {problem['input']!r})" if is_shown else ""
         text = problem["msg"].removeprefix("Value error, ")
-        lines.append((f"{flag}: " if name else "") + text + got + (origin(name) if name else ""))
+        concerned = [name] if name else [word.replace("-", "_") for word in _FLAG.findall(text)]
+        origins = "".join(dict.fromkeys(map(origin, concerned)))
+        lines.append((f"{flag}: " if name else "") + text + got + origins)
     return "\n".join(lines)
 
 
-def keyword_error(error: ValidationError, names: Collection[str]) -> ConfigError:
-    """The error of keyword arguments, in the words of Python."""
-    in_flags = describe_validation_error(error, names)
-    known = {*names, *(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])}
-    found = ConfigError(as_keywords(in_flags.replace("no such flag", "no such keyword"), known))
-    found.in_flags = in_flags
-    return found
-
-
-def _variable_of(name: str) -> str | None:
+def variable_of(name: str) -> str | None:
     """The environment's variable that sets a field, as it is spelled there."""
     return next((variable for variable in os.environ if variable.upper() == f"{_PREFIX}{name.upper()}"), None)
 
@@ -167,10 +163,16 @@ def _check_environment(config_class: type[EngineConfig], prog: str) -> None:
     """Raise ConfigError for a variable of ours that is nearly a flag's; say of others that they have no effect."""
     fields = {*_ALL_COMMANDS, *config_class.model_fields}
     known = {_PREFIX + name.upper() for name in fields} | _OTHER_VARIABLES
-    for variable in os.environ:
+    for variable, value in os.environ.items():
         name = variable.upper().removeprefix(_PREFIX)  # the common beginning makes all names look near
+        if variable.upper() == f"{_PREFIX}PORT" and "port" in config_class.model_fields and is_of_service(value):
+            said = "Kubernetes says so of a service named specmamba, and it is no port to listen on"
+            print(f"{prog}: {variable}={value} is ignored: {said}", file=sys.stderr)
         if name == variable.upper() or variable.upper() in known or _OF_KUBERNETES.search(name):
             continue
+        if isinstance(known_elsewhere := OTHER_NAMES.get(name.lower()), Renamed):
+            hint = f"{_PREFIX}{known_elsewhere.field.upper()} is what it is called here"
+            raise ConfigError(f"{variable}: there is no such variable of the environment; {hint}")
         own, others = ([field.upper() for field in those] for those in (config_class.model_fields, fields))
         if near := did_you_mean(name, own) or did_you_mean(name, others):
             hint = near.replace("mean ", f"mean {_PREFIX}")
@@ -178,15 +180,23 @@ def _check_environment(config_class: type[EngineConfig], prog: str) -> None:
         print(f"{prog}: {variable} has no effect: this command has no such flag", file=sys.stderr)
 
 
-def _take_config_file(config_class: type[EngineConfig], arguments: list[str]) -> tuple[ConfigFile, list[str]]:
+def _take_config_file(
+    config_class: type[EngineConfig], prog: str, arguments: list[str]
+) -> tuple[ConfigFile, list[str]]:
     """What ``--config FILE.toml`` sets, and the arguments without it.
 
     One file can be used for all commands: fields of other commands are ignored.
     """
-    files, rest = _take_flag("--config", arguments)
+    files, rest = take_flag("--config", arguments)
     file = _read_toml(Path(files[-1])) if files else NO_FILE
     elsewhere = _ALL_COMMANDS - set(config_class.model_fields)
-    ours = {name: value for name, value in file.settings.items() if name not in elsewhere}
+    try:
+        own, notes = translated(file.settings)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({file.path})") from None
+    for note in notes:
+        print(f"{prog}: {note} ({file.path})", file=sys.stderr)
+    ours = {name: value for name, value in own.items() if name not in elsewhere}
     return replace(file, settings=ours), rest
 
 
@@ -198,23 +208,9 @@ def _take_repeated(config_class: type[EngineConfig], arguments: list[str]) -> tu
     taken: dict[str, list[str]] = {}
     for name, field in config_class.model_fields.items():
         if "may be given again" in (field.description or ""):  # the text of --help is the declaration
-            values, arguments = _take_flag("--" + name.replace("_", "-"), arguments)
+            values, arguments = take_flag("--" + name.replace("_", "-"), arguments)
             taken |= {name: values} if values else {}
     return taken, arguments
-
-
-def _take_flag(flag: str, arguments: list[str]) -> tuple[list[str], list[str]]:
-    """All values of a flag, given as ``--flag VALUE`` or ``--flag=VALUE``, and the arguments without them."""
-    values, rest = [], []
-    remaining = iter(arguments)
-    for argument in remaining:
-        if argument.startswith(f"{flag}="):
-            values.append(argument.removeprefix(f"{flag}="))
-        elif argument == flag and (value := next(remaining, None)) is not None:
-            values.append(value)
-        else:
-            rest.append(argument)
-    return values, rest
 
 
 def _read_toml(file: Path) -> ConfigFile:

@@ -5,26 +5,36 @@ These classes are the command line, the environment, the TOML file and the keywo
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from specmamba.other_names import own_value
 from specmamba.sampling_params import LogitSettings, Temperature
 
 DEMO_MODEL = Path(__file__).parent / "demo"
 
 Algorithm = Literal["auto", "none", "mtp", "eagle", "eagle3", "draft-model", "ngram"]
 MAX_DRAFT_TOKENS = 64
+_STORED_FORMATS = ("awq", "gptq", "compressed-tensors", "gguf", "modelopt", "mxfp4", "nvfp4", "bitsandbytes")
 FORM_FLAG = "--speculative-draft-model-quantization"
 
 
-def _algorithm_name(value: object) -> object:
-    """Read the name of an algorithm; NEXTN is SGLang's name for mtp."""
-    name = value.lower() if isinstance(value, str) else value
-    return "mtp" if name == "nextn" else name
+def is_of_service(value: str) -> bool:
+    """Whether a variable's value is the address of a service, as Kubernetes sets ``NAME_PORT`` for one named so."""
+    return re.fullmatch(r"(tcp|udp|sctp)://\S+:[0-9]+", value) is not None
+
+
+class _OwnVariables(EnvSettingsSource):
+    """The environment, without what Kubernetes writes under the name of a port of ours."""
+
+    def __call__(self) -> dict[str, Any]:
+        values = super().__call__()
+        return {name: value for name, value in values.items() if name != "port" or not is_of_service(str(value))}
 
 
 class CommandLine(BaseSettings):
@@ -49,12 +59,19 @@ class CommandLine(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings, env_settings) if cls.reads_environment else (init_settings,)
+        return (init_settings, _OwnVariables(settings_cls)) if cls.reads_environment else (init_settings,)
 
 
 def _number(value: Any) -> Any:
     """Read a number of the command line or the environment, which choices of numbers do not do themselves."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _form_name(value: object) -> object:
+    """Read a form of weights; formats of checkpoints, which other runtimes ask to be told, are none."""
+    if isinstance(value, str) and value.lower().startswith(_STORED_FORMATS):
+        raise ValueError("what a checkpoint stores is read from its files: leave this out")
+    return "auto" if value is None else value
 
 
 class EngineConfig(CommandLine):
@@ -68,12 +85,17 @@ class EngineConfig(CommandLine):
         Field(min_length=1, description="folder or hub id of a checkpoint, or a GGUF file; none: the bundled demo"),
     ] = None
     revision: Annotated[str | None, Field(description="branch, tag or commit, when --model is a hub id")] = None
+    skip_tokenizer_init: Annotated[
+        bool, Field(description="read no tokenizer: prompts and answers are token ids, and texts are refused")
+    ] = False
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
+        BeforeValidator(own_value("dtype")),
         Field(description="type of weights and activations; auto: the checkpoint's own"),
     ] = "auto"
     quantization: Annotated[
         Literal["auto", "none", "int8", "int4", "fp8", "fp8-dynamic"],
+        BeforeValidator(_form_name),
         Field(
             description="auto: matrices stay in the codes that the checkpoint stores, where products have them; none: "
             "dequantized to --dtype; others: rounded when they are loaded, to 8-bit integers with a scale per output, "
@@ -117,6 +139,7 @@ class EngineConfig(CommandLine):
     ] = "float32"
     kv_cache_dtype: Annotated[
         Literal["auto", "int8", "fp8_e4m3"],
+        BeforeValidator(own_value("kv_cache_dtype")),
         Field(description="type of stored keys and values, with a scale per token and head; auto: the model's dtype"),
     ] = "auto"
     page_size: Annotated[int, Field(ge=1, le=1024, description="tokens in a page of the KV pool")] = 1
@@ -156,7 +179,7 @@ class EngineConfig(CommandLine):
 
     speculative_algorithm: Annotated[
         Algorithm,
-        BeforeValidator(_algorithm_name),
+        BeforeValidator(own_value("speculative_algorithm")),
         Field(
             description="how to draft; auto: with what --speculative-draft-model-path holds, else mtp if the "
             "checkpoint has an MTP head; NEXTN: mtp; ngram: from text"
@@ -362,6 +385,8 @@ def _speculation_problem(config: EngineConfig) -> str | None:
     orphans = [flag for flag, value in ngram.items() if value is not None]
     if config.speculative_algorithm != "ngram" and orphans:
         return f"{', '.join(orphans)} needs --speculative-algorithm ngram"
+    if config.speculative_ngram_corpus is not None and config.skip_tokenizer_init:
+        return "--speculative-ngram-corpus: a text needs the tokenizer: drop it, or --skip-tokenizer-init"
     if config.ngram_windows[0] > config.ngram_windows[1]:
         return "--speculative-ngram-min-match-window-size is above --speculative-ngram-max-match-window-size"
     if config.speculative_tree is not None:

@@ -145,7 +145,7 @@ class DraftView:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The complete output for one prompt, as ``LLM.generate`` returns it."""
+    """The complete output for one prompt, as ``LLM.generate`` returns it: its first continuation, and the others."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -156,11 +156,13 @@ class RequestOutput:
     error: str | None = None  # message, if the finish reason is "error"
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    index: int = 0  # which continuation of its prompt this is
+    others: tuple[RequestOutput, ...] = ()  # the continuations 1 to n - 1, of ``SamplingParams(n=...)``
 
     @property
     def outputs(self) -> tuple[RequestOutput, ...]:
-        """The answers to the prompt, which is this one: other runtimes have ``outputs[0].text`` here."""
-        return (self,)
+        """All continuations of the prompt, by ``index``; this one is the first."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, slots=True)

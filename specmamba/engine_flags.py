@@ -1,6 +1,7 @@
 """The keyword arguments of ``LLM`` for type checkers and editors: the fields of ``EngineConfig`` behind ``model``.
 
-``tests/project/test_types.py`` holds them to the configuration.
+``tests/project/test_types.py`` holds them to the configuration. Names of other runtimes (``other_names``) work when the
+program runs and are none of these: a type checker and an editor know one name for each setting.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ class EngineFlags(TypedDict, total=False):
     """Flags of the engine, as ``specmamba serve --help`` describes them."""
 
     revision: str | None
+    skip_tokenizer_init: bool
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     quantization: Literal["auto", "none", "int8", "int4", "fp8", "fp8-dynamic"]
     quantization_group_size: Literal[32, 64, 128]

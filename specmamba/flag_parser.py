@@ -1,8 +1,9 @@
-"""The parser of a command's flags: help in groups, and errors in three lines."""
+"""The parser of a command's flags: help in groups, errors in three lines, and flags of other runtimes."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,9 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from specmamba.config import EngineConfig
+from specmamba.errors import ConfigError
 from specmamba.near_names import did_you_mean
+from specmamba.other_names import OTHER_NAMES, SPECULATIVE, flag_of, translated
 from specmamba.server_config import ServerConfig
 
 WIDTH = 110
@@ -69,7 +72,8 @@ class FlagParser(argparse.ArgumentParser):
             flags = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
             message = f"there is no flag {flag}{did_you_mean(flag, flags)}"
         elif first:
-            message = f"{first}: this stands behind no flag"
+            hint = f"; a model is given as --model {first}" if "/" in first and "model" in self._fields else ""
+            message = f"{first}: this stands behind no flag{hint}"
         self.exit(2, f'usage: {self.prog} [OPTIONS]; "{self.prog} --help" lists them\n{self.prog}: error: {message}\n')
 
 
@@ -107,3 +111,59 @@ def _value_name(annotation: Any) -> str:
 
 def _plain(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def with_own_names(config_class: type[EngineConfig], prog: str, arguments: list[str]) -> list[str]:
+    """The arguments with the flags of other runtimes replaced; what is replaced is said on standard error."""
+    given: dict[str, Any] = {}
+    rest = arguments
+    for name in (SPECULATIVE, *OTHER_NAMES):
+        if name not in config_class.model_fields:
+            values, rest = _take_other(name, rest)
+            given |= {name: values[-1]} if values else {}
+    fields, notes = translated(given)
+    used = {argument.partition("=")[0].replace("--no-", "--") for argument in rest}
+    if twice := [field for field in fields if flag_of(field) in used]:
+        raise ConfigError(f"{flag_of(twice[0])} is given by another name too: give one of them")
+    for note in notes:
+        print(f"{prog}: {note}", file=sys.stderr)
+    return [*rest, *(_written(field, value) for field, value in fields.items())]
+
+
+def _take_other(name: str, arguments: list[str]) -> tuple[list[Any], list[str]]:
+    """The values of another runtime's flag, and the arguments without it."""
+    flag, known = flag_of(name), OTHER_NAMES.get(name)
+    if known is not None and known.is_switch:
+        switches = {flag: True, f"--no-{name.replace('_', '-')}": False}
+        return [switches[one] for one in arguments if one in switches], [
+            one for one in arguments if one not in switches
+        ]
+    values, rest = take_flag(flag, arguments)
+    if name != SPECULATIVE:
+        return values, rest
+    parts: dict[str, str] = {}  # vLLM also takes them one by one: --speculative-config.method mtp
+    for part in {one.partition("=")[0] for one in rest if one.startswith(f"{flag}.")}:
+        found, rest = take_flag(part, rest)
+        parts |= {part.removeprefix(f"{flag}.").replace("-", "_"): value for value in found}
+    return [*values, *([parts] if parts else [])], rest
+
+
+def _written(field: str, value: object) -> str:
+    """A setting as an argument."""
+    if isinstance(value, bool):
+        return flag_of(field) if value else f"--no-{field.replace('_', '-')}"
+    return f"{flag_of(field)}={value}"
+
+
+def take_flag(flag: str, arguments: list[str]) -> tuple[list[str], list[str]]:
+    """All values of a flag, given as ``--flag VALUE`` or ``--flag=VALUE``, and the arguments without them."""
+    values, rest = [], []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument.startswith(f"{flag}="):
+            values.append(argument.removeprefix(f"{flag}="))
+        elif argument == flag and (value := next(remaining, None)) is not None:
+            values.append(value)
+        else:
+            rest.append(argument)
+    return values, rest

@@ -53,6 +53,9 @@ def _model(info: Info) -> Iterator[Row]:
     yield "layers", _layers(info["layers"])
     yield "hidden size", f"{info['hidden_size']:,}"
     yield "context", f"{info['context_length']:,} tokens"
+    if "is_skipped" in tokenizer:
+        yield "tokenizer", "not read (--skip-tokenizer-init): prompts and answers are token ids"
+        return
     if "problem" in tokenizer:
         yield "tokenizer", f"none: {tokenizer['problem']}"
         return

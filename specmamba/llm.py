@@ -9,12 +9,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
+from specmamba.calls.collector import Call, Collector
+from specmamba.calls.given_prompts import Message, Prompt, Prompts, conversations, read_prompt, read_prompts
+from specmamba.calls.progress import UseTqdm, wait_for
 from specmamba.core import OutputDelta, RequestOutput
 from specmamba.engine.engine import Engine
 from specmamba.engine.workbench import Workbench
 from specmamba.engine_flags import EngineFlags
-from specmamba.given_prompts import Message, Prompt, Prompts, conversations, read_prompt, read_prompts
-from specmamba.local_engine import Call, Collector, LocalEngine
+from specmamba.local_engine import LocalEngine
 from specmamba.models.tokenizer import Tokenizer
 from specmamba.sampling_params import SamplingParams
 
@@ -41,7 +43,7 @@ class LLM:
             ConfigError: a flag is unknown or has an invalid value.
             SpecmambaError: the checkpoint cannot be loaded, or the memory does not suffice; the message says why.
         """
-        self._local = LocalEngine({"model": model and str(model), **flags})
+        self._local = LocalEngine({"model": model and str(model), **flags}, is_stepped_here=True)
 
     @property
     def engine(self) -> Engine:
@@ -58,6 +60,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         replay: Sequence[Sequence[int]] | None = None,
         extra_key: str | None = None,
+        use_tqdm: UseTqdm = None,
     ) -> list[RequestOutput]:
         """Continue prompts, batched continuously.
 
@@ -68,9 +71,11 @@ class LLM:
             replay: for each prompt, token ids that are used as output instead of chosen tokens, as far as they go. The
                 speculation figures then say how drafts are accepted on this text.
             extra_key: cached prefixes are shared among prompts of the same key (and the same salt) only.
+            use_tqdm: show a progress bar on standard error; a class or function makes another one than tqdm. None: one
+                where that is a terminal.
 
         Returns:
-            One output per prompt, in the order of the prompts.
+            One output per prompt, in the order of the prompts; its ``outputs`` are the ``n`` continuations.
 
         Raises:
             RequestError: a prompt is none, or empty, too long, or has a token that is not in the vocabulary; the
@@ -78,7 +83,8 @@ class LLM:
                 prompt is run then.
             EngineStoppedError: it is closed, or the engine has failed.
         """
-        return self._generate(self._local.prepare(read_prompts(prompts), sampling_params, extra_key, replay))
+        calls = self._local.prepare(read_prompts(prompts), sampling_params, extra_key, replay)
+        return self._generate(calls, use_tqdm)
 
     def chat(
         self,
@@ -87,6 +93,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         extra_key: str | None = None,
+        use_tqdm: UseTqdm = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, by the checkpoint's chat template.
 
@@ -97,6 +104,7 @@ class LLM:
             tools: definitions in OpenAI's form, for the template.
             chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
             extra_key: as in ``generate``.
+            use_tqdm: as in ``generate``.
 
         Returns:
             One output per conversation; calls of tools are in its text, as the model writes them.
@@ -106,7 +114,7 @@ class LLM:
             EngineStoppedError: it is closed, or the engine has failed.
         """
         prompts = [self._local.encode_chat(one, tools, chat_template_kwargs) for one in conversations(messages)]
-        return self._generate(self._local.prepare(prompts, sampling_params, extra_key))
+        return self._generate(self._local.prepare(prompts, sampling_params, extra_key), use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, extra_key: str | None = None
@@ -123,12 +131,12 @@ class LLM:
             request.
 
         Raises:
-            RequestError: the prompt is empty, too long, or has a token that is not in the vocabulary, or the grammar
-                cannot be used.
+            RequestError: the prompt is empty, too long, or has a token that is not in the vocabulary, the grammar
+                cannot be used, or ``n`` is above 1.
             EngineStoppedError: it is closed, or the engine has failed.
         """
         deltas: SimpleQueue[OutputDelta] = SimpleQueue()
-        calls = self._local.prepare([read_prompt(prompt)], sampling_params, extra_key)
+        calls = self._local.prepare_stream(read_prompt(prompt), sampling_params, extra_key)
         requests = self._local.requests(calls, [deltas.put])
         is_open = True
         try:
@@ -153,7 +161,11 @@ class LLM:
         return Workbench(self.engine)
 
     def close(self) -> None:
-        """Abort running requests and end the grammar compiler. The object cannot be used afterwards."""
+        """Abort running requests and end the grammar compiler. The object cannot be used afterwards.
+
+        PyTorch's number of threads, which is a setting of each thread, is restored in the thread that made the object
+        if that one calls this.
+        """
         self._local.close()
 
     def __enter__(self) -> Self:
@@ -162,7 +174,7 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _generate(self, calls: Sequence[Call]) -> list[RequestOutput]:
+    def _generate(self, calls: Sequence[Call], use_tqdm: UseTqdm) -> list[RequestOutput]:
         if not calls:
             return []
         ended = threading.Event()
@@ -170,7 +182,7 @@ class LLM:
         requests = self._local.requests(calls, collector.sinks())
         try:
             self._local.submit(requests).result()
-            ended.wait()
+            wait_for(ended, collector, use_tqdm)
         finally:
             if not ended.is_set():
                 self._local.abort(requests, wait=True)

@@ -8,40 +8,26 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
-from specmamba.command_line import keyword_error
+from specmamba.calls.collector import Call, OnDelta
+from specmamba.calls.given_prompts import GivenPrompt, Message
 from specmamba.config import EngineConfig
-from specmamba.core import OutputDelta, RequestOutput
+from specmamba.core import RequestOutput
 from specmamba.engine.channels import EngineRequest
 from specmamba.engine.engine import Engine
 from specmamba.engine.loading import process_threads
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import EngineFailedError, EngineStoppedError, RequestError, SpecmambaError
-from specmamba.given_prompts import GivenPrompt, Message
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
-from specmamba.near_names import as_keywords
+from specmamba.keywords import config_of, in_keywords
 from specmamba.sampling_params import GrammarSpec, SamplingParams
 
 GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES = 30.0, 256 << 20
 ABORT_TIMEOUT_S = 10.0
 WAKE_INTERVAL_S = 0.05  # that tokens of a stream wait for the next, on an event loop
-OnDelta = Callable[[OutputDelta], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One prompt that is ready to run."""
-
-    prompt: list[int]
-    params: SamplingParams
-    replay: tuple[int, ...]
-    prefix_key: str | None
-    grammar: CompiledGrammar | None
 
 
 class LocalEngine:
@@ -50,16 +36,30 @@ class LocalEngine:
     ``engine`` itself may be used, by one thread, while no request runs.
     """
 
-    def __init__(self, flags: Mapping[str, Any]) -> None:
-        """Load the model of these fields of ``EngineConfig``. Raises ConfigError, SpecmambaError."""
+    def __init__(self, flags: Mapping[str, Any], is_stepped_here: bool) -> None:
+        """Load the model.
+
+        Args:
+            flags: fields of ``EngineConfig``.
+            is_stepped_here: the caller's thread may step ``engine`` too. It keeps the engine's number of PyTorch's
+                threads, which is a setting of each thread, until it calls ``close``.
+
+        Raises:
+            ConfigError, SpecmambaError: as ``LLM``.
+        """
+        config = config_of(flags)
+        before = torch.get_num_threads()
+        self._stepper = threading.get_ident() if is_stepped_here else None
         try:
-            config = EngineConfig(**{name: value for name, value in flags.items() if (name, value) != ("model", None)})
-        except ValidationError as error:
-            raise keyword_error(error, EngineConfig.model_fields) from None
-        # built here and not in the thread, so that Ctrl-C ends a load
-        self.engine = _build(config)
+            # built here and not in the thread, so that Ctrl-C ends a load
+            self.engine = _build(config)
+        except BaseException:
+            torch.set_num_threads(before)
+            raise
         self.thread = EngineThread(_handing_over(self.engine), WAKE_INTERVAL_S, what="this model")
         self.thread.start()
+        if not is_stepped_here:
+            torch.set_num_threads(before)
         self._lock = threading.Lock()  # guards the field below
         self._grammars: list[GrammarCompiler] = []  # one at the most
         # also at exit: a thread that still runs native code when the interpreter ends would abort the process
@@ -74,6 +74,9 @@ class LocalEngine:
         replay: Sequence[Sequence[int]] | None = None,
     ) -> list[Call]:
         """Encode and check the prompts of a call, and compile its grammars, which takes time.
+
+        Returns:
+            The ``n`` continuations of every prompt, side by side.
 
         Raises:
             RequestError: as ``LLM.generate``.
@@ -90,7 +93,23 @@ class LocalEngine:
         grammars = self._compile(params)
         keys = [prompt.prefix_key(extra_key) for prompt in prompts]
         parts = zip(token_ids, params, replays, keys, strict=True)
-        return [Call(ids, own, forced, key, grammars.get(own.grammar)) for ids, own, forced, key in parts]
+        return [
+            Call(ids, own.of_choice(i), forced, key, grammars.get(own.grammar), i)
+            for ids, own, forced, key in parts
+            for i in range(own.n)
+        ]
+
+    def prepare_stream(
+        self, prompt: GivenPrompt, sampling_params: SamplingParams | None, extra_key: str | None
+    ) -> list[Call]:
+        """Prepare the one call of a stream. Raises RequestError as ``LLM.stream``, EngineStoppedError."""
+        if isinstance(sampling_params, SamplingParams) and sampling_params.n > 1:
+            raise RequestError(
+                f"a stream is one continuation of its prompt, not n={sampling_params.n}: open a stream for each, with "
+                "seeds of their own, or use generate",
+                "n",
+            )
+        return self.prepare([prompt], sampling_params, extra_key)
 
     def encode_chat(
         self,
@@ -146,7 +165,7 @@ class LocalEngine:
 
     def checked(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Give outputs back. Raises EngineFailedError if the engine has failed before all of them were complete."""
-        if any(output.finish_reason == "error" for output in outputs):
+        if any(one.finish_reason == "error" for output in outputs for one in output.outputs):
             self.check_failure()
         return outputs
 
@@ -160,7 +179,8 @@ class LocalEngine:
         with self._lock:
             if self._end.alive:
                 self._end()
-                torch.set_num_threads(process_threads())  # a setting of each thread: the engine's has restored its own
+                if self._stepper == threading.get_ident():  # the engine's thread has restored its own number
+                    torch.set_num_threads(process_threads())
 
     def _require_open(self) -> None:
         if not self._end.alive:
@@ -193,19 +213,23 @@ def _build(config: EngineConfig) -> Engine:
     try:
         return Engine(config)
     except SpecmambaError as error:
-        error.in_flags = str(error)
-        error.args = tuple(as_keywords(str(part), EngineConfig.model_fields) for part in error.args)
+        in_keywords(error)
         raise
 
 
 def _handing_over(engine: Engine) -> Callable[[], Engine]:
-    """What the engine's thread calls for the engine; the present CUDA device is a setting of each thread."""
-    if engine.device.type != "cuda":
-        return lambda: engine
-    index = torch.cuda.current_device()
+    """What the engine's thread calls for the engine.
+
+    PyTorch's number of threads and the present CUDA device are settings of each thread.
+    """
+    number = torch.get_num_threads()
+    index = torch.cuda.current_device() if engine.device.type == "cuda" else None
 
     def take() -> Engine:
-        torch.cuda.set_device(index)
+        torch.get_num_threads()  # the first one in a thread sets what was set last in any, perhaps for another engine
+        torch.set_num_threads(number)
+        if index is not None:
+            torch.cuda.set_device(index)
         return engine
 
     return take
@@ -215,34 +239,6 @@ def _end(thread: EngineThread, grammars: list[GrammarCompiler]) -> None:
     thread.shutdown(0.0)
     while grammars:
         grammars.pop().close()
-
-
-class Collector:
-    """Takes the deltas of some requests, on the engine thread, and calls a function when all have ended."""
-
-    def __init__(self, calls: Sequence[Call], on_end: Callable[[], object]) -> None:
-        self._calls = calls
-        self._on_end = on_end
-        self._deltas: list[list[OutputDelta]] = [[] for _ in calls]
-        self._num_open = len(calls)
-
-    def sinks(self) -> list[OnDelta]:
-        """One function for each request."""
-        return [self._sink(deltas) for deltas in self._deltas]
-
-    def outputs(self) -> list[RequestOutput]:
-        """The outputs, once all have ended."""
-        return [_output(call.prompt, deltas) for call, deltas in zip(self._calls, self._deltas, strict=True)]
-
-    def _sink(self, deltas: list[OutputDelta]) -> OnDelta:
-        def take(delta: OutputDelta) -> None:
-            deltas.append(delta)
-            if delta.finish_reason is not None:
-                self._num_open -= 1
-                if not self._num_open:
-                    self._on_end()
-
-        return take
 
 
 def _grammar_compiler(engine: Engine) -> GrammarCompiler:
@@ -263,18 +259,3 @@ def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     if len(sampling_params) != count:
         raise RequestError(f"{len(sampling_params)} sampling parameters were given for {count} prompts")
     return list(sampling_params)
-
-
-def _output(prompt: list[int], deltas: list[OutputDelta]) -> RequestOutput:
-    last = deltas[-1]
-    return RequestOutput(
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        prompt_token_ids=tuple(prompt),
-        finish_reason=last.finish_reason or "abort",
-        num_cached_tokens=last.num_cached_tokens,
-        spec=last.spec,
-        error=last.error,
-        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
-    )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from specmamba.near_names import did_you_mean
+from specmamba.other_names import OTHER_PARAMS
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 MAX_STOP_STRINGS, MAX_STOP_IDS = 16, 256
 MAX_LOGPROBS, MAX_BIASES, MAX_GRAMMAR_CHARACTERS = 20, 1024, 65_536
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+NumChoices = Annotated[int, Field(ge=1, le=1024)]
 LogitBias = Annotated[
     dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]],
     Field(max_length=MAX_BIASES, description="added to the logits of tokens, by token id"),
@@ -84,6 +86,7 @@ class SamplingParams(LogitSettings):
     max_tokens: Annotated[int, Field(ge=0, description="new tokens at the most; 0: the prompt is only run")] = 16
     temperature: Temperature = 1.0
     seed: Seed | None = None
+    n: Annotated[NumChoices, Field(description="continuations of each prompt; the seed of number i is seed + i")] = 1
     # declared as sequences, so that a list type-checks, and kept as tuples
     stop: Annotated[Sequence[StopString], Field(max_length=MAX_STOP_STRINGS), AfterValidator(tuple)] = ()
     stop_token_ids: Annotated[
@@ -101,10 +104,15 @@ class SamplingParams(LogitSettings):
     @model_validator(mode="before")
     @classmethod
     def _names_are_known(cls, values: Any) -> Any:
-        for name in values if isinstance(values, Mapping) else ():
+        if not isinstance(values, Mapping):
+            return values
+        named = {OTHER_PARAMS.get(name, name): value for name, value in values.items()}
+        if len(named) < len(values):
+            raise ValueError(f"two names for one setting are given: {', '.join(map(str, values))}")
+        for name in named:
             if name not in cls.model_fields:
                 raise ValueError(f"there is no {name!r}{did_you_mean(str(name), cls.model_fields)}")
-        return values
+        return named
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -112,6 +120,17 @@ class SamplingParams(LogitSettings):
         if value is None:
             return ()
         return (value,) if isinstance(value, str) else value
+
+    def of_choice(self, index: int) -> SamplingParams:
+        """The settings of one continuation of a prompt, by its number from 0 on.
+
+        It takes the seed ``seed + index``, if there is one. Number 0 alone computes log probabilities of the prompt.
+        """
+        if index == 0:
+            return self if self.n == 1 else self.model_copy(update={"n": 1})
+        # seeds are signed 64-bit numbers and wrap around
+        seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
+        return self.model_copy(update={"n": 1, "seed": seed, "prompt_logprobs": None})
 
     @property
     def is_greedy(self) -> bool:

@@ -37,6 +37,9 @@ class FakeTokenizer:
     """One token per UTF-8 byte; 0 is special and written ``<0>``, 1 is no token."""
 
     is_byte_level = False
+    has_text = True
+
+    def require_text(self, what: str, param: str) -> None: ...
 
     infill: Infill | None = None
 

@@ -170,7 +170,7 @@ def _generate(device: str, dtype: str, shape: Shape, count: int, max_tokens: int
 
 def _texts(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> Texts:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    outputs = llm.generate(list(prompts), params)
+    outputs = llm.generate(list(prompts), params, use_tqdm=False)
     for output in outputs:
         if output.finish_reason == "error":
             raise RequestError(output.error or "the model's numbers are not finite")

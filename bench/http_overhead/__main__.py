@@ -164,7 +164,7 @@ def _generated(config: HttpOverheadConfig, llm: LLM, prompts: Sequence[str], cli
     texts = [prompt for _, prompt in _numbered(config, prompts, clients)]
     params = [SamplingParams(**_sampling(config, number)) for number in range(len(texts))]
     batches = [slice(begin, begin + clients) for begin in range(0, len(texts), clients)]
-    outputs = [output for batch in batches for output in llm.generate(texts[batch], params[batch])]
+    outputs = [output for batch in batches for output in llm.generate(texts[batch], params[batch], use_tqdm=False)]
     return sum(len(output.token_ids) for output in outputs)
 
 

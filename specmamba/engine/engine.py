@@ -77,7 +77,7 @@ class Engine:
         self.folder = folder = resolve_checkpoint(config.model_path, config.revision)
         budget = int(free_memory(self.device) * config.mem_fraction_static)
         require_target(folder)
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = load_tokenizer(folder, config.skip_tokenizer_init)
         with torch.inference_mode():
             self.models = load_models(folder, config, self.device)
             self.model = self.models.target
@@ -203,6 +203,10 @@ class Engine:
     ) -> None:
         """Raise what ``add_request`` would raise about these arguments alone; any thread may call this."""
         self.check_prompt(prompt_token_ids, params.max_tokens)
+        if params.stop:
+            self.tokenizer.require_text("a stop string", "stop")
+        if params.grammar is not None:
+            self.tokenizer.require_text("structured output", "grammar")
         self.check_tokens(forced_output_ids, "replay")
         self.check_tokens(params.logit_bias, "logit_bias")
         if params.accept == "rejection" and self.config.speculative_accept == "target":

@@ -22,8 +22,10 @@ from specmamba.kernels import gpu, linear
 from specmamba.kernels.linear import WeightForm
 from specmamba.models.base import LoadedModel, LoadOptions, Models
 from specmamba.models.draft_heads import is_draft_head, load_draft_head
+from specmamba.models.no_tokenizer import NoTokenizer
 from specmamba.models.registry import ARCHITECTURES, choose_dtype, load_model
 from specmamba.models.tokenizer import Tokenizer, has_tokenizer
+from specmamba.models.tokenizer_backend import OR_WITHOUT
 
 logger = logging.getLogger("specmamba")
 
@@ -43,11 +45,18 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load a checkpoint's tokenizer. Raises CheckpointError as ``Tokenizer``; of settings alone it says what lacks."""
+def load_tokenizer(folder: Path, is_skipped: bool = False) -> Tokenizer:
+    """Load a checkpoint's tokenizer, or what stands in its place where it is skipped.
+
+    Raises:
+        CheckpointError: as ``Tokenizer``; of settings alone it says what lacks.
+    """
+    if is_skipped:
+        return NoTokenizer()
     if has_tokenizer(folder) and not any(file for form in VOCABULARIES for file in folder.glob(form)):
         raise CheckpointError(
             f"{folder} has no tokenizer, only its settings: add the tokenizer.json that belongs to the checkpoint"
+            f"{OR_WITHOUT}"
         )
     return Tokenizer(folder)
 
@@ -82,7 +91,7 @@ def load_models(folder: Path, config: EngineConfig, device: torch.device, only_s
     shapes = _load(folder, draft_folder, config, device, only_shapes=True)
     plan_drafts(config, shapes.draft_kind, shapes.target.target.vocab_size)
     if shapes.draft is not None:
-        _require_same_tokenizer(folder, draft_folder)
+        _require_same_tokenizer(folder, draft_folder, config.skip_tokenizer_init)
     return shapes if only_shapes else _load(folder, draft_folder, config, device, only_shapes=False)
 
 
@@ -153,10 +162,11 @@ def _check_draft_model(draft: LoadedModel, target: LoadedModel, context_length: 
         )
 
 
-def _require_same_tokenizer(folder: Path, draft_folder: Path) -> None:
+def _require_same_tokenizer(folder: Path, draft_folder: Path, is_skipped: bool) -> None:
     """Raise ConfigError if a token has another id in the draft model; one without a tokenizer is accepted."""
-    if not has_tokenizer(draft_folder):
-        logger.warning("%s %s has no tokenizer: it is taken to be the target's", DRAFT_FLAG, draft_folder)
+    if is_skipped or not has_tokenizer(draft_folder):
+        why = "its tokenizer is not read" if is_skipped else "has no tokenizer"
+        logger.warning("%s %s %s: it is taken to be the target's", DRAFT_FLAG, draft_folder, why)
         return
     if not has_tokenizer(folder):  # such a target cannot be served, but ``specmamba info`` can describe it
         return

@@ -90,7 +90,7 @@ def model_info(config: EngineConfig) -> dict[str, Any]:
         "draft": _draft(config, found, alone),
         "drafts_with": _drafts_with(plan, used.target.cache_shape.folds_in_verify),
         "supported": _supported(found.draft_kind),
-        "tokenizer": _tokenizer(folder, alone),
+        "tokenizer": _tokenizer(config, folder, alone),
     }
 
 
@@ -181,8 +181,10 @@ def _supported(draft: DraftKind | None) -> dict[str, Any]:
     }
 
 
-def _tokenizer(folder: Path, model: LoadedModel) -> dict[str, Any]:
-    """Describe the tokenizer; a model without one can be described, but not be served."""
+def _tokenizer(config: EngineConfig, folder: Path, model: LoadedModel) -> dict[str, Any]:
+    """Describe the tokenizer; a model without one can be described, and served with --skip-tokenizer-init alone."""
+    if config.skip_tokenizer_init:
+        return {"is_skipped": True, "eos_token_ids": list(model.eos_token_ids)}
     try:
         tokenizer = load_tokenizer(folder)
     except CheckpointError as error:

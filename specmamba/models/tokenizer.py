@@ -48,6 +48,8 @@ class Tokenizer:
             or one that makes texts much longer (``text_growth``).
     """
 
+    has_text = True  # of tokens; False: texts are refused
+
     def __init__(self, folder: Path) -> None:
         loaded = load_tokenizer(folder)
         self._loaded = loaded
@@ -115,6 +117,13 @@ class Tokenizer:
         except BackendError as error:
             logger.warning("the tokenizer cannot decode tokens: %s", error)
             raise RequestError(f"the tokenizer cannot decode these tokens: {error}") from error
+
+    def require_text(self, what: str, param: str) -> None:
+        """Check that texts can be read and written.
+
+        Raises:
+            RequestError: they cannot, as no tokenizer was read; ``what`` says what needs one.
+        """
 
     def most_characters(self, num_tokens: int) -> int | None:
         """An upper bound of the characters of a text of so many tokens; None: no bound is known."""

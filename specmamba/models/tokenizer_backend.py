@@ -20,6 +20,7 @@ from specmamba.models.text_growth import growth
 T = TypeVar("T")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+OR_WITHOUT = ", or leave it out and send token ids (--skip-tokenizer-init)"
 MAX_TOKEN_LENGTH = 8192  # characters; the longest in published vocabularies have hundreds
 
 
@@ -48,11 +49,15 @@ def load_tokenizer(folder: Path) -> Any:
             that makes texts much longer, or that has a token of more than ``MAX_TOKEN_LENGTH`` characters.
     """
     if not has_tokenizer(folder):
-        raise CheckpointError(f"{folder} has no tokenizer: add its tokenizer.json and tokenizer_config.json")
+        raise CheckpointError(
+            f"{folder} has no tokenizer: add its tokenizer.json and tokenizer_config.json{OR_WITHOUT}"
+        )
     try:
         return guarded(_load, folder)
     except BackendError as error:
-        raise CheckpointError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
+        raise CheckpointError(
+            f"the tokenizer of {folder} cannot be loaded: {error}: add the tokenizer.json of the checkpoint{OR_WITHOUT}"
+        ) from error
 
 
 def _load(folder: Path) -> Any:
@@ -65,6 +70,10 @@ def _load(folder: Path) -> Any:
         raise CheckpointError(f"the tokenizer of {folder} has no tokenizer.json and none can be made from its files")
     backend = loaded.backend_tokenizer
     _require_bounded_growth(folder, parts(backend))  # some classes have steps that are in no file
+    if not backend.get_vocab().keys() - {token.content for token in backend.get_added_tokens_decoder().values()}:
+        raise CheckpointError(
+            f"the tokenizer of {folder} has no tokens: add the tokenizer.json of the checkpoint{OR_WITHOUT}"
+        )
     if (length := max(map(len, backend.get_vocab()), default=0)) > MAX_TOKEN_LENGTH:
         raise CheckpointError(
             f"the tokenizer of {folder} has a token of {length} characters; {MAX_TOKEN_LENGTH} are the most"

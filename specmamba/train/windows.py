@@ -130,7 +130,7 @@ def own_outputs(config: TrainDraftConfig, llm: LLM, texts: Texts, target: str) -
                 params.model_copy(update={"max_tokens": length, "seed": seed_of(config.seed, i)})
                 for i, length in zip(numbers, lengths, strict=True)
             ]
-            outputs = llm.generate([prompts[i] for i in numbers], each)
+            outputs = llm.generate([prompts[i] for i in numbers], each, use_tqdm=False)
             if error := next((output.error for output in outputs if output.error is not None), None):
                 raise RequestError(f"--own-outputs: {error}")
             with errors_of_out(config.out):

@@ -63,7 +63,7 @@ def collect_texts(config: TreeTunerConfig, llm: LLM, sources: Sequence[PromptTex
 def _sampled(config: TreeTunerConfig, llm: LLM, prompts: Sequence[tuple[int, ...]]) -> list[Text]:
     llm.workbench.use_drafts(speculative_algorithm="none")
     params = [sampling_params(config, number) for number in range(len(prompts))]
-    outputs = llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     for output in outputs:
         if output.error is not None:
             raise RequestError(output.error)

@@ -427,6 +427,7 @@ class TestUsage:
             (["--prot=3"], "there is no flag --prot; did you mean --port?"),
             (["--xyz"], "there is no flag --xyz"),
             (["8000"], "8000: this stands behind no flag"),
+            (["a/b"], "a/b: this stands behind no flag; a model is given as --model a/b"),
             ([""], "an empty text: this stands behind no flag"),
             (["--port"], "argument --port: expected one argument"),
         ],

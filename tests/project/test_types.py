@@ -61,6 +61,7 @@ AsyncLLM(context_length="long")
 SamplingParams(stop=[1])
 SamplingParams(temprature=1.0)
 LLM().generate(5)
+LLM(max_model_len=4096)
 """
 
 
@@ -81,5 +82,5 @@ def test_a_type_checker_accepts_what_works_and_names_what_does_not(
         'note: Revealed type is "typing.Iterator[specmamba.core.OutputDelta]"'
     ]
     errors = [line for line in found["bad"] if ": error: " in line]
-    assert [int(line.split(":")[1]) for line in errors] == [3, 4, 5, 6, 7, 8]
+    assert [int(line.split(":")[1]) for line in errors] == [3, 4, 5, 6, 7, 8, 9]
     assert 'did you mean "speculative_num_steps"' in errors[0]

@@ -221,7 +221,7 @@ def _timed(config: AcceptanceBenchConfig, llm: LLM, batch: Sequence[Task]) -> tu
     prompts, params = [task.prompt for task in batch], [task.params for task in batch]
     replay = [task.replay for task in batch] if config.replay else None
     began = time.perf_counter()
-    outputs = llm.generate(prompts, params, replay=replay)
+    outputs = llm.generate(prompts, params, replay=replay, use_tqdm=False)
     return outputs, time.perf_counter() - began
 
 

@@ -53,11 +53,8 @@ class Choices:
         per_prompt: int = 1,
         kept: int = 1,
     ) -> Choices:
-        """Request every prompt ``per_prompt`` times; choice i of a prompt has the seed ``params.seed + i``, if any.
-
-        The first choice of a prompt alone computes log probabilities of the prompt.
-        """
-        varied = [_of_choice(params, i) for i in range(per_prompt)]
+        """Request every prompt ``per_prompt`` times, each time with the settings of one choice."""
+        varied = [params.of_choice(i) for i in range(per_prompt)]
         requests = [ChoiceRequest(prompt, own, grammar, predicted) for prompt in prompts for own in varied]
         return cls(requests, per_prompt, kept)
 
@@ -98,14 +95,6 @@ def check_number(count: int, param: str, num_prompts: int, config: ServerConfig)
     if num_prompts * count > most:
         message = f"{param}: {num_prompts} prompts with {count} choices each, but at most {most} answers fit in a call"
         raise ApiError(400, message, param=param)
-
-
-def _of_choice(params: SamplingParams, index: int) -> SamplingParams:
-    if index == 0:
-        return params
-    # seeds are signed 64-bit numbers and wrap around
-    seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
-    return params.model_copy(update={"seed": seed, "prompt_logprobs": None})
 
 
 def _negative_logprob(output: OutputDelta) -> float:

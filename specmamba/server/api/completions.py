@@ -46,6 +46,8 @@ class EchoedPrompt:
     def text(self) -> str:
         if isinstance(self._prompt, str):
             return self._prompt
+        if not self._tokenizer.has_text:
+            return ""
         return self._tokenizer.decode(self._prompt, skip_special_tokens=False)
 
     @cached_property
@@ -68,7 +70,7 @@ class ChoiceWriter:
     ) -> None:
         self._tokenizer = tokenizer
         self._num_top = body.logprobs
-        self._with_tokens = bool(body.return_tokens)
+        self._with_tokens = bool(body.return_tokens) or not tokenizer.has_text
         self._echo = echo
         self._pieces = TokenPieces(tokenizer, hidden)
         self._length = 0  # characters written, those of an echo included

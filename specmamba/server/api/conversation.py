@@ -207,7 +207,9 @@ def check_template(service: Service) -> None:
 
     Raises:
         ApiError: 400; it has no chat template.
+        RequestError: no tokenizer was read.
     """
+    service.tokenizer.require_text("a conversation", "messages")
     if not service.tokenizer.has_chat_template:
         raise ApiError(
             400, "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"

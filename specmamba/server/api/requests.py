@@ -16,6 +16,7 @@ from specmamba.sampling_params import (
     MAX_STOP_IDS,
     GrammarSpec,
     MinP,
+    NumChoices,
     NumLogprobs,
     Penalty,
     RepetitionPenalty,
@@ -39,7 +40,6 @@ from specmamba.server.http.fields import (
 
 NoEffect = Field(description="accepted; changes nothing")
 NotYet = Field(description="not supported yet: only the values that ask for nothing")
-NumChoices = Annotated[int, Field(ge=1, le=1024)]
 CacheKey = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -152,7 +152,7 @@ class GenerationRequest(StructuredRequest):
         return "logprobs"
 
     def sampling_params(self, max_tokens: int, grammar: GrammarSpec | None = None) -> SamplingParams:
-        """The sampling parameters of the request; fields that it does not set have the defaults of ``SamplingParams``.
+        """The sampling parameters of one choice; fields that it does not set have the defaults of ``SamplingParams``.
 
         Args:
             max_tokens: new tokens at most.
@@ -163,6 +163,7 @@ class GenerationRequest(StructuredRequest):
         """
         named = {name: getattr(self, name, None) for name in SamplingParams.model_fields}
         named |= {"max_tokens": max_tokens, "grammar": grammar}
+        named["n"] = None  # each choice is a request of its own
         named |= {"logprobs": self.num_logprobs, "prompt_logprobs": self.num_prompt_logprobs}
         chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in named.items()}
         return SamplingParams.model_validate({name: value for name, value in chosen.items() if value is not None})

@@ -126,9 +126,13 @@ class Service:
         check_listed(body, prompts, max_tokens, per_prompt, self.context_length)
         if request is not None:
             count_choices(request.scope, per_prompt * len(prompts), "n" if len(prompts) == 1 else "prompt")
+        if body.stop:
+            self.tokenizer.require_text("a stop string", "stop")
         self.check_token_ids("logit_bias", body.logit_bias or ())
         self.check_token_ids("stop_token_ids", body.stop_token_ids or ())
         param, spec = ("tools", grammar) if grammar else (body.grammar_field, body.grammar_spec)
+        if spec is not None:
+            self.tokenizer.require_text("structured output", param or "grammar")
         try:
             params = body.sampling_params(max_tokens, spec)
         except ValidationError as error:
