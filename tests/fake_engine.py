@@ -57,6 +57,9 @@ class FakeTokenizer:
     def is_byte(self, token_id: int) -> bool:
         return False
 
+    def token_ids(self) -> dict[str, int]:
+        return {}
+
     def chat_template(self, with_tools: bool = False) -> str:
         return ""
 

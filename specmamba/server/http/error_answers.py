@@ -79,11 +79,11 @@ class ApiError(SpecmambaError):
         )
         self.headers = headers
 
-    def body(self) -> str:
-        return ErrorAnswer(error=self.detail).model_dump_json()
+    def answer(self) -> ErrorAnswer:
+        return ErrorAnswer(error=self.detail)
 
     def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, "application/json")
+        return Response(self.answer().model_dump_json(), self.status, self.headers, "application/json")
 
 
 def _encodable(text: str) -> str:

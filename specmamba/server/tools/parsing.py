@@ -12,6 +12,13 @@ MAX_SPACE = (
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Content:
     """Text of the answer."""
 
@@ -32,7 +39,7 @@ class CallArguments:
     text: str
 
 
-Event = Content | CallBegin | CallArguments
+Event = Reasoning | Content | CallBegin | CallArguments
 
 
 class AnswerParser(Protocol):
@@ -65,25 +72,30 @@ class WholeCall:
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """The content and the calls of a complete answer."""
+    """The content, the calls and the reasoning of a complete answer."""
 
     content: str
     calls: tuple[WholeCall, ...]
+    reasoning: str = ""
 
 
 def whole_answer(events: Iterable[Event]) -> WholeAnswer:
     """Collect the events of a complete answer."""
+    reasoning: list[str] = []
     content: list[str] = []
     calls: list[tuple[str, list[str]]] = []
     for event in events:
         match event:
+            case Reasoning(text):
+                reasoning.append(text)
             case Content(text):
                 content.append(text)
             case CallBegin(name):
                 calls.append((name, []))
             case CallArguments(text):
                 calls[-1][1].append(text)
-    return WholeAnswer("".join(content), tuple(WholeCall(name, "".join(pieces)) for name, pieces in calls))
+    whole_calls = tuple(WholeCall(name, "".join(pieces)) for name, pieces in calls)
+    return WholeAnswer("".join(content), whole_calls, "".join(reasoning))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +169,14 @@ class MarkedCalls:
             text = self._skip_end(text)
         at = text.find(self._begin)
         if at >= 0:
-            said = _content_of(text[:at])
+            said = without_space_at_end(text[:at])
             self._space = text[len(said) : at]
             self._add_content(said, events)
             self._reader = self._new_reader()
             self._end_may_come = False
             return text[at + len(self._begin) :]
-        keep = len(text) - _partial(text, self._begin)
-        said = _content_of(text[:keep]) if not self._end_may_come else ""
+        keep = len(text) - length_of_partial(text, self._begin)
+        said = without_space_at_end(text[:keep]) if not self._end_may_come else ""
         self._held = text[len(said) :]
         self._add_content(said, events)
         return ""
@@ -184,11 +196,11 @@ class MarkedCalls:
             events.append(Content(text))
 
 
-def _content_of(text: str) -> str:
+def without_space_at_end(text: str) -> str:
     """Text without white space at its end, of which at most ``MAX_SPACE`` characters are removed."""
     return text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
 
 
-def _partial(text: str, mark: str) -> int:
+def length_of_partial(text: str, mark: str) -> int:
     """Length of the longest suffix of ``text`` that is a prefix of ``mark``."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
