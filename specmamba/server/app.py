@@ -22,6 +22,7 @@ from specmamba.server.observe.call_record import CallRecord, RecordCalls
 from specmamba.server.observe.logs import log_call
 from specmamba.server.observe.tracing import build_tracer
 from specmamba.server.page.routes import event_routes, page_routes
+from specmamba.server.responses_api.response_route import response_routes
 from specmamba.server_config import ServerConfig
 
 
@@ -60,6 +61,7 @@ def _routers(service: Service) -> list[APIRouter]:
     routers = [
         completion_routes(service),
         chat_routes(service),
+        response_routes(service),
         tokenize_routes(service),
         model_routes(service),
         health_routes(service),

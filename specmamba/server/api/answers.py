@@ -124,7 +124,8 @@ class AnswerFormat(Protocol):
     def whole(self, outputs: Sequence[OutputDelta], usage: Usage) -> BaseModel: ...
     def opening(self, num_choices: int) -> Sequence[BaseModel]: ...
     def chunks(self, index: int, delta: OutputDelta) -> Sequence[Chunk]: ...
-    def text_chunk(self, index: int, text: str) -> BaseModel: ...
+    @property
+    def text_chunk(self) -> Callable[[int, str], BaseModel] | None: ...  # of an index and a text; None: no str is given
     def counted(self, usage: Usage) -> Usage: ...  # with what only the parsed text tells
     def closing(self, usage: Usage) -> Sequence[BaseModel]: ...  # after the end of all choices
     def failure(self, error: ApiError) -> BaseModel: ...  # the last chunk of a stream that cannot go on
@@ -137,7 +138,7 @@ class ChunkWriter:
     for every piece would take most of the event loop's time.
     """
 
-    def __init__(self, text_chunk: Callable[[int, str], BaseModel], *, with_usage: bool) -> None:
+    def __init__(self, text_chunk: Callable[[int, str], BaseModel] | None, *, with_usage: bool) -> None:
         """``with_usage``: chunks have a field "usage", which is null until there is a value."""
         self._text_chunk = text_chunk
         # With include_usage OpenAI's chunks carry "usage": null, without it they have no such field.
@@ -156,10 +157,14 @@ class ChunkWriter:
 
     def full(self, index: int, chunk: Chunk) -> BaseModel:
         """A chunk of the choice ``index`` as a model."""
-        return self._text_chunk(index, chunk) if isinstance(chunk, str) else chunk
+        return self._model_of(index, chunk) if isinstance(chunk, str) else chunk
+
+    def _model_of(self, index: int, text: str) -> BaseModel:
+        assert self._text_chunk is not None
+        return self._text_chunk(index, text)
 
     def _split(self, kind: type[str], index: int) -> tuple[str, str]:
-        empty = self._text_chunk(index, kind()).model_dump_json(exclude=self._without)
+        empty = self._model_of(index, kind()).model_dump_json(exclude=self._without)
         before, _, after = empty.rpartition('""')  # the text is the last string of a chunk
         return before, after
 
