@@ -18,6 +18,7 @@ from specmamba.server.api.service import Service
 from specmamba.server.api.tokenization import tokenize_routes
 from specmamba.server.http.error_answers import corrected_schema, install_error_handlers
 from specmamba.server.http.guards import install_guards
+from specmamba.server.messages_api.message_routes import message_routes
 from specmamba.server.observe.call_record import CallRecord, RecordCalls
 from specmamba.server.observe.logs import log_call
 from specmamba.server.observe.tracing import build_tracer
@@ -62,6 +63,7 @@ def _routers(service: Service) -> list[APIRouter]:
         completion_routes(service),
         chat_routes(service),
         response_routes(service),
+        message_routes(service),
         tokenize_routes(service),
         model_routes(service),
         health_routes(service),

@@ -40,6 +40,7 @@ RESERVED = frozenset(
 # Variables by which templates turn reasoning on and off; each reads one of them at the most.
 _SWITCHES = ("enable_thinking", "thinking")
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = ReasoningEffort | Literal["on"]  # "on": where a template can turn reasoning on, it does; else as it likes
 # Fields of a message that hold its reasoning; templates read one of the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -54,7 +55,7 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the client, read by the template alone
     mark: str = ""  # one character, inside every special token that a client wrote; "": there is none
-    effort: ReasoningEffort | None = None  # of the client; it becomes one of the variables
+    effort: Effort | None = None  # of the client; it becomes one of the variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,9 @@ def _of_effort(conversation: Conversation) -> dict[str, Any]:
         return {}
     read = variables_of(conversation.template)
     switch = next(({name: effort != "none"} for name in _SWITCHES if name in read), {})
-    level = {"reasoning_effort": effort} if "reasoning_effort" in read else {}
+    level = {"reasoning_effort": effort} if "reasoning_effort" in read and effort != "on" else {}
     chosen = switch if effort == "none" and switch else level or switch
-    if not chosen:
+    if not chosen and effort != "on":
         problem = "is nothing that the model's chat template reads, nor does it read enable_thinking"
         raise RequestError(f"'reasoning_effort' {problem}", "reasoning_effort")
     other = next((name for name in chosen if conversation.variables.get(name, chosen[name]) != chosen[name]), None)

@@ -239,3 +239,25 @@ def test_a_model_without_a_template_has_no_responses() -> None:
     assert isinstance(engine.tokenizer, FakeTokenizer)
     with serving(engine) as served:
         refused(ask(served), 400, "messages", "no_chat_template")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/embeddings", "no embeddings"),
+        ("/v1/images/generations", "no images"),
+        ("/v1/audio/speech", "neither hears nor speaks"),
+        ("/v1/batches", "no files of requests"),
+        ("/v1/responses/resp_1", "/v1/responses: this server stores no answers"),
+        ("/v1/chat/completions/chatcmpl-1", "/v1/chat/completions: this server stores no answers"),
+    ],
+)
+def test_other_addresses_of_openai_are_refused_by_name(served: Served, path: str, words: str) -> None:
+    for response in (served.http.get(path), served.http.post(path, json={})):
+        assert words in refused(response, 404, None, "not_supported")
+    assert "did you mean" in refused(served.http.get("/v1/respones"), 404, None, "not_found")
+
+
+def test_the_client_hears_why_there_are_no_embeddings(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no embeddings"):
+        client.embeddings.create(model="specmamba-demo", input="u")

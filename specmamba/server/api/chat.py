@@ -21,6 +21,7 @@ from specmamba.server.api.tokenization import TokenPieces
 from specmamba.server.http.error_answers import ApiError, answers
 from specmamba.server.observe.call_record import CallRecord
 from specmamba.server.tools.choice import ToolPlan, plan_tools
+from specmamba.templates.rendering import Effort
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -49,8 +50,10 @@ class RenderedRequest:
     options: ChatOptions
 
 
-async def render_chat(service: Service, body: ChatCompletionRequest, request: Request) -> RenderedRequest:
-    """Turn a conversation into a prompt.
+async def render_chat(
+    service: Service, body: ChatCompletionRequest, request: Request, effort: Effort | None = None
+) -> RenderedRequest:
+    """Turn a conversation into a prompt; ``effort`` is used in place of that of ``body``.
 
     Raises:
         ApiError: the model does not exist or has no chat template, or cannot use the messages or tools.
@@ -58,9 +61,9 @@ async def render_chat(service: Service, body: ChatCompletionRequest, request: Re
     service.check_model(body.model)
     check_template(service)
     plan = await asyncio.to_thread(_plan, service, body) if body.tools else ToolPlan()
-    rendered = await chat_text(
-        service, body.messages, plan.template_tools, body.chat_template_kwargs, request, effort=body.reasoning_effort
-    )
+    effort = effort or body.reasoning_effort
+    variables = body.chat_template_kwargs
+    rendered = await chat_text(service, body.messages, plan.template_tools, variables, request, effort=effort)
     try:
         prompt = await service.encode_chat(rendered)
     except (ApiError, RequestError) as error:

@@ -16,7 +16,7 @@ from specmamba.server.api.service import Service
 from specmamba.server.http.error_answers import ApiError, as_api_error
 from specmamba.server.http.fields import MessageContent, StrictModel, only, shortened
 from specmamba.server.tools.definitions import EarlierCall, JsonObject, NamedTool, ToolChoice, Tools
-from specmamba.templates.rendering import ReasoningEffort, RenderedChat
+from specmamba.templates.rendering import Effort, ReasoningEffort, RenderedChat
 
 MAX_MESSAGES, MAX_CALLS = 4096, 128
 # Characters of the arguments of all earlier calls together: each is read as JSON.
@@ -228,7 +228,7 @@ async def chat_text(
     variables: Mapping[str, Any] | None,
     request: Request,
     check_length: Callable[[int], None] | None = None,
-    effort: ReasoningEffort | None = None,
+    effort: Effort | None = None,
 ) -> RenderedChat:
     """The prompt of a conversation: its text with special tokens, up to the beginning of the answer.
 

@@ -22,7 +22,7 @@ from specmamba.server.http.error_answers import ApiError, queue_timeout
 from specmamba.server.http.fields import longest_text, shortened
 from specmamba.server_config import ServerConfig
 from specmamba.templates.renderer import TemplateRenderer
-from specmamba.templates.rendering import Conversation, ReasoningEffort, RenderedChat
+from specmamba.templates.rendering import Conversation, Effort, RenderedChat
 
 # Characters that clients may send for each token of the context where the tokenizer knows no bound.
 _SENT_PER_TOKEN = 32
@@ -53,7 +53,7 @@ class Templates:
         variables: Mapping[str, Any] | None,
         request: Request,
         check_length: Callable[[int], None] | None = None,
-        effort: ReasoningEffort | None = None,
+        effort: Effort | None = None,
     ) -> RenderedChat:
         """Render a conversation in the renderer's process. Clients are served in turns.
 

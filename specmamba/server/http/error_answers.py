@@ -24,6 +24,8 @@ from specmamba.errors import (
     SpecmambaError,
 )
 from specmamba.near_names import did_you_mean
+from specmamba.server.http.message_errors import MessageError, has_message_errors
+from specmamba.server.http.unserved import why_unserved
 
 logger = logging.getLogger("specmamba")
 
@@ -83,7 +85,24 @@ class ApiError(SpecmambaError):
         return ErrorAnswer(error=self.detail)
 
     def response(self) -> Response:
-        return Response(self.answer().model_dump_json(), self.status, self.headers, "application/json")
+        """The answer, in the shape that its address has for errors."""
+        return _ErrorResponse(self)
+
+
+class _ErrorResponse(Response):
+    """An error in OpenAI's shape, or in Anthropic's below /v1/messages."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.answer().model_dump_json(), error.status, error.headers, "application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not has_message_errors(scope["path"]):
+            await super().__call__(scope, receive, send)
+            return
+        error = self._error
+        content = MessageError.of(error.status, error.detail.message).model_dump_json()
+        await Response(content, error.status, error.headers, "application/json")(scope, receive, send)
 
 
 def _encodable(text: str) -> str:
@@ -164,6 +183,8 @@ class _AnswerUnexpected:
 
 
 def _no_such_address(path: str, addresses: Sequence[str]) -> ApiError:
+    if (reason := why_unserved(path)) is not None:
+        return ApiError(404, reason, code="not_supported")
     message = f"there is nothing at this address{did_you_mean(path, addresses)}"
     return ApiError(404, message, code="not_found")
 
