@@ -35,6 +35,12 @@ LogitBias = Annotated[
 ]
 
 
+# The marks around a model's reasoning.
+THINK, THINK_END = "<think>", "</think>"
+# Whether an output begins with reasoning: the prompt has opened it, the model may open it, or there is none.
+ReasoningStart = Literal["open", "optional", "none"]
+
+
 class GrammarSpec(BaseModel):
     """The grammar that every output of a request must match; end-of-text is allowed where the match is complete."""
 
@@ -44,6 +50,9 @@ class GrammarSpec(BaseModel):
     text: Annotated[
         str, Field(max_length=MAX_GRAMMAR_CHARACTERS, description="schema, expression or rules; empty for json_object")
     ] = ""
+    reasoning: Annotated[
+        ReasoningStart, Field(description="free text up to </think> that may, or must, come before what matches")
+    ] = "none"
 
 
 AcceptRule = Literal["target", "rejection"]

@@ -155,6 +155,11 @@ class ServerConfig(EngineConfig):
         Field(description="how the model writes tool calls; auto: as its chat template says"),
     ] = "auto"
 
+    reasoning_parser: Annotated[
+        Literal["auto", "qwen3", "nemotron", "none"],
+        Field(description="how the model writes reasoning; auto: <think> in its chat template or vocabulary"),
+    ] = "auto"
+
     allow_special_tokens: Annotated[
         bool, Field(description="special tokens written in messages act as such; by default they are text")
     ] = False

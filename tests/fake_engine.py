@@ -65,6 +65,9 @@ class FakeTokenizer:
     def is_byte(self, token_id: int) -> bool:
         return False
 
+    def token_ids(self) -> dict[str, int]:
+        return {}
+
     def chat_template(self, with_tools: bool = False) -> str | None:
         return "" if self.has_chat_template else None
 

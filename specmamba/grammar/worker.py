@@ -1,14 +1,13 @@
 """The process that compiles: ``python -m specmamba.grammar.worker BYTES``, with BYTES of memory for the work.
 
 A grammar that crashes it or takes too much memory does not harm its parent.
-Input: a line with the vocabulary, serialized by xgrammar, then a line ``{"kind": ..., "text": ...}`` for every grammar.
+Input: a line with the vocabulary, serialized by xgrammar, then a line with a ``GrammarSpec`` for every grammar.
 Output: a line ``{}`` when ready, then for every grammar ``{"size": n}`` and n bytes of the compiled grammar, or
 ``{"error": reason, "is_slow": whether the reason is the time that its masks would take}``.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -18,7 +17,9 @@ from specmamba.errors import RequestError
 from specmamba.grammar.checks import RuleGraph, check_by_trial
 from specmamba.grammar.expressions import Expression
 from specmamba.grammar.json_schema import object_rules, schema_rules
+from specmamba.grammar.reasoning_rules import reasoning_rules
 from specmamba.processes.child_main import ParentPipe, limit_memory
+from specmamba.sampling_params import GrammarSpec
 
 MAX_THREADS = 8
 _NICENESS = 10
@@ -42,7 +43,7 @@ def rules_of(kind: str, text: str) -> str:
     return text
 
 
-def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
+def compile_grammar(compiler: Any, spec: GrammarSpec) -> Any:
     """Compile a specification and check it by its rules and by trial.
 
     Raises:
@@ -51,11 +52,14 @@ def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
     """
     import xgrammar
 
-    grammar = xgrammar.Grammar.from_ebnf(rules_of(kind, text))
+    grammar = xgrammar.Grammar.from_ebnf(rules_of(spec.kind, spec.text))
     graph = RuleGraph(grammar)
     graph.check()
-    if kind == "ebnf":
-        graph.check_left_recursion(text)
+    if spec.kind == "ebnf":
+        graph.check_left_recursion(spec.text)
+    if spec.reasoning != "none":
+        reasoning = xgrammar.Grammar.from_ebnf(reasoning_rules(is_open=spec.reasoning == "open"))
+        grammar = xgrammar.Grammar.concat(reasoning, grammar)
     compiled = compiler.compile_grammar(grammar)
     check_by_trial(compiled, compiled.tokenizer_info.vocab_size)
     return compiled
@@ -73,14 +77,13 @@ def main() -> None:
     os.nice(_NICENESS)
     parent.send({})
     while True:
-        request = json.loads(parent.read())
-        _answer(parent, compiler, request["kind"], request["text"])
+        _answer(parent, compiler, GrammarSpec.model_validate_json(parent.read()))
 
 
-def _answer(parent: ParentPipe, compiler: Any, kind: str, text: str) -> None:
+def _answer(parent: ParentPipe, compiler: Any, spec: GrammarSpec) -> None:
     compiled, reason, is_slow = b"", None, False
     try:
-        compiled = compile_grammar(compiler, kind, text).serialize_json().encode()
+        compiled = compile_grammar(compiler, spec).serialize_json().encode()
     except RequestError as error:
         reason, is_slow = str(error), isinstance(error.__cause__, TimeoutError)
     except MemoryError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 from specmamba.errors import RequestError
@@ -34,7 +33,7 @@ class WorkerProcess:
                 no longer wanted.
             OSError: the process cannot be started.
         """
-        request = json.dumps({"kind": spec.kind, "text": spec.text}).encode() + b"\n"
+        request = spec.model_dump_json().encode() + b"\n"
         try:
             header, payload = self._child.ask(request, self._timeout_s, is_wanted)
         except NoAnswerError as error:

@@ -22,6 +22,7 @@ from specmamba.models.tokenizer_backend import (
     longest_token,
     parts,
 )
+from specmamba.sampling_params import THINK, THINK_END
 from specmamba.templates.rendering import Conversation, RenderedChat, render
 
 __all__ = ["Detokenizer", "Tokenizer", "has_tokenizer"]
@@ -37,7 +38,7 @@ _LONG = 4096
 MAX_GROWN = 8 << 20
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # Some checkpoints declare these special, but they are part of the answer.
-TOOL_TOKENS = frozenset({"<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"})
+ANSWER_TOKENS = frozenset({"<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", THINK, THINK_END})
 
 
 class Tokenizer:
@@ -59,7 +60,9 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.no_truncation()
         self._special_ids = frozenset(
-            i for i, token in loaded.added_tokens_decoder.items() if token.special and token.content not in TOOL_TOKENS
+            i
+            for i, token in loaded.added_tokens_decoder.items()
+            if token.special and token.content not in ANSWER_TOKENS
         )
         self._special_text = SpecialText(self._backend, loaded.added_tokens_decoder, self._special_ids)
         self._growth = growth(parts(self._backend))

@@ -19,10 +19,12 @@ from specmamba.server.api.service import Service
 from specmamba.server.api.tokenization import tokenize_routes
 from specmamba.server.http.error_answers import corrected_schema, install_error_handlers
 from specmamba.server.http.guards import install_guards
+from specmamba.server.messages_api.message_routes import message_routes
 from specmamba.server.observe.call_record import CallRecord, RecordCalls
 from specmamba.server.observe.logs import log_call
 from specmamba.server.observe.tracing import build_tracer
 from specmamba.server.page.routes import event_routes, page_routes
+from specmamba.server.responses_api.response_route import response_routes
 from specmamba.server_config import ServerConfig
 
 
@@ -60,6 +62,8 @@ def _routers(service: Service) -> list[APIRouter]:
     routers = [
         completion_routes(service),
         chat_routes(service),
+        response_routes(service),
+        message_routes(service),
         tokenize_routes(service),
         model_routes(service),
         health_routes(service),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
@@ -37,6 +37,10 @@ RESERVED = frozenset(
         "tools",
     }
 )
+# Variables by which templates turn reasoning on and off; each reads one of them at the most.
+_SWITCHES = ("enable_thinking", "thinking")
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = ReasoningEffort | Literal["on"]  # "on": where a template can turn reasoning on, it does; else as it likes
 # Fields of a message that hold its reasoning; templates read one of the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -51,6 +55,7 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the client, read by the template alone
     mark: str = ""  # one character, inside every special token that a client wrote; "": there is none
+    effort: Effort | None = None  # of the client; it becomes one of the variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +93,14 @@ def render(conversation: Conversation, most_characters: int | None = None) -> Re
     template, mark = conversation.template, conversation.mark
     try:
         check_variables(template, conversation.special_tokens, conversation.variables)
+        variables = {**conversation.variables, **_of_effort(conversation)}
         pieces = _compiled(template).generate(
             messages=[_as_templates_read(message, template) for message in conversation.messages],
             tools=conversation.tools,
             documents=None,
             add_generation_prompt=True,
             **conversation.special_tokens,
-            **conversation.variables,
+            **variables,
         )
         return RenderedChat(_joined(pieces, most_characters), mark)
     except RequestError:
@@ -117,6 +123,25 @@ def check_variables(template: str, special_tokens: Mapping[str, Any], variables:
         else:
             problem = "is nothing that the model's chat template reads"
         raise RequestError(f"{name[:100]!r} {problem}", "chat_template_kwargs")
+
+
+def _of_effort(conversation: Conversation) -> dict[str, Any]:
+    """The variable that says how much the model thinks. Raises RequestError where the template reads none."""
+    effort = conversation.effort
+    if effort is None:
+        return {}
+    read = variables_of(conversation.template)
+    switch = next(({name: effort != "none"} for name in _SWITCHES if name in read), {})
+    level = {"reasoning_effort": effort} if "reasoning_effort" in read and effort != "on" else {}
+    chosen = switch if effort == "none" and switch else level or switch
+    if not chosen and effort != "on":
+        problem = "is nothing that the model's chat template reads, nor does it read enable_thinking"
+        raise RequestError(f"'reasoning_effort' {problem}", "reasoning_effort")
+    other = next((name for name in chosen if conversation.variables.get(name, chosen[name]) != chosen[name]), None)
+    if other is not None:
+        message = f"reasoning_effort: {effort!r} does not go together with chat_template_kwargs.{other}"
+        raise RequestError(message, "reasoning_effort")
+    return chosen
 
 
 @lru_cache(maxsize=8)

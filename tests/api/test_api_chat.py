@@ -18,7 +18,8 @@ from specmamba.errors import EngineStoppedError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.sampling_params import GrammarSpec
 from specmamba.server.api import structured
-from specmamba.server.api.chat import ChatFormat, ChatOptions
+from specmamba.server.api.chat_format import ChatFormat
+from specmamba.server.api.parsed_choice import ChatOptions
 from specmamba.server.api.structured import Grammars
 from specmamba.server.tools.choice import ToolPlan
 from specmamba.server_config import ServerConfig
@@ -114,7 +115,7 @@ def test_logprobs_are_left_out_unless_asked_for(served: Served) -> None:
 
 
 def test_tokens_without_text_are_listed_too() -> None:
-    options = ChatOptions(ToolPlan(), 1, None)
+    options = ChatOptions(ToolPlan(), "none", 1, None)
     chat = ChatFormat("id", "model", FakeTokenizer(), options)  # type: ignore[arg-type]
     impossible = TokenLogprob(0xC3, -math.inf, ((65, -0.5), (1, -math.inf)))
     (chunk,) = chat.chunks(0, OutputDelta("id-0", (0xC3,), "", 1, 0, 1, logprobs=(impossible,)))
@@ -229,7 +230,7 @@ def test_a_grammar_waits_no_longer_than_a_request_and_ends_with_the_server(monke
 
 REFUSED: list[tuple[str, Any]] = [
     ("functions", [{}]), ("function_call", {"name": "f"}), ("audio", {}), ("modalities", ["text", "audio"]),
-    ("store", True), ("service_tier", "flex"), ("reasoning_effort", "low"), ("verbosity", "high"),
+    ("store", True), ("service_tier", "flex"), ("verbosity", "high"),
     ("web_search_options", {}),
 ]  # fmt: skip
 

@@ -117,6 +117,14 @@ def test_the_model_chooses(served: Served, template_inputs: list[Any]) -> None:
     assert served.engine.seen_params[-1].grammar is None
 
 
+def test_arguments_are_streamed_as_they_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.engine, "step_s", 0.02)  # so that the pieces are not merged
+    chunks = events(served.chat(USER, tools=TOOLS, stream=True))
+    calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert [call["function"].get("name") for call in calls] == ["weather"] + [None] * (len(calls) - 1)
+    assert len(calls) > 5
+
+
 def test_a_call_alone_has_null_for_content(served: Served) -> None:
     script(served, CALL)
     message = served.chat(USER, tools=TOOLS).json()["choices"][0]["message"]

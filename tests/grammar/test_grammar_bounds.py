@@ -10,13 +10,14 @@ import pytest
 
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import GrammarError, RequestError
-from specmamba.grammar import GrammarMatcher
+from specmamba.grammar import CompiledGrammar, GrammarMatcher
 from specmamba.grammar.checks import _grows
 from specmamba.grammar.compiler import token_bytes
 from specmamba.grammar.matcher import FREE_SECONDS, MAX_SECONDS, SLOW_SECONDS, Effort, scale_of
 from specmamba.grammar.worker import compile_grammar
 from specmamba.models.tokenizer import Tokenizer
-from tests.grammar_schemas import allowed_tokens, compile_here
+from specmamba.sampling_params import GrammarSpec
+from tests.grammar_schemas import accepts, allowed_tokens, compile_here
 
 xgrammar = pytest.importorskip("xgrammar")
 
@@ -48,14 +49,14 @@ WRONG = [
 @pytest.mark.parametrize(("text", "reason"), WRONG)
 def test_unusable_grammars_are_refused(compiler: Any, text: str, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
-        compile_grammar(compiler, "ebnf", text)
+        compile_grammar(compiler, GrammarSpec(kind="ebnf", text=text))
     assert caught.value.__cause__ is None
 
 
 @pytest.mark.parametrize("text", ['root ::= x\nx ::= [^"] x x x x x | ""', "root ::= " + "[^a]{0,1000} " * 20])
 def test_growing_cost_per_token_is_refused(compiler: Any, text: str) -> None:
     with pytest.raises(RequestError, match="too complex") as caught:
-        compile_grammar(compiler, "ebnf", text)
+        compile_grammar(compiler, GrammarSpec(kind="ebnf", text=text))
     assert isinstance(caught.value.__cause__, TimeoutError)
 
 
@@ -71,8 +72,8 @@ HONEST = [
 
 
 @pytest.mark.parametrize(("kind", "text"), HONEST)
-def test_usual_grammars_pass(compiler: Any, kind: str, text: str) -> None:
-    assert compile_grammar(compiler, kind, text).tokenizer_info.vocab_size == VOCAB
+def test_usual_grammars_pass(compiler: Any, kind: Any, text: str) -> None:
+    assert compile_grammar(compiler, GrammarSpec(kind=kind, text=text)).tokenizer_info.vocab_size == VOCAB
 
 
 @pytest.mark.parametrize("text", ["[^a]{0,200}", '(x[^"]|.){150,300}'])
@@ -134,3 +135,33 @@ def test_a_matcher_counts_its_masks_and_its_tokens(vocab: list[bytes], monkeypat
     taken.advance([a])
     with pytest.raises(GrammarError, match="too complex"):
         taken.advance([a])
+
+
+def with_reasoning(compiler: Any, reasoning: Any) -> CompiledGrammar:
+    spec = GrammarSpec(kind="regex", text="[ab]+", reasoning=reasoning)
+    return CompiledGrammar(spec, compile_grammar(compiler, spec))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "is_optional"),
+    [
+        ("ab", False, True), ("x</think>ab", True, False), ("</think>\n\nab", True, False), ("</think>", False, False),
+        ("<think>x</think>ab", True, True), ("<think>\n</think>\n\nab", True, True), ("<think>x", False, False),
+        ("a < b </thi </<</</think</think>b", True, False), ("é\n🙂</think>xb", False, False),
+        ("x</think>y</think>ab", False, False), ("</think>\n\n\n\n\nab", False, False),
+    ],
+)  # fmt: skip
+def test_a_grammar_begins_behind_the_reasoning(compiler: Any, text: str, is_open: bool, is_optional: bool) -> None:
+    assert accepts(with_reasoning(compiler, "open"), text) is is_open
+    assert accepts(with_reasoning(compiler, "optional"), text) is is_optional
+
+
+def test_long_reasoning_costs_little(compiler: Any) -> None:
+    matcher = GrammarMatcher(with_reasoning(compiler, "open"), VOCAB)
+    tokenizer = Tokenizer(DEMO_MODEL)
+    matcher.advance(tokenizer.encode("if a < b: return '</thin'\n" * 1000))
+    mask = matcher.mask([0], [-1])
+    assert matcher.seconds_per_node < FREE_SECONDS
+    assert EOS not in allowed_tokens(mask.bits[0], VOCAB)
+    matcher.advance(tokenizer.encode("</think>ab"))
+    assert EOS in allowed_tokens(matcher.mask([0], [-1]).bits[0], VOCAB)

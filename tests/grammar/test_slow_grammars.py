@@ -240,7 +240,8 @@ def test_a_bomb_that_passes_the_trial_ends_and_others_go_on(llm: LLM, vocab: lis
     llm.workbench.use_drafts(**DRAFTS[drafts])
     engine, text = llm.engine, f'root ::= [^q]* | "qqq" {NESTED}'
     info = xgrammar.TokenizerInfo(vocab, vocab_size=VOCAB, stop_token_ids=[EOS])
-    compiled = compile_grammar(xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False), "ebnf", text)
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    compiled = compile_grammar(compiler, GrammarSpec(kind="ebnf", text=text))
     grammar = CompiledGrammar(GrammarSpec(kind="ebnf", text=text), compiled)
     params = SamplingParams(max_tokens=60, seed=0, grammar=grammar.spec, logit_bias={vocab.index(b"q"): 100.0})
     names = {f"bomb {index}" for index in range(2)}

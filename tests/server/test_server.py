@@ -210,7 +210,7 @@ def test_chat_without_a_template_is_refused_clearly() -> None:
 
 NOT_YET_CHAT: list[tuple[str, Any]] = [
     ("functions", [{}]), ("function_call", {"name": "f"}), ("audio", {}), ("modalities", ["text", "audio"]),
-    ("store", True), ("service_tier", "flex"), ("reasoning_effort", "low"), ("verbosity", "high"),
+    ("store", True), ("service_tier", "flex"), ("verbosity", "high"),
     ("web_search_options", {}),
 ]  # fmt: skip
 

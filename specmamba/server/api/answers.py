@@ -25,9 +25,13 @@ from specmamba.server_config import ServerConfig
 if TYPE_CHECKING:
     from specmamba.grammar import CompiledGrammar
 
-_BETWEEN_EVENTS = "\n\ndata: "
-
 Chunk = BaseModel | str
+
+
+class ReasoningText(str):
+    """A chunk that is nothing but text of the reasoning; other strings are text of the answer."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +109,16 @@ def _negative_logprob(output: OutputDelta) -> float:
 class AnswerFormat(Protocol):
     """The JSON shape of one call's answer, whole or in chunks. A chunk that is a str stands for its ``text_chunk``."""
 
+    has_named_events: bool  # the name of an event is the field "type" of its chunk; else events have no names
+
     def whole(self, outputs: Sequence[OutputDelta], usage: Usage) -> BaseModel: ...
     def opening(self, num_choices: int) -> Sequence[BaseModel]: ...
     def chunks(self, index: int, delta: OutputDelta) -> Sequence[Chunk]: ...
-    def text_chunk(self, index: int, text: str) -> BaseModel: ...
-    def usage_chunk(self, usage: Usage) -> BaseModel: ...
+    @property
+    def text_chunk(self) -> Callable[[int, str], BaseModel] | None: ...  # of an index and a text; None: no str is given
+    def counted(self, usage: Usage) -> Usage: ...  # with what only the parsed text tells
+    def closing(self, usage: Usage) -> Sequence[BaseModel]: ...  # after the end of all choices
+    def failure(self, error: ApiError) -> BaseModel: ...  # the last chunk of a stream that cannot go on
 
 
 class ChunkWriter:
@@ -119,28 +128,33 @@ class ChunkWriter:
     for every piece would take most of the event loop's time.
     """
 
-    def __init__(self, text_chunk: Callable[[int, str], BaseModel], *, with_usage: bool) -> None:
+    def __init__(self, text_chunk: Callable[[int, str], BaseModel] | None, *, with_usage: bool) -> None:
         """``with_usage``: chunks have a field "usage", which is null until there is a value."""
         self._text_chunk = text_chunk
         # With include_usage OpenAI's chunks carry "usage": null, without it they have no such field.
         self._without = None if with_usage else {"usage"}
-        self._around: dict[int, tuple[str, str]] = {}
+        self._around: dict[tuple[type[str], int], tuple[str, str]] = {}
 
     def write(self, index: int, chunk: Chunk) -> str:
         """The JSON of a chunk of the choice ``index``."""
         if not isinstance(chunk, str):
             return chunk.model_dump_json(exclude=self._without)
-        if index not in self._around:
-            self._around[index] = self._split(index)
-        before, after = self._around[index]
+        kind = (type(chunk), index)
+        if kind not in self._around:
+            self._around[kind] = self._split(*kind)
+        before, after = self._around[kind]
         return f"{before}{to_json(chunk).decode()}{after}"
 
     def full(self, index: int, chunk: Chunk) -> BaseModel:
         """A chunk of the choice ``index`` as a model."""
-        return self._text_chunk(index, chunk) if isinstance(chunk, str) else chunk
+        return self._model_of(index, chunk) if isinstance(chunk, str) else chunk
 
-    def _split(self, index: int) -> tuple[str, str]:
-        empty = self._text_chunk(index, "").model_dump_json(exclude=self._without)
+    def _model_of(self, index: int, text: str) -> BaseModel:
+        assert self._text_chunk is not None
+        return self._text_chunk(index, text)
+
+    def _split(self, kind: type[str], index: int) -> tuple[str, str]:
+        empty = self._model_of(index, kind()).model_dump_json(exclude=self._without)
         before, _, after = empty.rpartition('""')  # the text is the last string of a chunk
         return before, after
 
@@ -153,7 +167,7 @@ async def send_answer(
     The call is aborted when the client disconnects, and whenever it ends with an error. Raises as ``Call.collect``.
     """
     if body.stream:
-        return EventStream(_events(call, answer_format, choices, body), call.abort)
+        return EventStream(_events(call, answer_format, choices, body), answer_format, call.abort)
     try:
         outputs = await until_client_gone(request.receive, asyncio.create_task(call.collect()))
     finally:
@@ -184,7 +198,7 @@ async def _events(
     """The events of a stream, as lists of those that are ready at the same time."""
     writer = ChunkWriter(answer_format.text_chunk, with_usage=bool(body.wants_stream_usage or body.wants_running_usage))
     latest: dict[int, OutputDelta] = {}
-    if opening := [writer.write(0, chunk) for chunk in answer_format.opening(len(choices.requests))]:
+    if opening := [_event(writer, 0, chunk, answer_format) for chunk in answer_format.opening(len(choices.requests))]:
         yield opening
     shared = choices.shared_prompt_logprobs()
     async for news in call:
@@ -197,28 +211,43 @@ async def _events(
             else:
                 chunks = await off_loop(size, answer_format.chunks, index, delta)
             if body.wants_running_usage:
-                usage = {"usage": choices.usage(latest)}
+                usage = {"usage": answer_format.counted(choices.usage(latest))}
                 chunks = [writer.full(index, chunk).model_copy(update=usage) for chunk in chunks]
-            events += [writer.write(index, chunk) for chunk in chunks]
+            events += [_event(writer, index, chunk, answer_format) for chunk in chunks]
         if events:
             yield events
     if body.wants_stream_usage:
-        yield [answer_format.usage_chunk(choices.usage(latest)).model_dump_json()]
+        closing = answer_format.closing(choices.usage(latest))
+        yield [_framed(chunk, chunk.model_dump_json(), answer_format) for chunk in closing]
+
+
+def _event(writer: ChunkWriter, index: int, chunk: Chunk, answer_format: AnswerFormat) -> str:
+    return _framed(chunk, writer.write(index, chunk), answer_format)
+
+
+def _framed(chunk: Chunk, content: str, answer_format: AnswerFormat) -> str:
+    """A chunk, written as ``content``, as a server-sent event without its end."""
+    if answer_format.has_named_events and isinstance(chunk, BaseModel):
+        return f"event: {chunk.type}\ndata: {content}"  # type: ignore[attr-defined]
+    return f"data: {content}"
 
 
 class EventStream(Response):
-    """Server-sent events; those of one list are sent at once. The last event is ``[DONE]``.
+    """Server-sent events; those of one list are sent at once. Without names, the last event is ``[DONE]``.
 
     ``on_close`` is called however the response ends, even when it has not begun.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Sequence[str]], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncIterator[Sequence[str]], answer_format: AnswerFormat, on_close: Callable[[], None]
+    ) -> None:
         # Proxies must not hold events back in order to compress or to collect them.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
         self._events = events
+        self._format = answer_format
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -230,9 +259,10 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for events in self._with_error():
-            body = f"data: {_BETWEEN_EVENTS.join(events)}\n\n".encode()
+            body = "\n\n".join([*events, ""]).encode()
             await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        end = b"" if self._format.has_named_events else b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _with_error(self) -> AsyncIterator[Sequence[str]]:
         """The events; an error becomes the last of them, since the status has been sent already."""
@@ -240,4 +270,5 @@ class EventStream(Response):
             async for events in self._events:
                 yield events
         except Exception as error:  # noqa: BLE001 -- as_api_error handles every exception
-            yield [as_api_error(error).body()]
+            failure = self._format.failure(as_api_error(error))
+            yield [_framed(failure, failure.model_dump_json(), self._format)]

@@ -24,7 +24,7 @@ from specmamba.server.api.responses import (
 )
 from specmamba.server.api.service import Service
 from specmamba.server.api.tokenization import TokenPieces, completion_logprobs, joined, prompt_offsets
-from specmamba.server.http.error_answers import ApiError, answers
+from specmamba.server.http.error_answers import ApiError, ErrorAnswer, answers
 from specmamba.server.observe.call_record import CallRecord
 
 DEFAULT_MAX_TOKENS = 16
@@ -121,6 +121,8 @@ class ChoiceWriter:
 class CompletionFormat:
     """``AnswerFormat`` of completions: whole answers and chunks have the same shape."""
 
+    has_named_events = False
+
     def __init__(self, call_id: str, model: str, writers: Sequence[ChoiceWriter]) -> None:
         """``writers``: one per choice."""
         self._head = new_head(call_id, model)
@@ -145,8 +147,14 @@ class CompletionFormat:
     def text_chunk(self, index: int, text: str) -> Completion:
         return self._completion([CompletionChoice(index=index, text=text, finish_reason=None)])
 
-    def usage_chunk(self, usage: Usage) -> Completion:
-        return self._completion([], usage)
+    def counted(self, usage: Usage) -> Usage:
+        return usage
+
+    def closing(self, usage: Usage) -> Sequence[Completion]:
+        return [self._completion([], usage)]
+
+    def failure(self, error: ApiError) -> ErrorAnswer:
+        return error.answer()
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         return Completion(**self._head, choices=choices, usage=usage)

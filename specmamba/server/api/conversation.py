@@ -16,7 +16,7 @@ from specmamba.server.api.service import Service
 from specmamba.server.http.error_answers import ApiError, as_api_error
 from specmamba.server.http.fields import MessageContent, StrictModel, only, shortened
 from specmamba.server.tools.definitions import EarlierCall, JsonObject, NamedTool, ToolChoice, Tools
-from specmamba.templates.rendering import RenderedChat
+from specmamba.templates.rendering import Effort, ReasoningEffort, RenderedChat
 
 MAX_MESSAGES, MAX_CALLS = 4096, 128
 # Characters of the arguments of all earlier calls together: each is read as JSON.
@@ -31,7 +31,7 @@ class ChatMessage(StrictModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        MessageContent | None, Field(description="may be null or left out only where there are tool_calls")
+        MessageContent | None, Field(description="null or left out only beside tool_calls or reasoning_content")
     ] = None
     name: Annotated[str | None, Field(max_length=256, description="handed to the chat template")] = None
     tool_calls: Annotated[
@@ -41,6 +41,7 @@ class ChatMessage(StrictModel):
         str | None, Field(min_length=1, max_length=256, description="the call that a tool's message answers")
     ] = None
     reasoning_content: Annotated[str | None, Field(description="extension: handed to the chat template")] = None
+    reasoning: Annotated[str | None, Field(description="extension: another name of reasoning_content")] = None
     refusal: Annotated[None, only(), Empty] = None
     audio: Annotated[None, only(), Empty] = None
     annotations: Annotated[list[Any] | None, only([]), Empty] = None
@@ -55,6 +56,7 @@ class ChatMessage(StrictModel):
             for field, role in (
                 ("tool_calls", "assistant"),
                 ("reasoning_content", "assistant"),
+                ("reasoning", "assistant"),
                 ("tool_call_id", "tool"),
             ):
                 if value.get(field) and value.get("role") != role:
@@ -64,7 +66,7 @@ class ChatMessage(StrictModel):
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not (self.tool_calls or self.reasoning_content or self.reasoning):
             raise PydanticCustomError("missing", "this field is required", {"field": "content"})
         if self.role == "tool" and self.tool_call_id is None:
             raise PydanticCustomError("missing", "this field is required", {"field": "tool_call_id"})
@@ -81,7 +83,8 @@ class ChatMessage(StrictModel):
         parts = self.content or ""
         content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         message: dict[str, Any] = {"role": self.role, "content": content}
-        more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": reasoning}
         message |= {field: value for field, value in more.items() if value is not None}
         if self.tool_calls:
             message["tool_calls"] = self._calls
@@ -139,13 +142,16 @@ class ChatCompletionRequest(GenerationRequest):
         bool | None, Field(description="false: one call at most. A forced answer is always one call")
     ] = None
     chat_template_kwargs: TemplateVariables | None = None
+    reasoning_effort: Annotated[
+        ReasoningEffort | None,
+        Field(description="given to the chat template; one that only turns reasoning on or off: on for all but none"),
+    ] = None
 
     safety_identifier: Annotated[str | None, NoEffect] = None
     prompt_cache_key: Annotated[str | None, NoEffect] = None
     store: Annotated[Literal[False] | None, only(False), NotYet] = None
     service_tier: Annotated[Literal["auto", "default"] | None, only("auto", "default"), NotYet] = None
     verbosity: Annotated[Literal["medium"] | None, only("medium"), NotYet] = None
-    reasoning_effort: Annotated[None, only(), NotYet] = None
     functions: Annotated[list[Any] | None, only([]), NotYet] = None
     function_call: Annotated[Literal["none", "auto"] | None, only("none", "auto"), NotYet] = None
     modalities: Annotated[list[Literal["text"]] | None, only(["text"]), NotYet] = None
@@ -223,6 +229,7 @@ async def chat_text(
     variables: Mapping[str, Any] | None,
     request: Request,
     check_length: Callable[[int], None] | None = None,
+    effort: Effort | None = None,
 ) -> RenderedChat:
     """The prompt of a conversation: its text with special tokens, up to the beginning of the answer.
 
@@ -233,6 +240,7 @@ async def chat_text(
         variables: further variables of the template.
         request: its connection; rendering ends when the client disconnects.
         check_length: as in ``Templates.render``.
+        effort: the ``reasoning_effort`` of the request.
 
     Raises:
         ApiError: 400; there is no chat template, it rejects the messages, tools or variables, or it exceeds a limit.
@@ -241,7 +249,7 @@ async def chat_text(
     check_template(service)
     as_dicts = [message.for_template() for message in messages]
     try:
-        return await service.templates.render(as_dicts, tools, variables, request, check_length)
+        return await service.templates.render(as_dicts, tools, variables, request, check_length, effort)
     except RequestError as error:
         raise about_messages(error) from None
 

@@ -24,12 +24,13 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """What speculation did: drafted tokens that the model accepted, and those it rejected.
+    """Tokens of the reasoning, and what speculation did: drafted tokens that were accepted and rejected.
 
     With ``prediction`` the drafts are tokens of the given text where the answer agrees with it, and the drafter's
     elsewhere. Every accepted one is a token of the answer. A token of the text that was never drafted counts nowhere.
     """
 
+    reasoning_tokens: Annotated[int, Field(description="up to the end of the reasoning, its marks included")] = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     accept_rule: Annotated[
@@ -151,8 +152,11 @@ class AssistantMessage(BaseModel):
     """The model's message."""
 
     role: Literal["assistant"] = "assistant"
-    content: Annotated[str | None, Field(description="null where there are tool calls and nothing else")]
+    content: Annotated[str | None, Field(description="null where there are only tool calls or reasoning")]
     refusal: None = None
+    reasoning_content: Annotated[
+        str | None, LeftOutWhenNone, Field(description="extension: what the model thought before (--reasoning-parser)")
+    ] = None
     tool_calls: Annotated[list[ToolCall] | None, LeftOutWhenNone] = None
 
 
@@ -214,6 +218,7 @@ class ChatDelta(BaseModel):
 
     role: Annotated[Literal["assistant"] | None, LeftOutWhenNone] = None
     content: Annotated[str | None, LeftOutWhenNone] = None
+    reasoning_content: Annotated[str | None, LeftOutWhenNone] = None
     tool_calls: Annotated[list[ToolCallDelta] | None, LeftOutWhenNone] = None
 
 

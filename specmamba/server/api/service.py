@@ -14,7 +14,7 @@ from specmamba.core import OutputDelta
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import RequestError
 from specmamba.models.tokenizer import Tokenizer
-from specmamba.sampling_params import GrammarSpec
+from specmamba.sampling_params import GrammarSpec, ReasoningStart
 from specmamba.server.api.answers import AnswerFormat, Choices, check_number, send_answer
 from specmamba.server.api.listed_logprobs import check_listed
 from specmamba.server.api.requests import GenerationRequest
@@ -27,6 +27,7 @@ from specmamba.server.http.fields import shortened
 from specmamba.server.http.limits import CallLimits, count_choices
 from specmamba.server.observe.call_record import AbortReason, CallRecord, CallRecorder, ObserverFactory
 from specmamba.server.observe.metrics import ServerMetrics
+from specmamba.server.tools.reasoning import ReasoningFormat
 from specmamba.server_config import ServerConfig
 from specmamba.templates.rendering import RenderedChat
 
@@ -43,6 +44,7 @@ class Service:
         self.metrics = ServerMetrics(config)
         self.grammars = Grammars(config, engine.constants)
         self.templates = Templates(config, engine.constants)
+        self.reasoning = ReasoningFormat.of(config.reasoning_parser, self.tokenizer)
         # They run on the engine thread; waiting requests get EngineStoppedError.
         engine.on_stop(self.grammars.close)
         engine.on_stop(self.templates.close)
@@ -105,6 +107,7 @@ class Service:
         *,
         per_prompt: int | None = None,
         grammar: GrammarSpec | None = None,
+        reasoning: ReasoningStart = "none",
         request: Request | None = None,
     ) -> Choices:
         """Build the engine requests of a call, and compile its grammar.
@@ -115,6 +118,7 @@ class Service:
             max_tokens: new tokens of each choice at the most.
             per_prompt: choices to generate for each prompt; by default ``body.n``, or 1.
             grammar: used in place of the grammar that ``body`` asks for.
+            reasoning: whether an answer begins with it; its form is free under any grammar.
             request: its connection; compiling ends when the client disconnects.
 
         Raises:
@@ -133,6 +137,7 @@ class Service:
         param, spec = ("tools", grammar) if grammar else (body.grammar_field, body.grammar_spec)
         if spec is not None:
             self.tokenizer.require_text("structured output", param or "grammar")
+            spec = spec.model_copy(update={"reasoning": reasoning})
         try:
             params = body.sampling_params(max_tokens, spec)
         except ValidationError as error:

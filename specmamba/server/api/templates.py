@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from specmamba.server.http.error_answers import ApiError, queue_timeout
 from specmamba.server.http.fields import longest_text, shortened
 from specmamba.server_config import ServerConfig
 from specmamba.templates.renderer import TemplateRenderer
-from specmamba.templates.rendering import Conversation, RenderedChat
+from specmamba.templates.rendering import Conversation, Effort, RenderedChat
 
 # Characters that clients may send for each token of the context where the tokenizer knows no bound.
 _SENT_PER_TOKEN = 32
@@ -52,6 +53,7 @@ class Templates:
         variables: Mapping[str, Any] | None,
         request: Request,
         check_length: Callable[[int], None] | None = None,
+        effort: Effort | None = None,
     ) -> RenderedChat:
         """Render a conversation in the renderer's process. Clients are served in turns.
 
@@ -62,6 +64,7 @@ class Templates:
             request: its connection; rendering ends when the client disconnects.
             check_length: called on another thread with the characters of all strings above, before any other work on
                 them; it raises ApiError where they are too many. By default, for what cannot fit into the context.
+            effort: the ``reasoning_effort`` of the request, which becomes a variable.
 
         Raises:
             ApiError: 400, a limit is exceeded; 503, its turn did not come in time; 499, the client disconnected.
@@ -71,7 +74,8 @@ class Templates:
 
         def make() -> Conversation:
             (check_length or self._check_length)(sum(map(len, strings([messages, tools, variables]))))
-            return self._tokenizer.conversation(messages, tools, variables, self._config.allow_special_tokens)
+            made = self._tokenizer.conversation(messages, tools, variables, self._config.allow_special_tokens)
+            return made if effort is None else replace(made, effort=effort)
 
         if self._renderer is None:
             raise RequestError("this model has no chat template", "messages")

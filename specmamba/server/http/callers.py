@@ -68,7 +68,7 @@ def check_operator(scope: Scope) -> None:
 
 
 class IdentifyCaller:
-    """ASGI middleware: finds out who calls, by ``Authorization: Bearer KEY`` or by address.
+    """ASGI middleware: finds out who calls, by ``Authorization: Bearer KEY``, ``x-api-key: KEY`` or by address.
 
     Where there are API keys, a call without one of them, or the operator's, gets status 401. Without API keys and
     without a key of the operator, the operator of a server on loopback is every caller who reaches it by a loopback
@@ -96,11 +96,21 @@ class IdentifyCaller:
         """The caller whose key a request carries, or None. Takes the same time for every wrong key."""
         # Compared as bytes: a header need not be ASCII.
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        values = [value for name, value in headers if name == b"authorization"]
-        scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
-        digest = _digest(key.strip())
+        scheme, _, key = _only(headers, b"authorization").partition(b" ")
+        bearer = self._owner_of(key.strip())
+        other = self._owner_of(_only(headers, b"x-api-key"))  # as Anthropic's clients send it
+        return bearer if bearer is not None and scheme.lower() == b"bearer" else other
+
+    def _owner_of(self, key: bytes) -> Caller | None:
+        digest = _digest(key)
         matches = [caller for known, caller in self._callers.items() if hmac.compare_digest(digest, known)]
-        return matches[0] if matches and scheme.lower() == b"bearer" else None
+        return matches[0] if matches else None
+
+
+def _only(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes:
+    """The value of a header that is sent once; empty where it is not."""
+    values = [value.strip() for other, value in headers if other == name]
+    return values[0] if len(values) == 1 else b""
 
 
 def host_name(host: str) -> str | None:
@@ -177,7 +187,7 @@ def _tenant(key: bytes) -> str:
 def _refusal() -> ApiError:
     return ApiError(
         401,
-        "the API key is missing or wrong: send the header 'Authorization: Bearer KEY'",
+        "the API key is missing or wrong: send the header 'Authorization: Bearer KEY' (or 'x-api-key: KEY')",
         kind="authentication_error",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},

@@ -227,7 +227,7 @@ class LimitedConnection(BoundedHttp):
 
 
 def _raw_answer(error: ApiError) -> bytes:
-    body = error.body().encode()
+    body = error.answer().model_dump_json().encode()
     phrase = HTTPStatus(error.status).phrase
     headers = {
         "Content-Type": "application/json",

@@ -25,6 +25,8 @@ from specmamba.errors import (
     SpecmambaError,
 )
 from specmamba.near_names import did_you_mean
+from specmamba.server.http.message_errors import MessageError, has_message_errors
+from specmamba.server.http.unserved import why_unserved
 
 logger = logging.getLogger("specmamba")
 
@@ -80,11 +82,28 @@ class ApiError(SpecmambaError):
         )
         self.headers = headers
 
-    def body(self) -> str:
-        return ErrorAnswer(error=self.detail).model_dump_json()
+    def answer(self) -> ErrorAnswer:
+        return ErrorAnswer(error=self.detail)
 
     def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, "application/json")
+        """The answer, in the shape that its address has for errors."""
+        return _ErrorResponse(self)
+
+
+class _ErrorResponse(Response):
+    """An error in OpenAI's shape, or in Anthropic's below /v1/messages."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.answer().model_dump_json(), error.status, error.headers, "application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not has_message_errors(scope["path"]):
+            await super().__call__(scope, receive, send)
+            return
+        error = self._error
+        content = MessageError.of(error.status, error.detail.message).model_dump_json()
+        await Response(content, error.status, error.headers, "application/json")(scope, receive, send)
 
 
 def _encodable(text: str) -> str:
@@ -170,6 +189,8 @@ class _AnswerUnexpected:
 
 
 def _no_such_address(path: str, addresses: Sequence[str]) -> ApiError:
+    if (reason := why_unserved(path)) is not None:
+        return ApiError(404, reason, code="not_supported")
     hint = did_you_mean(path, addresses) or "; /docs lists what there is"
     return ApiError(404, f"there is nothing at this address{hint}", code="not_found")
 

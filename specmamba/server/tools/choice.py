@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,7 +12,8 @@ from pydantic_core import PydanticCustomError
 from specmamba.sampling_params import MAX_GRAMMAR_CHARACTERS, GrammarSpec
 from specmamba.server.http.error_answers import ApiError
 from specmamba.server.tools.definitions import NamedTool, Tool
-from specmamba.server.tools.formats import JsonCalls, JsonScan, XmlCall
+from specmamba.server.tools.formats import JsonScan
+from specmamba.server.tools.json_calls import HEAD, JsonCalls
 from specmamba.server.tools.parsing import (
     AnswerParser,
     CallArguments,
@@ -23,8 +23,8 @@ from specmamba.server.tools.parsing import (
     MarkedCalls,
     PlainText,
 )
+from specmamba.server.tools.xml_calls import XmlCall
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
 # Under these keys a schema quotes values, in which "$ref" is not a reference.
 _QUOTING = frozenset({"const", "default", "enum", "examples"})
 MAX_CALLS = 128  # of one answer
@@ -92,7 +92,7 @@ class RequiredCall:
         events: list[Event] = []
         if self._scan is None:
             self._head += text
-            head = _HEAD.match(self._head)
+            head = HEAD.match(self._head)
             if head is None:
                 return []
             self._scan, text = JsonScan(), self._head[head.end() :]

@@ -12,6 +12,13 @@ MAX_SPACE = (
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Content:
     """Text of the answer."""
 
@@ -32,7 +39,7 @@ class CallArguments:
     text: str
 
 
-Event = Content | CallBegin | CallArguments
+Event = Reasoning | Content | CallBegin | CallArguments
 
 
 class AnswerParser(Protocol):
@@ -65,51 +72,52 @@ class WholeCall:
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """The content and the calls of a complete answer."""
+    """The content, the calls and the reasoning of a complete answer."""
 
     content: str
     calls: tuple[WholeCall, ...]
+    reasoning: str = ""
 
 
 def whole_answer(events: Iterable[Event]) -> WholeAnswer:
     """Collect the events of a complete answer."""
+    reasoning: list[str] = []
     content: list[str] = []
     calls: list[tuple[str, list[str]]] = []
     for event in events:
         match event:
+            case Reasoning(text):
+                reasoning.append(text)
             case Content(text):
                 content.append(text)
             case CallBegin(name):
                 calls.append((name, []))
             case CallArguments(text):
                 calls[-1][1].append(text)
-    return WholeAnswer("".join(content), tuple(WholeCall(name, "".join(pieces)) for name, pieces in calls))
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """What followed an opening mark: ``raw`` was parsed, ``rest`` was not. Without calls, ``raw`` is content."""
-
-    calls: tuple[WholeCall, ...]
-    raw: str
-    rest: str
+    whole_calls = tuple(WholeCall(name, "".join(pieces)) for name, pieces in calls)
+    return WholeAnswer("".join(content), whole_calls, "".join(reasoning))
 
 
 class BodyReader(Protocol):
     """Parses the calls behind an opening mark, up to their end.
 
-    The end depends on the characters only, not on how they are cut into pieces. ``finish`` returns no ``rest``.
+    Calls are given as they come, so that what turns out wrong behind their beginning cannot be taken back. The end
+    depends on the characters only, not on how they are cut into pieces.
     """
 
-    def push(self, text: str) -> Body | None: ...
-    def finish(self) -> Body: ...
+    @property
+    def has_begun(self) -> bool: ...  # whether a call was given
+    @property
+    def raw(self) -> str: ...  # all that was read, which is content as long as no call has begun
+    def push(self, text: str) -> tuple[list[Event], str | None]: ...  # the rest behind the end; None: it goes on
 
 
 class MarkedCalls:
     """``AnswerParser`` of answers in which each call, or list of calls, stands between the marks ``begin`` and ``end``.
 
-    White space around a call is not content. A missing ``end`` is accepted; a call with any other error becomes
-    content, including its opening mark. Calls beyond ``max_calls`` are dropped.
+    White space around a call is not content. A missing ``end`` is accepted. What has an error before a call begins
+    (which is when the name of a tool and the beginning of its arguments are known) becomes content, including its
+    opening mark; arguments are given as they are written. Calls beyond ``max_calls`` are dropped.
     """
 
     def __init__(self, begin: str, end: str, new_reader: Callable[[], BodyReader], max_calls: int) -> None:
@@ -117,7 +125,7 @@ class MarkedCalls:
         self._reader: BodyReader | None = None
         self._held = ""  # possible beginning of a mark, and the white space before it
         self._space = ""  # between content and the call that is being parsed
-        self._follows_call = self._has_content = self._end_may_come = False
+        self._follows_call = self._has_content = self._end_may_come = self._is_kept = False
 
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []
@@ -128,7 +136,7 @@ class MarkedCalls:
     def finish(self) -> list[Event]:
         events: list[Event] = []
         if self._reader is not None:
-            self._take(self._reader.finish(), events)
+            self._end_body(self._reader, events)
         elif not self._end_may_come and not (self._follows_call and self._held.isspace()):
             self._add_content(self._held, events)
         self._held = ""
@@ -136,20 +144,33 @@ class MarkedCalls:
 
     def _read_body(self, text: str, events: list[Event]) -> str:
         assert self._reader is not None
-        body = self._reader.push(text)
-        return "" if body is None else self._take(body, events)
+        found, rest = self._reader.push(text)
+        for event in found:
+            self._add(event, events)
+        if rest is None:
+            return ""
+        self._end_body(self._reader, events)
+        return rest
 
-    def _take(self, body: Body, events: list[Event]) -> str:
+    def _add(self, event: Event, events: list[Event]) -> None:
+        """Add what the reader has found, unless it belongs to a call that is dropped."""
+        if isinstance(event, Content):
+            self._add_content(event.text, events)
+            return
+        if isinstance(event, CallBegin):
+            self._is_kept = self._calls_left > 0
+            self._calls_left -= self._is_kept
+            self._follows_call = True
+        if self._is_kept:
+            events.append(event)
+
+    def _end_body(self, reader: BodyReader, events: list[Event]) -> None:
         self._reader = None
-        if body.calls:
+        if reader.has_begun:
             self._follows_call = self._end_may_come = True
-            for call in body.calls[: self._calls_left]:
-                events += [CallBegin(call.name), CallArguments(call.arguments)]
-            self._calls_left = max(0, self._calls_left - len(body.calls))
         else:
-            self._add_content(self._space + self._begin + body.raw, events)
+            self._add_content(self._space + self._begin + reader.raw, events)
         self._space = ""
-        return body.rest
 
     def _read_content(self, text: str, events: list[Event]) -> str:
         text, self._held = self._held + text, ""
@@ -157,14 +178,14 @@ class MarkedCalls:
             text = self._skip_end(text)
         at = text.find(self._begin)
         if at >= 0:
-            said = _content_of(text[:at])
+            said = without_space_at_end(text[:at])
             self._space = text[len(said) : at]
             self._add_content(said, events)
             self._reader = self._new_reader()
             self._end_may_come = False
             return text[at + len(self._begin) :]
-        keep = len(text) - _partial(text, self._begin)
-        said = _content_of(text[:keep]) if not self._end_may_come else ""
+        keep = len(text) - length_of_partial(text, self._begin)
+        said = without_space_at_end(text[:keep]) if not self._end_may_come else ""
         self._held = text[len(said) :]
         self._add_content(said, events)
         return ""
@@ -184,11 +205,11 @@ class MarkedCalls:
             events.append(Content(text))
 
 
-def _content_of(text: str) -> str:
+def without_space_at_end(text: str) -> str:
     """Text without white space at its end, of which at most ``MAX_SPACE`` characters are removed."""
     return text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
 
 
-def _partial(text: str, mark: str) -> int:
+def length_of_partial(text: str, mark: str) -> int:
     """Length of the longest suffix of ``text`` that is a prefix of ``mark``."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
