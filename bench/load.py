@@ -19,8 +19,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specmamba.command_line import readable
 from specmamba.errors import ConfigError
+from specmamba.flags.command_line import readable
 from specmamba.measure.command import Report, put_out, repeated_flags, run_command, versions_text
 from specmamba.measure.report import Count, JsonOption, machine, progress_bar, versions
 

@@ -20,7 +20,7 @@ from specmamba.calls.given_prompts import (
 )
 from specmamba.core import OutputDelta, RequestOutput
 from specmamba.engine.engine import Engine
-from specmamba.engine_flags import EngineFlags
+from specmamba.flags.engine_flags import EngineFlags
 from specmamba.local_engine import LocalEngine
 from specmamba.sampling_params import SamplingParams
 

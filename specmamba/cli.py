@@ -140,7 +140,7 @@ def _serve(arguments: list[str]) -> int:
     from specmamba.server.shutdown_watch import ending_at_signals
 
     with ending_at_signals():
-        from specmamba.command_line import parse_command_line
+        from specmamba.flags.command_line import parse_command_line
         from specmamba.server.listener import listen
         from specmamba.server_config import ServerConfig
 
@@ -158,8 +158,8 @@ def _build_engine(config: EngineConfig) -> Engine:
 
 
 def _generate_command(arguments: list[str]) -> int:
-    from specmamba.command_line import parse_command_line
     from specmamba.config import GenerateConfig
+    from specmamba.flags.command_line import parse_command_line
 
     config = parse_command_line(GenerateConfig, "specmamba generate", arguments)
     if not config.json:
@@ -218,7 +218,7 @@ def _sampling_params(config: GenerateConfig) -> SamplingParams:
     """
     from pydantic import ValidationError
 
-    from specmamba.command_line import describe_validation_error
+    from specmamba.flags.command_line import describe_validation_error
     from specmamba.sampling_params import SamplingParams
 
     try:
@@ -339,7 +339,7 @@ def _refuse(prog: str, help_text: str, command: str, commands: Collection[str]) 
 
 
 def _end_with(prog: str, error: SpecmambaError) -> NoReturn:
-    from specmamba.command_line import exit_with_error
+    from specmamba.flags.command_line import exit_with_error
 
     exit_with_error(prog, error)
 

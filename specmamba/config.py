@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from specmamba.other_names import own_value
+from specmamba.flags.other_names import own_value
 from specmamba.sampling_params import LogitSettings, Temperature
 
 DEMO_MODEL = Path(__file__).parent / "demo"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specmamba.command_line import parse_command_line, readable
+from specmamba.flags.command_line import parse_command_line, readable
 from specmamba.measure.command import Row, put_out, section_table
 from specmamba.measure.report import JsonOption
 

@@ -15,9 +15,9 @@ from specmamba.calls.progress import UseTqdm, wait_for
 from specmamba.core import OutputDelta, RequestOutput
 from specmamba.engine.engine import Engine
 from specmamba.engine.workbench import Workbench
-from specmamba.engine_flags import EngineFlags
+from specmamba.flags.engine_flags import EngineFlags
 from specmamba.local_engine import LocalEngine
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.sampling_params import SamplingParams
 
 

@@ -21,8 +21,8 @@ from specmamba.engine.engine import Engine
 from specmamba.engine.loading import process_threads
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import EngineFailedError, EngineStoppedError, RequestError, SpecmambaError
+from specmamba.flags.keywords import config_of, in_keywords
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
-from specmamba.keywords import config_of, in_keywords
 from specmamba.sampling_params import GrammarSpec, SamplingParams
 
 GRAMMAR_TIMEOUT_S, GRAMMAR_CACHE_BYTES = 30.0, 256 << 20

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from specmamba.command_line import errors_of_out, read_flags, readable
 from specmamba.config import DEMO_MODEL, CommandLine
 from specmamba.errors import CheckpointError, ConfigError
+from specmamba.flags.command_line import errors_of_out, read_flags, readable
 
 if TYPE_CHECKING:
     import torch

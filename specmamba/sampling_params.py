@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from specmamba.near_names import did_you_mean
-from specmamba.other_names import OTHER_PARAMS
+from specmamba.flags.near_names import did_you_mean
+from specmamba.flags.other_names import OTHER_PARAMS
 
 if TYPE_CHECKING:
     import torch

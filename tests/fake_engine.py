@@ -21,7 +21,7 @@ from specmamba.engine.scheduler import TenantStats
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import PromptTooLongError, QueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar
-from specmamba.models.infill import Infill
+from specmamba.models.text.infill import Infill
 from specmamba.sampling_params import SamplingParams
 from specmamba.server.app import create_app
 from specmamba.server.listener import listen, url_of

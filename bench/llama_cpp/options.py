@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import NoDecode
 
-from specmamba.command_line import describe_validation_error
 from specmamba.config import MAX_DRAFT_TOKENS, EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.flags.command_line import describe_validation_error
 from specmamba.measure.acceptance.options import AXES
 from specmamba.measure.report import Count, JsonOption, NoRadixCache, split_numbers
 from specmamba.measure.weight_forms import FORM_FIELDS, form_flags, gguf_flags

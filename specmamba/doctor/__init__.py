@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from specmamba.command_line import parse_command_line, readable
 from specmamba.doctor.software import Facts
+from specmamba.flags.command_line import parse_command_line, readable
 from specmamba.measure.command import STANDARD_OUTPUT, Row, put_out, section_table
 from specmamba.measure.report import JsonOption
 

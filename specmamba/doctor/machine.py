@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from specmamba.cache.memory import free_memory
-from specmamba.command_line import readable
 from specmamba.doctor.software import Facts, Problem, error, warning
+from specmamba.flags.command_line import readable
 from specmamba.kernels import rowwise
 from specmamba.kernels.gpu import has_triton, runs_on
 from specmamba.kernels.native.levels import NativeUnavailableError, chosen_level, cpu_flags

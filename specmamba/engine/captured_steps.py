@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from specmamba.cache.memory import MemoryPlan
-from specmamba.command_line import readable
 from specmamba.config import EngineConfig
 from specmamba.cuda_graphs import EagerReplay, GraphReplay, NativeReplay, Replay, bucket_sizes
 from specmamba.engine.graph_runner import StepCall, StepGraphRunner
 from specmamba.errors import ConfigError
+from specmamba.flags.command_line import readable
 from specmamba.kernels import gpu
 from specmamba.verify.pools import Pools
 

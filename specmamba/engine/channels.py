@@ -18,7 +18,7 @@ from specmamba.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine
     from specmamba.grammar import CompiledGrammar
-    from specmamba.models.tokenizer import Tokenizer
+    from specmamba.models.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -43,7 +43,7 @@ from specmamba.engine.scheduler import EngineStats, Scheduler, SchedulerLimits, 
 from specmamba.errors import NotEnoughMemoryError, PromptTooLongError, RequestError
 from specmamba.grammar import CompiledGrammar
 from specmamba.kernels.draft_sizing import TreeArrays
-from specmamba.models.tokenizer import Detokenizer
+from specmamba.models.text.tokenizer import Detokenizer
 from specmamba.sampling_params import SamplingParams
 from specmamba.verify.acceptance import AcceptPolicy, accept_rule
 from specmamba.verify.pools import Pools

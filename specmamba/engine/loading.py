@@ -22,10 +22,10 @@ from specmamba.kernels import gpu, linear
 from specmamba.kernels.linear import WeightForm
 from specmamba.models.base import LoadedModel, LoadOptions, Models
 from specmamba.models.draft_heads import is_draft_head, load_draft_head
-from specmamba.models.no_tokenizer import NoTokenizer
 from specmamba.models.registry import ARCHITECTURES, choose_dtype, load_model
-from specmamba.models.tokenizer import Tokenizer, has_tokenizer
-from specmamba.models.tokenizer_backend import OR_WITHOUT
+from specmamba.models.text.no_tokenizer import NoTokenizer
+from specmamba.models.text.tokenizer import Tokenizer, has_tokenizer
+from specmamba.models.text.tokenizer_backend import OR_WITHOUT
 
 logger = logging.getLogger("specmamba")
 

@@ -17,7 +17,7 @@ from specmamba.draft.predicted_text import PredictedText
 from specmamba.errors import GrammarError
 from specmamba.grammar import GrammarFollower
 from specmamba.kernels.draft_sizing import DRAWN, GREEDY, SAMPLED
-from specmamba.models.tokenizer import Detokenizer
+from specmamba.models.text.tokenizer import Detokenizer
 from specmamba.sampling_params import AcceptRule, SamplingParams
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from specmamba.cache.memory import free_memory
 from specmamba.checkpoints.checkpoint import digest_of_checkpoint, resolve_checkpoint
-from specmamba.command_line import describe_validation_error
 from specmamba.config import EngineConfig
 from specmamba.draft.draft_plan import DraftPlan, plan_drafts
 from specmamba.draft.drafter import Drafter, NoDrafter
@@ -20,6 +19,7 @@ from specmamba.draft.sizing.sizer import DraftSizer
 from specmamba.engine.engine import Engine
 from specmamba.engine.target_reader import OnStates, read_target
 from specmamba.errors import ConfigError, RequestError
+from specmamba.flags.command_line import describe_validation_error
 from specmamba.models.hybrid import HybridTarget
 from specmamba.sampling_params import SamplingParams
 from specmamba.verify.probe import StepProbe

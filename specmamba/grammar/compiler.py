@@ -25,7 +25,7 @@ from specmamba.grammar.worker_process import WorkerProcess
 from specmamba.sampling_params import GrammarSpec
 
 if TYPE_CHECKING:
-    from specmamba.models.tokenizer import Tokenizer
+    from specmamba.models.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

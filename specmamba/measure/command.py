@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pydantic_settings import BaseSettings
 
-from specmamba.command_line import exit_with_error, parse_command_line, read_flags
 from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
+from specmamba.flags.command_line import exit_with_error, parse_command_line, read_flags
 from specmamba.measure.report import write_json
 
 if TYPE_CHECKING:

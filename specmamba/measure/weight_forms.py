@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specmamba.command_line import describe_validation_error
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.flags.command_line import describe_validation_error
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPE_OF_CODES = "bfloat16"  # of activations, and of weights that stay unquantized, beside quantized ones

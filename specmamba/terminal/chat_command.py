@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from specmamba.chat_config import ChatConfig
-from specmamba.command_line import parse_command_line
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, RequestError
+from specmamba.flags.command_line import parse_command_line
 from specmamba.terminal.answer_source import AnswerError, AnswerSource, SourceGoneError
 from specmamba.terminal.chat_session import Answer, ChatSession
 from specmamba.terminal.chat_settings import ChatSettings

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from specmamba.chat_config import ChatConfig
-from specmamba.command_line import describe_validation_error
 from specmamba.errors import ConfigError
-from specmamba.near_names import did_you_mean
+from specmamba.flags.command_line import describe_validation_error
+from specmamba.flags.near_names import did_you_mean
 from specmamba.sampling_params import LogitSettings, SamplingParams
 
 _FROM_FLAGS = ("max_tokens", "temperature", "stop", *LogitSettings.model_fields)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from specmamba.errors import ConfigError
-from specmamba.near_names import did_you_mean
+from specmamba.flags.near_names import did_you_mean
 from specmamba.terminal.answer_source import AnswerError
 from specmamba.terminal.chat_figures import figures
 from specmamba.terminal.chat_session import ChatSession

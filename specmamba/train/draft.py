@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specmamba.command_line import errors_of_out
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.flags.command_line import errors_of_out
 from specmamba.measure.command import run_command
 from specmamba.measure.report import machine, versions
 from specmamba.train.options import TrainDraftConfig, prepared_out

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from specmamba.command_line import errors_of_out
 from specmamba.config import EngineConfig
+from specmamba.flags.command_line import errors_of_out
 from specmamba.sampling_params import Temperature
 
 DEFAULT_MINUTES = 10.0

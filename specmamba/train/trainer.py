@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from specmamba.command_line import errors_of_out
 from specmamba.errors import SpecmambaError
+from specmamba.flags.command_line import errors_of_out
 from specmamba.measure.acceptance.figures import full_report
 from specmamba.measure.acceptance.options import AcceptanceBenchConfig, largest_flags, variants_of
 from specmamba.measure.acceptance.run import measure, select_tasks, start_engine

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from specmamba import LLM, SamplingParams
-from specmamba.command_line import errors_of_out
 from specmamba.errors import ConfigError, RequestError
+from specmamba.flags.command_line import errors_of_out
 from specmamba.measure.prompts import seed_of
 from specmamba.measure.report import progress_bar
 from specmamba.train.options import TrainDraftConfig

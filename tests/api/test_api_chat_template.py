@@ -11,7 +11,7 @@ import pytest
 
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import RequestError
-from specmamba.models.tokenizer import Detokenizer, Tokenizer
+from specmamba.models.text.tokenizer import Detokenizer, Tokenizer
 from specmamba.templates.rendering import variables_of
 
 TEMPLATE = (

@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3_5ForCausalLM
 
 from specmamba.config import DEMO_MODEL
-from specmamba.models.infill import Infill
+from specmamba.models.text.infill import Infill
 from tests.fake_engine import FakeEngine, Served, fake_logprob, serving, wait_until
 from tests.server.test_server import events, refused
 

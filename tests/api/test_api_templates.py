@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from specmamba.config import DEMO_MODEL
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.server.api.templates import Turns
 from specmamba.templates.renderer import TemplateRenderer
 from specmamba.templates.rendering import Conversation

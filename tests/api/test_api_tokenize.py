@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from specmamba.config import DEMO_MODEL
-from specmamba.models.tokenizer_backend import TokenBytes
+from specmamba.models.text.tokenizer_backend import TokenBytes
 from specmamba.templates.rendering import Conversation
 from tests.fake_engine import FakeEngine, Served, serving
 from tests.server.test_server import refused

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from specmamba.config import DEMO_MODEL
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.server.tools.choice import NamedCall, new_parser
 from specmamba.server.tools.parsing import AnswerParser, PlainText, WholeAnswer, WholeCall, whole_answer
 from specmamba.server.tools.reasoning import ReasonedAnswer, ReasoningFormat, ReasoningTokens

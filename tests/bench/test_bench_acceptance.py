@@ -18,11 +18,11 @@ from specmamba.bench import acceptance
 from specmamba.bench.acceptance import join_lists
 from specmamba.bench.demo import prompts as demo_prompts
 from specmamba.cache.kv_pool import KVPool
-from specmamba.command_line import parse_command_line
 from specmamba.config import DEMO_MODEL
 from specmamba.core import Batch, DraftTree, RequestOutput, SpecStats, Verdict
 from specmamba.draft.heads import MTPDrafter
 from specmamba.errors import ConfigError
+from specmamba.flags.command_line import parse_command_line
 from specmamba.kernels.sampling import sample, uniform
 from specmamba.measure.acceptance.figures import full_report
 from specmamba.measure.acceptance.judge import (
@@ -42,7 +42,7 @@ from specmamba.measure.prompts import (
     encode_with_continuation,
     read_texts,
 )
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.verify.acceptance import accept
 from tests.exactness import run_directly
 from tests.tiny import write_tiny_checkpoint

@@ -22,10 +22,10 @@ from specmamba.bench.prefix.figures import workload_figures
 from specmamba.bench.prefix.run import Answer, Play
 from specmamba.bench.prefix.texts import SPREAD, Oracle, TextSource, oracle_hits, read_source
 from specmamba.bench.prefix.workloads import Ask, Tokens, make_workload
-from specmamba.command_line import parse_command_line
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import ConfigError
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.flags.command_line import parse_command_line
+from specmamba.models.text.tokenizer import Tokenizer
 from tests.tiny import write_tiny_checkpoint
 
 EXACT = ["--device", "cpu", "--num-threads", "1", "--chunked-prefill-size", "32"]

@@ -26,9 +26,9 @@ from specmamba.bench.serving.figures import accept_length, level_report, print_r
 from specmamba.bench.serving.load import Answer, Failure, Outcome, Run, closed_loop, open_loop, poisson_arrivals
 from specmamba.bench.serving.options import ServingBenchConfig
 from specmamba.bench.serving.sweep import sweep
-from specmamba.command_line import parse_command_line
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.flags.command_line import parse_command_line
 from specmamba.measure import report as report_module
 from specmamba.measure.report import percentile
 from tests.fake_engine import FakeEngine, wait_until

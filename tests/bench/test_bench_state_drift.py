@@ -14,7 +14,7 @@ from specmamba.bench import state_drift
 from specmamba.bench.state_drift import Drift
 from specmamba.cli import SUBCOMMANDS, main
 from specmamba.config import DEMO_MODEL
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from tests.families import FAMILIES
 
 SMALL = ["--tokens", "48", "--texts", "2", "--num-threads", "1", "--context-length", "64"]

@@ -26,9 +26,9 @@ from specmamba.bench.demo import model as operators
 from specmamba.bench.demo import prompts
 from specmamba.bench.demo.options import Architecture, TrainSettings
 from specmamba.bench.demo.train import evaluate_checkpoint, main, train
-from specmamba.command_line import read_flags
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, ConfigError
+from specmamba.flags.command_line import read_flags
 from specmamba.train import corpus
 
 TINY = Architecture(

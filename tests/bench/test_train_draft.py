@@ -28,9 +28,9 @@ from torch.autograd.profiler import profile
 
 from specmamba import LLM
 from specmamba.bench.train import tiny_falcon
-from specmamba.command_line import parse_command_line
 from specmamba.engine.engine import Engine
 from specmamba.errors import CheckpointError, ConfigError, SpecmambaError
+from specmamba.flags.command_line import parse_command_line
 from specmamba.train import corpus, draft, memory, texts, trainer, windows
 from specmamba.train.head import Eagle3Head, HeadShape, write_head
 from specmamba.train.options import TrainDraftConfig

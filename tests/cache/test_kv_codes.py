@@ -30,7 +30,7 @@ from specmamba.engine.workbench import Workbench
 from specmamba.errors import ConfigError
 from specmamba.kernels.paged_attention.codes import as_bytes, quantize
 from specmamba.measure.acceptance.judge import EXACT_BOUND
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from tests.drafts import DRAFTS
 from tests.exactness import assert_same_greedy_texts, why_not_native
 from tests.families import FAMILIES

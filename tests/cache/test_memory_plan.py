@@ -20,9 +20,9 @@ from specmamba.cache.memory import MemoryPlan, free_memory, plan_memory
 from specmamba.cache.request_table import RequestTable, TokenCounts
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape, pending_token_capacity
 from specmamba.cache.state_pool import StatePool
-from specmamba.command_line import aligned, readable
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.flags.command_line import aligned, readable
 from specmamba.models.base import LoadOptions
 from specmamba.models.registry import load_model
 from specmamba.verify.record_buffers import RecordBuffers

@@ -22,7 +22,7 @@ from specmamba import LLM, SamplingParams
 from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
 from specmamba.engine.runner import Runner
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from tests.drafts import DRAFTS
 from tests.exactness import assert_same_greedy_texts
 

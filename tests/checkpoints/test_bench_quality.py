@@ -19,7 +19,7 @@ from specmamba.core import TokenLogprob
 from specmamba.errors import SpecmambaError
 from specmamba.measure.command import repeated_flags
 from specmamba.measure.prompts import bundled_texts
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from tests.gguf_files import write_gguf
 
 SMALL = ["--num-threads", "1", "--text", "prompts", "--window", "40", "--windows", "3", "--max-running-requests", "2"]

@@ -15,7 +15,7 @@ from specmamba.draft.predicted_text import FIRST_DRAFT, PredictedText
 from specmamba.engine.engine import Engine
 from specmamba.errors import RequestError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.sampling_params import GrammarSpec, SamplingParams, SpeculationParams
 
 # ---- the place in the text -------------------------------------------------------------------------------------------

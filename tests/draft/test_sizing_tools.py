@@ -12,9 +12,9 @@ import pytest
 from specmamba import LLM
 from specmamba.bench import acceptance
 from specmamba.bench.acceptance import join_lists
-from specmamba.command_line import parse_command_line
 from specmamba.core import RequestOutput, SpecStats
 from specmamba.engine import cost_measurement
+from specmamba.flags.command_line import parse_command_line
 from specmamba.measure.acceptance.figures import full_report
 from specmamba.measure.acceptance.options import ROOM, AcceptanceBenchConfig, variants_of
 from specmamba.measure.acceptance.run import Result, Sample

@@ -18,7 +18,7 @@ import torch
 from specmamba import LLM, SamplingParams
 from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from tests.exactness import assert_same_greedy_texts, assert_same_sampled_texts
 from tests.tiny import write_tiny_checkpoint
 

@@ -12,10 +12,10 @@ from pydantic import SecretStr
 
 from specmamba import LLM, SamplingParams
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
-from specmamba.command_line import describe_validation_error, parse_command_line
 from specmamba.config import DEMO_MODEL, EngineConfig, GenerateConfig
 from specmamba.errors import ConfigError
-from specmamba.flag_parser import GROUPS, grouped
+from specmamba.flags.command_line import describe_validation_error, parse_command_line
+from specmamba.flags.flag_parser import GROUPS, grouped
 from specmamba.server_config import ServerConfig
 
 # DESIGN section 10, as far as it is built

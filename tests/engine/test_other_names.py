@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 
 from specmamba import LLM, SamplingParams
-from specmamba.command_line import parse_command_line
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
-from specmamba.flag_parser import with_own_names
-from specmamba.keywords import config_of
-from specmamba.other_names import OTHER_NAMES, OTHER_PARAMS, OTHER_VALUES, SPECULATIVE_FIELDS, Fixed, Renamed, flag_of
+from specmamba.flags.command_line import parse_command_line
+from specmamba.flags.flag_parser import with_own_names
+from specmamba.flags.keywords import config_of
+from specmamba.flags.other_names import (
+    OTHER_NAMES,
+    OTHER_PARAMS,
+    OTHER_VALUES,
+    SPECULATIVE_FIELDS,
+    Fixed,
+    Renamed,
+    flag_of,
+)
 from specmamba.server_config import ServerConfig
 
 pytestmark = pytest.mark.usefixtures("no_settings_from_outside")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specmamba.core import FinishReason
 from specmamba.engine.request import TextStream
-from specmamba.models.tokenizer import Detokenizer
+from specmamba.models.text.tokenizer import Detokenizer
 
 LATE = "~"  # a piece that ends in it holds its last character back until the next token, as half a character is
 

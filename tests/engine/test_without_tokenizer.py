@@ -15,8 +15,8 @@ from specmamba.cli import main
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
 from specmamba.errors import CheckpointError, ConfigError, RequestError
-from specmamba.models.no_tokenizer import NoTokenizer
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.no_tokenizer import NoTokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.sampling_params import GrammarSpec
 from tests.engine.test_engine import assert_idle
 from tests.fake_engine import Served, serving, wait_until

@@ -15,7 +15,7 @@ from specmamba.grammar.checks import _grows
 from specmamba.grammar.compiler import token_bytes
 from specmamba.grammar.matcher import FREE_SECONDS, MAX_SECONDS, SLOW_SECONDS, Effort, scale_of
 from specmamba.grammar.worker import compile_grammar
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.sampling_params import GrammarSpec
 from tests.grammar_schemas import accepts, allowed_tokens, compile_here
 

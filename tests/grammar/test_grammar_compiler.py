@@ -19,7 +19,7 @@ from specmamba.config import DEMO_MODEL
 from specmamba.errors import EngineStoppedError, GrammarQueueFullError, RequestError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
 from specmamba.grammar.compilations import GrammarCache
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.sampling_params import GrammarSpec
 from tests.grammar_schemas import accepts
 

@@ -12,7 +12,7 @@ from specmamba.config import DEMO_MODEL
 from specmamba.errors import GrammarQueueFullError
 from specmamba.grammar import CompiledGrammar, GrammarCompiler
 from specmamba.grammar.compilations import Job, Jobs
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.sampling_params import GrammarSpec
 from tests.grammar_schemas import accepts
 

@@ -14,7 +14,7 @@ from specmamba.errors import GrammarError
 from specmamba.grammar import GrammarMatcher
 from specmamba.grammar.compilations import CompiledGrammar
 from specmamba.grammar.compiler import token_bytes
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from tests.grammar_schemas import allowed_tokens, compile_here
 
 xgrammar = pytest.importorskip("xgrammar")

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders as token_decoders
 
 from specmamba.config import DEMO_MODEL
-from specmamba.models.special_text import MARKS, SLICE, SpecialText, any_of, found
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.special_text import MARKS, SLICE, SpecialText, any_of, found
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.templates.rendering import Conversation, render
 
 TEMPLATE = (
@@ -214,7 +214,7 @@ def test_slices_and_shared_beginnings_change_no_match(
     own = [at for at in starts if any(len(name) > 1 and text.startswith(name, at) for name in tokens)]
     with pytest.MonkeyPatch.context() as patch:
         for size in (1, 3, SLICE):
-            patch.setattr("specmamba.models.special_text.SLICE", size)
+            patch.setattr("specmamba.models.text.special_text.SLICE", size)
             assert made._with_signs(text) == acting
             assert [match.start() for match in found(made._starts, text, longest)] == own
 

@@ -14,8 +14,8 @@ from specmamba.config import DEMO_MODEL
 from specmamba.core import OutputDelta
 from specmamba.errors import CheckpointError, RequestError
 from specmamba.llm import LLM
-from specmamba.models.text_growth import charsmap_growth, growth
-from specmamba.models.tokenizer import MAX_GROWN, Tokenizer
+from specmamba.models.text.text_growth import charsmap_growth, growth
+from specmamba.models.text.tokenizer import MAX_GROWN, Tokenizer
 from specmamba.sampling_params import SamplingParams
 from tests.fake_engine import FakeEngine, serving
 

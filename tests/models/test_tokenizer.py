@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as Backend
 from specmamba.checkpoints.checkpoint import read_eos_token_ids
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, RequestError
-from specmamba.models.tokenizer import Detokenizer, Tokenizer
-from specmamba.models.tokenizer_backend import longest_token
+from specmamba.models.text.tokenizer import Detokenizer, Tokenizer
+from specmamba.models.text.tokenizer_backend import longest_token
 
 END_OF_TEXT, IM_START = 0, 1
 CHAT_TEMPLATE = (

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from specmamba.command_line import parse_command_line
 from specmamba.config import EngineConfig
-from specmamba.other_names import (
+from specmamba.flags.command_line import parse_command_line
+from specmamba.flags.other_names import (
     METHODS,
     OTHER_NAMES,
     OTHER_PARAMS,

@@ -19,9 +19,9 @@ from safetensors import safe_open
 
 from specmamba.chat_config import ChatConfig
 from specmamba.cli import COMMANDS, SUBCOMMANDS
-from specmamba.command_line import _ALL_COMMANDS, _OTHER_VARIABLES, parse_command_line
 from specmamba.config import DEMO_MODEL, EngineConfig, GenerateConfig
 from specmamba.core import SizingStats
+from specmamba.flags.command_line import _ALL_COMMANDS, _OTHER_VARIABLES, parse_command_line
 from specmamba.server.observe.metrics import ServerMetrics
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, serving

@@ -12,7 +12,7 @@ from mypy import api
 
 from specmamba import SamplingParams
 from specmamba.config import EngineConfig
-from specmamba.engine_flags import EngineFlags
+from specmamba.flags.engine_flags import EngineFlags
 from tests.repository import ROOT
 
 

@@ -29,12 +29,12 @@ from typing import Any
 
 import pytest
 
-from specmamba import command_line
 from specmamba.cli import COMMANDS, main
 from specmamba.config import EngineConfig
 from specmamba.engine.engine import Engine
 from specmamba.errors import ConfigError
-from specmamba.flag_parser import FlagParser
+from specmamba.flags import command_line
+from specmamba.flags.flag_parser import FlagParser
 from tests.fake_engine import Served, serving, wait_until
 from tests.project.test_docs import FENCE, PAGES, blocks, text_of
 from tests.repository import ROOT
@@ -149,7 +149,7 @@ def reading_only(monkeypatch: pytest.MonkeyPatch) -> None:
             raise _ArgumentsReadError
         return found
 
-    for module in ("specmamba.command_line", "specmamba.measure.command", "specmamba.quantize"):
+    for module in ("specmamba.flags.command_line", "specmamba.measure.command", "specmamba.quantize"):
         monkeypatch.setattr(f"{module}.read_flags", read_settings)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", read_arguments)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specmamba.command_line import parse_command_line
 from specmamba.errors import ConfigError
+from specmamba.flags.command_line import parse_command_line
 from specmamba.server_config import ServerConfig
 
 pytestmark = pytest.mark.usefixtures("no_settings_from_outside")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from specmamba.command_line import parse_command_line
 from specmamba.errors import ConfigError
+from specmamba.flags.command_line import parse_command_line
 from specmamba.server.http.callers import host_name, is_loopback
 from specmamba.server.http.guards import CheckHost
 from specmamba.server_config import ServerConfig

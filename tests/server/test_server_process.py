@@ -240,7 +240,8 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
-    "module", ["specmamba.command_line", "pydantic", "uvicorn", "torch", "transformers", "specmamba.engine.engine"]
+    "module",
+    ["specmamba.flags.command_line", "pydantic", "uvicorn", "torch", "transformers", "specmamba.engine.engine"],
 )
 @pytest.mark.fast_cases("pydantic-Signals.SIGINT", "torch-Signals.SIGTERM", "engine.engine-Signals.SIGTERM")
 def test_a_signal_at_any_moment_of_the_start_ends_it_well(module: str, number: signal.Signals) -> None:

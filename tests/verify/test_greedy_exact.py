@@ -24,7 +24,7 @@ from specmamba import LLM, SamplingParams
 from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
 from specmamba.engine.request import Request
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from tests.tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_headroom")

@@ -12,9 +12,9 @@ import torch
 
 from specmamba.cache.memory.demand import Demand, explain_contradiction, explain_shortage, largest_fitting
 from specmamba.cache.shapes import CacheShape
-from specmamba.command_line import TableRow, aligned, readable
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.flags.command_line import TableRow, aligned, readable
 
 
 @dataclass(frozen=True, slots=True)

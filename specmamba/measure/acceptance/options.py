@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from specmamba.command_line import describe_validation_error
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
+from specmamba.flags.command_line import describe_validation_error
 from specmamba.measure.prompts import TextOptions
 from specmamba.trees import read_tree_file
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from specmamba.core import OutputDelta
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.server.api.answers import ReasoningText
 from specmamba.server.api.parsed_choice import ChatOptions, ParsedChoice, with_reasoning
 from specmamba.server.api.responses import (

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from specmamba.core import OutputDelta, TokenLogprob
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.server.api.answers import check_number
 from specmamba.server.api.requests import CompletionRequest
 from specmamba.server.api.responses import (

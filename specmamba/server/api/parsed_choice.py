@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from specmamba.core import OutputDelta, TokenLogprob
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.sampling_params import ReasoningStart
 from specmamba.server.api.completions import end_reason
 from specmamba.server.api.responses import ChatEndReason, ChatLogprobs, ChatTokenLogprob, TokenPiece, TopLogprob, Usage

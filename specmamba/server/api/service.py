@@ -13,7 +13,7 @@ from starlette.responses import Response
 from specmamba.core import OutputDelta
 from specmamba.engine.thread import EngineThread
 from specmamba.errors import RequestError
-from specmamba.models.tokenizer import Tokenizer
+from specmamba.models.text.tokenizer import Tokenizer
 from specmamba.sampling_params import GrammarSpec, ReasoningStart
 from specmamba.server.api.answers import AnswerFormat, Choices, check_number, send_answer
 from specmamba.server.api.listed_logprobs import check_listed

@@ -15,7 +15,7 @@ from fastapi import Request
 
 from specmamba.engine.thread import EngineConstants
 from specmamba.errors import RequestError, TemplateLimitError
-from specmamba.models.special_text import strings
+from specmamba.models.text.special_text import strings
 from specmamba.server.api.streaming import unless_client_gone
 from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import ApiError, queue_timeout

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from specmamba.core import OutputDelta, TokenLogprob
-from specmamba.models.tokenizer import Detokenizer, Tokenizer
+from specmamba.models.text.tokenizer import Detokenizer, Tokenizer
 from specmamba.server.api.conversation import Messages, TemplateVariables, chat_text
 from specmamba.server.api.responses import CompletionLogprobs, LeftOutWhenNone, TokenPiece
 from specmamba.server.api.service import Service, size_of

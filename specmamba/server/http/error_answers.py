@@ -24,7 +24,7 @@ from specmamba.errors import (
     RequestError,
     SpecmambaError,
 )
-from specmamba.near_names import did_you_mean
+from specmamba.flags.near_names import did_you_mean
 from specmamba.server.http.message_errors import MessageError, has_message_errors
 from specmamba.server.http.unserved import why_unserved
 

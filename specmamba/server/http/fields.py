@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from specmamba.near_names import did_you_mean
+from specmamba.flags.near_names import did_you_mean
 from specmamba.sampling_params import MAX_BIASES, MAX_STOP_STRINGS, SpeculationParams, StopString
 
 # Tags begin with a bracket, which distinguishes them from field names in the location of an error.

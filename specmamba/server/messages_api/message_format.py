@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from specmamba.core import OutputDelta
-from specmamba.models.tokenizer import Detokenizer, Tokenizer
+from specmamba.models.text.tokenizer import Detokenizer, Tokenizer
 from specmamba.server.api.answer_blocks import Block, Blocks, Change
 from specmamba.server.api.parsed_choice import ChatOptions, ParsedChoice, with_reasoning
 from specmamba.server.api.responses import Usage

@@ -20,7 +20,7 @@ from specmamba.verify.record_buffers import RecordBuffers
 if TYPE_CHECKING:
     from specmamba.engine.engine import Engine
     from specmamba.engine.scheduler import EngineStats, TenantStats
-    from specmamba.models.tokenizer import Tokenizer
+    from specmamba.models.text.tokenizer import Tokenizer
 
 MAX_DRAFTS, MAX_TREE_NODES = 8, 160
 MAX_TEXT = 80  # characters of a node of the prefix cache

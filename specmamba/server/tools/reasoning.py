@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from specmamba.models.tokenizer import Detokenizer, Tokenizer
+from specmamba.models.text.tokenizer import Detokenizer, Tokenizer
 from specmamba.sampling_params import THINK, THINK_END, ReasoningStart
 from specmamba.server.tools.parsing import (
     MAX_SPACE,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from specmamba.checkpoints.files import MAX_TEXT_BYTES, read_json
 from specmamba.errors import CheckpointError, SpecmambaError
-from specmamba.models.text_growth import growth
+from specmamba.models.text.text_growth import growth
 
 T = TypeVar("T")
 

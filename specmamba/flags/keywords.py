@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specmamba.command_line import describe_validation_error, variable_of
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, SpecmambaError
-from specmamba.near_names import as_keywords
-from specmamba.other_names import OTHER_NAMES, SPECULATIVE, translated
+from specmamba.flags.command_line import describe_validation_error, variable_of
+from specmamba.flags.near_names import as_keywords
+from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, translated
 
 logger = logging.getLogger("specmamba")
 

@@ -15,8 +15,8 @@ from pydantic_settings import BaseSettings
 
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
-from specmamba.near_names import did_you_mean
-from specmamba.other_names import OTHER_NAMES, SPECULATIVE, flag_of, translated
+from specmamba.flags.near_names import did_you_mean
+from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, flag_of, translated
 from specmamba.server_config import ServerConfig
 
 WIDTH = 110

@@ -23,9 +23,9 @@ from pydantic_settings import (
 from specmamba.chat_config import ChatConfig
 from specmamba.config import CommandLine, EngineConfig, GenerateConfig, is_of_service
 from specmamba.errors import ConfigError
-from specmamba.flag_parser import FlagParser, take_flag, with_own_names
-from specmamba.near_names import did_you_mean
-from specmamba.other_names import OTHER_NAMES, Renamed, translated
+from specmamba.flags.flag_parser import FlagParser, take_flag, with_own_names
+from specmamba.flags.near_names import did_you_mean
+from specmamba.flags.other_names import OTHER_NAMES, Renamed, translated
 from specmamba.server_config import ServerConfig
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)

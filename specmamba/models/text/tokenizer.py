@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from specmamba.errors import RequestError
-from specmamba.models.infill import Infill
-from specmamba.models.special_text import SpecialText
-from specmamba.models.text_growth import growth
-from specmamba.models.tokenizer_backend import (
+from specmamba.models.text.infill import Infill
+from specmamba.models.text.special_text import SpecialText
+from specmamba.models.text.text_growth import growth
+from specmamba.models.text.tokenizer_backend import (
     BackendError,
     TokenBytes,
     guarded,
