@@ -74,7 +74,7 @@ def _parameters(info: Info) -> str:
 
 def _memory(info: Info) -> Iterator[Row]:
     sizes, quantization = info["bytes"], info["quantization"]
-    form = info["dtype"] if quantization in ("auto", "none") else f"{info['dtype']}, matrices {quantization}"
+    form = info["dtype"] if quantization in ("auto", "none") else f"{info['dtype']}, --quantization {quantization}"
     yield "weights", f"{readable(sizes['weights'])} ({form})"
     yield (
         "read per step",

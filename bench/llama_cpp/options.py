@@ -21,7 +21,7 @@ from specmamba.measure.weight_forms import FORM_FIELDS, form_flags, gguf_flags
 Format = Literal["bf16", "int8"]
 GGUF_TYPES: dict[Format, str] = {"bf16": "BF16", "int8": "Q8_0"}
 SAME_FILE = "gguf"  # in a pair: this runtime is given llama.cpp's file
-PLAIN, TUNED = "plain", "tuned tree"
+PLAIN, TUNED, ADAPTIVE = "plain", "tuned tree", "adaptive"
 # Flags of the engine that this command sets itself, and what to use instead.
 _BOTH_DRAFT_WITH_MTP = "both sides draft with the checkpoint's MTP head"
 DECIDED_HERE = {
@@ -41,6 +41,9 @@ DECIDED_HERE = {
     "max_total_tokens": "it follows from --batch and the context",
     "max_mamba_cache_size": "it follows from --batch",
 }
+
+
+_FIXED = {"speculative_algorithm": "mtp", "speculative_adaptive": "off"}
 
 
 def _list(value: object) -> object:
@@ -181,6 +184,8 @@ def modes_of(config: LlamaCppBenchConfig) -> list[Mode]:
         raise ConfigError(f"{flag}: this command sets it; {DECIDED_HERE[given[0]]}")
     modes = [_chain(count) for count in dict.fromkeys(config.drafts)]
     modes += [_tree(item) for item in dict.fromkeys(config.trees.split())]
+    if len(modes) > 1 or any(mode.num_drafts for mode in modes):
+        modes.append(Mode(ADAPTIVE, None, {"speculative_algorithm": "mtp", "speculative_adaptive": "auto"}))
     if config.speculative_tree is not None:
         flags = {"speculative_algorithm": "mtp", "speculative_tree": str(config.speculative_tree)}
         modes.append(Mode(TUNED, None, flags))
@@ -195,14 +200,14 @@ def modes_of(config: LlamaCppBenchConfig) -> list[Mode]:
 def _chain(count: int) -> Mode:
     if count == 0:
         return Mode(PLAIN, 0, {"speculative_algorithm": "none"})
-    return Mode(f"MTP {count}", count, {"speculative_algorithm": "mtp", "speculative_num_steps": count})
+    return Mode(f"MTP {count}", count, {**_FIXED, "speculative_num_steps": count})
 
 
 def _tree(item: str) -> Mode:
     sizes = item.split(",")
     if len(sizes) != len(AXES) or not all(size.isdecimal() for size in sizes):
         raise ConfigError(f"--trees: {item!r} is not steps,topk,nodes, such as 4,4,8")
-    flags: dict[str, Any] = {"speculative_algorithm": "mtp", **dict(zip(AXES.values(), map(int, sizes), strict=True))}
+    flags: dict[str, Any] = {**_FIXED, **dict(zip(AXES.values(), map(int, sizes), strict=True))}
     try:
         EngineConfig(**flags)
     except ValidationError as error:

@@ -95,6 +95,13 @@ def form_name(matrix: QuantizedMatrix, for_gpu: bool = False) -> str:
     return f"{_product_bits(matrix, for_gpu)} bits in groups of {_product_group(matrix)}"
 
 
+def name_of_rounded(form: str, for_gpu: bool = False) -> str:
+    """Say for people in what form products take a matrix that is rounded to a form when it is loaded; "": as it is."""
+    if form == "fp8" and not for_gpu:
+        return f"8 bits in groups of {BYTE_GROUP}, rounded from FP8"
+    return "" if form == "plain" else form
+
+
 def packed_bytes(matrix: QuantizedMatrix, for_gpu: bool = False) -> int:
     """Bytes of a matrix in the form of products, from shapes alone: minima may turn out to be an offset, and less."""
     group, width = _product_group(matrix), matrix.shape[-1]

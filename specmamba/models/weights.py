@@ -13,7 +13,7 @@ from specmamba.checkpoints.tensor_reader import DTYPES, TensorReader, have_same_
 from specmamba.errors import CheckpointError
 from specmamba.kernels import gpu, linear, moe
 from specmamba.kernels.linear import Matrix, PackedCodes, QuantizedMatrix, WeightForm
-from specmamba.kernels.linear.grouped import form_name
+from specmamba.kernels.linear.grouped import form_name, name_of_rounded
 from specmamba.layers.feed_forward import Experts
 from specmamba.layers.primitives import Embedding, Linear, RMSNorm, Rotary
 from specmamba.models.base import LoadedModel, LoadOptions
@@ -35,6 +35,7 @@ class Weights:
         self._keeps_codes = options.keeps_codes if form is None else options.draft_keeps_codes
         self.num_parameters = 0
         self.num_bytes = 0
+        self._embedding_name = ""  # that was taken last
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Load a tensor of this shape onto the device; ``dtype``: None is the model's.
@@ -49,7 +50,7 @@ class Weights:
     def take_matrix(self, name: str, *shape: int) -> Matrix:
         """Load a matrix that products multiply by; in its codes where it is stored and runs so. Errors as ``take``."""
         if not (self._keeps_codes and self.reader.is_coded(name)):
-            self.reader.note_run_form(name, "" if self.form == "plain" else self.form)
+            self.reader.note_run_form(name, self._rounded(self.form))
             return self.take(name, *shape)
         _require_elements(name, shape)
         found = self.reader.take_quantized(name, shape)
@@ -65,8 +66,13 @@ class Weights:
             if linear.keeps_rows(matrix, self.options.layout_device):
                 return matrix
             matrix = self.keep_instead(matrix.dequantize(self.options.dtype), matrix)
+        self._embedding_name = name
         self.reader.note_run_form(name, "")
         return matrix
+
+    def _rounded(self, form: WeightForm) -> str:
+        """The name of the form in which a matrix runs that is rounded when it is loaded."""
+        return name_of_rounded(form, gpu.runs_on(self.options.layout_device))
 
     def _count(self, taken: MatrixT) -> MatrixT:
         self.num_parameters += taken.numel()
@@ -203,13 +209,15 @@ class Weights:
         if not is_tied or self.reader.has(name):
             head = self.take_matrix(name, *embedding.shape)
             if isinstance(head, Tensor) and self.form != "plain":
-                self.reader.note_run_form(name, head_form(self.form))
+                self.reader.note_run_form(name, self._rounded(head_form(self.form)))
             if not _is_copy(head, embedding, guess=is_tied):
                 return head
             self.num_parameters -= head.numel()  # a second copy of the embedding: one is enough
             self._replace(0, head)
         if isinstance(embedding, Tensor):
             self.keep(embedding)
+            if form := self._rounded(head_form(self.form)):
+                self.reader.note_run_form(self._embedding_name, f"it is, and as output head in {form}")
         return embedding
 
     def _replace(self, num_bytes: int, *taken: Matrix | None) -> None:

@@ -35,7 +35,7 @@ for line in sys.stdin:
     if name == "load":
         flags = given["flags"]
         print(json.dumps(flags), file=open(CHECKPOINT + ".loads", "a"))
-        drafts = 0 if flags["speculative_algorithm"] == "none" else flags["speculative_num_steps"]
+        drafts = 0 if flags["speculative_algorithm"] == "none" else flags.get("speculative_num_steps", 1)
         answer = dict(checkpoint=CHECKPOINT, threads=flags["num_threads"] or 9, weight_bytes=2_000_000)
         answer |= dict(native=dict(level="avx2", origin="shipped", reason=None), parameters=5)
     elif name == "encode":
@@ -149,9 +149,12 @@ def test_flags_that_cannot_be(arguments: list[str], message: str, capsys: pytest
 def test_modes_and_the_flags_of_their_engines(tmp_path: Path) -> None:
     tree = tmp_path / "tree.json"
     config = config_of(drafts="0,2,2", trees="4,4,8", speculative_tree=tree, num_threads=3, page_size=4)
-    plain, chain, dynamic, tuned = modes_of(config)
-    assert [mode.name for mode in (plain, chain, dynamic, tuned)] == ["plain", "MTP 2", "tree 4,4,8", "tuned tree"]
-    assert [mode.num_drafts for mode in (plain, chain, dynamic, tuned)] == [0, 2, None, None]
+    plain, chain, _, _, tuned = modes = modes_of(config)
+    assert [mode.name for mode in modes] == ["plain", "MTP 2", "tree 4,4,8", "adaptive", "tuned tree"]
+    assert [mode.num_drafts for mode in modes] == [0, 2, None, None, None]
+    sizes = [mode.flags.get("speculative_adaptive") for mode in modes]
+    assert sizes == [None, "off", "off", "auto", None]
+    assert modes_of(config_of(drafts="0", trees="")) == [plain]
     flags = engine_flags(config, form_flags("int8", "--pairs"), chain, 8, 512)
     assert (flags["quantization"], flags["dtype"], flags["speculative_num_steps"]) == ("int8", "bfloat16", 2)
     assert (flags["num_threads"], flags["page_size"], flags["max_running_requests"]) == (3, 4, 8)

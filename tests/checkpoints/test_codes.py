@@ -16,6 +16,8 @@ from specmamba.engine.model_report import model_info
 from specmamba.errors import ConfigError
 from specmamba.kernels import linear
 from specmamba.kernels.linear import native_ops
+from specmamba.measure.full_batch import Job, accept_length, run_full_batch
+from specmamba.measure.prompts import bundled_texts, encode_with_continuation
 from tests.exactness import assert_same_greedy_texts
 
 PROMPTS = ["import os\n\ndef read_file(path):\n    ", "class Stack:\n    def __init__(self):\n"]
@@ -95,6 +97,23 @@ def test_texts_part_only_where_logits_are_close(quantized: dict[str, Path], need
         alone = [tuple(llm.generate([prompt], params)[0].token_ids) for prompt in PROMPTS]
     assert_same_greedy_texts(together, alone, PROMPTS, lambda: LLM(model=str(quantized["int4"]), **FLAGS))
     assert together == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_in_codes_guesses_as_well(form: str, quantized: dict[str, Path], needs_native: None) -> None:
+    """Accepted length along given texts, target and head in codes: within 3 % of bf16's."""
+    texts = [text for text in bundled_texts() if text.continuation]
+
+    def accepted(model: Path) -> float:
+        flags = {"dtype": "bfloat16", "speculative_num_steps": 3, "speculative_adaptive": "off"}
+        with LLM(model=str(model), max_running_requests=len(texts), **flags) as llm:
+            params = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
+            pairs = [encode_with_continuation(text, llm.engine.tokenizer) for text in texts]
+            jobs = [Job(tuple(prompt), params, tuple(follows[:120])) for prompt, follows in pairs]
+            return accept_length([run_full_batch(llm, jobs)])
+
+    assert accepted(quantized[form]) == pytest.approx(accepted(Path(EngineConfig().model_path)), rel=0.03)
 
 
 @pytest.mark.parametrize("flag", ["quantization", "speculative_draft_model_quantization"])
