@@ -14,6 +14,7 @@ from specmamba.verify.step import Drafts
 
 FIRST_DRAFT = 4  # tokens of the first draft: an answer often begins as its prediction does
 MIN_WINDOW, MAX_WINDOW = 2, 12  # tokens that must agree to find the place again, and that are compared
+MAX_CANDIDATES = 1024  # places that are compared: long repetitions must not hold up the other requests of a batch
 
 
 class PredictedText:
@@ -56,6 +57,10 @@ class PredictedText:
     def _find(self, last: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         """Find the place behind the longest match of the answer's ``last`` tokens."""
         ends = np.flatnonzero(self._tokens[:-1] == last[-1])  # a match at the end has nothing behind it
+        if len(ends) > MAX_CANDIDATES:
+            first = np.searchsorted(ends, self._lost_at - 1)
+            behind = ends[first : first + MAX_CANDIDATES]
+            ends = np.concatenate([ends[: min(MAX_CANDIDATES - len(behind), first)], behind])
         lengths = np.ones(len(ends), np.int64)
         agrees = np.ones(len(ends), bool)
         for back in range(1, len(last)):
