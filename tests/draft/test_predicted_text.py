@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specmamba.config import DEMO_MODEL, EngineConfig
 from specmamba.core import SpecStats
+from specmamba.draft import predicted_text
 from specmamba.draft.predicted_text import FIRST_DRAFT, PredictedText
 from specmamba.engine.engine import Engine
 from specmamba.errors import RequestError
@@ -37,6 +38,16 @@ def test_the_place_is_found_again_behind_the_longest_match() -> None:
     assert text.drafts([1, 2, 30, 4], 10) == []  # one token is no match
     assert text.drafts([1, 2, 30, 4, 5], 10) == [6, 9]  # of equal matches the first behind the lost place
     assert text.drafts([1, 2, 30, 4, 5, 9, 4, 5], 10) == [7, 8]  # three tokens agree there
+
+
+def test_long_repetitions_are_compared_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places behind the lost one first, then those from the beginning."""
+    monkeypatch.setattr(predicted_text, "MAX_CANDIDATES", 4)
+    tokens = [5, 5, 1, *[5] * 20, 5, 5, 2, *[5, 5, 3] * 2]
+    for answer, found in (([5, 5, 1, 9], [5, 5]), ([*tokens[:25], 9], [2, 5])):
+        text = PredictedText(tokens)
+        text.drafts(answer, 4)
+        assert text.drafts([*answer, 5, 5], 2)[: len(found)] == found
 
 
 def test_the_place_may_be_before_the_lost_one() -> None:

@@ -160,6 +160,7 @@ class TestHttp:
             ("completions", {"prompt": "x"}, "prompt"),
             ("completions", {"prompt": IDS, "stop": ["x"]}, "stop"),
             ("completions", {"prompt": IDS, "regex": "a+"}, "regex"),
+            ("completions", {"prompt": IDS, "suffix": "x"}, "suffix"),
             ("completions", {"prompt": IDS, "response_format": {"type": "json_object"}}, "response_format"),
             ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "messages"),
             ("tokenize", {"prompt": "x"}, "prompt"),
@@ -172,6 +173,14 @@ class TestHttp:
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, param)
         assert FLAG in error["message"]
+
+    def test_the_live_page_shows_ids(self, served: Served) -> None:
+        """Of cached tokens, which have no texts."""
+        served.complete(prompt=IDS, max_tokens=2, temperature=0, ignore_eos=True)
+        with served.http.stream("GET", "/events") as response:
+            events = (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
+            nodes = next(event["nodes"] for event in map(json.loads, events) if event.get("nodes"))
+        assert any((node["text"] or "").startswith("5 6 7") for node in nodes), nodes
 
     @pytest.mark.parametrize("path", ["/health", "/server_info", "/v1/models", "/metrics", "/cache", "/model_info"])
     def test_the_rest_works(self, served: Served, path: str) -> None:

@@ -14,6 +14,7 @@ class NoTokenizer(Tokenizer):
     """The tokenizer of ``--skip-tokenizer-init``: it refuses texts by name, and every token of an answer is silent."""
 
     has_text = False
+    infill = None
 
     def __init__(self) -> None:
         """Nothing is read."""

@@ -204,6 +204,7 @@ def _with_gap(service: Service, prompts: Sequence[str | list[int]], suffix: str)
     Raises:
         ApiError: 400; the tokenizer has no tokens for that, or a prompt is no text.
     """
+    service.tokenizer.require_text("a suffix", "suffix")
     infill = service.tokenizer.infill
     if infill is None:
         message = "suffix: this model's tokenizer has no tokens for a gap in a text (fill in the middle): leave it out"

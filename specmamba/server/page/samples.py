@@ -7,7 +7,7 @@ its own requests only, and no text under a salt: the clients of one key may be k
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -150,8 +150,13 @@ def _histogram(histogram: Histogram) -> dict[str, Any]:
 def _outlined(node: OutlineNode, tokenizer: Tokenizer) -> dict[str, Any]:
     shown = asdict(node)
     beginning = shown.pop("beginning")
-    text = None if beginning is None else tokenizer.decode(beginning, skip_special_tokens=False)[:MAX_TEXT]
-    return shown | {"text": text}
+    return shown | {"text": None if beginning is None else _beginning(beginning, tokenizer)[:MAX_TEXT]}
+
+
+def _beginning(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    if not tokenizer.has_text:
+        return " ".join(map(str, tokens))
+    return tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def _draft(view: DraftView, tokenizer: Tokenizer) -> dict[str, Any]:

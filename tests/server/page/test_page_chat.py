@@ -375,6 +375,21 @@ def test_the_oldest_chats_make_room(still: Page) -> None:
     still.evaluate("localStorage.clear()")
 
 
+def test_a_chat_that_is_too_large_takes_no_room_of_others(still: Page) -> None:
+    script = """async (size) => {
+        const { newChat, saveChat, loadChats } = await import("/page/chat/chats.js");
+        localStorage.clear();
+        const chats = [0, 1, 2].map((changed) => ({ ...newChat(), changed }));
+        for (const chat of chats) {
+            chat.messages.push({ role: "user", content: chat.changed === 2 ? "x".repeat(size) : "small" });
+            var saved = saveChat(chat, chats);
+        }
+        return [saved.isSaved, saved.removed.length, loadChats().length];
+    }"""
+    assert still.evaluate(script, 3_100_000) == [False, 0, 2]
+    still.evaluate("localStorage.clear()")
+
+
 def test_broken_storage_is_left_out(page: Page) -> None:
     page.evaluate(
         """() => {
