@@ -5,7 +5,9 @@
 All contestants take turns within a round, so that a slow minute of the machine affects all of them. The figures are
 medians over rounds of each contestant's tokens per second, and of its ratio to the first one in the same round: to
 transformers, or with ``--forms`` to plain decoding in the first form. Forms are named as for ``bench.quality``; each
-has two engines, so ``--max-total-tokens`` and ``--max-mamba-cache-size`` should bound their pools.
+has two engines, so ``--max-total-tokens`` and ``--max-mamba-cache-size`` should bound their pools. How fast memory
+delivers weights is measured in each round: tokens per second times bytes of weights, over it, is how near plain
+decoding is to that floor.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from specmamba.sampling_params import SamplingParams
 
 PROG = "python -m specmamba.bench.decode"
+NUM_WEIGHTS = 12  # of 34 MB, read in turns to see how fast memory is
 
 
 class DecodeBenchConfig(JsonOption):
@@ -75,10 +78,13 @@ class Sample:
 class Contestant:
     """A generator of text, and the number of threads that it chose when it was made."""
 
-    def __init__(self, generate: Callable[[str, float, int], Sample], num_threads: int | None = None) -> None:
+    def __init__(
+        self, generate: Callable[[str, float, int], Sample], num_threads: int | None = None, weight_bytes: int = 0
+    ) -> None:
         """``num_threads``: of captured steps; None: there are none, and all runs on those of PyTorch."""
         import torch
 
+        self.weight_bytes = weight_bytes
         self._generate = generate
         self._torch_threads = torch.get_num_threads()
         self.num_threads = num_threads or self._torch_threads
@@ -101,7 +107,7 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
     """Run all rounds; the report as a JSON object."""
     contestants = make_contestants(config)
     prompts = [text.text for text in bundled_texts()[: config.num_prompts]]
-    results = play(config, contestants, prompts)
+    results, speeds = play(config, contestants, prompts)
     return {
         "model": Path(config.model_path).name if config.model else "specmamba-demo",
         **({"forms": config.forms} if config.forms else {"dtype": config.dtype}),
@@ -113,6 +119,8 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
         "rounds": config.rounds,
         "num_steps": config.num_draft_steps,
         "prefix_cache": not config.disable_radix_cache,
+        "weight_bytes": {name: contestant.weight_bytes for name, contestant in contestants.items()},
+        "memory_gb_per_s": [round(number, 1) for number in (statistics.median(speeds), min(speeds), max(speeds))],
         "results": {f"{t:g}": summarize(results[t]) for t in config.temperatures},
     }
 
@@ -135,8 +143,11 @@ def make_contestants(config: DecodeBenchConfig) -> dict[str, Contestant]:
 
 def play(
     config: DecodeBenchConfig, contestants: dict[str, Contestant], prompts: Sequence[str]
-) -> dict[float, dict[str, list[list[Sample]]]]:
-    """Run all rounds; samples by temperature and contestant, a list per round."""
+) -> tuple[dict[float, dict[str, list[list[Sample]]]], list[float]]:
+    """Run all rounds; samples by temperature and contestant, a list per round, and the memory's speed in each round."""
+    from specmamba.measure.memory_speed import weight_speed
+
+    speeds: list[float] = []
     results: dict[float, dict[str, list[list[Sample]]]] = {
         t: {name: [] for name in contestants} for t in config.temperatures
     }
@@ -150,8 +161,9 @@ def play(
                     samples[name].append(contestant.generate(prompt, temperature, number * len(prompts) + i))
             for name in contestants:
                 results[temperature][name].append(samples[name])
+        speeds.append(weight_speed(NUM_WEIGHTS))
         print(f"round {number + 1} of {config.rounds} done", file=sys.stderr)
-    return results
+    return results, speeds
 
 
 def summarize(results: dict[str, list[list[Sample]]]) -> dict[str, Any]:
@@ -188,7 +200,7 @@ def specmamba_contestant(config: DecodeBenchConfig, algorithm: str) -> Contestan
         output: RequestOutput = llm.generate(prompt, params, use_tqdm=False)[0]
         return Sample(time.perf_counter() - began, output.token_ids, output.spec.accept_length)
 
-    return Contestant(generate, llm.engine.num_threads)
+    return Contestant(generate, llm.engine.num_threads, int(llm.engine.describe()["weight_bytes"]))
 
 
 def without_drafts(config: DecodeBenchConfig) -> DecodeBenchConfig:
@@ -238,17 +250,24 @@ def print_report(report: Report) -> None:
     page.lines(
         f"{report['model']}, {report.get('dtype', 'forms of weights')}, batch 1, {report['max_tokens']} new tokens",
         f"{report['machine']}; threads: {threads}",
+        "memory delivers weights with {} ({} to {}) GB/s".format(*report["memory_gb_per_s"]),
     )
     rows = [
         (
             temperature, name, f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.2f}x",
             "{:.2f}-{:.2f}".format(*row["ratio_range"]), f"{row['accept_length']:.2f}",
-            f"{row['distinct_4gram_ratio']:.2f}",
+            f"{row['distinct_4gram_ratio']:.2f}", _of_memory(report, name, row),
         )
         for temperature, of_one in report["results"].items()
         for name, row in of_one.items()
     ]  # fmt: skip
-    page.table(("T", "", "tokens/s", "ratio", "range", "accepted", "4-grams"), rows, text_columns=(0, 1))
+    page.table(("T", "", "tokens/s", "ratio", "range", "accepted", "4-grams", "GB/s"), rows, text_columns=(0, 1))
+
+
+def _of_memory(report: Report, name: str, row: dict[str, Any]) -> str:
+    """Gigabytes of weights that steps of one token read in a second; "" where others are made, or that is not known."""
+    num_bytes = report["weight_bytes"][name]
+    return f"{row['tokens_per_second'] * num_bytes / 1e9:.1f}" if num_bytes and row["accept_length"] == 1.0 else ""
 
 
 if __name__ == "__main__":

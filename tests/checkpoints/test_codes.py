@@ -106,7 +106,7 @@ def test_a_head_in_codes_guesses_as_well(form: str, quantized: dict[str, Path], 
     texts = [text for text in bundled_texts() if text.continuation]
 
     def accepted(model: Path) -> float:
-        flags = {"dtype": "bfloat16", "speculative_num_steps": 3, "speculative_adaptive": "off"}
+        flags: dict[str, Any] = {"dtype": "bfloat16", "speculative_num_steps": 3, "speculative_adaptive": "off"}
         with LLM(model=str(model), max_running_requests=len(texts), **flags) as llm:
             params = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
             pairs = [encode_with_continuation(text, llm.engine.tokenizer) for text in texts]
