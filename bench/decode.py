@@ -200,7 +200,7 @@ def specmamba_contestant(config: DecodeBenchConfig, algorithm: str) -> Contestan
         output: RequestOutput = llm.generate(prompt, params, use_tqdm=False)[0]
         return Sample(time.perf_counter() - began, output.token_ids, output.spec.accept_length)
 
-    return Contestant(generate, llm.engine.num_threads, int(llm.engine.describe()["weight_bytes"]))
+    return Contestant(generate, llm.engine.num_threads, llm.engine.models.weight_bytes)
 
 
 def without_drafts(config: DecodeBenchConfig) -> DecodeBenchConfig:
