@@ -122,7 +122,7 @@ def _packed_words(name: str, parts: Parts, shape: tuple[int, ...], storage: Stor
         require(stored.shape == scale.shape, f"{name}: {list(stored.shape)} zero points do not fit its scales")
         minimum = -stored.float() * scale
     if "groups" in parts and is_shuffled(name, parts["groups"], shape[-1], group):
-        return by_groups(name, codes.float(), scale, minimum, parts["groups"])
+        return by_groups(name, QuantizedMatrix(codes, scale, group, minimum), parts["groups"])
     if "zeros" not in parts:
         return QuantizedMatrix((codes.int() - middle).to(torch.int8), scale, group, bits=bits)
     return QuantizedMatrix(codes, scale, group, minimum, bits=bits)
@@ -167,7 +167,7 @@ def _words_by_input(name: str, parts: Parts, shape: tuple[int, ...], storage: St
     require(zeros.shape == scales.shape, f"{name}: {list(zeros.shape)} zero points do not fit its scales")
     minimum = -zeros.t().float() * scale
     if "groups" in parts and is_shuffled(name, parts["groups"], width, group):
-        return by_groups(name, codes.float(), scale, minimum, parts["groups"])
+        return by_groups(name, QuantizedMatrix(codes, scale, group, minimum), parts["groups"])
     return QuantizedMatrix(codes, scale, group, minimum, bits=bits)
 
 
