@@ -109,6 +109,19 @@ def test_experts_get_names_of_their_own(tmp_path: Path) -> None:
         assert llm.generate([[5, 9, 20]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
 
 
+def test_scales_that_are_cut_off(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rest would still divide the inputs; ``info`` says so, and reads no weights."""
+    out = tmp_path / "out"
+    assert quantize(checkpoint, out, "int4", "--group-size", "32") == 0
+    file = out / "model-00001.safetensors"
+    tensors = load_file(file)
+    name = next(name for name, x in tensors.items() if name.endswith(".weight_scale") and x.shape[1] == 2)
+    save_file(tensors | {name: tensors[name][:, :1].contiguous()}, file)
+    with pytest.raises(SystemExit, match="2"):
+        main(["info", "--model", str(out)])
+    assert "scales are for groups of 64 inputs; its format or config says 32" in capsys.readouterr().err
+
+
 class TestBadInput:
     def test_folder_that_is_not_empty(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "not empty" in refused(capsys, checkpoint, checkpoint, "int8")

@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 
 import torch
 from torch import Tensor
 
-from specmamba.checkpoints.quantized.storage import Storage
+from specmamba.checkpoints.quantized.storage import ALL_INPUTS
 from specmamba.checkpoints.quantized.unpack import from_e8m0
 from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
 
 
-def scale_of(name: str, scale: Tensor, shape: tuple[int, ...], storage: Storage) -> tuple[Tensor, int]:
-    """Scales [..., N, groups] of a matrix of this shape, and the inputs of a group."""
+def scale_of(
+    name: str, scale: Tensor, shape: tuple[int, ...], block: tuple[int, int], groups: Collection[int] = ()
+) -> tuple[Tensor, int]:
+    """Scales of a matrix.
+
+    Args:
+        name: of the matrix, for messages.
+        scale: as stored, as numbers.
+        shape: [..., N, K], of the matrix.
+        block: outputs and inputs of a block, where scales are for blocks.
+        groups: the numbers of inputs that a group may have; ``ALL_INPUTS``: all of them. Empty: any.
+
+    Returns:
+        Scales [..., N, groups], and the inputs of a group.
+
+    Raises:
+        CheckpointError: the shape of the scales does not fit, or the groups are none that may be.
+    """
+    found, group = _spread(name, scale, shape, block)
+    width = shape[-1]
+    sizes = sorted({width if size == ALL_INPUTS else min(size, width) for size in groups})
+    allowed = " or ".join(map(str, sizes))
+    require(
+        not sizes or group in sizes,
+        f"{name}: {list(scale.shape)} scales are for groups of {group} inputs; its format or config says {allowed}",
+    )
+    return found, group
+
+
+def _spread(name: str, scale: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> tuple[Tensor, int]:
+    """The same for groups of any size."""
     *_, outputs, width = shape
     if scale.dim() == 4 and len(shape) == 2 and scale.shape[1] == scale.shape[3] == 1:
         scale = scale.flatten(0, 1).flatten(1, 2)  # ModelOpt's blocks of FP8
@@ -27,7 +56,7 @@ def scale_of(name: str, scale: Tensor, shape: tuple[int, ...], storage: Storage)
         num_groups = scale.shape[-1]
         require(num_groups > 0 and width % num_groups == 0, f"{name}: {num_groups} groups do not divide {width} inputs")
         return scale, width // num_groups
-    rows, columns = storage.block
+    rows, columns = block
     blocks = (*shape[:-2], -(-outputs // rows), -(-width // columns))
     require(
         tuple(scale.shape) == blocks,
