@@ -131,8 +131,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_gguf(checkpoint: Path, tmp_path: Path) -> None:
-    """A file that is not quantized gives what the folder gives that it was made of, and its text."""
+def test_gguf(tmp_path: Path) -> None:
+    """A file that is not quantized gives what the folder gives that it was made of, and it runs."""
+    checkpoint = write_tiny_checkpoint(
+        tmp_path / "whole", 5, **WHOLE_BLOCKS, vocab_size=4096, layer_types=[LINEAR, FULL]
+    )
     file = write_gguf(checkpoint, tmp_path / "tiny.gguf")
     folders = [tmp_path / "of-folder", tmp_path / "of-file"]
     for source, out in zip((checkpoint, file), folders, strict=True):
