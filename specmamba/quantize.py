@@ -35,7 +35,9 @@ LAYOUTS = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quan
 class QuantizeConfig(CommandLine):
     """Round the matrices of a checkpoint to 4 or 8 bits, and write them in compressed-tensors' format."""
 
-    model: Annotated[str | None, Field(description="folder or hub id of a checkpoint; none: the bundled demo")] = None
+    model: Annotated[
+        str | None, Field(description="folder, GGUF file or hub id of a checkpoint; none: the bundled demo")
+    ] = None
     revision: Annotated[str | None, Field(description="branch, tag or commit, when --model is a hub id")] = None
     out: Annotated[Path, Field(description="folder to write; it must be new or empty")]
     format: Annotated[
@@ -67,20 +69,39 @@ def quantize_checkpoint(config: QuantizeConfig) -> None:
         CheckpointError, UnsupportedModelError: the checkpoint cannot be read, or is quantized already.
     """
     from specmamba.checkpoints.checkpoint import read_config, resolve_checkpoint
-    from specmamba.checkpoints.files import GGUF_FILE, read_json
+    from specmamba.checkpoints.files import read_json
     from specmamba.models.registry import ARCHITECTURES
 
-    folder = resolve_checkpoint(config.model or str(DEMO_MODEL), config.revision)
+    folder = resolve_checkpoint(_given(config), config.revision)
     read_config(folder, tuple(ARCHITECTURES))
     described = read_json(folder / "config.json")
-    if "quantization_config" in described or (folder / GGUF_FILE).exists():
-        raise _quantized_already(folder)
+    if "quantization_config" in described:
+        raise _quantized_already(config)
     with errors_of_out(config.out):
         _write(folder, described, config)
 
 
-def _quantized_already(folder: Path) -> CheckpointError:
-    return CheckpointError(f"{folder} is quantized already: quantize the checkpoint that it was made of")
+def _given(config: QuantizeConfig) -> str:
+    """The checkpoint as it is called; a GGUF file has a folder of another name."""
+    return config.model or str(DEMO_MODEL)
+
+
+def _quantized_already(config: QuantizeConfig) -> CheckpointError:
+    return CheckpointError(f"{_given(config)} is quantized already: quantize the checkpoint that it was made of")
+
+
+def _open_reader(folder: Path) -> TensorReader:
+    """Open the tensors, by the names that the model's own checkpoints have."""
+    from specmamba.checkpoints.checkpoint import read_config, text_config
+    from specmamba.checkpoints.files import GGUF_FILE
+    from specmamba.checkpoints.gguf.gguf_reader import GgufReader
+    from specmamba.checkpoints.tensor_reader import TensorReader
+    from specmamba.models.registry import ARCHITECTURES
+
+    if not (folder / GGUF_FILE).exists():
+        return TensorReader(folder)
+    found, _ = read_config(folder, tuple(ARCHITECTURES))
+    return GgufReader(folder / GGUF_FILE, text_config(found))
 
 
 def _write(folder: Path, described: dict[str, Any], config: QuantizeConfig) -> None:
@@ -105,7 +126,6 @@ def _write_tensors(folder: Path, made: Path, config: QuantizeConfig) -> list[str
     from safetensors.torch import save_file
 
     from specmamba.checkpoints.files import INDEX_FILE
-    from specmamba.checkpoints.tensor_reader import TensorReader
 
     shard: dict[str, Tensor] = {}
     shards: list[list[str]] = []
@@ -118,9 +138,9 @@ def _write_tensors(folder: Path, made: Path, config: QuantizeConfig) -> list[str
         file.chmod(0o644)
         shard.clear()
 
-    with TensorReader(folder) as reader:
+    with _open_reader(folder) as reader:
         if reader.is_quantized:  # a config need not say so
-            raise _quantized_already(folder)
+            raise _quantized_already(config)
         for name in reader.names():
             parts = dict(_quantized(reader, name, config, counted, kept))
             shard |= parts
@@ -129,7 +149,7 @@ def _write_tensors(folder: Path, made: Path, config: QuantizeConfig) -> list[str
                 flush()
                 shard_bytes = 0
     if not counted["matrices"]:
-        raise ConfigError(f"--format {config.format}: none of the matrices of {folder} can be stored so")
+        raise ConfigError(f"--format {config.format}: none of the matrices of {_given(config)} can be stored so")
     if shard:
         flush()
     weight_map = {name: f"model-{i:05d}.safetensors" for i, names in enumerate(shards, 1) for name in names}
@@ -146,7 +166,7 @@ def _quantized(
     from specmamba.checkpoints.tensor_reader import DTYPES
 
     stored = reader.stored(name)
-    tensor = reader.take(name, stored.shape)
+    tensor = reader.take(name, stored.shape).contiguous()  # one of GGUF may be a view
     if tensor.dim() < 2 or min(tensor.shape) < 2:
         yield name, tensor
         return
@@ -230,6 +250,6 @@ def _describe(config: QuantizeConfig, kept: list[str]) -> dict[str, Any]:
 def _copy_others(folder: Path, made: Path) -> None:
     """Copy what stands beside the weights: tokenizer, templates, settings of generation."""
     for file in folder.iterdir():
-        is_weights = ".safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth", ".ckpt")
+        is_weights = ".safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf")
         if file.is_file() and not is_weights and not (made / file.name).exists():
             shutil.copyfile(file, made / file.name)

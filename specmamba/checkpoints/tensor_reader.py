@@ -152,15 +152,15 @@ class TensorReader:
             matrix = self.take_quantized(name, shape)
             return matrix.dequantize(dtype) if isinstance(matrix, QuantizedMatrix) else matrix.to(dtype)
         tensor = self.stored(name)
-        if tensor.shape != tuple(shape):
-            raise CheckpointError(
-                f"{tensor.stored_name} has the shape {list(tensor.shape)} in {tensor.file}, "
-                f"but its config.json asks for {list(shape)}"
-            )
         if tensor.dtype not in FLOAT_TYPES:
             raise CheckpointError(
                 f"{tensor.stored_name} is stored as {tensor.dtype} in {tensor.file}, and there are no scales beside it "
                 f"(without scales, specmamba reads {', '.join(FLOAT_TYPES)})"
+            )
+        if tensor.shape != tuple(shape):
+            raise CheckpointError(
+                f"{tensor.stored_name} has the shape {list(tensor.shape)} in {tensor.file}, "
+                f"but its config.json asks for {list(shape)}"
             )
         self._taken.add(name)
         return self._read(name)

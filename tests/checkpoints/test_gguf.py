@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from specmamba import LLM, SamplingParams
@@ -203,3 +204,36 @@ class TestDamage:
             pytest.raises(CheckpointError, match=r"output\.weight has scales that are NaN or infinite"),
         ):
             reader.take("lm_head.weight", (4096, 64), torch.float32)
+
+    @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+    def test_scales_that_are_zero(self, checkpoint: Path, tmp_path: Path, kind: str) -> None:
+        """Everywhere they are an error. One block of zeros, as a writer makes it, is none."""
+        file = write_gguf(checkpoint, tmp_path / "tiny.gguf", lambda name, shape: GGMLQuantizationType[kind])
+        made = resolve_checkpoint(str(file), None)
+        tensor = next(t for t in GGUFReader(file).tensors if t.name == "output.weight")
+        whole, block = bytearray(file.read_bytes()), GGML_QUANT_SIZES[tensor.tensor_type][1]
+        for number, begin in enumerate(range(tensor.data_offset, tensor.data_offset + tensor.n_bytes, block)):
+            if number == 1:
+                file.write_bytes(whole)
+                with GgufReader(file, AutoConfig.from_pretrained(made)) as reader:
+                    assert reader.take("lm_head.weight", (4096, 64), torch.float32).any()
+            whole[begin : begin + 2] = bytes(2)
+        file.write_bytes(whole)
+        with (
+            GgufReader(file, AutoConfig.from_pretrained(made)) as reader,
+            pytest.raises(CheckpointError, match=r"output\.weight has scales of zero for weights that are not zero"),
+        ):
+            reader.take("lm_head.weight", (4096, 64), torch.float32)
+
+    @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+    def test_a_matrix_of_zeros(self, checkpoint: Path, tmp_path: Path, kind: str) -> None:
+        """Its scales are zero, and its codes are those that stand for zero."""
+        folder = tmp_path / "zeros"
+        shutil.copytree(checkpoint, folder)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"].zero_()
+        save_file(tensors, folder / "model.safetensors")
+        file = write_gguf(folder, tmp_path / "zeros.gguf", lambda name, shape: GGMLQuantizationType[kind])
+        made = resolve_checkpoint(str(file), None)
+        with GgufReader(file, AutoConfig.from_pretrained(made)) as reader:
+            assert not reader.take("lm_head.weight", (4096, 64), torch.float32).any()

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
+from transformers.integrations.gguf.dequant import GGML_BLOCK
 
-from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES, to_matrix
+from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES, to_matrix, type_name
+from specmamba.checkpoints.gguf.gguf_reader import GgufReader
+from specmamba.checkpoints.gguf.header import TensorEntry
+from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
 
 # bytes of a block that are float16
 HALVES = {2: (0,), 3: (0, 2), 6: (0,), 7: (0, 2), 8: (0,), 12: (0, 2), 13: (0, 2), 14: (208,), 20: (0,), 39: ()}
+# Types that transformers' reader dequantizes: Q2_K, Q3_K and the IQ ones
+OTHERS = tuple(sorted(set(GGML_BLOCK) - set(BLOCK_TYPES)))
+OTHER_HALVES = {10: (80, 82), 11: (108,), **dict.fromkeys(OTHERS[2:], (0,)), 29: ()}
 ROWS, BLOCKS = 5, 3
 
 
@@ -65,3 +74,48 @@ def test_rows_and_columns_move(number: int) -> None:
         assert torch.equal(dense, whole[:, other])
     joined = QuantizedMatrix.cat([matrix, matrix.with_rows(rows)], 0)
     assert torch.equal(joined.dequantize(torch.float32), torch.cat([whole, whole[rows]]))
+
+
+def other_blocks(number: int) -> Tensor:
+    """The same for the types that are dequantized when they are read."""
+    torch.manual_seed(number)
+    data = torch.randint(0, 256, (ROWS, BLOCKS, GGML_BLOCK[number][1]), dtype=torch.uint8)
+    for at in OTHER_HALVES[number]:
+        data[..., at : at + 2] = torch.randn(ROWS, BLOCKS, 1).half().view(torch.uint8)
+    if number == 29:  # IQ1_M has the nibbles of its float16 at the top of four words of scales
+        data[..., 55] &= 0x3F  # an exponent below the highest
+    return data
+
+
+@pytest.mark.parametrize("number", OTHERS, ids=type_name)
+def test_types_that_are_dequantized(number: int) -> None:
+    """Read as from a file; scales that are all zero make weights vanish, and are refused."""
+    data, kind = other_blocks(number), GGMLQuantizationType(number)
+    assert GGML_BLOCK[number] == GGML_QUANT_SIZES[kind]
+    expected = dequantize(data.flatten(1).numpy(), kind)
+    assert np.isfinite(expected).all()
+    assert len(np.unique(expected)) > 50
+    assert np.array_equal(read_as(number, data).numpy(), expected)
+
+
+@pytest.mark.parametrize("number", OTHERS, ids=type_name)
+def test_types_that_are_dequantized_without_scales(number: int) -> None:
+    data = other_blocks(number)
+    for at in OTHER_HALVES[number]:
+        data[..., at : at + 2] = 0
+    if number == 29:
+        data[..., 49::2] &= 0x0F
+    with pytest.raises(CheckpointError, match="has scales of zero for weights that are not zero"):
+        read_as(number, data)
+    assert not read_as(number, torch.zeros_like(data)).any()
+
+
+def read_as(number: int, data: Tensor) -> Tensor:
+    """The weights of a tensor of this type, as a reader of a file loads it."""
+    reader = object.__new__(GgufReader)
+    reader._file, reader._data = Path("x.gguf"), data.flatten()
+    shape = ROWS, BLOCKS * GGML_BLOCK[number][0]
+    reader._infos = {"x": TensorEntry(shape, number, 0, data.numel())}
+    found = reader._load_source("x")
+    assert isinstance(found, Tensor)
+    return found

@@ -10,13 +10,16 @@ import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from specmamba import LLM, SamplingParams
+from specmamba.checkpoints.gguf import gguf_folder
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.cli import main
 from specmamba.quantize import GROUPS, stored_parts
 from tests.families import FAMILIES
+from tests.gguf_files import write_gguf
 from tests.tiny import FULL, LINEAR, WHOLE_BLOCKS, write_tiny_checkpoint
 
 
@@ -109,6 +112,44 @@ def test_experts_get_names_of_their_own(tmp_path: Path) -> None:
         assert llm.generate([[5, 9, 20]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
 
 
+def test_scales_that_are_cut_off(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rest would still divide the inputs; ``info`` says so, and reads no weights."""
+    out = tmp_path / "out"
+    assert quantize(checkpoint, out, "int4", "--group-size", "32") == 0
+    file = out / "model-00001.safetensors"
+    tensors = load_file(file)
+    name = next(name for name, x in tensors.items() if name.endswith(".weight_scale") and x.shape[1] == 2)
+    save_file(tensors | {name: tensors[name][:, :1].contiguous()}, file)
+    with pytest.raises(SystemExit, match="2"):
+        main(["info", "--model", str(out)])
+    assert "scales are for groups of 64 inputs; its format or config says 32" in capsys.readouterr().err
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_gguf(tmp_path: Path) -> None:
+    """A file that is not quantized gives what the folder gives that it was made of, and it runs."""
+    checkpoint = write_tiny_checkpoint(
+        tmp_path / "whole", 5, **WHOLE_BLOCKS, vocab_size=4096, layer_types=[LINEAR, FULL]
+    )
+    file = write_gguf(checkpoint, tmp_path / "tiny.gguf")
+    folders = [tmp_path / "of-folder", tmp_path / "of-file"]
+    for source, out in zip((checkpoint, file), folders, strict=True):
+        assert quantize(source, out, "int4", "--group-size", "32") == 0
+    of_folder, of_file = (load_file(out / "model-00001.safetensors") for out in folders)
+    assert of_folder.keys() == of_file.keys()
+    for name, x in of_folder.items():
+        assert torch.equal(x, of_file[name]) or torch.allclose(x, of_file[name], atol=1e-6, rtol=1e-6), name
+    assert not list(folders[1].glob("*.gguf"))
+    assert (folders[1] / "tokenizer.json").exists()
+    with LLM(model=str(folders[1]), max_running_requests=1) as llm:
+        assert llm.generate([[5, 9, 20]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
+
+
 class TestBadInput:
     def test_folder_that_is_not_empty(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "not empty" in refused(capsys, checkpoint, checkpoint, "int8")
@@ -151,3 +192,9 @@ class TestBadInput:
         save_file(tensors, checkpoint / "model.safetensors")
         assert "mtp.fc.weight has weights that are NaN" in refused(capsys, checkpoint, tmp_path / "out", "int8")
         assert {file.name for file in tmp_path.iterdir()} == {"tiny"}
+
+    @pytest.mark.usefixtures("own_cache")
+    def test_gguf_that_is_quantized(self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = write_gguf(checkpoint, tmp_path / "tiny.gguf", lambda name, shape: GGMLQuantizationType.Q8_0)
+        assert f"error: {file} is quantized already" in refused(capsys, file, tmp_path / "out", "int8")
+        assert not (tmp_path / "out").exists()

@@ -241,6 +241,12 @@ class TestBadInput:
         with pytest.raises(CheckpointError, match=r"a\.weight is stored as F8_E4M3 .* no scales"):
             read(tmp_path)
 
+    def test_pairs_without_scales(self, tmp_path: Path) -> None:
+        """Of NVFP4: their shape is not that of the matrix, and the scales are what is missing."""
+        write(tmp_path, {"weight": torch.zeros(OUTPUTS, WIDTH // 2, dtype=torch.uint8)}, {"quant_method": "modelopt"})
+        with pytest.raises(CheckpointError, match=r"a\.weight is stored as U8 .* no scales"):
+            read(tmp_path)
+
     def test_scales_without_codes(self, tmp_path: Path, parts: dict[str, Tensor]) -> None:
         del parts["weight"]
         write(tmp_path, parts)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specmamba.checkpoints.quantized.scales import scale_of
-from specmamba.checkpoints.quantized.storage import MAX_BLOCK, Storage
+from specmamba.checkpoints.quantized.storage import MAX_BLOCK
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import CheckpointError
 from tests.checkpoints.test_shape_check import OUTPUTS, SHAPE, WIDTH, forms, write
@@ -79,6 +79,41 @@ def test_zeros(form: str, part: str, tmp_path: Path) -> None:
         take(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("form", "part"),
+    [("packed with zeros", "weight_scale"), ("gptq", "scales"), ("gptq shuffled", "scales"), ("awq", "scales")],
+)
+def test_zeros_beside_zero_points(form: str, part: str, tmp_path: Path) -> None:
+    """Everywhere they are an error; one is a group of tiny weights, and zeros all over are a matrix of zeros."""
+    base = form.removesuffix(" shuffled")
+    words = r"a\.weight has scales of zero for weights that are not zero"
+    for everywhere in (True, False):
+        parts = changed(base, part, 0.0, everywhere)
+        codes = next(name for name in ("qweight", "weight_packed") if name in parts)
+        parts[codes] = torch.arange(parts[codes].numel(), dtype=torch.int32).view(parts[codes].shape)
+        if form != base:
+            parts["g_idx"] = parts["g_idx"].flip(0)
+        write(tmp_path, parts, forms()[base][1])
+        if everywhere:
+            with pytest.raises(CheckpointError, match=words):
+                take(tmp_path)
+        else:
+            assert take(tmp_path).any()
+    write(tmp_path, parts | {codes: torch.zeros_like(parts[codes]), part: torch.zeros_like(parts[part])}, {})
+    assert not take(tmp_path).any()
+
+
+def test_one_matrix_of_a_stack(tmp_path: Path) -> None:
+    """Of the scales of experts, those of one are zero."""
+    codes = torch.randint(0, 256, (2, OUTPUTS, WIDTH // 2), dtype=torch.uint8)
+    scale = torch.stack([torch.ones(OUTPUTS, WIDTH // 16), torch.zeros(OUTPUTS, WIDTH // 16)]).to(E4M3)
+    save_file(
+        {"up": codes, "up_weight_scale": scale, "up_weight_scale_2": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
+    with TensorReader(tmp_path) as reader, pytest.raises(CheckpointError, match=r"up has scales of zero"):
+        reader.take("up", (2, *SHAPE))
+
+
 def test_division_by_zero(tmp_path: Path) -> None:
     write(tmp_path, changed("nvfp4 divided", "weight_global_scale", 0.0), {})
     with pytest.raises(CheckpointError, match=r"a\.weight has scales that are NaN or infinite"):
@@ -109,8 +144,8 @@ def test_a_byte_that_is_no_number(tmp_path: Path) -> None:
 
 def test_blocks_of_any_size() -> None:
     """Scales of a block that is larger than the matrix take no more memory than the matrix."""
-    shape, storage = (512, 2, 3), Storage(block=(MAX_BLOCK, 1))
-    scale, group = scale_of("a", torch.ones(512, 1, 3), shape, storage)
+    shape = (512, 2, 3)
+    scale, group = scale_of("a", torch.ones(512, 1, 3), shape, (MAX_BLOCK, 1))
     assert scale.shape == shape
     assert group == 1
     num_bytes = scale.untyped_storage().nbytes()

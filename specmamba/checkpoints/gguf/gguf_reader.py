@@ -14,6 +14,7 @@ from torch import Tensor
 from specmamba.checkpoints.files import copy_mapped
 from specmamba.checkpoints.gguf.blocks import BLOCK_TYPES, shape_of_matrix, to_matrix, type_name
 from specmamba.checkpoints.gguf.header import FLOAT_TYPES, GgufTensor, TensorEntry, model_tensors, read_header
+from specmamba.checkpoints.quantized.scales import vanish_as_a_whole
 from specmamba.checkpoints.tensor_reader import DTYPES, StoredTensor, TensorReader
 from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
@@ -104,7 +105,21 @@ class GgufReader(TensorReader):
         numbers = (found,) if isinstance(found, Tensor) else (found.scale, found.minimum)
         if not all(x is None or bool(x.isfinite().all()) for x in numbers):
             raise CheckpointError(f"{self._file}: {source} has scales that are NaN or infinite")
+        if _is_lost(found, data, info):  # one block of zeros, or of tiny weights, has a scale of zero
+            raise CheckpointError(f"{self._file}: {source} has scales of zero for weights that are not zero")
         return found
+
+
+def _is_lost(found: Stored, data: Tensor, info: TensorEntry) -> bool:
+    """Whether all weights of a tensor are zero, and what is stored is not the same in every block."""
+    if isinstance(found, QuantizedMatrix):
+        return vanish_as_a_whole(found)
+    if bool(found.any()):
+        return False
+    from transformers.integrations.gguf.dequant import GGML_BLOCK
+
+    blocks = data.view(-1, GGML_BLOCK[info.kind][1])
+    return not torch.equal(blocks, blocks[:1].expand_as(blocks))
 
 
 def _other_blocks(data: Tensor, info: TensorEntry) -> Tensor:

@@ -14,7 +14,7 @@ is refused with the same words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -41,7 +41,9 @@ from specmamba.kernels.linear.quantized import e4m3_values, has_nan
 
 Parts = Mapping[str, Tensor]
 SUPPORTED_BITS = (4, 8)
-FLOAT4_SCALES = (torch.float8_e4m3fn, torch.uint8, torch.float8_e8m0fnu)  # of e2m1 codes; bytes are exponents
+NVFP4_GROUP, MX_GROUP = 16, 32
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+FLOAT4_SCALES = (torch.float8_e4m3fn, *EXPONENTS)  # of e2m1 codes; bytes are exponents
 
 
 def decode(name: str, parts: Parts, shape: tuple[int, ...], storage: Storage) -> QuantizedMatrix | Tensor:
@@ -92,14 +94,17 @@ def _bytes(name: str, parts: Parts, shape: tuple[int, ...], storage: Storage) ->
     """A byte per weight: FP8, or whole numbers."""
     codes = parts["weight"]
     _require_shape(name, codes, shape)
-    scale, group = scale_of(name, numbers(parts["scale"]), shape, storage)
+    groups: Collection[int] = () if codes.dtype is torch.float8_e4m3fn else storage.groups
+    if parts["scale"].dtype in EXPONENTS:
+        groups = (MX_GROUP,)
+    scale, group = scale_of(name, numbers(parts["scale"]), shape, storage.block, groups)
     if codes.dtype is torch.float8_e4m3fn:
         require(not has_nan(codes), f"{name} has weights that are NaN")
         return QuantizedMatrix(codes.view(torch.uint8), scale, group, table=e4m3_values())
     zeros = parts.get("zeros")
     if zeros is None:
         return QuantizedMatrix(codes, scale, group)
-    of_zeros, _ = scale_of(name, zeros.float(), shape, storage)
+    of_zeros, _ = scale_of(name, zeros.float(), shape, storage.block)
     require(of_zeros.shape == scale.shape, f"{name}: {list(zeros.shape)} zero points do not fit its scales")
     return QuantizedMatrix(codes, scale, group, minimum=-of_zeros * scale)
 
@@ -115,14 +120,14 @@ def _packed_words(name: str, parts: Parts, shape: tuple[int, ...], storage: Stor
     middle = 1 << (bits - 1)
     codes = from_words(words, bits)[..., : shape[-1]]
     _require_shape(name, codes, shape)
-    scale, group = scale_of(name, numbers(parts["scale"]), shape, storage)
+    scale, group = scale_of(name, numbers(parts["scale"]), shape, storage.block, storage.groups)
     minimum = -middle * scale
     if "zeros" in parts:
         stored = from_words(parts["zeros"].transpose(-1, -2).contiguous(), bits).transpose(-1, -2)[..., : shape[-2], :]
         require(stored.shape == scale.shape, f"{name}: {list(stored.shape)} zero points do not fit its scales")
         minimum = -stored.float() * scale
     if "groups" in parts and is_shuffled(name, parts["groups"], shape[-1], group):
-        return by_groups(name, codes.float(), scale, minimum, parts["groups"])
+        return by_groups(name, QuantizedMatrix(codes, scale, group, minimum), parts["groups"])
     if "zeros" not in parts:
         return QuantizedMatrix((codes.int() - middle).to(torch.int8), scale, group, bits=bits)
     return QuantizedMatrix(codes, scale, group, minimum, bits=bits)
@@ -136,7 +141,8 @@ def _float4(name: str, parts: Parts, shape: tuple[int, ...], storage: Storage) -
     _require_shape(name, codes, shape)
     if scales.dtype not in FLOAT4_SCALES:  # the codes would be whole numbers of 4 bits
         raise CheckpointError(f"{name}: no known format has codes of uint8 beside scales of {scales.dtype}")
-    scale, group = scale_of(name, numbers(scales), shape, storage)
+    size = NVFP4_GROUP if scales.dtype is torch.float8_e4m3fn else MX_GROUP
+    scale, group = scale_of(name, numbers(scales), shape, storage.block, (size,))
     if "global_scale" in parts:
         scale = scale / of_matrix(name, parts["global_scale"], shape)
     if "second_scale" in parts:
@@ -161,13 +167,13 @@ def _words_by_input(name: str, parts: Parts, shape: tuple[int, ...], storage: St
         codes = from_awq_words(words).t().contiguous()
         zeros = from_awq_words(parts["qzeros"]).int() if "qzeros" in parts else None
     _require_shape(name, codes, shape)
-    scale, group = scale_of(name, scales.t().contiguous(), shape, storage)
+    scale, group = scale_of(name, scales.t().contiguous(), shape, storage.block, storage.groups)
     if zeros is None:
         zeros = torch.full_like(scales, 1 << (bits - 1))
     require(zeros.shape == scales.shape, f"{name}: {list(zeros.shape)} zero points do not fit its scales")
     minimum = -zeros.t().float() * scale
     if "groups" in parts and is_shuffled(name, parts["groups"], width, group):
-        return by_groups(name, codes.float(), scale, minimum, parts["groups"])
+        return by_groups(name, QuantizedMatrix(codes, scale, group, minimum), parts["groups"])
     return QuantizedMatrix(codes, scale, group, minimum, bits=bits)
 
 

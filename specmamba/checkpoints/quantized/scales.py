@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 
 import torch
 from torch import Tensor
 
-from specmamba.checkpoints.quantized.storage import Storage
+from specmamba.checkpoints.quantized.storage import ALL_INPUTS
 from specmamba.checkpoints.quantized.unpack import from_e8m0
 from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
 
 
-def scale_of(name: str, scale: Tensor, shape: tuple[int, ...], storage: Storage) -> tuple[Tensor, int]:
-    """Scales [..., N, groups] of a matrix of this shape, and the inputs of a group."""
+def scale_of(
+    name: str, scale: Tensor, shape: tuple[int, ...], block: tuple[int, int], groups: Collection[int] = ()
+) -> tuple[Tensor, int]:
+    """Scales of a matrix.
+
+    Args:
+        name: of the matrix, for messages.
+        scale: as stored, as numbers.
+        shape: [..., N, K], of the matrix.
+        block: outputs and inputs of a block, where scales are for blocks.
+        groups: the numbers of inputs that a group may have; ``ALL_INPUTS``: all of them. Empty: any.
+
+    Returns:
+        Scales [..., N, groups], and the inputs of a group.
+
+    Raises:
+        CheckpointError: the shape of the scales does not fit, or the groups are none that may be.
+    """
+    found, group = _spread(name, scale, shape, block)
+    width = shape[-1]
+    sizes = sorted({width if size == ALL_INPUTS else min(size, width) for size in groups})
+    allowed = " or ".join(map(str, sizes))
+    require(
+        not sizes or group in sizes,
+        f"{name}: {list(scale.shape)} scales are for groups of {group} inputs; its format or config says {allowed}",
+    )
+    return found, group
+
+
+def _spread(name: str, scale: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> tuple[Tensor, int]:
+    """The same for groups of any size."""
     *_, outputs, width = shape
     if scale.dim() == 4 and len(shape) == 2 and scale.shape[1] == scale.shape[3] == 1:
         scale = scale.flatten(0, 1).flatten(1, 2)  # ModelOpt's blocks of FP8
@@ -27,7 +56,7 @@ def scale_of(name: str, scale: Tensor, shape: tuple[int, ...], storage: Storage)
         num_groups = scale.shape[-1]
         require(num_groups > 0 and width % num_groups == 0, f"{name}: {num_groups} groups do not divide {width} inputs")
         return scale, width // num_groups
-    rows, columns = storage.block
+    rows, columns = block
     blocks = (*shape[:-2], -(-outputs // rows), -(-width // columns))
     require(
         tuple(scale.shape) == blocks,
@@ -53,18 +82,42 @@ def numbers(scale: Tensor) -> Tensor:
 def check_scales(name: str, matrix: QuantizedMatrix, parts: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError for scales that are no numbers, or that make weights vanish.
 
-    The smallest positive e4m3 is 2**-9, so in such scales a zero here and there is a group of tiny weights.
+    The smallest positive e4m3 is 2**-9, so in such scales a zero here and there is a group of tiny weights; so is one
+    beside a zero point, whose scales are float16.
     """
     if matrix.codes.is_meta:
         return
     for found in (matrix.scale, matrix.minimum):
         require(found is None or bool(found.isfinite().all()), f"{name} has scales that are NaN or infinite")
-    is_zero = matrix.scale == 0
     is_e4m3 = "scale" in parts and parts["scale"].dtype is torch.float8_e4m3fn
-    if matrix.minimum is None and bool(is_zero.all() if is_e4m3 else is_zero.any()):
-        values = matrix.codes if matrix.table is None else matrix.table[matrix.codes.int()]
-        is_lost = (values != 0) & is_zero.repeat_interleave(matrix.group, -1)[..., : values.shape[-1]]
-        require(not bool(is_lost.any()), f"{name} has scales of zero for weights that are not zero")
+    is_lost = vanish_as_a_whole if is_e4m3 or matrix.minimum is not None else _vanish_in_part
+    require(not is_lost(matrix), f"{name} has scales of zero for weights that are not zero")
+
+
+def vanish_as_a_whole(matrix: QuantizedMatrix) -> bool:
+    """Whether all scales of a matrix, or of one that is stacked, are zero, though its codes are not all alike.
+
+    What a writer stores for a matrix of zeros differs by format: a code of zero, a zero point, the lowest code.
+    """
+    is_zero = (matrix.scale == 0).flatten(-2).all(-1)
+    if not bool(is_zero.any()):
+        return False
+    values = _values_of(matrix).flatten(-2)
+    return bool((is_zero & (values.amin(-1) != values.amax(-1))).any())
+
+
+def _vanish_in_part(matrix: QuantizedMatrix) -> bool:
+    """Whether a scale is zero for a code that is not."""
+    is_zero = matrix.scale == 0
+    if not bool(is_zero.any()):
+        return False
+    values = _values_of(matrix)
+    return bool(((values != 0) & is_zero.repeat_interleave(matrix.group, -1)[..., : values.shape[-1]]).any())
+
+
+def _values_of(matrix: QuantizedMatrix) -> Tensor:
+    """What codes mean before they are scaled."""
+    return matrix.codes if matrix.table is None else matrix.table[matrix.codes.int()]
 
 
 def is_shuffled(name: str, groups: Tensor, width: int, group: int) -> bool:
@@ -77,12 +130,14 @@ def is_shuffled(name: str, groups: Tensor, width: int, group: int) -> bool:
     return not (bool((groups == -1).all()) or torch.equal(groups.long(), in_order))
 
 
-def by_groups(name: str, values: Tensor, scale: Tensor, minimum: Tensor, groups: Tensor) -> Tensor:
-    """Dequantize where ``groups`` [K] names the group of each input."""
+def by_groups(name: str, matrix: QuantizedMatrix, groups: Tensor) -> Tensor:
+    """Dequantize where ``groups`` [K] names the group of each input. Raises CheckpointError."""
+    assert matrix.minimum is not None
+    check_scales(name, matrix, {})
     places = groups.long()
-    is_known = int(groups.min()) >= 0 and int(groups.max()) < scale.shape[-1]
+    is_known = int(groups.min()) >= 0 and int(groups.max()) < matrix.scale.shape[-1]
     require(is_known, f"{name}: its g_idx does not name a group for each input")
-    return values * scale[..., places] + minimum[..., places]
+    return matrix.codes.float() * matrix.scale[..., places] + matrix.minimum[..., places]
 
 
 def require(is_right: bool, complaint: str, wanted: tuple[int, ...] | None = None) -> None:

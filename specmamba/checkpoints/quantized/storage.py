@@ -12,6 +12,7 @@ from specmamba.errors import CheckpointError, UnsupportedModelError
 METHODS = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8")
 MODELOPT_FILE = "hf_quant_config.json"
 MAX_BLOCK = 1 << 16
+ALL_INPUTS = -1  # as configs write it: one group per output
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Storage:
 
     block: tuple[int, int] = (128, 128)  # outputs and inputs of a block of FP8
     has_less_zeros: bool = True  # zero points of GPTQ are stored less one
+    groups: frozenset[int] = frozenset()  # inputs of a group of whole numbers in any layer; empty: it says nothing
 
 
 def read_storage(folder: Path) -> Storage:
@@ -38,7 +40,49 @@ def read_storage(folder: Path) -> Storage:
         raise UnsupportedModelError(
             f"{folder} is quantized by the method {method!r}; specmamba reads {', '.join(METHODS)}"
         )
-    return Storage(_block(folder, config), _has_less_zeros(known, config))
+    return Storage(_block(folder, config), _has_less_zeros(known, config), _groups(folder, known, config))
+
+
+def _groups(folder: Path, method: str, config: dict[str, Any]) -> frozenset[int]:
+    """Inputs of the groups of whole numbers. Raises CheckpointError for sizes that are none."""
+    if method == "compressed-tensors":
+        sizes = _groups_of_schemes(config)
+    else:
+        sizes = _group_sizes(config) if method in ("auto-round", "awq", "gptq") else []
+    for size in sizes:
+        if type(size) is not int or not (size > 0 or size == ALL_INPUTS):
+            raise CheckpointError(f"{folder / 'config.json'}: a group should be a number of inputs, but is {size!r}")
+    return frozenset(sizes)
+
+
+def _group_sizes(config: dict[str, Any]) -> list[Any]:
+    """The sizes of GPTQ, AWQ and auto-round: for all layers, and for those that are listed with one of their own."""
+    found, left = [], [config]
+    while left:
+        each = left.pop()
+        found += [each["group_size"]] if each.get("group_size") is not None else []
+        left += [value for value in each.values() if isinstance(value, dict)]
+    return found
+
+
+def _groups_of_schemes(config: dict[str, Any]) -> list[Any]:
+    """The sizes of compressed-tensors."""
+    found: list[Any] = []
+    for weights in _schemes(config):
+        block, size = weights.get("block_structure"), weights.get("group_size")
+        if weights.get("strategy") == "block" and isinstance(block, list) and block:
+            found.append(block[-1])
+        else:
+            found.append(ALL_INPUTS if size is None else size)
+    return found
+
+
+def _schemes(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """How compressed-tensors stores weights; layers differ in it."""
+    groups = config.get("config_groups")
+    listed = groups.values() if isinstance(groups, dict) else ()
+    weights = [group.get("weights") for group in listed if isinstance(group, dict)]
+    return [each for each in weights if isinstance(each, dict)]
 
 
 def _has_less_zeros(method: str, config: dict[str, Any]) -> bool:
@@ -68,10 +112,7 @@ def _block(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
     """Outputs and inputs of a block of FP8."""
     found = config.get("weight_block_size")
     if found is None:
-        groups = config.get("config_groups")
-        listed = groups.values() if isinstance(groups, dict) else ()
-        weights = [group.get("weights") for group in listed if isinstance(group, dict)]
-        structures = [each.get("block_structure") for each in weights if isinstance(each, dict)]
+        structures = [weights.get("block_structure") for weights in _schemes(config)]
         found = next((each for each in structures if each), [128, 128])
     if not (isinstance(found, list) and len(found) == 2 and all(type(n) is int and 0 < n <= MAX_BLOCK for n in found)):
         raise CheckpointError(f"{folder / 'config.json'}: a block of weights should be two sizes, but is {found!r}")
