@@ -112,6 +112,24 @@ def test_a_call_that_is_cut_off_is_no_call(served: Served, monkeypatch: pytest.M
     assert answer["content"][0]["text"].startswith('{"city"')
 
 
+UNWRITABLE = [r'"\ud800"', "1e999", "[" * 80 + "]" * 80, "[" * 300 + "]" * 300, "Ulm", "NaN"]
+
+
+@pytest.mark.parametrize("value", UNWRITABLE, ids=lambda value: value[:9])
+def test_arguments_that_no_block_can_have_are_text(served: Served, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    arguments = '{"city": ' + value + "}"
+    call = '<tool_call>\n{"name": "weather", "arguments": ' + arguments + "}\n</tool_call>"
+    write(served, monkeypatch, f"</think>{call}")
+    answer = ask(served, tools=[TOOL], max_tokens=1000)
+    assert answer.status_code == 200, answer.text
+    (block,) = answer.json()["content"]
+    assert block["type"] == "text"
+    assert block["text"].startswith(arguments)
+    events = named_events(ask(served, tools=[TOOL], stream=True, max_tokens=1000))
+    assert events[2]["content_block"]["type"] == "tool_use"
+    assert (events[-2]["delta"]["stop_reason"], events[-1]["type"]) == ("end_turn", "message_stop")
+
+
 def test_blocks_become_messages(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     original = ThinkingTokenizer.conversation
