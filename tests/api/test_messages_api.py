@@ -193,6 +193,24 @@ def test_thinking_and_form(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
     assert (grammar.kind, json.loads(grammar.text), grammar.reasoning) == ("json_schema", schema, "open")
 
 
+def test_thinking_is_disabled_where_nothing_turns_it_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThinkingTokenizer, "template", "<think>")
+    assert ask(served, thinking={"type": "disabled"}).status_code == 200
+    message = refused(ask(served, output_config={"effort": "low"}), 400)
+    assert message.startswith("'output_config.effort' is nothing")
+
+
+def test_errors_have_the_names_of_messages(served: Served) -> None:
+    switch = {"enable_thinking": True}
+    message = refused(ask(served, thinking={"type": "disabled"}, chat_template_kwargs=switch), 400)
+    assert message.startswith("thinking: ")
+    schema = {"type": "array"}
+    message = refused(ask(served, tools=[{"name": "a", "input_schema": schema}]), 400)
+    assert message.startswith("tools[0].input_schema: must be the schema of an object")
+    config = {"format": {"type": "json_schema", "schema": {}}}
+    assert refused(ask(served, tools=[TOOL], output_config=config), 400).startswith("output_config.format: ")
+
+
 def test_the_stop_sequence_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     write(served, monkeypatch, "</think>a STOP")
     body: dict[str, Any] = {"stop_sequences": ["no", "STOP"]}

@@ -266,6 +266,29 @@ def test_a_failure_can_always_be_written() -> None:
     assert (event["type"], event["response"]["status"]) == ("response.failed", "failed")
 
 
+def test_reasoning_without_text_is_left_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = prompts(served, monkeypatch)
+    empty = {"type": "reasoning", "summary": [], "content": []}
+    assert ask(served, [empty, {"role": "user", "content": "u"}]).status_code == 200
+    assert seen == ["[]u<think>\n"]
+    refused(ask(served, [empty]), 400, "input")
+
+
+def test_errors_have_the_names_of_responses(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused(ask(served, "u" * 5000), 400, "input", "context_length_exceeded")
+    call = {"type": "function_call", "call_id": "a", "name": "a", "arguments": "{"}
+    message = refused(ask(served, [call]), 400, "input[].arguments")
+    assert message == "input[].arguments: must be a JSON object, written out"
+    switch = {"enable_thinking": False}
+    message = refused(ask(served, reasoning={"effort": "low"}, chat_template_kwargs=switch), 400, "reasoning.effort")
+    assert message.startswith("reasoning.effort: 'low'")
+    monkeypatch.setattr(ThinkingTokenizer, "template", "<think>")
+    message = refused(ask(served, reasoning={"effort": "low"}), 400, "reasoning.effort")
+    assert message.startswith("'reasoning.effort' is nothing")
+    body = {"tools": [TOOL], "text": {"format": {"type": "json_object"}}}
+    refused(ask(served, **body), 400, "text.format")
+
+
 ITEM = {"type": "item_reference", "id": "x"}
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -301,7 +324,7 @@ def test_a_model_without_a_template_has_no_responses() -> None:
     engine = FakeEngine(has_chat_template=False)
     assert isinstance(engine.tokenizer, FakeTokenizer)
     with serving(engine) as served:
-        refused(ask(served), 400, "messages", "no_chat_template")
+        refused(ask(served), 400, "input", "no_chat_template")
 
 
 @pytest.mark.parametrize(
