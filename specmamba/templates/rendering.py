@@ -40,7 +40,7 @@ RESERVED = frozenset(
 # Variables by which templates turn reasoning on and off; each reads one of them at the most.
 _SWITCHES = ("enable_thinking", "thinking")
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-Effort = ReasoningEffort | Literal["on"]  # "on": where a template can turn reasoning on, it does; else as it likes
+Effort = ReasoningEffort | Literal["on", "off"]  # these two: where a template has a switch; else as it likes
 # Fields of a message that hold its reasoning; templates read one of the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -131,10 +131,11 @@ def _of_effort(conversation: Conversation) -> dict[str, Any]:
     if effort is None:
         return {}
     read = variables_of(conversation.template)
-    switch = next(({name: effort != "none"} for name in _SWITCHES if name in read), {})
-    level = {"reasoning_effort": effort} if "reasoning_effort" in read and effort != "on" else {}
-    chosen = switch if effort == "none" and switch else level or switch
-    if not chosen and effort != "on":
+    wanted = "none" if effort == "off" else effort
+    switch = next(({name: wanted != "none"} for name in _SWITCHES if name in read), {})
+    level = {"reasoning_effort": wanted} if "reasoning_effort" in read and wanted != "on" else {}
+    chosen = switch if wanted == "none" and switch else level or switch
+    if not chosen and effort not in ("on", "off"):
         problem = "is nothing that the model's chat template reads, nor does it read enable_thinking"
         raise RequestError(f"'reasoning_effort' {problem}", "reasoning_effort")
     other = next((name for name in chosen if conversation.variables.get(name, chosen[name]) != chosen[name]), None)

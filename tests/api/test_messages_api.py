@@ -112,6 +112,24 @@ def test_a_call_that_is_cut_off_is_no_call(served: Served, monkeypatch: pytest.M
     assert answer["content"][0]["text"].startswith('{"city"')
 
 
+UNWRITABLE = [r'"\ud800"', "1e999", "[" * 80 + "]" * 80, "[" * 300 + "]" * 300, "Ulm", "NaN"]
+
+
+@pytest.mark.parametrize("value", UNWRITABLE, ids=lambda value: value[:9])
+def test_arguments_that_no_block_can_have_are_text(served: Served, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    arguments = '{"city": ' + value + "}"
+    call = '<tool_call>\n{"name": "weather", "arguments": ' + arguments + "}\n</tool_call>"
+    write(served, monkeypatch, f"</think>{call}")
+    answer = ask(served, tools=[TOOL], max_tokens=1000)
+    assert answer.status_code == 200, answer.text
+    (block,) = answer.json()["content"]
+    assert block["type"] == "text"
+    assert block["text"].startswith(arguments)
+    events = named_events(ask(served, tools=[TOOL], stream=True, max_tokens=1000))
+    assert events[2]["content_block"]["type"] == "tool_use"
+    assert (events[-2]["delta"]["stop_reason"], events[-1]["type"]) == ("end_turn", "message_stop")
+
+
 def test_blocks_become_messages(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     original = ThinkingTokenizer.conversation
@@ -173,6 +191,24 @@ def test_thinking_and_form(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
     assert ask(served, output_config=config).status_code == 200
     grammar: GrammarSpec = served.engine.seen_params[-1].grammar
     assert (grammar.kind, json.loads(grammar.text), grammar.reasoning) == ("json_schema", schema, "open")
+
+
+def test_thinking_is_disabled_where_nothing_turns_it_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThinkingTokenizer, "template", "<think>")
+    assert ask(served, thinking={"type": "disabled"}).status_code == 200
+    message = refused(ask(served, output_config={"effort": "low"}), 400)
+    assert message.startswith("'output_config.effort' is nothing")
+
+
+def test_errors_have_the_names_of_messages(served: Served) -> None:
+    switch = {"enable_thinking": True}
+    message = refused(ask(served, thinking={"type": "disabled"}, chat_template_kwargs=switch), 400)
+    assert message.startswith("thinking: ")
+    schema = {"type": "array"}
+    message = refused(ask(served, tools=[{"name": "a", "input_schema": schema}]), 400)
+    assert message.startswith("tools[0].input_schema: must be the schema of an object")
+    config = {"format": {"type": "json_schema", "schema": {}}}
+    assert refused(ask(served, tools=[TOOL], output_config=config), 400).startswith("output_config.format: ")
 
 
 def test_the_stop_sequence_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

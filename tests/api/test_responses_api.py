@@ -10,9 +10,15 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError
 
 from specmamba.sampling_params import GrammarSpec
 from specmamba.server.api import structured
+from specmamba.server.api.parsed_choice import ChatOptions
+from specmamba.server.http.error_answers import ApiError
+from specmamba.server.responses_api.response_fields import FunctionTool, ResponseRequest
+from specmamba.server.responses_api.response_format import ResponseFormat
+from specmamba.server.tools.choice import ToolPlan
 from tests.api.test_api_reasoning import ThinkingTokenizer, prompts, write
 from tests.api.test_api_tools import CALL, PARAMETERS, NoCompiler
 from tests.fake_engine import FakeEngine, FakeTokenizer, Served, serving
@@ -203,6 +209,86 @@ def test_a_failure_ends_the_stream() -> None:
     assert events[-1]["response"]["output"][0]["status"] == "incomplete"
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"properties": value}
+    return value
+
+
+HALF = "\ud800"
+FUNCTION = {"type": "function", "name": "a"}
+SCHEMA = {"type": "json_schema", "name": "a"}
+REPEATED: list[tuple[dict[str, Any], str]] = [
+    ({"instructions": HALF}, "instructions"),
+    ({"metadata": {"a": HALF}}, "metadata"),
+    ({"metadata": {HALF: "a"}}, "metadata"),
+    ({"metadata": nested(260)}, "metadata"),
+    ({"metadata": {"a": float("nan")}}, "metadata"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"metadata": {str(index): "a" for index in range(17)}}, "metadata"),
+    ({"metadata": {"a" * 65: "a"}}, "metadata"),
+    ({"metadata": {"a": "a" * 513}}, "metadata"),
+    ({"tools": [FUNCTION | {"description": HALF}]}, "tools[0].description"),
+    ({"tools": [FUNCTION | {"parameters": {"title": HALF}}]}, "tools[0].parameters"),
+    ({"tools": [FUNCTION | {"parameters": {"properties": {HALF: {}}}}]}, "tools[0].parameters"),
+    ({"tools": [FUNCTION | {"parameters": nested(64)}]}, "tools[0].parameters"),
+    ({"text": {"format": SCHEMA | {"schema": {}, "description": HALF}}}, "text.format.description"),
+    ({"text": {"format": SCHEMA | {"schema": {"title": HALF}}}}, "text.format.schema"),
+    ({"text": {"format": SCHEMA | {"schema": nested(260)}}}, "text.format.schema"),
+    ({"text": {"format": SCHEMA | {"schema": {"default": float("inf")}}}}, "text.format.schema"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), REPEATED, ids=lambda value: ascii(value)[:50])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_no_answer_can_repeat_is_refused(served: Served, body: dict[str, Any], param: str, stream: bool) -> None:
+    content = json.dumps({"input": "u", "stream": stream, **body})
+    headers = {"Content-Type": "application/json"}
+    refused(served.http.post("/v1/responses", content=content, headers=headers), 400, param)
+
+
+def test_the_largest_metadata_is_given_back(served: Served) -> None:
+    metadata = {f"{index:064}": "ü" * 512 for index in range(16)}
+    assert ask(served, metadata=metadata).json()["metadata"] == metadata
+
+
+def test_a_failure_can_always_be_written() -> None:
+    body = ResponseRequest.model_construct(
+        input="u", instructions=HALF, metadata={"a": HALF}, tools=[FunctionTool.model_construct(description=HALF)]
+    )
+    options = ChatOptions(ToolPlan(), "none", None, None)
+    answer_format = ResponseFormat("resp_1", "m", FakeTokenizer(), options, body)  # type: ignore[arg-type]
+    (created, _) = answer_format.opening(1)
+    with pytest.raises(PydanticSerializationError):
+        created.model_dump_json()
+    event = json.loads(answer_format.failure(ApiError(500, HALF)).model_dump_json())
+    assert (event["type"], event["response"]["status"]) == ("response.failed", "failed")
+
+
+def test_reasoning_without_text_is_left_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = prompts(served, monkeypatch)
+    empty = {"type": "reasoning", "summary": [], "content": []}
+    assert ask(served, [empty, {"role": "user", "content": "u"}]).status_code == 200
+    assert seen == ["[]u<think>\n"]
+    refused(ask(served, [empty]), 400, "input")
+
+
+def test_errors_have_the_names_of_responses(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused(ask(served, "u" * 5000), 400, "input", "context_length_exceeded")
+    call = {"type": "function_call", "call_id": "a", "name": "a", "arguments": "{"}
+    message = refused(ask(served, [call]), 400, "input[].arguments")
+    assert message == "input[].arguments: must be a JSON object, written out"
+    switch = {"enable_thinking": False}
+    message = refused(ask(served, reasoning={"effort": "low"}, chat_template_kwargs=switch), 400, "reasoning.effort")
+    assert message.startswith("reasoning.effort: 'low'")
+    monkeypatch.setattr(ThinkingTokenizer, "template", "<think>")
+    message = refused(ask(served, reasoning={"effort": "low"}), 400, "reasoning.effort")
+    assert message.startswith("'reasoning.effort' is nothing")
+    body = {"tools": [TOOL], "text": {"format": {"type": "json_object"}}}
+    refused(ask(served, **body), 400, "text.format")
+
+
 ITEM = {"type": "item_reference", "id": "x"}
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -238,7 +324,7 @@ def test_a_model_without_a_template_has_no_responses() -> None:
     engine = FakeEngine(has_chat_template=False)
     assert isinstance(engine.tokenizer, FakeTokenizer)
     with serving(engine) as served:
-        refused(ask(served), 400, "messages", "no_chat_template")
+        refused(ask(served), 400, "input", "no_chat_template")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from specmamba.server.api.grammar_fields import (
 from specmamba.server.api.streaming import unless_client_gone
 from specmamba.server.http.callers import caller_of
 from specmamba.server.http.error_answers import ApiError, queue_timeout
-from specmamba.server.http.fields import StrictModel, shortened
+from specmamba.server.http.fields import EncodableText, StrictModel, shortened
 from specmamba.server_config import ServerConfig
 
 # The field that a grammar comes in, by its kind.
@@ -48,7 +48,7 @@ class NamedSchema(StrictModel):
     """A JSON schema as OpenAI's clients send it. The answer keeps to it whether ``strict`` is set or not."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="changes nothing")]
-    description: Annotated[str | None, Field(description="changes nothing")] = None
+    description: Annotated[EncodableText | None, Field(description="changes nothing")] = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: Annotated[bool | None, Field(description="changes nothing")] = None
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -43,6 +44,25 @@ def longest_text(context_length: int, fitting: int | None = None) -> int:
         fitting: characters that this many tokens can have; None: the tokenizer knows no bound.
     """
     return max(_LONG_TEXT, fitting or _CHARACTERS_PER_TOKEN * context_length)
+
+
+def is_encodable(text: str) -> bool:
+    """Whether UTF-8 has bytes for a text: JSON may have half of a surrogate pair in it, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_encodable(text: str) -> str:
+    if not is_encodable(text):
+        raise PydanticCustomError("invalid_unicode", "has half of a surrogate pair, which is no character")
+    return text
+
+
+# For texts that an answer repeats: it could not be written.
+EncodableText = Annotated[str, AfterValidator(_check_encodable)]
 
 
 class StrictModel(BaseModel):
@@ -184,5 +204,34 @@ MessageContent = Annotated[
     | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag(PARTS)],
     Discriminator(
         _kind(PARTS), custom_error_type="content_type", custom_error_message="must be a string or a list of text parts"
+    ),
+]
+
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata; the lengths in characters
+
+
+def _short_pairs(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    pairs = value.items() if len(value) <= MAX_PAIRS else ()
+    is_short = all(isinstance(one, str) and len(key) <= MAX_KEY and len(one) <= MAX_VALUE for key, one in pairs)
+    if len(value) > MAX_PAIRS or not is_short:
+        message = "must be at most {pairs} pairs of strings, of {key} characters to {value} at most"
+        raise PydanticCustomError("metadata", message, {"pairs": MAX_PAIRS, "key": MAX_KEY, "value": MAX_VALUE})
+    if not all(is_encodable(key) and is_encodable(one) for key, one in pairs):
+        raise PydanticCustomError("invalid_unicode", "has half of a surrogate pair, which is no character")
+    return value
+
+
+Metadata = Annotated[
+    dict[str, str],
+    BeforeValidator(_short_pairs),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "string", "maxLength": MAX_VALUE},
+            "propertyNames": {"maxLength": MAX_KEY},
+            "maxProperties": MAX_PAIRS,
+        }
     ),
 ]

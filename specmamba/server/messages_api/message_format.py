@@ -33,7 +33,7 @@ from specmamba.server.messages_api.message_events import (
     Ping,
     StopReason,
 )
-from specmamba.server.tools.formats import read_json
+from specmamba.server.tools.formats import can_be_written, read_json
 
 
 class StopFinder:
@@ -151,8 +151,9 @@ class MessageFormat:
 
 
 def _arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call; None: they are no JSON object that an answer can have as a value."""
     try:
         values = read_json(text or "{}")
     except ValueError:
         return None
-    return values if isinstance(values, dict) else None
+    return values if isinstance(values, dict) and can_be_written(values) else None

@@ -10,11 +10,12 @@ from starlette.responses import Response
 from specmamba.server.api.chat import answer_chat, render_chat
 from specmamba.server.api.service import Service
 from specmamba.server.http.error_answers import answers, errors
+from specmamba.server.http.field_names import fields_named
 from specmamba.server.http.message_errors import MessageError
 from specmamba.server.messages_api.message_events import MessageAnswer, MessageEvent, TokenCount
 from specmamba.server.messages_api.message_fields import CountRequest, MessageRequest
 from specmamba.server.messages_api.message_format import MessageFormat, StopFinder
-from specmamba.server.messages_api.message_translation import as_chat, effort_of
+from specmamba.server.messages_api.message_translation import as_chat, effort_of, names_of
 from specmamba.server.observe.call_record import CallRecord
 
 
@@ -29,12 +30,13 @@ def message_routes(service: Service) -> APIRouter:
         """Answer a conversation given in Anthropic's terms; as a chat, with typed blocks and events."""
         record = CallRecord.of(request.scope)
         call_id = record.new_call_id("msg")
-        chat_body = as_chat(body)
-        chat = await render_chat(service, chat_body, request, effort_of(body, service))
-        stops = StopFinder(service.tokenizer, body.stop_sequences or (), service.hidden_ids(chat_body))
-        model = service.model_names[0]
-        answer_format = MessageFormat(call_id, model, service.tokenizer, chat.options, len(chat.prompt), stops)
-        return await answer_chat(service, chat, chat_body, request, answer_format, record)
+        with fields_named(names_of(body)):
+            chat_body = as_chat(body)
+            chat = await render_chat(service, chat_body, request, effort_of(body, service))
+            stops = StopFinder(service.tokenizer, body.stop_sequences or (), service.hidden_ids(chat_body))
+            model = service.model_names[0]
+            answer_format = MessageFormat(call_id, model, service.tokenizer, chat.options, len(chat.prompt), stops)
+            return await answer_chat(service, chat, chat_body, request, answer_format, record)
 
     @router.post(
         "/v1/messages/count_tokens",
@@ -43,7 +45,8 @@ def message_routes(service: Service) -> APIRouter:
     )
     async def count_tokens(body: CountRequest, request: Request) -> TokenCount:
         """The tokens of the prompt that a conversation makes."""
-        chat = await render_chat(service, as_chat(body), request, effort_of(body, service))
+        with fields_named(names_of(body)):
+            chat = await render_chat(service, as_chat(body), request, effort_of(body, service))
         return TokenCount(input_tokens=len(chat.prompt))
 
     return router

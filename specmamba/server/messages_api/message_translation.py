@@ -28,6 +28,24 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SAME = ("model", "temperature", "top_p", "top_k", "stream", "chat_template_kwargs", "cache_salt")
 
 
+# Names of fields for errors of the chat. A message may have become several, so that an index would mislead.
+_NAMES = {
+    r"messages\[\d+\](\.tool_calls\[\d+\]\.function)?": "messages[]",
+    r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
+    r"(tools\[\d+\]|tool_choice)\.function": r"\1",
+    r"response_format(\.json_schema)?": "output_config.format",
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+}
+
+
+def names_of(body: CountRequest) -> dict[str, str]:
+    """The names of fields for errors of the chat, as ``fields_named`` takes them."""
+    has_effort = body.output_config is not None and body.output_config.effort is not None
+    is_off = body.thinking is not None and body.thinking.type == "disabled"
+    return {**_NAMES, "reasoning_effort": "output_config.effort" if has_effort and not is_off else "thinking"}
+
+
 def as_chat(body: CountRequest) -> ChatCompletionRequest:
     """The request as a chat.
 
@@ -63,7 +81,7 @@ def effort_of(body: CountRequest, service: Service) -> Effort | None:
         return effort
     does_think = service.reasoning.parser != "none"
     if body.thinking.type == "disabled":
-        return "none" if does_think else None
+        return "off" if does_think else None
     if body.thinking.type == "enabled" and not does_think:
         message = "thinking: this server knows no reasoning of this model (--reasoning-parser)"
         raise ApiError(400, message, param="thinking", code="not_supported")

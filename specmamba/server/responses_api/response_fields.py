@@ -11,8 +11,8 @@ from specmamba.sampling_params import Seed, Temperature, TopK, TopP
 from specmamba.server.api.conversation import MAX_CALLS, MAX_MESSAGES, TemplateVariables
 from specmamba.server.api.requests import CacheKey, NoEffect, NotYet
 from specmamba.server.api.structured import JsonObjectFormat, NamedSchema, TextFormat
-from specmamba.server.http.fields import MAX_PARTS, STRING, Speculation, StrictModel, only
-from specmamba.server.tools.definitions import FunctionDefinition, FunctionType, ToolName
+from specmamba.server.http.fields import MAX_PARTS, STRING, EncodableText, Metadata, Speculation, StrictModel, only
+from specmamba.server.tools.definitions import FunctionDefinition, FunctionType, JsonObject, ToolName
 from specmamba.templates.rendering import ReasoningEffort
 
 Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, NoEffect]
@@ -158,6 +158,7 @@ class FlatSchemaFormat(NamedSchema):
     """JSON that matches a schema."""
 
     type: Literal["json_schema"]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
 
 
 def _kind_of_format(value: object) -> str | None:
@@ -203,7 +204,7 @@ class ResponseRequest(StrictModel):
 
     model: Annotated[str | None, Field(description="a name listed by /v1/models; none: the served model")] = None
     input: Input
-    instructions: Annotated[str | None, Field(description="a system message in front of the input")] = None
+    instructions: Annotated[EncodableText | None, Field(description="a system message in front of the input")] = None
     max_output_tokens: Annotated[int | None, Field(ge=1, description="new tokens at the most, reasoning included")] = (
         None
     )
@@ -224,7 +225,7 @@ class ResponseRequest(StrictModel):
     cache_salt: CacheKey | None = None
     speculative: Speculation | None = None
 
-    metadata: Annotated[dict[str, Any] | None, Field(description="given back; changes nothing")] = None
+    metadata: Annotated[Metadata | None, Field(description="given back; changes nothing")] = None
     user: Annotated[str | None, NoEffect] = None
     safety_identifier: Annotated[str | None, NoEffect] = None
     prompt_cache_key: Annotated[str | None, NoEffect] = None

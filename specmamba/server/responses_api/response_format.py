@@ -34,6 +34,12 @@ from specmamba.server.responses_api.response_items import (
     TextEvent,
 )
 
+_NOT_REPEATED: dict[str, Any] = {
+    "instructions": None,
+    "tools": [],
+    "text": {"format": {"type": "text"}},
+    "metadata": {},
+}
 _PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
@@ -80,7 +86,8 @@ class ResponseFormat:
         return [ResponseEvent(type=name, sequence_number=self._next(), response=response)]
 
     def failure(self, error: ApiError) -> BaseModel:
-        response = self._response("failed")
+        """The last event. It does not repeat the client's JSON: writing it may be what has failed."""
+        response = self._response("failed", **_NOT_REPEATED)
         response.error = ResponseFailure(code=error.detail.code or "server_error", message=error.detail.message)
         return ResponseEvent(type="response.failed", sequence_number=self._next(), response=response)
 
@@ -98,14 +105,16 @@ class ResponseFormat:
         self._num_events += 1
         return self._num_events - 1
 
-    def _response(self, status: Literal["in_progress", "completed", "incomplete", "failed"]) -> ResponseObject:
+    def _response(
+        self, status: Literal["in_progress", "completed", "incomplete", "failed"], **fields: Any
+    ) -> ResponseObject:
         last = len(self._blocks.all) - 1
         is_whole = status == "completed"
         items = [
             self._item(block, "completed" if is_whole or block.index < last else "incomplete")
             for block in self._blocks.all
         ]
-        return ResponseObject(status=status, output=items, **self._fields)
+        return ResponseObject(status=status, output=items, **{**self._fields, **fields})
 
     def _ended(self, usage: Usage) -> ResponseObject:
         response = self._response("incomplete" if self._is_cut_off else "completed")

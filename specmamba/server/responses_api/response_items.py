@@ -128,7 +128,7 @@ class ResponseObject(BaseModel):
     parallel_tool_calls: bool
     text: dict[str, Any]
     reasoning: dict[str, Any]
-    metadata: dict[str, Any]
+    metadata: dict[str, str]
     previous_response_id: None = None
     background: Literal[False] = False
     store: Literal[False] = False

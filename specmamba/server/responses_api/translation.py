@@ -27,6 +27,17 @@ _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
 _SAME_EXTENSIONS = ("seed", "top_k", "chat_template_kwargs", "cache_salt")
 
 
+# Names of fields for errors of the chat. Several items may be one message, so that an index would mislead.
+NAMES = {
+    r"messages\[\d+\](\.tool_calls\[\d+\]\.function)?": "input[]",
+    "messages": "input",
+    r"(tools\[\d+\]|tool_choice)\.function": r"\1",
+    r"response_format(\.json_schema)?": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "max_completion_tokens|max_tokens": "max_output_tokens",
+}
+
+
 def as_chat(body: ResponseRequest) -> ChatCompletionRequest:
     """The request as a chat.
 
@@ -60,7 +71,8 @@ def messages_of(given: str | Sequence[InputItem], instructions: str | None) -> l
     for item in items:
         match item:
             case ReasoningItem():
-                _turn(messages, "reasoning_content", "content", "tool_calls")["reasoning_content"] = _reasoning(item)
+                if text := _reasoning(item):
+                    _turn(messages, "reasoning_content", "content", "tool_calls")["reasoning_content"] = text
             case MessageItem(role="assistant"):
                 _turn(messages, "content", "tool_calls")["content"] = _text(item.content)
             case FunctionCallItem():

@@ -9,17 +9,16 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from specmamba.sampling_params import MAX_GRAMMAR_CHARACTERS
-from specmamba.server.http.fields import STRING, StrictModel
-from specmamba.server.tools.formats import read_json
+from specmamba.server.http.fields import STRING, EncodableText, StrictModel
+from specmamba.server.tools.formats import MAX_DEPTH, can_be_written, is_shallow, read_json
 
 MAX_TOOLS = 128
-MAX_DEPTH = 64  # of JSON objects that are passed to templates and grammars
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def check_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Check that a JSON object is neither too large nor nested too deeply."""
+    """Check that a JSON object can be written, and is neither too large nor nested too deeply."""
     try:
         text = json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
@@ -27,18 +26,15 @@ def check_json(value: dict[str, Any]) -> dict[str, Any]:
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         words = {"most": MAX_GRAMMAR_CHARACTERS}
         raise PydanticCustomError("too_long", "must have at most {most} characters", words)
-    return _check_depth(value)
+    _check_depth(value)
+    if not can_be_written(value):
+        raise PydanticCustomError("invalid_unicode", "has half of a surrogate pair, which is no character")
+    return value
 
 
 def _check_depth(value: dict[str, Any]) -> dict[str, Any]:
-    level: list[Any] = [value]
-    depth = 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise PydanticCustomError("too_deep", "must be nested at most {most} deep", {"most": MAX_DEPTH})
-        inner = (one.values() if isinstance(one, dict) else one if isinstance(one, list) else () for one in level)
-        level = [part for parts in inner for part in parts]
+    if not is_shallow(value):
+        raise PydanticCustomError("too_deep", "must be nested at most {most} deep", {"most": MAX_DEPTH})
     return value
 
 
@@ -55,7 +51,7 @@ class FunctionDefinition(StrictModel):
     """A function that the model may ask the client to call."""
 
     name: ToolName
-    description: str | None = None
+    description: EncodableText | None = None
     parameters: Annotated[JsonObject | None, AfterValidator(lambda value: value and _describes_an_object(value))] = None
     strict: Annotated[bool | None, Field(description="true only where tool_choice forces a call")] = None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 _MARKS = re.compile(r'["\\{}\[\]]')
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
+MAX_DEPTH = 64  # of JSON values that are passed to templates and grammars, or given to clients as values
 MAX_SCHEMAS = 256  # subschemas that are searched for the type of one value
 
 
@@ -28,6 +29,28 @@ def write_json(value: Any) -> str:
     except UnicodeEncodeError:  # a lone surrogate, which must be escaped
         return json.dumps(value)
     return text
+
+
+def is_shallow(value: Any) -> bool:
+    """Whether a JSON value is nested at most ``MAX_DEPTH`` deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one if isinstance(one, list) else () for one in level)
+        level = [part for parts in inner for part in parts]
+        if not level:
+            return True
+    return False
+
+
+def can_be_written(value: Any) -> bool:
+    """Whether an answer can have this JSON value: shallow, with finite numbers, without halves of surrogate pairs."""
+    if not is_shallow(value):
+        return False
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True
 
 
 def _refuse_constant(name: str) -> None:
