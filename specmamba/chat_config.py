@@ -17,8 +17,14 @@ _URL = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?(/[\w./
 def _base_url(url: str) -> str:
     """The address without the path of the API."""
     if _URL.fullmatch(url) is None:
-        raise ValueError("an address is written like http://127.0.0.1:30000")
+        raise ValueError(f"an address is written like http://127.0.0.1:30000 (got {_without_secrets(url)!r})")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def _without_secrets(url: str) -> str:
+    """What can be repeated of an address: neither a name and password in it nor its query."""
+    address = re.sub(r"^([a-z]+://)?.*@", r"\1", url, flags=re.DOTALL | re.IGNORECASE)
+    return re.split("[?#]", address)[0][:200]
 
 
 def _first_key(value: object) -> object:

@@ -199,8 +199,6 @@ def _generate(config: GenerateConfig) -> int:
     Raises:
         SpecmambaError: the model cannot be loaded, or the prompt is refused.
     """
-    if config.skip_tokenizer_init:
-        raise ConfigError("--skip-tokenizer-init: this command reads and writes texts: drop it")
     params = _sampling_params(config)
     (prompt,) = _prompts(config)
     engine = _build_engine(config)
@@ -283,7 +281,14 @@ def _print_figures(last: OutputDelta | None, elapsed_s: float) -> None:
 
 
 def _prompts(config: GenerateConfig) -> tuple[str, ...]:
-    """The prompts of the flags, or the one on standard input. Raises RequestError for an empty one."""
+    """The prompts of the flags, or the one on standard input.
+
+    Raises:
+        ConfigError: no tokenizer is to be read.
+        RequestError: a prompt is empty, or standard input is no text.
+    """
+    if config.skip_tokenizer_init:
+        raise ConfigError("--skip-tokenizer-init: this command reads and writes texts: drop it")
     prompts = config.prompt or (_read_prompt(),)
     if not all(prompts):
         raise RequestError("the prompt is empty: give --prompt TEXT, or text on standard input", param="prompt")
@@ -293,7 +298,12 @@ def _prompts(config: GenerateConfig) -> tuple[str, ...]:
 def _read_prompt() -> str:
     if sys.stdin.isatty():
         print("specmamba generate: type the prompt, then Ctrl-D", file=sys.stderr)
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        from specmamba.terminal.line_input import no_text
+
+        raise RequestError(no_text(error), param="prompt") from None
 
 
 def _run_subcommand(command: str, arguments: list[str]) -> int:

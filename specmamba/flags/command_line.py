@@ -41,8 +41,8 @@ _OTHER_VARIABLES = frozenset(
 # What Kubernetes puts into containers beside a service that is called specmamba.
 _OF_KUBERNETES = re.compile(r"^(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP))(_|$)")
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*[a-z0-9])")
-# Fields whose values are left out of messages.
-_SECRETS = frozenset({"api_key", "admin_key"})
+# Fields whose values are left out of messages; an address may hold a password.
+_SECRETS = frozenset({"api_key", "admin_key", "url"})
 
 
 def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[str]) -> ConfigT:

@@ -24,6 +24,13 @@ class SourceGoneError(AnswerError):
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of what a model thinks before it answers, where the server tells it apart; no part of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerEnd:
     """How an answer ended, and what it took."""
 
@@ -41,14 +48,17 @@ class AnswerEnd:
         return self.num_output_tokens - (self.num_accepted or 0)
 
 
+Piece = str | Reasoning | AnswerEnd
+
+
 class AnswerSource(Protocol):
     """Answers conversations, one at a time."""
 
     model: str
     context_length: int | None  # None: the server does not say
 
-    def answer(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str | AnswerEnd]:
-        """Answer a conversation: pieces of text, and last an ``AnswerEnd``.
+    def answer(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[Piece]:
+        """Answer a conversation: pieces of text and of reasoning, and last an ``AnswerEnd``.
 
         Closing the generator, or Ctrl-C in it, aborts the answer and gives its memory back.
 

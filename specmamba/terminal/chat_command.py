@@ -10,6 +10,7 @@ from specmamba.chat_config import ChatConfig
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, RequestError
 from specmamba.flags.command_line import parse_command_line
+from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, Renamed
 from specmamba.terminal.answer_source import AnswerError, AnswerSource, SourceGoneError
 from specmamba.terminal.chat_session import Answer, ChatSession
 from specmamba.terminal.chat_settings import ChatSettings
@@ -54,13 +55,22 @@ def main(arguments: list[str]) -> int:
 def _check_flags(config: ChatConfig, arguments: Sequence[str]) -> None:
     """Raise ConfigError for flags of the command line without effect; the environment and files serve others too."""
     given = {argument.partition("=")[0].removeprefix("--") for argument in arguments if argument.startswith("--")}
-    of_engine = {name.replace("_", "-") for name in EngineConfig.model_fields} - {"model"}
-    engine_flags = sorted(f"--{name}" for name in given if name.removeprefix("no-") in of_engine)
+    engine_flags = sorted(f"--{name}" for name in given if _is_of_engine(name))
     if config.url is not None and engine_flags:
-        hint = " (/set seed N seeds answers)" if engine_flags == ["--seed"] else ""
+        hint = " (/set seed N seeds answers)" if engine_flags in (["--seed"], ["--random-seed"]) else ""
         raise ConfigError(f"{', '.join(engine_flags)}: the server of --url has its own; drop it{hint}")
     if config.url is None and "api-key" in given:
         raise ConfigError("--api-key: only servers ask for keys; add --url, or drop it")
+    if config.url is None and config.skip_tokenizer_init:
+        raise ConfigError("--skip-tokenizer-init: this command reads and writes texts: drop it")
+
+
+def _is_of_engine(flag: str) -> bool:
+    """Whether a flag, without its hyphens, sets the engine up, by its own name or by one of another runtime."""
+    name = flag.partition(".")[0].removeprefix("no-").replace("-", "_")
+    known = OTHER_NAMES.get(name)
+    field = known.field if isinstance(known, Renamed) else name
+    return field != "model" and (field in EngineConfig.model_fields or known is not None or name == SPECULATIVE)
 
 
 def _source(config: ChatConfig) -> AnswerSource:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import cast
 
 from specmamba.errors import ConfigError
-from specmamba.terminal.answer_source import WHAT_TO_DO, AnswerEnd, AnswerError, AnswerSource
+from specmamba.terminal.answer_source import WHAT_TO_DO, AnswerEnd, AnswerError, AnswerSource, Piece, Reasoning
 from specmamba.terminal.chat_settings import ChatSettings
 from specmamba.terminal.remote_source import request_fields
+
+Show = Callable[[str | Reasoning], None]
 
 
 @dataclass
@@ -25,6 +27,7 @@ class Answer:
     ended_at: float | None = None
     pieces: list[str] = field(default_factory=list)
     end: AnswerEnd | None = None  # None: it was stopped, or failed
+    has_reasoning: bool = False
 
     @property
     def text(self) -> str:
@@ -58,12 +61,12 @@ class ChatSession:
             turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         return turns if new is None else [*turns, {"role": "user", "content": new}]
 
-    def ask(self, text: str, show: Callable[[str], None]) -> Answer:
+    def ask(self, text: str, show: Show) -> Answer:
         """Get the answer to a message. An answer that is stopped in the middle stays in the conversation as it is.
 
         Args:
             text: the message.
-            show: gets pieces of the answer.
+            show: gets pieces of the answer, and of the reasoning before it.
 
         Raises:
             AnswerError: there is no answer, or not all of it; the conversation is as before.
@@ -71,7 +74,7 @@ class ChatSession:
         """
         answer = Answer()
         # closing aborts an answer that Ctrl-C has stopped outside of the generator
-        stream = cast(Generator[str | AnswerEnd], self.source.answer(self.messages(text), self.settings.params))
+        stream = cast(Generator[Piece], self.source.answer(self.messages(text), self.settings.params))
         try:
             with closing(stream) as pieces:
                 for piece in pieces:
@@ -85,16 +88,19 @@ class ChatSession:
         self.answers.append(answer)
         return answer
 
-    def _take(self, answer: Answer, piece: str | AnswerEnd, show: Callable[[str], None]) -> None:
+    def _take(self, answer: Answer, piece: Piece, show: Show) -> None:
         if isinstance(piece, AnswerEnd):
             answer.end = piece
         elif piece:
             if answer.first_at is None:
                 answer.first_at = time.perf_counter()
-            answer.pieces.append(piece)
+            if isinstance(piece, Reasoning):
+                answer.has_reasoning = True
+            else:
+                answer.pieces.append(piece)
             show(piece)
 
-    def retry(self, show: Callable[[str], None]) -> Answer:
+    def retry(self, show: Show) -> Answer:
         """Answer the last message again; the old answer stays where the new one fails. Raises as ``ask``."""
         if not self._exchanges:
             raise AnswerError("there is no message to answer again")
@@ -122,7 +128,10 @@ class ChatSession:
         Raises:
             ConfigError: the file exists and is not of this session, or cannot be written.
         """
-        path = file.expanduser().absolute()
+        try:
+            path = file.expanduser().absolute()
+        except RuntimeError as error:  # of ~, where a user has no home
+            raise ConfigError(f"{file} cannot be written: {error}") from None
         body = {"model": self.source.model, "messages": self.messages(), **request_fields(self.settings.params)}
         try:
             with path.open("w" if path in self._saved else "x", encoding="utf8") as stream:
@@ -140,8 +149,9 @@ class ChatSession:
         end = answer.end
         if end is None or end.finish_reason != "length":
             return None
+        where = "cut off in its reasoning, before the answer" if answer.has_reasoning and not answer.text else "cut off"
         if end.num_output_tokens and end.num_output_tokens < self.settings.params.max_tokens:
             return (
-                f"cut off: the context is full ({end.num_prompt_tokens + end.num_output_tokens} tokens); {WHAT_TO_DO}"
+                f"{where}: the context is full ({end.num_prompt_tokens + end.num_output_tokens} tokens); {WHAT_TO_DO}"
             )
-        return f"cut off: max_tokens is {self.settings.params.max_tokens}; /set max_tokens N allows more"
+        return f"{where}: max_tokens is {self.settings.params.max_tokens}; /set max_tokens N allows more"

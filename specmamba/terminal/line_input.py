@@ -12,13 +12,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
-from specmamba.errors import RequestError
+from specmamba.errors import RequestError, SpecmambaError
 
 PROMPT, MORE = "> ", ". "
 QUOTES = '"""'
 MAX_CHARACTERS = 1 << 20  # of a message
 MAX_ENTRIES, MAX_ENTRY, MAX_FILE_BYTES = 1000, 8192, 4 << 20  # of the history
 ReadLine = Callable[[str], str]
+
+
+class InputError(SpecmambaError):
+    """What comes through a pipe is no text; where the next message begins is not known."""
 
 
 def read_message(read_line: ReadLine) -> str:
@@ -81,7 +85,14 @@ class PipeReader:
 
         Raises:
             RequestError: the line is too long; it is left out whole.
+            InputError: the stream is no text in its encoding.
         """
+        try:
+            return self._line()
+        except UnicodeDecodeError as error:
+            raise InputError(no_text(error)) from None
+
+    def _line(self) -> str:
         line = self._stream.readline(MAX_CHARACTERS + 1)
         if not line:
             raise EOFError
@@ -103,19 +114,27 @@ class LineEditor:
         if self._readline is not None:
             self._readline.set_auto_history(False)  # a message of several lines is one entry
             for entry in read_history(file) if file is not None else ():
-                self._readline.add_history(entry)
+                self._call_up(entry)
 
     def read_line(self, prompt: str) -> str:
-        """As ``ReadLine``. Raises KeyboardInterrupt for Ctrl-C."""
-        return input(prompt)
+        """As ``ReadLine``. Raises KeyboardInterrupt for Ctrl-C, and RequestError for what is no text."""
+        try:
+            return input(prompt)
+        except UnicodeDecodeError as error:
+            raise RequestError(no_text(error)) from None
+
+    def _call_up(self, entry: str) -> None:
+        """Let the arrow keys call a message up, unless the locale has not all of its characters."""
+        if self._readline is not None:
+            with suppress(UnicodeEncodeError):
+                self._readline.add_history(entry)
 
     def remember(self, message: str) -> None:
         """Add a message to the history."""
         is_entry = message.strip() and len(message) <= MAX_ENTRY and "\0" not in message
         if is_entry and message not in self._new[-1:]:
             self._new.append(message)
-            if self._readline is not None:
-                self._readline.add_history(message)
+            self._call_up(message)
 
     def save(self) -> str | None:
         """Write the new messages behind those that the file has by now. Returns what went wrong, if anything did."""
@@ -136,10 +155,20 @@ def _readline() -> ModuleType | None:
     return readline
 
 
-def history_file() -> Path:
-    """Where messages are kept, by the XDG base directory specification."""
+def no_text(error: UnicodeDecodeError) -> str:
+    """A sentence about input that cannot be decoded."""
+    byte = error.object[error.start]
+    found = f"what is read is no text in {error.encoding}: there is the byte 0x{byte:02x}"
+    return f"{found} (PYTHONIOENCODING chooses another encoding)"
+
+
+def history_file() -> Path | None:
+    """Where messages are kept, by the XDG base directory specification; None: this user has no home."""
     given = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
+    try:
+        base = Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state"
+    except RuntimeError:
+        return None
     return base / "specmamba" / "chat_history.jsonl"
 
 

@@ -13,11 +13,14 @@ from urllib.parse import urlsplit
 
 from specmamba.chat_config import ChatConfig
 from specmamba.sampling_params import SamplingParams
-from specmamba.terminal.answer_source import WHAT_TO_DO, AnswerEnd, AnswerError, Message
+from specmamba.terminal.answer_source import WHAT_TO_DO, AnswerEnd, AnswerError, Message, Piece, Reasoning
+from specmamba.terminal.safe_text import one_line
 
 START_TIMEOUT_S = 10.0  # for what a server answers at once
 ANSWER_TIMEOUT_S = 600.0  # between two pieces of an answer; the first one may wait in a queue
 MAX_EVENT_BYTES, MAX_BODY_BYTES = 8 << 20, 1 << 20
+MAX_ID, MAX_REMARK = 512, 500  # characters: of a model's name, and of what else a server says
+MAX_COUNT = 1 << 53  # beyond it JSON's numbers are not exact, and figures of it would be none
 # Settings that every server of the interface has. The others are sent where they change something.
 _ALWAYS = ("max_tokens", "temperature")
 _SETTINGS = (
@@ -48,7 +51,7 @@ class RemoteSource:
         is_near = urlsplit(self._url).hostname in ("127.0.0.1", "localhost", "::1")
         proxies = [urllib.request.ProxyHandler({})] if is_near else []
         self._opener = urllib.request.build_opener(_NoRedirect, *proxies)
-        cards = [card for card in _list(self._get("/v1/models").get("data")) if isinstance(card.get("id"), str)]
+        cards = [card for card in _list(self._get("/v1/models").get("data")) if _is_id(card.get("id"))]
         if not cards:
             raise AnswerError(f"the server at {self._url} lists no model")
         named = next((card for card in cards if card["id"] == config.model), None)
@@ -56,7 +59,7 @@ class RemoteSource:
         card = cards[0] if config.model is None else named or {}
         self.context_length = _count(card.get("max_model_len"))
 
-    def answer(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str | AnswerEnd]:
+    def answer(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[Piece]:
         """As ``AnswerSource.answer``."""
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), "stream": True}
         body |= {"stream_options": {"include_usage": True}, **request_fields(params)}
@@ -76,13 +79,13 @@ class RemoteSource:
             return "off: nothing drafts"
         sizing = _mapping(_mapping(info.get("stats")).get("sizing"))
         if not sizing:
-            return f"{algorithm}, always {info.get('speculative_num_steps')} deep"
-        return f"{algorithm} ({sizing.get('reason')})"
+            return one_line(f"{algorithm}, always {info.get('speculative_num_steps')} deep", MAX_REMARK)
+        return one_line(f"{algorithm} ({sizing.get('reason')})", MAX_REMARK)
 
     def close(self) -> None:
         """As ``AnswerSource.close``."""
 
-    def _pieces(self, response: Any) -> Iterator[str | AnswerEnd]:
+    def _pieces(self, response: Any) -> Iterator[Piece]:
         reason, usage, is_done = None, None, False
         for event in self._events(response):
             if event is None:
@@ -93,8 +96,7 @@ class RemoteSource:
             usage = event.get("usage") or usage
             for choice in _list(event.get("choices"))[:1]:
                 reason = choice.get("finish_reason") or reason
-                if isinstance(text := _mapping(choice.get("delta")).get("content"), str) and text:
-                    yield text
+                yield from _texts(_mapping(choice.get("delta")))
         if not is_done and reason is None:
             raise AnswerError("the connection ended before the answer was whole")
         yield _end(str(reason), _mapping(usage))
@@ -132,8 +134,7 @@ class RemoteSource:
         try:
             return self._opener.open(request, timeout=timeout_s)
         except HTTPError as error:
-            with error:
-                raise self._refusal(error.code, _object_or_none(error.read(MAX_BODY_BYTES))) from None
+            raise self._refusal(error.code, _body_of(error)) from None
         except (URLError, OSError, HTTPException) as error:
             raise AnswerError(
                 f"no server answers at {self._url}: {_reason(error)} (specmamba serve starts one)"
@@ -142,7 +143,8 @@ class RemoteSource:
     def _refusal(self, status: int, body: Mapping[str, Any] | None) -> AnswerError:
         """What an error of the server means."""
         detail = _mapping((body or {}).get("error"))
-        message = str(detail.get("message") or f"the server at {self._url} answers with status {status}")
+        said = one_line(str(detail.get("message") or ""), MAX_REMARK)
+        message = said or f"the server at {self._url} answers with status {status}"
         if status == 401:
             message += " (--api-key, or SPECMAMBA_API_KEY in the environment)"
         if detail.get("code") == "context_length_exceeded":
@@ -159,6 +161,28 @@ def request_fields(params: SamplingParams) -> dict[str, Any]:
     return params.model_dump(mode="json", include={*_ALWAYS, *changed})
 
 
+def _is_id(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_ID
+
+
+def _texts(delta: Mapping[str, Any]) -> Iterator[Piece]:
+    """What an event adds: to the reasoning, which other servers call "reasoning", and to the answer."""
+    thought = delta.get("reasoning_content") or delta.get("reasoning")
+    if isinstance(thought, str) and thought:
+        yield Reasoning(thought)
+    if isinstance(text := delta.get("content"), str) and text:
+        yield text
+
+
+def _body_of(error: HTTPError) -> dict[str, Any] | None:
+    """The object that an error brings; None: there is none, or not all of it."""
+    with error:
+        try:
+            return _object_or_none(error.read(MAX_BODY_BYTES))
+        except (OSError, HTTPException):
+            return None
+
+
 def _end(reason: str, usage: Mapping[str, Any]) -> AnswerEnd:
     prompt, details = _mapping(usage.get("prompt_tokens_details")), _mapping(usage.get("completion_tokens_details"))
     accepted, rejected = (_count(details.get(f"{kind}_prediction_tokens")) for kind in ("accepted", "rejected"))
@@ -170,7 +194,7 @@ def _end(reason: str, usage: Mapping[str, Any]) -> AnswerEnd:
         _count(usage.get("completion_tokens")) or 0,
         None if accepted is None or rejected is None else accepted + rejected,
         accepted,
-        rule if isinstance(rule, str) else None,
+        one_line(rule, MAX_REMARK) if isinstance(rule, str) else None,
     )
 
 
@@ -197,9 +221,11 @@ def _list(value: object) -> list[dict[str, Any]]:
 
 
 def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    """A number of tokens; None: it is none, or no server has as many."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT else None
 
 
 def _reason(error: Exception) -> str:
     reason = getattr(error, "reason", error)
-    return str(getattr(reason, "strerror", None) or reason or type(error).__name__)
+    said = str(getattr(reason, "strerror", None) or reason or type(error).__name__)
+    return one_line(said, MAX_REMARK)  # it may repeat what the server sent as its status line

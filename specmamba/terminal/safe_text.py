@@ -6,11 +6,19 @@ TAB_WIDTH = 4
 # Line breaks and tabs stay; a carriage return would let a line be written over.
 _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t\r"}
 _CONTROLS |= {ord("\r"): "", 0x7F: "\u2421"} | {code: f"\\x{code:x}" for code in range(0x80, 0xA0)}
+# Embeddings, overrides and isolates of bidirectional text would show words in another order than they have.
+_CONTROLS |= dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], "")
 
 
 def safe(text: str) -> str:
     """Replace control characters, of which escape sequences are made, by visible ones."""
     return text.translate(_CONTROLS)
+
+
+def one_line(text: str, max_characters: int) -> str:
+    """Safe text in one line, cut off at its limit: what a remote says inside of a message of ours."""
+    line = " ".join(safe(text[: 4 * max_characters]).split())
+    return line if len(line) <= max_characters else line[:max_characters] + "..."
 
 
 class RowCounter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import socket
 import stat
@@ -17,7 +18,7 @@ from specmamba.chat_config import ChatConfig
 from specmamba.cli import main
 from specmamba.sampling_params import SamplingParams
 from specmamba.terminal import remote_source
-from specmamba.terminal.answer_source import AnswerEnd, AnswerError
+from specmamba.terminal.answer_source import AnswerEnd, AnswerError, Piece, Reasoning
 from specmamba.terminal.remote_source import RemoteSource, request_fields
 from tests.fake_engine import FakeEngine, Served, serving, wait_until
 from tests.terminal.terminals import on_terminal
@@ -200,7 +201,7 @@ def source(url: str, **flags: str) -> RemoteSource:
     return RemoteSource(ChatConfig(url=url, **flags))  # type: ignore[arg-type]
 
 
-def answer_of(stream: bytes) -> list[str | AnswerEnd]:
+def answer_of(stream: bytes) -> list[Piece]:
     with scripted(MODELS, response(stream)) as (url, _):
         return list(source(url).answer([{"role": "user", "content": "x"}], PARAMS))
 
@@ -211,6 +212,72 @@ def test_another_server_of_the_interface() -> None:
     stream += b'data: {"choices": [{"delta": {"content": "a"}}], "usage": null}\n\n'
     stream += b'data: {"choices": [{"delta": {"content": "b"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
     assert answer_of(stream) == ["a", "b", AnswerEnd("stop", 0, 0, 0, None, None)]
+
+
+def events(*bodies: object) -> bytes:
+    return b"".join(b"data: " + json.dumps(body).encode() + b"\n\n" for body in bodies) + b"data: [DONE]\n\n"
+
+
+def talk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stream: bytes, *lines: str
+) -> tuple[int, str, str]:
+    """A talk through pipes, in which the server gives one answer."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    with scripted(MODELS, response(stream)) as (url, _):
+        status = main(["chat", "--url", url])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_is_no_part_of_the_answer(name: str) -> None:
+    stream = events({"choices": [{"delta": {name: "hm"}}]}, {"choices": [{"delta": {"content": "a"}}]}, {"choices": []})
+    assert answer_of(stream) == [Reasoning("hm"), "a", AnswerEnd("None", 0, 0, 0, None, None)]
+
+
+def test_an_answer_that_ends_in_its_reasoning_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    choices = [{"delta": {"reasoning_content": "thinking"}, "finish_reason": "length"}]
+    saved = tmp_path / "talk.json"
+    status, out, err = talk(monkeypatch, capsys, events({"choices": choices}), "hi", f"/save {saved}")
+    assert (status, out) == (0, "thinking\n")
+    assert "[cut off in its reasoning, before the answer: max_tokens is 1024; /set max_tokens N allows more]" in err
+    assert "thinking" not in saved.read_text()
+
+
+def test_counts_that_no_server_has_are_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    details = {"accepted_prediction_tokens": 10**400, "rejected_prediction_tokens": 1}
+    usage = {"prompt_tokens": 10**400, "completion_tokens": 10**400, "completion_tokens_details": details}
+    stream = events({"choices": [{"delta": {"content": "hi"}, "finish_reason": "stop"}]}, {"usage": usage})
+    monkeypatch.setattr(RemoteSource, "drafting", lambda _: "")
+    status, out, _ = talk(monkeypatch, capsys, stream, "x", "/stats")
+    assert status == 0
+    assert out.startswith("hi\nlast answer: 0 tokens in ")
+    assert "drafts: the server does not say" in out
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[31mred"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        response(json.dumps({"error": {"message": HOSTILE + "x" * 5000}}).encode(), "500 Oh no"),
+        HOSTILE.encode() + b"x" * 5000 + b"\r\n\r\n",
+        b"HTTP/1.1 xx" + HOSTILE.encode() + b"\r\n\r\n",
+    ],
+)
+def test_what_a_server_says_at_the_start_does_not_act_on_the_terminal(
+    first: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with scripted(first) as (url, _), pytest.raises(SystemExit, match="2"):
+        main(["chat", "--url", url])
+    err = capsys.readouterr().err
+    assert "␛]0;title␇␛[31mred" in err
+    assert "\x1b" not in err
+    assert len(err) < 700
 
 
 @pytest.mark.parametrize(
@@ -235,6 +302,8 @@ def test_a_broken_answer(stream: bytes, message: str, monkeypatch: pytest.Monkey
     [
         (response(b"<html>"), "no JSON object"),
         (response(b'{"data": [{}, 5]}'), "lists no model"),
+        (response(b'{"data": [{"id": "' + b"x" * 9999 + b'"}]}'), "lists no model"),
+        (response(b'{"err', "500 Oh no", "Content-Length: 999"), "answers with status 500"),
         (response(b"sorry", "503 Unavailable"), "answers with status 503"),
         (response(b"", "302 Found", "Location: http://127.0.0.1:9/v1/models"), "answers with status 302"),
         (b"nonsense\r\n", "no server answers at"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 
 from specmamba import errors
+from specmamba.chat_config import ChatConfig
 from specmamba.cli import main
 from specmamba.core import OutputDelta, SizingStats
+from specmamba.flags.command_line import parse_command_line
+from specmamba.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, FakeStats
 
 pytestmark = pytest.mark.usefixtures("no_settings_from_outside")
@@ -230,6 +234,10 @@ def test_ctrl_c_in_a_pipe_aborts_the_answer_and_ends(
             "--dtype, --no-disable-radix-cache: the server",
         ),
         (("--url", "http://h", "--seed=5"), "(/set seed N seeds answers)"),
+        (("--url", "http://h", "--block-size", "4"), "--block-size: the server of --url has its own"),
+        (("--url", "http://h", "--tp", "1"), "--tp: the server of --url has its own"),
+        (("--url", "http://h", "--speculative-config.method", "mtp"), "--speculative-config.method: the server"),
+        (("--skip-tokenizer-init",), "--skip-tokenizer-init: this command reads and writes texts: drop it"),
         (("--url", "http://127.0.0.1:9", "--api-key", "e\u00e9"), "a key is printable ASCII text"),
     ],
 )
@@ -239,6 +247,39 @@ def test_flags_that_cannot_work(
     with pytest.raises(SystemExit, match="2"):
         main(["chat", *flags])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://bob:secret@h/", "bob:se/cr?et@h", "http://h/?key=secret", "http://h/#secret"])
+def test_an_address_is_repeated_without_its_secrets(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["chat", "--url", url])
+    err = capsys.readouterr().err
+    assert "bob" not in err
+    assert "se" not in err.partition("(got ")[2]
+    assert re.search(r"like http://127.0.0.1:30000 \(got '(http://)?h/?'\)", err)
+
+
+@pytest.mark.parametrize("keys", ["a,b", '["a","b"]', "a"])
+def test_the_key_is_the_first_one_that_the_server_reads(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECMAMBA_API_KEY", keys)
+    key = parse_command_line(ChatConfig, "chat", []).api_key
+    assert key == parse_command_line(ServerConfig, "serve", []).api_key[0]
+
+
+def test_input_that_is_no_text_ends_the_talk_with_a_sentence(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n\xff\n"), "utf8", errors="strict"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["chat"])
+    assert "error: what is read is no text in utf-8: there is the byte 0xff" in capsys.readouterr().err
+    assert engine.num_closed == 1
+
+
+def test_a_file_of_a_home_that_is_not_there(engine: FakeEngine, chat: Chat) -> None:
+    status, out, err = chat("one", "/save ~no-such-user/x", "two")
+    assert (status, out) == (1, ANSWER * 2)
+    assert "~no-such-user/x cannot be written" in err
 
 
 def test_a_model_without_a_chat_template(

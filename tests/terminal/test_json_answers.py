@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +79,12 @@ def test_nothing_that_a_model_writes_acts_on_a_terminal(
         (FakeEngine(), ["--prompt", "x" * 500], "PromptTooLongError", "the prompt has 500 tokens"),
         (FakeEngine(), ["--prompt", "x", "--prompt", ""], "RequestError", "the prompt is empty"),
         (FakeEngine(), ["--prompt", "x", "--stop", ""], "ConfigError", "--stop"),
+        (
+            MemoryError("it is loaded"),
+            ["--prompt", "x", "--skip-tokenizer-init"],
+            "ConfigError",
+            "--skip-tokenizer-init",
+        ),
         (CheckpointError("there is no folder a"), ["--prompt", "x"], "CheckpointError", "there is no folder a"),
         (MemoryError("out of memory"), ["--prompt", "x"], "NotEnoughMemoryError", "the memory does not suffice"),
     ],
@@ -90,6 +97,15 @@ def test_a_refusal_is_json_on_standard_error_and_status_2(
     error = json.loads(err)["error"]
     assert error["type"] == kind
     assert message in error["message"]
+
+
+def test_a_prompt_that_is_no_text_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf8", errors="strict"))
+    status, answers, err = run(FakeEngine())
+    assert (status, answers) == (2, [])
+    error = json.loads(err)["error"]
+    assert (error["type"], error["param"]) == ("RequestError", "prompt")
+    assert "no text in utf-8: there is the byte 0xff" in error["message"]
 
 
 class BreakingEngine(FakeEngine):

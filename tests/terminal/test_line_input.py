@@ -7,6 +7,7 @@ import json
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -137,3 +138,40 @@ def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert history_file() == tmp_path / ".local" / "state" / "specmamba" / "chat_history.jsonl"
+
+
+def test_without_a_home_there_is_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    assert history_file() is None
+
+
+def test_entries_that_the_locale_has_not_are_not_called_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class AsciiReadline:
+        """readline in a locale without other characters."""
+
+        entries: ClassVar[list[bytes]] = []
+
+        def set_auto_history(self, is_on: bool) -> None:
+            assert not is_on
+
+        def add_history(self, entry: str) -> None:
+            self.entries.append(entry.encode("ascii"))
+
+    monkeypatch.setattr(line_input, "_readline", AsciiReadline)
+    write_history(file := tmp_path / "history.jsonl", ["h\u00e9", "ok"])
+    editor = LineEditor(file)
+    editor.remember("\u2192")
+    editor.remember("new")
+    assert AsciiReadline.entries == [b"ok", b"new"]
+    assert editor.save() is None
+    assert read_history(file) == ["h\u00e9", "ok", "\u2192", "new"]
+
+
+def test_a_typed_line_that_is_no_text_costs_that_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda prompt: b"a\xff".decode())
+    with pytest.raises(RequestError, match="no text in utf-8: there is the byte 0xff"):
+        LineEditor(None).read_line("> ")

@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from specmamba.terminal.safe_text import RowCounter, safe
+from specmamba.terminal.answer_source import Reasoning
+from specmamba.terminal.safe_text import RowCounter, one_line, safe
 from specmamba.terminal.screen import Screen, has_markup
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b1m\x00\x7f\rx\r\n\ty"
@@ -18,6 +19,12 @@ def test_control_characters_are_shown() -> None:
         shown = safe(chr(code))
         assert shown in ("\n", "\t", "") or shown.isprintable()
     assert safe("é 世界 🙂 ¡") == "é 世界 🙂 ¡"
+    assert safe("a\u202ab\u202ec\u2066d\u2069e") == "abcde"  # they would show words in another order
+
+
+def test_what_a_remote_says_is_one_line_of_bounded_length() -> None:
+    assert one_line("a\n\x1b[31m  b", 20) == "a ␛[31m b"
+    assert one_line("x" * 1000, 20) == "x" * 20 + "..."
 
 
 @pytest.mark.parametrize(
@@ -44,6 +51,19 @@ def test_rows_are_counted(text: str, breaks: int) -> None:
         ("<think>\nhm\n</think>\n**bold**", False),  # rich would leave the tags' text out
         ("`<b>` is **bold**", True),
         ("```html\n<b>\n```", True),
+        ("**a** [x](http://h/)", True),
+        ("- a\n  - b\n    - c", True),
+        ("**a**\n\n<!-- hidden -->\n\nb", False),
+        ("**a** <?php echo 1 ?> b", False),
+        ("**a** \\`<b>\\`", False),
+        ("**a**\n\n[foo]: http://hidden.example", False),
+        ("**a** ![alt](http://u/x.png)", False),
+        ('**a** [x](http://h/ "title")', False),
+        ("```py hidden words\nx\n```", False),
+        ("| a | b |\n|---|---|\n| 1 | 2 | hidden |", False),
+        ("> " * 300 + "**b**", False),
+        ("- " * 150 + "**b**", False),
+        ("**a** &#x202e;b", False),
     ],
 )
 def test_only_what_is_certainly_markup_is_shown_as_such(text: str, expected: bool) -> None:
@@ -85,6 +105,28 @@ def test_elsewhere_it_stays_as_it_came(
     monkeypatch: pytest.MonkeyPatch, is_terminal: bool, environment: dict[str, str]
 ) -> None:
     assert shown(MARKUP, monkeypatch, is_terminal, **environment) == safe(MARKUP) + "\n"
+
+
+def test_reasoning_is_dim_and_above_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def talk(is_terminal: bool, *pieces: str | Reasoning) -> str:
+        out = io.StringIO()
+        out.isatty = lambda: is_terminal  # type: ignore[method-assign]
+        screen = Screen(out, io.StringIO(), is_terminal)
+        screen.begin()
+        for piece in pieces:
+            screen.show(piece)
+        screen.end("".join(piece for piece in pieces if isinstance(piece, str)))
+        return out.getvalue()
+
+    for name, value in {"COLUMNS": "30", "LINES": "40", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    pieces = (Reasoning("hm\n\x1b"), Reasoning("hm"), "a\n**b**")
+    assert talk(False, *pieces) == "hm\n␛hm\n\na\n**b**\n"
+    plain, _, rest = talk(True, *pieces).partition("\r\x1b[1A\x1b[J")  # the answer's rows only
+    assert plain == "\x1b[2mhm\n␛\x1b[0m\x1b[2mhm\x1b[0m\n\na\n**b**"
+    assert "\x1b[1mb\x1b[0m" in rest
+    assert talk(True, "**a**", Reasoning("x"), "b") == "**a**\n\n\x1b[2mx\x1b[0m\n\nb\n"
+    assert talk(False, Reasoning("x")) == "x\n"
 
 
 def test_an_answer_ends_with_one_line_break(monkeypatch: pytest.MonkeyPatch) -> None:
