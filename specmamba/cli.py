@@ -199,8 +199,6 @@ def _generate(config: GenerateConfig) -> int:
     Raises:
         SpecmambaError: the model cannot be loaded, or the prompt is refused.
     """
-    if config.skip_tokenizer_init:
-        raise ConfigError("--skip-tokenizer-init: this command reads and writes texts: drop it")
     params = _sampling_params(config)
     (prompt,) = _prompts(config)
     engine = _build_engine(config)

@@ -61,6 +61,8 @@ def _check_flags(config: ChatConfig, arguments: Sequence[str]) -> None:
         raise ConfigError(f"{', '.join(engine_flags)}: the server of --url has its own; drop it{hint}")
     if config.url is None and "api-key" in given:
         raise ConfigError("--api-key: only servers ask for keys; add --url, or drop it")
+    if config.url is None and config.skip_tokenizer_init:
+        raise ConfigError("--skip-tokenizer-init: this command reads and writes texts: drop it")
 
 
 def _source(config: ChatConfig) -> AnswerSource:
