@@ -86,7 +86,7 @@ def test_what_ends_while_the_bar_is_drawn_is_counted() -> None:
 
     counter, ended, shown = Counter(), threading.Event(), []
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):  # type: ignore[misc]
         def update(self, n: float | None = 1) -> bool | None:
             shown.append(n)
             counter.num_ended = 2
