@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
-from specmamba.config import EngineConfig
+from specmamba.config import EngineConfig, split_list
 from specmamba.sampling_params import LogitSettings, Temperature
 
 _URL = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?(/[\w./~-]*)?", re.ASCII | re.IGNORECASE)
@@ -29,8 +29,7 @@ def _without_secrets(url: str) -> str:
 
 def _first_key(value: object) -> object:
     """The first of several keys: a server's environment or file may hold a list."""
-    if isinstance(value, str):
-        value = value.split(",")
+    value = split_list(value)
     return value[0] if isinstance(value, list | tuple) and value else value
 
 

@@ -5,14 +5,17 @@ These classes are the command line, the environment, the TOML file and the keywo
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from specmamba.errors import ConfigError
 from specmamba.flags.other_names import own_value
 from specmamba.sampling_params import LogitSettings, Temperature
 
@@ -35,6 +38,13 @@ class _OwnVariables(EnvSettingsSource):
     def __call__(self) -> dict[str, Any]:
         values = super().__call__()
         return {name: value for name, value in values.items() if name != "port" or not is_of_service(str(value))}
+
+    def prepare_field_value(self, field_name: str, field: FieldInfo, value: Any, value_is_complex: bool) -> Any:
+        try:
+            return super().prepare_field_value(field_name, field, value, value_is_complex)
+        except ValueError:
+            variable = f"{self.env_prefix}{field_name}".upper()
+            raise ConfigError(f'{variable}: a list is written as JSON, like ["a", "b"] (got {value!r:.200})') from None
 
 
 class CommandLine(BaseSettings):
@@ -62,6 +72,25 @@ class CommandLine(BaseSettings):
         return (init_settings, _OwnVariables(settings_cls)) if cls.reads_environment else (init_settings,)
 
 
+def split_list(value: object) -> object:
+    """Read a list of texts of the environment or of a file, where it is one text: ``a,b``, or JSON.
+
+    Raises:
+        ValueError: it begins like JSON and is none, or is empty; the message shows nothing of it, it may be a key.
+    """
+    if not isinstance(value, str):
+        return value
+    if not value.lstrip().startswith("["):
+        return value.split(",")
+    try:
+        items = json.loads(value)
+    except (ValueError, RecursionError):
+        items = None
+    if not items or not all(isinstance(item, str) for item in items):
+        raise ValueError('what begins with [ is a list of texts in JSON, like ["a", "b"], and this is none')
+    return items
+
+
 def _number(value: Any) -> Any:
     """Read a number of the command line or the environment, which choices of numbers do not do themselves."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
@@ -78,6 +107,7 @@ class EngineConfig(CommandLine):
     """The flags of the engine: model, memory, prefix cache, scheduling, drafting."""
 
     reads_environment = True
+    needs_text: ClassVar[bool] = False  # the command reads or writes texts
     model_config = SettingsConfigDict(env_prefix="SPECMAMBA_", protected_namespaces=())
 
     model: Annotated[
@@ -248,6 +278,12 @@ class EngineConfig(CommandLine):
     speculative_ngram_corpus: Annotated[
         Path | None, Field(description="ngram: a text file to draft from, besides the request's own text")
     ] = None
+
+    @model_validator(mode="after")
+    def _texts_need_a_tokenizer(self) -> Self:
+        if self.needs_text and self.skip_tokenizer_init:
+            raise ValueError("--skip-tokenizer-init: this command reads and writes texts: drop it")
+        return self
 
     @model_validator(mode="after")
     def _flags_go_together(self) -> EngineConfig:
@@ -440,6 +476,8 @@ with warnings.catch_warnings():
 
     class GenerateConfig(LogitSettings, EngineConfig):
         """``specmamba generate``: one prompt, streamed to the terminal; with --json any number, as JSON."""
+
+        needs_text = True
 
         prompt: Annotated[
             tuple[str, ...],

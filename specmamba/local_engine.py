@@ -103,7 +103,12 @@ class LocalEngine:
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None, extra_key: str | None
     ) -> list[Call]:
         """Prepare the one call of a stream. Raises RequestError as ``LLM.stream``, EngineStoppedError."""
-        if isinstance(sampling_params, SamplingParams) and sampling_params.n > 1:
+        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
+            raise RequestError(
+                f"a stream is of one prompt and has one SamplingParams(...), not {sampling_params!r:.80}",
+                "sampling_params",
+            )
+        if sampling_params is not None and sampling_params.n > 1:
             raise RequestError(
                 f"a stream is one continuation of its prompt, not n={sampling_params.n}: open a stream for each, with "
                 "seeds of their own, or use generate",

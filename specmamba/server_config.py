@@ -11,18 +11,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from specmamba.config import EngineConfig
+from specmamba.config import EngineConfig, split_list
 
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 _HOST_NAME = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:]*:[0-9a-f:.]+", re.ASCII | re.IGNORECASE)
 _KEY_RULE = "a key is printable text without commas and spaces"
 _MAX_KEY_FILE_BYTES = 1 << 20
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
-
-
-def _split(value: object) -> object:
-    """Split a text at commas: lists are written ``a,b`` in the environment and in files."""
-    return value.split(",") if isinstance(value, str) else value
 
 
 def _checked_keys(keys: Sequence[SecretStr]) -> Sequence[SecretStr]:
@@ -84,9 +79,9 @@ def _checked_hosts(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name.lower() for name in names)
 
 
-ApiKeys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split), AfterValidator(_checked_keys)]
-Hosts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_checked_hosts)]
-Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_checked_origins)]
+ApiKeys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(split_list), AfterValidator(_checked_keys)]
+Hosts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list), AfterValidator(_checked_hosts)]
+Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list), AfterValidator(_checked_origins)]
 
 
 class ServerConfig(EngineConfig):
@@ -182,7 +177,10 @@ class ServerConfig(EngineConfig):
             return values
         added: dict[str, Any] = {}
         if isinstance(file := values.get("api_key_file"), str | Path):
-            given = _split(values.get("api_key", ()))
+            try:
+                given = split_list(values.get("api_key", ()))
+            except ValueError as error:
+                raise ValueError(f"--api-key: {error}") from None
             own = list(given) if isinstance(given, list | tuple) else [given]
             added["api_key"] = [*own, *_keys_in(Path(file), "--api-key-file")]
         if isinstance(file := values.get("admin_key_file"), str | Path):

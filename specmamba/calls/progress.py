@@ -30,8 +30,9 @@ def wait_for(ended: threading.Event, collector: Collector, use_tqdm: UseTqdm) ->
             is_over = ended.wait(INTERVAL_S)
             speed = collector.num_tokens / (time.perf_counter() - began)
             bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
-            bar.update(collector.num_ended - num_shown)
-            num_shown = collector.num_ended
+            num_ended = collector.num_ended  # read once: more may end while the bar is drawn
+            bar.update(num_ended - num_shown)
+            num_shown = num_ended
         bar.refresh()
 
 

@@ -22,6 +22,8 @@ PROG = "specmamba doctor"
 class DoctorConfig(JsonOption):
     """Check this installation with a model under these flags; --json alone, or with -, writes to standard output."""
 
+    needs_text = True
+
 
 def main(arguments: list[str]) -> int:
     """Print a table, or JSON where that goes to standard output. Returns 1 when something is broken, else 0."""

@@ -25,7 +25,7 @@ from specmamba.config import CommandLine, EngineConfig, GenerateConfig, is_of_se
 from specmamba.errors import ConfigError
 from specmamba.flags.flag_parser import FlagParser, take_flag, with_own_names
 from specmamba.flags.near_names import did_you_mean
-from specmamba.flags.other_names import OTHER_NAMES, Renamed, translated
+from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, Renamed, names_of, translated
 from specmamba.server_config import ServerConfig
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
@@ -81,8 +81,9 @@ class ConfigFile:
     text: str
 
     def line_of(self, name: str) -> int | None:
-        """The line that sets a field."""
-        key = re.compile(rf"\s*[\"']?{name.replace('_', '[-_]')}[\"']?\s*=")
+        """The line that sets a field, by any of its names."""
+        names = "|".join(names_of(name)).replace("_", "[-_]")
+        key = re.compile(rf"\s*\[?\s*[\"']?({names})[\"']?\s*[].=]")
         return next((number for number, line in enumerate(self.text.splitlines(), 1) if key.match(line)), None)
 
 
@@ -118,8 +119,10 @@ def read_flags(
                 return ""
             if reads and (variable := variable_of(name)) is not None:
                 return f" (from the environment: {variable})"
-            line = file.line_of(name) if name in file.settings else None
-            return "" if line is None else f" ({file.path}, line {line})"
+            if name not in file.settings:
+                return ""
+            line = file.line_of(name)
+            return f" ({file.path})" if line is None else f" ({file.path}, line {line})"
 
         message = describe_validation_error(error, settings_class.model_fields, origin)
         raise ConfigError(message) from None
@@ -170,14 +173,23 @@ def _check_environment(config_class: type[EngineConfig], prog: str) -> None:
             print(f"{prog}: {variable}={value} is ignored: {said}", file=sys.stderr)
         if name == variable.upper() or variable.upper() in known or _OF_KUBERNETES.search(name):
             continue
-        if isinstance(known_elsewhere := OTHER_NAMES.get(name.lower()), Renamed):
-            hint = f"{_PREFIX}{known_elsewhere.field.upper()} is what it is called here"
+        if (hint := _hint_of_another(name.lower())) is not None:
             raise ConfigError(f"{variable}: there is no such variable of the environment; {hint}")
         own, others = ([field.upper() for field in those] for those in (config_class.model_fields, fields))
         if near := did_you_mean(name, own) or did_you_mean(name, others):
             hint = near.replace("mean ", f"mean {_PREFIX}")
             raise ConfigError(f"{variable}: there is no such variable of the environment{hint}")
         print(f"{prog}: {variable} has no effect: this command has no such flag", file=sys.stderr)
+
+
+def _hint_of_another(name: str) -> str | None:
+    """What is said of a variable that has the name of another runtime's setting; None: it has none."""
+    if name == SPECULATIVE:
+        return f"{_PREFIX}SPECULATIVE_ALGORITHM and others that begin so are for its parts"
+    known = OTHER_NAMES.get(name)
+    if known is None:
+        return None
+    return f"{_PREFIX}{known.field.upper()} is what it is called here" if isinstance(known, Renamed) else known.reason
 
 
 def _take_config_file(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import typing
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from pydantic_settings import BaseSettings
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.flags.near_names import did_you_mean
-from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, flag_of, translated
+from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, flag_of, mapping_of_draft, translated
 from specmamba.server_config import ServerConfig
 
 WIDTH = 110
@@ -131,21 +132,38 @@ def with_own_names(config_class: type[EngineConfig], prog: str, arguments: list[
 
 
 def _take_other(name: str, arguments: list[str]) -> tuple[list[Any], list[str]]:
-    """The values of another runtime's flag, and the arguments without it."""
+    """The values of another runtime's flag, and the arguments without it.
+
+    Raises:
+        ConfigError: a value is missing, or a part of the speculative configuration is given twice.
+    """
     flag, known = flag_of(name), OTHER_NAMES.get(name)
     if known is not None and known.is_switch:
         switches = {flag: True, f"--no-{name.replace('_', '-')}": False}
         return [switches[one] for one in arguments if one in switches], [
             one for one in arguments if one not in switches
         ]
-    values, rest = take_flag(flag, arguments)
+    values, rest = _take_with_value(flag, arguments)
     if name != SPECULATIVE:
         return values, rest
     parts: dict[str, str] = {}  # vLLM also takes them one by one: --speculative-config.method mtp
     for part in {one.partition("=")[0] for one in rest if one.startswith(f"{flag}.")}:
-        found, rest = take_flag(part, rest)
+        found, rest = _take_with_value(part, rest)
         parts |= {part.removeprefix(f"{flag}.").replace("-", "_"): value for value in found}
-    return [*values, *([parts] if parts else [])], rest
+    if not (parts and values):
+        return [parts] if parts else [*values], rest
+    whole = mapping_of_draft(values[-1])
+    if twice := sorted(whole.keys() & parts.keys()):
+        raise ConfigError(f"{flag}.{twice[0]} is given in {flag} too: give one of them")
+    return [{**whole, **parts}], rest
+
+
+def _take_with_value(flag: str, arguments: list[str]) -> tuple[list[str], list[str]]:
+    """``take_flag`` for a flag that the parser does not know. Raises ConfigError where no value stands behind it."""
+    for argument, following in itertools.pairwise([*arguments, "--"]):
+        if argument == flag and following.startswith("--"):
+            raise ConfigError(f"{flag}: no value stands behind it")
+    return take_flag(flag, arguments)
 
 
 def _written(field: str, value: object) -> str:

@@ -21,6 +21,7 @@ class Renamed:
     remark: str = ""  # where its meaning differs
     is_switch: bool = False
     is_inverted: bool = False  # a switch that says the opposite
+    unset: tuple[str, ...] = ()  # values that leave ours as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ OTHER_NAMES: Mapping[str, Renamed | Fixed] = {
     "block_size": Renamed("page_size", "a prefix is reused at any length, whatever its value"),
     "enable_prefix_caching": Renamed("disable_radix_cache", is_switch=True, is_inverted=True),
     "enforce_eager": Renamed("disable_cuda_graph", is_switch=True),
-    "mamba_ssm_cache_dtype": Renamed("mamba_ssm_dtype"),
+    "mamba_ssm_cache_dtype": Renamed("mamba_ssm_dtype", unset=("auto",)),
     "random_seed": Renamed("seed"),
     "tensor_parallel_size": Fixed((1,), _ONE_DEVICE),
     "tp_size": Fixed((1,), _ONE_DEVICE),
@@ -101,7 +102,7 @@ def own_value(field: str) -> Callable[[object], object]:
 def translated(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Settings by the names that they have here, and a note for each that had another one.
 
-    None stands for a default and is left out.
+    None stands for a default: it is left out, and beside another name of the same setting it is no second value.
 
     Raises:
         ConfigError: a value asks for what is not there, or two names for one setting are given. The message has the
@@ -114,12 +115,19 @@ def translated(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             _add(fields, {name: value}, name)
         elif value is not None:
             added, note = _parts_of_draft(value) if name == SPECULATIVE else _translated_one(name, value)
-            clash = next((field for field in added if field in given), None)
+            clash = next((field for field in added if given.get(field) is not None), None)
             if clash is not None:
                 raise ConfigError(f"{flag_of(name)} and {flag_of(clash)} are one setting: give one of them")
             _add(fields, added, name)
             notes += [note] if note else []
     return fields, notes
+
+
+def names_of(field: str) -> list[str]:
+    """All names under which a field may be given, its own first."""
+    others = [name for name, known in OTHER_NAMES.items() if isinstance(known, Renamed) and known.field == field]
+    in_mapping = field == "speculative_algorithm" or field in SPECULATIVE_FIELDS.values()
+    return [field, *others, *([SPECULATIVE] if in_mapping else [])]
 
 
 def flag_of(name: str) -> str:
@@ -128,9 +136,10 @@ def flag_of(name: str) -> str:
 
 
 def _add(fields: dict[str, Any], added: Mapping[str, Any], name: str) -> None:
-    if twice := fields.keys() & added.keys():
+    given = {field for field, value in fields.items() if value is not None}
+    if twice := given & {field for field, value in added.items() if value is not None}:
         raise ConfigError(f"{flag_of(name)}: {flag_of(min(twice))} is given by another name too: give one of them")
-    fields.update(added)
+    fields.update({field: value for field, value in added.items() if field not in given})
 
 
 def _translated_one(name: str, value: object) -> tuple[dict[str, Any], str]:
@@ -139,6 +148,8 @@ def _translated_one(name: str, value: object) -> tuple[dict[str, Any], str]:
         if any(_is_same(value, one) for one in known.allowed):
             return {}, ""
         raise ConfigError(f"{flag_of(name)}: {known.reason} (got {value!r})")
+    if any(_is_same(value, one) for one in known.unset):
+        return {}, f"{flag_of(name)} {value} sets nothing here: {flag_of(known.field)} says what it is"
     if known.is_inverted:
         if not isinstance(value, bool):
             raise ConfigError(f"{flag_of(name)}: it is true or false (got {value!r})")
@@ -158,8 +169,8 @@ def _is_same(value: object, allowed: object) -> bool:
         return False
 
 
-def _parts_of_draft(value: object) -> tuple[dict[str, Any], str]:
-    """The settings that a mapping of vLLM stands for."""
+def mapping_of_draft(value: object) -> Mapping[str, Any]:
+    """vLLM's speculative configuration, from JSON or as it is. Raises ConfigError: this is no mapping."""
     flag = flag_of(SPECULATIVE)
     try:
         config = json.loads(value) if isinstance(value, str) else value
@@ -167,13 +178,21 @@ def _parts_of_draft(value: object) -> tuple[dict[str, Any], str]:
         raise ConfigError(f"{flag}: this is not valid JSON: {error} (got {value!r:.200})") from None
     if not isinstance(config, Mapping):
         raise ConfigError(f"{flag}: this is a mapping of settings (got {value!r:.200})")
-    asked = {str(key): part for key, part in config.items() if part is not None}
+    return {str(key): part for key, part in config.items()}
+
+
+def _parts_of_draft(value: object) -> tuple[dict[str, Any], str]:
+    """The settings that a mapping of vLLM stands for."""
+    flag = flag_of(SPECULATIVE)
+    asked = {key: part for key, part in mapping_of_draft(value).items() if part is not None}
     method = asked.pop("method", None)
     if not _is_same(asked.pop("draft_tensor_parallel_size", 1), 1):
         raise ConfigError(f"{flag}: draft_tensor_parallel_size: {_ONE_DEVICE}")
     if unknown := [key for key in asked if key not in SPECULATIVE_FIELDS]:
         known = ", ".join(["method", *SPECULATIVE_FIELDS])
         raise ConfigError(f"{flag}: there is no {unknown[0]!r} here: it may have {known}")
+    if wrong := [key for key, part in asked.items() if isinstance(part, bool | list | tuple | Mapping)]:
+        raise ConfigError(f"{flag}: {wrong[0]}: this is a text or a number (got {asked[wrong[0]]!r:.200})")
     fields: dict[str, Any] = {SPECULATIVE_FIELDS[key]: part for key, part in asked.items()}
     if method is not None:
         fields["speculative_algorithm"] = _algorithm(method, flag)
@@ -181,8 +200,8 @@ def _parts_of_draft(value: object) -> tuple[dict[str, Any], str]:
 
 
 def _algorithm(method: object, flag: str) -> str:
-    """vLLM's name of a method; those of heads in checkpoints end with mtp."""
-    name = str(method)
+    """Our name for a method of vLLM, in whatever case; those of heads in checkpoints end with mtp."""
+    name = str(method).lower()
     if name not in METHODS and not name.endswith("_mtp"):
         raise ConfigError(f"{flag}: there is no method {method!r} here: choose one of {', '.join(METHODS)}")
     return METHODS.get(name, "mtp")

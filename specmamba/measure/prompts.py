@@ -48,6 +48,7 @@ class PromptText:
 class TextOptions(ReportOptions):
     """The engine's flags, the files of a report, and the texts to run."""
 
+    needs_text = True
     disable_radix_cache: NoRadixCache = True
     prompts: Annotated[
         Path | None,

@@ -22,6 +22,8 @@ PATTERN = "*.py"
 class TrainDraftConfig(EngineConfig):
     """Train an EAGLE-3 draft head for a target, on text or on what the target itself writes."""
 
+    needs_text = True
+
     disable_radix_cache: Annotated[bool, Field(description="always on here: what is cached would not be run")] = True
     out: Annotated[Path, Field(description="folder to write; a run found there is resumed")]
     text: Annotated[

@@ -134,6 +134,12 @@ def test_sampling_params_of_another_kind(llm: LLM) -> None:
             llm.generate("x", wrong)  # type: ignore[arg-type]
 
 
+def test_a_stream_has_one_object_of_sampling_params(llm: LLM) -> None:
+    for wrong in ([SamplingParams(n=2)], [SamplingParams()], "x", {"n": 1}):
+        with pytest.raises(RequestError, match=r"a stream is of one prompt and has one SamplingParams\(...\), not "):
+            next(llm.stream("x", wrong))  # type: ignore[arg-type]
+
+
 def test_after_its_end_calls_are_refused() -> None:
     llm = LLM(dtype="float32", device="cpu", context_length=64)
     llm.close()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from specmamba import LLM, SamplingParams
+from specmamba import LLM, AsyncLLM, SamplingParams
 from specmamba.config import EngineConfig
-from specmamba.errors import ConfigError
+from specmamba.errors import CheckpointError, ConfigError
 from specmamba.flags.command_line import parse_command_line
 from specmamba.flags.flag_parser import with_own_names
 from specmamba.flags.keywords import config_of
@@ -145,6 +145,7 @@ def test_what_is_refused(name: str, value: Any, written: str | None, words: str)
     [
         ({"method": "mtp", "num_speculative_tokens": 3}, {"speculative_algorithm": "mtp", "speculative_num_steps": 3}),
         ({"method": "qwen3_next_mtp"}, {"speculative_algorithm": "mtp"}),
+        ({"method": "MTP"}, {"speculative_algorithm": "mtp"}),
         (
             {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
             {"speculative_algorithm": "ngram", "speculative_num_steps": 5, "ngram_windows": (2, 4)},
@@ -176,6 +177,8 @@ def test_vllms_mapping_of_drafts(config: dict[str, Any], own: dict[str, Any]) ->
         ({"method": "mtp", "quantization": "fp8"}, "there is no 'quantization' here"),
         ({"method": "mtp", "draft_tensor_parallel_size": 2}, "one device"),
         ({"method": "eagle"}, "eagle needs"),
+        ({"model": True}, r"config: model: this is a text or a number \(got True\)"),
+        ({"num_speculative_tokens": [3]}, r"num_speculative_tokens: this is a text or a number"),
         ("{", "not valid JSON"),
         ("3", "a mapping of settings"),
         ({"method": "mtp", "num_speculative_tokens": 99}, "less than or equal to 63"),
@@ -186,6 +189,31 @@ def test_mappings_that_are_refused(config: Any, words: str) -> None:
         config_of({"speculative_config": config})
     with pytest.raises(ConfigError, match=words):
         serve("--speculative-config", config if isinstance(config, str) else json.dumps(config))
+
+
+def test_parts_of_a_mapping_beside_the_mapping() -> None:
+    whole, part = ["--speculative-config", '{"method":"ngram"}'], "--speculative-config.num_speculative_tokens"
+    for arguments in ([*whole, part, "3"], [f"{part}=3", *whole]):
+        config = serve(*arguments)
+        assert (config.speculative_algorithm, config.num_draft_steps) == ("ngram", 3)
+    with pytest.raises(ConfigError, match=r"^--speculative-config.method is given in --speculative-config too"):
+        serve(*whole, "--speculative-config.method", "mtp")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        serve("--speculative-config", "{", part, "3")
+
+
+@pytest.mark.parametrize("flag", ["--tp-size", "--max-num-seqs", "--speculative-config", "--speculative-config.method"])
+def test_a_flag_without_value(flag: str) -> None:
+    for behind in ([], ["--port", "1"]):
+        with pytest.raises(ConfigError, match=f"^{flag}: no value stands behind it"):
+            serve(flag, *behind)
+
+
+def test_a_value_that_leaves_ours_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, own in (([], "float32"), (["--mamba-ssm-dtype", "bfloat16"], "bfloat16")):
+        assert serve("--mamba-ssm-cache-dtype", "auto", *arguments).mamba_ssm_dtype == own
+        assert "--mamba-ssm-cache-dtype auto sets nothing here: --mamba-ssm-dtype says" in capsys.readouterr().err
+    assert config_of({"mamba_ssm_cache_dtype": "auto"}) == EngineConfig()
 
 
 def test_a_mapping_of_nothing_drafts_as_the_other_flags_say() -> None:
@@ -214,6 +242,20 @@ def test_formats_of_checkpoints_are_found_by_themselves(name: str) -> None:
     assert config_of({"quantization": None}).quantization == "auto"
 
 
+@pytest.mark.parametrize("make", [LLM, AsyncLLM])
+def test_the_model_by_its_other_name(make: Any) -> None:
+    with pytest.raises(CheckpointError, match="/nowhere/at/all"):
+        make(model_path="/nowhere/at/all")
+    with pytest.raises(ConfigError, match=r"^model_path and model are one setting"):
+        make("/nowhere", model_path="/nowhere")
+
+
+def test_none_is_no_second_value() -> None:
+    for given in ({"page_size": None, "block_size": 4}, {"block_size": 4, "page_size": None}):
+        assert config_of(given).page_size == 4
+    assert config_of({"context_length": None, "max_model_len": None}) == EngineConfig()
+
+
 def test_two_names_for_one_setting() -> None:
     for given in ({"max_model_len": 64, "context_length": 64}, {"model": "a", "model_path": "b"}):
         with pytest.raises(ConfigError, match="are one setting: give one of them"):
@@ -230,6 +272,12 @@ def test_the_environment_knows_one_name(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("SPECMAMBA_MAX_MODEL_LEN", "64")
     with pytest.raises(ConfigError, match="SPECMAMBA_CONTEXT_LENGTH is what it is called here"):
         serve()
+    monkeypatch.delenv("SPECMAMBA_MAX_MODEL_LEN")
+    for name, words in (("TP_SIZE", "a model runs on one device here"), ("SPECULATIVE_CONFIG", "are for its parts")):
+        with monkeypatch.context() as other:
+            other.setenv(f"SPECMAMBA_{name}", "1")
+            with pytest.raises(ConfigError, match=f"^SPECMAMBA_{name}: there is no such variable .*{words}$"):
+                serve()
 
 
 def test_arguments_keep_their_order() -> None:

@@ -7,12 +7,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tqdm import tqdm
 
 from specmamba import LLM, SamplingParams
+from specmamba.calls.collector import Collector
+from specmamba.calls.progress import wait_for
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 MESSAGES = [{"role": "user", "content": "Sort a list."}]
@@ -76,6 +78,23 @@ def test_a_bar_of_the_callers_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     assert llm.generate([], PARAMS, use_tqdm=make) == []
     llm.generate(["a", "b"], several, use_tqdm=make)
     assert [(bar.n, bar.total) for bar in bars] == [(6, 6)]
+
+
+def test_what_ends_while_the_bar_is_drawn_is_counted() -> None:
+    class Counter:
+        num_calls, num_tokens, num_ended = 2, 9, 1
+
+    counter, ended, shown = Counter(), threading.Event(), []
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def update(self, n: float | None = 1) -> bool | None:
+            shown.append(n)
+            counter.num_ended = 2
+            ended.set()
+            return super().update(n)
+
+    wait_for(ended, cast("Collector", counter), partial(Bar, file=io.StringIO()))
+    assert shown == [1, 1]
 
 
 def test_an_interrupted_call_closes_its_bar(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,10 +95,22 @@ class TestMissing:
         assert main(["info", "--model", str(folder), "--skip-tokenizer-init"]) == 0
         assert "not read (--skip-tokenizer-init)" in " ".join(capsys.readouterr().out.split())
 
-    def test_a_command_that_writes_texts(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    @pytest.mark.parametrize(
+        "command",
+        [
+            "generate --prompt x",
+            "generate --json --prompt x",
+            "chat",
+            "doctor",
+            "tune tree",
+            "train draft --out x",
+            "bench acceptance",
+        ],
+    )
+    def test_a_command_that_writes_texts(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="2"):
-            main(["generate", "--model", str(folder), "--skip-tokenizer-init", "--prompt", "x"])
-        assert "--skip-tokenizer-init: this command reads and writes texts" in capsys.readouterr().err
+            main([*command.split(), "--model", "/nowhere", "--skip-tokenizer-init"])
+        assert "--skip-tokenizer-init: this command reads and writes texts: drop it" in capsys.readouterr().err
 
     def test_a_corpus_is_a_text(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="speculative_ngram_corpus: a text needs the tokenizer"):

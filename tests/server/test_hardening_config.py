@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from specmamba.chat_config import ChatConfig
 from specmamba.errors import ConfigError
 from specmamba.flags.command_line import parse_command_line
 from specmamba.server_config import ServerConfig
@@ -30,7 +31,9 @@ def test_keys_from_flags() -> None:
     assert keys(serve("--api-key", "one", "--api-key=two")) == ["one", "two"]
 
 
-@pytest.mark.parametrize(("text", "expected"), [("one", ["one"]), ("one,two", ["one", "two"]), ("[1]", ["[1]"])])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("one", ["one"]), ("one,two", ["one", "two"]), ('["one", "two"]', ["one", "two"])]
+)
 def test_keys_from_the_environment(text: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECMAMBA_API_KEY", text)
     assert keys(serve()) == expected
@@ -61,6 +64,20 @@ def test_an_empty_key_in_the_environment_is_refused(text: str, monkeypatch: pyte
     monkeypatch.setenv("SPECMAMBA_API_KEY", text)
     with pytest.raises(ConfigError, match="--api-key: "):
         serve()
+
+
+@pytest.mark.parametrize("text", ['["hunter2"', "[hunter2]", "[1]", "[]", '["hunter2", 1]', "[" * 100_000])
+def test_a_list_that_is_no_json_is_no_key(text: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("good\n")
+    monkeypatch.setenv("SPECMAMBA_API_KEY", text)
+    for arguments in ([], ["--api-key-file", str(file)]):
+        with pytest.raises(ConfigError, match=r"^--api-key: what begins with \[ is a list") as error:
+            serve(*arguments)
+        assert str(error.value).endswith("(from the environment: SPECMAMBA_API_KEY)")
+        assert "hunter2" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"^--api-key: what begins with \[ is a list"):
+        parse_command_line(ChatConfig, "specmamba chat", [])
+    assert keys(serve("--api-key", "[flag")) == ["[flag"]
 
 
 # ---- keys in files ---------------------------------------------------------------------------------------------------
