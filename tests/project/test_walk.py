@@ -167,9 +167,13 @@ def read(command: Command) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [module, *words[3:]])
         with pytest.raises(_ArgumentsReadError):
-            if module == "specmamba.kernels.aot":  # its __main__ turns Triton's interpreter off, in this process too
-                importlib.import_module(f"{module}.command").main(words[3:])
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            run_module(module, words[3:])
+
+
+def run_module(module: str, arguments: list[str]) -> None:
+    if module == "specmamba.kernels.aot":  # its __main__ turns Triton's interpreter off, in this process too
+        importlib.import_module(f"{module}.command").main(arguments)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.usefixtures("reading_only", "no_settings_from_outside")

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from specmamba.kernels.native.build import compiled_objects
 from specmamba.kernels.native.cpp_compiler import command_of, find_compiler, run_compiler
 from specmamba.kernels.native.levels import LEVELS_OF, Level, chosen_level
 from specmamba.kernels.native.library import sources
+from specmamba.kernels.state_records.native_layers import NativeLayer
 from tests.kernels.native.replay import Function, Functions, Program, data_ptr
 from tests.repository import ROOT
 
@@ -47,7 +49,9 @@ def declared_functions() -> list[Function]:
         for source in sources():
             # replay makes calls of this process; draft_sizing decides in NumPy's arrays, by no vector instructions
             if source.parent.name not in ("replay", "draft_sizing"):
-                import_module(f"specmamba.kernels.{source.parent.name}.native_ops").code.__wrapped__()
+                module = import_module(f"specmamba.kernels.{source.parent.name}.native_ops")
+                layer = getattr(module, "LAYER", None)
+                module.code.__wrapped__() if layer is None else cast("Any", NativeLayer.code).func(layer)
     return list(functions.made.values())
 
 
