@@ -284,11 +284,8 @@ def _prompts(config: GenerateConfig) -> tuple[str, ...]:
     """The prompts of the flags, or the one on standard input.
 
     Raises:
-        ConfigError: no tokenizer is to be read.
         RequestError: a prompt is empty, or standard input is no text.
     """
-    if config.skip_tokenizer_init:
-        raise ConfigError("--skip-tokenizer-init: this command reads and writes texts: drop it")
     prompts = config.prompt or (_read_prompt(),)
     if not all(prompts):
         raise RequestError("the prompt is empty: give --prompt TEXT, or text on standard input", param="prompt")

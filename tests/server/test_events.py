@@ -181,7 +181,9 @@ class TestEvents:
         assert all("beginning" not in node for node in event["nodes"])
 
     def test_beginnings_of_texts_are_short(self) -> None:
-        tokenizer: Any = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "word " * len(tokens))
+        tokenizer: Any = SimpleNamespace(
+            decode=lambda tokens, skip_special_tokens: "word " * len(tokens), has_text=True
+        )
         node = OutlineNode(1, 0, 90, True, 0, 0, 0, 1, beginning=tuple(range(24)))
         event = tree_event(Outline((node,), 0), tokenizer)
         assert event["nodes"][0]["text"] == ("word " * 24)[:MAX_TEXT]

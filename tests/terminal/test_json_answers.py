@@ -79,12 +79,6 @@ def test_nothing_that_a_model_writes_acts_on_a_terminal(
         (FakeEngine(), ["--prompt", "x" * 500], "PromptTooLongError", "the prompt has 500 tokens"),
         (FakeEngine(), ["--prompt", "x", "--prompt", ""], "RequestError", "the prompt is empty"),
         (FakeEngine(), ["--prompt", "x", "--stop", ""], "ConfigError", "--stop"),
-        (
-            MemoryError("it is loaded"),
-            ["--prompt", "x", "--skip-tokenizer-init"],
-            "ConfigError",
-            "--skip-tokenizer-init",
-        ),
         (CheckpointError("there is no folder a"), ["--prompt", "x"], "CheckpointError", "there is no folder a"),
         (MemoryError("out of memory"), ["--prompt", "x"], "NotEnoughMemoryError", "the memory does not suffice"),
     ],
