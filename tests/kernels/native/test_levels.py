@@ -5,6 +5,7 @@ A process uses one instruction set, so each has a test run of its own.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,11 @@ PARTS = {
 }
 
 _BELOW = [level.name for level in available_levels()[1:]]
-# Every operator on every level; texts, which take minutes, on the lowest, whose vectors are others.
-LOWER = [(level, part) for level in _BELOW for part in PARTS if part == "operators" or level == _BELOW[-1]]
+# Operators on the lowest level and on the highest below the best, on all in a full run; texts, which take minutes,
+# on the lowest, whose vectors are others.
+IS_FULL = os.environ.get("SPECMAMBA_TEST_FULL") == "1"
+LOWER = [(level, "operators") for level in (_BELOW if IS_FULL else dict.fromkeys([*_BELOW[:1], *_BELOW[-1:]]))]
+LOWER += [(level, "exact texts") for level in _BELOW[-1:]]
 
 
 def test_the_header_names_levels_that_are_untried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +52,7 @@ def test_lower_levels(level: str, part: str, run_tests: Callable[..., None]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not IS_FULL, reason="SPECMAMBA_TEST_FULL=1 compiles all sources once more, for minutes")
 @pytest.mark.usefixtures("needs_native")
 def test_no_two_sources_have_different_types_of_one_name(tmp_path: Path) -> None:
     """A shipped library links all sources, and of two functions of one name and signature it keeps one."""
