@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import openai
@@ -37,12 +38,32 @@ class ThinkingTokenizer(FakeTokenizer):
         return Conversation(self.template, messages=messages, tools=tools, variables=variables or {})
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+@contextmanager
+def serving_thoughts() -> Iterator[Served]:
+    """A server whose model writes what it is told to, and whose template opens the reasoning."""
     engine = FakeEngine(context_length=4096)
     engine.tokenizer = ThinkingTokenizer()
     with pytest.MonkeyPatch.context() as patch, serving(engine) as served:
         patch.setattr(structured, "GrammarCompiler", NoCompiler)
+        yield served
+
+
+def conversations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The messages of conversations from now on, as the template gets them."""
+    seen: list[Any] = []
+    original = ThinkingTokenizer.conversation
+
+    def conversation(self: Any, messages: Any, *given: Any) -> Any:
+        seen.append(messages)
+        return original(self, messages, *given)
+
+    monkeypatch.setattr(ThinkingTokenizer, "conversation", conversation)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving_thoughts() as served:
         yield served
 
 

@@ -14,10 +14,9 @@ import pytest
 
 from specmamba.core import OutputDelta
 from specmamba.sampling_params import GrammarSpec
-from specmamba.server.api import structured
 from specmamba.server.messages_api.message_format import StopFinder
-from tests.api.test_api_reasoning import ThinkingTokenizer, prompts, write
-from tests.api.test_api_tools import CALL, PARAMETERS, NoCompiler
+from tests.api.test_api_reasoning import ThinkingTokenizer, conversations, prompts, serving_thoughts, write
+from tests.api.test_api_tools import CALL, PARAMETERS
 from tests.fake_engine import FakeEngine, FakeTokenizer, Served, serving
 
 TOOL = {"name": "weather", "description": "d", "input_schema": PARAMETERS}
@@ -27,10 +26,7 @@ USER = {"role": "user", "content": "u"}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    engine = FakeEngine(context_length=4096)
-    engine.tokenizer = ThinkingTokenizer()
-    with pytest.MonkeyPatch.context() as patch, serving(engine) as served:
-        patch.setattr(structured, "GrammarCompiler", NoCompiler)
+    with serving_thoughts() as served:
         yield served
 
 
@@ -131,14 +127,7 @@ def test_arguments_that_no_block_can_have_are_text(served: Served, monkeypatch: 
 
 
 def test_blocks_become_messages(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    original = ThinkingTokenizer.conversation
-
-    def conversation(self: Any, messages: Any, *given: Any) -> Any:
-        seen.append(messages)
-        return original(self, messages, *given)
-
-    monkeypatch.setattr(ThinkingTokenizer, "conversation", conversation)
+    seen = conversations(monkeypatch)
     turn = [
         {"type": "thinking", "thinking": "Hm.", "signature": ""},
         {"type": "text", "text": "Let me see."},

@@ -13,14 +13,13 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
 from specmamba.sampling_params import GrammarSpec
-from specmamba.server.api import structured
 from specmamba.server.api.parsed_choice import ChatOptions
 from specmamba.server.http.error_answers import ApiError
 from specmamba.server.responses_api.response_fields import FunctionTool, ResponseRequest
 from specmamba.server.responses_api.response_format import ResponseFormat
 from specmamba.server.tools.choice import ToolPlan
-from tests.api.test_api_reasoning import ThinkingTokenizer, prompts, write
-from tests.api.test_api_tools import CALL, PARAMETERS, NoCompiler
+from tests.api.test_api_reasoning import ThinkingTokenizer, conversations, prompts, serving_thoughts, write
+from tests.api.test_api_tools import CALL, PARAMETERS
 from tests.fake_engine import FakeEngine, FakeTokenizer, Served, serving
 from tests.server.test_server import refused
 
@@ -30,10 +29,7 @@ TEXT = "Hm.\n</think>\n\nYés."
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    engine = FakeEngine(context_length=4096)
-    engine.tokenizer = ThinkingTokenizer()
-    with pytest.MonkeyPatch.context() as patch, serving(engine) as served:
-        patch.setattr(structured, "GrammarCompiler", NoCompiler)
+    with serving_thoughts() as served:
         yield served
 
 
@@ -132,14 +128,7 @@ def test_a_call_and_its_output(served: Served, client: openai.OpenAI, monkeypatc
     call = response.output[-1]
     assert call.type == "function_call"
     assert (call.name, call.arguments) == ("weather", '{"city": "Köln"}')
-    seen: list[Any] = []
-    original = ThinkingTokenizer.conversation
-
-    def conversation(self: Any, messages: Any, *given: Any) -> Any:
-        seen.append(messages)
-        return original(self, messages, *given)
-
-    monkeypatch.setattr(ThinkingTokenizer, "conversation", conversation)
+    seen = conversations(monkeypatch)
     history: Any = [{"role": "user", "content": "u"}, *response.output]
     history.append({"type": "function_call_output", "call_id": call.call_id, "output": "12°"})
     client.responses.create(model="specmamba-demo", input=history, tools=tools, instructions="Be kind.")
