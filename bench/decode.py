@@ -30,6 +30,7 @@ from specmamba.measure.report import (
     NoRadixCache,
     distinct_4gram_ratio,
     machine,
+    median_with_range,
     versions,
 )
 from specmamba.measure.weight_forms import FORM_FIELDS, form_flags
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from specmamba.sampling_params import SamplingParams
 
 PROG = "python -m specmamba.bench.decode"
-NUM_WEIGHTS = 12  # of 34 MB, read in turns to see how fast memory is
 
 
 class DecodeBenchConfig(JsonOption):
@@ -120,7 +120,7 @@ def run(config: DecodeBenchConfig) -> dict[str, Any]:
         "num_steps": config.num_draft_steps,
         "prefix_cache": not config.disable_radix_cache,
         "weight_bytes": {name: contestant.weight_bytes for name, contestant in contestants.items()},
-        "memory_gb_per_s": [round(number, 1) for number in (statistics.median(speeds), min(speeds), max(speeds))],
+        "memory_gb_per_s": median_with_range(speeds, 1),
         "results": {f"{t:g}": summarize(results[t]) for t in config.temperatures},
     }
 
@@ -145,7 +145,7 @@ def play(
     config: DecodeBenchConfig, contestants: dict[str, Contestant], prompts: Sequence[str]
 ) -> tuple[dict[float, dict[str, list[list[Sample]]]], list[float]]:
     """Run all rounds; samples by temperature and contestant, a list per round, and the memory's speed in each round."""
-    from specmamba.measure.memory_speed import weight_speed
+    from specmamba.measure.memory_speed import BEYOND_CACHES, weight_speed
 
     speeds: list[float] = []
     results: dict[float, dict[str, list[list[Sample]]]] = {
@@ -161,7 +161,7 @@ def play(
                     samples[name].append(contestant.generate(prompt, temperature, number * len(prompts) + i))
             for name in contestants:
                 results[temperature][name].append(samples[name])
-        speeds.append(weight_speed(NUM_WEIGHTS))
+        speeds.append(weight_speed(BEYOND_CACHES))
         print(f"round {number + 1} of {config.rounds} done", file=sys.stderr)
     return results, speeds
 
@@ -245,12 +245,12 @@ def transformers_contestant(config: DecodeBenchConfig) -> Contestant:
 
 def print_report(report: Report) -> None:
     """Print the table of speeds."""
-    page = Page()
+    page, memory = Page(), report["memory_gb_per_s"]
     threads = ", ".join(f"{name} {count}" for name, count in report["threads"].items())
     page.lines(
         f"{report['model']}, {report.get('dtype', 'forms of weights')}, batch 1, {report['max_tokens']} new tokens",
         f"{report['machine']}; threads: {threads}",
-        "memory delivers weights with {} ({} to {}) GB/s".format(*report["memory_gb_per_s"]),
+        "memory delivers weights with {} ({} to {}) GB/s".format(memory["median"], *memory["range"]),
     )
     rows = [
         (

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from specmamba.bench.serving.server import python_path, started_server
 from specmamba.config import EngineConfig
 from specmamba.errors import SpecmambaError
 from specmamba.measure.command import Page, Report, put_out, run_command
-from specmamba.measure.report import Count, JsonFile, machine, progress_bar, versions
+from specmamba.measure.report import Count, JsonFile, machine, median_with_range, progress_bar, versions
 
 PROG = "python -m specmamba.bench.startup"
 COMMANDS = {
@@ -114,8 +113,7 @@ def _row(name: str, unit: str, values: Sequence[float]) -> dict[str, Any]:
     return {
         "name": name,
         "unit": unit,
-        "median": round(statistics.median(values), 3),
-        "range": [round(min(values), 3), round(max(values), 3)],
+        **median_with_range(values, 3),
         "runs": len(values),
     }
 

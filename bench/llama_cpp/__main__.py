@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from specmamba.bench.llama_cpp.build import describe_build, find_build
-from specmamba.bench.llama_cpp.figures import compared, first_token_figures, median_with_range
+from specmamba.bench.llama_cpp.figures import compared, first_token_figures
 from specmamba.bench.llama_cpp.models import gguf_file
 from specmamba.bench.llama_cpp.options import LlamaCppBenchConfig, Pair, modes_of, pairs_of
 from specmamba.bench.llama_cpp.rounds import OTHER, OWN, Plan, first_tokens, play, prepare, started_sides
@@ -37,7 +37,7 @@ from specmamba.bench.serving.server import signals_end_the_context
 from specmamba.errors import ConfigError
 from specmamba.measure.command import put_out, repeated_flags, run_command
 from specmamba.measure.prompts import bundled_texts, read_texts
-from specmamba.measure.report import machine, versions
+from specmamba.measure.report import machine, median_with_range, versions
 
 PROG = "specmamba bench llama-cpp"
 COUNTED = (

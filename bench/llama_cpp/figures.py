@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from specmamba.measure.report import median_with_range
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -63,14 +65,6 @@ def accept_length(rounds: Sequence[Round]) -> float:
     answers = [answer for one in rounds for batch in one for answer in batch]
     decoded = sum(answer.num_decoded for answer in answers)
     return decoded / max(1, decoded - sum(answer.num_accepted for answer in answers))
-
-
-def median_with_range(values: Sequence[float], digits: int) -> Figures:
-    """{"median", "range": [smallest, largest]}, rounded to ``digits`` behind the point."""
-    return {
-        "median": round(statistics.median(values), digits),
-        "range": [round(min(values), digits), round(max(values), digits)],
-    }
 
 
 def mode_figures(rounds: Sequence[Round]) -> Figures:

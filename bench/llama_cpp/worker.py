@@ -18,10 +18,9 @@ from specmamba import LLM, SamplingParams
 from specmamba.errors import SpecmambaError
 from specmamba.kernels.native.levels import NativeUnavailableError, chosen_level
 from specmamba.kernels.native.library import origin
-from specmamba.measure.memory_speed import weight_speed
+from specmamba.measure.memory_speed import BEYOND_CACHES, weight_speed
 from specmamba.measure.prompts import PromptText, encode_prompt, encode_with_continuation
 
-NUM_WEIGHTS = 12  # of 34 MB, which are read in turns: several times the size of caches
 _PR_SET_PDEATHSIG = 1
 Fields = dict[str, Any]
 
@@ -71,7 +70,7 @@ class Worker:
 
     def memory_speed(self) -> Fields:
         """{"gb_per_s"}: how fast a product reads weights that no cache holds, with the engine's threads."""
-        return {"gb_per_s": weight_speed(NUM_WEIGHTS)}
+        return {"gb_per_s": weight_speed(BEYOND_CACHES)}
 
     def run(self, **batch: Any) -> Fields:
         """Run the fields of a ``figures.Batch``: {"answers": the fields of a ``figures.Answer`` for each request}."""

@@ -40,12 +40,13 @@ class _HasConv(Protocol):
     def conv(self) -> Tensor: ...
 
 
-I = TypeVar("I", bound=_HasMixed)  # noqa: E741 - activations of a layer; ``mixed`` [B, N, C] are those of its convolution
-W = TypeVar("W", bound=_HasConv)  # its weights; ``conv`` [C, W] is its convolution
+# Activations of a layer, of which ``mixed`` [B, N, C] are those of its convolution; and weights, with ``conv`` [C, W].
+InputsT = TypeVar("InputsT", bound=_HasMixed)
+WeightsT = TypeVar("WeightsT", bound=_HasConv)
 
 
 @dataclass(frozen=True)
-class NativeLayer(Generic[I, W]):
+class NativeLayer(Generic[InputsT, WeightsT]):
     """One kind of layer: ``<name>_tree_verify`` and ``<name>_extend`` of the library at ``source``."""
 
     name: str
@@ -53,11 +54,13 @@ class NativeLayer(Generic[I, W]):
     inputs_struct: type[ctypes.Structure]
     weights_struct: type[ctypes.Structure]
     # activations, and kept inputs of earlier tokens, are on the CPU and share a dtype that native code reads
-    are_alike: Callable[[I, Tensor], bool]
-    marshal_inputs: Callable[[I], tuple[Any, Tensor, tuple[Tensor, ...]]]  # structure, outputs, tensors it points to
-    marshal_weights: Callable[[W], Any]  # None where native code cannot read them
-    heads: Callable[[W], Heads]
-    check_inputs: Callable[[I, W], None]  # raises ValueError unless they fit
+    are_alike: Callable[[InputsT, Tensor], bool]
+    marshal_inputs: Callable[
+        [InputsT], tuple[Any, Tensor, tuple[Tensor, ...]]
+    ]  # structure, outputs, tensors it points to
+    marshal_weights: Callable[[WeightsT], Any]  # None where native code cannot read them
+    heads: Callable[[WeightsT], Heads]
+    check_inputs: Callable[[InputsT, WeightsT], None]  # raises ValueError unless they fit
 
     @cached_property
     def code(self) -> ctypes.CDLL | None:
@@ -68,7 +71,7 @@ class NativeLayer(Generic[I, W]):
         functions = {f"{self.name}_tree_verify": verify, f"{self.name}_extend": extend}
         return library.load_functions(self.source, functions)
 
-    def can_take(self, inputs: I, weights: W, buffers: Buffers) -> bool:
+    def can_take(self, inputs: InputsT, weights: WeightsT, buffers: Buffers) -> bool:
         """Whether native code computes on these: activations float32 or bfloat16 on the CPU, rows contiguous."""
         return (
             self.are_alike(inputs, buffers.conv_inputs)
@@ -77,7 +80,7 @@ class NativeLayer(Generic[I, W]):
             and self.code is not None
         )
 
-    def can_take_runs(self, inputs: I, weights: W, state: ExtendOperands) -> bool:
+    def can_take_runs(self, inputs: InputsT, weights: WeightsT, state: ExtendOperands) -> bool:
         """Whether native code extends these: activations and windows in one dtype, float32 or bfloat16, on the CPU."""
         return (
             self.are_alike(inputs, state.windows)
@@ -86,7 +89,7 @@ class NativeLayer(Generic[I, W]):
             and self.code is not None
         )
 
-    def tree_verify(self, inputs: I, weights: W, buffers: Buffers, trees: Trees) -> Tensor:
+    def tree_verify(self, inputs: InputsT, weights: WeightsT, buffers: Buffers, trees: Trees) -> Tensor:
         """Compute the outputs of all nodes of draft trees; write their inputs and records, never the states.
 
         One native call per layer. The operator's ``reference.tree_verify`` is the specification.
@@ -115,7 +118,7 @@ class NativeLayer(Generic[I, W]):
         run(inputs_struct, weights_struct, buffers_struct, places, is_bfloat16, torch.get_num_threads())
         return out
 
-    def extend(self, inputs: I, weights: W, state: ExtendOperands) -> Tensor:
+    def extend(self, inputs: InputsT, weights: WeightsT, state: ExtendOperands) -> Tensor:
         """Compute the outputs of known tokens; advance the states and windows behind which they stand.
 
         One native call per layer. The operator's ``reference.extend`` is the specification.
@@ -143,7 +146,7 @@ class NativeLayer(Generic[I, W]):
         extend_states(run, state, weights.conv, self.heads(weights), *inputs.mixed.shape[:2])
         return out
 
-    def _checked(self, inputs: I, weights: W, kept: Tensor) -> Any:
+    def _checked(self, inputs: InputsT, weights: WeightsT, kept: Tensor) -> Any:
         """The native structure of the weights, which the inputs fit; ``kept`` are inputs of earlier tokens."""
         weights_struct = marshalled(weights, self.marshal_weights)
         is_alike = self.are_alike(inputs, kept)

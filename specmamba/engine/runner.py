@@ -168,7 +168,7 @@ class Runner:
         chains = [request.predicted_drafts(most) for request in requests]
         return chains if any(chains) else None
 
-    def _run_predicted(
+    def _run_drafted_before(
         self, graphs: StepGraphRunner, requests: Sequence[Request], batch: Batch, drafts: Drafts
     ) -> StepOutput:
         """Draft before the step, replay the verify, and observe after it."""
@@ -222,19 +222,13 @@ class Runner:
         if bucket is None or any(request.params.is_special or self._is_bounded(request) for request in requests):
             return None
         if chains is not None:
-            return self._run_predicted(graphs, requests, *self._drafts(requests, rows, size, drafter, chains))
+            return self._run_drafted_before(graphs, requests, *self._drafts(requests, rows, size, drafter, chains))
         if size is not None and drafter is self.drafter:
             return self._run_sized(graphs, requests, rows, size)
         if drafter.is_capturable:
             return graphs.run(self._call(requests, drafter.prepare(rows, bucket), drafter))
         batch = self._whole_batch(requests, drafter.prepare(rows, len(rows)))
-        tree = drafter.propose(batch)
-        if tree.draft_probs is None:
-            output = graphs.run_given(self._call(requests), tree)
-        else:
-            output = self.run_step(batch, GivenDrafts(tree))
-        drafter.observe(batch, output.verdict, output.features)
-        return output
+        return self._run_drafted_before(graphs, requests, batch, drafter)
 
     def _call(
         self,

@@ -9,6 +9,7 @@ import torch
 from specmamba.kernels import linear
 
 _ROUNDS = 7
+BEYOND_CACHES = 12  # weights, several times the size of caches
 
 
 def weight_speed(num_weights: int = 1) -> float:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import sys
 import threading
 import time
@@ -134,6 +135,14 @@ def machine() -> str:
 def versions(packages: Sequence[str] = ("specmamba", "torch", "transformers")) -> dict[str, str]:
     """Versions by package; specmamba's own also if it runs from a checkout. Raises PackageNotFoundError."""
     return {name: specmamba.__version__ if name == "specmamba" else version(name) for name in packages}
+
+
+def median_with_range(values: Sequence[float], digits: int) -> dict[str, Any]:
+    """{"median", "range": [smallest, largest]}, rounded to ``digits`` behind the point."""
+    return {
+        "median": round(statistics.median(values), digits),
+        "range": [round(min(values), digits), round(max(values), digits)],
+    }
 
 
 def distinct_4gram_ratio(tokens: Sequence[Hashable]) -> float:

@@ -12,7 +12,14 @@ from specmamba.server.api.conversation import MAX_CALLS, MAX_MESSAGES, TemplateV
 from specmamba.server.api.requests import CacheKey, NoEffect, NotYet
 from specmamba.server.api.structured import JsonObjectFormat, NamedSchema, TextFormat
 from specmamba.server.http.fields import MAX_PARTS, STRING, EncodableText, Metadata, Speculation, StrictModel, only
-from specmamba.server.tools.definitions import FunctionDefinition, FunctionType, JsonObject, ToolName
+from specmamba.server.tools.definitions import (
+    Choice,
+    FunctionDefinition,
+    FunctionType,
+    JsonObject,
+    ToolName,
+    choice_or_one,
+)
 from specmamba.templates.rendering import ReasoningEffort
 
 Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, NoEffect]
@@ -140,17 +147,8 @@ class ChosenFunction(StrictModel):
     name: ToolName
 
 
-def _kind_of_choice(value: object) -> str | None:
-    return STRING if isinstance(value, str) else "(object)" if isinstance(value, dict | ChosenFunction) else None
-
-
 ResponseToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(STRING)] | Annotated[ChosenFunction, Tag("(object)")],
-    Discriminator(
-        _kind_of_choice,
-        custom_error_type="tool_choice_type",
-        custom_error_message='must be "none", "auto", "required" or an object that names one of the functions',
-    ),
+    Choice | Annotated[ChosenFunction, Tag("(object)")], choice_or_one(ChosenFunction, "functions")
 ]
 
 

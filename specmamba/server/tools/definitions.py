@@ -97,18 +97,23 @@ class NamedTool(StrictModel):
     function: FunctionName
 
 
-def _kind_of_choice(value: object) -> str | None:
-    return STRING if isinstance(value, str) else "(object)" if isinstance(value, dict | NamedTool) else None
+Choice = Annotated[Literal["none", "auto", "required"], Tag(STRING)]
 
 
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(STRING)] | Annotated[NamedTool, Tag("(object)")],
-    Discriminator(
-        _kind_of_choice,
+def choice_or_one(one: type[StrictModel], of: str) -> Discriminator:
+    """Tell a ``Choice`` from the object, of the class ``one`` and the tag "(object)", that names one ``of`` several."""
+
+    def kind(value: object) -> str | None:
+        return STRING if isinstance(value, str) else "(object)" if isinstance(value, dict | one) else None
+
+    return Discriminator(
+        kind,
         custom_error_type="tool_choice_type",
-        custom_error_message='must be "none", "auto", "required" or an object that names one of the tools',
-    ),
-]
+        custom_error_message=f'must be "none", "auto", "required" or an object that names one of the {of}',
+    )
+
+
+ToolChoice = Annotated[Choice | Annotated[NamedTool, Tag("(object)")], choice_or_one(NamedTool, "tools")]
 
 
 def _names_differ(tools: list[Tool]) -> list[Tool]:

@@ -81,21 +81,25 @@ export function removeChat({ id }) {
 /** Stores a chat. The oldest others make room where there is too little; returns those, and whether there was room. */
 export function saveChat(chat, others) {
   const value = { changed: chat.changed, system: chat.system, messages: chat.messages.map(packed) };
-  const length = () => JSON.stringify(value).length;
-  if (length() > MAX_CHARACTERS) value.messages.forEach((message) => message.tokens && (message.tokens = []));
-  if (length() > MAX_CHARACTERS) return { removed: [], isSaved: false }; // no room that others could make is enough
+  let length = JSON.stringify(value).length;
+  const dropTokens = () => {
+    value.messages.forEach((message) => message.tokens && (message.tokens = []));
+    length = JSON.stringify(value).length;
+  };
+  if (length > MAX_CHARACTERS) dropTokens();
+  if (length > MAX_CHARACTERS) return { removed: [], isSaved: false }; // no room that others could make is enough
   const oldest = others.filter(({ id }) => id !== chat.id).sort((a, b) => a.changed - b.changed);
   const removed = [];
   const fits = () => {
     const sizes = names().filter((name) => name !== PREFIX + chat.id).map((name) => localStorage.getItem(name)?.length ?? 0);
-    const size = length() + sizes.reduce((sum, length) => sum + length, 0);
+    const size = length + sizes.reduce((sum, length) => sum + length, 0);
     return sizes.length < MAX_CHATS && size <= MAX_CHARACTERS && save(PREFIX + chat.id, value);
   };
   for (;;) {
     if (fits()) return { removed, isSaved: true };
     const victim = oldest.shift();
     if (victim) removed.push(victim);
-    else if (value.messages.some(({ tokens }) => tokens?.length)) value.messages.forEach((message) => message.tokens && (message.tokens = []));
+    else if (value.messages.some(({ tokens }) => tokens?.length)) dropTokens();
     else return { removed, isSaved: false };
     if (victim) removeChat(victim);
   }
