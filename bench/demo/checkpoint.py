@@ -19,12 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
 from specmamba.bench.demo.model import DemoModel, MTPHead
+from specmamba.bench.demo.talks.talk import TEMPLATE
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, ConfigError
 from specmamba.train.corpus import Corpus, Document
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 END_OF_TEXT = 0  # id of the first special token; separates documents
+END_OF_TURN = 2  # ends each message of a conversation
 # a line break with its indentation, a name with a space before it, single digits, spaces, other signs
 PRE_TOKEN = r"\n[ ]*|[ ]?[A-Za-z_]+|\d|[ ]+|[ ]?[^\sA-Za-z_\d]+"
 TOKENIZER_SHARE = 3  # the tokenizer is trained on every third document
@@ -123,13 +125,13 @@ class WindowSampler:
     def __init__(self, stream: Tensor, seq: int, batch: int, seed: int) -> None:
         if len(stream) < seq:
             raise ConfigError(f"--seq: the training text has {len(stream)} tokens, fewer than one sequence of {seq}")
-        self._stream, self._seq, self._batch = stream, seq, batch
+        self._stream, self.seq, self.batch = stream, seq, batch
         self.generator = torch.Generator().manual_seed(seed)
 
     def next(self) -> Tensor:
         """Draw windows: ``[batch, seq]`` int64."""
-        offsets = torch.randint(len(self._stream) - self._seq + 1, (self._batch, 1), generator=self.generator)
-        return self._stream[offsets + torch.arange(self._seq)].long()
+        offsets = torch.randint(len(self._stream) - self.seq + 1, (self.batch, 1), generator=self.generator)
+        return self._stream[offsets + torch.arange(self.seq)].long()
 
 
 def spaced_windows(stream: Tensor, seq: int, count: int) -> Tensor:
@@ -144,8 +146,8 @@ def spaced_windows(stream: Tensor, seq: int, count: int) -> Tensor:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def write_checkpoint(folder: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
-    """Write configs, weights (bf16) and tokenizer files."""
+def write_checkpoint(folder: Path, model: DemoModel, tokenizer: Tokenizer, *, chats: bool = False) -> None:
+    """Write configs, weights (bf16) and tokenizer files; of a model that chats also the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     config = model.target.config
     description = {
@@ -164,8 +166,11 @@ def write_checkpoint(folder: Path, model: DemoModel, tokenizer: Tokenizer) -> No
     (folder / "model.safetensors").write_bytes(weights)  # save_file would make it readable by its owner only
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "config.json", description)
-    write_json(folder / "generation_config.json", {"eos_token_id": END_OF_TEXT, "pad_token_id": END_OF_TEXT})
+    ends = [END_OF_TEXT, END_OF_TURN] if chats else END_OF_TEXT
+    write_json(folder / "generation_config.json", {"eos_token_id": ends, "pad_token_id": END_OF_TEXT})
     write_json(folder / "tokenizer_config.json", tokenizer_config)
+    if chats:
+        shutil.copy(TEMPLATE, folder / TEMPLATE.name)
 
 
 def checkpoint_tensors(model: DemoModel) -> dict[str, Tensor]:

@@ -97,27 +97,55 @@ class DemoModel(nn.Module):
 
         tokens ``[B, T]``; depth d is ``[B, T - d, H]``, and its row t predicts token t + d + 1.
         """
+        hidden: Tensor = self.target.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return [hidden, *self._head_states(tokens, hidden, num_steps)]
+
+    def _head_states(self, tokens: Tensor, hidden: Tensor, num_steps: int) -> Iterator[Tensor]:
         text = self.target.model
-        hidden: Tensor = text(input_ids=tokens, use_cache=False).last_hidden_state
-        states = [hidden]
         for depth in range(1, num_steps + 1):
             given = tokens[:, depth:]  # the tokens that the head knows when it drafts
             positions = torch.arange(depth, tokens.shape[1], device=tokens.device).expand(3, len(tokens), -1)
             hidden = hidden[:, :-1]
             hidden = self.mtp(text.embed_tokens(given), hidden, text.rotary_emb(hidden, positions))
-            states.append(hidden)
-        return states
+            yield hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute fp32 logits ``[..., V]`` from hidden states ``[..., H]``."""
         return F.linear(hidden, self.target.lm_head.weight).float()
 
-    def losses(self, tokens: Tensor) -> list[Tensor]:
-        """Mean cross entropy, in nats per token, of the target and of each depth of the head."""
-        return [
-            F.cross_entropy(self.logits(hidden[:, :-1]).flatten(0, 1), tokens[:, depth + 1 :].flatten())
-            for depth, hidden in enumerate(self.hidden_states(tokens))
-        ]
+    def losses(
+        self,
+        tokens: Tensor,
+        learned: Tensor | None = None,
+        *,
+        head_rows: Tensor | None = None,
+        follow_target: bool = False,
+    ) -> list[Tensor]:
+        """Mean cross entropy, in nats per token, of the target and of each depth of the head.
+
+        Args:
+            tokens: ``[B, T]``.
+            learned: ``[B, T]`` bool, the tokens whose predictions count; None: all.
+            head_rows: the sequences that the head runs on, indices ``[R]``; None: all.
+            follow_target: the head is judged by the target's probabilities instead of by the text.
+        """
+        hidden: Tensor = self.target.model(input_ids=tokens, use_cache=False).last_hidden_state
+        counted = torch.ones_like(tokens, dtype=torch.bool) if learned is None else learned
+        logits = self.logits(hidden[:, :-1][counted[:, 1:]])
+        losses = [F.cross_entropy(logits, tokens[:, 1:][counted[:, 1:]])]
+        if head_rows is None:
+            head_rows = torch.arange(len(tokens), device=tokens.device)
+        probabilities = self._probabilities(hidden[head_rows]) if follow_target else None
+        tokens, counted = tokens[head_rows], counted[head_rows]
+        for depth, state in enumerate(self._head_states(tokens, hidden[head_rows], MTP_STEPS), 1):
+            chosen = counted[:, depth + 1 :]
+            wanted = tokens[:, depth + 1 :] if probabilities is None else probabilities[:, depth:-1]
+            losses.append(F.cross_entropy(self.logits(state[:, :-1][chosen]), wanted[chosen]))
+        return losses
+
+    @torch.no_grad()
+    def _probabilities(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden).softmax(-1)
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())

@@ -59,6 +59,20 @@ class TrainSettings(CommandLine):
     save_every: Annotated[int, Field(ge=1, description="steps between two saves of the state to resume from")] = 500
     eval_windows: Annotated[int, Field(ge=1, description="held-out sequences of --seq tokens to evaluate on")] = 64
 
+    continue_from: Annotated[
+        Path | None,
+        Field(description="checkpoint whose weights and tokenizer to go on from; none: start at random"),
+    ] = None
+    chat_share: Annotated[
+        float, Field(ge=0, le=1, description="share of the sequences that are conversations, not source code")
+    ] = 0.0
+    conversations: Annotated[int, Field(ge=1, description="conversations to draw from for --chat-share")] = 20000
+    mtp_targets: Annotated[
+        Literal["text", "target"],
+        Field(description="what the MTP head learns: the text's next tokens, or the target's probabilities of them"),
+    ] = "text"
+    mtp_share: Annotated[float, Field(gt=0, le=1, description="share of the sequences that train the MTP head")] = 1.0
+
     corpus: list[Path] = Field([], description="folder to train on and hold out from, instead of the default corpus")
     extra_corpus: list[Path] = Field([], description="folder to train on as well; nothing is held out of it")
     tokenizer: Annotated[
@@ -70,6 +84,10 @@ class TrainSettings(CommandLine):
     def _knows_what_to_do(self) -> TrainSettings:
         if (self.out is None) == (self.evaluate is None):
             raise ValueError("give either --out FOLDER to train or --evaluate CHECKPOINT")
+        if self.continue_from is not None and self.tokenizer is not None:
+            raise ValueError("--continue-from keeps its checkpoint's tokenizer: drop --tokenizer")
+        if self.continue_from is not None and self.architecture != Architecture():
+            raise ValueError("--continue-from keeps its checkpoint's sizes: drop --architecture")
         return self
 
     @property
@@ -82,4 +100,5 @@ class TrainSettings(CommandLine):
     def recipe(self) -> dict[str, Any]:
         """The flags that must be the same when a run is resumed. The corpus is compared by content, not by path."""
         fields = {"seq", "batch", "lr", "warmup_steps", "seed", "dtype", "architecture"}
+        fields |= {"chat_share", "conversations", "mtp_targets", "mtp_share"}
         return self.model_dump(mode="json", include=fields)

@@ -54,7 +54,7 @@ def train(settings: TrainSettings, console: Console, on_step: StepCallback | Non
             f"stopped after step {trainer.progress.step}: the same command resumes", highlight=False, soft_wrap=True
         )
         return trainer
-    write_checkpoint(settings.out / "checkpoint", trainer.model, data.tokenizer)
+    write_checkpoint(settings.out / "checkpoint", trainer.model, data.tokenizer, chats=settings.chat_share > 0)
     figures = evaluate(trainer.model, data, settings.seq, settings.eval_windows)
     write_json(settings.out / "training_report.json", _report(settings, corpus, data, trainer, figures))
     console.print(figures.describe(), highlight=False, soft_wrap=True)
@@ -75,10 +75,19 @@ def evaluate_checkpoint(settings: TrainSettings) -> HeldOutFigures:
 
 
 def _token_data(settings: TrainSettings, corpus: Corpus, folder: Path) -> TokenData:
-    from specmamba.bench.demo.checkpoint import TOKENIZER_SHARE, load_tokenizer, prepare, train_tokenizer
+    from specmamba.bench.demo.checkpoint import (
+        TOKENIZER_SHARE,
+        load_tokenizer,
+        prepare,
+        read_checkpoint,
+        train_tokenizer,
+    )
 
     vocab_size, file = settings.architecture.vocab_size, folder / "tokenizer.json"
-    if settings.tokenizer is not None:
+    if settings.continue_from is not None:
+        vocab_size = read_checkpoint(settings.continue_from).target.config.vocab_size
+        tokenizer = load_tokenizer(settings.continue_from / "tokenizer.json", vocab_size)
+    elif settings.tokenizer is not None:
         tokenizer = load_tokenizer(settings.tokenizer, vocab_size)
     elif file.exists():
         tokenizer = load_tokenizer(file, vocab_size)

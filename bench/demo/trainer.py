@@ -5,6 +5,7 @@ The figures are teacher-forced along real text: nothing is sampled, so no text c
 
 from __future__ import annotations
 
+import hashlib
 import math
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from specmamba.bench.demo.checkpoint import TokenData, WindowSampler, spaced_windows
+from specmamba.bench.demo.checkpoint import TokenData, WindowSampler, read_checkpoint, spaced_windows
 from specmamba.bench.demo.model import MTP_LOSS_WEIGHT, MTP_STEPS, DemoModel, fast_operators, new_model
 from specmamba.bench.demo.options import TrainSettings
-from specmamba.errors import ConfigError, SpecmambaError
+from specmamba.bench.demo.talks.tokens import MixedSampler, chat_tokens
+from specmamba.errors import CheckpointError, ConfigError, SpecmambaError
 from specmamba.train.loop import RunState, StepCallback, TrainingLoop
 
 WEIGHT_DECAY = 0.1  # of matrices and convolutions; norms, biases and time constants have none
@@ -33,6 +35,17 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def start_of(settings: TrainSettings) -> str:
+    """What identifies the weights that a run begins with: "random", or the checksum of its checkpoint's."""
+    if settings.continue_from is None:
+        return "random"
+    file = settings.continue_from / "model.safetensors"
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"--continue-from: {file} cannot be read: {error}") from None
 
 
 class Trainer(TrainingLoop):
@@ -50,10 +63,15 @@ class Trainer(TrainingLoop):
         self._settings = settings
         self.device = choose_device(settings.device)
         torch.manual_seed(settings.seed)
-        self.model = new_model(settings.architecture).to(self.device).train()
+        self.model = self._first_model().to(self.device).train()
         self._optimizer = self._new_optimizer()
         self._sampler = WindowSampler(data.train, settings.seq, settings.batch, settings.seed)
-        identity = {**settings.recipe(), "corpus": data.digest}
+        self._mixed: MixedSampler | None = None
+        identity = {**settings.recipe(), "corpus": data.digest, "start": start_of(settings)}
+        if settings.chat_share:
+            chat = chat_tokens(data.tokenizer, settings.conversations, settings.seed)
+            self._mixed = MixedSampler(self._sampler, chat, settings.chat_share)
+            identity["chat"] = chat.digest
         state = RunState(folder / "resume", identity, self.model, self._optimizer, self._sampler.generator)
         super().__init__(settings, settings.lr, state)
 
@@ -69,7 +87,8 @@ class Trainer(TrainingLoop):
 
     def update(self) -> list[float]:
         """Do one optimizer step; return the losses of the target and of the head's depths, in nats per token."""
-        losses = self._losses(self._sampler.next().to(self.device))
+        tokens, learned = (self._sampler.next(), None) if self._mixed is None else self._mixed.next()
+        losses = self._losses(tokens.to(self.device), learned, self._head_rows())
         values: list[float] = losses.tolist()
         if not all(math.isfinite(value) for value in values):
             raise SpecmambaError(f"the loss at step {self.progress.step + 1} is {values[0]}: lower --lr")
@@ -98,10 +117,23 @@ class Trainer(TrainingLoop):
         left = TextColumn("left"), TimeRemainingColumn()
         return Progress(*columns, *left, console=console, disable=not console.is_terminal)
 
-    def _losses(self, tokens: Tensor) -> Tensor:
-        enabled = self._settings.dtype == "bfloat16"
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled):
-            return torch.stack(self.model.losses(tokens))
+    def _first_model(self) -> DemoModel:
+        start = self._settings.continue_from
+        return new_model(self._settings.architecture) if start is None else read_checkpoint(start)
+
+    def _head_rows(self) -> Tensor | None:
+        """The sequences of this step that train the head; None: all."""
+        count = max(1, round(self._settings.mtp_share * self._settings.batch))
+        if count == self._settings.batch:
+            return None
+        return torch.randperm(self._settings.batch, generator=self._sampler.generator)[:count].to(self.device)
+
+    def _losses(self, tokens: Tensor, learned: Tensor | None, head_rows: Tensor | None) -> Tensor:
+        counted = None if learned is None else learned.to(self.device)
+        follow_target = self._settings.mtp_targets == "target"
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._settings.dtype == "bfloat16"):
+            losses = self.model.losses(tokens, counted, head_rows=head_rows, follow_target=follow_target)
+        return torch.stack(losses)
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         parameters = list(self.model.parameters())

@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LAYER_OF = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 FOUNDATION = {*LAYERS[LAYER_OF["core"]]} - {"processes"}  # they may import each other
 FACES = {"llm", "async_llm", "__init__", "server"}
-TOOLS = ("measure", "tune", "train", "bench")  # they use faces, layers and kernels only, and each other downwards
+TOOLS = ("measure", "tune", "train", "bench")  # they use faces, layers, kernels, templates, and each other downwards
 # What these two may import from outside specmamba; the other packages are free.
 # kernels/draft_sizing decides on the host, in numpy's arrays
 THIRD_PARTY_OF = {"kernels": {"numpy", "torch", "triton"}, "cuda_graphs": {"torch", "triton"}}
@@ -59,7 +59,7 @@ def may_import(package: str, other: str) -> bool:
     if package in FOUNDATION and other in FOUNDATION:
         return True
     if package in TOOLS and other not in TOOLS:
-        return other in FACES | FOUNDATION | {"kernels", "layers"}
+        return other in FACES | FOUNDATION | {"kernels", "layers", "templates"}
     return LAYER_OF[other] < LAYER_OF[package]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -25,6 +26,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from specmamba.bench.demo import model as operators
 from specmamba.bench.demo import prompts
 from specmamba.bench.demo.options import Architecture, TrainSettings
+from specmamba.bench.demo.talks.talk import TEMPLATE
 from specmamba.bench.demo.train import evaluate_checkpoint, main, train
 from specmamba.config import DEMO_MODEL
 from specmamba.errors import CheckpointError, ConfigError
@@ -282,6 +284,96 @@ def test_fast_operators_are_put_back() -> None:
     with operators.fast_operators():
         assert modeling_qwen3_5.torch_chunk_gated_delta_rule is operators.chunk_gated_delta_rule
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is before
+
+
+def second_stage(out: Path, folder: Path, start: Path, **changes: Any) -> TrainSettings:
+    own = {"continue_from": start, "chat_share": 0.5, "conversations": 30, "mtp_targets": "target", "mtp_share": 0.5}
+    return tiny_settings(
+        out, folder, **(own | {"max_steps": 6, "lr": 1e-3, "warmup_steps": 1, "architecture": Architecture()} | changes)
+    )
+
+
+def test_a_second_stage_goes_on_from_a_checkpoint_and_resumes(
+    finished: tuple[Path, list[list[float]]], folder_of_python: Path, tmp_path: Path
+) -> None:
+    start = finished[0] / "checkpoint"
+    whole: list[list[float]] = []
+    train(second_stage(tmp_path / "a", folder_of_python, start), silent(), lambda _, values: whole.append(values))
+    assert len(whole) == 6
+
+    parts: list[list[float]] = []
+
+    def interrupt(step: int, values: list[float]) -> None:
+        parts.append(values)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = second_stage(tmp_path / "b", folder_of_python, start)
+    train(settings, silent(), interrupt)
+    assert len(parts) == 3
+    train(settings, silent(), lambda _, values: parts.append(values))
+    assert parts == whole
+    ours, theirs = (load_file(tmp_path / out / "checkpoint/model.safetensors") for out in "ab")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with pytest.raises(ConfigError, match="start was"):
+        train(second_stage(tmp_path / "b", folder_of_python, tmp_path / "a/checkpoint"), silent())
+
+
+def test_a_second_stage_begins_with_the_weights_of_the_first(
+    finished: tuple[Path, list[list[float]]], folder_of_python: Path, tmp_path: Path
+) -> None:
+    """Without conversations its first loss is where the first stage ended; with them its checkpoint can chat."""
+    first, losses = finished
+    seen: list[list[float]] = []
+    settings = second_stage(tmp_path, folder_of_python, first / "checkpoint", chat_share=0.0, mtp_targets="text")
+    train(settings, silent(), lambda _, values: seen.append(values))
+    assert seen[0][0] == pytest.approx(losses[-1][0], abs=0.3)
+    assert losses[0][0] > seen[0][0] + 1
+    assert not (tmp_path / "checkpoint/chat_template.jinja").exists()
+    chats = second_stage(tmp_path / "chats", folder_of_python, first / "checkpoint", max_steps=1)
+    train(chats, silent())
+    folder = tmp_path / "chats/checkpoint"
+    assert (folder / "chat_template.jinja").read_text() == TEMPLATE.read_text()
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0, 2]
+    assert json.loads((folder / "config.json").read_text())["hidden_size"] == TINY.hidden_size
+    kept = (first / "checkpoint/tokenizer.json").read_text()
+    assert (folder / "tokenizer.json").read_text() == kept
+
+
+def test_losses_count_chosen_tokens_and_rows_and_may_follow_the_target() -> None:
+    torch.manual_seed(0)
+    model = operators.new_model(TINY)
+    tokens, learned = torch.randint(0, 300, (3, 20)), torch.rand(3, 20) < 0.5
+    with operators.fast_operators():
+        every = model.losses(tokens)
+        assert torch.equal(torch.stack(model.losses(tokens, torch.ones_like(learned))), torch.stack(every))
+        rows = torch.tensor([2, 0])
+        some = model.losses(tokens, learned, head_rows=rows, follow_target=True)
+        logits = [model.logits(hidden) for hidden in model.hidden_states(tokens)]
+    chosen = F.cross_entropy(logits[0][:, :-1].mT, tokens[:, 1:], reduction="none")[learned[:, 1:]]
+    torch.testing.assert_close(some[0], chosen.mean())
+    for depth in (1, 2, 3):
+        wanted = logits[0][rows, depth:-1].softmax(-1)
+        losses = -(wanted * logits[depth][rows, :-1].log_softmax(-1)).sum(-1)
+        torch.testing.assert_close(some[depth], losses[learned[rows, depth + 1 :]].mean())
+    some[1].backward()
+    gradient = model.target.lm_head.weight.grad
+    assert gradient is not None
+    assert gradient.abs().sum() > 0
+
+
+def test_flags_of_a_second_stage_are_checked(folder_of_python: Path, tmp_path: Path) -> None:
+    for flags, problem in (
+        (["--tokenizer", "t.json"], "drop --tokenizer"),
+        (["--architecture.hidden-size", "32"], "drop --architecture"),
+        (["--chat-share", "1.5"], "--chat-share"),
+        (["--mtp-share", "0"], "--mtp-share"),
+        (["--mtp-targets", "guess"], "--mtp-targets"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            read_flags(TrainSettings, "train", ["--out", "x", "--continue-from", "y", *flags])
+    with pytest.raises(CheckpointError, match="no readable checkpoint"):
+        train(second_stage(tmp_path / "out", folder_of_python, tmp_path / "missing"), silent())
 
 
 def test_flags_are_checked_by_name(capsys: pytest.CaptureFixture[str]) -> None:
