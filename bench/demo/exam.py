@@ -40,6 +40,9 @@ class ExamSettings(CommandLine):
     text_tokens: Annotated[int, Field(ge=GRAM, description="tokens to go on with behind each bundled prompt")] = 128
     seed: Annotated[int, Field(ge=0, description="draws the questions")] = 1
     show: Annotated[int, Field(ge=0, description="wrong answers to print")] = 0
+    prompts_file: Annotated[
+        Path | None, Field(description="write the questions to this file, as ``bench acceptance --prompts`` reads them")
+    ] = None
     json_file: Annotated[Path | None, Field(description="file to write the figures to")] = None
 
 
@@ -74,11 +77,8 @@ def _parsed(talk: Talk, said: str) -> tuple[list[tuple[str, Any]], str]:
         return [("", None)], answer.content  # arguments that are no JSON
 
 
-def examine(settings: ExamSettings, llm: LLM) -> dict[str, Any]:
+def examine(settings: ExamSettings, llm: LLM, talks: Sequence[Talk]) -> dict[str, Any]:
     """Ask, and count right answers by kind; measure distinct 4-grams of the answers and behind the bundled prompts."""
-    from specmamba.bench.demo.talks.conversations import conversations
-
-    talks = list(itertools.islice(conversations(settings.seed, held_out=True), settings.questions))
     answers = _greedy(llm, [_ids(settings.model, talk.prompt) for talk in talks], ANSWER_TOKENS)
     rights = [is_right(talk, answer.text) for talk, answer in zip(talks, answers, strict=True)]
     _show_wrong([(talk, answers[i].text) for i, talk in enumerate(talks) if not rights[i]][: settings.show])
@@ -124,6 +124,12 @@ def _mean(shares: Sequence[float | None]) -> float:
     return sum(known) / len(known) if known else 0.0
 
 
+def write_prompts(file: Path, talks: Sequence[Talk]) -> None:
+    """Write each question, rendered, with its expected answer, one JSON object a line."""
+    rows = ({"prompt": talk.prompt, "continuation": talk.answer} for talk in talks)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf8")
+
+
 def describe(figures: dict[str, Any]) -> str:
     """The figures in words."""
     lines = [f"{figures['right_share']:.3f} of {figures['questions']} held-out questions answered right"]
@@ -141,9 +147,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(settings: ExamSettings) -> int:
     from specmamba import LLM
     from specmamba.bench.demo.checkpoint import write_json
+    from specmamba.bench.demo.talks.conversations import conversations
 
+    talks = list(itertools.islice(conversations(settings.seed, held_out=True), settings.questions))
+    if settings.prompts_file is not None:
+        write_prompts(settings.prompts_file, talks)
     with LLM(model=str(settings.model)) as llm:
-        figures = examine(settings, llm)
+        figures = examine(settings, llm, talks)
     print(describe(figures))
     if settings.json_file is not None:
         write_json(settings.json_file, figures)

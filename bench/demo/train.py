@@ -2,6 +2,10 @@
 
     python -m specmamba.bench.demo.train --out DIR --minutes 78
     python -m specmamba.bench.demo.train --evaluate specmamba/demo
+    python -m specmamba.bench.demo.train --out DIR2 --continue-from DIR/checkpoint --chat-share 0.67 --seq 256 --batch 6
+
+The third goes on from a checkpoint, with its tokenizer, in part on conversations (``talks/``), and writes a chat
+template.
 
 DIR gets ``checkpoint/`` (Hugging Face layout), ``training_report.json``, and what a later call needs to resume a run
 that was interrupted (Ctrl-C, SIGTERM, power): ``resume/``, ``tokenizer.json``, ``tokens.safetensors``.
@@ -102,11 +106,14 @@ def _report(
 ) -> dict[str, Any]:
     import torch
 
+    from specmamba.bench.demo.trainer import start_of
+
     on_gpu = trainer.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     packages = ("torch", "transformers", "tokenizers", "safetensors")
     return {
         "recipe": settings.recipe(),
+        "start": start_of(settings),
         "limits": {"minutes": settings.minutes, "max_steps": settings.max_steps},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "device": device,

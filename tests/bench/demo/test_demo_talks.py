@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from specmamba.server.tools.choice import MAX_CALLS, family_of, new_parser
 from specmamba.server.tools.parsing import PlainText, whole_answer
 from specmamba.server.tools.reasoning import ReasonedAnswer, ReasoningFormat
 from specmamba.templates.rendering import Conversation, render, variables_of
+from specmamba.train import corpus
 
 KINDS = {
     *("chatter", "definition", "unknown", "arithmetic", "docstring", "function"),
@@ -176,6 +179,21 @@ def test_docstrings_are_short_sentences_of_their_objects() -> None:
     assert sentences["math.sqrt"] == "Return the square root of x."
     assert "os.path.join" in sentences
     assert all(10 < len(text) <= docstrings.MOST and text[-1] in ".!" for text in sentences.values())
+
+
+def test_docstrings_come_from_no_held_out_file() -> None:
+    modules = {name.split(".")[0] for name in docstrings.NAMES} | {"os.path"}
+    files = {getattr(importlib.import_module(name), "__file__", None) for name in modules}
+    names = {Path(file).name for file in files if file is not None}  # None: built into Python
+    assert {"posixpath.py", "statistics.py", "glob.py"} <= names
+    assert not any(corpus.is_held_out(name) for name in names)
+
+
+def test_the_exam_writes_its_questions_as_prompts(tmp_path: Path) -> None:
+    talks = some(20, held_out=True)
+    exam.write_prompts(tmp_path / "questions.jsonl", talks)
+    rows = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["continuation"]) for row in rows] == [(talk.prompt, talk.answer) for talk in talks]
 
 
 def test_tokens_of_conversations_are_the_served_ones(tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -193,6 +194,7 @@ def test_the_report_and_an_evaluation_of_the_checkpoint_agree(
     assert report["tokens_seen"] == STEPS * 4 * 40
     assert len(report["held_out_files"]) == 2
     assert report["versions"]["torch"]
+    assert report["start"] == "random"
     assert str(out) not in json.dumps(report)  # no path of this machine
     settings = TrainSettings(
         evaluate=out / "checkpoint", corpus=[folder_of_python], seq=40, eval_windows=4, device="cpu", extra_corpus=[]
@@ -313,6 +315,8 @@ def test_a_second_stage_goes_on_from_a_checkpoint_and_resumes(
     assert len(parts) == 3
     train(settings, silent(), lambda _, values: parts.append(values))
     assert parts == whole
+    report = json.loads((tmp_path / "b/training_report.json").read_text())
+    assert report["start"] == hashlib.sha256((start / "model.safetensors").read_bytes()).hexdigest()
     ours, theirs = (load_file(tmp_path / out / "checkpoint/model.safetensors") for out in "ab")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     with pytest.raises(ConfigError, match="start was"):
