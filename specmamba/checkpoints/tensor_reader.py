@@ -21,6 +21,7 @@ from specmamba.checkpoints.files import (
     require_file,
     require_safetensors,
 )
+from specmamba.checkpoints.quantized.declared import kind_of, require_kinds
 from specmamba.checkpoints.quantized.decode import decode
 from specmamba.checkpoints.quantized.parts import CODES, group_parts, is_of_activations
 from specmamba.checkpoints.quantized.storage import read_storage
@@ -80,6 +81,7 @@ class TensorReader:
                 self._add(_renamed(tensor.stored_name, renames), tensor)
             self._storage = read_storage(folder)
             self._parts = group_parts(tuple(self._tensors))
+            self._require_declared_kinds()
             self._stack = self._stack.pop_all()  # no error: the files stay open
         hidden = {part for parts in self._parts.values() for part in parts.values()}
         hidden.update(filter(is_of_activations, self._tensors))
@@ -220,6 +222,15 @@ class TensorReader:
     def note_run_form(self, name: str, form: str) -> None:
         """Remember for the report in what form a matrix runs."""
         self._run_forms[name] = form
+
+    def _require_declared_kinds(self) -> None:
+        """Raise CheckpointError where no matrix is stored as the config says."""
+        found = {}
+        for name, parts in self._parts.items():
+            kind = kind_of({role: self._tensors[part].dtype for role, part in parts.items()})
+            if kind is not None:
+                found[name] = kind
+        require_kinds(self._folder, self._storage.declared, found)
 
     def _is_taken(self, name: str) -> bool:
         return any(part in self._taken for part in self._parts[name].values())
