@@ -69,10 +69,15 @@ OTHERS = {
     "mtp.norm.weight": "blk.{}.nextn.shared_head_norm.weight",
 }
 TypeOf = Callable[[str, tuple[int, ...]], GGMLQuantizationType]
+Encode = Callable[[Any, GGMLQuantizationType], Any]  # values as numpy has them, a type; the bytes of its blocks
 
 
 def write_gguf(
-    folder: Path, file: Path, type_of: TypeOf = lambda name, shape: F32, extra: Mapping[str, int] | None = None
+    folder: Path,
+    file: Path,
+    type_of: TypeOf = lambda name, shape: F32,
+    extra: Mapping[str, int] | None = None,
+    encode: Encode = quantize,
 ) -> Path:
     """Convert the checkpoint in ``folder``.
 
@@ -81,6 +86,7 @@ def write_gguf(
         file: to write.
         type_of: of each matrix whose rows are whole blocks, by its name in the file and its shape.
         extra: further metadata.
+        encode: makes blocks of values.
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = separated(load_file(folder / "model.safetensors"))
@@ -96,7 +102,7 @@ def write_gguf(
         stored = name_of(name, config["num_hidden_layers"])
         values = converted(name, tensor.float(), config)
         kind = type_of(stored, tuple(values.shape)) if values.dim() > 1 and values.shape[-1] % 32 == 0 else F32
-        data: Any = quantize(np.ascontiguousarray(values.numpy()), kind)
+        data: Any = encode(np.ascontiguousarray(values.numpy()), kind)
         writer.add_tensor(stored, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

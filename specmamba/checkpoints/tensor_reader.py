@@ -73,6 +73,7 @@ class TensorReader:
         self._taken: set[str] = set()
         self._ignored: list[str] = []
         self._run_forms: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of quantized matrices that were taken
         self._handles: dict[Path, Any] = {}
         self._folder = folder
         with ExitStack() as self._stack:
@@ -170,6 +171,7 @@ class TensorReader:
     def take_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | Tensor:
         """Load a matrix that is stored in parts, and mark them as used; see ``decode``. Raises CheckpointError."""
         self._taken.update(self._parts[name].values())
+        self._shapes[name] = tuple(shape)
         for part in map(self._tensors.__getitem__, self._parts[name].values()):
             if part.dtype not in PART_DTYPES:
                 raise CheckpointError(
@@ -239,7 +241,7 @@ class TensorReader:
         """Of a quantized matrix."""
         parts = {role: self._tensors[part] for role, part in self._parts[name].items()}
         shapes = {role: (part.dtype, part.shape) for role, part in parts.items()}
-        return form_of(shapes), sum(part.num_bytes for part in parts.values())
+        return form_of(shapes, self._shapes.get(name, ())), sum(part.num_bytes for part in parts.values())
 
     def _add(self, name: str, tensor: StoredTensor) -> None:
         other = self._tensors.setdefault(name, tensor)

@@ -1,14 +1,13 @@
 """The tokenizer of a GGUF file of Qwen3.5 gives llama.cpp's tokens, and those of transformers' own class.
 
-``data/make_llama_tokens.py`` wrote the texts and llama.cpp's tokens. In one thing the two differ: transformers' class, with
-which models are trained, composes characters first (NFC), and llama.cpp does not. There ours is as transformers'.
+``data/make_llama_tokens.py`` wrote the texts and llama.cpp's tokens. In one thing the two differ: transformers' class,
+with which models are trained, composes characters first (NFC), and llama.cpp does not. There ours is as transformers'.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from unicodedata import normalize
 
 import pytest
