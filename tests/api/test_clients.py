@@ -14,7 +14,7 @@ import pytest
 import schemathesis
 import torch
 from hypothesis import HealthCheck, given, settings
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -78,8 +78,8 @@ def test_langchain(demo: Served) -> None:
 def langchain_of(served: Served) -> Any:
     from langchain_openai import ChatOpenAI
 
-    key = SecretStr("none")
-    return ChatOpenAI(base_url=served.url + "/v1", api_key=key, model=MODEL, temperature=0, max_completion_tokens=200)
+    common: dict[str, Any] = {"base_url": served.url + "/v1", "api_key": "none", "model": MODEL, "temperature": 0}
+    return ChatOpenAI(**common | {"max_tokens": 200})
 
 
 def joined(chunks: list[Any]) -> Any:
