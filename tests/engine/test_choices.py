@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -119,6 +119,7 @@ def test_a_stream_has_all_continuations(llm: LLM) -> None:
 def test_leaving_a_stream_ends_all_continuations(llm: LLM) -> None:
     stream = llm.stream("def main():", several(6, max_tokens=100))
     next(stream)
+    assert isinstance(stream, Generator)
     stream.close()
     assert not llm.engine.has_unfinished_requests
     assert_idle(llm.engine)

@@ -584,6 +584,7 @@ def test_flags_of_parts_lists_and_none() -> None:
     assert read.sizes == Sizes(depth=5)
     assert read.folders == [Path("a,b"), Path("c")]  # no value is cut
     assert (read.limit, read.name) == (None, "None")
-    assert read_flags(Nested, "test", ["--name", "1"], name="2", limit=4) == Nested(name="1", limit=4)
+    over = read_flags(Nested, "test", ["--name", "1"], name="2", limit=4)
+    assert (over.name, over.limit, over.folders) == ("1", 4, [])
     with pytest.raises(ConfigError, match=r"--sizes: .*integer"):
         read_flags(Nested, "test", ["--sizes.depth", "deep"])
