@@ -185,8 +185,8 @@ def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, algorithm: str)
 
 
 def in_turn(number: int) -> list[str]:
-    """All ways in the order of a round: each takes every place in turn, so that no way has a better one."""
-    names, start = list(WAYS), number % len(WAYS)
+    """All ways in the order of a round: each takes every place in turn, in even rounds and in odd ones alike."""
+    names, start = list(WAYS), number // 2 % len(WAYS)
     return names[start:] + names[:start]
 
 

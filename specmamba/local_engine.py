@@ -88,7 +88,8 @@ class LocalEngine:
         replays = [()] * len(token_ids) if replay is None else [tuple(tokens) for tokens in replay]
         if len(replays) != len(token_ids):
             raise RequestError(f"{len(replays)} replays were given for {len(token_ids)} prompts")
-        predictions = [self.engine.encode_prediction(own) for own in params]
+        encoded = {id(own): self.engine.encode_prediction(own) for own in {id(own): own for own in params}.values()}
+        predictions = [encoded[id(own)] for own in params]  # many prompts may share one long text
         for ids, own, forced, predicted in zip(token_ids, params, replays, predictions, strict=True):
             self.engine.check_request(ids, own, forced)
             self.engine.check_prediction(predicted, own)

@@ -153,14 +153,15 @@ def _is_outdated(engine: TimedEngine, kept: StepCosts) -> bool:
     """
     sizer, number = engine.runner.sizer, engine.num_added
     assert sizer is not None
-    if 1 not in kept.times:
+    before = kept.times[1].verifies.get(1) if 1 in kept.times else None
+    if before is None:
         return False
     try:
         found = _seconds(engine, sizer, 1, [PLAIN], PROMPT)
     finally:
         sizer.forced = None
         engine.forget(number)
-    return found is not None and found[PLAIN] < OUTDATED * kept.times[1].verifies[1]
+    return found is not None and found[PLAIN] < OUTDATED * before
 
 
 def measure_costs(engine: TimedEngine) -> StepCosts:
@@ -276,7 +277,8 @@ def _seconds(
 
 def _turn(engine: TimedEngine, sizer: DraftSizer, size: int, kind: Kind) -> list[float] | None:
     """Seconds of a few steps of a kind, warm ones; None: a request has ended."""
-    sizer.forced, timed, began = kind, [], time.perf_counter()
+    timed: list[float] = []
+    sizer.forced, began = kind, time.perf_counter()
     for _ in range(MAX_STEPS):
         if len(timed) == TIMED:
             break

@@ -18,7 +18,7 @@ from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.flags.near_names import did_you_mean
 from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, flag_of, mapping_of_draft, translated
-from specmamba.flags.settings import CommandLine, is_plain_list
+from specmamba.flags.settings import CommandLine, is_number_list, is_plain_list
 
 WIDTH = 110
 # Each group of flags begins with this field and goes on to the next one, in the order of their declaration.
@@ -70,11 +70,15 @@ class FlagParser(argparse.ArgumentParser):
     def values(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The values of the flags that are given, by the names of their fields; "None" is one, where a field may be.
 
+        Lists of numbers are read from ``--flag 1,4``, ``--flag 1 --flag 4`` and ``--flag [1,4]``.
+
         Prints help or an error and exits, as ``parse_args``.
         """
         found: dict[str, Any] = {}
         for name, value in vars(self.parse_args(arguments)).items():
             whole, _, part = name.partition(".")
+            if is_number_list(self._fields[name]):
+                value = [item for given in value for item in given.strip().strip("[]").split(",")]
             may_be_none = value == "None" and NoneType in typing.get_args(self._fields[name].annotation)
             target = found.setdefault(whole, {}) if part else found
             target[part or whole] = None if may_be_none else value

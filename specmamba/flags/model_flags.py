@@ -21,7 +21,7 @@ def _form_name(value: object) -> object:
     """Read a form of weights; formats of checkpoints, which other runtimes ask to be told, are none."""
     if isinstance(value, str) and value.lower().startswith(_STORED_FORMATS):
         raise ValueError("what a checkpoint stores is read from its files: leave this out")
-    return "auto" if value is None else value
+    return "auto" if value is None or value == "None" else value  # the default of other runtimes, written out
 
 
 class ModelFlags(CommandLine):

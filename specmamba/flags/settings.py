@@ -50,6 +50,8 @@ def environment_of(settings_class: type[CommandLine]) -> dict[str, Any]:
         field = settings_class.model_fields.get(name)
         if field is None or len(name) == len(variable) or (name == "port" and is_of_service(value)):
             continue
+        if name in found:  # the first of two spellings counts, as in ``variable_of``
+            continue
         found[name] = _list_in_json(variable, value) if is_plain_list(field) else value
     return found
 
@@ -68,6 +70,13 @@ def is_plain_list(field: FieldInfo) -> bool:
     """Whether a field is a list and has no function that reads one from a text."""
     is_list = typing.get_origin(field.annotation) in (list, tuple, Sequence)
     return is_list and not any(isinstance(item, BeforeValidator) for item in field.metadata)
+
+
+def is_number_list(field: FieldInfo) -> bool:
+    """Whether a field is a plain list of numbers, whose items commas part; texts and paths may have commas in them."""
+    items = [item for item in typing.get_args(field.annotation) if item is not Ellipsis]
+    kinds = [typing.get_args(item)[0] if typing.get_origin(item) is typing.Annotated else item for item in items]
+    return is_plain_list(field) and bool(kinds) and all(kind in (int, float) for kind in kinds)
 
 
 def _list_in_json(variable: str, value: str) -> Any:

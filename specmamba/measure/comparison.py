@@ -29,7 +29,9 @@ def over_best(speeds: Mapping[str, Sequence[float]], way: str) -> list[float]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The interval that holds the median of what ``values`` are samples of with a probability of about 90 %.
+    """The interval that holds the median of what ``values`` are samples of with a probability of 90 % or more.
+
+    Fewer than five values are too few for that: the interval is their range.
 
     Its ends are order statistics: the number of samples below the median is binomial, here in its normal approximation.
     """

@@ -123,7 +123,7 @@ def test_scales_of_fp8(scales: tuple[int, ...], config: Config, words: str | Non
     check(tmp_path, words)
 
 
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", sorted(CONFIGS))
 @pytest.mark.parametrize("nested", [False, True])
 def test_bits_of_words(case: str, nested: bool, tmp_path: Path) -> None:
     """Files of gptqmodel, auto-round and autoawq beside the other number of bits, and beside both."""
@@ -141,7 +141,7 @@ def test_bits_of_words(case: str, nested: bool, tmp_path: Path) -> None:
 
 
 BITS_OF_4 = r"a\.weight is stored in codes of 4 bits; its config says 8"
-BITS_OF_8 = r"a\.weight is stored in codes of 8 bits; its config says 4"
+BITS_OF_16 = r"a\.weight is stored in codes of 8 bits; its config says 16"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,8 @@ BITS_OF_8 = r"a\.weight is stored in codes of 8 bits; its config says 4"
         ("packed", schemes({"num_bits": 8, "group_size": 32}), BITS_OF_4),
         ("packed", schemes({"num_bits": 8}, {"num_bits": 4, "group_size": 32}), None),
         ("packed with zeros", schemes({"num_bits": 8}), BITS_OF_4),
-        ("int8", schemes({"num_bits": 4, "strategy": "channel"}), BITS_OF_8),
+        ("int8", schemes({"num_bits": 4, "strategy": "channel"}), None),  # as with inputs of 8 bits: a byte for each
+        ("int8", schemes({"num_bits": 16, "strategy": "channel"}), BITS_OF_16),
         ("int8", schemes({"num_bits": 8, "strategy": "channel"}), None),
         ("int8", schemes({"num_bits": "8"}), "num_bits should be a number of bits, but is '8'"),
         ("gptq", {"quant_method": "gptq", "bits": 0}, "bits should be a number of bits, but is 0"),

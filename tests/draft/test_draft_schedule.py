@@ -87,6 +87,20 @@ def test_probes_take_a_quarter_in_turns_at_intervals_that_double() -> None:
     assert not sizes[-1].keeps_up  # drafts have not paid for long
 
 
+@pytest.mark.parametrize(("of_probe", "first"), [(0.0, 8), (0.1, 8), (0.5, 25), (100.0, LAST_PROBE)])
+def test_probes_are_as_rare_as_they_are_dear(of_probe: float, first: int) -> None:
+    """They take 2 % of the time at the most, if that is possible within the longest interval."""
+    schedule = DraftSchedule(NUM_STEPS)
+    schedule.set_times(10, np.ones(2 * (NUM_STEPS + 1)), of_probe)
+    schedule.restart(rates(10, 20, 5, 5), 8)
+    steps_of(schedule, 8)  # they draft
+    schedule.restart(rates(10, 5, 4, 3), 8)
+    probes = [i for i, size in enumerate(steps_of(schedule, 2000)) if size.is_probe]
+    gaps = [later - before for before, later in pairwise(probes)]
+    assert probes[0] >= first - 1
+    assert min(gaps) >= first
+
+
 def test_other_requests_are_probed_soon() -> None:
     schedule = DraftSchedule(NUM_STEPS)
     schedule.restart(rates(10, 9, 8, 7), 8)

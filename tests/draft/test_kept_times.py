@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,12 @@ from specmamba.draft.sizing.cost_file import CostFile, read_costs, write_costs
 from specmamba.draft.sizing.costs import StepCosts, StepTimes
 from specmamba.engine import cost_measurement
 
-FLAGS = {"dtype": "float32", "max_running_requests": 2, "context_length": 256, "speculative_adaptive": "auto"}
+FLAGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_running_requests": 2,
+    "context_length": 256,
+    "speculative_adaptive": "auto",
+}
 
 
 def times(plain: float) -> StepCosts:
@@ -30,7 +36,7 @@ def test_times_of_a_busy_machine_are_measured_again(
     monkeypatch.setattr(cost_measurement, "measure_costs", lambda _: times(1e-3))
     with LLM(**FLAGS) as llm:
         write_costs(file, CostFile(), cost_measurement.engine_key(llm.engine), times(plain))
-    with LLM(**FLAGS, **({"speculative_costs": file} if is_given else {})) as llm:
+    with LLM(**FLAGS, speculative_costs=file if is_given else None) as llm:
         sizer, stats = llm.engine.runner.sizer, llm.engine.stats()
         assert sizer is not None
         assert sizer.costs.times[1].verifies[1] == (1e-3 if is_measured else plain)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from pydantic import BaseModel, Field, SecretStr
 
 from specmamba import LLM, SamplingParams
+from specmamba.bench.adaptive import AdaptiveBenchConfig
+from specmamba.bench.host_time import HostTimeConfig
 from specmamba.bench.prefix.engines import PrefixBenchConfig
+from specmamba.bench.swing import SwingConfig
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
 from specmamba.chat_config import ChatConfig
 from specmamba.config import DEMO_MODEL, CommandLine, EngineConfig
@@ -576,6 +579,35 @@ class Nested(CommandLine):
     folders: list[Path] = Field([])
     limit: int | None = 3
     name: str = "x"
+    numbers: tuple[int, ...] = ()
+    shares: tuple[Annotated[float, Field(ge=0)], ...] = (1.0,)
+
+
+@pytest.mark.parametrize("flags", [["1,16,1"], ["[1,16,1]"], ["1", "16,1"]])
+def test_commas_part_numbers(flags: list[str]) -> None:
+    read = read_flags(Nested, "test", [part for flag in flags for part in ("--numbers", flag)])
+    assert read.numbers == (1, 16, 1)
+    assert read_flags(Nested, "test", ["--shares", "0,0.5"]).shares == (0.0, 0.5)
+    with pytest.raises(ConfigError, match=r"--numbers: .*integer"):
+        read_flags(Nested, "test", ["--numbers", "1,x"])
+
+
+@pytest.mark.parametrize(
+    ("config_class", "flags"),
+    [
+        (SwingConfig, ["--clients", "1,16,1"]),
+        (AdaptiveBenchConfig, ["--batches", "1,4", "--temperatures", "0,0.8", "--synthetic-acceptance", "0.1,0.5"]),
+        (HostTimeConfig, ["--batches", "1,8"]),
+    ],
+)
+def test_lists_of_numbers_as_the_docs_write_them(config_class: type[CommandLine], flags: list[str]) -> None:
+    read = read_flags(config_class, "test", flags)
+    for flag, text in zip(flags[::2], flags[1::2], strict=True):
+        assert [float(each) for each in text.split(",")] == [*getattr(read, flag[2:].replace("-", "_"))]
+
+
+def test_the_default_of_other_runtimes_written_out() -> None:
+    assert parse_command_line(ServerConfig, "serve", ["--quantization", "None"]).quantization == "auto"
 
 
 def test_flags_of_parts_lists_and_none() -> None:

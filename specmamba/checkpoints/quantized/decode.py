@@ -102,7 +102,7 @@ def _bytes(name: str, parts: Parts, shape: tuple[int, ...], storage: Storage) ->
     if is_float:
         require(not has_nan(codes), f"{name} has weights that are NaN")
         return QuantizedMatrix(codes.view(torch.uint8), scale, group, table=e4m3_values())
-    _require_bits(name, 8, storage)
+    _require_bytes(name, storage)
     zeros = parts.get("zeros")
     if zeros is None:
         return QuantizedMatrix(codes, scale, group)
@@ -201,6 +201,12 @@ def _require_bits(name: str, bits: int, storage: Storage) -> None:
     said = storage.of("whole numbers").bits
     wanted = " or ".join(map(str, sorted(said)))
     require(not said or bits in said, f"{name} is stored in codes of {bits} bits; its config says {wanted}")
+
+
+def _require_bytes(name: str, storage: Storage) -> None:
+    """Raise CheckpointError where a config says more bits than a byte has; fewer are also stored in a byte each."""
+    said = storage.of("whole numbers").bits
+    require(not said or min(said) <= 8, f"{name} is stored in codes of 8 bits; its config says {min(said, default=8)}")
 
 
 def _require_words(name: str, parts: Parts) -> None:

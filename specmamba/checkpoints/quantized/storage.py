@@ -75,7 +75,7 @@ def _quantization_config(folder: Path) -> dict[str, Any]:
 def _modelopt_file(folder: Path) -> dict[str, Any]:
     """What ModelOpt writes beside config.json; {} if there is no such file."""
     file = folder / MODELOPT_FILE
-    found = read_json(file).get("quantization") if file.exists() else {}
+    found = read_json(file).get("quantization", {}) if file.exists() else {}
     if not isinstance(found, dict):
         raise CheckpointError(f"{file}: quantization should be an object, but is {found!r}")
     return found

@@ -20,7 +20,7 @@ from specmamba.kernels.draft_sizing import Floats, Ints
 LEAST_GAIN, GAIN_OF_CHANGE = 1.02, 1.03
 STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
 FIRST_PROBE, LAST_PROBE = 8, 256  # steps between two probes
-LONG_INTERVAL = 32  # between probes, from which on drafts have not paid for long: the drafter skips steps
+LONG_INTERVAL = 32  # between probes, from which on the drafter skips steps: drafts have not paid for long, or are dear
 STEPS_BEFORE_PROBE = 3  # in which the drafter follows the text again
 SHARE_OF_PROBES = 0.02  # of the time of all steps, at the most, from the first interval on
 PROBED_SHARE = 4  # one request of so many is probed
@@ -33,7 +33,7 @@ SETTLING_STEPS, LONGEST_DELAY = 16, 64  # steps of a changed batch without a try
 NEAR = 0.95  # options whose rate is at least this share of the present one's are tried in turns
 FIRST_LOOKS, NEAR_AT_FIRST = 3, 0.6  # tries of an option that may be farther below: its predicted time may be wrong
 LEAST_STRETCH, LONGEST_STRETCH, LONGEST_IF_OFF = 3, 40, 12  # steps of a try
-NEWS_INTERVAL = 64  # steps between probes at the most when all requests are other ones
+NEWS_INTERVAL = 64  # steps between probes at the most when all requests are other ones, if probes are cheap
 WEIGHT = 0.3  # of a new look in the mean gains
 
 
