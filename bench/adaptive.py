@@ -10,9 +10,10 @@ bundled prompts in their source. With ``--synthetic-acceptance`` there are cells
 a given probability: they show where drafts begin to pay. ``--family`` takes a checkpoint of
 ``specmamba.bench.families``, with random weights and n-grams as drafts.
 
-Reported are medians over rounds of tokens per second over those of plain decoding in the same round; the share of steps
-of the adaptive way that drafted, and of its time that decisions took; the worst cells, adaptive over the best fixed
-size and over plain; and the mix, the geometric mean over all cells of each way.
+Reported are medians over rounds of tokens per second over those of plain decoding in the same round, and the interval
+that holds the median with 90 %; the share of steps of the adaptive way that drafted, and of its time that decisions
+took; the worst cells, adaptive over the best fixed size (chosen in the other half of the rounds) and over plain; and
+the mix, the geometric mean over all cells of each way.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pydantic import Field
 
 from specmamba.errors import ConfigError
 from specmamba.measure.command import Page, Report, put_out, run_command
+from specmamba.measure.comparison import median_interval, over_best
 from specmamba.measure.prompts import bundled_texts, encode_with_continuation, model_name
 from specmamba.measure.report import Count, JsonOption, NoRadixCache, machine, refuse_draft_flags, versions
 
@@ -151,7 +153,7 @@ def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, algorithm: str)
     decided: list[float] = []
     for number in range(config.rounds + config.warm_rounds):
         jobs = jobs_of(llm, config, cell, number)
-        for way in WAYS:
+        for way in in_turn(number):
             found = time_way(llm, jobs, {"speculative_algorithm": algorithm} | WAYS[way], cell)
             if number >= config.warm_rounds:
                 speeds[way].append(found.speed)
@@ -161,19 +163,31 @@ def time_cell(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, algorithm: str)
                     decided.append(found.decided)
     print(f"{cell.requests} requests, {cell.text} done", file=sys.stderr)
     ways: dict[str, dict[str, Any]] = {}
-    for way, of_way in speeds.items():
-        ratios = [speed / plain for speed, plain in zip(of_way, speeds[PLAIN], strict=True)]
+    for way in WAYS:
+        ratios = [speed / plain for speed, plain in zip(speeds[way], speeds[PLAIN], strict=True)]
         ways[way] = {
-            "tokens_per_second": round(statistics.median(of_way), 1),
+            "tokens_per_second": round(statistics.median(speeds[way]), 1),
             "over_plain": round(statistics.median(ratios), 3),
             "range": [round(min(ratios), 3), round(max(ratios), 3)],
+            "interval": [round(end, 3) for end in median_interval(ratios)],
             "accepted": round(statistics.median(lengths[way]), 2),
         }
     shares = {"drafted": round(statistics.mean(drafted), 3), "decided": round(statistics.median(decided), 5)}
     ways[ADAPTIVE] |= shares
-    best = max(figures["over_plain"] for way, figures in ways.items() if way != ADAPTIVE)
-    over = round(ways[ADAPTIVE]["over_plain"] / best, 3)
-    return {"requests": cell.requests, "text": cell.text, "over_best_fixed": over, "ways": ways}
+    over = over_best(speeds, ADAPTIVE)
+    return {
+        "requests": cell.requests,
+        "text": cell.text,
+        "over_best_fixed": round(statistics.median(over), 3),
+        "over_best_interval": [round(end, 3) for end in median_interval(over)],
+        "ways": ways,
+    }
+
+
+def in_turn(number: int) -> list[str]:
+    """All ways in the order of a round: each takes every place in turn, in even rounds and in odd ones alike."""
+    names, start = list(WAYS), number // 2 % len(WAYS)
+    return names[start:] + names[:start]
 
 
 def jobs_of(llm: LLM, config: AdaptiveBenchConfig, cell: Cell, number: int) -> list[Job]:
@@ -226,13 +240,13 @@ def print_report(report: Report) -> None:
             f"{cell['requests']}",
             cell["text"],
             *_columns(cell),
-            f"{cell['over_best_fixed']:.3f}",
+            "{:.3f} ({:.2f}-{:.2f})".format(cell["over_best_fixed"], *cell["over_best_interval"]),
             f"{cell['ways'][ADAPTIVE]['drafted'] * 100:.0f} %",
             f"{cell['ways'][ADAPTIVE]['decided'] * 100:.2f} %",
         )
         for cell in report["cells"]
     ]
-    names = [f"{way} (range)" if way == ADAPTIVE else way for way in WAYS if way != PLAIN]
+    names = [f"{way} (90 %)" if way == ADAPTIVE else way for way in WAYS if way != PLAIN]
     page.table(("requests", "text", *names, "over the best", "drafted", "deciding"), rows)
     page.lines(
         f"worst: {report['worst_over_fixed']:.3f} of the best, {report['worst_over_plain']:.3f} of plain decoding",
@@ -246,7 +260,7 @@ def _columns(cell: dict[str, Any]) -> list[str]:
     for way, figures in cell["ways"].items():
         text = f"{figures['over_plain']:.2f}"
         if way == ADAPTIVE:
-            text += " ({:.2f}-{:.2f})".format(*figures["range"])
+            text += " ({:.2f}-{:.2f})".format(*figures["interval"])
         if way != PLAIN:
             columns.append(text)
     return columns

@@ -78,7 +78,7 @@ def run(config: StartupConfig) -> dict[str, Any]:
         "model": config.model or "demo",
         "machine": machine(),
         "python": sys.version.split()[0],
-        "versions": versions(("specmamba", "torch", "transformers", "pydantic", "pydantic-settings")),
+        "versions": versions(("specmamba", "torch", "transformers", "pydantic")),
         "results": [_row(name, unit, values) for (name, unit), values in figures.items()],
     }
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from specmamba.calls.collector import Collector
+from specmamba.calls.collector import Collector, numbered
 from specmamba.calls.given_prompts import (
     GivenPrompt,
     Message,
@@ -75,7 +75,7 @@ class AsyncLLM:
         """Continue one prompt, piece by piece. Leaving the iterator aborts the request.
 
         Yields:
-            The deltas of the output; the last one has a ``finish_reason``.
+            The deltas of the output; the last one has a ``finish_reason``. With ``n`` above 1 as ``LLM.stream``.
 
         Raises:
             RequestError, EngineStoppedError: as ``LLM.stream``.
@@ -88,18 +88,18 @@ class AsyncLLM:
             is_edge = delta.finish_reason is not None or delta.num_output_tokens == len(delta.token_ids)
             self._local.thread.call_in_loop(loop, partial(deltas.put_nowait, delta), at_once=is_edge)
 
-        requests = self._local.requests(calls, [take])
-        is_open = True
+        requests = self._local.requests(calls, [numbered(call, take) for call in calls])
+        num_open = len(calls)
         try:
             await asyncio.wrap_future(self._local.submit(requests))
-            while is_open:
+            while num_open:
                 delta = await deltas.get()
-                is_open = delta.finish_reason is None
+                num_open -= delta.finish_reason is not None
                 if delta.finish_reason == "error":
                     self._local.check_failure()
                 yield delta
         finally:
-            if is_open:
+            if num_open:
                 self._local.abort(requests)
 
     async def flush_cache(self) -> int:

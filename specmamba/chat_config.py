@@ -8,7 +8,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
-from specmamba.config import EngineConfig, split_list
+from specmamba.config import EngineConfig
+from specmamba.flags.settings import split_list
 from specmamba.sampling_params import LogitSettings, Temperature
 
 _URL = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?(/[\w./~-]*)?", re.ASCII | re.IGNORECASE)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NoReturn
 from specmamba.errors import ConfigError, NotEnoughMemoryError, RequestError, SpecmambaError
 
 if TYPE_CHECKING:
-    from specmamba.config import EngineConfig, GenerateConfig
+    from specmamba.config import EngineConfig
     from specmamba.core import OutputDelta
     from specmamba.engine.engine import Engine
+    from specmamba.generate_config import GenerateConfig
     from specmamba.sampling_params import SamplingParams
 
 _REQUEST_ID = "generate"
@@ -158,8 +159,8 @@ def _build_engine(config: EngineConfig) -> Engine:
 
 
 def _generate_command(arguments: list[str]) -> int:
-    from specmamba.config import GenerateConfig
     from specmamba.flags.command_line import parse_command_line
+    from specmamba.generate_config import GenerateConfig
 
     config = parse_command_line(GenerateConfig, "specmamba generate", arguments)
     if not config.json:

@@ -112,7 +112,8 @@ class OutputDelta:
     ``depths`` has the depth of every new token in its step's draft tree: 1 for the first draft below the root, 0 for
     a token that was not drafted (the bonus token). ``logprobs`` has one entry for every new token if the request asks
     for them. ``prompt_logprobs`` is set on the first delta if the request asks for it: one entry for every token of
-    the prompt, None for the first one, which has no tokens before it.
+    the prompt, None for the first one, which has no tokens before it. ``index`` is the number of the continuation in a
+    stream of several.
     """
 
     request_id: str
@@ -129,6 +130,7 @@ class OutputDelta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error_code: str | None = None
     rule: AcceptRule = "target"  # by which its drafts are accepted
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, Unpack
 
-from specmamba.calls.collector import Call, Collector
+from specmamba.calls.collector import Call, Collector, numbered
 from specmamba.calls.given_prompts import Message, Prompt, Prompts, conversations, read_prompt, read_prompts
 from specmamba.calls.progress import UseTqdm, wait_for
 from specmamba.core import OutputDelta, RequestOutput
@@ -127,28 +127,29 @@ class LLM:
             extra_key: as in ``generate``.
 
         Yields:
-            The deltas of the output; the last one has a ``finish_reason``. Closing the iterator early aborts the
-            request.
+            The deltas of the output; the last one has a ``finish_reason``. With ``n`` above 1 those of all
+            continuations, as they come: ``index`` is the continuation's number, and each has a last one. Closing the
+            iterator early aborts what still runs.
 
         Raises:
-            RequestError: the prompt is empty, too long, or has a token that is not in the vocabulary, the grammar
-                cannot be used, or ``n`` is above 1.
+            RequestError: the prompt is empty, too long, or has a token that is not in the vocabulary, or the grammar
+                or the prediction cannot be used.
             EngineStoppedError: it is closed, or the engine has failed.
         """
         deltas: SimpleQueue[OutputDelta] = SimpleQueue()
         calls = self._local.prepare_stream(read_prompt(prompt), sampling_params, extra_key)
-        requests = self._local.requests(calls, [deltas.put])
-        is_open = True
+        requests = self._local.requests(calls, [numbered(call, deltas.put) for call in calls])
+        num_open = len(calls)
         try:
             self._local.submit(requests).result()
-            while is_open:
+            while num_open:
                 delta = deltas.get()
-                is_open = delta.finish_reason is None
+                num_open -= delta.finish_reason is not None
                 if delta.finish_reason == "error":
                     self._local.check_failure()
                 yield delta
         finally:
-            if is_open:
+            if num_open:
                 self._local.abort(requests, wait=True)
 
     def flush_cache(self) -> int:

@@ -88,31 +88,31 @@ class LocalEngine:
         replays = [()] * len(token_ids) if replay is None else [tuple(tokens) for tokens in replay]
         if len(replays) != len(token_ids):
             raise RequestError(f"{len(replays)} replays were given for {len(token_ids)} prompts")
-        for ids, own, forced in zip(token_ids, params, replays, strict=True):
+        encoded = {id(own): self.engine.encode_prediction(own) for own in {id(own): own for own in params}.values()}
+        predictions = [encoded[id(own)] for own in params]  # many prompts may share one long text
+        for ids, own, forced, predicted in zip(token_ids, params, replays, predictions, strict=True):
             self.engine.check_request(ids, own, forced)
+            self.engine.check_prediction(predicted, own)
         grammars = self._compile(params)
         keys = [prompt.prefix_key(extra_key) for prompt in prompts]
-        parts = zip(token_ids, params, replays, keys, strict=True)
+        parts = zip(token_ids, params, replays, keys, predictions, strict=True)
         return [
-            Call(ids, own.of_choice(i), forced, key, grammars.get(own.grammar), i)
-            for ids, own, forced, key in parts
+            Call(ids, own.of_choice(i), forced, key, grammars.get(own.grammar), i, predicted)
+            for ids, own, forced, key, predicted in parts
             for i in range(own.n)
         ]
 
     def prepare_stream(
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None, extra_key: str | None
     ) -> list[Call]:
-        """Prepare the one call of a stream. Raises RequestError as ``LLM.stream``, EngineStoppedError."""
+        """Prepare the calls of a stream, one for each continuation of its prompt.
+
+        Raises RequestError as ``LLM.stream``, EngineStoppedError.
+        """
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise RequestError(
                 f"a stream is of one prompt and has one SamplingParams(...), not {sampling_params!r:.80}",
                 "sampling_params",
-            )
-        if sampling_params is not None and sampling_params.n > 1:
-            raise RequestError(
-                f"a stream is one continuation of its prompt, not n={sampling_params.n}: open a stream for each, with "
-                "seeds of their own, or use generate",
-                "n",
             )
         return self.prepare([prompt], sampling_params, extra_key)
 
@@ -137,6 +137,7 @@ class LocalEngine:
                 call.prefix_key,
                 call.grammar,
                 forced_output_ids=call.replay,
+                predicted_ids=call.predicted,
             )
             for i, (call, sink) in enumerate(zip(calls, sinks, strict=True))
         ]

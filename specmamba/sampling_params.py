@@ -106,6 +106,11 @@ class SamplingParams(LogitSettings):
     logprobs: Annotated[NumLogprobs | None, Field(description="likeliest tokens to list beside each new one")] = None
     prompt_logprobs: Annotated[NumLogprobs | None, Field(description="the same of the prompt's tokens")] = None
     grammar: GrammarSpec | None = None
+    prediction: Annotated[
+        str | Sequence[int] | None,
+        AfterValidator(lambda given: given if given is None or isinstance(given, str) else tuple(given)),
+        Field(description="text or token ids that the output is expected to repeat, to draft from"),
+    ] = None
     speculative: Annotated[
         bool | SpeculationParams, Field(description="false: decode this request plainly, without drafts")
     ] = True

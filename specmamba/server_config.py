@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
-from pydantic_settings import NoDecode, SettingsConfigDict
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
-from specmamba.config import EngineConfig, split_list
+from specmamba.config import EngineConfig
+from specmamba.flags.settings import split_list
 
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 _HOST_NAME = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:]*:[0-9a-f:.]+", re.ASCII | re.IGNORECASE)
@@ -79,15 +79,15 @@ def _checked_hosts(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name.lower() for name in names)
 
 
-ApiKeys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(split_list), AfterValidator(_checked_keys)]
-Hosts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list), AfterValidator(_checked_hosts)]
-Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list), AfterValidator(_checked_origins)]
+ApiKeys = Annotated[tuple[SecretStr, ...], BeforeValidator(split_list), AfterValidator(_checked_keys)]
+Hosts = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_checked_hosts)]
+Origins = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_checked_origins)]
 
 
 class ServerConfig(EngineConfig):
     """``specmamba serve``: the engine and the HTTP server in front of it."""
 
-    model_config = SettingsConfigDict(hide_input_in_errors=True)  # the input may be a key
+    model_config = ConfigDict(hide_input_in_errors=True)  # the input may be a key
 
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 30000

@@ -185,6 +185,13 @@ class FakeEngine:
         if len(prompt_token_ids) >= self.context_length:
             raise PromptTooLongError(len(prompt_token_ids), self.context_length - 1)
 
+    def encode_prediction(self, params: SamplingParams) -> Sequence[int]:
+        given = params.prediction or ()
+        return self.tokenizer.encode(given) if isinstance(given, str) else given
+
+    def check_prediction(self, predicted_ids: Sequence[int], params: SamplingParams) -> None:
+        """Any prediction can be drafted from."""
+
     def add_request(
         self,
         request_id: str,

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 F32 = GGMLQuantizationType.F32
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 LAYERS = (
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
@@ -68,10 +69,15 @@ OTHERS = {
     "mtp.norm.weight": "blk.{}.nextn.shared_head_norm.weight",
 }
 TypeOf = Callable[[str, tuple[int, ...]], GGMLQuantizationType]
+Encode = Callable[[Any, GGMLQuantizationType], Any]  # values as numpy has them, a type; the bytes of its blocks
 
 
 def write_gguf(
-    folder: Path, file: Path, type_of: TypeOf = lambda name, shape: F32, extra: Mapping[str, int] | None = None
+    folder: Path,
+    file: Path,
+    type_of: TypeOf = lambda name, shape: F32,
+    extra: Mapping[str, int] | None = None,
+    encode: Encode = quantize,
 ) -> Path:
     """Convert the checkpoint in ``folder``.
 
@@ -80,6 +86,7 @@ def write_gguf(
         file: to write.
         type_of: of each matrix whose rows are whole blocks, by its name in the file and its shape.
         extra: further metadata.
+        encode: makes blocks of values.
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = separated(load_file(folder / "model.safetensors"))
@@ -90,12 +97,12 @@ def write_gguf(
         write_metadata(writer, config, has_mtp="mtp.fc.weight" in tensors)
     for key, number in (extra or {}).items():
         writer.add_uint32(key, number)
-    write_tokens(writer, json.loads((folder / "tokenizer.json").read_text()))
+    write_tokens(writer, json.loads((folder / "tokenizer.json").read_text()), config["vocab_size"])
     for name, tensor in tensors.items():
         stored = name_of(name, config["num_hidden_layers"])
         values = converted(name, tensor.float(), config)
         kind = type_of(stored, tuple(values.shape)) if values.dim() > 1 and values.shape[-1] % 32 == 0 else F32
-        data: Any = quantize(np.ascontiguousarray(values.numpy()), kind)
+        data: Any = encode(np.ascontiguousarray(values.numpy()), kind)
         writer.add_tensor(stored, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -212,16 +219,18 @@ def write_lfm2_metadata(writer: GGUFWriter, config: dict[str, Any], inner: int) 
     writer.add_vocab_size(config["vocab_size"])
 
 
-def write_tokens(writer: GGUFWriter, tokenizer: dict[str, Any]) -> None:
-    """The vocabulary of a byte-level tokenizer."""
+def write_tokens(writer: GGUFWriter, tokenizer: dict[str, Any], num_tokens: int = 0) -> None:
+    """The vocabulary of a byte-level tokenizer, filled up to ``num_tokens`` as the converter does."""
+    kinds = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in tokenizer["added_tokens"]}
     added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     pieces = {number: piece for piece, number in tokenizer["model"]["vocab"].items()} | added
+    numbers = range(max(num_tokens, len(pieces)))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("lfm2" if writer.arch == "lfm2" else "qwen35")
-    writer.add_token_list([pieces[number] for number in sorted(pieces)])
-    writer.add_token_types([3 if number in added else 1 for number in sorted(pieces)])
+    writer.add_token_list([pieces.get(number, f"[PAD{number}]") for number in numbers])
+    writer.add_token_types([kinds.get(number, NORMAL if number in pieces else UNUSED) for number in numbers])
     writer.add_token_merges(
         [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
     )
-    writer.add_eos_token_id(0)
+    writer.add_eos_token_id(min(added))
     writer.add_chat_template("{{ messages[0]['content'] }}")

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator
-from pydantic_settings import NoDecode
 
 from specmamba.config import CommandLine
 from specmamba.errors import ConfigError
@@ -47,11 +46,10 @@ class FamiliesConfig(CommandLine, JsonFile):
     """Decode speed of every family against transformers."""
 
     families: Annotated[
-        tuple[str, ...], NoDecode, BeforeValidator(split_numbers), Field(description=f"of {', '.join(NAMES)}")
+        tuple[str, ...], BeforeValidator(split_numbers), Field(description=f"of {', '.join(NAMES)}")
     ] = NAMES
     batch_sizes: Annotated[
         tuple[Annotated[int, Field(ge=1, le=256)], ...],
-        NoDecode,
         BeforeValidator(split_numbers),
         Field(description="requests that decode together"),
     ] = (1, 16)

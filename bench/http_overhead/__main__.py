@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
-from pydantic_settings import NoDecode
 
 from specmamba.bench.http_overhead.client import ask_all, num_tokens, request_bytes
 from specmamba.bench.serving.server import started_server
@@ -49,7 +48,6 @@ class HttpOverheadConfig(JsonOption):
     max_running_requests: Annotated[int, Field(ge=1, description="requests in a batch at the most")] = 32
     concurrency: Annotated[
         tuple[Annotated[int, Field(ge=1, le=1024)], ...],
-        NoDecode,
         BeforeValidator(split_numbers),
         Field(min_length=1, description="requests in a batch, and clients at a time"),
     ] = (1, 8, 32)

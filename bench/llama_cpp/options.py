@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
-from pydantic_settings import NoDecode
 
 from specmamba.config import MAX_DRAFT_TOKENS, EngineConfig
 from specmamba.errors import ConfigError
@@ -63,7 +62,6 @@ class LlamaCppBenchConfig(JsonOption):
     ] = None
     formats: Annotated[
         tuple[Format, ...],
-        NoDecode,
         BeforeValidator(_list),
         Field(min_length=1, description="bf16 against BF16, int8 against Q8_0"),
     ] = ("bf16", "int8")
@@ -74,19 +72,16 @@ class LlamaCppBenchConfig(JsonOption):
     )
     temperatures: Annotated[
         tuple[Annotated[float, Field(ge=0, le=2)], ...],
-        NoDecode,
         BeforeValidator(split_numbers),
         Field(min_length=1, description="sampling temperatures; 0 is greedy"),
     ] = (0.0, 0.8)
     batch: Annotated[
         tuple[Annotated[int, Field(ge=1, le=256)], ...],
-        NoDecode,
         BeforeValidator(split_numbers),
         Field(min_length=1, description="requests at a time, and slots of llama.cpp"),
     ] = (1,)
     drafts: Annotated[
         tuple[Annotated[int, Field(ge=0, le=16)], ...],
-        NoDecode,
         BeforeValidator(split_numbers),
         Field(min_length=1, description="drafted tokens of both sides, chains of the MTP head; 0: plain decoding"),
     ] = (0, 1, 2, 3)
@@ -99,7 +94,6 @@ class LlamaCppBenchConfig(JsonOption):
     max_tokens: Annotated[int, Field(ge=2, description="new tokens of every request")] = 128
     ttft: Annotated[
         tuple[Annotated[int, Field(ge=1)], ...],
-        NoDecode,
         BeforeValidator(split_numbers),
         Field(description="also measure the time to the first token of prompts of these lengths, such as 512,2048"),
     ] = ()

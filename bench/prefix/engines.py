@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
-from pydantic_settings import NoDecode
 
 from specmamba.bench.prefix.texts import Oracle, TextSource
 from specmamba.bench.prefix.workloads import Sizes, Tokens, Workload, make_workload
@@ -38,7 +37,6 @@ class PrefixBenchConfig(ReportOptions):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     workloads: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)],
-        NoDecode,
         BeforeValidator(_names),
         Field(description=f"what to run, of {','.join(PARTS)}"),
     ] = PARTS

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
-from pydantic_settings import NoDecode
 
 from specmamba.measure.report import ReportOptions, split_numbers
 from specmamba.sampling_params import Temperature
@@ -30,13 +29,11 @@ class ServingBenchConfig(ReportOptions):
     api_key: Annotated[SecretStr | None, Field(min_length=1, description="the key that the server asks for")] = None
     concurrency: Annotated[
         tuple[Annotated[int, Field(ge=1, le=4096)], ...] | None,
-        NoDecode,
         BeforeValidator(_levels),
         Field(description="closed loop: numbers of clients, one level each; none: 1,2,4,8"),
     ] = None
     request_rate: Annotated[
         tuple[Annotated[float, Field(gt=0, le=1e4, allow_inf_nan=False)], ...] | None,
-        NoDecode,
         BeforeValidator(_levels),
         Field(description="open loop: requests per second, Poisson arrivals, one level each"),
     ] = None

@@ -23,6 +23,12 @@ class Call:
     prefix_key: str | None
     grammar: CompiledGrammar | None
     index: int = 0  # among those of its prompt, which follow each other
+    predicted: Sequence[int] = ()  # ``params.prediction``, encoded
+
+
+def numbered(call: Call, sink: OnDelta) -> OnDelta:
+    """A function that gives the deltas of a call to ``sink``, with its number among the continuations."""
+    return sink if call.index == 0 else lambda delta: sink(replace(delta, index=call.index))
 
 
 class Collector:

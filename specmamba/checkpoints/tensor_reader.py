@@ -21,6 +21,7 @@ from specmamba.checkpoints.files import (
     require_file,
     require_safetensors,
 )
+from specmamba.checkpoints.quantized.declared import kind_of, require_kinds
 from specmamba.checkpoints.quantized.decode import decode
 from specmamba.checkpoints.quantized.parts import CODES, group_parts, is_of_activations
 from specmamba.checkpoints.quantized.storage import read_storage
@@ -72,6 +73,7 @@ class TensorReader:
         self._taken: set[str] = set()
         self._ignored: list[str] = []
         self._run_forms: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of quantized matrices that were taken
         self._handles: dict[Path, Any] = {}
         self._folder = folder
         with ExitStack() as self._stack:
@@ -80,6 +82,7 @@ class TensorReader:
                 self._add(_renamed(tensor.stored_name, renames), tensor)
             self._storage = read_storage(folder)
             self._parts = group_parts(tuple(self._tensors))
+            self._require_declared_kinds()
             self._stack = self._stack.pop_all()  # no error: the files stay open
         hidden = {part for parts in self._parts.values() for part in parts.values()}
         hidden.update(filter(is_of_activations, self._tensors))
@@ -168,6 +171,7 @@ class TensorReader:
     def take_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | Tensor:
         """Load a matrix that is stored in parts, and mark them as used; see ``decode``. Raises CheckpointError."""
         self._taken.update(self._parts[name].values())
+        self._shapes[name] = tuple(shape)
         for part in map(self._tensors.__getitem__, self._parts[name].values()):
             if part.dtype not in PART_DTYPES:
                 raise CheckpointError(
@@ -221,6 +225,15 @@ class TensorReader:
         """Remember for the report in what form a matrix runs."""
         self._run_forms[name] = form
 
+    def _require_declared_kinds(self) -> None:
+        """Raise CheckpointError where no matrix is stored as the config says."""
+        found = {}
+        for name, parts in self._parts.items():
+            kind = kind_of({role: self._tensors[part].dtype for role, part in parts.items()})
+            if kind is not None:
+                found[name] = kind
+        require_kinds(self._folder, self._storage.declared, found)
+
     def _is_taken(self, name: str) -> bool:
         return any(part in self._taken for part in self._parts[name].values())
 
@@ -228,7 +241,7 @@ class TensorReader:
         """Of a quantized matrix."""
         parts = {role: self._tensors[part] for role, part in self._parts[name].items()}
         shapes = {role: (part.dtype, part.shape) for role, part in parts.items()}
-        return form_of(shapes), sum(part.num_bytes for part in parts.values())
+        return form_of(shapes, self._shapes.get(name, ())), sum(part.num_bytes for part in parts.values())
 
     def _add(self, name: str, tensor: StoredTensor) -> None:
         other = self._tensors.setdefault(name, tensor)

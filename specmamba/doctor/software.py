@@ -13,7 +13,7 @@ from specmamba import __version__
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "jinja2"),
-    *("pydantic", "pydantic-settings", "fastapi", "starlette", "uvicorn", "prometheus-client", "rich"),
+    *("pydantic", "fastapi", "starlette", "uvicorn", "prometheus-client", "rich"),
 )
 Facts = dict[str, Any]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,12 +32,14 @@ from specmamba.sampling_params import SamplingParams
 
 logger = logging.getLogger("specmamba")
 SIZES = (1, 4, 16, 64)  # numbers of requests that are measured, and the largest
-CACHE_NAME = "step-costs-4.json"  # with another number where times are measured in another way
-ROUNDS, TIMED, MAX_STEPS = 2, 4, 200  # all kinds take turns; timed steps of a kind in a turn, and all its steps
+CACHE_NAME = "step-costs-5.json"  # with another number where times are measured in another way
+ROUNDS, TIMED, MAX_STEPS = 3, 3, 200  # all kinds take turns; timed steps of a kind in a turn, and all its steps
 MAX_TIMED_SECONDS = 0.015  # of all steps of a kind: slow steps are timed fewer times
+PLAIN = 0, 1
 PROMPT, LONG_PROMPT = 4, 512  # tokens
 SLOW_STEP = 0.02  # seconds of a plain step with which a long prompt would take long
 LEAST_SECONDS = 1e-9
+OUTDATED = 0.75  # a plain step that takes less of its kept time: the machine was busy when times were measured
 Kind = tuple[int, int]
 GUESSED = {1: StepTimes({1: 2e-4, 2: 3e-4}, {1: 1e-3, 8: 1.5e-3})}  # where memory holds no request to time
 UNKNOWN = StepCosts(GUESSED)
@@ -101,7 +104,7 @@ def step_costs(engine: TimedEngine) -> tuple[StepCosts, str]:
                 raise
             logger.warning("%s; times are measured anew", str(error).removeprefix(f"{FLAG}: "))
             path, found = None, None
-        if found is not None:
+        if found is not None and (given is not None or not _is_outdated(engine, found)):
             return found, f"times of steps: from {path}"
     began = time.perf_counter()
     costs = measure_costs(engine)
@@ -142,6 +145,25 @@ def engine_key(engine: TimedEngine) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
+def _is_outdated(engine: TimedEngine, kept: StepCosts) -> bool:
+    """Whether plain steps of one request are now far faster than what is kept says.
+
+    Other work slows some kinds of steps down more than others, so times of a busy machine are wrong in their ratios
+    too. A machine that is busy now says nothing about them.
+    """
+    sizer, number = engine.runner.sizer, engine.num_added
+    assert sizer is not None
+    before = kept.times[1].verifies.get(1) if 1 in kept.times else None
+    if before is None:
+        return False
+    try:
+        found = _seconds(engine, sizer, 1, [PLAIN], PROMPT)
+    finally:
+        sizer.forced = None
+        engine.forget(number)
+    return found is not None and found[PLAIN] < OUTDATED * before
+
+
 def measure_costs(engine: TimedEngine) -> StepCosts:
     """Time steps of an idle engine."""
     sizer = engine.runner.sizer
@@ -167,7 +189,7 @@ def _kinds(engine: TimedEngine, bounds: Bounds) -> list[Kind]:
     """The kinds of steps that are timed, with any number of requests."""
     largest, deepest = bounds.max_nodes, bounds.num_steps
     longest = min(deepest, largest - 1)
-    kinds = [(0, 1), (1, 2), (deepest, 2), (deepest, 1 + longest), (deepest, largest)]
+    kinds = [PLAIN, (1, 2), (deepest, 2), (deepest, 1 + longest), (deepest, largest)]
     if engine.runner.drafter.drafts_chains:
         kinds += [(depth, 0) for depth in chain_depths(longest)]
     return [*dict.fromkeys(kinds)]
@@ -179,7 +201,7 @@ def _separated(found: dict[Kind, float], size: int, bounds: Bounds) -> StepTimes
     A second node of every request is taken to cost what each of the next ones does.
     """
     deepest, longest = bounds.num_steps, min(bounds.num_steps, bounds.max_nodes - 1)
-    plain, second, chain = found[0, 1], found[deepest, 2], found[deepest, 1 + longest]
+    plain, second, chain = found[PLAIN], found[deepest, 2], found[deepest, 1 + longest]
     of_second = min(max((chain - second) / max(longest - 1, 1), 0.0), max(found[1, 2] - plain, 0.0))
     drafts = {depth: max(found[depth, 2] - plain - of_second, LEAST_SECONDS) for depth in sorted({1, deepest})}
     for depth in range(2, deepest):
@@ -205,16 +227,16 @@ def _seconds_of_key(engine: TimedEngine, sizer: DraftSizer, near: dict[Kind, flo
     """
     length = min(LONG_PROMPT, engine.context_length // 2)
     largest, deepest = sizer.bounds.max_nodes, sizer.bounds.num_steps
-    longest, plain = min(deepest, largest - 1), (0, 1)
-    kinds = [plain, (deepest, largest)] + [(longest, 0)] * engine.runner.drafter.drafts_chains
-    if near[plain] > SLOW_STEP or length <= 2 * PROMPT:
+    longest = min(deepest, largest - 1)
+    kinds = [PLAIN, (deepest, largest)] + [(longest, 0)] * engine.runner.drafter.drafts_chains
+    if near[PLAIN] > SLOW_STEP or length <= 2 * PROMPT:
         return {}, {}
     far = _seconds(engine, sizer, 1, kinds, length)
     if far is None:
         return {}, {}
     found = {kind: max((far[kind] - near[kind]) / (length - PROMPT), 0.0) for kind in kinds}
-    of_chains = {1: found[plain], longest + 1: found[longest, 0]} if (longest, 0) in found else {}
-    return {1: found[plain], largest: found[deepest, largest]}, of_chains
+    of_chains = {1: found[PLAIN], longest + 1: found[longest, 0]} if (longest, 0) in found else {}
+    return {1: found[PLAIN], largest: found[deepest, largest]}, of_chains
 
 
 def _seconds(
@@ -230,36 +252,59 @@ def _seconds(
         prompt: tokens of a request.
     """
     names = [f"cost-{i}" for i in range(size)]
-    found: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+    rounds: list[dict[Kind, float]] = []
+    took = dict.fromkeys(kinds, 0.0)
     try:
         if not _start(engine, sizer, names, prompt):
             return None
         for _ in range(ROUNDS):
-            for kind, seconds in found.items():
-                if sum(seconds) > MAX_TIMED_SECONDS:
+            found: dict[Kind, float] = {}
+            rounds.append(found)
+            for kind in kinds:
+                if took[kind] > MAX_TIMED_SECONDS:
                     continue
-                sizer.forced, num_timed, began = kind, 0, time.perf_counter()
-                for _ in range(MAX_STEPS):
-                    if num_timed == TIMED:
-                        break
-                    is_warm = time.perf_counter() - began > WARM_SECONDS
-                    engine.step()
-                    if len(engine.scheduler.verifying) < size:  # they have reached the end of the context
-                        return _typical(found)
-                    if sizer.last_seconds is not None and is_warm:
-                        seconds.append(sizer.last_seconds)
-                        num_timed += 1
+                timed = _turn(engine, sizer, size, kind)
+                if timed is None:  # they have reached the end of the context
+                    return _typical(kinds, rounds)
+                if timed:
+                    found[kind] = sorted(timed)[len(timed) // 4]  # other work on the machine only adds to a time
+                    took[kind] += sum(timed)
     finally:
         for name in names:
             engine.abort(name)
-    return _typical(found)
+    return _typical(kinds, rounds)
 
 
-def _typical(found: dict[Kind, list[float]]) -> dict[Kind, float] | None:
-    """The lower quartiles: other work on the machine only adds to a time."""
-    if not all(found.values()):
+def _turn(engine: TimedEngine, sizer: DraftSizer, size: int, kind: Kind) -> list[float] | None:
+    """Seconds of a few steps of a kind, warm ones; None: a request has ended."""
+    timed: list[float] = []
+    sizer.forced, began = kind, time.perf_counter()
+    for _ in range(MAX_STEPS):
+        if len(timed) == TIMED:
+            break
+        is_warm = time.perf_counter() - began > WARM_SECONDS
+        engine.step()
+        if len(engine.scheduler.verifying) < size:
+            return None
+        if sizer.last_seconds is not None and is_warm:
+            timed.append(sizer.last_seconds)
+    return timed
+
+
+def _typical(kinds: Sequence[Kind], rounds: Sequence[dict[Kind, float]]) -> dict[Kind, float] | None:
+    """The least time of a plain step, and those of other kinds by their ratios to it: medians of those in a round.
+
+    The machine may be slower in one round than in another, so that only times of one round have the right ratio.
+    """
+    if not all(any(kind in found for found in rounds) for kind in kinds):
         return None
-    return {kind: max(sorted(seconds)[len(seconds) // 4], LEAST_SECONDS) for kind, seconds in found.items()}
+    plain = max(min(found[PLAIN] for found in rounds if PLAIN in found), LEAST_SECONDS)
+    seconds = {}
+    for kind in kinds:
+        ratios = [found[kind] / found[PLAIN] for found in rounds if kind in found and PLAIN in found]
+        alone = min(found[kind] for found in rounds if kind in found)
+        seconds[kind] = max(plain * statistics.median(ratios) if ratios else alone, LEAST_SECONDS)
+    return seconds
 
 
 def _start(engine: TimedEngine, sizer: DraftSizer, names: Sequence[str], prompt: int) -> bool:

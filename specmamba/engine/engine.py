@@ -170,7 +170,7 @@ class Engine:
             extra_key: cached prefixes are shared only between requests of the same key and tenant.
             grammar: ``params.grammar``, compiled.
             owner: the client.
-            predicted_ids: tokens that the output is expected to repeat, to draft from.
+            predicted_ids: tokens that the output is expected to repeat, to draft from; ``params.prediction``, encoded.
 
         Raises:
             RequestError: the prompt is empty or has an unknown token, the id is in use, or this engine cannot draft
@@ -179,6 +179,7 @@ class Engine:
             QueueFullError: too many requests are waiting.
         """
         self.check_request(prompt_token_ids, params, forced_output_ids)
+        predicted_ids = predicted_ids or self.encode_prediction(params)
         self.check_prediction(predicted_ids, params)
         if request_id in self._requests:
             raise RequestError(f"a request with the id {request_id!r} is running already", "request_id")
@@ -211,6 +212,16 @@ class Engine:
         self.check_tokens(params.logit_bias, "logit_bias")
         if params.accept == "rejection" and self.config.speculative_accept == "target":
             raise RequestError("this server decides all requests under target (--speculative-accept)", "speculative")
+
+    def encode_prediction(self, params: SamplingParams) -> Sequence[int]:
+        """The token ids of ``params.prediction``; any thread may call this. Raises RequestError: it is no text."""
+        given = params.prediction
+        if given is None or not isinstance(given, str):
+            return given or ()
+        try:
+            return self.tokenizer.encode(given, add_special_tokens=False)
+        except RequestError as error:
+            raise RequestError(str(error), "prediction") from None
 
     def check_prediction(self, predicted_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise RequestError if this engine, or this request, cannot draft from a given text."""

@@ -255,7 +255,8 @@ class Runner:
         call = self._call(requests, pending_tokens)
         if size.depth == 0:
             return graphs.run_fixed(call, PlainDrafts(drafter), 1)
-        if size.drafted is None and graphs.calls_host and (sizer.bounds.width == 1 or not size.is_chain):
+        learns = not size.is_chain or (size.learns and sizer.bounds.width == 1)
+        if size.drafted is None and graphs.calls_host and learns:
             return graphs.run_sized(call, sizer, size)
         if size.is_chain:
             return graphs.run_fixed(call, ChainDrafts(drafter, size.depth + 1), size.depth + 1)

@@ -12,28 +12,17 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    CliSettingsSource,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsError,
-)
 
-from specmamba.chat_config import ChatConfig
-from specmamba.config import CommandLine, EngineConfig, GenerateConfig, is_of_service
+from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.flags.flag_parser import FlagParser, take_flag, with_own_names
 from specmamba.flags.near_names import did_you_mean
 from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, Renamed, names_of, translated
-from specmamba.server_config import ServerConfig
+from specmamba.flags.settings import PREFIX, CommandLine, environment_of, is_of_service, variable_of
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
-SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+SettingsT = TypeVar("SettingsT", bound=CommandLine)
 
-_PREFIX = "SPECMAMBA_"
-# One environment and one file can be used for all of these commands.
-_ALL_COMMANDS = {*ServerConfig.model_fields, *GenerateConfig.model_fields, *ChatConfig.model_fields}
 # What is no flag: native kernels, Triton, builds, and tests.
 _OTHER_VARIABLES = frozenset(
     f"SPECMAMBA_{name}" for name in ("NATIVE", "TRITON", "BUILD_NATIVE", "TEST_FULL", "PAGE_PICTURES")
@@ -57,19 +46,7 @@ def parse_command_line(config_class: type[ConfigT], prog: str, arguments: list[s
     arguments = with_own_names(config_class, prog, arguments)
     repeated, arguments = _take_repeated(config_class, arguments)
     _check_environment(config_class, prog)
-
-    class FromEverywhere(config_class):  # type: ignore[valid-type, misc]
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            sources = super().settings_customise_sources(settings_cls, *args, **kwargs)
-            return (*sources, InitSettingsSource(settings_cls, dict(source.settings)))
-
-    FromEverywhere.__doc__ = f"{config_class.__doc__} Also: --config FILE.toml, environment SPECMAMBA_*."
-    FromEverywhere.__name__ = config_class.__name__
-    resolved: ConfigT = read_flags(FromEverywhere, prog, arguments, source, **repeated)
-    return resolved
+    return read_flags(config_class, prog, arguments, source, **repeated)
 
 
 @dataclass(frozen=True)
@@ -93,7 +70,7 @@ NO_FILE = ConfigFile(None, {}, "")
 def read_flags(
     settings_class: type[SettingsT], prog: str, arguments: list[str], file: ConfigFile = NO_FILE, **given: Any
 ) -> SettingsT:
-    """Read settings from flags; values of ``given`` and of the class's own sources have lower priority.
+    """Read settings: flags over what is ``given`` over the class's environment over ``file`` over defaults.
 
     Prints usage and exits for ``--help``.
 
@@ -101,23 +78,16 @@ def read_flags(
         ConfigError: a value or a combination is not valid; the message names each flag concerned, and the variable or
             the line of ``file`` that its value comes from.
     """
+    given |= FlagParser(settings_class, prog).values(arguments)
     try:
-        source: CliSettingsSource[Any] = CliSettingsSource(
-            settings_class,
-            cli_prog_name=prog,
-            cli_parse_args=arguments,
-            root_parser=FlagParser(settings_class, prog),
-        )
-        return settings_class(_cli_settings_source=source, **given)
+        around = environment_of(settings_class) if settings_class.reads_environment else {}
+        return settings_class(**{**file.settings, **around, **given})
     except ValidationError as error:
-        given_flags = {argument.partition("=")[0] for argument in arguments}
-        reads = issubclass(settings_class, CommandLine) and settings_class.reads_environment
 
         def origin(name: str) -> str:
-            flag = name.replace("_", "-")
-            if name in given or {f"--{flag}", f"--no-{flag}"} & given_flags:
+            if name in given:
                 return ""
-            if reads and (variable := variable_of(name)) is not None:
+            if settings_class.reads_environment and (variable := variable_of(name)) is not None:
                 return f" (from the environment: {variable})"
             if name not in file.settings:
                 return ""
@@ -126,8 +96,6 @@ def read_flags(
 
         message = describe_validation_error(error, settings_class.model_fields, origin)
         raise ConfigError(message) from None
-    except SettingsError as error:
-        raise ConfigError(str(error)) from None
 
 
 def describe_validation_error(
@@ -157,27 +125,34 @@ def describe_validation_error(
     return "\n".join(lines)
 
 
-def variable_of(name: str) -> str | None:
-    """The environment's variable that sets a field, as it is spelled there."""
-    return next((variable for variable in os.environ if variable.upper() == f"{_PREFIX}{name.upper()}"), None)
+def all_fields() -> set[str]:
+    """The names of fields of all commands that may share one environment and one file."""
+    from specmamba.chat_config import ChatConfig  # each takes its time to be made, and most calls need one
+    from specmamba.generate_config import GenerateConfig
+    from specmamba.server_config import ServerConfig
+
+    return {*ServerConfig.model_fields, *GenerateConfig.model_fields, *ChatConfig.model_fields}
 
 
 def _check_environment(config_class: type[EngineConfig], prog: str) -> None:
     """Raise ConfigError for a variable of ours that is nearly a flag's; say of others that they have no effect."""
-    fields = {*_ALL_COMMANDS, *config_class.model_fields}
-    known = {_PREFIX + name.upper() for name in fields} | _OTHER_VARIABLES
-    for variable, value in os.environ.items():
-        name = variable.upper().removeprefix(_PREFIX)  # the common beginning makes all names look near
-        if variable.upper() == f"{_PREFIX}PORT" and "port" in config_class.model_fields and is_of_service(value):
+    ours = {variable: value for variable, value in os.environ.items() if variable.upper().startswith(PREFIX)}
+    if not ours:
+        return
+    fields = {*all_fields(), *config_class.model_fields}
+    known = {PREFIX + name.upper() for name in fields} | _OTHER_VARIABLES
+    for variable, value in ours.items():
+        name = variable.upper().removeprefix(PREFIX)  # the common beginning makes all names look near
+        if variable.upper() == f"{PREFIX}PORT" and "port" in config_class.model_fields and is_of_service(value):
             said = "Kubernetes says so of a service named specmamba, and it is no port to listen on"
             print(f"{prog}: {variable}={value} is ignored: {said}", file=sys.stderr)
-        if name == variable.upper() or variable.upper() in known or _OF_KUBERNETES.search(name):
+        if variable.upper() in known or _OF_KUBERNETES.search(name):
             continue
         if (hint := _hint_of_another(name.lower())) is not None:
             raise ConfigError(f"{variable}: there is no such variable of the environment; {hint}")
         own, others = ([field.upper() for field in those] for those in (config_class.model_fields, fields))
         if near := did_you_mean(name, own) or did_you_mean(name, others):
-            hint = near.replace("mean ", f"mean {_PREFIX}")
+            hint = near.replace("mean ", f"mean {PREFIX}")
             raise ConfigError(f"{variable}: there is no such variable of the environment{hint}")
         print(f"{prog}: {variable} has no effect: this command has no such flag", file=sys.stderr)
 
@@ -185,11 +160,11 @@ def _check_environment(config_class: type[EngineConfig], prog: str) -> None:
 def _hint_of_another(name: str) -> str | None:
     """What is said of a variable that has the name of another runtime's setting; None: it has none."""
     if name == SPECULATIVE:
-        return f"{_PREFIX}SPECULATIVE_ALGORITHM and others that begin so are for its parts"
+        return f"{PREFIX}SPECULATIVE_ALGORITHM and others that begin so are for its parts"
     known = OTHER_NAMES.get(name)
     if known is None:
         return None
-    return f"{_PREFIX}{known.field.upper()} is what it is called here" if isinstance(known, Renamed) else known.reason
+    return f"{PREFIX}{known.field.upper()} is what it is called here" if isinstance(known, Renamed) else known.reason
 
 
 def _take_config_file(
@@ -201,7 +176,7 @@ def _take_config_file(
     """
     files, rest = take_flag("--config", arguments)
     file = _read_toml(Path(files[-1])) if files else NO_FILE
-    elsewhere = _ALL_COMMANDS - set(config_class.model_fields)
+    elsewhere = all_fields() - set(config_class.model_fields) if file.settings else set()
     try:
         own, notes = translated(file.settings)
     except ConfigError as error:
@@ -215,7 +190,7 @@ def _take_config_file(
 def _take_repeated(config_class: type[EngineConfig], arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
     """The values of flags that may be repeated, and the arguments without these flags.
 
-    pydantic-settings would parse the values as JSON or as lists with commas, which a stop string may look like.
+    The parser would take a value that begins with a hyphen, as a stop string may, for a flag.
     """
     taken: dict[str, list[str]] = {}
     for name, field in config_class.model_fields.items():

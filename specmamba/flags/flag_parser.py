@@ -6,19 +6,19 @@ import argparse
 import itertools
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings
 
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError
 from specmamba.flags.near_names import did_you_mean
 from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, flag_of, mapping_of_draft, translated
-from specmamba.server_config import ServerConfig
+from specmamba.flags.settings import CommandLine, is_number_list, is_plain_list
 
 WIDTH = 110
 # Each group of flags begins with this field and goes on to the next one, in the order of their declaration.
@@ -43,10 +43,46 @@ _UNKNOWN = "unrecognized arguments: "
 class FlagParser(argparse.ArgumentParser):
     """Flags of a settings class."""
 
-    def __init__(self, settings_class: type[BaseSettings], prog: str) -> None:
+    def __init__(self, settings_class: type[CommandLine], prog: str) -> None:
         super().__init__(prog=prog, usage="%(prog)s [OPTIONS]", allow_abbrev=False)
-        self.description = (settings_class.__doc__ or "").partition("\n\n")[0].replace("``", "")
-        self._fields = settings_class.model_fields
+        elsewhere = " Also: --config FILE.toml, environment SPECMAMBA_*." if settings_class.reads_environment else ""
+        self.description = (settings_class.__doc__ or "").partition("\n\n")[0].replace("``", "") + elsewhere
+        self._fields = dict(settings_class.model_fields)
+        for name, field in settings_class.model_fields.items():
+            self._parts(name, field)
+        for name, field in self._fields.items():
+            self._add_flag(name, field)
+
+    def _parts(self, name: str, field: FieldInfo) -> None:
+        """Put the fields of a field that has some, ``architecture.hidden_size``, in its place."""
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            del self._fields[name]
+            self._fields |= {f"{name}.{part}": own for part, own in field.annotation.model_fields.items()}
+
+    def _add_flag(self, name: str, field: FieldInfo) -> None:
+        kind: dict[str, Any] = {}
+        if field.annotation is bool:
+            kind = {"action": argparse.BooleanOptionalAction}
+        elif is_plain_list(field):
+            kind = {"action": "append"}
+        self.add_argument(flag_of(name), dest=name, default=argparse.SUPPRESS, **kind)
+
+    def values(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """The values of the flags that are given, by the names of their fields; "None" is one, where a field may be.
+
+        Lists of numbers are read from ``--flag 1,4``, ``--flag 1 --flag 4`` and ``--flag [1,4]``.
+
+        Prints help or an error and exits, as ``parse_args``.
+        """
+        found: dict[str, Any] = {}
+        for name, value in vars(self.parse_args(arguments)).items():
+            whole, _, part = name.partition(".")
+            if is_number_list(self._fields[name]):
+                value = [item for given in value for item in given.strip().strip("[]").split(",")]
+            may_be_none = value == "None" and NoneType in typing.get_args(self._fields[name].annotation)
+            target = found.setdefault(whole, {}) if part else found
+            target[part or whole] = None if may_be_none else value
+        return found
 
     def format_help(self) -> str:
         """Usage, description, and the flags in groups, those that only this command has first."""
@@ -80,6 +116,8 @@ class FlagParser(argparse.ArgumentParser):
 
 def grouped(fields: Mapping[str, FieldInfo]) -> dict[str, list[str]]:
     """The names of fields by group; a field without a start of its own belongs to the group of the field before it."""
+    from specmamba.server_config import ServerConfig
+
     shared = {*EngineConfig.model_fields, *ServerConfig.model_fields}
     groups: dict[str, list[str]] = {OWN: [name for name in fields if name not in shared]}
     title = ""

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 
 from specmamba.config import EngineConfig
 from specmamba.errors import ConfigError, SpecmambaError
-from specmamba.flags.command_line import describe_validation_error, variable_of
+from specmamba.flags.command_line import describe_validation_error
 from specmamba.flags.near_names import as_keywords
 from specmamba.flags.other_names import OTHER_NAMES, SPECULATIVE, translated
+from specmamba.flags.settings import variable_of
 
 logger = logging.getLogger("specmamba")
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pydantic_settings import BaseSettings
-
-from specmamba.config import EngineConfig
+from specmamba.config import CommandLine, EngineConfig
 from specmamba.errors import SpecmambaError
 from specmamba.flags.command_line import exit_with_error, parse_command_line, read_flags
 from specmamba.measure.report import write_json
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import OverflowMethod
     from rich.table import Table
 
-ConfigT = TypeVar("ConfigT", bound=BaseSettings)
+ConfigT = TypeVar("ConfigT", bound=CommandLine)
 ItemT = TypeVar("ItemT")
 Report = Mapping[str, Any]
 Row = tuple[str, str]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
-from pydantic_settings import NoDecode
 
 from specmamba.config import MAX_DRAFT_TOKENS
 from specmamba.measure.prompts import TextOptions
@@ -21,7 +20,6 @@ class TreeTunerConfig(TextOptions):
     out: Annotated[Path, Field(description="write the trees to this file, for --speculative-tree")] = Path("tree.json")
     batch_sizes: Annotated[
         Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)],
-        NoDecode,
         BeforeValidator(split_numbers),
         Field(description="batch sizes to tune for; batches in between use the tree of the next larger one"),
     ] = (1, 2, 4, 8)

@@ -25,6 +25,9 @@ from schemathesis.specs.openapi.checks import (
 from transformers import AutoTokenizer, Qwen3_5ForCausalLM
 
 from specmamba.config import DEMO_MODEL, EngineConfig
+from tests.api.test_api_reasoning import conversations, serving_thoughts, write
+from tests.api.test_api_tools import CALL
+from tests.api.test_api_tools import WEATHER as TOOL
 from tests.fake_engine import Served, serving, wait_until
 
 pytestmark = pytest.mark.slow
@@ -70,6 +73,49 @@ def test_langchain(demo: Served) -> None:
     for method in ("json_schema", "function_calling"):
         answer = chat.with_structured_output(Verdict, method=method).invoke("is it?")
         assert isinstance(answer, Verdict)
+
+
+def langchain_of(served: Served) -> Any:
+    from langchain_openai import ChatOpenAI
+
+    common: dict[str, Any] = {"base_url": served.url + "/v1", "api_key": "none", "model": MODEL, "temperature": 0}
+    return ChatOpenAI(**common | {"max_tokens": 200})
+
+
+def joined(chunks: list[Any]) -> Any:
+    whole, *others = chunks
+    for chunk in others:
+        whole += chunk
+    return whole
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::UserWarning")
+def test_langchain_forces_the_demo_to_call_a_tool(demo: Served) -> None:
+    forced = langchain_of(demo).bind_tools([Verdict], tool_choice="any")
+    (call,) = forced.invoke("is it?").tool_calls
+    assert call["name"] == "Verdict"
+    Verdict.model_validate(call["args"])
+    (streamed,) = joined(list(forced.stream("is it?"))).tool_calls
+    assert (streamed["name"], streamed["args"]) == ("Verdict", call["args"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::UserWarning")
+def test_langchain_sends_the_result_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model chooses: scripted, as the demo knows no tools."""
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    seen = conversations(monkeypatch)
+    with serving_thoughts() as served:
+        chat = langchain_of(served).bind_tools([TOOL])
+        write(served, monkeypatch, f"Hm.</think>Let me see.\n{CALL}")
+        answer = chat.invoke("u")
+        assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("weather", {"city": "Köln"})]
+        assert joined(list(chat.stream("u"))).tool_calls[0]["args"] == {"city": "Köln"}
+        write(served, monkeypatch, "</think>12 degrees.")
+        result = ToolMessage("12°", tool_call_id=answer.tool_calls[0]["id"])
+        assert chat.invoke([HumanMessage("u"), answer, result]).content == "12 degrees."
+        assert [message["role"] for message in seen[-1]] == ["user", "assistant", "tool"]
+        assert seen[-1][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Köln"}
 
 
 # ---- lm-eval ---------------------------------------------------------------------------------------------------------

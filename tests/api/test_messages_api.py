@@ -1,6 +1,6 @@
 """POST /v1/messages: Anthropic's blocks in, typed blocks and events out, its errors and its key; what is refused.
 
-Anthropic's own client is no dependency: it was tried against the same scripted server by hand.
+Anthropic's own client asks the same scripted server in ``test_anthropic_client``.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_scales_that_are_cut_off(checkpoint: Path, tmp_path: Path, capsys: pytes
     save_file(tensors | {name: tensors[name][:, :1].contiguous()}, file)
     with pytest.raises(SystemExit, match="2"):
         main(["info", "--model", str(out)])
-    assert "scales are for groups of 64 inputs; its format or config says 32" in capsys.readouterr().err
+    assert "scales are for whole outputs; its format or config says groups of 32 inputs" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -59,8 +59,11 @@ def write_both(folder: Path, quantized: Path, dequantized: Path) -> int:
     save_file({name: x.contiguous() for name, x in stored.items()}, quantized / "model.safetensors")
     save_file({name: x.contiguous() for name, x in meant.items()}, dequantized / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
-    config["quantization_config"]["modules_to_not_convert"] = ["model.layers.0.mlp.up_proj", "nothing.of.this.name"]
+    fp8: dict[str, Any] = {"type": "float", "num_bits": 8}
+    spreads: list[dict[str, Any]] = [{"strategy": "block", "block_structure": list(BLOCK)}, {"strategy": "channel"}]
+    groups = {f"group_{i}": {"weights": fp8 | spread} for i, spread in enumerate(spreads)}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
+    config["quantization_config"]["ignore"] = ["model.layers.0.mlp.up_proj", "nothing.of.this.name"]
     (quantized / "config.json").write_text(json.dumps(config))
     return count
 

@@ -90,11 +90,11 @@ def scales_of(weight: Tensor, args: QuantizationArgs, dtype: torch.dtype) -> dic
     elif args.strategy == "block":
         assert args.block_structure is not None
         rows, columns = args.block_structure
-        padded = torch.nn.functional.pad(weight, (0, -WIDTH % columns, 0, -OUTPUTS % rows))
+        padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
         blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2)
         groups = blocks.flatten(2)
     else:
-        groups = weight.unflatten(1, (-1, args.group_size or WIDTH))
+        groups = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
     is_float = args.type == "float"
     largest = (448.0 if args.num_bits == 8 else 6.0) if is_float else 2 ** (args.num_bits - 1) - 1
     scale = groups.abs().amax(-1) / largest

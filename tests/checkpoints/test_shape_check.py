@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,44 +133,6 @@ def test_what_is_said(form: str, change: Parts, words: str, tmp_path: Path) -> N
     for kind in (TensorReader, ShapeReader):
         with kind(tmp_path) as reader, pytest.raises(CheckpointError, match=words):
             reader.take("a.weight", SHAPE)
-
-
-GROUPED = {"quant_method": "compressed-tensors", "config_groups": {}}
-
-
-def schemes(*weights: dict[str, Any]) -> dict[str, Any]:
-    return GROUPED | {"config_groups": {f"group_{i}": {"weights": each} for i, each in enumerate(weights)}}
-
-
-@pytest.mark.parametrize(
-    ("form", "change", "config", "words"),
-    [
-        ("nvfp4", {"weight_scale": torch.ones(OUTPUTS, 2).to(torch.float8_e4m3fn)}, {}, "of 32 inputs; .* says 16"),
-        ("nvfp4", {"weight_scale": torch.ones(1).to(torch.float8_e4m3fn)}, {}, "of 64 inputs; .* says 16"),
-        ("mxfp4", {"weight_scale": torch.full((OUTPUTS, 4), 127, dtype=torch.uint8)}, {}, "of 16 inputs; .* says 32"),
-        ("mxfp8", {"weight_scale": torch.full((OUTPUTS, 1), 127, dtype=torch.uint8)}, {}, "of 64 inputs; .* says 32"),
-        ("packed", {}, schemes({"group_size": 16}), "of 32 inputs; .* says 16"),
-        ("packed", {"weight_scale": torch.ones(OUTPUTS, 1)}, schemes({"group_size": 32}), "of 64 inputs; .* says 32"),
-        ("packed", {}, schemes({"strategy": "channel"}), "of 32 inputs; .* says 64"),
-        ("packed", {}, schemes({"group_size": 16}, {"group_size": 32}), None),
-        ("int8", {}, schemes({"group_size": 32}), "of 64 inputs; .* says 32"),
-        ("int8", {}, schemes({"group_size": 32}, {"strategy": "channel", "group_size": None}), None),
-        ("int8", {}, schemes({"group_size": 128}), None),  # a matrix has fewer inputs
-        ("fp8 per tensor", {}, schemes({"group_size": 32}), None),  # a head that was left in FP8
-        ("gptq", {}, {"quant_method": "gptq", "group_size": 16}, "of 32 inputs; .* says 16"),
-        ("gptq", {}, {"quant_method": "gptq", "group_size": -1}, "of 32 inputs; .* says 64"),
-        ("gptq", {}, {"quant_method": "gptq", "group_size": 16, "dynamic": {"a": {"group_size": 32}}}, None),
-        ("awq", {}, {"quant_method": "awq", "group_size": 16}, "of 32 inputs; .* says 16"),
-        ("awq", {}, {"quant_method": "awq", "group_size": "16"}, "a group should be a number of inputs, but is '16'"),
-        ("awq", {}, {"quant_method": "awq", "group_size": 0}, "a group should be a number of inputs, but is 0"),
-    ],
-)
-def test_sizes_of_groups(form: str, change: Parts, config: dict[str, Any], words: str | None, tmp_path: Path) -> None:
-    """A format has one size, and a config says which ones whole numbers have, in whatever layer."""
-    write(tmp_path, forms()[form][0] | change, config)
-    for kind in (TensorReader, ShapeReader):
-        said = complaint(kind, tmp_path)
-        assert said is None if words is None else re.search(words, str(said))
 
 
 def test_info_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

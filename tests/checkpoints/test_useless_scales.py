@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specmamba.checkpoints.quantized.declared import MAX_BLOCK
 from specmamba.checkpoints.quantized.scales import scale_of
-from specmamba.checkpoints.quantized.storage import MAX_BLOCK
 from specmamba.checkpoints.tensor_reader import TensorReader
 from specmamba.errors import CheckpointError
 from tests.checkpoints.test_shape_check import OUTPUTS, SHAPE, WIDTH, forms, write
@@ -145,7 +145,7 @@ def test_a_byte_that_is_no_number(tmp_path: Path) -> None:
 def test_blocks_of_any_size() -> None:
     """Scales of a block that is larger than the matrix take no more memory than the matrix."""
     shape = (512, 2, 3)
-    scale, group = scale_of("a", torch.ones(512, 1, 3), shape, (MAX_BLOCK, 1))
+    scale, group = scale_of("a", torch.ones(512, 1, 3), shape, [(MAX_BLOCK, 1)])
     assert scale.shape == shape
     assert group == 1
     num_bytes = scale.untyped_storage().nbytes()

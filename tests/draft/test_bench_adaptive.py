@@ -23,6 +23,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cell["ways"]["chain of 3"]["accepted"] > 1.0
     best = max(figures["over_plain"] for way, figures in cell["ways"].items() if way != adaptive.ADAPTIVE)
     assert cell["over_best_fixed"] == pytest.approx(cell["ways"]["adaptive"]["over_plain"] / best, abs=0.01)
+    assert cell["over_best_interval"] == [cell["over_best_fixed"]] * 2
     assert "worst:" in capsys.readouterr().out
     assert json.loads(costs.read_text())["entries"]
 
@@ -36,6 +37,12 @@ def test_cells_of_given_text_and_given_acceptance(tmp_path: Path) -> None:
     assert [cells[f"accepted {p}"]["chain of 3"]["accepted"] for p in (0, 1)] == [1.0, 4.0]
     assert cells["accepted 0"][adaptive.ADAPTIVE]["accepted"] == 1.0
     assert all(0 <= ways[adaptive.ADAPTIVE]["drafted"] <= 1 for ways in cells.values())
+
+
+def test_every_way_takes_every_place_of_a_round() -> None:
+    for half in (0, 1):  # the rounds that ``over_best`` chooses in, and those that it compares in
+        orders = [adaptive.in_turn(number) for number in range(half, 2 * len(adaptive.WAYS), 2)]
+        assert all(set(column) == set(adaptive.WAYS) for column in zip(*orders, strict=True))
 
 
 def test_an_unknown_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

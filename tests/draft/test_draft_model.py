@@ -32,7 +32,7 @@ from specmamba.core import Batch, DraftTree, OutputDelta, RequestOutput
 from specmamba.draft.draft_model import DraftStates, ModelDrafter
 from specmamba.draft.drafter import chain_shape
 from specmamba.engine.workbench import Workbench
-from specmamba.errors import ConfigError, EngineFailedError
+from specmamba.errors import ConfigError, EngineFailedError, RequestError
 from specmamba.kernels import causal_conv1d, gated_delta_rule
 from specmamba.trees import StaticTree, TreeFile
 from specmamba.verify.record_buffers import RecordBuffers
@@ -768,3 +768,11 @@ def test_a_draft_that_overflows_is_not_cached(checkpoints: Checkpoints, plain: P
         assert drafter._states._pool.recurrent[:, 1].isfinite().all()
         assert text == plain.after(PROMPTS[0], 20)
         plain.check([again])
+
+
+def test_a_prediction_is_refused(checkpoints: Checkpoints) -> None:
+    with new_llm(checkpoints, "noisy") as llm:
+        params = SamplingParams(max_tokens=4, prediction=[1, 2])
+        with pytest.raises(RequestError, match="drafts with a model of its own") as refused:
+            llm.generate(PROMPTS[0], params)
+        assert refused.value.param == "prediction"

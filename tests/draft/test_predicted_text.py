@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specmamba import LLM
 from specmamba.config import DEMO_MODEL, EngineConfig
 from specmamba.core import SpecStats
 from specmamba.draft import predicted_text
@@ -182,6 +183,34 @@ def test_a_depth_bounds_predicted_drafts_too(engine: Engine) -> None:
     assert found == plain[:1]
     assert spec.num_verify_steps == 10
     assert len(spec.accepted_histogram) == 3
+
+
+def test_the_python_interface_drafts_from_it() -> None:
+    """As a text and as token ids, in calls, in streams and under asyncio; the text is the one without it."""
+    greedy = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    with LLM(**FLAGS, **ENGINES["ngram"]) as llm:
+        plain = llm.generate("def main():", greedy.model_copy(update={"speculative": False}))[0]
+        given = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, prediction=plain.text)
+        ids = given.model_copy(update={"prediction": plain.token_ids})
+        outputs = llm.generate(["def main():", "def main():"], [given, ids])
+        assert [output.token_ids for output in outputs] == [plain.token_ids] * 2
+        tokenizer = llm.get_tokenizer()
+        assert llm.engine.encode_prediction(given) == tokenizer.encode(plain.text, add_special_tokens=False)
+        assert outputs[1].spec.accept_length > 3  # it agrees from beginning to end
+        last = list(llm.stream("def main():", ids))[-1]
+        assert last.spec.num_accepted_tokens == outputs[1].spec.num_accepted_tokens
+        with pytest.raises(RequestError, match="not in the vocabulary") as refused:
+            llm.generate("x", SamplingParams(prediction=[llm.engine.vocab_size]))
+        assert refused.value.param == "prediction"
+        with pytest.raises(RequestError, match="speculative asks for no drafts"):
+            llm.generate("x", SamplingParams(prediction="y", speculative=False))
+
+
+def test_parameters_alone_are_enough_for_an_engine() -> None:
+    engine = Engine(EngineConfig(**FLAGS, speculative_algorithm="none"))
+    with pytest.raises(RequestError, match="this server drafts nothing"):
+        engine.add_request("x", [1, 2], SamplingParams(prediction="y"))
+    engine.close()
 
 
 def test_what_is_refused() -> None:

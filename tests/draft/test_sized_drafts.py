@@ -15,6 +15,7 @@ from specmamba import LLM, SamplingParams
 from specmamba.config import DEMO_MODEL
 from specmamba.core import RequestOutput
 from specmamba.draft.heads import MTPDrafter
+from specmamba.draft.sizing import sizer as sizer_module
 from specmamba.draft.sizing.rounds import SizedBatch
 from specmamba.draft.sizing.schedule import NOTHING_FOR_LONG, DraftSize
 from specmamba.sampling_params import SpeculationParams
@@ -152,6 +153,7 @@ def test_chains_of_captured_steps_are_learned_from(monkeypatch: pytest.MonkeyPat
             return DraftSize(2, is_chain=True), 5
 
         monkeypatch.setattr(sizer, "_planned", planned)
+        monkeypatch.setattr(sizer_module, "CHAINS_TO_LEARN", 1)
         before = sizer.state.bins[:, 0].sum()
         output = llm.generate(PROMPTS[0], sampling(0))[0]
         bins = sizer.state.bins - before
@@ -160,6 +162,34 @@ def test_chains_of_captured_steps_are_learned_from(monkeypatch: pytest.MonkeyPat
     assert bins[:, 2].sum() == pytest.approx(spec.num_accepted_tokens, rel=0.1)  # older ones fade
     assert bins[:, 0].sum() == pytest.approx(observed, rel=0.1)
     assert sizer.figures.num_nodes == 3 * sizer.figures.num_steps
+
+
+def test_most_chains_are_counted_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round of four judges probabilities; the text is the same, and every round tells what chains bring."""
+    with LLM(dtype="float32", speculative_adaptive="auto") as llm:
+        sizer = llm.engine.runner.sizer
+        assert sizer is not None
+        sizes: list[DraftSize] = []
+
+        def planned(batch: SizedBatch) -> tuple[DraftSize, int]:
+            sizer._predict(batch)
+            return DraftSize(2, is_chain=True), 5
+
+        def plan(*given: Any) -> DraftSize:
+            sizes.append(sized(*given))
+            return sizes[-1]
+
+        sized = sizer.plan
+        monkeypatch.setattr(sizer, "_planned", planned)
+        monkeypatch.setattr(sizer, "plan", plan)
+        output = llm.generate(PROMPTS[0], sampling(0))[0]
+        judged = sizer.state.bins[:, 0].sum()
+        kept = sizer.state.next_of_row.sum()
+    assert [size.learns for size in sizes[:5]] == [True, False, False, False, True]
+    spec = output.spec
+    observed = sum(count * min(accepted + 1, 2) for accepted, count in enumerate(spec.accepted_histogram))
+    assert 0 < judged < 0.6 * observed
+    assert kept >= len(sizes) // 2
 
 
 @pytest.mark.slow

@@ -51,12 +51,31 @@ def test_a_slower_machine_is_followed_within_bounds() -> None:
     assert known.ratio(1, 4, True) == pytest.approx(1.5, rel=0.01)
     assert known.ratio(1, 6, True) == pytest.approx(1.5, rel=0.05)  # another number of nodes of the same kind
     assert known.ratio(1, 1, False) == pytest.approx(1.5, rel=0.05)  # steps that are not made
-    for _ in range(500):
+    for _ in range(2000):
         known.observe(1, 4, True, 1.8, 1000.0)
-    assert known.ratio(1, 4, True) == 2.0
-    for _ in range(1000):
+    assert known.ratio(1, 4, True) == pytest.approx(64.0)
+    for _ in range(2000):
         known.observe(1, 4, True, 1.8, 1e-9)
-    assert known.ratio(1, 4, True) == 0.5
+    assert known.ratio(1, 4, True) == pytest.approx(1 / 64)
+
+
+def test_a_kind_is_at_most_twice_what_the_measurement_says_of_it() -> None:
+    known = costs()
+    for _ in range(60):
+        known.observe(1, 1, False, 1.0, 1.0, 8)
+        known.observe(1, 4, True, 1.8, 1.8 * 8, 8)
+    assert known.ratio(1, 4, True) / known.ratio(1, 1, False) <= 4.0  # one twice as slow, the other twice as fast
+    assert 0.5 <= known.ratio(2, 2, False) / math.exp(known._speed) <= 2.0
+
+
+def test_times_of_a_busy_machine_are_corrected_kind_by_kind() -> None:
+    """Plain steps take a quarter of what was measured, those with drafts a third: the ratio of both is followed."""
+    known = costs()
+    for _ in range(40):
+        known.observe(1, 1, False, 1.0, 0.25, 8)
+        known.observe(1, 4, True, 1.8, 0.6, 8)
+    assert known.ratio(1, 1, False) == pytest.approx(1 / 4, rel=0.05)
+    assert known.ratio(1, 4, True) == pytest.approx(1 / 3, rel=0.05)
 
 
 def test_a_difference_between_kinds_is_found_though_the_machine_drifts() -> None:

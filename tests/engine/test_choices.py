@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from specmamba import LLM, AsyncLLM, SamplingParams
-from specmamba.errors import EngineStoppedError, RequestError
+from specmamba.core import OutputDelta
+from specmamba.errors import EngineStoppedError
 from tests.engine.test_engine import assert_idle
 from tests.fake_engine import wait_until
 
@@ -94,10 +95,34 @@ def test_the_number_is_bounded(n: Any) -> None:
         SamplingParams(n=n)
 
 
-def test_a_stream_is_one_continuation(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="not n=2: open a stream for each") as refused:
-        next(iter(llm.stream("x", several(2))))
-    assert refused.value.param == "n"
+def texts_of_stream(deltas: Iterable[OutputDelta]) -> dict[int, tuple[int, ...]]:
+    """The tokens of each continuation; nothing comes behind its end, and each has one."""
+    found: dict[int, tuple[int, ...]] = {}
+    ended = set()
+    for delta in deltas:
+        assert delta.index not in ended
+        found[delta.index] = found.get(delta.index, ()) + delta.token_ids
+        if delta.finish_reason is not None:
+            ended.add(delta.index)
+    assert ended == set(found)
+    return found
+
+
+def test_a_stream_has_all_continuations(llm: LLM) -> None:
+    expected = {one.index: one.token_ids for one in llm.generate("def main():", several(4))[0].outputs}
+    deltas = list(llm.stream("def main():", several(4)))
+    assert texts_of_stream(deltas) == expected
+    assert len(expected) == 4
+    assert [delta.index for delta in deltas] != sorted(delta.index for delta in deltas)  # side by side
+
+
+def test_leaving_a_stream_ends_all_continuations(llm: LLM) -> None:
+    stream = llm.stream("def main():", several(6, max_tokens=100))
+    next(stream)
+    assert isinstance(stream, Generator)
+    stream.close()
+    assert not llm.engine.has_unfinished_requests
+    assert_idle(llm.engine)
 
 
 def test_one_that_fails_is_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +158,11 @@ def test_tasks_share_one_engine() -> None:
             output, *_ = await llm.generate("def main():", several(5))
             alone = [(await llm.generate("def main():", several(1, seed=7 + i)))[0] for i in range(5)]
             assert [one.token_ids for one in output.outputs] == [one.token_ids for one in alone]
-            with pytest.raises(RequestError, match="not n=2"):
-                await anext(llm.stream("x", several(2)))
+            streamed = texts_of_stream([delta async for delta in llm.stream("def main():", several(5))])
+            assert streamed == {one.index: one.token_ids for one in output.outputs}
+            left = llm.stream("def main():", several(5, max_tokens=100))
+            await anext(left)
+            await left.aclose()  # type: ignore[attr-defined]
             cancelled = asyncio.ensure_future(llm.generate("def main():", several(5, max_tokens=100)))
             await asyncio.sleep(0.05)
             cancelled.cancel()

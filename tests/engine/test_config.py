@@ -5,18 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from pydantic import SecretStr
+from pydantic import BaseModel, Field, SecretStr
 
 from specmamba import LLM, SamplingParams
+from specmamba.bench.adaptive import AdaptiveBenchConfig
+from specmamba.bench.host_time import HostTimeConfig
+from specmamba.bench.prefix.engines import PrefixBenchConfig
+from specmamba.bench.swing import SwingConfig
 from specmamba.cache.shapes import CacheShape, KVShape, StateShape
-from specmamba.config import DEMO_MODEL, EngineConfig, GenerateConfig
+from specmamba.chat_config import ChatConfig
+from specmamba.config import DEMO_MODEL, CommandLine, EngineConfig
 from specmamba.errors import ConfigError
-from specmamba.flags.command_line import describe_validation_error, parse_command_line
+from specmamba.flags.command_line import describe_validation_error, parse_command_line, read_flags
 from specmamba.flags.flag_parser import GROUPS, grouped
+from specmamba.generate_config import GenerateConfig
+from specmamba.measure.acceptance.options import AcceptanceBenchConfig
 from specmamba.server_config import ServerConfig
+from specmamba.tune.options import TreeTunerConfig
 
 # DESIGN section 10, as far as it is built
 ENGINE_FLAGS = {
@@ -537,3 +545,78 @@ def test_shapes_of_a_cache_in_bytes() -> None:
     assert shape.kv_bytes_per_token == 2 * 3 * 2 * 10 * 2
     assert shape.state_bytes_per_slot == 5 * (4 * 4 * 8 * 16 + 3 * state.conv_channels * 2)
     assert shape.record_bytes_per_token == 5 * (4 * (2 * 8 + 4 * 17) + state.conv_channels * 2)
+
+
+def own_checks(config_class: type[CommandLine], kind: str) -> set[str]:
+    """The names of the functions that a class itself adds to check its values."""
+    return {name for name in getattr(config_class.__pydantic_decorators__, kind) if name in vars(config_class)}
+
+
+@pytest.mark.parametrize("kind", ["model_validators", "field_validators"])
+def test_no_check_of_a_command_takes_the_place_of_another(kind: str) -> None:
+    """Functions of the same name do, so that the flags of the engine would go unchecked."""
+    classes = [ServerConfig, GenerateConfig, ChatConfig, AcceptanceBenchConfig, PrefixBenchConfig, TreeTunerConfig]
+    for config_class in classes:
+        owners = [base for base in config_class.__mro__ if issubclass(base, CommandLine)]
+        names = [name for owner in owners for name in own_checks(owner, kind)]
+        assert len(names) == len(set(names)), config_class
+
+
+@pytest.mark.parametrize("config_class", [AcceptanceBenchConfig, PrefixBenchConfig])
+def test_commands_with_checks_of_their_own_check_the_flags_of_the_engine(config_class: type[EngineConfig]) -> None:
+    flags = ["--speculative-algorithm", "ngram", "--speculative-draft-model-path", "x"]
+    with pytest.raises(ConfigError, match="ngram has no use for it"):
+        parse_command_line(config_class, "bench", flags)
+
+
+class Sizes(BaseModel):
+    width: int = 1
+    depth: int = 2
+
+
+class Nested(CommandLine):
+    sizes: Sizes = Sizes()
+    folders: list[Path] = Field([])
+    limit: int | None = 3
+    name: str = "x"
+    numbers: tuple[int, ...] = ()
+    shares: tuple[Annotated[float, Field(ge=0)], ...] = (1.0,)
+
+
+@pytest.mark.parametrize("flags", [["1,16,1"], ["[1,16,1]"], ["1", "16,1"]])
+def test_commas_part_numbers(flags: list[str]) -> None:
+    read = read_flags(Nested, "test", [part for flag in flags for part in ("--numbers", flag)])
+    assert read.numbers == (1, 16, 1)
+    assert read_flags(Nested, "test", ["--shares", "0,0.5"]).shares == (0.0, 0.5)
+    with pytest.raises(ConfigError, match=r"--numbers: .*integer"):
+        read_flags(Nested, "test", ["--numbers", "1,x"])
+
+
+@pytest.mark.parametrize(
+    ("config_class", "flags"),
+    [
+        (SwingConfig, ["--clients", "1,16,1"]),
+        (AdaptiveBenchConfig, ["--batches", "1,4", "--temperatures", "0,0.8", "--synthetic-acceptance", "0.1,0.5"]),
+        (HostTimeConfig, ["--batches", "1,8"]),
+    ],
+)
+def test_lists_of_numbers_as_the_docs_write_them(config_class: type[CommandLine], flags: list[str]) -> None:
+    read = read_flags(config_class, "test", flags)
+    for flag, text in zip(flags[::2], flags[1::2], strict=True):
+        assert [float(each) for each in text.split(",")] == [*getattr(read, flag[2:].replace("-", "_"))]
+
+
+def test_the_default_of_other_runtimes_written_out() -> None:
+    assert parse_command_line(ServerConfig, "serve", ["--quantization", "None"]).quantization == "auto"
+
+
+def test_flags_of_parts_lists_and_none() -> None:
+    flags = ["--sizes.depth", "5", "--folders", "a,b", "--folders", "c", "--limit", "None", "--name", "None"]
+    read = read_flags(Nested, "test", flags)
+    assert read.sizes == Sizes(depth=5)
+    assert read.folders == [Path("a,b"), Path("c")]  # no value is cut
+    assert (read.limit, read.name) == (None, "None")
+    over = read_flags(Nested, "test", ["--name", "1"], name="2", limit=4)
+    assert (over.name, over.limit, over.folders) == ("1", 4, [])
+    with pytest.raises(ConfigError, match=r"--sizes: .*integer"):
+        read_flags(Nested, "test", ["--sizes.depth", "deep"])

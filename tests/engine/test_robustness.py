@@ -15,11 +15,12 @@ import torch
 from pydantic import ValidationError
 
 from specmamba import LLM, SamplingParams
-from specmamba.config import EngineConfig, GenerateConfig
+from specmamba.config import EngineConfig
 from specmamba.core import OutputDelta
 from specmamba.engine.engine import Engine
 from specmamba.errors import QueueFullError
 from specmamba.flags.command_line import parse_command_line
+from specmamba.generate_config import GenerateConfig
 from specmamba.kernels import sampling
 from specmamba.layers.primitives import Embedding
 from specmamba.server_config import ServerConfig

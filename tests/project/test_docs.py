@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic_settings import BaseSettings
 from safetensors import safe_open
 
 from specmamba.chat_config import ChatConfig
 from specmamba.cli import COMMANDS, SUBCOMMANDS
-from specmamba.config import DEMO_MODEL, EngineConfig, GenerateConfig
+from specmamba.config import DEMO_MODEL, CommandLine, EngineConfig
 from specmamba.core import SizingStats
-from specmamba.flags.command_line import _ALL_COMMANDS, _OTHER_VARIABLES, parse_command_line
+from specmamba.flags.command_line import _OTHER_VARIABLES, all_fields, parse_command_line
+from specmamba.generate_config import GenerateConfig
 from specmamba.server.observe.metrics import ServerMetrics
 from specmamba.server_config import ServerConfig
 from tests.fake_engine import FakeEngine, serving
@@ -94,7 +94,7 @@ def test_targets_of_make_exist() -> None:
 
 
 def test_variables_of_the_environment_exist() -> None:
-    known = {"SPECMAMBA_" + name.upper() for name in _ALL_COMMANDS}
+    known = {"SPECMAMBA_" + name.upper() for name in all_fields()}
     known |= _OTHER_VARIABLES
     for page in PAGES:  # those of kernels name macros of C++
         used = set(re.findall(r"\bSPECMAMBA_[A-Z_]*[A-Z]\b", text_of(page)))
@@ -120,7 +120,7 @@ def test_python_in_the_docs_is_python(page: str) -> None:
 # Flags
 
 
-def flags_of(*classes: type[BaseSettings]) -> set[str]:
+def flags_of(*classes: type[CommandLine]) -> set[str]:
     names = {name.replace("_", "-") for settings in classes for name in settings.model_fields}
     return {f"--{name}" for name in names} | {f"--no-{name}" for name in names} | {"--help", "--version", "--config"}
 
@@ -181,7 +181,7 @@ def test_commands_exist_with_their_flags(page: str, every_flag: set[str]) -> Non
         assert command in COMMANDS, words
         if command in SUBCOMMANDS:
             assert rest[0] in SUBCOMMANDS[command], words
-        classes: dict[str, type[BaseSettings]] = {"serve": ServerConfig, "generate": GenerateConfig, "chat": ChatConfig}
+        classes: dict[str, type[CommandLine]] = {"serve": ServerConfig, "generate": GenerateConfig, "chat": ChatConfig}
         allowed = flags_of(classes[command]) if command in classes else every_flag
         assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= allowed, words
 

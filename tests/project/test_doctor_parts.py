@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specmamba.doctor.machine import driver_version, examine_hardware, examine_native, examine_triton, why_triton_fails
-from specmamba.doctor.software import EXTRAS, declared_ranges, examine_software, is_in_range
+from specmamba.doctor.software import EXTRAS, PACKAGES, declared_ranges, examine_software, is_in_range
 from specmamba.kernels.native import levels, library
 from specmamba.kernels.native.levels import LEVELS
 
@@ -143,3 +143,8 @@ def test_a_kernel_is_run_and_its_result_checked(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("specmamba.kernels.rowwise.rms_norm", fail)
     assert why_triton_fails(CPU) == "RuntimeError: no gcc"
+
+
+def test_every_package_that_must_be_there_is_declared() -> None:
+    """Others are missing on a fresh machine, where this would be called an error."""
+    assert set(PACKAGES) <= declared_ranges().keys()

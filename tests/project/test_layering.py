@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "core",
         "config",
         "chat_config",
+        "generate_config",
         "server_config",
         "flags",
         "errors",

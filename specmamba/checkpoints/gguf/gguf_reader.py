@@ -20,6 +20,7 @@ from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
 
 STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Q2_K, Q2_K_BYTES = 10, 84  # ggml's number of the type, and the bytes of a block
 Stored = Tensor | QuantizedMatrix
 
 
@@ -111,9 +112,12 @@ class GgufReader(TensorReader):
 
 
 def _is_lost(found: Stored, data: Tensor, info: TensorEntry) -> bool:
-    """Whether all weights of a tensor are zero, and what is stored is not the same in every block."""
+    """Whether all scales of a tensor, or all its weights, are zero, and what is stored is not the same everywhere."""
     if isinstance(found, QuantizedMatrix):
         return vanish_as_a_whole(found)
+    if info.kind == Q2_K:  # its minima have a scale of their own
+        codes, scales = data.view(-1, Q2_K_BYTES)[:, 16:80], data.view(-1, Q2_K_BYTES)[:, 80:82].contiguous()
+        return not bool(scales.view(torch.float16).any()) and not bool((codes == codes[0, 0]).all())
     if bool(found.any()):
         return False
     from transformers.integrations.gguf.dequant import GGML_BLOCK

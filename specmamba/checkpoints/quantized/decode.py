@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor
 
+from specmamba.checkpoints.quantized.declared import MX_GROUP, NVFP4_GROUP, Spread
 from specmamba.checkpoints.quantized.scales import (
     by_groups,
     check_scales,
@@ -41,7 +42,6 @@ from specmamba.kernels.linear.quantized import e4m3_values, has_nan
 
 Parts = Mapping[str, Tensor]
 SUPPORTED_BITS = (4, 8)
-NVFP4_GROUP, MX_GROUP = 16, 32
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 FLOAT4_SCALES = (torch.float8_e4m3fn, *EXPONENTS)  # of e2m1 codes; bytes are exponents
 
@@ -94,17 +94,19 @@ def _bytes(name: str, parts: Parts, shape: tuple[int, ...], storage: Storage) ->
     """A byte per weight: FP8, or whole numbers."""
     codes = parts["weight"]
     _require_shape(name, codes, shape)
-    groups: Collection[int] = () if codes.dtype is torch.float8_e4m3fn else storage.groups
-    if parts["scale"].dtype in EXPONENTS:
-        groups = (MX_GROUP,)
-    scale, group = scale_of(name, numbers(parts["scale"]), shape, storage.block, groups)
-    if codes.dtype is torch.float8_e4m3fn:
+    is_float = codes.dtype is torch.float8_e4m3fn
+    spreads: Collection[Spread] = storage.of("FP8" if is_float else "whole numbers").spreads
+    if parts["scale"].dtype in EXPONENTS and not (is_float and spreads):
+        spreads = ((1, MX_GROUP),)
+    scale, group = scale_of(name, numbers(parts["scale"]), shape, spreads)
+    if is_float:
         require(not has_nan(codes), f"{name} has weights that are NaN")
         return QuantizedMatrix(codes.view(torch.uint8), scale, group, table=e4m3_values())
+    _require_bytes(name, storage)
     zeros = parts.get("zeros")
     if zeros is None:
         return QuantizedMatrix(codes, scale, group)
-    of_zeros, _ = scale_of(name, zeros.float(), shape, storage.block)
+    of_zeros, _ = scale_of(name, zeros.float(), shape, spreads)
     require(of_zeros.shape == scale.shape, f"{name}: {list(zeros.shape)} zero points do not fit its scales")
     return QuantizedMatrix(codes, scale, group, minimum=-of_zeros * scale)
 
@@ -117,10 +119,11 @@ def _packed_words(name: str, parts: Parts, shape: tuple[int, ...], storage: Stor
         require(parts["shape"].numel() == len(shape), f"{name}: its weight_shape has not {len(shape)} sizes")
         require(tuple(parts["shape"].tolist()) == shape, f"{name} has the shape {parts['shape'].tolist()}", shape)
     bits = _bits(name, words.shape[-1], shape[-1])
+    _require_bits(name, bits, storage)
     middle = 1 << (bits - 1)
     codes = from_words(words, bits)[..., : shape[-1]]
     _require_shape(name, codes, shape)
-    scale, group = scale_of(name, numbers(parts["scale"]), shape, storage.block, storage.groups)
+    scale, group = scale_of(name, numbers(parts["scale"]), shape, storage.of("whole numbers").spreads)
     minimum = -middle * scale
     if "zeros" in parts:
         stored = from_words(parts["zeros"].transpose(-1, -2).contiguous(), bits).transpose(-1, -2)[..., : shape[-2], :]
@@ -142,7 +145,8 @@ def _float4(name: str, parts: Parts, shape: tuple[int, ...], storage: Storage) -
     if scales.dtype not in FLOAT4_SCALES:  # the codes would be whole numbers of 4 bits
         raise CheckpointError(f"{name}: no known format has codes of uint8 beside scales of {scales.dtype}")
     size = NVFP4_GROUP if scales.dtype is torch.float8_e4m3fn else MX_GROUP
-    scale, group = scale_of(name, numbers(scales), shape, storage.block, (size,))
+    scale, group = scale_of(name, numbers(scales), shape, ((1, size),))
+    scale_of(name, numbers(scales), shape, storage.of("FP4").spreads)
     if "global_scale" in parts:
         scale = scale / of_matrix(name, parts["global_scale"], shape)
     if "second_scale" in parts:
@@ -166,8 +170,9 @@ def _words_by_input(name: str, parts: Parts, shape: tuple[int, ...], storage: St
         require(bits == 4, f"{name}: AWQ has 4 bits, not {bits}")
         codes = from_awq_words(words).t().contiguous()
         zeros = from_awq_words(parts["qzeros"]).int() if "qzeros" in parts else None
+    _require_bits(name, bits, storage)
     _require_shape(name, codes, shape)
-    scale, group = scale_of(name, scales.t().contiguous(), shape, storage.block, storage.groups)
+    scale, group = scale_of(name, scales.t().contiguous(), shape, storage.of("whole numbers").spreads)
     if zeros is None:
         zeros = torch.full_like(scales, 1 << (bits - 1))
     require(zeros.shape == scales.shape, f"{name}: {list(zeros.shape)} zero points do not fit its scales")
@@ -189,6 +194,19 @@ def _bits(name: str, num_words: int, num_codes: int) -> int:
         if num_words == -(-num_codes * bits // 32):
             return bits
     raise CheckpointError(f"{name}: {num_words} words do not hold {num_codes} codes of 4 or 8 bits")
+
+
+def _require_bits(name: str, bits: int, storage: Storage) -> None:
+    """Raise CheckpointError where a config says other numbers of bits, for any layer, than codes are stored in."""
+    said = storage.of("whole numbers").bits
+    wanted = " or ".join(map(str, sorted(said)))
+    require(not said or bits in said, f"{name} is stored in codes of {bits} bits; its config says {wanted}")
+
+
+def _require_bytes(name: str, storage: Storage) -> None:
+    """Raise CheckpointError where a config says more bits than a byte has; fewer are also stored in a byte each."""
+    said = storage.of("whole numbers").bits
+    require(not said or min(said) <= 8, f"{name} is stored in codes of 8 bits; its config says {min(said, default=8)}")
 
 
 def _require_words(name: str, parts: Parts) -> None:

@@ -8,62 +8,81 @@ from math import prod
 import torch
 from torch import Tensor
 
-from specmamba.checkpoints.quantized.storage import ALL_INPUTS
+from specmamba.checkpoints.quantized.declared import ALL, DEFAULT_BLOCK, Spread
 from specmamba.checkpoints.quantized.unpack import from_e8m0
 from specmamba.errors import CheckpointError
 from specmamba.kernels.linear import QuantizedMatrix
 
 
-def scale_of(
-    name: str, scale: Tensor, shape: tuple[int, ...], block: tuple[int, int], groups: Collection[int] = ()
-) -> tuple[Tensor, int]:
+def scale_of(name: str, scale: Tensor, shape: tuple[int, ...], spreads: Collection[Spread] = ()) -> tuple[Tensor, int]:
     """Scales of a matrix.
 
     Args:
         name: of the matrix, for messages.
         scale: as stored, as numbers.
         shape: [..., N, K], of the matrix.
-        block: outputs and inputs of a block, where scales are for blocks.
-        groups: the numbers of inputs that a group may have; ``ALL_INPUTS``: all of them. Empty: any.
+        spreads: which weights may share a scale. Empty: any, and blocks are those of ``DEFAULT_BLOCK``.
 
     Returns:
         Scales [..., N, groups], and the inputs of a group.
 
     Raises:
-        CheckpointError: the shape of the scales does not fit, or the groups are none that may be.
+        CheckpointError: the shape of the scales does not fit, or other weights share one than may.
     """
-    found, group = _spread(name, scale, shape, block)
-    width = shape[-1]
-    sizes = sorted({width if size == ALL_INPUTS else min(size, width) for size in groups})
-    allowed = " or ".join(map(str, sizes))
-    require(
-        not sizes or group in sizes,
-        f"{name}: {list(scale.shape)} scales are for groups of {group} inputs; its format or config says {allowed}",
-    )
-    return found, group
-
-
-def _spread(name: str, scale: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> tuple[Tensor, int]:
-    """The same for groups of any size."""
-    *_, outputs, width = shape
     if scale.dim() == 4 and len(shape) == 2 and scale.shape[1] == scale.shape[3] == 1:
         scale = scale.flatten(0, 1).flatten(1, 2)  # ModelOpt's blocks of FP8
-    if scale.numel() in (1, prod(shape[:-2])):  # per tensor
-        return scale.reshape(*shape[:-2], 1, 1).expand(*shape[:-1], 1), width
-    if scale.shape == shape[:-1]:
-        scale = scale[..., None]
-    if scale.shape[:-1] == shape[:-1]:
-        num_groups = scale.shape[-1]
-        require(num_groups > 0 and width % num_groups == 0, f"{name}: {num_groups} groups do not divide {width} inputs")
-        return scale, width // num_groups
-    rows, columns = block
-    blocks = (*shape[:-2], -(-outputs // rows), -(-width // columns))
+    rows, columns = _spread_of(name, scale, shape, spreads)
+    allowed = {_within(spread, shape) for spread in spreads}
     require(
-        tuple(scale.shape) == blocks,
-        f"{name}: {list(scale.shape)} scales do not fit blocks of {rows} x {columns}",
-        shape,
+        not allowed or (rows, columns) in allowed,
+        f"{name}: {list(scale.shape)} scales are for {_in_words((rows, columns), shape)}; "
+        f"its format or config says {_any_of(spreads)}",
     )
-    return scale.repeat_interleave(min(rows, outputs), -2)[..., :outputs, :], columns
+    outputs, width = shape[-2:]
+    groups = -(-width // columns)
+    of_blocks = scale.reshape(*shape[:-2], -(-outputs // rows), groups) if scale.numel() > 1 else scale.reshape(1, 1)
+    if groups == 1 and rows == outputs:
+        return of_blocks.expand(*shape[:-1], 1), columns
+    return of_blocks if rows == 1 else of_blocks.repeat_interleave(rows, -2)[..., :outputs, :], columns
+
+
+def _spread_of(name: str, scale: Tensor, shape: tuple[int, ...], spreads: Collection[Spread]) -> Spread:
+    """The outputs and inputs that share a scale, as far as its shape tells it."""
+    *_, outputs, width = shape
+    if scale.numel() in (1, prod(shape[:-2])):
+        return outputs, width
+    blocks = [_within(spread, shape) for spread in spreads or (DEFAULT_BLOCK,) if spread[0] > 1]
+    for rows, columns in blocks:
+        if tuple(scale.shape) == (*shape[:-2], -(-outputs // rows), -(-width // columns)):
+            return rows, columns
+    if scale.shape == shape[:-1]:
+        return 1, width
+    num_groups = scale.shape[-1] if scale.dim() else 0
+    is_by_output = scale.shape[:-1] == shape[:-1]
+    require(
+        is_by_output, f"{name}: {list(scale.shape)} scales do not fit {_any_of(spreads or (DEFAULT_BLOCK,))}", shape
+    )
+    require(num_groups > 0 and width % num_groups == 0, f"{name}: {num_groups} groups do not divide {width} inputs")
+    return 1, width // num_groups
+
+
+def _within(spread: Spread, shape: tuple[int, ...]) -> Spread:
+    """The outputs and inputs of a spread in a matrix, which may be smaller than a block."""
+    rows, columns = (size if part == ALL else min(part, size) for part, size in zip(spread, shape[-2:], strict=True))
+    return rows, columns
+
+
+def _any_of(spreads: Collection[Spread]) -> str:
+    return " or ".join(_in_words(spread) for spread in sorted(spreads))
+
+
+def _in_words(spread: Spread, shape: tuple[int, ...] = (ALL, ALL)) -> str:
+    """What shares a scale, for people; ``shape`` is that of the matrix whose sizes the spread has."""
+    if spread == (1, shape[-1]):
+        return "whole outputs"
+    if spread == tuple(shape[-2:]):
+        return "the whole matrix"
+    return f"groups of {spread[1]} inputs" if spread[0] == 1 else f"blocks of {spread[0]} x {spread[1]}"
 
 
 def of_matrix(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,27 +1,31 @@
-"""What a checkpoint's config says about how its matrices are quantized."""
+"""How the matrices of a checkpoint are quantized, by its config."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specmamba.checkpoints.files import read_json
+from specmamba.checkpoints.quantized.declared import Declared, Kind, read_declared
 from specmamba.errors import CheckpointError, UnsupportedModelError
 
 METHODS = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8")
 MODELOPT_FILE = "hf_quant_config.json"
-MAX_BLOCK = 1 << 16
-ALL_INPUTS = -1  # as configs write it: one group per output
+NOTHING_DECLARED = Declared()
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
     """What a checkpoint's config says about its quantized matrices, beyond what their tensors say."""
 
-    block: tuple[int, int] = (128, 128)  # outputs and inputs of a block of FP8
     has_less_zeros: bool = True  # zero points of GPTQ are stored less one
-    groups: frozenset[int] = frozenset()  # inputs of a group of whole numbers in any layer; empty: it says nothing
+    declared: Mapping[Kind, Declared] = field(default_factory=dict)
+
+    def of(self, kind: Kind) -> Declared:
+        """What is said of one kind of numbers."""
+        return self.declared.get(kind, NOTHING_DECLARED)
 
 
 def read_storage(folder: Path) -> Storage:
@@ -40,52 +44,12 @@ def read_storage(folder: Path) -> Storage:
         raise UnsupportedModelError(
             f"{folder} is quantized by the method {method!r}; specmamba reads {', '.join(METHODS)}"
         )
-    return Storage(_block(folder, config), _has_less_zeros(known, config), _groups(folder, known, config))
+    if known == "modelopt":
+        config = _modelopt_file(folder) | config
+    return Storage(_has_less_zeros(known, config), read_declared(folder / "config.json", known, config))
 
 
-def _groups(folder: Path, method: str, config: dict[str, Any]) -> frozenset[int]:
-    """Inputs of the groups of whole numbers. Raises CheckpointError for sizes that are none."""
-    if method == "compressed-tensors":
-        sizes = _groups_of_schemes(config)
-    else:
-        sizes = _group_sizes(config) if method in ("auto-round", "awq", "gptq") else []
-    for size in sizes:
-        if type(size) is not int or not (size > 0 or size == ALL_INPUTS):
-            raise CheckpointError(f"{folder / 'config.json'}: a group should be a number of inputs, but is {size!r}")
-    return frozenset(sizes)
-
-
-def _group_sizes(config: dict[str, Any]) -> list[Any]:
-    """The sizes of GPTQ, AWQ and auto-round: for all layers, and for those that are listed with one of their own."""
-    found, left = [], [config]
-    while left:
-        each = left.pop()
-        found += [each["group_size"]] if each.get("group_size") is not None else []
-        left += [value for value in each.values() if isinstance(value, dict)]
-    return found
-
-
-def _groups_of_schemes(config: dict[str, Any]) -> list[Any]:
-    """The sizes of compressed-tensors."""
-    found: list[Any] = []
-    for weights in _schemes(config):
-        block, size = weights.get("block_structure"), weights.get("group_size")
-        if weights.get("strategy") == "block" and isinstance(block, list) and block:
-            found.append(block[-1])
-        else:
-            found.append(ALL_INPUTS if size is None else size)
-    return found
-
-
-def _schemes(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """How compressed-tensors stores weights; layers differ in it."""
-    groups = config.get("config_groups")
-    listed = groups.values() if isinstance(groups, dict) else ()
-    weights = [group.get("weights") for group in listed if isinstance(group, dict)]
-    return [each for each in weights if isinstance(each, dict)]
-
-
-def _has_less_zeros(method: str, config: dict[str, Any]) -> bool:
+def _has_less_zeros(method: str, config: Mapping[str, Any]) -> bool:
     """Whether zero points are stored less one: in version 1 of GPTQ, and in auto-round's packing of that name."""
     if method != "auto-round":
         return config.get("checkpoint_format") != "gptq_v2"
@@ -108,12 +72,10 @@ def _quantization_config(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _block(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
-    """Outputs and inputs of a block of FP8."""
-    found = config.get("weight_block_size")
-    if found is None:
-        structures = [weights.get("block_structure") for weights in _schemes(config)]
-        found = next((each for each in structures if each), [128, 128])
-    if not (isinstance(found, list) and len(found) == 2 and all(type(n) is int and 0 < n <= MAX_BLOCK for n in found)):
-        raise CheckpointError(f"{folder / 'config.json'}: a block of weights should be two sizes, but is {found!r}")
-    return found[0], found[1]
+def _modelopt_file(folder: Path) -> dict[str, Any]:
+    """What ModelOpt writes beside config.json; {} if there is no such file."""
+    file = folder / MODELOPT_FILE
+    found = read_json(file).get("quantization", {}) if file.exists() else {}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: quantization should be an object, but is {found!r}")
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from specmamba.checkpoints.quantized.parts import CODES
 
@@ -61,22 +62,33 @@ def layers_of(name: str) -> str:
     return " ".join([*prefix, ".".join(kind)])
 
 
-def form_of(parts: Mapping[str, tuple[str, Sequence[int]]]) -> str:
-    """Name the form of a quantized matrix by the types and shapes of its parts, by role."""
+def form_of(parts: Mapping[str, tuple[str, Sequence[int]]], shape: Sequence[int] = ()) -> str:
+    """Name the form of a quantized matrix by the types and shapes of its parts, by role.
+
+    Args:
+        parts: type, as safetensors writes it, and shape.
+        shape: of the matrix, which tells the bits of codes that are packed in words; (): it is not known.
+    """
     role = next(role for role in CODES if role in parts)
-    dtype, shape = parts[role]
+    dtype, of_codes = parts[role]
     scale_dtype, scale = parts.get("scale", ("", ()))
     if role == "qweight":
-        return "GPTQ" if parts["scales"][1][-1] == shape[-1] else "AWQ"
+        method = "GPTQ" if parts["scales"][1][-1] == of_codes[-1] else "AWQ"
+        return f"{method}{_bits_of_words(of_codes, shape)}"
     if role == "blocks" or (dtype == "U8" and scale_dtype in _EXPONENTS):
         return "MXFP4"
     if dtype == "U8":
         return "NVFP4"
     if role == "packed":
-        return "packed words" + _spread(scale, shape)
+        return f"packed words{_bits_of_words(of_codes, shape)}" + _spread(scale, of_codes)
     if dtype == "F8_E4M3" and scale_dtype in _EXPONENTS:
         return "MXFP8"
-    return {"F8_E4M3": "FP8", "I8": "int8"}.get(dtype, dtype) + _spread(scale, shape)
+    return {"F8_E4M3": "FP8", "I8": "int8"}.get(dtype, dtype) + _spread(scale, of_codes)
+
+
+def _bits_of_words(words: Sequence[int], shape: Sequence[int]) -> str:
+    """Say how many bits a code has; the last words of a row may hold fewer codes."""
+    return f" of {32 * prod(words) // prod(shape)} bits" if shape else ""
 
 
 def _spread(scale: Sequence[int], shape: Sequence[int]) -> str:

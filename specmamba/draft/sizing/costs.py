@@ -22,11 +22,13 @@ import numpy as np
 
 from specmamba.kernels.draft_sizing import Floats, Ints
 
-LEAST_RATIO, MOST_RATIO = 0.5, 2.0
-LARGEST_FACTOR = math.log(4.0)
+LEAST_RATIO, MOST_RATIO = 0.5, 2.0  # of a kind of steps and its bucket, over the machine's speed
+LARGEST_SPEED = math.log(64.0)  # it may be far from the measurement's, on a machine that was busy then
 # of a new step in the speed of the machine: after steps of the same bucket, of another bucket and of another kind
 OF_SPEED = (0.08, 0.04, 0.01)
-LEAST_WEIGHT = 0.25  # of a change in the factor of what it leads to
+LEAST_WEIGHT = 0.1  # of a change in the factor of what it leads to
+# observations that agree with the measurement, before the first: of many noisy buckets one always looks cheap
+SEEN_OF_KIND, SEEN_OF_BUCKET = 2, 3
 FARTHEST = math.log(1.25)  # a step that is farther from what was expected counts as this far
 Curve = dict[int, float]  # seconds by a number
 
@@ -96,10 +98,8 @@ class StepCosts:
     def ratio(self, num_requests: int, num_nodes: int, kind: Hashable) -> float:
         """Measured over predicted time of steps of a kind, as far as it is known; of chains by depth."""
         size, _ = bucket = bucket_of(num_requests, num_nodes)
-        total = self._speed
-        for key in ((size, kind), (bucket, kind)):
-            total += self._factors.get(key, (0, 0.0))[1]
-        return min(max(math.exp(total), LEAST_RATIO), MOST_RATIO)
+        own = sum(self._factors.get(key, (0, 0.0))[1] for key in ((size, kind), (bucket, kind)))
+        return math.exp(self._speed) * min(max(math.exp(own), LEAST_RATIO), MOST_RATIO)
 
     def _ratios(self, num_requests: int, numbers: Ints, kind: Hashable) -> Floats:
         """Those of some numbers of nodes, computed once for each bucket."""
@@ -128,7 +128,7 @@ class StepCosts:
         size, _ = bucket = bucket_of(num_requests, num_nodes)
         of_kind, of_bucket = (size, kind), (bucket, kind)
         factors = [self._factors.get(key, (0, 0.0)) for key in (of_kind, of_bucket)]
-        rest = min(max(math.log(seconds / base), -LARGEST_FACTOR), LARGEST_FACTOR) - self._speed
+        rest = min(max(math.log(seconds / base), -LARGEST_SPEED), LARGEST_SPEED) - self._speed
         rest -= factors[0][1] + factors[1][1]
         last, self._last = self._last, (of_kind, of_bucket)
         if last is None:
@@ -141,14 +141,14 @@ class StepCosts:
         self._speed += moved
         rest -= moved
         if last[0] != of_kind:
-            rest -= self._move(of_kind, rest)
+            rest -= self._move(of_kind, rest, SEEN_OF_KIND)
         if last[1] != of_bucket:
-            self._move(of_bucket, rest)
+            self._move(of_bucket, rest, SEEN_OF_BUCKET)
 
-    def _move(self, key: Hashable, rest: float) -> float:
+    def _move(self, key: Hashable, rest: float, seen: int) -> float:
         """Move a factor towards what is not explained; returns by how much."""
         count, factor = self._factors.get(key, (0, 0.0))
-        moved = max(LEAST_WEIGHT, 1 / (count + 1)) * rest
+        moved = max(LEAST_WEIGHT, 1 / (count + 1 + seen)) * rest
         self._factors[key] = count + 1, factor + moved
         return moved
 

@@ -20,8 +20,9 @@ from specmamba.kernels.draft_sizing import Floats, Ints
 LEAST_GAIN, GAIN_OF_CHANGE = 1.02, 1.03
 STEPS_TO_RAISE, STEPS_TO_LOWER = 8, 3
 FIRST_PROBE, LAST_PROBE = 8, 256  # steps between two probes
-LONG_INTERVAL = 32  # between probes, from which on drafts have not paid for long: the drafter skips steps
-STEPS_BEFORE_PROBE = 6  # in which the drafter follows the text again
+LONG_INTERVAL = 32  # between probes, from which on the drafter skips steps: drafts have not paid for long, or are dear
+STEPS_BEFORE_PROBE = 3  # in which the drafter follows the text again
+SHARE_OF_PROBES = 0.02  # of the time of all steps, at the most, from the first interval on
 PROBED_SHARE = 4  # one request of so many is probed
 # steps of one decision: usually, while a change is near, and where drafts have long not paid
 ROUND, SHORT_ROUND, LONG_ROUND = 16, 4, 64
@@ -30,8 +31,9 @@ MOST_INTERVAL = 8192  # steps between two tries
 FIRST_TRIES = {"plain": 64, "other": 128}  # steps before the first one
 SETTLING_STEPS, LONGEST_DELAY = 16, 64  # steps of a changed batch without a try; steps that this may delay one
 NEAR = 0.95  # options whose rate is at least this share of the present one's are tried in turns
+FIRST_LOOKS, NEAR_AT_FIRST = 3, 0.6  # tries of an option that may be farther below: its predicted time may be wrong
 LEAST_STRETCH, LONGEST_STRETCH, LONGEST_IF_OFF = 3, 40, 12  # steps of a try
-NEWS_INTERVAL = 64  # steps between probes at the most when all requests are other ones
+NEWS_INTERVAL = 64  # steps between probes at the most when all requests are other ones, if probes are cheap
 WEIGHT = 0.3  # of a new look in the mean gains
 
 
@@ -44,6 +46,9 @@ class DraftSize:
     drafted: NDArray[np.bool_] | None = None  # [B], rows that are drafted for; None: all, or none at depth 0
     is_probe: bool = False
     keeps_up: bool = True  # the drafter's state follows the text; False: it may skip the step
+    learns: bool = (
+        True  # the drafter's probabilities are judged by the result; False: the host counts what a chain brings
+    )
 
     def places(self, num_rows: int) -> Ints:
         """Return the place of each row among those that are drafted for, [B]; any place for one that is not."""
@@ -66,22 +71,30 @@ class DraftSchedule:
         self.gains: Floats = np.ones(2 * (num_steps + 1))
         self.depth, self.is_chain = 0, False
         self._wish_age = self._wish = 0
-        self._until_probe = self._probe_interval = FIRST_PROBE
+        self._until_probe = self._probe_interval = self._least_interval = FIRST_PROBE
         self._next_probed = self._num_new = 0
         self._stretch: float = LEAST_STRETCH
         self._lengths: Floats = np.ones(2 * (num_steps + 1))  # of a step of each option, over a plain one
         self._until_try, self._try_interval = dict(FIRST_TRIES), dict(FIRST_TRIES)
-        self._newest_other = self._batch_age = 0
+        self._newest_other = self._batch_age = self._bucket = 0
+        self._num_looks: dict[int, Ints] = {}  # tries so far of each option, by the power of two of the requests
         self._trying, self._tried, self._num_tries = "plain", 0, 0  # a try, its option, and its steps that are left
         self._counted: tuple[str, ...] = ()  # what the steps of the newest ``next`` count for
 
-    def set_times(self, num_steps: float, lengths: Floats) -> None:
-        """Set how many plain steps a try takes as long as, and how long a step of each option is over a plain one."""
-        self._stretch, self._lengths = num_steps, lengths
+    def set_times(self, num_steps: float, lengths: Floats, of_probe: float = 0.0) -> None:
+        """Set how long steps take, in plain steps.
 
-    def restart(self, rates: Floats) -> None:
+        Args:
+            num_steps: a try.
+            lengths: [2 (D + 1)], a step of each option.
+            of_probe: what a probe takes longer than plain steps.
+        """
+        self._stretch, self._lengths = num_steps, lengths
+        self._least_interval = min(max(round(of_probe / SHARE_OF_PROBES), FIRST_PROBE), LAST_PROBE)
+
+    def restart(self, rates: Floats, num_requests: int) -> None:
         """Take the best option at once: the batch is another one. ``rates`` are tokens per second of the options."""
-        self.gains = rates / rates[0]
+        self.gains, self._bucket = rates / rates[0], num_requests.bit_length()
         self.depth, self.is_chain = self.option(self._best())
         if self._num_tries > 0:  # it was cut short
             self._until_try[self._trying] = min(self._until_try[self._trying], FIRST_TRIES[self._trying])
@@ -117,7 +130,7 @@ class DraftSchedule:
             self._counted = ("try",)
             return _within(max_depths, *self.option(self._tried)), min(ROUND, self._num_tries)
         if self.depth:
-            self._until_probe = self._probe_interval = FIRST_PROBE
+            self._until_probe = self._probe_interval = self._least_interval
             self._counted = "plain", "other"
             return _within(max_depths, self.depth, self.is_chain), SHORT_ROUND if self._wish_age else ROUND
         if self._until_probe <= 1:
@@ -167,8 +180,12 @@ class DraftSchedule:
         """Probe soon if all requests are other ones than at the last time, once for a batch that grows."""
         if self._num_new >= (num_requests if self._is_settled else 2 * num_requests):
             self._num_new = 0
-            self._until_probe = min(self._until_probe, FIRST_PROBE)
-            self._probe_interval = min(self._probe_interval, NEWS_INTERVAL)
+            self._until_probe = min(self._until_probe, self._least_interval)
+            self._probe_interval = min(self._probe_interval, max(NEWS_INTERVAL, self._least_interval))
+
+    @property
+    def _looks(self) -> Ints:
+        return self._num_looks.setdefault(self._bucket, np.zeros(len(self.gains), np.int64))
 
     @property
     def _is_settled(self) -> bool:
@@ -189,11 +206,13 @@ class DraftSchedule:
             most = max(min(number * length * loss / SHARE_OF_TRIES, MOST_INTERVAL), FIRST_TRIES[name])
             self._try_interval[name] = self._until_try[name] = min(2 * self._try_interval[name], round(most))
             self._trying, self._tried, self._num_tries = name, place, number
+            self._looks[place] += 1
             return
 
     def _another(self) -> int:
         """The next option that is nearly as good as the present one; the best one if there is none where off."""
-        near = np.flatnonzero(self.gains >= NEAR * self.gains[self._place])
+        least = np.where(self._looks < FIRST_LOOKS, NEAR_AT_FIRST, NEAR)
+        near = np.flatnonzero(self.gains >= least * self.gains[self._place])
         others = [place for place in near.tolist() if place not in (0, self._place)]
         if not others:
             return self._place or int(self.gains[1:].argmax()) + 1
@@ -201,7 +220,7 @@ class DraftSchedule:
         return self._newest_other
 
     def _probe(self, max_depths: Ints) -> DraftSize:
-        self._probe_interval = min(2 * self._probe_interval, LAST_PROBE)
+        self._probe_interval = min(max(2 * self._probe_interval, self._least_interval), LAST_PROBE)
         self._until_probe = self._probe_interval
         can = np.flatnonzero(max_depths > 0)
         if not len(can):

@@ -18,7 +18,7 @@ from specmamba.core import SizingStats
 from specmamba.draft.candidates import Candidates
 from specmamba.draft.sizing.costs import StepCosts
 from specmamba.draft.sizing.rounds import Bounds, Round, SizedBatch, SizerFigures
-from specmamba.draft.sizing.schedule import NOTHING_FOR_LONG, ROUND, SHORT_ROUND, DraftSchedule, DraftSize
+from specmamba.draft.sizing.schedule import NOTHING_FOR_LONG, PROBED_SHARE, ROUND, SHORT_ROUND, DraftSchedule, DraftSize
 from specmamba.kernels import draft_sizing
 from specmamba.kernels.draft_sizing import (
     LENGTH,
@@ -36,8 +36,10 @@ from specmamba.kernels.draft_sizing import (
 COST_INTERVAL = 128  # steps after which times are predicted anew
 FIRST_DRAFTS = 24  # steps with requests of a mode that draft to see what that brings
 DRAWS = 16  # kept drafts that are looked at, of all requests
+CHAINS_TO_LEARN = 4  # one round of chains of so many judges probabilities, which takes a few percent of a step
 ALL_DEPTHS = 4  # of chains, which cost more by steps where products take another tile of rows
 WARM_SECONDS = 0.008  # after a change of kind in which steps take longer than later ones
+FACTOR_OF_PROBE = 2.0  # the drafter follows the text again before a probe, which takes about as long as the probe
 STRETCH_SECONDS = 0.02  # of another kind, to see what it brings or takes
 WEIGHT_OF_REST, LONGEST_REST = 0.02, 1.0
 
@@ -69,7 +71,7 @@ class DraftSizer:
         self._drafted = Drafted(num_rows, len(bounds.depths), trees)
         self._offers: dict[Hashable, Offer] = {}  # of captured steps, which read them again
         self._given: Ints | None = None  # rows of the batch that _drafted was filled for, all of them
-        self._num_requests = 0
+        self._num_requests = self._num_chain_rounds = 0
         # predicted for the present requests, by depth and nodes: as measured at the start, and as it is thought now
         self._bases: list[list[float]] = []
         self._seconds = np.zeros((0, 0))
@@ -111,6 +113,9 @@ class DraftSizer:
         began = time.perf_counter()
         self._end_round()
         size, number = self._planned(batch)
+        if size.is_chain:
+            size = replace(size, learns=self.forced is None and self._num_chain_rounds % CHAINS_TO_LEARN == 0)
+            self._num_chain_rounds += 1
         if size.drafted is not None:
             drafted = size.drafted | np.array(must_draft())
             size, number = replace(size, drafted=None if drafted.all() else drafted), 1
@@ -285,7 +290,7 @@ class DraftSizer:
             return DraftSize(deepest), ROUND  # little is known of such requests
         now = self.figures.num_steps
         if self._age < 0:
-            self.schedule.restart(self._rates(batch))
+            self.schedule.restart(self._rates(batch), len(batch.rows))
             self._age = now
         elif now - self._age >= SHORT_ROUND:
             if now - self._age_of_costs > COST_INTERVAL:
@@ -312,7 +317,9 @@ class DraftSizer:
         self._age_of_costs, self._is_news = self.figures.num_steps, True
         plain = float(self._seconds[0, size])
         lengths = np.where(np.isfinite(self._chain_seconds), self._chain_seconds, 0.0) / plain
-        self.schedule.set_times(STRETCH_SECONDS / plain, np.tile(np.maximum(lengths, 1.0), 2))
+        probed = self._seconds[1, min(size + -(-size // PROBED_SHARE), most)] if self.bounds.num_steps else plain
+        of_probe = FACTOR_OF_PROBE * (float(probed) / plain - 1.0)
+        self.schedule.set_times(STRETCH_SECONDS / plain, np.tile(np.maximum(lengths, 1.0), 2), of_probe)
 
     def _rates(self, batch: SizedBatch) -> Floats:
         """Judge every option of the schedule by some kept drafts: expected tokens per second."""

@@ -161,7 +161,8 @@ class GenerationRequest(StructuredRequest):
         Raises:
             pydantic.ValidationError: a value exceeds a limit that only ``SamplingParams`` checks.
         """
-        named = {name: getattr(self, name, None) for name in SamplingParams.model_fields}
+        # a prediction has another shape here, and the service encodes it
+        named = {name: getattr(self, name, None) for name in SamplingParams.model_fields if name != "prediction"}
         named |= {"max_tokens": max_tokens, "grammar": grammar}
         named["n"] = None  # each choice is a request of its own
         named |= {"logprobs": self.num_logprobs, "prompt_logprobs": self.num_prompt_logprobs}

@@ -20,7 +20,7 @@ from specmamba.checkpoints.gguf import gguf_folder
 from specmamba.checkpoints.gguf.gguf_reader import GgufReader
 from tests.gguf_files import converted, name_of
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 KINDS = {"q4_k_m.gguf": {"F32", "Q4_K", "Q5_0", "Q6_K", "Q8_0"}, "q6_k.gguf": {"F32", "Q6_K", "Q8_0"}}
 
 

@@ -110,6 +110,16 @@ def test_types_that_are_dequantized_without_scales(number: int) -> None:
     assert not read_as(number, torch.zeros_like(data)).any()
 
 
+def test_scales_of_zero_beside_minima() -> None:
+    """Of Q2_K: minima alone would stand for weights."""
+    data = other_blocks(10)
+    data[..., 80:82] = 0
+    with pytest.raises(CheckpointError, match="has scales of zero for weights that are not zero"):
+        read_as(10, data)
+    data[..., 16:80] = 0
+    assert read_as(10, data).any()
+
+
 def read_as(number: int, data: Tensor) -> Tensor:
     """The weights of a tensor of this type, as a reader of a file loads it."""
     reader = object.__new__(GgufReader)

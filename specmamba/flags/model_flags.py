@@ -1,0 +1,172 @@
+"""The flags of the model, of memory, of the prefix cache and of the order of requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from specmamba.flags.other_names import own_value
+from specmamba.flags.settings import CommandLine
+
+_STORED_FORMATS = ("awq", "gptq", "compressed-tensors", "gguf", "modelopt", "mxfp4", "nvfp4", "bitsandbytes")
+
+
+def _number(value: Any) -> Any:
+    """Read a number of the command line or the environment, which choices of numbers do not do themselves."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _form_name(value: object) -> object:
+    """Read a form of weights; formats of checkpoints, which other runtimes ask to be told, are none."""
+    if isinstance(value, str) and value.lower().startswith(_STORED_FORMATS):
+        raise ValueError("what a checkpoint stores is read from its files: leave this out")
+    return "auto" if value is None or value == "None" else value  # the default of other runtimes, written out
+
+
+class ModelFlags(CommandLine):
+    """What every engine has, with drafts and without: model, memory, prefix cache, scheduling."""
+
+    reads_environment = True
+    needs_text: ClassVar[bool] = False  # the command reads or writes texts
+
+    model: Annotated[
+        str | None,
+        Field(min_length=1, description="folder or hub id of a checkpoint, or a GGUF file; none: the bundled demo"),
+    ] = None
+    revision: Annotated[str | None, Field(description="branch, tag or commit, when --model is a hub id")] = None
+    skip_tokenizer_init: Annotated[
+        bool, Field(description="read no tokenizer: prompts and answers are token ids, and texts are refused")
+    ] = False
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        BeforeValidator(own_value("dtype")),
+        Field(description="type of weights and activations; auto: the checkpoint's own"),
+    ] = "auto"
+    quantization: Annotated[
+        Literal["auto", "none", "int8", "int4", "fp8", "fp8-dynamic"],
+        BeforeValidator(_form_name),
+        Field(
+            description="auto: matrices stay in the codes that the checkpoint stores, where products have them; none: "
+            "dequantized to --dtype; others: rounded when they are loaded, to 8-bit integers with a scale per output, "
+            "4-bit ones with a scale per group of inputs, or FP8; fp8-dynamic (GPU): inputs to FP8 too, at every step"
+        ),
+    ] = "auto"
+    quantization_group_size: Annotated[
+        Literal[32, 64, 128],
+        BeforeValidator(_number),
+        Field(description="inputs that share a scale with --quantization int4"),
+    ] = 32
+    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")] = "auto"
+    num_threads: Annotated[
+        int | None,
+        Field(ge=1, le=1024, description="CPU threads; none: all cores, or one where a second gains nothing"),
+    ] = None
+    seed: Annotated[int, Field(ge=0, lt=2**63, description="seeds the requests that bring no seed of their own")] = 0
+
+    context_length: Annotated[
+        int | None, Field(ge=2, description="prompt and output tokens of one request at the most; none: the model's")
+    ] = None
+    max_running_requests: Annotated[int, Field(ge=1, le=4096, description="requests in a batch at the most")] = 16
+    max_queued_requests: Annotated[int, Field(ge=1, description="requests waiting at the most; more get a 429")] = 256
+    chunked_prefill_size: Annotated[int, Field(ge=1, description="prompt tokens run in one step at the most")] = 512
+
+    mem_fraction_static: Annotated[
+        float, Field(gt=0, lt=1, description="share of the free memory that weights and pools may take")
+    ] = 0.5
+    max_total_tokens: Annotated[int | None, Field(ge=1, description="size of the KV pool in tokens; none: derived")] = (
+        None
+    )
+    max_mamba_cache_size: Annotated[
+        int | None, Field(ge=1, description="recurrent states in the state pool, running and cached; none: derived")
+    ] = None
+    mamba_full_memory_ratio: Annotated[
+        float, Field(gt=0, allow_inf_nan=False, description="bytes of recurrent states for every byte of KV")
+    ] = 0.9
+    mamba_ssm_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        Field(description="type of recurrent states in the state pool; what is computed from them stays float32"),
+    ] = "float32"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8", "fp8_e4m3"],
+        BeforeValidator(own_value("kv_cache_dtype")),
+        Field(description="type of stored keys and values, with a scale per token and head; auto: the model's dtype"),
+    ] = "auto"
+    page_size: Annotated[int, Field(ge=1, le=1024, description="tokens in a page of the KV pool")] = 1
+
+    disable_cuda_graph: Annotated[bool, Field(description="run every step operator by operator, captured by none")] = (
+        False
+    )
+    cuda_graph_max_bs: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=4096,
+            description="largest batch whose steps are padded to a bucket and captured; none: 64, or all that can run; "
+            "a CPU without native kernels captures nothing, and runs what is given on the same buffers and padding",
+        ),
+    ] = None
+
+    disable_radix_cache: Annotated[bool, Field(description="share no prefixes between requests")] = False
+    mamba_radix_cache_strategy: Annotated[
+        Literal["no_buffer", "extra_buffer"],
+        Field(description="leave states at the ends of chunks and requests, or also while tokens are generated"),
+    ] = "no_buffer"
+    mamba_track_interval: Annotated[
+        int, Field(ge=1, description="extra_buffer: generated tokens between two states that are left")
+    ] = 256
+    cache_eviction: Annotated[
+        Literal["lru", "flops"],
+        Field(description="what leaves the prefix cache first: what is oldest, or also what is cheap to compute again"),
+    ] = "lru"
+    schedule_policy: Annotated[
+        Literal["fcfs", "lpm"],
+        Field(description="who runs next: first come, first served, or the longest cached prefix first"),
+    ] = "fcfs"
+    schedule_max_overtakes: Annotated[
+        int, Field(ge=0, description="lpm: a request that so many younger ones have overtaken is next")
+    ] = 32
+
+    @model_validator(mode="after")
+    def _texts_need_a_tokenizer(self) -> Self:
+        if self.needs_text and self.skip_tokenizer_init:
+            raise ValueError("--skip-tokenizer-init: this command reads and writes texts: drop it")
+        return self
+
+    @model_validator(mode="after")
+    def _cache_and_graphs_fit(self) -> Self:
+        if (problem := _prefix_cache_problem(self) or _graph_problem(self)) is not None:
+            raise ValueError(problem)
+        return self
+
+
+def _prefix_cache_problem(config: ModelFlags) -> str | None:
+    """Return what is wrong with the prefix cache flags, as a sentence that says what to change; None: nothing."""
+    fields = type(config).model_fields
+
+    def is_given(*names: str) -> list[str]:
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) != fields[name].default]
+
+    of_cache = ("mamba_radix_cache_strategy", "mamba_track_interval", "cache_eviction")
+    if config.disable_radix_cache and (given := is_given(*of_cache)):
+        return f"{', '.join(given)}: this needs the prefix cache: drop it, or --disable-radix-cache"
+    if config.disable_radix_cache and config.schedule_policy == "lpm":
+        return "--schedule-policy lpm needs the prefix cache: choose fcfs, or drop --disable-radix-cache"
+    if config.mamba_radix_cache_strategy == "no_buffer" and is_given("mamba_track_interval"):
+        return "--mamba-track-interval needs --mamba-radix-cache-strategy extra_buffer"
+    if config.schedule_policy == "fcfs" and is_given("schedule_max_overtakes"):
+        return "--schedule-max-overtakes needs --schedule-policy lpm"
+    return None
+
+
+def _graph_problem(config: ModelFlags) -> str | None:
+    """Return what is wrong with the flags of captured steps, likewise."""
+    largest = config.cuda_graph_max_bs
+    if largest is not None and config.disable_cuda_graph:
+        return "--cuda-graph-max-bs: nothing is captured with --disable-cuda-graph: drop one of them"
+    if largest is not None and largest > config.max_running_requests:
+        return (
+            f"--cuda-graph-max-bs {largest}: only {config.max_running_requests} requests run together; lower it, or "
+            "raise --max-running-requests"
+        )
+    return None

@@ -1,0 +1,45 @@
+"""Times of steps in the cache file: used, or measured again if the machine was busy when they were measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specmamba import LLM
+from specmamba.draft.sizing.cost_file import CostFile, read_costs, write_costs
+from specmamba.draft.sizing.costs import StepCosts, StepTimes
+from specmamba.engine import cost_measurement
+
+FLAGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_running_requests": 2,
+    "context_length": 256,
+    "speculative_adaptive": "auto",
+}
+
+
+def times(plain: float) -> StepCosts:
+    return StepCosts({1: StepTimes({1: 1e-4, 4: 2e-4}, {1: plain, 8: 2 * plain}, {1: plain, 4: plain})})
+
+
+@pytest.mark.parametrize(
+    ("plain", "is_given", "is_measured"), [(100.0, False, True), (1e-8, False, False), (100.0, True, False)]
+)
+def test_times_of_a_busy_machine_are_measured_again(
+    plain: float, is_given: bool, is_measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept: 100 seconds for a plain step, or 10 ns; a file that the user names is believed."""
+    file = tmp_path / "times.json"
+    monkeypatch.setattr(cost_measurement, "_cache_file", lambda: file)
+    monkeypatch.setattr(cost_measurement, "measure_costs", lambda _: times(1e-3))
+    with LLM(**FLAGS) as llm:
+        write_costs(file, CostFile(), cost_measurement.engine_key(llm.engine), times(plain))
+    with LLM(**FLAGS, speculative_costs=file if is_given else None) as llm:
+        sizer, stats = llm.engine.runner.sizer, llm.engine.stats()
+        assert sizer is not None
+        assert sizer.costs.times[1].verifies[1] == (1e-3 if is_measured else plain)
+        assert (stats.num_running, stats.kv_used_tokens) == (0, 0)  # what was timed has left nothing
+    [kept] = read_costs(file).entries
+    assert kept.costs().times[1].verifies[1] == pytest.approx(1e-3 if is_measured else plain)
